@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from holdfast import errors, keys
-from holdfast.format import checked
+from holdfast.format import strictjson
 from holdfast.format.envelope import KeyBox, decode_box, encode_box
 from holdfast.format.suites import Suite, fresh_secret
 from holdfast.keys import (
@@ -162,7 +162,9 @@ def test_a_passphrase_costs_bounded_memory_and_time(change: dict[str, Any]) -> N
     how = msgspec.structs.replace(recipient.argon2, **change)
     bad = msgspec.structs.replace(recipient, argon2=how)
     hostile = KeyBox(commitment=box.commitment, recipients=(bad,))
-    data = checked.encode_checked("keys", {"requires": ["sealed"], **msgspec.to_builtins(hostile)})
+    data = strictjson.encode_checked(
+        "keys", {"requires": ["sealed"], **msgspec.to_builtins(hostile)}
+    )
     with pytest.raises(errors.FormatError):
         decode_box(data, what="box")
 

@@ -56,11 +56,11 @@ if TYPE_CHECKING:
     from holdfast.policy.rules import Last as Last
     from holdfast.policy.rules import Within as Within
     from holdfast.policy.savers import SideSaver as SideSaver
+    from holdfast.policy.savers import parse_rule as parse_rule
     from holdfast.policy.simulate import Costs as Costs
     from holdfast.policy.simulate import expected_goodput as expected_goodput
     from holdfast.policy.simulate import exponential_failures as exponential_failures
     from holdfast.policy.simulate import simulate as simulate
-    from holdfast.policy.spelling import parse_rule as parse_rule
     from holdfast.policy.triggers import At as At
     from holdfast.policy.triggers import AtEnd as AtEnd
     from holdfast.policy.triggers import AtStart as AtStart
@@ -144,7 +144,7 @@ _HOMES = {
     "learnt_rate": "holdfast.policy.advisor",
     "load_weights": "holdfast.weights",
     "open_store": "holdfast.store",
-    "parse_rule": "holdfast.policy.spelling",
+    "parse_rule": "holdfast.policy.savers",
     "reading": "holdfast.engine.access",
     "simulate": "holdfast.policy.simulate",
     "testing": "holdfast",

@@ -190,14 +190,14 @@ def test_a_newer_version_is_no_damage(
     holdfast: Command, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from holdfast.errors import UnsupportedVersion
-    from holdfast.format import checked
+    from holdfast.format import strictjson
 
     def refuse(*args: Any, **options: Any) -> Any:
         raise UnsupportedVersion("written by a newer Holdfast; upgrade")
 
     before = everything(root)
     with monkeypatch.context() as patch:
-        patch.setattr(checked, "decode_checked", refuse)
+        patch.setattr(strictjson, "decode_checked", refuse)
         result = holdfast("gc", root, "--damaged", folder_of(root, 300).name, "--yes")
     assert (result.code, "newer Holdfast" in result.err) == (1, True)
     assert everything(root) == before

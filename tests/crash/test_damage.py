@@ -19,7 +19,7 @@ from holdfast import errors
 from holdfast.care.verify import verify
 from holdfast.engine.loading import applying, pipeline
 from holdfast.engine.roots.catalog import Catalog
-from holdfast.format import blocks, checked
+from holdfast.format import blocks, strictjson
 from holdfast.manager import CheckpointManager
 from holdfast.policy.retention import Last
 from holdfast.store.local import LocalStore
@@ -384,6 +384,6 @@ def test_a_reader_that_ignores_the_version_is_caught(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """R21: the mutant reads what it does not understand."""
-    monkeypatch.setattr(checked, "check_version", lambda *args, **named: None)
+    monkeypatch.setattr(strictjson, "check_version", lambda *args, **named: None)
     with pytest.raises(pytest.fail.Exception):
         test_a_newer_format_is_refused_and_not_walked_around(tmp_path)

@@ -14,17 +14,17 @@ from tests.each import each
 from tests.format.samples import Document, documents, is_refused, members_of, mutate, reseal
 
 from holdfast.errors import CorruptData, FormatError, LimitExceeded, UnsupportedVersion, UsageError
-from holdfast.format import checked
+from holdfast.format import strictjson
 
 SEALED = [document for document in documents() if document.is_sealed]
 
 
 def unseal(data: bytes, **options: Any) -> dict[str, Any]:
-    return checked.decode_checked(data, what="the-document", kinds=("notes",), **options)
+    return strictjson.decode_checked(data, what="the-document", kinds=("notes",), **options)
 
 
 def test_a_sealed_document_looks_as_the_format_page_says() -> None:
-    data = checked.encode_checked("notes", {"tags": ["ü"], "pinned": False})
+    data = strictjson.encode_checked("notes", {"tags": ["ü"], "pinned": False})
     body, last_line = data[: data.rindex(b'"digest"')], data[data.rindex(b'"digest"') :]
     assert body.decode() == (
         '{\n  "holdfast": 1,\n  "kind": "notes",\n  "tags": [\n    "ü"\n  ],\n  "pinned": false,\n'
@@ -138,10 +138,10 @@ def test_the_size_is_checked_by_reader_and_writer() -> None:
     with pytest.raises(LimitExceeded):
         unseal(bytes(65537))
     with pytest.raises(UsageError, match="at most"):
-        checked.encode_checked("notes", {"tags": ["x" * 70_000]})
+        strictjson.encode_checked("notes", {"tags": ["x" * 70_000]})
 
 
 @pytest.mark.parametrize("value", [float("nan"), "\ud800", object()])
 def test_seal_refuses_what_json_lacks(value: Any) -> None:
     with pytest.raises(UsageError):
-        checked.encode_checked("notes", {"tags": [value]})
+        strictjson.encode_checked("notes", {"tags": [value]})

@@ -12,7 +12,6 @@ from tests.format.samples import make_manifest
 
 from holdfast import errors
 from holdfast.format import envelope
-from holdfast.format.checked import encode_checked
 from holdfast.format.envelope import (
     Contents,
     check_mark,
@@ -26,6 +25,7 @@ from holdfast.format.envelope import (
     open_sealed,
 )
 from holdfast.format.manifest import FileEntry, decode_register, encode_manifest
+from holdfast.format.strictjson import encode_checked
 from holdfast.format.suites import SEGMENT_NBYTES, Suite, fresh_secret, num_segments, stored_nbytes
 from holdfast.keys import SecretKey, wrapped
 

@@ -12,7 +12,7 @@ from tests.each import each
 from tests.format.samples import make_manifest, model_files, reseal
 
 from holdfast.errors import FormatError, UnsupportedVersion
-from holdfast.format import blocks, checked, index, manifest
+from holdfast.format import blocks, index, manifest, strictjson
 from holdfast.format.blocks import max_file_nbytes, max_stored_nbytes
 from holdfast.format.index import StoredBlocks, decode_index
 from holdfast.format.manifest import FileEntry, Manifest, StoredEntry
@@ -71,7 +71,7 @@ def test_a_manifest_with_a_stored_file_comes_back_and_says_what_it_needs() -> No
 
 def test_a_reader_that_does_not_know_codecs_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     """D60."""
-    monkeypatch.setattr(checked, "KNOWN_REQUIREMENTS", frozenset())
+    monkeypatch.setattr(strictjson, "KNOWN_REQUIREMENTS", frozenset())
     with pytest.raises(UnsupportedVersion, match="codec"):
         read_manifest(members())
 

@@ -8,7 +8,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="digest-of-a-document-not-compared",
         promise="R15: a flipped bit in a manifest or a record is found",
-        file="format/checked.py",
+        file="format/strictjson.py",
         before="    if blake3(body).hexdigest().encode() != match[1]:\n",
         after="    if len(blake3(body).hexdigest().encode()) != len(match[1]):\n",
         near=("tests/format/test_checked.py",),
@@ -16,7 +16,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="newer-version-is-read",
         promise="R21: a newer format is refused",
-        file="format/checked.py",
+        file="format/strictjson.py",
         before="    if version != FORMAT_VERSION:\n",
         after="    if version < FORMAT_VERSION:\n",
         near=("tests/format/test_checked.py", "tests/format/test_manifest.py"),
@@ -24,7 +24,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="unknown-requirements-are-passed-over",
         promise="R21: a feature that this version lacks is refused",
-        file="format/checked.py",
+        file="format/strictjson.py",
         before="if name not in KNOWN_REQUIREMENTS]",
         after="if not name]",
         near=("tests/format/test_checked.py", "tests/format/test_manifest.py"),

@@ -112,7 +112,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="step-in-epoch-begins-at-zero-after-a-resume",
         promise="I7: counts within an epoch go on after a resume",
-        file="policy/odometer.py",
+        file="policy/clock.py",
         before="step=stored.step - stored.step_in_epoch,",
         after="step=stored.step,",
         near=("tests/policy/test_odometer.py",),

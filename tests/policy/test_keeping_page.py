@@ -13,7 +13,7 @@ from holdfast.engine.roots.catalog import Catalog
 from holdfast.format.manifest import Timestamp
 from holdfast.policy import rule, rules
 from holdfast.policy.retention import AnyRule, Candidate, Last, Rule, ThenDrop, decide
-from holdfast.policy.spelling import parse_rule
+from holdfast.policy.savers import parse_rule
 from holdfast.store.local import LocalStore
 from runs import new_run
 

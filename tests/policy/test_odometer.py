@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from holdfast.format.manifest import Timestamp
-from holdfast.policy.odometer import Odometer
+from holdfast.policy.clock import Odometer
 
 
 def test_counts_within_an_epoch_begin_where_the_one_before_ended() -> None:

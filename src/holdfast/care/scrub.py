@@ -20,7 +20,6 @@ from holdfast.errors import (
 )
 from holdfast.format import layout
 from holdfast.format.blocks import file_digest, split
-from holdfast.format.checked import MAX_CHECKED_NBYTES
 from holdfast.format.envelope import (
     MAX_MARK_NBYTES,
     Visible,
@@ -30,6 +29,7 @@ from holdfast.format.envelope import (
     is_mark,
 )
 from holdfast.format.manifest import MAX_MANIFEST_NBYTES, FileEntry
+from holdfast.format.strictjson import MAX_CHECKED_NBYTES
 from holdfast.store.base import Store
 
 NOTE = "sealed, and no key was given: compared as it is stored, not opened"

@@ -9,7 +9,7 @@ from holdfast.engine.roots.catalog import Catalog, Entry
 from holdfast.errors import UsageError
 from holdfast.events import Emitter
 from holdfast.format.manifest import Timestamp
-from holdfast.policy.odometer import Odometer
+from holdfast.policy.clock import Odometer
 from holdfast.policy.rule import MAIN
 from holdfast.policy.schedule import Schedule, ScheduleRecord
 

@@ -16,8 +16,7 @@ import msgspec
 from msgspec import Meta
 
 from holdfast.errors import FormatError, HoldfastError, LimitExceeded, Tampered, UsageError
-from holdfast.format import checked, layout, strictjson
-from holdfast.format.checked import SEALED
+from holdfast.format import layout, strictjson
 from holdfast.format.manifest import (
     MAX_MANIFEST_NBYTES,
     FileEntry,
@@ -27,13 +26,14 @@ from holdfast.format.manifest import (
     Positive,
     decode_register,
 )
+from holdfast.format.strictjson import SEALED
 from holdfast.format.suites import SECRET_NBYTES, Suite, fresh_secret, stored_nbytes, suite_named
 from holdfast.store.base import Buffer
 
 MARK = "sealed-mark"
 BOX = "keys"
 MAX_RECIPIENTS = 64
-MAX_MARK_NBYTES = 2 * checked.MAX_CHECKED_NBYTES
+MAX_MARK_NBYTES = 2 * strictjson.MAX_CHECKED_NBYTES
 MAX_STRETCHING_KIB = 16 * 1024 * 1024
 """Memory times passes that all passphrases of a checkpoint may take: some 20 seconds."""
 
@@ -168,7 +168,7 @@ def decode_visible(data: Buffer, *, what: str) -> Visible:
     Raises:
         FormatError: the document is damaged, or not the manifest of a sealed checkpoint.
     """
-    members = checked.decode_checked(
+    members = strictjson.decode_checked(
         data, what=what, kinds=(SEALED,), max_nbytes=MAX_MANIFEST_NBYTES
     )
     visible = strictjson.convert(members, Visible, what=what)
@@ -243,7 +243,7 @@ def check_mark(data: Buffer, name: str, *, what: str) -> str:
     Raises:
         FormatError: the document is damaged, not sealed, or another sidecar's.
     """
-    members = checked.decode_checked(data, what=what, kinds=(MARK,), max_nbytes=MAX_MARK_NBYTES)
+    members = strictjson.decode_checked(data, what=what, kinds=(MARK,), max_nbytes=MAX_MARK_NBYTES)
     if members.get("name") != name:
         raise Tampered(f"{what}: it was sealed under another name")
     return strictjson.convert(members.get("salt"), Hex256, what=what)
@@ -261,7 +261,7 @@ def encode_box(box: KeyBox) -> bytes:
         UsageError: a reader would refuse it: too many recipients, or one is too long.
     """
     members = {"requires": [SEALED], **msgspec.to_builtins(box)}
-    data = checked.encode_checked(BOX, members)
+    data = strictjson.encode_checked(BOX, members)
     try:
         decode_box(data, what="keys")
     except FormatError as error:
@@ -272,7 +272,7 @@ def encode_box(box: KeyBox) -> bytes:
 def decode_box(data: Buffer, *, what: str) -> KeyBox:
     """Decode the box of keys in `data`; raises `FormatError` if there is none."""
     box = strictjson.convert(
-        checked.decode_checked(data, what=what, kinds=(BOX,)), KeyBox, what=what
+        strictjson.decode_checked(data, what=what, kinds=(BOX,)), KeyBox, what=what
     )
     if box.stretching_kib > MAX_STRETCHING_KIB:
         raise LimitExceeded(
@@ -292,10 +292,10 @@ def _seal_document(
 ) -> bytes:
     """Encode a document whose last member is `plain`, encrypted; it authenticates the others."""
     cipher = suite.cipher(data_key, kind, salt=bytes.fromhex(members["salt"]))
-    before = checked.encode_checked(kind, {**members, "sealed": ""}, max_nbytes=max_nbytes)
+    before = strictjson.encode_checked(kind, {**members, "sealed": ""}, max_nbytes=max_nbytes)
     aad = before[: before.index(_OPENING) + len(_OPENING)]
     text = base64.b64encode(cipher.encrypt(plain, aad)).decode()
-    return checked.encode_checked(kind, {**members, "sealed": text}, max_nbytes=max_nbytes)
+    return strictjson.encode_checked(kind, {**members, "sealed": text}, max_nbytes=max_nbytes)
 
 
 def _open_document(

@@ -17,7 +17,7 @@ from msgspec import Meta
 
 from holdfast.errors import CorruptData, FormatError, HoldfastError
 from holdfast.format import blocks as block_digests
-from holdfast.format import checked, layout, strictjson
+from holdfast.format import layout, strictjson
 from holdfast.format.blocks import max_stored_nbytes
 from holdfast.format.codec import CodecName
 from holdfast.format.layout import BLOCK_NBYTES, FORMAT_VERSION
@@ -251,7 +251,7 @@ def _decode_document(data: Buffer, *, what: str) -> _IndexDocument:
     if document is not None and document.holdfast == FORMAT_VERSION:
         return document
     value = strictjson.loads(data, what=what, **limits)
-    checked.check_version(value, what=what)
+    strictjson.check_version(value, what=what)
     return strictjson.convert(value, _IndexDocument, what=what)
 
 

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from holdfast.errors import FormatError, HoldfastError, MissingKey, UsageError
-from holdfast.format import checked, layout, strictjson
+from holdfast.format import layout, strictjson
 from holdfast.format.codec import CodecName
 from holdfast.format.layout import RNG
 from holdfast.store.base import Buffer
@@ -20,7 +20,7 @@ MAX_JSON_FILE_NBYTES = 64 * 1024 * 1024
 MAX_STORED_BLOCK_NBYTES = 64 * 1024 * 1024
 """The largest plain block that a codec may have made short: one is decoded as a whole."""
 
-_REGISTER_KINDS = ("checkpoint", "aborted", "deleted", checked.SEALED)
+_REGISTER_KINDS = ("checkpoint", "aborted", "deleted", strictjson.SEALED)
 _MAX_INT = 2**63 - 1
 Natural = Annotated[int, Meta(ge=0, le=_MAX_INT)]
 Positive = Annotated[int, Meta(ge=1, le=_MAX_INT)]
@@ -189,7 +189,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
         UsageError: a text, number or size that the document cannot hold.
     """
     is_stored = any(entry.stored is not None for entry in manifest.files.values())
-    requires = [checked.CODEC] if is_stored else []
+    requires = [strictjson.CODEC] if is_stored else []
     members = {"requires": requires, **msgspec.to_builtins(manifest)}
     members["metrics"] = {name: _number(name, value) for name, value in manifest.metrics.items()}
     members["timestamp"] = {
@@ -200,17 +200,17 @@ def encode_manifest(manifest: Manifest) -> bytes:
     for name in _OPTIONAL_MEMBERS:
         if not members[name]:
             del members[name]
-    return checked.encode_checked("checkpoint", members, max_nbytes=MAX_MANIFEST_NBYTES)
+    return strictjson.encode_checked("checkpoint", members, max_nbytes=MAX_MANIFEST_NBYTES)
 
 
 def encode_aborted(aborted: Aborted) -> bytes:
     """Encode an abort marker."""
-    return checked.encode_checked("aborted", msgspec.to_builtins(aborted))
+    return strictjson.encode_checked("aborted", msgspec.to_builtins(aborted))
 
 
 def encode_deleted(deleted: Deleted) -> bytes:
     """Encode a tombstone."""
-    return checked.encode_checked("deleted", msgspec.to_builtins(deleted))
+    return strictjson.encode_checked("deleted", msgspec.to_builtins(deleted))
 
 
 def decode_register(data: Buffer, *, what: str) -> Manifest | Aborted | Deleted:
@@ -222,10 +222,10 @@ def decode_register(data: Buffer, *, what: str) -> Manifest | Aborted | Deleted:
         UnsupportedVersion: written by a newer Holdfast.
         FormatError: anything else that the format does not allow.
     """
-    members = checked.decode_checked(
+    members = strictjson.decode_checked(
         data, what=what, kinds=_REGISTER_KINDS, max_nbytes=MAX_MANIFEST_NBYTES
     )
-    if members["kind"] == checked.SEALED:
+    if members["kind"] == strictjson.SEALED:
         raise MissingKey(
             f"{what}: this checkpoint is sealed, and no key was given "
             "(`encrypt=` in Python, `holdfast --key-file` and its like)"

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from holdfast.errors import FormatError, LimitExceeded, UnsupportedState
-from holdfast.format import checked, strictjson
+from holdfast.format import strictjson
 from holdfast.format.layout import FORMAT_VERSION
 from holdfast.format.nodes import (
     READERS,
@@ -49,6 +49,7 @@ __all__ = [
     "decode_tree",
     "document",
     "join",
+    "type_name",
 ]
 
 MAX_TREE_NBYTES = 64 * 1024 * 1024
@@ -152,7 +153,7 @@ def decode_tree(
     document = strictjson.loads(
         data, what=what, max_nbytes=MAX_TREE_NBYTES, max_values=MAX_TREE_VALUES
     )
-    checked.check_version(document, what=what)
+    strictjson.check_version(document, what=what)
     if "tree" not in document:
         raise FormatError(f"{what}: has no `tree`")
     try:
@@ -341,7 +342,7 @@ class _TreeEncoder:
     def _enum(self, value: Any, path: str, level: int) -> Any:
         if level > _MAX_LEVEL:
             return self._refuse(path, "nested too deeply")
-        kind = value.type if type(value) is EnumValue else _type_name(type(value))
+        kind = value.type if type(value) is EnumValue else type_name(type(value))
         name = None if value.name is None else self.encode(value.name, path, level)
         member = self.encode(value.value, join(path, "value"), level + 2)
         return {"$enum": {"type": kind, "name": name, "value": member}}
@@ -595,12 +596,13 @@ def _shown(key: Any) -> str:
     return f"<{type(key).__name__}>"
 
 
-def _type_name(type_: type) -> str:
+def type_name(type_: type) -> str:
+    """Return the name of a class in the format: "module:Name"."""
     return f"{type_.__module__}:{type_.__qualname__}"
 
 
 def _why_not(value: Any) -> str:
-    name = _type_name(type(value))
+    name = type_name(type(value))
     for base in (*_CONTAINERS, str, bytes, int, float):
         if isinstance(value, base):
             return f"{name} is a subclass of {base.__name__}, and would come back as one"

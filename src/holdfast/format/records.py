@@ -8,7 +8,7 @@ import msgspec
 from typing_extensions import Self, override
 
 from holdfast.errors import FormatError
-from holdfast.format import checked, strictjson
+from holdfast.format import strictjson
 from holdfast.format.layout import parse_attempt
 from holdfast.format.manifest import Hex128, Natural, Positive, Reference, check_reference
 from holdfast.store.base import Buffer
@@ -30,17 +30,17 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     """A self-checking document about a root or a checkpoint in it."""
 
     kind: ClassVar[str]
-    max_nbytes: ClassVar[int] = checked.MAX_CHECKED_NBYTES
+    max_nbytes: ClassVar[int] = strictjson.MAX_CHECKED_NBYTES
 
     def encode(self) -> bytes:
         """Encode the record; raises `UsageError` if it is too long."""
         members = msgspec.to_builtins(self)
-        return checked.encode_checked(self.kind, members, max_nbytes=self.max_nbytes)
+        return strictjson.encode_checked(self.kind, members, max_nbytes=self.max_nbytes)
 
     @classmethod
     def decode(cls, data: Buffer, *, what: str) -> Self:
         """Decode a record; raises `FormatError` if `data` is not valid."""
-        members = checked.decode_checked(
+        members = strictjson.decode_checked(
             data, what=what, kinds=(cls.kind,), max_nbytes=cls.max_nbytes
         )
         record = strictjson.convert(members, cls, what=what)

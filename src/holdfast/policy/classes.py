@@ -15,7 +15,6 @@ from holdfast.format.manifest import Timestamp
 from holdfast.policy.auto import Auto
 from holdfast.policy.clock import ALL_UNITS, Time, Unit, counted, parse
 from holdfast.policy.rule import SaveClass
-from holdfast.policy.spoken import as_trigger
 from holdfast.policy.triggers import (
     NO_METRICS,
     Event,
@@ -23,6 +22,7 @@ from holdfast.policy.triggers import (
     Metrics,
     SaveFunction,
     Trigger,
+    When,
     is_elsewhere,
     parts_of,
 )
@@ -58,6 +58,23 @@ class Due:
     components: tuple[str, ...] | None = None
     """Components to save; None: the whole state."""
     tags: tuple[str, ...] = ()
+
+
+def as_trigger(value: str | Time | Trigger | SaveFunction, *, what: str = "every") -> Trigger:
+    """Convert "auto" to `Auto`, an interval to `Every`, a function to `When`; keep a trigger.
+
+    Raises:
+        UsageError: `value` is none of these.
+    """
+    if isinstance(value, Trigger):
+        return value
+    if callable(value):
+        return When(value)
+    if isinstance(value, str) and value.strip().lower() == "auto":
+        return Auto()
+    if isinstance(value, str | Time):
+        return Every(parse(value, what=what, units=ALL_UNITS))
+    raise UsageError(f"{what}={value!r}: must be an interval with a unit, a trigger or a function")
 
 
 @dataclass(frozen=True, slots=True, init=False)

@@ -1,4 +1,4 @@
-"""The retention rules: each picks checkpoints to keep, and says why.
+"""The retention rules, each of which picks checkpoints to keep, and the numbers in their texts.
 
 A new one is a class in this file; its `spelled` and `parse` bring it to the command line.
 """
@@ -14,13 +14,18 @@ from typing import ClassVar, Literal, cast, get_args
 
 from holdfast.arguments import checked
 from holdfast.errors import UsageError
-from holdfast.policy.amounts import number_of_bytes, whole_number
 from holdfast.policy.clock import Time, argument_name, parse
 from holdfast.policy.rule import Candidate, Rule, SaveClass, counting
 
 Mode = Literal["min", "max"]
 Removal = Literal["ephemeral_only", "all_non_permanent", "never"]
 _BEST = re.compile(r"(?P<metric>.+?)(?::(?P<mode>min|max))?(?::(?P<n>[0-9]{1,18}))?")
+_SIZES = {
+    **dict.fromkeys(("", "B"), 1),
+    **{unit: 1000**power for power, unit in enumerate(("kB", "MB", "GB", "TB"), start=1)},
+    **{unit: 1024**power for power, unit in enumerate(("KiB", "MiB", "GiB", "TiB"), start=1)},
+}
+_SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,9})?)\s*([A-Za-z]*)", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -437,3 +442,26 @@ def _recorded_time(created: str) -> datetime | None:
 def _check_quota(rule: str, n: int) -> None:
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
         raise UsageError(f"{rule}: n={n!r} must be a whole number, at least 1")
+
+
+def whole_number(text: str) -> int:
+    """Parse a whole number.
+
+    Raises:
+        UsageError: `text` is not one.
+    """
+    if not re.fullmatch(r"[0-9]{1,18}", text, re.ASCII):
+        raise UsageError(f"{text!r}: expected a whole number, as in 'last:3'")
+    return int(text)
+
+
+def number_of_bytes(text: str, *, what: str = "") -> int:
+    """Parse a size such as `500GB` or `1.5TiB` into bytes; an error begins with `what`.
+
+    Raises:
+        UsageError: `text` is not a size.
+    """
+    match = _SIZE.fullmatch(text)
+    if match is None or match[2] not in _SIZES:
+        raise UsageError(f"{what}{text!r}: expected a size such as 500GB or 1.5TiB")
+    return int(float(match[1]) * _SIZES[match[2]])

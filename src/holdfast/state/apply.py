@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.state import modules, optimizers
 from holdfast.state.components import RNG, StoredComponent, check_state, kind_of
+from holdfast.state.copying import Stored
 from holdfast.state.merge import Claims
 from holdfast.state.names import ParameterNames, parameter_names
 from holdfast.state.plans import GeneratorPlan, LoadPlan, ObjectPlan, RngPlan, TreePlan
 from holdfast.state.problems import Problems, Rename, Wishes
 from holdfast.state.selection import Selection
 from holdfast.state.trees import decode_skeleton
-from holdfast.state.unread import Stored
 
 
 class OpaqueLoadFailed(HoldfastError):

@@ -1,35 +1,38 @@
-"""Copies into live tensors: large ones on the CPU by several threads, the rest by torch.
+"""Stored tensors, which may be unread, and their copies into live tensors.
 
-torch's own parallel copy waits at barriers, for threads that a busy machine has descheduled. And to
-copy many small tensors it needs a tensor object of each, which costs more than the copy: bytes that
-are in memory already are copied by address.
+A load that copies into live tensors need not hold all stored ones at once: it plans with their
+specs, and reads the bytes straight into their destination.
+
+Large tensors on the CPU are copied by several threads, the rest by torch: its own parallel copy
+waits at barriers, for threads that a busy machine has descheduled. And to copy many small tensors
+it needs a tensor object of each, which costs more than the copy: bytes that are in memory already
+are copied by address.
 """
 
 from __future__ import annotations
 
 import ctypes
 import threading
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.parameter import Parameter
 
-from holdfast.errors import UsageError
-from holdfast.state.unread import Stored, TensorSource, Unread
+from holdfast.errors import OutOfMemory, UsageError
+from holdfast.format.tensors import TensorSpec
+from holdfast.state.leaves import TORCH_DTYPES
 
 T = TypeVar("T")
-Pair: TypeAlias = tuple[Tensor, Tensor]
-"""A live tensor and the tensor to copy into it; shape and dtype are equal."""
-StoredPair: TypeAlias = tuple[Tensor, Stored]
-"""A live tensor and a stored one to copy into it, which may be unread."""
-
+S_co = TypeVar("S_co", bound="Tensor | Unread", covariant=True)
 LARGE_NBYTES = 1 << 20
 """Tensors of this size and more are copied in pieces."""
 PIECE_NBYTES = 4 << 20
@@ -46,6 +49,110 @@ _nbytes = attrgetter("nbytes")
 _memmove = ctypes.PyDLL(None).memmove
 _memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _memmove.restype = None
+
+
+class TensorSource(Protocol):
+    """Reader of the bytes of unread tensors."""
+
+    def copy(self, pairs: Sequence[tuple[Tensor, Unread]]) -> None:
+        """Read the second of each pair into the first, which has its shape and dtype.
+
+        Raises:
+            FormatError, StoreError: a tensor cannot be read; the first ones are undefined then.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Unread:
+    """A stored tensor that is not read yet."""
+
+    source: TensorSource = field(repr=False)
+    spec: TensorSpec
+    file: str
+    """The tensor file that holds it."""
+    start: int
+    """Its first byte in the file, as if that were stored plainly."""
+    nbytes: int
+
+    def empty(self, device: torch.device | str = "cpu") -> Tensor:
+        """Allocate a tensor of its dtype and shape, with undefined values.
+
+        Raises:
+            OutOfMemory: the host lacks the memory for it.
+        """
+        dtype = TORCH_DTYPES[self.spec.dtype]
+        try:
+            with torch.inference_mode(False):
+                return torch.empty(self.spec.shape, dtype=dtype, device=device)
+        except RuntimeError as error:
+            if torch.device(device).type != "cpu":
+                raise  # torch.OutOfMemoryError, which training loops know
+            raise OutOfMemory(
+                f"{self.file}: {self.nbytes} bytes for one tensor cannot be allocated: {error}"
+            ) from error
+
+    def read(self) -> Tensor:
+        """Read the tensor into new memory on the CPU.
+
+        Raises:
+            FormatError, StoreError: the tensor cannot be read.
+        """
+        values = self.empty()
+        self.source.copy([(values, self)])
+        return values
+
+
+Stored: TypeAlias = Tensor | Unread
+"""A stored tensor, in memory or not."""
+Pair: TypeAlias = tuple[Tensor, Tensor]
+"""A live tensor and the tensor to copy into it; shape and dtype are equal."""
+StoredPair: TypeAlias = tuple[Tensor, Stored]
+"""A live tensor and a stored one to copy into it, which may be unread."""
+
+
+def fetched(stored: Stored) -> Tensor:
+    """Return a stored tensor in memory; reads it if it is unread.
+
+    Raises:
+        FormatError, StoreError: the tensor cannot be read.
+    """
+    return stored.read() if isinstance(stored, Unread) else stored
+
+
+class LazyTensors(Mapping[str, S_co]):
+    """Stored tensors by key, whose objects are made on access."""
+
+    @abstractmethod
+    def copy_into(
+        self, live: Sequence[Tensor], keys: Sequence[str], *, is_all: bool
+    ) -> list[tuple[Tensor, S_co]]:
+        """Copy tensors in bulk into plain live ones; returns the pairs that are left to copy.
+
+        The live ones (see `copying.are_plain`) have the shapes and dtypes of those of `keys`.
+        `is_all`: no other tensors are copied in this load.
+
+        Raises:
+            FormatError, StoreError: a tensor cannot be read; the live ones are undefined then.
+        """
+        ...
+
+
+class Fetching(Mapping[str, Tensor]):
+    """Stored tensors by key, each of which is read on access."""
+
+    def __init__(self, tensors: Mapping[str, Stored]) -> None:
+        self._tensors = tensors
+
+    def __getitem__(self, key: str) -> Tensor:
+        """Return the values of one tensor."""
+        return fetched(self._tensors[key])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
 
 
 def copy_tensors(pairs: Sequence[StoredPair]) -> None:

@@ -22,19 +22,27 @@ from holdfast.errors import MismatchError
 from holdfast.format.objects import ArrayRef, EnumValue, GeneratorState, TensorRef, join
 from holdfast.format.tensors import TensorSpec
 from holdfast.state import generators
-from holdfast.state.copying import StoredPair, are_plain, copy_tensors, in_parts
-from holdfast.state.dtypes import DTYPE_NAMES, TORCH_DTYPES
-from holdfast.state.leaves import identity, refusal
+from holdfast.state.copying import (
+    Fetching,
+    LazyTensors,
+    Stored,
+    StoredPair,
+    Unread,
+    are_plain,
+    copy_tensors,
+    fetched,
+    in_parts,
+)
+from holdfast.state.leaves import DTYPE_NAMES, TORCH_DTYPES, identity, refusal
+from holdfast.state.livevalues import revived
 from holdfast.state.trees import (
     Lifting,
     check_fit,
     owned,
     placed,
     present_device,
-    revived,
     with_flags,
 )
-from holdfast.state.unread import Fetching, LazyTensors, Stored, Unread, fetched
 
 _T = TypeVar("_T")
 _Owner = tuple[Tensor, str, str]

@@ -19,15 +19,15 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from holdfast.errors import FormatError
 from holdfast.format.objects import TensorRef, TreeDocument
 from holdfast.format.tensors import TensorSpec
-from holdfast.state import enumerations, generators
-from holdfast.state.copying import StoredPair, copy_tensors, read_all
+from holdfast.state import generators
+from holdfast.state.copying import Fetching, Stored, StoredPair, copy_tensors, fetched, read_all
 from holdfast.state.leaves import Leaves, identity, refusal
+from holdfast.state.livevalues import revive
 from holdfast.state.merge import Claims, is_writable_in_place
 from holdfast.state.names import Cleaner, cleaner_of, unwrap
 from holdfast.state.plans import LoadPlan
 from holdfast.state.problems import Problems, Wishes
 from holdfast.state.trees import Lifting, Skeleton, encoded, owned
-from holdfast.state.unread import Fetching, Stored, fetched
 
 # Their own loading only mends what torch saved before 1.0.
 _LOADS_PLAINLY = frozenset(
@@ -272,7 +272,7 @@ class ModulePlan(LoadPlan):
     def check(self, stored: Skeleton, wishes: Wishes, problems: Problems) -> None:
         """Match stored with live names; record what does not fit."""
         component, live = self._component, self._live
-        enumerations.revive(stored, list(live.entries.values()), component, problems)
+        revive(stored, list(live.entries.values()), component, problems)
         names = stored.value if isinstance(stored.value, dict) else {None: None}
         if not all(isinstance(name, str) for name in names):
             raise FormatError(f"{component}'s tree is not that of a module")

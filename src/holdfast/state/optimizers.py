@@ -20,14 +20,14 @@ from typing_extensions import override
 from holdfast.errors import FormatError
 from holdfast.format.objects import TensorRef, TreeDocument
 from holdfast.format.tensors import ITEM_NBYTES, TensorSpec
-from holdfast.state import enumerations
+from holdfast.state.copying import Stored
 from holdfast.state.leaves import Leaves, refusal
+from holdfast.state.livevalues import revive
 from holdfast.state.merge import Claims, Merge, Placement
 from holdfast.state.names import ParameterNames
 from holdfast.state.plans import LoadPlan
 from holdfast.state.problems import Problems, Wishes
 from holdfast.state.trees import Skeleton, encoded, keys_in, nodes_in, owned
-from holdfast.state.unread import Stored
 
 # Positions in the live group's list, so they stay with the live group.
 _NOT_OPTIONS = frozenset({"params", "param_names"})
@@ -297,7 +297,7 @@ class OptimizerPlan(LoadPlan):
         self._wishes = wishes
         optimizer = self._live.optimizer
         live_values = [optimizer.param_groups, list(optimizer.state.values())]
-        tree = enumerations.revive(skeleton, live_values, self._component, problems)
+        tree = revive(skeleton, live_values, self._component, problems)
         stored = self._stored = _parse(tree, f"{self._component}'s tree")
         self._check_type(problems)
         self._new_names = self._renamed(wishes)

@@ -16,14 +16,14 @@ from typing_extensions import override
 from holdfast.errors import FormatError
 from holdfast.format.objects import GeneratorState
 from holdfast.format.tensors import TensorSpec
-from holdfast.state import enumerations, generators
+from holdfast.state import generators
 from holdfast.state.components import RNG
-from holdfast.state.keep import keep_live
+from holdfast.state.copying import Fetching, Stored
+from holdfast.state.livevalues import keep_live, revive
 from holdfast.state.merge import Claims, Merge
 from holdfast.state.problems import Problems, Wishes
 from holdfast.state.settings import made_with
 from holdfast.state.trees import Lifting, Skeleton, keys_in
-from holdfast.state.unread import Fetching, Stored
 
 
 class LoadPlan(ABC):
@@ -75,9 +75,7 @@ class TreePlan(LoadPlan):
         elif wishes.selection.is_partial(self._component):
             keep_live(self._wanted, self._live, self._component, wishes.selection)
         _compare_keys(self._component, self._wanted, self._live, problems)
-        self._wanted = enumerations.revive(
-            skeleton, self._live, self._component, problems, stored=self._wanted
-        )
+        self._wanted = revive(skeleton, self._live, self._component, problems, stored=self._wanted)
 
     def prepare(self, tensors: Mapping[str, Stored], claims: Claims) -> None:
         """Plan every change."""
@@ -133,9 +131,7 @@ class ObjectPlan(LoadPlan):
         live = self._live.state_dict()
         if is_partial:
             self._is_wanted = keep_live(self._wanted, live, self._component, wishes.selection)
-        self._wanted = enumerations.revive(
-            skeleton, live, self._component, problems, stored=self._wanted
-        )
+        self._wanted = revive(skeleton, live, self._component, problems, stored=self._wanted)
 
     def prepare(self, tensors: Mapping[str, Stored], claims: Claims) -> None:
         """Make the whole state_dict; call the object's `check_state_dict`, if it has one."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from holdfast.errors import MismatchError, UnsupportedState, UsageError, listing
 from holdfast.format.tensors import TensorSpec
-from holdfast.state.dtypes import DTYPE_NAMES
+from holdfast.state.leaves import DTYPE_NAMES
 from holdfast.state.selection import Selection
 
 _PREFIXES = ("module.", "_orig_mod.", "model.")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum, Flag
+from enum import Enum
 from functools import cached_property, lru_cache
 from operator import attrgetter
 from typing import Any
@@ -34,8 +34,16 @@ from holdfast.format.objects import (
     document,
 )
 from holdfast.format.tensors import TensorSpec
-from holdfast.state import dtypes, generators
-from holdfast.state.leaves import Leaves, in_place_of
+from holdfast.state import generators
+from holdfast.state.leaves import (
+    DTYPE_NAMES,
+    NUMPY_DTYPES,
+    TORCH_DTYPES,
+    Leaves,
+    by_plain_name,
+    in_place_of,
+    plain_name,
+)
 
 
 def encoded(
@@ -78,7 +86,7 @@ class _Lowering:
         if isinstance(value, np.ndarray):
             return self._array(value, path)
         if isinstance(value, torch.dtype):
-            return DtypeName(dtypes.plain_name(value))
+            return DtypeName(plain_name(value))
         if isinstance(value, torch.device):
             return DeviceName(str(value))
         if isinstance(value, torch.Size):
@@ -143,7 +151,7 @@ def _memory_order(tensor: Tensor) -> tuple[int, ...]:
 def _array_refusal(array: np.ndarray[Any, Any]) -> str | None:
     if type(array) not in (np.ndarray, np.memmap):
         return f"array subclass {type(array).__qualname__} cannot be saved"
-    if array.dtype.newbyteorder("=") not in dtypes.NUMPY_DTYPES.values():
+    if array.dtype.newbyteorder("=") not in NUMPY_DTYPES.values():
         return f"numpy dtype {array.dtype} has no name in the format"
     return None
 
@@ -246,19 +254,19 @@ class _Checking:
 
     @cached_property
     def _has_known_dtypes(self) -> bool:
-        return {*map(_DTYPE, self._specs.values())} <= dtypes.TORCH_DTYPES.keys()
+        return {*map(_DTYPE, self._specs.values())} <= TORCH_DTYPES.keys()
 
     def _spec(self, key: str) -> TensorSpec:
         spec = self._specs.get(key)
         if spec is None:
             raise FormatError(f"{self._what}: the index has no tensor {key[:80]!r}")
-        if spec.dtype not in dtypes.TORCH_DTYPES:
+        if spec.dtype not in TORCH_DTYPES:
             raise FormatError(f"{self._what}: {key[:80]!r}: this torch has no {spec.dtype[:20]}")
         return spec
 
     def _array(self, key: str) -> None:
         spec = self._spec(key)
-        if spec.dtype not in dtypes.NUMPY_DTYPES:
+        if spec.dtype not in NUMPY_DTYPES:
             raise FormatError(f"{self._what}: {key[:80]!r}: numpy has no {spec.dtype}")
 
     def _generator(self, node: GeneratorState) -> None:
@@ -269,54 +277,12 @@ class _Checking:
 
 def _lift_plain(node: Any) -> Any:
     if isinstance(node, DtypeName):
-        return dtypes.by_plain_name(node.name)
+        return by_plain_name(node.name)
     if isinstance(node, DeviceName):
         return device_named(node.name)
     if isinstance(node, SizeTuple):
         return torch.Size(node.dims)
     return node
-
-
-def revived(live: Any, stored: EnumValue) -> Any:
-    """Return the member of the live value's class, or `stored` if that class has none such."""
-    kind = type(live)
-    if not isinstance(live, Enum) or type_name(kind) != stored.type:
-        return stored
-    return member_of(kind, stored)
-
-
-def type_name(kind: type) -> str:
-    """Return the name of a class in the format: "module:Name"."""
-    return f"{kind.__module__}:{kind.__qualname__}"
-
-
-def member_of(kind: type[Enum], stored: EnumValue) -> Any:
-    """Find the member of `kind` by its name, else by its value; `stored` if there is none.
-
-    A combination of flags has no name of its own, or one that no table lists.
-    """
-    member = kind.__members__.get(stored.name) if stored.name is not None else None
-    if member is not None:
-        return member
-    value = stored.value
-    if type(value) not in (int, str):
-        return stored
-    if issubclass(kind, Flag):
-        return _combination(kind, stored)
-    same = (m for m in kind if type(m.value) is type(value) and m.value == value)
-    return next(same, stored)
-
-
-def _combination(kind: type[Flag], stored: EnumValue) -> Any:
-    if type(stored.value) is not int:
-        return stored  # Python 3.10 compares it with numbers before it looks what it is
-    try:
-        member = kind(stored.value)
-    except ValueError:
-        return stored
-    # A class may also drop the bits that it does not know, or answer with a plain number.
-    is_it = isinstance(member, kind) and member.value == stored.value
-    return member if is_it else stored
 
 
 _CONTAINERS = (dict, list, tuple, set, frozenset)
@@ -416,9 +382,7 @@ class Lifting:
     def _specs_of(self, node: GeneratorState) -> Mapping[str, TensorSpec]:
         tensors = {key: self._tensors[key] for key in keys_in(node)}
         return {
-            key: TensorSpec(
-                key=key, dtype=dtypes.DTYPE_NAMES[tensor.dtype], shape=tuple(tensor.shape)
-            )
+            key: TensorSpec(key=key, dtype=DTYPE_NAMES[tensor.dtype], shape=tuple(tensor.shape))
             for key, tensor in tensors.items()
         }
 

@@ -17,8 +17,7 @@ from holdfast.engine.loading.tables import FreshTensors, UnreadTensors
 from holdfast.engine.staging.arena import Arena
 from holdfast.errors import CorruptData, FormatError
 from holdfast.format.tensors import TensorSpec
-from holdfast.state.copying import LARGE_NBYTES
-from holdfast.state.unread import LazyTensors, Unread
+from holdfast.state.copying import LARGE_NBYTES, LazyTensors, Unread
 from holdfast.store.local import LocalStore
 
 FILES = {"a": 4096 * 3, "b": 4096 * 2}

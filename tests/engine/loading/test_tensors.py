@@ -36,8 +36,8 @@ from holdfast.format.tensors import TensorSpec
 from holdfast.keys import Encryption, SecretKey
 from holdfast.manager import CheckpointManager
 from holdfast.state.apply import OpaqueLoadFailed
+from holdfast.state.copying import Unread
 from holdfast.state.modules import ModulePlan
-from holdfast.state.unread import Unread
 from holdfast.store.local import LocalStore
 from holdfast.store.local import reads as localreads
 from holdfast.store.local.reads import OpenFile, Seen, fill_cached, is_at_hand

@@ -37,10 +37,10 @@ from holdfast.errors import (
 from holdfast.events import Emitter
 from holdfast.format import layout
 from holdfast.format.blocks import block_digest
-from holdfast.format.checked import MAX_CHECKED_NBYTES
 from holdfast.format.layout import AttemptName
 from holdfast.format.manifest import Manifest
 from holdfast.format.records import Lease
+from holdfast.format.strictjson import MAX_CHECKED_NBYTES
 from holdfast.store.base import Store
 
 BEAT_S = 10.0

@@ -30,8 +30,8 @@ from holdfast.errors import (
 )
 from holdfast.events import Emitter
 from holdfast.format import layout
-from holdfast.format.checked import MAX_CHECKED_NBYTES
 from holdfast.format.records import AnswerRecord, Process, RequestRecord
+from holdfast.format.strictjson import MAX_CHECKED_NBYTES
 from holdfast.store.base import Store
 
 POLL_S = 1.0

@@ -44,9 +44,9 @@ from holdfast.events import Emitter
 from holdfast.format.layout import RNG, AttemptName, writer_key
 from holdfast.format.manifest import Manifest
 from holdfast.state.apply import OpaqueLoadFailed, Prepared, prepare
+from holdfast.state.copying import Stored
 from holdfast.state.edits import Edit, EditedLoad, edited_load
 from holdfast.state.selection import Selection
-from holdfast.state.unread import Stored
 from holdfast.store.base import Store
 
 Rename = Mapping[str, str] | Callable[[str], str] | None

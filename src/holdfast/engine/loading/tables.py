@@ -21,8 +21,7 @@ from holdfast.engine.loading.plan import DIRECT_NBYTES, Packed, Wanted, batches
 from holdfast.engine.staging.arena import Arena, check_aligned
 from holdfast.format.index import Column, Places
 from holdfast.format.tensors import TensorSpec
-from holdfast.state.copying import copy_bytes
-from holdfast.state.unread import LazyTensors, S_co, TensorSource, Unread
+from holdfast.state.copying import LazyTensors, S_co, TensorSource, Unread, copy_bytes
 
 _SMALL_NBYTES = 128 << 10
 """Tensors of this size and more are copied on several threads, by `state.copying`."""

@@ -28,8 +28,7 @@ from holdfast.engine.loading.tables import FreshTensors, UnreadTensors
 from holdfast.engine.staging.arena import Arena
 from holdfast.engine.threads import Threads
 from holdfast.format.index import Column, Places
-from holdfast.state.copying import bytes_of, copy_tensors, is_plain
-from holdfast.state.unread import Unread
+from holdfast.state.copying import Unread, bytes_of, copy_tensors, is_plain
 from holdfast.store.base import Store
 
 

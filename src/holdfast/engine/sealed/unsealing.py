@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from holdfast.engine.roots.documents import read_document
 from holdfast.errors import CorruptData, FormatError, LimitExceeded, NotFound, Tampered
 from holdfast.format import layout
-from holdfast.format.checked import MAX_CHECKED_NBYTES
 from holdfast.format.envelope import (
     MAX_STRETCHING_KIB,
     Contents,
@@ -17,6 +16,7 @@ from holdfast.format.envelope import (
     decode_visible,
     open_sealed,
 )
+from holdfast.format.strictjson import MAX_CHECKED_NBYTES
 from holdfast.format.suites import suite_named
 from holdfast.keys import Key, unwrapped
 from holdfast.store.base import Store

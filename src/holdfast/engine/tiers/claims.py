@@ -48,7 +48,7 @@ from holdfast.errors import (
 )
 from holdfast.events import Emitter
 from holdfast.format import layout
-from holdfast.format.checked import MAX_CHECKED_NBYTES
+from holdfast.format.strictjson import MAX_CHECKED_NBYTES
 from holdfast.store.base import Store
 
 _MAX_RACES = 100

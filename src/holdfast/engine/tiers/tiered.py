@@ -10,12 +10,10 @@ from typing import Literal
 from holdfast.arguments import checked
 from holdfast.errors import UsageError
 from holdfast.format.manifest import Timestamp
-from holdfast.policy.amounts import number_of_bytes
 from holdfast.policy.clock import PLAIN_UNITS, Time, parse
 from holdfast.policy.rule import Rule
-from holdfast.policy.rules import Nothing
-from holdfast.policy.savers import SideSaver, combined_rule
-from holdfast.policy.spelling import as_rule
+from holdfast.policy.rules import Nothing, number_of_bytes
+from holdfast.policy.savers import SideSaver, as_rule, combined_rule
 from holdfast.store import REMOTE_SCHEMES
 from holdfast.store.base import Store
 
