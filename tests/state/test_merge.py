@@ -19,7 +19,7 @@ from holdfast.state.capture import capture
 from holdfast.state.components import StoredComponent
 from holdfast.state.copying import copy_tensors
 from holdfast.state.leaves import DTYPE_NAMES
-from holdfast.state.merge import Claims, Merge, StoredPlacement
+from holdfast.state.merge import Claims, Merge, Placement
 from holdfast.state.trees import decode_skeleton
 from state.roundtrip import image, packed
 
@@ -328,7 +328,7 @@ def test_a_node_that_does_not_fit_its_tensor_is_refused(
 
 
 def test_a_live_tensor_on_another_device_is_copied_into_and_that_is_said() -> None:
-    class Elsewhere(StoredPlacement):
+    class Elsewhere(Placement):
         def device(self, ref: TensorRef) -> torch.device:
             return torch.device("meta")
 

@@ -15,10 +15,9 @@ import ctypes
 import threading
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from operator import attrgetter
 from typing import Any, Protocol, TypeAlias, TypeVar
 
@@ -194,7 +193,7 @@ def _copy_from_memory(pairs: Sequence[Pair]) -> None:
         return
     large, others = _parted(pairs)
     pieces = (piece for pair in large for piece in _pieces(*pair))
-    with torch.no_grad(), _helped(partial(_copy_all, Shared(pieces))):
+    with torch.no_grad(), _copied_beside(Shared(pieces)):
         _copy_by_torch(others)
     for live, _ in large:
         # numpy does not tell autograd that a tensor has changed.
@@ -216,21 +215,23 @@ class Shared(Iterator[T]):
 
 
 @contextmanager
-def _helped(work: Callable[[], None]) -> Iterator[None]:
-    """Run `work` in other threads beside the block, and finish it after the block.
+def _copied_beside(pieces: Shared[tuple[Any, Any]]) -> Iterator[None]:
+    """Copy the pieces in other threads beside the block, and the rest of them after the block.
 
-    Threads start before anything changes. Without any, as while the interpreter exits, all work is
-    done after the block.
+    Threads start before anything changes. Without any, as while the interpreter exits, all pieces
+    are copied after the block.
     """
     helpers: list[threading.Thread] = []
     with suppress(RuntimeError):
         for _ in range(torch.get_num_threads() - 1):
-            helper = threading.Thread(target=work, name="holdfast-copy", daemon=True)
+            helper = threading.Thread(
+                target=_copy_all, args=(pieces,), name="holdfast-copy", daemon=True
+            )
             helper.start()
             helpers.append(helper)
     try:
         yield
-        work()
+        _copy_all(pieces)
     finally:
         for helper in helpers:
             helper.join()

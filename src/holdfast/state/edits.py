@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
-from functools import cache, partial
 from typing import Any, TypeAlias
 
 import torch
@@ -29,12 +28,12 @@ class StateView(Mapping[str, ComponentView]):
     def __init__(
         self,
         sources: Mapping[str, StoredComponent],
-        fetch: Callable[[str], Mapping[str, Tensor]],
+        tensors: Mapping[str, Mapping[str, Tensor]],
         where: str = "",
     ) -> None:
-        """`fetch` returns the tensors of a component; messages begin with `where`."""
+        """`tensors`: by component and key; messages begin with `where`."""
         self._sources = dict(sources)
-        self._fetch = fetch
+        self._tensors = tensors
         self._where = where
         self._views: dict[str, ComponentView] = {}
         self._left_out: list[str] = []
@@ -45,7 +44,7 @@ class StateView(Mapping[str, ComponentView]):
         if name not in self._views:
             kind = OptimizerView if source.kind == "optimizer" else ComponentView
             what = f"{self._where}tree of {name}"
-            self._views[name] = kind(source, partial(self._fetch, name), what)
+            self._views[name] = kind(source, self._tensors, what)
         return self._views[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -92,7 +91,10 @@ def edited(captured: Captured, edit: Edit) -> Captured:
         UnsupportedState: a value that the format cannot hold was assigned.
     """
     parts = captured.components
-    view = StateView({n: part.stored for n, part in parts.items()}, lambda n: parts[n].tensors)
+    view = StateView(
+        {name: part.stored for name, part in parts.items()},
+        {name: part.tensors for name, part in parts.items()},
+    )
     with closing(view):
         edit(view)
         if not view:
@@ -152,14 +154,8 @@ def edited_load(
         UnsupportedState: a value that the format cannot hold was assigned.
         FormatError: the stored state is damaged.
     """
-    were_read: dict[str, Mapping[str, Tensor]] = {}
-
-    @cache
-    def fetch(name: str) -> Mapping[str, Tensor]:
-        were_read[name] = read(name)
-        return were_read[name]
-
-    view = StateView(stored, fetch, f"{where}: ")
+    were_read = _ReadTensors(read)
+    view = StateView(stored, were_read, f"{where}: ")
     components: dict[str, StoredComponent] = {}
     tensors: dict[str, Mapping[str, Tensor]] = {}
     with closing(view):
@@ -168,6 +164,16 @@ def edited_load(
             components[name], new = _restored(stored[name], view[name])
             tensors[name] = {**were_read.get(name, {}), **new}
     return EditedLoad(components=components, tensors=tensors)
+
+
+class _ReadTensors(dict[str, Mapping[str, Tensor]]):
+    """Tensors by component and key; those of a component are read at the first access."""
+
+    def __init__(self, read: Callable[[str], Mapping[str, Tensor]]) -> None:
+        self._read = read
+
+    def __missing__(self, name: str) -> Mapping[str, Tensor]:
+        return self.setdefault(name, self._read(name))
 
 
 def _restored(

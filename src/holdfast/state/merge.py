@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
 from operator import attrgetter
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -49,20 +49,11 @@ _Owner = tuple[Tensor, str, str]
 """A live tensor, and the component and key of the stored one for it."""
 
 
-class Placement(Protocol):
-    """Policy for a tensor that cannot be copied into a live one: its device and layout."""
+class Placement:
+    """Device and layout of a new tensor, for which no live one can be copied into: as saved."""
 
-    def device(self, ref: TensorRef) -> torch.device:
-        """Return the device for it; a live tensor on another one is not copied into."""
-        ...
-
-    def make(self, ref: TensorRef, stored: Tensor) -> Tensor:
-        """Make a new tensor with the values of `stored`."""
-        ...
-
-
-class StoredPlacement:
-    """Placement on the device that the tensor was saved from, or the CPU if that is absent."""
+    needs_device = False
+    """Whether a live tensor on another device is not copied into."""
 
     def device(self, ref: TensorRef) -> torch.device:
         """Return the stored device, or the CPU if this machine lacks it."""
@@ -75,7 +66,7 @@ class StoredPlacement:
         return owned(stored, self.device(ref))
 
 
-_STORED_PLACE = StoredPlacement()
+_STORED_PLACE = Placement()
 
 _SHARED = "shared with another name here, but not in the checkpoint: it became one of its own"
 _OVERLAPS = "overlaps other live memory that is loaded, so it got memory of its own"
@@ -424,8 +415,7 @@ class Merge:
             self._check_not_trained(live, spec)
             return False
         is_on_device = self._is_on_device(live, ref, place)
-        # Other placements have a reason for their device: a kernel needs the tensor on it.
-        if not is_on_device and not isinstance(place, StoredPlacement):
+        if not is_on_device and place.needs_device:
             return False
         lost = self._claims.take_memory(live, self._component, ref.key)
         if lost is not None:

@@ -6,7 +6,7 @@ is not used; neither is anything that fires hooks or moves a step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
@@ -253,22 +253,24 @@ def _checked_names(group: Any, what: str) -> list[str]:
     return group
 
 
-class _Beside:
+class _Beside(Placement):
     """Placement on the parameter's device if the stored tensor was beside it; else on the CPU."""
 
-    def __init__(self, parameter: Tensor, is_beside: Callable[[TensorRef], bool]) -> None:
+    needs_device = True  # a kernel needs the tensor there
+
+    def __init__(self, parameter: Tensor, home: str | None) -> None:
+        """`home`: the device of tensors that were beside the parameter; None: any device."""
         self._parameter = parameter
-        self._is_beside = is_beside
+        self._home = home
 
+    @override
     def device(self, ref: TensorRef) -> torch.device:
-        """Return the parameter's device or the CPU."""
-        return self._parameter.device if self._is_beside(ref) else _CPU
+        return self._parameter.device if self._home in (None, ref.device) else _CPU
 
+    @override
     def make(self, ref: TensorRef, stored: Tensor) -> Tensor:
-        """Make the tensor, with the parameter's strides if it has the parameter's shape.
-
-        Fused kernels pair elements by their position in memory, whatever the strides say.
-        """
+        # With the parameter's strides where it has the parameter's shape: fused kernels pair
+        # elements by their position in memory, whatever the strides say.
         parameter, device = self._parameter, self.device(ref)
         if stored.shape != parameter.shape or parameter.is_contiguous():
             return owned(stored, device)
@@ -510,10 +512,10 @@ class OptimizerPlan(LoadPlan):
         of torch's own: two flags mean that a kernel reads it on the device.
         """
         home = self._stored.devices.get(old, "cpu")
-        if slot != "step":
-            return _Beside(parameter, lambda ref: ref.device == home)
-        on_device = bool(options.get("capturable") or options.get("fused"))
-        return _Beside(parameter, lambda ref: on_device or ref.device == home != "cpu")
+        if slot == "step" and (options.get("capturable") or options.get("fused")):
+            return _Beside(parameter, None)
+        is_apart = slot == "step" and home == "cpu"
+        return _Beside(parameter, "" if is_apart else home)
 
     def _merge_group(self, merge: Merge, live_index: int, stored: dict[str, Any]) -> None:
         group = self._live.optimizer.param_groups[live_index]
@@ -538,7 +540,7 @@ def _merge_option(merge: Merge, group: dict[str, Any], key: str, value: Any) -> 
     if not isinstance(live, Tensor):
         new = merge.merge(live, value)
     elif isinstance(value, TensorRef):
-        new = merge.merge(live, value, _Beside(live, lambda ref: True))
+        new = merge.merge(live, value, _Beside(live, None))
     else:
         # A compiled step reads the tensor, so it stays and takes the number.
         new = live

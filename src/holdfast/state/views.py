@@ -7,7 +7,7 @@ values that are assigned are copied at once.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from holdfast.errors import UnsupportedState, UsageError
-from holdfast.format.objects import ArrayRef, TensorRef, decode_tree, join
+from holdfast.format.objects import ArrayRef, GeneratorState, TensorRef, decode_tree, join
 from holdfast.format.tensors import TensorSpec
 from holdfast.state.components import StoredComponent
 from holdfast.state.leaves import Leaves
 from holdfast.state.optimizers import check_tree
 from holdfast.state.selection import names_of_keys
-from holdfast.state.trees import Lifting, Skeleton, decode_skeleton, encoded, keys_in
+from holdfast.state.trees import Lifting, Skeleton, decode_skeleton, encoded, keys_in, nodes_in
 
 _WHOLE = "value"
 _SLOTS, _GROUPS, _EXTRA = "slots", "param_groups", "extra"
@@ -51,14 +51,14 @@ class ComponentView(MutableMapping[str, Any]):
     """
 
     def __init__(
-        self, source: StoredComponent, fetch: Callable[[], Mapping[str, Tensor]], what: str
+        self, source: StoredComponent, tensors: Mapping[str, Mapping[str, Tensor]], what: str
     ) -> None:
-        """`fetch` returns the tensors by key; called when the first one is read.
+        """`tensors`: by component and key; accessed when the first one of this component is read.
 
         `what` is the tree's name, for messages.
         """
         self._source = source
-        self._fetch = fetch
+        self._tensors = tensors
         self._what = what
         self._specs = dict(source.tensors)
         self._new: dict[str, Tensor] = {}
@@ -243,7 +243,7 @@ class ComponentView(MutableMapping[str, Any]):
         return _CopyForReading(tensors).lift_tree(value)
 
     def _tensor(self, key: str) -> Tensor:
-        return self._new[key] if key in self._new else self._fetch()[key]
+        return self._new[key] if key in self._new else self._tensors[self._source.name][key]
 
     def _adopted(self, path: str, value: Any, old: Any) -> Any:
         """Convert `value` to a node of the tree, with copies of its tensors."""
@@ -338,9 +338,9 @@ class OptimizerView(ComponentView):
     """
 
     def __init__(
-        self, source: StoredComponent, fetch: Callable[[], Mapping[str, Tensor]], what: str
+        self, source: StoredComponent, tensors: Mapping[str, Mapping[str, Tensor]], what: str
     ) -> None:
-        super().__init__(source, fetch, what)
+        super().__init__(source, tensors, what)
         self._shapes_before: dict[str, tuple[int, ...]] = {}
         self._is_checked = False
 
@@ -460,15 +460,8 @@ def _has_shared(value: Any) -> bool:
 
 def _refs_in(value: Any) -> Iterator[str]:
     """Yield the key of each tensor of a decoded tree, as often as it is named."""
-    seen: set[int] = set()
-    waiting = [value]
-    while waiting:
-        item = waiting.pop()
-        if isinstance(item, TensorRef | ArrayRef):
-            yield item.key
-        elif isinstance(item, dict | list | tuple | set | frozenset):
-            if id(item) not in seen:
-                seen.add(id(item))
-                waiting += item.values() if isinstance(item, dict) else item
-        else:
-            yield from keys_in(item)
+    for node in nodes_in(value):
+        if isinstance(node, TensorRef | ArrayRef):
+            yield node.key
+        elif isinstance(node, GeneratorState):
+            yield from keys_in(node)
