@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, fields
 from functools import cache, wraps
 from itertools import chain, repeat
@@ -22,6 +22,7 @@ from holdfast.errors import UsageError
 F = TypeVar("F", bound=Callable[..., Any])
 
 _MODULES = re.compile(r"\b(?:[A-Za-z_]\w*\.)+")
+_BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _short = Repr()
 _short.maxstring = _short.maxother = 200
 
@@ -64,20 +65,23 @@ def _checking(target: F, but: Collection[str], removed: Mapping[str, str]) -> F:
             if "Literal" not in str(hints().get(name)):
                 fitting.add(argument)
 
-    names = [*_positional_names(target)]
-    others = [name for name, kind in _kinds(target) if kind is inspect.Parameter.VAR_POSITIONAL]
+    title = target.__qualname__.removesuffix(".__init__")
+    kinds = {name: item.kind for name, item in inspect.signature(target).parameters.items()}
+    names = [name for name, kind in kinds.items() if kind in _BY_PLACE]
+    others = [name for name, kind in kinds.items() if kind is inspect.Parameter.VAR_POSITIONAL]
+    order = f"{title}({', '.join(name for name in names if name != 'self')})"
 
     @wraps(target)
     def checking(*args: Any, **named: Any) -> Any:
         given = [name for name in named if name in removed]
         if given:
             instead = "; ".join(f"instead of {name}= write {removed[name]}" for name in given)
-            raise UsageError(f"{_name(target)} has no {', '.join(given)} any more: {instead}")
+            raise UsageError(f"{title} has no {', '.join(given)} any more: {instead}")
         for name, value in zip(chain(names, *map(repeat, others)), args, strict=False):
             if name in named:
                 raise UsageError(
                     f"{name} is given twice, by its place as {shown(value)} and by its name as "
-                    f"{shown(named[name])}; the order is {_signature(target)}"
+                    f"{shown(named[name])}; the order is {order}"
                 )
             check(name, value)
         for name, value in named.items():
@@ -138,22 +142,3 @@ def _described(hint: Any) -> str:
         return "None"
     is_class = isinstance(hint, type) and get_origin(hint) is None
     return _MODULES.sub("", hint.__name__ if is_class else str(hint))
-
-
-def _kinds(function: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
-    return ((name, item.kind) for name, item in inspect.signature(function).parameters.items())
-
-
-def _positional_names(function: Callable[..., Any]) -> Iterator[str]:
-    """Names of the arguments that can be passed by position, in order."""
-    by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return (name for name, kind in _kinds(function) if kind in by_place)
-
-
-def _signature(function: Callable[..., Any]) -> str:
-    names = [name for name in _positional_names(function) if name != "self"]
-    return f"{_name(function)}({', '.join(names)})"
-
-
-def _name(function: Callable[..., Any]) -> str:
-    return function.__qualname__.removesuffix(".__init__")

@@ -108,25 +108,21 @@ class MismatchError(UsageError):
 
     def beside(self, mixed_by: str) -> MismatchError:
         """This error, extended by `mixed_by`: the earlier load that left the state mixed."""
-        return MismatchError(
-            self._where,
-            missing=self.missing,
-            unexpected=self.unexpected,
-            wrong_shape=self.wrong_shape,
-            wrong_dtype=self.wrong_dtype,
-            hint=self._hint,
-            mixed_by=mixed_by,
-        )
+        return self._with(self._hint, mixed_by)
 
     def hinting(self, hint: str) -> MismatchError:
         """This error with `hint` appended to its hints."""
+        return self._with("\n".join(filter(None, (self._hint, hint))))
+
+    def _with(self, hint: str, mixed_by: str = "") -> MismatchError:
         return MismatchError(
             self._where,
             missing=self.missing,
             unexpected=self.unexpected,
             wrong_shape=self.wrong_shape,
             wrong_dtype=self.wrong_dtype,
-            hint="\n".join(filter(None, (self._hint, hint))),
+            hint=hint,
+            mixed_by=mixed_by,
         )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import ClassVar, Literal, cast, get_args
@@ -237,7 +237,7 @@ class Hourly(Rule):
 
     def picks(self, newest_first: Sequence[Candidate]) -> Mapping[int, str]:
         """Pick one for each hour, among those that count towards quotas."""
-        hours = _first_of_each(newest_first, lambda at: int(at.timestamp() // 3600))
+        hours = _first_of_each(newest_first, "%Y-%m-%d %H")
         return dict.fromkeys(hours[: self.n], str(self))
 
     def quota(self) -> int | None:
@@ -269,7 +269,7 @@ class Daily(Rule):
 
     def picks(self, newest_first: Sequence[Candidate]) -> Mapping[int, str]:
         """Pick one for each day, among those that count towards quotas."""
-        days = _first_of_each(newest_first, lambda at: at.toordinal())
+        days = _first_of_each(newest_first, "%Y-%m-%d")
         return dict.fromkeys(days[: self.n], str(self))
 
     def quota(self) -> int | None:
@@ -408,19 +408,19 @@ class ByClass(Rule):
         return f"remove {self.remove}"
 
 
-def _first_of_each(
-    newest_first: Sequence[Candidate], bucket: Callable[[datetime], int]
-) -> list[int]:
-    """Positions of the oldest one of each calendar bucket, newest bucket first.
+def _first_of_each(newest_first: Sequence[Candidate], period: str) -> list[int]:
+    """Positions of the oldest one of each hour or day, newest first.
 
-    Buckets are ordered by the recorded order of saves, so a clock that was wrong for a day does
+    `period`: the format of dates that differ between two periods, for strftime.
+
+    Periods are ordered by the recorded order of saves, so a clock that was wrong for a day does
     not push out others for ever.
     """
-    oldest: dict[int, int] = {}
+    oldest: dict[str, int] = {}
     for position in counting(newest_first):
         created = _recorded_time(newest_first[position].created)
         if created is not None:
-            oldest[bucket(created)] = position  # later positions are older
+            oldest[created.strftime(period)] = position  # later positions are older
     return sorted(oldest.values())  # positions are newest first
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -87,9 +88,11 @@ class Prepared:
             self.ready(tensors)
         self._plans = None  # plans hold read buffers, which are freed once applied
         for name, plan in plans.items():
-            _run(name, plan.apply)
+            with _failing_as(name):
+                plan.apply()
         for name, plan in sorted(plans.items(), key=lambda item: item[1].turn):
-            _run(name, plan.finish)
+            with _failing_as(name):
+                plan.finish()
 
     def _unapplied(self) -> Mapping[str, LoadPlan]:
         if self._plans is None:
@@ -97,9 +100,11 @@ class Prepared:
         return self._plans
 
 
-def _run(component: str, action: Callable[[], None]) -> None:
+@contextmanager
+def _failing_as(component: str) -> Iterator[None]:
+    """Raise any error of the block as an `OpaqueLoadFailed` of this component."""
     try:
-        action()
+        yield
     except Exception as err:
         raise OpaqueLoadFailed(component, err) from err
 

@@ -16,7 +16,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from holdfast.state import optimizers
+from holdfast.state.leaves import span
 from holdfast.state.names import ParameterNames, parameter_names
+from holdfast.state.selection import shortened
 
 _NAMES = ("data", "loader", "sampler")
 """Parts of component names that mark the user's own way to keep a position."""
@@ -77,8 +79,7 @@ def describe(
         for component, lost in parameters.items()
         for name, parameter in lost.items()
     ]
-    more = f" and {len(shown) - 10} more" if len(shown) > 10 else ""
-    return ", ".join(shown[:10]) + more
+    return shortened(shown, 10)
 
 
 def _called(component: str, name: str, home: tuple[str, str] | None) -> str:
@@ -91,12 +92,9 @@ def _shape(parameter: Tensor) -> str:
 
 def _span(tensor: Tensor) -> tuple[int, int]:
     """Return the addresses of a tensor's first byte and after its last one."""
-    if not tensor.numel():
-        return 0, 0
-    pairs = zip(tensor.shape, tensor.stride(), strict=True)
-    num_items = 1 + sum((size - 1) * stride for size, stride in pairs)
-    start = tensor.data_ptr()
-    return start, start + num_items * tensor.element_size()
+    first, stop = span(tensor)
+    address = tensor.data_ptr()
+    return address, address + stop - first
 
 
 def _is_within(parameter: Tensor, spans: Iterable[tuple[int, int]]) -> bool:

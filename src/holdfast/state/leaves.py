@@ -146,6 +146,17 @@ def in_place_of(loader: DataLoader[Any]) -> str:
     )
 
 
+def span(tensor: Tensor) -> tuple[int, int]:
+    """Return the first byte of the storage that the tensor reaches, and the one after the last."""
+    item, start = tensor.element_size(), int(tensor.storage_offset())
+    if tensor.is_contiguous():
+        extent = tensor.numel()
+    else:
+        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        extent = 1 + sum(int((size - 1) * stride) for size, stride in steps)
+    return start * item, (start + extent) * item
+
+
 def identity(tensor: Tensor) -> Hashable:
     """Return a key that is equal for tensors with the same memory, layout and dtype.
 

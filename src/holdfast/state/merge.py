@@ -33,8 +33,9 @@ from holdfast.state.copying import (
     fetched,
     in_parts,
 )
-from holdfast.state.leaves import DTYPE_NAMES, TORCH_DTYPES, identity, refusal
+from holdfast.state.leaves import DTYPE_NAMES, TORCH_DTYPES, identity, refusal, span
 from holdfast.state.livevalues import revived
+from holdfast.state.selection import shortened
 from holdfast.state.trees import (
     Lifting,
     check_fit,
@@ -72,7 +73,6 @@ _SHARED = "shared with another name here, but not in the checkpoint: it became o
 _OVERLAPS = "overlaps other live memory that is loaded, so it got memory of its own"
 _OF_MODULE = "is the memory of a module here, so it got memory of its own"
 _MOVED = "saved on another device, copied to where the live tensor is"
-_MAX_NAMED = 3
 
 _MANY = 16
 _KEY, _SHAPE, _DTYPE, _CDATA = map(attrgetter, ("key", "shape", "dtype", "_cdata"))
@@ -140,9 +140,9 @@ class Claims:
 
     def _take_part(self, storage: int, owner: _Owner, claim: _Owner) -> str | None:
         if storage not in self._spans:
-            self._spans[storage] = [(*_span(owner[0]), join(*owner[1:]))]
+            self._spans[storage] = [(*span(owner[0]), join(*owner[1:]))]
         spans = self._spans[storage]
-        start, stop = _span(claim[0])
+        start, stop = span(claim[0])
         path = join(*claim[1:])
         at = bisect(spans, (start, stop, path))
         for other in spans[max(at - 1, 0) : at + 1]:
@@ -166,7 +166,7 @@ class Claims:
         paths: dict[str, list[str]] = {}
         for remark in (remark for remarks in self._lists for remark in remarks):
             paths.setdefault(remark.reason, []).append(join(remark.component, remark.path))
-        return tuple(f"{_shown(names)}: {reason}" for reason, names in paths.items())
+        return tuple(f"{shortened(names)}: {reason}" for reason, names in paths.items())
 
     def agree(self, path: str, live: Tensor, stored: Stored) -> None:
         """Check that all names of one live tensor, in all components, bring the same bits.
@@ -190,22 +190,6 @@ class _Remark:
 
     stored: Any = None
     """The container from which the path is continued towards the root."""
-
-
-def _shown(paths: list[str]) -> str:
-    more = len(paths) - _MAX_NAMED
-    return ", ".join(paths[:_MAX_NAMED]) + (f" and {more} more" if more > 0 else "")
-
-
-def _span(tensor: Tensor) -> tuple[int, int]:
-    """Return the first byte of the storage that the tensor reaches, and the one after the last."""
-    item, start = tensor.element_size(), int(tensor.storage_offset())
-    if tensor.is_contiguous():
-        extent = tensor.numel()
-    else:
-        steps = zip(tensor.shape, tensor.stride(), strict=True)
-        extent = 1 + sum(int((size - 1) * stride) for size, stride in steps)
-    return start * item, (start + extent) * item
 
 
 def is_writable_in_place(tensor: Tensor) -> bool:

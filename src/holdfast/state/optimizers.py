@@ -12,12 +12,14 @@ from functools import partial
 from operator import attrgetter
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from holdfast.errors import FormatError
+from holdfast.format import strictjson
 from holdfast.format.objects import TensorRef, TreeDocument
 from holdfast.format.tensors import ITEM_NBYTES, TensorSpec
 from holdfast.state.copying import Stored
@@ -196,8 +198,7 @@ def _state_by_name(live: LiveOptimizer, leaves: Leaves) -> tuple[dict[str, Any],
     return {name: slots[name] for name in live.parameters if name in slots}, extra
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _StoredOptimizer:
+class _StoredOptimizer(msgspec.Struct, frozen=True, kw_only=True):
     """Checked members of a stored optimizer's tree."""
 
     type: str
@@ -205,36 +206,20 @@ class _StoredOptimizer:
     groups: list[list[str]]
     shapes: dict[str, list[int]]
     devices: dict[str, str]
-    param_groups: list[dict[str, Any]]
+    param_groups: list[dict[Any, Any]]
     slots: dict[str, Any]
     extra: dict[str, Any]
 
 
 def _parse(tree: Any, what: str) -> _StoredOptimizer:
-    expected = {
-        "type": str,
-        "modules": list,
-        "groups": list,
-        "shapes": dict,
-        "devices": dict,
-        _GROUPS: list,
-        "slots": dict,
-        "extra": dict,
-    }
-    if not isinstance(tree, dict) or not tree.keys() >= expected.keys():
-        raise FormatError(f"{what}: not the tree of an optimizer")
-    members = {name: tree[name] for name in expected}
-    for name, kind in expected.items():
-        if not isinstance(members[name], kind):
-            raise FormatError(f"{what}: {name} is not a {kind.__name__}")
-    stored = _StoredOptimizer(**members)
-    names = [name for group in stored.groups for name in _checked_names(group, what)]
+    stored = strictjson.convert(
+        tree, _StoredOptimizer, what=f"{what}: not the tree of an optimizer"
+    )
+    names = [name for group in stored.groups for name in group]
     fits = len(set(names)) == len(names) and stored.shapes.keys() == set(names)
     groups_fit = len(stored.param_groups) == len(stored.groups)
     if not fits or not groups_fit or not stored.slots.keys() <= set(names):
         raise FormatError(f"{what}: parameters and groups do not fit together")
-    if not all(isinstance(options, dict) for options in stored.param_groups):
-        raise FormatError(f"{what}: a parameter group is not a dict")
     return stored
 
 
@@ -245,12 +230,6 @@ def check_tree(tree: Any, what: str) -> None:
         FormatError: the tree is not that of an optimizer.
     """
     _parse(tree, what)
-
-
-def _checked_names(group: Any, what: str) -> list[str]:
-    if not isinstance(group, list) or not all(isinstance(name, str) for name in group):
-        raise FormatError(f"{what}: a parameter group's names are not a list of text")
-    return group
 
 
 class _Beside(Placement):

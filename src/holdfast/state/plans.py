@@ -22,6 +22,7 @@ from holdfast.state.copying import Fetching, Stored
 from holdfast.state.livevalues import keep_live, revive
 from holdfast.state.merge import Claims, Merge
 from holdfast.state.problems import Problems, Wishes
+from holdfast.state.selection import shortened
 from holdfast.state.settings import made_with
 from holdfast.state.trees import Lifting, Skeleton, keys_in
 
@@ -98,8 +99,7 @@ def _compare_keys(component: str, stored: Any, live: Any, problems: Problems) ->
 
 
 def _named(keys: list[Any]) -> str:
-    more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
-    return ", ".join(f"{key!r:.40}" for key in keys[:3]) + more
+    return shortened([f"{key!r:.40}" for key in keys])
 
 
 class ObjectPlan(LoadPlan):

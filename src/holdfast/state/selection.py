@@ -14,7 +14,6 @@ from holdfast.errors import UsageError
 from holdfast.format.objects import join
 
 _ONE, _ANY = "*", "**"
-_MAX_NAMED = 3
 _MAX_KEY_BITS = 2000
 
 
@@ -179,7 +178,7 @@ class Selection:
     def notes(self, components: Collection[str]) -> list[str]:
         """List the components of which a part is left alone, one line each."""
         return [
-            f"{component}: left as it is, as asked: {_shortened([name or 'all' for name in left])}"
+            f"{component}: left as it is, as asked: {shortened([name or 'all' for name in left])}"
             for component, left in self._left.items()
             if component in components
         ]
@@ -189,6 +188,7 @@ class Selection:
         return [*self._include.unmatched(unseen), *self._skip.unmatched(unseen)]
 
 
-def _shortened(names: list[str]) -> str:
-    more = len(names) - _MAX_NAMED
-    return ", ".join(names[:_MAX_NAMED]) + (f" and {more} more" if more > 0 else "")
+def shortened(names: Sequence[str], limit: int = 3) -> str:
+    """The first `limit` names, then how many more there are."""
+    more = len(names) - limit
+    return ", ".join(names[:limit]) + (f" and {more} more" if more > 0 else "")
