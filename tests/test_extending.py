@@ -23,7 +23,9 @@ from holdfast.engine.roots.catalog import Catalog
 from holdfast.errors import UsageError
 from holdfast.format.manifest import Timestamp
 from holdfast.policy import retention
-from holdfast.policy.retention import Candidate, Last, decide
+from holdfast.policy.retention import decide
+from holdfast.policy.rule import Candidate
+from holdfast.policy.rules import Last
 from holdfast.policy.triggers import At
 from holdfast.store.local import LocalStore
 from holdfast.testing import StoreContract

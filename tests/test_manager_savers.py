@@ -22,7 +22,7 @@ from holdfast.errors import (
     UsageError,
 )
 from holdfast.manager import CheckpointManager
-from holdfast.policy.retention import All, Last
+from holdfast.policy.rules import All, Last
 from holdfast.policy.triggers import AtEnd, Every, On
 from holdfast.store import open_store
 from holdfast.testing import Fault, FaultyStore

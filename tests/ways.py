@@ -16,7 +16,7 @@ from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.staging.inmemory import ImageTransfer
 from holdfast.engine.staging.waves import WaveTransfer
 from holdfast.manager import CheckpointManager
-from holdfast.policy.retention import Last
+from holdfast.policy.rules import Last
 from holdfast.store.base import Store
 from holdfast.store.local import LocalStore
 from holdfast.store.local.blocks import LocalBlockWriter

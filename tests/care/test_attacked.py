@@ -23,7 +23,7 @@ from holdfast.format import layout
 from holdfast.format.records import Closed, Retired, Thinned
 from holdfast.keys import Encryption, SecretKey
 from holdfast.manager import CheckpointManager
-from holdfast.policy.retention import All, Last
+from holdfast.policy.rules import All, Last
 from holdfast.store.base import Store
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore

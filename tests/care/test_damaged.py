@@ -20,7 +20,7 @@ from holdfast.events import Emitter
 from holdfast.format import layout
 from holdfast.format.manifest import Deleted
 from holdfast.format.records import Lease
-from holdfast.policy.retention import All
+from holdfast.policy.rules import All
 from holdfast.store.base import Store
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.faulty import Fault, FaultyStore, Kind, Stopped

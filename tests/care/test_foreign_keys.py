@@ -16,7 +16,7 @@ from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.sealed.sealing import SealedStore
 from holdfast.format import layout
 from holdfast.keys import Encryption, SecretKey
-from holdfast.policy.retention import Last
+from holdfast.policy.rules import Last
 from holdfast.policy.savers import SideSaver
 from holdfast.store.local import LocalStore
 from runs import Recorder

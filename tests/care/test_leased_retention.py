@@ -14,7 +14,7 @@ from holdfast.engine.claims.leases import SILENT_S, leased
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.events import Emitter
 from holdfast.format import layout
-from holdfast.policy.retention import All, Last
+from holdfast.policy.rules import All, Last
 from holdfast.store.base import Buffer
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore

@@ -15,7 +15,7 @@ from holdfast.engine.tiers.ledger import Ledger
 from holdfast.engine.tiers.tiered import Tiered
 from holdfast.errors import AccessDenied, TransientStoreError
 from holdfast.events import Emitter
-from holdfast.policy.retention import All, Best, EveryNth, Last
+from holdfast.policy.rules import All, Best, EveryNth, Last
 from holdfast.policy.savers import SideSaver
 from holdfast.store.base import Store
 from holdfast.store.local import LocalStore

@@ -17,7 +17,7 @@ from holdfast.engine.tiers.tiered import Tiered
 from holdfast.errors import StoreFull, TransientStoreError
 from holdfast.events import Emitter, Event
 from holdfast.format import layout
-from holdfast.policy.retention import All, Last
+from holdfast.policy.rules import All, Last
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.faulty import Fault, FaultyStore

@@ -12,7 +12,7 @@ from holdfast.engine.tiers.ledger import Ledger
 from holdfast.events import Emitter
 from holdfast.format import layout
 from holdfast.format.records import UploadRecord
-from holdfast.policy.retention import All, Last
+from holdfast.policy.rules import All, Last
 from holdfast.store.base import Store
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.faulty import Fault, FaultyStore

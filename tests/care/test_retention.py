@@ -29,17 +29,8 @@ from holdfast.engine.roots.catalog import Catalog, Entry
 from holdfast.events import Event
 from holdfast.manager import CheckpointManager
 from holdfast.policy import retention as policy
-from holdfast.policy.retention import (
-    All,
-    Best,
-    ByClass,
-    Candidate,
-    Daily,
-    EveryNth,
-    Last,
-    Rule,
-    Within,
-)
+from holdfast.policy.rule import Candidate, Rule
+from holdfast.policy.rules import All, Best, ByClass, Daily, EveryNth, Last, Within
 from holdfast.policy.savers import SideSaver, combined_rule
 from holdfast.state.edits import StateView
 from holdfast.store.base import Store

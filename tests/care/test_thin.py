@@ -19,7 +19,8 @@ from holdfast.engine.roots.catalog import Catalog, Entry
 from holdfast.format import layout
 from holdfast.format.records import Thinned
 from holdfast.manager import CheckpointManager
-from holdfast.policy.retention import All, Last, Rule
+from holdfast.policy.rule import Rule
+from holdfast.policy.rules import All, Last
 from holdfast.store.base import Store
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.faulty import Fault, FaultyStore, Stopped

@@ -9,7 +9,7 @@ import pytest
 from tests.cli.roots import Result, folder_of
 
 from holdfast.engine.hooks import StateHooks
-from holdfast.policy.retention import All, Last
+from holdfast.policy.rules import All, Last
 from holdfast.policy.savers import SideSaver
 from runs import new_run
 

@@ -10,7 +10,7 @@ from tests.cli.roots import Result
 
 from holdfast.engine.tiers.tiered import Tiered
 from holdfast.errors import AccessDenied
-from holdfast.policy.retention import Last
+from holdfast.policy.rules import Last
 from holdfast.store.local import LocalStore
 from holdfast.testing.faulty import Fault, FaultyStore
 from tiers import Noted, opened, saved

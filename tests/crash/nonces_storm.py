@@ -32,7 +32,7 @@ from holdfast.engine.sealed import sealedfiles
 from holdfast.format import suites
 from holdfast.keys import Encryption, SecretKey
 from holdfast.manager import CheckpointManager
-from holdfast.policy.retention import Last
+from holdfast.policy.rules import Last
 
 SEGMENT_NBYTES = 64
 SUITES: tuple[suites.SuiteName, ...] = ("aes-256-gcm", "chacha20-poly1305")

@@ -46,7 +46,7 @@ from holdfast.format import layout
 from holdfast.format.layout import AttemptName
 from holdfast.format.manifest import Manifest
 from holdfast.manager import CheckpointManager
-from holdfast.policy.retention import Last
+from holdfast.policy.rules import Last
 from holdfast.store import open_store
 from holdfast.store.base import Store
 

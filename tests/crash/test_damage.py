@@ -21,7 +21,7 @@ from holdfast.engine.loading import applying, pipeline
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.format import blocks, strictjson
 from holdfast.manager import CheckpointManager
-from holdfast.policy.retention import Last
+from holdfast.policy.rules import Last
 from holdfast.store.local import LocalStore
 from marks import full
 from runs import Recorder, new_run

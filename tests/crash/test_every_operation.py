@@ -24,7 +24,7 @@ from holdfast.care.verify import verify
 from holdfast.engine.claims import deletion
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.saving import save as save_module
-from holdfast.policy.retention import Last
+from holdfast.policy.rules import Last
 from holdfast.store.base import Store
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore

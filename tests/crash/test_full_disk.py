@@ -13,7 +13,7 @@ from holdfast import errors
 from holdfast.care.verify import verify_root
 from holdfast.engine.saving import save as save_module
 from holdfast.manager import CheckpointManager
-from holdfast.policy.retention import Last
+from holdfast.policy.rules import Last
 from holdfast.store.local import LocalStore
 from holdfast.store.local.blocks import LocalBlockWriter
 

@@ -26,7 +26,7 @@ from holdfast.care.gc import collect
 from holdfast.care.verify import verify
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.manager import CheckpointManager
-from holdfast.policy.retention import Last
+from holdfast.policy.rules import Last
 from holdfast.store.local import LocalStore
 from holdfast.store.local import files as localfiles
 from holdfast.store.local.blocks import LocalBlockWriter

@@ -22,7 +22,7 @@ from holdfast.state.capture import Captured
 WRITER = """
 import sys, torch
 from holdfast.manager import CheckpointManager
-from holdfast.policy.retention import Last
+from holdfast.policy.rules import Last
 tree = {"step": 0, "x": [torch.zeros(20000) for _ in range(4)]}
 with CheckpointManager(sys.argv[1], {"tree": tree}, keep=Last(2), sinks=()) as manager:
     print("ready", flush=True)

@@ -19,7 +19,7 @@ from holdfast.engine.tiers import upload as upload_module
 from holdfast.engine.tiers.ledger import Ledger
 from holdfast.engine.tiers.tiered import Tiered
 from holdfast.keys import Encryption, SecretKey
-from holdfast.policy.retention import Last
+from holdfast.policy.rules import Last
 from holdfast.store.base import Store
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore

@@ -38,7 +38,7 @@ from holdfast.engine.tiers.ledger import Ledger
 from holdfast.engine.tiers.tiered import Tiered
 from holdfast.keys import Encryption, SecretKey
 from holdfast.manager import CheckpointManager
-from holdfast.policy.retention import EveryNth, Last
+from holdfast.policy.rules import EveryNth, Last
 from holdfast.store import open_store
 from holdfast.store.base import Store
 from holdfast.store.local import LocalStore

@@ -27,7 +27,7 @@ from holdfast.format.manifest import Aborted, Deleted, encode_aborted, encode_de
 from holdfast.format.nodes import EnumValue
 from holdfast.format.records import Process, Retired
 from holdfast.manager import CheckpointManager
-from holdfast.policy.retention import All, Last
+from holdfast.policy.rules import All, Last
 
 V1 = Path(__file__).parent / "v1"
 DTYPES = (

@@ -16,7 +16,7 @@ from tests.golden import make
 from holdfast.format.suites import SuiteName
 from holdfast.keys import Encryption, Passphrase, PrivateKey, SecretKey, ServiceKey
 from holdfast.manager import CheckpointManager
-from holdfast.policy.retention import All, Last
+from holdfast.policy.rules import All, Last
 
 SEALED = Path(__file__).parent / "sealed"
 SECRET = bytes(range(32))

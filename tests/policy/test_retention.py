@@ -12,27 +12,20 @@ from hypothesis import strategies as st
 
 from holdfast.errors import UsageError
 from holdfast.format.manifest import Timestamp
-from holdfast.policy.retention import (
+from holdfast.policy.retention import Decision, decide, stands_in, unmet
+from holdfast.policy.rule import MAIN, AnyRule, BySaver, Candidate, Rule, picks_of
+from holdfast.policy.rules import (
     All,
-    AnyRule,
     Best,
     Budget,
     ByClass,
-    BySaver,
-    Candidate,
     Daily,
-    Decision,
     EveryNth,
     Hourly,
     Last,
-    Rule,
+    Nothing,
     Within,
-    decide,
-    stands_in,
-    unmet,
 )
-from holdfast.policy.rule import MAIN, picks_of
-from holdfast.policy.rules import Nothing
 
 thorough = settings(max_examples=100)
 """In every tier, for what such a test has to find is rare."""

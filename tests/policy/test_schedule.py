@@ -9,7 +9,8 @@ import pytest
 from holdfast.errors import UsageError
 from holdfast.format.manifest import Timestamp
 from holdfast.policy.classes import Due, SavePolicy
-from holdfast.policy.retention import BySaver, Last
+from holdfast.policy.rule import BySaver
+from holdfast.policy.rules import Last
 from holdfast.policy.savers import SideSaver, combined_rule
 from holdfast.policy.schedule import Schedule, ScheduleRecord, covers, together
 from holdfast.policy.triggers import At, AtEnd, Every, On

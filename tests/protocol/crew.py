@@ -26,7 +26,8 @@ from holdfast.errors import (
 )
 from holdfast.events import Emitter
 from holdfast.format.manifest import ComponentEntry, FileEntry, Manifest, Reference, Timestamp
-from holdfast.policy.retention import All, Last, Rule
+from holdfast.policy.rule import Rule
+from holdfast.policy.rules import All, Last
 from holdfast.store.base import Store
 from holdfast.store.memory import MemoryStore
 

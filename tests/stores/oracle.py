@@ -13,7 +13,7 @@ from holdfast.care.verify import verify
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.errors import AlreadyExists, CommitConflict, HoldfastError, OutcomeUnknown
 from holdfast.manager import CheckpointManager
-from holdfast.policy.retention import Last
+from holdfast.policy.rules import Last
 from holdfast.store.base import Store
 
 KEPT = 4

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from holdfast.manager import CheckpointManager
-from holdfast.policy.retention import Last
+from holdfast.policy.rules import Last
 from servers.faults import FaultProxy, Kind
 from servers.fixtures import on, use
 from servers.program import Service

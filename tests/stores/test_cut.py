@@ -13,7 +13,7 @@ from holdfast.engine.tiers.ledger import Ledger
 from holdfast.engine.tiers.tiered import Tiered
 from holdfast.errors import SaveFailed
 from holdfast.manager import CheckpointManager
-from holdfast.policy.retention import Last
+from holdfast.policy.rules import Last
 from holdfast.store import open_store
 from holdfast.store.local import LocalStore
 from holdfast.store.remote import RemoteOptions, RemoteStore

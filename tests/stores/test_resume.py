@@ -11,7 +11,7 @@ from torch import nn
 
 from holdfast.data import Loader
 from holdfast.manager import CheckpointManager
-from holdfast.policy.retention import Last
+from holdfast.policy.rules import Last
 from holdfast.testing.resume import Report, assert_resume_equivalent
 from servers.fixtures import on
 from train.small import make

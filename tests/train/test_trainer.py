@@ -23,7 +23,7 @@ from holdfast.errors import MismatchError, OwnedElsewhere, SaveFailed, Supersede
 from holdfast.format.manifest import Timestamp
 from holdfast.manager import CheckpointManager
 from holdfast.policy.classes import SavePolicy
-from holdfast.policy.retention import Last
+from holdfast.policy.rules import Last
 from holdfast.policy.savers import SideSaver
 from holdfast.policy.triggers import At, AtStart, Every, On
 from holdfast.store.memory import MemoryStore

@@ -21,7 +21,8 @@ from holdfast.errors import HoldfastError
 from holdfast.events import Emitter
 from holdfast.format.manifest import Manifest, Timestamp
 from holdfast.format.records import TiersRecord, UploadRecord, UploadState
-from holdfast.policy.retention import Candidate, Rule, decide
+from holdfast.policy.retention import decide
+from holdfast.policy.rule import Candidate, Rule
 from holdfast.store.base import Store
 
 

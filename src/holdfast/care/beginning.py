@@ -17,7 +17,7 @@ from holdfast.engine.tiers.tiered import Rules
 from holdfast.errors import StoreError, UsageError
 from holdfast.events import Emitter
 from holdfast.format import layout
-from holdfast.policy.retention import Rule
+from holdfast.policy.rule import Rule
 from holdfast.store.base import Store
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from holdfast.engine.roots.catalog import Catalog, Entry
 from holdfast.engine.roots.commit import name_latest
 from holdfast.errors import Superseded
 from holdfast.events import Emitter
-from holdfast.policy.retention import Rule
+from holdfast.policy.rule import Rule
 from holdfast.store.base import Store
 
 

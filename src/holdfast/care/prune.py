@@ -19,8 +19,8 @@ from holdfast.engine.tiers.ledger import NotedUploads
 from holdfast.errors import FormatError, NotSealed, OutcomeUnknown, UsageError
 from holdfast.events import Emitter
 from holdfast.format.manifest import Manifest
-from holdfast.policy.retention import Rule, unmet
-from holdfast.policy.rule import MAIN, savers_of
+from holdfast.policy.retention import unmet
+from holdfast.policy.rule import MAIN, Rule, savers_of
 from holdfast.store.base import Store
 
 

@@ -26,7 +26,8 @@ from holdfast.errors import (
 )
 from holdfast.format.manifest import Deleted, Manifest, encode_manifest
 from holdfast.format.records import WriterRecord
-from holdfast.policy.retention import Candidate, Decision, Rule, decide, stands_in, unmet
+from holdfast.policy.retention import Decision, decide, stands_in, unmet
+from holdfast.policy.rule import Candidate, Rule
 from holdfast.store.base import Store, is_one_file
 
 

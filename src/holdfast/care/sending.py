@@ -42,7 +42,7 @@ from holdfast.errors import (
 from holdfast.events import Emitter, Event
 from holdfast.format import layout
 from holdfast.format.records import UploadState
-from holdfast.policy.retention import Candidate
+from holdfast.policy.rule import Candidate
 
 BACKOFF_S = 1.0
 """The pause after a first failure; it doubles with each that follows."""

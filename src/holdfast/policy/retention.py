@@ -11,11 +11,8 @@ from dataclasses import dataclass
 
 from holdfast.policy.rule import (
     MAIN,
-    AnyRule,
-    BySaver,
     Candidate,
     Rule,
-    ThenDrop,
     flat,
     groups,
     join_reasons,
@@ -23,28 +20,6 @@ from holdfast.policy.rule import (
     picks_of_others,
     savers_of,
 )
-from holdfast.policy.rules import All, Best, Budget, ByClass, Daily, EveryNth, Hourly, Last, Within
-
-__all__ = [
-    "All",
-    "AnyRule",
-    "Best",
-    "Budget",
-    "ByClass",
-    "BySaver",
-    "Candidate",
-    "Daily",
-    "Decision",
-    "EveryNth",
-    "Hourly",
-    "Last",
-    "Rule",
-    "ThenDrop",
-    "Within",
-    "decide",
-    "stands_in",
-    "unmet",
-]
 
 _Order = tuple[int, int]
 _NOTHING: frozenset[str] = frozenset()

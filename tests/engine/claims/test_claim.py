@@ -34,7 +34,7 @@ from holdfast.errors import StoreError
 from holdfast.events import Emitter
 from holdfast.format import layout
 from holdfast.format.records import Alive, Process, Retired, WriterRecord
-from holdfast.policy.retention import Last
+from holdfast.policy.rules import Last
 from holdfast.store.base import Store
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore

@@ -28,7 +28,7 @@ from holdfast.events import Emitter
 from holdfast.format import layout
 from holdfast.format.records import Lease, Retired, Thinned
 from holdfast.manager import CheckpointManager
-from holdfast.policy.retention import Last
+from holdfast.policy.rules import Last
 from holdfast.store.base import Store
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore

@@ -21,7 +21,7 @@ from holdfast.errors import (
     UsageError,
 )
 from holdfast.format.blocks import block_digest
-from holdfast.policy.retention import All, Last
+from holdfast.policy.rules import All, Last
 from holdfast.state.edits import StateView
 from holdfast.store import open_store
 from holdfast.weights import load_weights

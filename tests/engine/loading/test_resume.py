@@ -15,7 +15,7 @@ from holdfast.engine.hooks import StateHooks
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.format.manifest import Deleted, Timestamp
 from holdfast.manager import CheckpointManager
-from holdfast.policy.retention import All, Last
+from holdfast.policy.rules import All, Last
 from holdfast.state.edits import StateView
 from holdfast.store.base import Store
 from holdfast.store.memory import MemoryStore

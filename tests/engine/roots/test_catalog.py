@@ -14,7 +14,7 @@ from holdfast.errors import CorruptData
 from holdfast.events import Emitter
 from holdfast.format import layout
 from holdfast.format.records import Retired
-from holdfast.policy.retention import All, Last
+from holdfast.policy.rules import All, Last
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.faulty import FaultyStore
 from runs import ReadsNoted, Recorder, new_run, retracted

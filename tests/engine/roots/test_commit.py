@@ -24,7 +24,7 @@ from holdfast.engine.roots.commit import mark_aborted
 from holdfast.format import layout
 from holdfast.format.manifest import Deleted
 from holdfast.manager import CheckpointManager
-from holdfast.policy.retention import Last
+from holdfast.policy.rules import Last
 from holdfast.store.base import Buffer, ObjectInfo, Store
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore

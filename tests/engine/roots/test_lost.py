@@ -16,7 +16,7 @@ from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.roots.commit import begin
 from holdfast.engine.tiers.tiered import Tiered
 from holdfast.format import layout
-from holdfast.policy.retention import Last
+from holdfast.policy.rules import Last
 from holdfast.store.base import Store
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore

@@ -32,7 +32,7 @@ from holdfast.format.manifest import Deleted, decode_register
 from holdfast.format.records import AnswerRecord, Notes
 from holdfast.format.suites import SEGMENT_NBYTES
 from holdfast.keys import Encryption, Passphrase, SecretKey, ServiceKey, generate
-from holdfast.policy.retention import All
+from holdfast.policy.rules import All
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.faulty import Fault, FaultyStore, Stopped

@@ -15,7 +15,7 @@ from holdfast.care.verify import verify
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.tiers.tiered import Tiered
 from holdfast.errors import StoreError, TransientStoreError
-from holdfast.policy.retention import Last
+from holdfast.policy.rules import Last
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.faulty import Fault, FaultyStore

@@ -21,7 +21,7 @@ from holdfast.errors import StoreFull, TransientStoreError
 from holdfast.events import Emitter
 from holdfast.format import layout
 from holdfast.format.records import WriterRecord
-from holdfast.policy.retention import Last
+from holdfast.policy.rules import Last
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.faulty import Fault, FaultyStore, Stopped

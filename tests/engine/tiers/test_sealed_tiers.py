@@ -37,7 +37,7 @@ from holdfast.format.envelope import decode_visible
 from holdfast.format.manifest import Deleted, encode_deleted, encode_manifest
 from holdfast.format.records import WriterRecord
 from holdfast.keys import Encryption, Passphrase, SecretKey, generate
-from holdfast.policy.retention import Last
+from holdfast.policy.rules import Last
 from holdfast.store.base import Store
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore

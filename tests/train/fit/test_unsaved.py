@@ -12,7 +12,7 @@ import pytest
 
 from holdfast.data import Loader
 from holdfast.errors import UsageError
-from holdfast.policy.retention import Last
+from holdfast.policy.rules import Last
 from holdfast.policy.triggers import On
 from holdfast.store.memory import MemoryStore
 from holdfast.train import Callback, HookFailed, JsonLines, StopWhen, Training, Validation
