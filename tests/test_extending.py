@@ -18,11 +18,11 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+import holdfast
 from holdfast import CheckpointManager, Store
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.errors import UsageError
 from holdfast.format.manifest import Timestamp
-from holdfast.policy import retention
 from holdfast.policy.retention import decide
 from holdfast.policy.rule import Candidate
 from holdfast.policy.rules import Last
@@ -331,8 +331,8 @@ def test_every_path_on_the_page_exists() -> None:
 def test_what_the_page_says_of_the_package_is_there() -> None:
     """Names that a contributor is sent to."""
     policy, train = ROOT / "src/holdfast/policy", ROOT / "src/holdfast/train"
-    assert "__subclasses__()" in (policy / "spelling.py").read_text("utf-8")
-    assert "Last" in retention.__all__
+    assert "__subclasses__()" in (policy / "savers.py").read_text("utf-8")
+    assert "Last" in holdfast.__all__
     assert "\nMOMENTS: " in (train / "callbacks/hooks.py").read_text("utf-8")
     assert "tell(Callback." in (train / "window/loop.py").read_text("utf-8")
     assert "def import_extra(" in (train / "loggers/extras.py").read_text("utf-8")
