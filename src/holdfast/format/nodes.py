@@ -253,28 +253,16 @@ def _read_order(parts: Any) -> tuple[int, ...]:
     return tuple(order)
 
 
-def _write_dtype(value: DtypeName) -> Any:
-    return {"$dtype": value.name}
-
-
 def _read_dtype(text: Any) -> DtypeName:
     if not _DTYPE.fullmatch(_text(text)):
         raise ValueError("not the name of a dtype")
     return DtypeName(text)
 
 
-def _write_device(value: DeviceName) -> Any:
-    return {"$device": value.name}
-
-
 def _read_device(text: Any) -> DeviceName:
     if not is_device(_text(text)):
         raise ValueError("not the name of a device")
     return DeviceName(text)
-
-
-def _write_size(value: SizeTuple) -> Any:
-    return {"$size": list(value.dims)}
 
 
 def _read_size(parts: Any) -> SizeTuple:
@@ -333,9 +321,9 @@ WRITERS: Mapping[type, Callable[[Any], Any]] = {
     datetime.datetime: _write_datetime,
     TensorRef: _write_ref,
     ArrayRef: _write_ref,
-    DtypeName: _write_dtype,
-    DeviceName: _write_device,
-    SizeTuple: _write_size,
+    DtypeName: lambda value: {"$dtype": value.name},
+    DeviceName: lambda value: {"$device": value.name},
+    SizeTuple: lambda value: {"$size": list(value.dims)},
     **dict.fromkeys(_SCALAR_NAMES, _write_scalar),
 }
 READERS: Mapping[str, Callable[[Any], Any]] = {

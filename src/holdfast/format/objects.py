@@ -9,7 +9,6 @@ from __future__ import annotations
 import enum
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import partial
 from itertools import groupby, repeat
 from operator import contains, itemgetter, methodcaller
 from typing import Any, TypeAlias
@@ -375,9 +374,7 @@ class _TreeDecoder:
         type_ = type(node)
         if type_ is dict:
             return self._object(node)
-        if type_ is list:
-            return self._container(self._items, node)
-        return node
+        return self._container("", node) if type_ is list else node
 
     def _error(self, reason: str) -> FormatError:
         return FormatError(f"{self._what}: {reason}")
@@ -385,7 +382,7 @@ class _TreeDecoder:
     def _object(self, node: dict[str, Any]) -> Any:
         name = next(iter(node), "")
         if name[:1] != "$":
-            return self._container(self._plain_dict, node)
+            return self._container("", node)
         if self._key_depth and name in _NEVER_IN_KEYS:
             raise self._error(f"a node {name!r} in a key or a set")
         argument = node[name]
@@ -393,10 +390,10 @@ class _TreeDecoder:
             return self._tensor(node)
         if len(node) != 1:
             raise self._error(f"a node {name[:40]!r} with other members")
-        if name in _CONTAINER_READERS:
+        if name in _COLLECTIONS:
             if type(argument) is not list:
                 raise self._error(f"the node {name!r} holds no list")
-            return self._container(partial(_CONTAINER_READERS[name], self), argument)
+            return self._container(name, argument)
         if name in READERS:
             return self._leaf(name, argument)
         if name in _INNER_READERS:
@@ -420,16 +417,33 @@ class _TreeDecoder:
             raise self._error(f"in a $tensor node: {err}") from err
         return self._lifted(ref)
 
-    def _container(self, read: Callable[[Any], Any], argument: Any) -> Any:
-        if self._key_depth:
-            return read(argument)
-        number, weight = len(self._containers), self._weight
-        self._containers.append(None)
-        self._weights.append(None)
-        value = read(argument)
-        self._containers[number] = value
-        self._weights[number] = self._weight - weight
+    def _container(self, name: str, argument: Any) -> Any:
+        """Decode the argument of a node; without a name it is a list or a dict itself."""
+        number, weight, is_key = len(self._containers), self._weight, self._key_depth > 0
+        if not is_key:
+            self._containers.append(None)
+            self._weights.append(None)
+        value: Any
+        if name:
+            value = self._collection(name, argument)
+        else:
+            value = self._items(argument) if type(argument) is list else self._plain_dict(argument)
+        if not is_key:
+            self._containers[number] = value
+            self._weights[number] = self._weight - weight
         return value
+
+    def _collection(self, name: str, nodes: list[Any]) -> Any:
+        if name == "$tuple":
+            return tuple(self._items(nodes))
+        items = self._keys(nodes) if name in ("$set", "$frozenset") else self._pairs(nodes)
+        try:
+            value = _COLLECTIONS[name](items)
+        except OverflowError as err:
+            raise FormatError(f"{self._what}: keys that cannot be compared: {err}") from err
+        if len(value) != len(items):
+            raise self._error("a key or a member of a set appears twice")
+        return Counter(value) if name == "$counter" else value
 
     def _items(self, nodes: list[Any]) -> list[Any]:
         decode = self.decode
@@ -450,33 +464,6 @@ class _TreeDecoder:
         if self._lift_tensors is not None:
             return dict(zip(refs, self._lift_tensors([*refs.values()]), strict=True))
         return {name: self._lifted(ref) for name, ref in refs.items()}
-
-    def read_tuple(self, nodes: list[Any]) -> Any:
-        return tuple(self._items(nodes))
-
-    def read_set(self, nodes: list[Any]) -> Any:
-        return self._collected(set, self._keys(nodes))
-
-    def read_frozenset(self, nodes: list[Any]) -> Any:
-        return self._collected(frozenset, self._keys(nodes))
-
-    def read_dict(self, nodes: list[Any]) -> Any:
-        return self._collected(dict, self._pairs(nodes))
-
-    def read_ordered(self, nodes: list[Any]) -> Any:
-        return self._collected(OrderedDict, self._pairs(nodes))
-
-    def read_counter(self, nodes: list[Any]) -> Any:
-        return Counter(self._collected(dict, self._pairs(nodes)))
-
-    def _collected(self, type_: Callable[[list[Any]], Any], items: list[Any]) -> Any:
-        try:
-            value = type_(items)
-        except OverflowError as err:
-            raise FormatError(f"{self._what}: keys that cannot be compared: {err}") from err
-        if len(value) != len(items):
-            raise self._error("a key or a member of a set appears twice")
-        return value
 
     def _pairs(self, nodes: list[Any]) -> list[tuple[Any, Any]]:
         if not all(type(pair) is list and len(pair) == 2 for pair in nodes):
@@ -626,13 +613,13 @@ _CONTAINERS: dict[type, Callable[[_TreeEncoder, Any, str, int], Any]] = {
     set: _TreeEncoder.write_set,
     frozenset: _TreeEncoder.write_frozenset,
 }
-_CONTAINER_READERS: dict[str, Callable[[_TreeDecoder, list[Any]], Any]] = {
-    "$tuple": _TreeDecoder.read_tuple,
-    "$set": _TreeDecoder.read_set,
-    "$frozenset": _TreeDecoder.read_frozenset,
-    "$dict": _TreeDecoder.read_dict,
-    "$ordered": _TreeDecoder.read_ordered,
-    "$counter": _TreeDecoder.read_counter,
+_COLLECTIONS: dict[str, Callable[[Any], Any]] = {
+    "$tuple": tuple,
+    "$set": set,
+    "$frozenset": frozenset,
+    "$dict": dict,
+    "$ordered": OrderedDict,
+    "$counter": dict,  # a Counter would count the pairs
 }
 _INNER_READERS: dict[str, Callable[[_TreeDecoder, Any], Any]] = {
     "$same": _TreeDecoder.read_same,
