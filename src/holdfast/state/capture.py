@@ -137,7 +137,11 @@ class Capturer:
             self._distrust_foreseen()
         content = value.state_dict() if kind == "object" else value
         walked = None if kind == "generator" else content
-        return self._captured(name, kind, walked, None, partial(encoded, content))
+        recalled = self._recalled(name, kind, walked, None)
+        if recalled is not None:
+            return recalled
+        leaves = Leaves(component=name)
+        return self._encoded(kind, leaves, encoded(content, leaves), walked)
 
     def _module(self, name: str, module: nn.Module) -> CapturedComponent:
         """Capture a module, without a call of `state_dict` where its result is known."""
@@ -156,15 +160,13 @@ class Capturer:
     ) -> CapturedComponent:
         state = unwrap(module).state_dict()
         tensors = list(state.values())
-        are_all = all(isinstance(tensor, Tensor) for tensor in tensors)
+        walked = tensors if all(isinstance(tensor, Tensor) for tensor in tensors) else None
         stamp = (self._structures[name], modules.stamp(state))
-        component = self._captured(
-            name,
-            "module",
-            tensors if are_all else None,
-            stamp,
-            partial(modules.capture_module, module, state),
-        )
+        component = self._recalled(name, "module", walked, stamp)
+        if component is None:
+            leaves = Leaves(component=name)
+            document = modules.capture_module(module, state, leaves)
+            component = self._encoded("module", leaves, document, walked, stamp)
         may_overlap = self._stepped(component)
         self._modules.pop(name, None)
         if foreseen is None:
@@ -197,34 +199,32 @@ class Capturer:
 
     def _optimizer(self, name: str, optimizer: Optimizer) -> CapturedComponent:
         live = self._namings.setdefault(name, optimizers.Naming()).of(optimizer, self._names)
-        return self._captured(
-            name,
-            "optimizer",
-            optimizers.options_and_slots(live),
-            optimizers.stamp(live),
-            partial(optimizers.capture_optimizer, live),
-            key_of=optimizers.slot_path,
-            stepped=partial(optimizers.stepped, live),
-        )
-
-    def _captured(
-        self,
-        name: str,
-        kind: Kind,
-        walked: Any,
-        stamp: Any,
-        encode: Callable[[Leaves], TreeDocument | None],
-        *,
-        key_of: Callable[[str], str] | None = None,
-        stepped: Callable[[Leaves], frozenset[str]] = lambda _: frozenset(),
-    ) -> CapturedComponent:
-        """Capture a component: recalled if `walked` and `stamp` are unchanged, else encoded."""
-        recalled = None if walked is None else self._recalled(name, kind, walked, stamp)
+        walked, stamp = optimizers.options_and_slots(live), optimizers.stamp(live)
+        recalled = self._recalled(name, "optimizer", walked, stamp)
         if recalled is not None:
             return recalled
+        leaves = Leaves(component=name, key_of=optimizers.slot_path)
+        document = optimizers.capture_optimizer(live, leaves)
+        stepped = optimizers.stepped(live, leaves)
+        return self._encoded("optimizer", leaves, document, walked, stamp, stepped)
+
+    def _recalled(self, name: str, kind: Kind, walked: Any, stamp: Any) -> CapturedComponent | None:
+        """Recall a component; None unless `walked` and `stamp` are unchanged but for numbers."""
+        known = None if walked is None else self._recollections.get(name)
+        return None if known is None else known.recall(kind, walked, stamp)
+
+    def _encoded(
+        self,
+        kind: Kind,
+        leaves: Leaves,
+        document: TreeDocument | None,
+        walked: Any = None,
+        stamp: Any = None,
+        may_overlap: frozenset[str] = frozenset(),
+    ) -> CapturedComponent:
+        """Make a component of its leaves and its tree, to be recalled by `walked` and `stamp`."""
+        name = leaves.component
         self._recollections.pop(name, None)
-        leaves = Leaves(component=name) if key_of is None else Leaves(component=name, key_of=key_of)
-        document = encode(leaves)
         self._offenders += leaves.offenders
         component = CapturedComponent(
             name=name,
@@ -232,7 +232,7 @@ class Capturer:
             tree=b"" if document is None else document.data,
             tensors=leaves.tensors,
             specs=tuple(leaves.specs),
-            may_overlap=stepped(leaves),
+            may_overlap=may_overlap,
         )
         if document is not None and walked is not None and not leaves.offenders:
             with suppress(Irregular):
@@ -241,12 +241,9 @@ class Capturer:
                 )
         return component
 
-    def _recalled(self, name: str, kind: Kind, walked: Any, stamp: Any) -> CapturedComponent | None:
-        known = self._recollections.get(name)
-        return None if known is None else known.recall(kind, walked, stamp)
-
     def _rng(self) -> CapturedComponent:
-        return self._captured(RNG, "rng", None, None, partial(encoded, global_generators()))
+        leaves = Leaves(component=RNG)
+        return self._encoded("rng", leaves, encoded(global_generators(), leaves))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
