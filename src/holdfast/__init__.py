@@ -38,8 +38,12 @@ if TYPE_CHECKING:
     from holdfast.policy.classes import SavePolicy as SavePolicy
     from holdfast.policy.clock import Time as Time
     from holdfast.policy.clock import Unit as Unit
-    from holdfast.policy.measured import History as History
-    from holdfast.policy.measured import SaveCost as SaveCost
+    from holdfast.policy.costs import Costs as Costs
+    from holdfast.policy.costs import History as History
+    from holdfast.policy.costs import SaveCost as SaveCost
+    from holdfast.policy.costs import expected_goodput as expected_goodput
+    from holdfast.policy.costs import exponential_failures as exponential_failures
+    from holdfast.policy.costs import simulate as simulate
     from holdfast.policy.naming import compile_label as compile_label
     from holdfast.policy.naming import fill_root as fill_root
     from holdfast.policy.retention import decide as decide
@@ -57,10 +61,6 @@ if TYPE_CHECKING:
     from holdfast.policy.rules import Within as Within
     from holdfast.policy.savers import SideSaver as SideSaver
     from holdfast.policy.savers import parse_rule as parse_rule
-    from holdfast.policy.simulate import Costs as Costs
-    from holdfast.policy.simulate import expected_goodput as expected_goodput
-    from holdfast.policy.simulate import exponential_failures as exponential_failures
-    from holdfast.policy.simulate import simulate as simulate
     from holdfast.policy.triggers import At as At
     from holdfast.policy.triggers import AtEnd as AtEnd
     from holdfast.policy.triggers import AtStart as AtStart
@@ -97,13 +97,13 @@ _HOMES = {
     "CheckpointManager": "holdfast.manager",
     "Checkpoints": "holdfast.engine.options",
     "Compression": "holdfast.format.codec",
-    "Costs": "holdfast.policy.simulate",
+    "Costs": "holdfast.policy.costs",
     "Daily": "holdfast.policy.rules",
     "Due": "holdfast.policy.classes",
     "Encryption": "holdfast.keys",
     "Every": "holdfast.policy.triggers",
     "EveryNth": "holdfast.policy.rules",
-    "History": "holdfast.policy.measured",
+    "History": "holdfast.policy.costs",
     "Hourly": "holdfast.policy.rules",
     "Last": "holdfast.policy.rules",
     "LocalStore": "holdfast.store.local.store",
@@ -114,7 +114,7 @@ _HOMES = {
     "RemoteOptions": "holdfast.store.remote.opening",
     "RemoteStore": "holdfast.store.remote.store",
     "Rule": "holdfast.policy.rule",
-    "SaveCost": "holdfast.policy.measured",
+    "SaveCost": "holdfast.policy.costs",
     "SavePolicy": "holdfast.policy.classes",
     "Saved": "holdfast.policy.classes",
     "SideSaver": "holdfast.policy.savers",
@@ -136,8 +136,8 @@ _HOMES = {
     "decide": "holdfast.policy.retention",
     "errors": "holdfast",
     "events": "holdfast",
-    "expected_goodput": "holdfast.policy.simulate",
-    "exponential_failures": "holdfast.policy.simulate",
+    "expected_goodput": "holdfast.policy.costs",
+    "exponential_failures": "holdfast.policy.costs",
     "fill_root": "holdfast.policy.naming",
     "given_rate": "holdfast.policy.advisor",
     "keys": "holdfast",
@@ -146,7 +146,7 @@ _HOMES = {
     "open_store": "holdfast.store",
     "parse_rule": "holdfast.policy.savers",
     "reading": "holdfast.engine.access",
-    "simulate": "holdfast.policy.simulate",
+    "simulate": "holdfast.policy.costs",
     "testing": "holdfast",
     "train": "holdfast",
 }

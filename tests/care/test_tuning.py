@@ -19,7 +19,7 @@ from holdfast.format.manifest import Timestamp
 from holdfast.manager import CheckpointManager
 from holdfast.policy.auto import Auto
 from holdfast.policy.classes import SavePolicy
-from holdfast.policy.measured import typical_costs
+from holdfast.policy.costs import typical_costs
 from holdfast.policy.savers import SideSaver
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore

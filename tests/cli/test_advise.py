@@ -16,7 +16,7 @@ from tests.cli.test_app import in_a_process
 from holdfast.care.advise import gather
 from holdfast.policy.advisor import advise, learnt_rate
 from holdfast.policy.auto import Auto
-from holdfast.policy.simulate import Costs
+from holdfast.policy.costs import Costs
 from holdfast.policy.triggers import Every
 from holdfast.store.local import LocalStore
 

@@ -17,7 +17,7 @@ MUTANTS: tuple[Mutant, ...] = (
         name="stale-slots-stay-in-the-optimizer",
         promise="I6: a load changes everything: a slot that was not saved does not stay",
         file="state/optimizers.py",
-        before="            merge.then(partial(_discard, state, parameter))\n            return\n",
+        before="            merge.then(partial(state.pop, parameter, None))\n            return\n",
         after="            return\n",
         near=("tests/state/test_optimizers.py",),
     ),
@@ -73,7 +73,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="another-dtype-is-cast",
         promise="D32: a tensor of another dtype is refused, never cast",
-        file="state/problems.py",
+        file="state/selection.py",
         before="if spec.dtype != DTYPE_NAMES[live.dtype]:",
         after="if spec.dtype[:1] != DTYPE_NAMES[live.dtype][:1]:",
         near=("tests/state/test_apply.py",),

@@ -23,7 +23,7 @@ from holdfast.policy.advisor import (
     young_interval_s,
 )
 from holdfast.policy.clock import parse
-from holdfast.policy.simulate import Costs, expected_goodput, exponential_failures, simulate
+from holdfast.policy.costs import Costs, expected_goodput, exponential_failures, simulate
 from holdfast.policy.triggers import Every
 
 HOUR, DAY = 3600.0, 86_400.0

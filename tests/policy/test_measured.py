@@ -6,15 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.policy.measured import (
+from holdfast.policy.costs import (
     ASSUMED_RESTART_S,
     NUM_RECENT,
+    Costs,
     DelayMeter,
     SaveCost,
     recent,
     typical_costs,
 )
-from holdfast.policy.simulate import Costs
 
 FULL = {"capture_s": 0.5, "stage_s": 1.5, "write_s": 9.0, "delay_s": 3.0, "resume_s": 40.0}
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.errors import UsageError
-from holdfast.policy.simulate import (
+from holdfast.policy.costs import (
     Costs,
     SimulatedRun,
     expected_goodput,

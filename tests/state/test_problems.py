@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from holdfast.errors import MismatchError, UsageError
-from holdfast.state.problems import Problems
+from holdfast.state.selection import Problems
 from state.roundtrip import digest, image
 
 

@@ -19,7 +19,7 @@ from holdfast.engine.roots.catalog import Catalog, Entry
 from holdfast.errors import FormatError
 from holdfast.format.manifest import Reference
 from holdfast.format.records import Process, WriterRecord
-from holdfast.policy.measured import MAX_S, NUM_RECENT, History, SaveCost, recent
+from holdfast.policy.costs import MAX_S, NUM_RECENT, History, SaveCost, recent
 from holdfast.store.base import Store
 
 Ending = Literal["closed", "failed", "running", "continued", "unknown"]

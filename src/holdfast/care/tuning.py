@@ -12,7 +12,7 @@ from holdfast.errors import HoldfastError
 from holdfast.events import Emitter
 from holdfast.format.manifest import Timestamp
 from holdfast.policy.auto import Auto
-from holdfast.policy.measured import SaveCost
+from holdfast.policy.costs import SaveCost
 from holdfast.store.base import Store
 
 

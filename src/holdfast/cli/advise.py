@@ -28,8 +28,7 @@ from holdfast.policy.advisor import (
 )
 from holdfast.policy.auto import Auto, IntervalPlan
 from holdfast.policy.clock import Time, Unit, parse
-from holdfast.policy.measured import ASSUMED_RESTART_S, MIN_DELAYS, typical_costs
-from holdfast.policy.simulate import Costs
+from holdfast.policy.costs import ASSUMED_RESTART_S, MIN_DELAYS, Costs, typical_costs
 
 Source: TypeAlias = Literal["measured", "given", "assumed"]
 

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias
 
 from holdfast.errors import UsageError
 from holdfast.policy.clock import Time, Unit
-from holdfast.policy.simulate import Costs, check_seconds, expected_goodput
+from holdfast.policy.costs import Costs, check_seconds, expected_goodput
 
 Limit: TypeAlias = Literal["optimum", "overhead_cap", "one_save_at_a_time"]
 

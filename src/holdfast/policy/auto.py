@@ -22,16 +22,16 @@ from holdfast.policy.advisor import (
     span,
 )
 from holdfast.policy.clock import Time, Unit, parse
-from holdfast.policy.measured import (
+from holdfast.policy.costs import (
     DELAY_S,
     RESUME_S,
+    Costs,
     DelayMeter,
     History,
     SaveCost,
     recent,
     typical_costs,
 )
-from holdfast.policy.simulate import Costs
 from holdfast.policy.triggers import NO_METRICS, Event, Metrics, Trigger
 
 Bound: TypeAlias = Literal["optimum", "overhead_cap", "one_save_at_a_time", "at_least", "at_most"]

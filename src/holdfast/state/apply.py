@@ -10,13 +10,18 @@ from torch import Tensor, nn
 
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.state import modules, optimizers
-from holdfast.state.components import RNG, StoredComponent, check_state, kind_of
+from holdfast.state.components import (
+    RNG,
+    ParameterNames,
+    StoredComponent,
+    check_state,
+    kind_of,
+    parameter_names,
+)
 from holdfast.state.copying import Stored
 from holdfast.state.merge import Claims
-from holdfast.state.names import ParameterNames, parameter_names
 from holdfast.state.plans import GeneratorPlan, LoadPlan, ObjectPlan, RngPlan, TreePlan
-from holdfast.state.problems import Problems, Rename, Wishes
-from holdfast.state.selection import Selection
+from holdfast.state.selection import Problems, Rename, Selection, Wishes
 from holdfast.state.trees import decode_skeleton
 
 

@@ -15,10 +15,19 @@ from holdfast.errors import UnsupportedState
 from holdfast.format.objects import TreeDocument
 from holdfast.state import lacking as held
 from holdfast.state import modules, optimizers
-from holdfast.state.components import RNG, CapturedComponent, Kind, check_state, kind_of
+from holdfast.state.components import (
+    RNG,
+    CapturedComponent,
+    Kind,
+    ParameterNames,
+    check_state,
+    kind_of,
+    parameter_names,
+    structure,
+    unwrap,
+)
 from holdfast.state.generators import global_generators
 from holdfast.state.leaves import Leaves
-from holdfast.state.names import ParameterNames, parameter_names, structure, unwrap
 from holdfast.state.recall import Foreseen, Irregular, Recollection, foresee
 from holdfast.state.trees import encoded
 

@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from holdfast.state import optimizers
+from holdfast.state.components import ParameterNames, parameter_names
 from holdfast.state.leaves import span
-from holdfast.state.names import ParameterNames, parameter_names
 from holdfast.state.selection import shortened
 
 _NAMES = ("data", "loader", "sampler")

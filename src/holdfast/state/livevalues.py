@@ -11,8 +11,7 @@ from enum import Enum, Flag
 from typing import Any
 
 from holdfast.format.objects import EnumValue, join, type_name
-from holdfast.state.problems import Problems
-from holdfast.state.selection import Selection, names_of_keys
+from holdfast.state.selection import Problems, Selection, names_of_keys
 from holdfast.state.trees import LiveValue, Skeleton, nodes_in
 
 _ABSENT: Any = object()

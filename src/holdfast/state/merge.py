@@ -9,7 +9,6 @@ from __future__ import annotations
 from bisect import bisect, insort
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import repeat
 from operator import attrgetter
 from typing import Any, TypeVar
@@ -217,14 +216,14 @@ class Merge:
         self._lifting = Lifting(Fetching(tensors))
         self._copies: list[StoredPair] = []
         self._in_bulk: tuple[list[Tensor], list[str]] = ([], [])
-        self._edits: list[Callable[[], None]] = []
+        self._edits: list[Callable[[], object]] = []
         self._made: dict[int, Any] = {}
         self._made_tensors: dict[str, Tensor] = {}
         self._flags: dict[str, tuple[bool, bool]] = {}
         self._made_arrays: dict[str, Any] = {}
         self._alive: list[Any] = []
 
-    def then(self, edit: Callable[[], None]) -> None:
+    def then(self, edit: Callable[[], object]) -> None:
         """Add an edit that `commit` does after the tensors were copied."""
         self._edits.append(edit)
 
@@ -381,7 +380,7 @@ class Merge:
             return self._made_at(place, ref, stored)
         self._copies.append((live, stored))
         if ref.grad and not live.requires_grad:
-            self._edits.append(partial(_require_grad, live))
+            self._edits.append(live.requires_grad_)
         return live
 
     def _made_at(self, place: Placement, ref: TensorRef, stored: Stored) -> Tensor:
@@ -493,10 +492,6 @@ def _same_state(one: Any, other: Any) -> bool:
 def _values(of: Mapping[str, _T], keys: Sequence[str]) -> Iterable[_T]:
     """Return the values of these keys, quickly if they are all keys in the same order."""
     return of.values() if [*of] == keys else map(of.__getitem__, keys)
-
-
-def _require_grad(tensor: Tensor) -> None:
-    tensor.requires_grad_()
 
 
 def _refill_dict(target: dict[Any, Any], items: dict[Any, Any]) -> None:

@@ -20,13 +20,13 @@ from holdfast.errors import FormatError
 from holdfast.format.objects import TensorRef, TreeDocument
 from holdfast.format.tensors import TensorSpec
 from holdfast.state import generators
+from holdfast.state.components import Cleaner, cleaner_of, unwrap
 from holdfast.state.copying import Fetching, Stored, StoredPair, copy_tensors, fetched, read_all
 from holdfast.state.leaves import Leaves, identity, refusal
 from holdfast.state.livevalues import revive
 from holdfast.state.merge import Claims, is_writable_in_place
-from holdfast.state.names import Cleaner, cleaner_of, unwrap
 from holdfast.state.plans import LoadPlan
-from holdfast.state.problems import Problems, Wishes
+from holdfast.state.selection import Problems, Wishes
 from holdfast.state.trees import Lifting, Skeleton, encoded, owned
 
 # Their own loading only mends what torch saved before 1.0.

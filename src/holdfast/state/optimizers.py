@@ -22,13 +22,13 @@ from holdfast.errors import FormatError
 from holdfast.format import strictjson
 from holdfast.format.objects import TensorRef, TreeDocument
 from holdfast.format.tensors import ITEM_NBYTES, TensorSpec
+from holdfast.state.components import ParameterNames
 from holdfast.state.copying import Stored
 from holdfast.state.leaves import Leaves, refusal
 from holdfast.state.livevalues import revive
 from holdfast.state.merge import Claims, Merge, Placement
-from holdfast.state.names import ParameterNames
 from holdfast.state.plans import LoadPlan
-from holdfast.state.problems import Problems, Wishes
+from holdfast.state.selection import Problems, Wishes
 from holdfast.state.trees import Skeleton, encoded, keys_in, nodes_in, owned
 
 # Positions in the live group's list, so they stay with the live group.
@@ -433,7 +433,7 @@ class OptimizerPlan(LoadPlan):
         stored = self._stored.slots.get(old)
         kept = self._kept_slots(name, old, live)
         if stored is None and not kept:
-            merge.then(partial(_discard, state, parameter))
+            merge.then(partial(state.pop, parameter, None))
             return
         if not isinstance(stored, dict | None):
             new = merge.merge(live, stored, self._place(old, "", parameter, options))
@@ -507,7 +507,7 @@ class OptimizerPlan(LoadPlan):
         state: dict[Any, Any] = self._live.optimizer.state
         for key in [key for key in state if isinstance(key, str) and key not in extra]:
             if not self._leaves(f"extra.{key}"):
-                merge.then(partial(_discard, state, key))
+                merge.then(partial(state.pop, key, None))
         for key, value in extra.items():
             if not self._leaves(f"extra.{key}"):
                 new = merge.merge(state.get(key), value)
@@ -523,16 +523,8 @@ def _merge_option(merge: Merge, group: dict[str, Any], key: str, value: Any) -> 
     else:
         # A compiled step reads the tensor, so it stays and takes the number.
         new = live
-        merge.then(partial(_fill, live, value))
+        merge.then(partial(live.fill_, value))
     merge.then(partial(group.__setitem__, key, new))
-
-
-def _fill(tensor: Tensor, value: float) -> None:
-    tensor.fill_(value)
-
-
-def _discard(state: dict[Any, Any], key: Any) -> None:
-    state.pop(key, None)
 
 
 def _refill(

@@ -21,8 +21,7 @@ from holdfast.state.components import RNG
 from holdfast.state.copying import Fetching, Stored
 from holdfast.state.livevalues import keep_live, revive
 from holdfast.state.merge import Claims, Merge
-from holdfast.state.problems import Problems, Wishes
-from holdfast.state.selection import shortened
+from holdfast.state.selection import Problems, Wishes, shortened
 from holdfast.state.settings import made_with
 from holdfast.state.trees import Lifting, Skeleton, keys_in
 

@@ -23,9 +23,8 @@ from torch.nn.parameter import Parameter
 from holdfast.errors import UnsupportedState
 from holdfast.format.nodes import WRITERS
 from holdfast.format.objects import TreeDocument
-from holdfast.state.components import CapturedComponent, Kind
+from holdfast.state.components import CapturedComponent, Kind, unwrap
 from holdfast.state.leaves import identity, refusal
-from holdfast.state.names import unwrap
 
 _TENSORS = frozenset({Tensor, Parameter})
 _NUMBERS = frozenset({bool, int, float})
