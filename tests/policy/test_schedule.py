@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tests.format.samples import make_manifest
 
 from holdfast.errors import UsageError
 from holdfast.format.manifest import Timestamp
@@ -12,7 +13,7 @@ from holdfast.policy.classes import Due, SavePolicy
 from holdfast.policy.rule import BySaver
 from holdfast.policy.rules import Last
 from holdfast.policy.savers import SideSaver, combined_rule
-from holdfast.policy.schedule import Schedule, ScheduleRecord, covers, together
+from holdfast.policy.schedule import Schedule, covers, together
 from holdfast.policy.triggers import At, AtEnd, Every, On
 
 WEIGHTS = SideSaver("weights", every="2step", components=["model"], keep=Last(9))
@@ -75,7 +76,7 @@ def test_a_resume_rebuilds_where_each_saver_last_saved() -> None:
     for cut in (4, 8, 12):
         resumed = Schedule("4step", [hours])
         records = [
-            ScheduleRecord(savers=due.savers, save_class=due.save_class, timestamp=at(step))
+            make_manifest(savers=due.savers, save_class=due.save_class, timestamp=at(step))
             for step, due in sorted(expected.items(), reverse=True)
             if step <= cut
         ]

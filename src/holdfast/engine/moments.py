@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterable, Mapping
 from holdfast.engine.roots.catalog import Catalog, Entry
 from holdfast.errors import UsageError
 from holdfast.events import Emitter
-from holdfast.format.manifest import Timestamp
+from holdfast.format.manifest import Manifest, Timestamp
 from holdfast.policy.clock import Odometer
-from holdfast.policy.rule import MAIN
-from holdfast.policy.schedule import Schedule, ScheduleRecord
+from holdfast.policy.schedule import Schedule
 
 _COUNTERS = frozenset({"epoch", "cycle", "samples", "tokens"})
 _TOTALS = ("step", *sorted(_COUNTERS))
@@ -95,7 +94,7 @@ class Moments:
         """Go on from a checkpoint."""
         now = entry.manifest.timestamp
         self._odometer.stand_on(now)
-        self._go_on(now, map(_record, self._saves_up_to(entry)))
+        self._go_on(now, (save.manifest for save in self._saves_up_to(entry)))
 
     def count_from(self, now: Timestamp) -> None:
         """Continue counters and training time from `now`, with no earlier saves in this root."""
@@ -103,9 +102,9 @@ class Moments:
             self._odometer.stand_on(now)
         self._go_on(now, ())
 
-    def _go_on(self, now: Timestamp, records: Iterable[ScheduleRecord]) -> None:
+    def _go_on(self, now: Timestamp, saves: Iterable[Manifest]) -> None:
         self._before, self.unsaved = now, None
-        self._schedule.stand_on(now, records)
+        self._schedule.stand_on(now, saves)
         self._wall_before_s, self._started = now.wall_s, time.monotonic()
 
     def _saves_up_to(self, entry: Entry) -> Iterable[Entry]:
@@ -114,15 +113,6 @@ class Moments:
             return [entry]
         found = self._catalog.lineage_entries(opens_all=False)
         return [entry, *(before for before in found if before.order < entry.order)]
-
-
-def _record(entry: Entry) -> ScheduleRecord:
-    manifest = entry.manifest
-    return ScheduleRecord(
-        savers=manifest.savers or (() if manifest.lacks else (MAIN,)),
-        save_class=manifest.save_class,
-        timestamp=manifest.timestamp,
-    )
 
 
 def _is_count(value: object) -> bool:

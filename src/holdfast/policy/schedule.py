@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import ceil, inf
 
 from holdfast.errors import UsageError
-from holdfast.format.manifest import Timestamp
+from holdfast.format.manifest import Manifest, Timestamp
 from holdfast.policy.auto import Auto
 from holdfast.policy.classes import Due, Saved, SavePolicy, as_trigger
 from holdfast.policy.clock import Time, Unit
@@ -29,15 +29,6 @@ from holdfast.policy.triggers import (
 _ASKED: tuple[Event, ...] = ("signal", "demand")
 """Events at which a save was requested, whatever the policy says."""
 _NEVER = Saved()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScheduleRecord:
-    """Savers, class and timestamp of a committed checkpoint, for the schedule to resume from."""
-
-    savers: tuple[str, ...]
-    save_class: SaveClass
-    timestamp: Timestamp
 
 
 def policies_of(
@@ -161,15 +152,15 @@ class Schedule:
             (self._previous, self._saved), self._undo = self._undo, None
             self._before = self._previous
 
-    def stand_on(self, timestamp: Timestamp, records: Iterable[ScheduleRecord]) -> None:
-        """Continue from a checkpoint; `records` are its own and earlier ones, newest first."""
+    def stand_on(self, timestamp: Timestamp, saves: Iterable[Manifest]) -> None:
+        """Continue from a checkpoint; `saves` are its own and earlier manifests, newest first."""
         self._previous = self._before = timestamp
         self._saved, self._undo = {}, None
-        for record in records:
-            for name in record.savers:
+        for manifest in saves:
+            for name in manifest.savers or (() if manifest.lacks else (MAIN,)):
                 saved = self._of(name)
-                if getattr(saved, record.save_class) is None:
-                    self._saved[name] = saved.plus(record.save_class, record.timestamp)
+                if getattr(saved, manifest.save_class) is None:
+                    self._saved[name] = saved.plus(manifest.save_class, manifest.timestamp)
 
     def looks_back(self) -> bool:
         """Whether saves before the checkpoint that the run resumes from matter."""
