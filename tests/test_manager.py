@@ -29,9 +29,9 @@ from holdfast.engine.staging.waves import Pool
 from holdfast.format import layout
 from holdfast.format.records import Retired
 from holdfast.manager import CheckpointManager
-from holdfast.policy.classes import SavePolicy
 from holdfast.policy.rule import Rule
 from holdfast.policy.rules import Best, EveryNth, Last
+from holdfast.policy.savers import SavePolicy
 from holdfast.store.local import LocalStore
 from holdfast.testing import Fault, FaultyStore
 from holdfast.weights import load_weights

@@ -33,9 +33,6 @@ if TYPE_CHECKING:
     from holdfast.policy.advisor import given_rate as given_rate
     from holdfast.policy.advisor import learnt_rate as learnt_rate
     from holdfast.policy.auto import Auto as Auto
-    from holdfast.policy.classes import Due as Due
-    from holdfast.policy.classes import Saved as Saved
-    from holdfast.policy.classes import SavePolicy as SavePolicy
     from holdfast.policy.clock import Time as Time
     from holdfast.policy.clock import Unit as Unit
     from holdfast.policy.costs import Costs as Costs
@@ -59,6 +56,9 @@ if TYPE_CHECKING:
     from holdfast.policy.rules import Hourly as Hourly
     from holdfast.policy.rules import Last as Last
     from holdfast.policy.rules import Within as Within
+    from holdfast.policy.savers import Due as Due
+    from holdfast.policy.savers import Saved as Saved
+    from holdfast.policy.savers import SavePolicy as SavePolicy
     from holdfast.policy.savers import SideSaver as SideSaver
     from holdfast.policy.savers import parse_rule as parse_rule
     from holdfast.policy.triggers import At as At
@@ -99,7 +99,7 @@ _HOMES = {
     "Compression": "holdfast.format.codec",
     "Costs": "holdfast.policy.costs",
     "Daily": "holdfast.policy.rules",
-    "Due": "holdfast.policy.classes",
+    "Due": "holdfast.policy.savers",
     "Encryption": "holdfast.keys",
     "Every": "holdfast.policy.triggers",
     "EveryNth": "holdfast.policy.rules",
@@ -115,8 +115,8 @@ _HOMES = {
     "RemoteStore": "holdfast.store.remote.store",
     "Rule": "holdfast.policy.rule",
     "SaveCost": "holdfast.policy.costs",
-    "SavePolicy": "holdfast.policy.classes",
-    "Saved": "holdfast.policy.classes",
+    "SavePolicy": "holdfast.policy.savers",
+    "Saved": "holdfast.policy.savers",
     "SideSaver": "holdfast.policy.savers",
     "StateHooks": "holdfast.engine.hooks",
     "Stop": "holdfast.engine.control.stop",

@@ -58,11 +58,10 @@ from holdfast.errors import (
 from holdfast.events import Emitter, Sink, log_event
 from holdfast.format.manifest import Timestamp
 from holdfast.keys import Encryption
-from holdfast.policy.classes import Due, SavePolicy
 from holdfast.policy.clock import Time, parse
 from holdfast.policy.naming import DEFAULT_LABEL, LabelFunction, compile_label
 from holdfast.policy.rule import Rule, SaveClass
-from holdfast.policy.savers import SideSaver
+from holdfast.policy.savers import Due, SavePolicy, SideSaver
 from holdfast.policy.schedule import Schedule
 from holdfast.policy.triggers import Event as TriggerEvent
 from holdfast.policy.triggers import SaveFunction, Trigger

@@ -18,9 +18,8 @@ from holdfast.errors import UsageError
 from holdfast.format.manifest import Timestamp
 from holdfast.manager import CheckpointManager
 from holdfast.policy.auto import Auto
-from holdfast.policy.classes import SavePolicy
 from holdfast.policy.costs import typical_costs
-from holdfast.policy.savers import SideSaver
+from holdfast.policy.savers import SavePolicy, SideSaver
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.faulty import Fault, FaultyStore

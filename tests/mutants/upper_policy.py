@@ -128,7 +128,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="cooldown-ignores-permanent-saves",
         promise="D47: the cooldown holds after a save of any class",
-        file="policy/classes.py",
+        file="policy/savers.py",
         before="both = [at for at in (self.ephemeral, self.permanent) if at is not None]",
         after="both = [at for at in (self.ephemeral,) if at is not None]",
         near=("tests/policy/test_classes.py",),

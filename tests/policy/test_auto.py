@@ -15,8 +15,8 @@ from holdfast.errors import UsageError
 from holdfast.format.manifest import Timestamp
 from holdfast.policy.advisor import advise, daly_interval_s, given_rate, learnt_rate
 from holdfast.policy.auto import Auto
-from holdfast.policy.classes import Due, Saved, SavePolicy, as_trigger
 from holdfast.policy.costs import Costs, History, SaveCost, exponential_failures, simulate
+from holdfast.policy.savers import Due, Saved, SavePolicy, as_trigger
 from holdfast.policy.triggers import AnyTrigger, Every
 
 MINUTE, HOUR, DAY = 60.0, 3600.0, 86_400.0

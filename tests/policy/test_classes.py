@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from holdfast.errors import UsageError
 from holdfast.format.manifest import Timestamp
-from holdfast.policy.classes import Due, Saved, SavePolicy
 from holdfast.policy.clock import ALL_UNITS, Time, parse
+from holdfast.policy.savers import Due, Saved, SavePolicy
 from holdfast.policy.triggers import At, AtEnd, AtStart, Event, Every, On
 
 EPOCH_STEPS = 5

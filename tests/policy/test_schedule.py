@@ -9,10 +9,9 @@ from tests.format.samples import make_manifest
 
 from holdfast.errors import UsageError
 from holdfast.format.manifest import Timestamp
-from holdfast.policy.classes import Due, SavePolicy
 from holdfast.policy.rule import BySaver
 from holdfast.policy.rules import Last
-from holdfast.policy.savers import SideSaver, combined_rule
+from holdfast.policy.savers import Due, SavePolicy, SideSaver, combined_rule
 from holdfast.policy.schedule import Schedule, covers, together
 from holdfast.policy.triggers import At, AtEnd, Every, On
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from holdfast.errors import UsageError
 from holdfast.format.manifest import Timestamp
-from holdfast.policy.classes import as_trigger
 from holdfast.policy.clock import Time, Unit, parse
+from holdfast.policy.savers import as_trigger
 from holdfast.policy.triggers import (
     At,
     AtEnd,

@@ -6,7 +6,7 @@ import pytest
 
 from holdfast.care.advise import gather
 from holdfast.policy.auto import Auto
-from holdfast.policy.classes import SavePolicy
+from holdfast.policy.savers import SavePolicy
 from holdfast.store.memory import MemoryStore
 from holdfast.train import Callback, Training
 from train.small import make

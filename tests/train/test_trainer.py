@@ -22,9 +22,8 @@ from holdfast.engine.checkpoint import Checkpoint
 from holdfast.errors import MismatchError, OwnedElsewhere, SaveFailed, Superseded, UsageError
 from holdfast.format.manifest import Timestamp
 from holdfast.manager import CheckpointManager
-from holdfast.policy.classes import SavePolicy
 from holdfast.policy.rules import Last
-from holdfast.policy.savers import SideSaver
+from holdfast.policy.savers import SavePolicy, SideSaver
 from holdfast.policy.triggers import At, AtStart, Every, On
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.faulty import Fault, FaultyStore

@@ -13,7 +13,7 @@ from holdfast.engine.roots.catalog import Entry
 from holdfast.engine.roots.parts import parts_of
 from holdfast.errors import DeadlineExceeded, RolledBack, SaveSkipped, UsageError
 from holdfast.format.manifest import Timestamp
-from holdfast.policy.classes import Due
+from holdfast.policy.savers import Due
 from holdfast.store.base import Store
 
 

@@ -15,12 +15,11 @@ from holdfast.errors import UsageError
 from holdfast.events import Sink, log_event
 from holdfast.format.layout import BLOCK_NBYTES
 from holdfast.keys import Encryption
-from holdfast.policy.classes import SavePolicy
 from holdfast.policy.clock import Time
 from holdfast.policy.naming import DEFAULT_LABEL, LabelFunction, compile_label
 from holdfast.policy.rule import Rule
 from holdfast.policy.rules import number_of_bytes
-from holdfast.policy.savers import SideSaver
+from holdfast.policy.savers import SavePolicy, SideSaver
 from holdfast.policy.schedule import policies_of
 from holdfast.policy.triggers import SaveFunction, Trigger
 from holdfast.store.base import Store

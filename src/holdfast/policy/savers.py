@@ -1,24 +1,225 @@
-"""Savers of a run beside the main one, and the retention rules of all savers, also given as text.
+"""Savers of a run: when each saves, in which class, what of the state, and which saves it keeps.
 
-A text is such as `last:3,best:loss:min:2,weights=last:24`.
+Permanent checkpoints stay; later saves replace ephemeral ones. Deleting is retention's. Rules of
+what is kept may be given as text, such as `last:3,best:loss:min:2,weights=last:24`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import gcd
+from typing import Any
 
 from holdfast.arguments import checked
 from holdfast.errors import UsageError
 from holdfast.format.layout import check_component
-from holdfast.policy.classes import SavePolicy, as_trigger
-from holdfast.policy.clock import Time
-from holdfast.policy.rule import MAIN, BySaver, Rule, named_components, savers_of
+from holdfast.format.manifest import Timestamp
+from holdfast.policy.auto import Auto
+from holdfast.policy.clock import ALL_UNITS, Time, Unit, counted, parse
+from holdfast.policy.rule import MAIN, BySaver, Rule, SaveClass, named_components, savers_of
 from holdfast.policy.rules import All
-from holdfast.policy.triggers import SaveFunction, Trigger
+from holdfast.policy.triggers import (
+    NO_METRICS,
+    Event,
+    Every,
+    Metrics,
+    SaveFunction,
+    Trigger,
+    When,
+    is_elsewhere,
+    parts_of,
+)
 
 _SAVER = re.compile(r"(?P<saver>[^:= ]*)\s*=(?P<rule>.*)", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """Timestamps at which the newest save of each class was begun; None where none was."""
+
+    permanent: Timestamp | None = None
+    ephemeral: Timestamp | None = None
+
+    @property
+    def latest(self) -> Timestamp | None:
+        """The later of the two timestamps."""
+        both = [at for at in (self.ephemeral, self.permanent) if at is not None]
+        return max(both, key=lambda at: (at.step, at.wall_s), default=None)
+
+    def plus(self, save_class: SaveClass, now: Timestamp) -> Saved:
+        """Return a copy after a save of `save_class` at `now`."""
+        changes: dict[str, Any] = {save_class: now}
+        return replace(self, **changes)
+
+
+@dataclass(frozen=True, slots=True)
+class Due:
+    """A save that is due: its class, reason and contents."""
+
+    save_class: SaveClass
+    reason: str
+    savers: tuple[str, ...] = ()
+    """Savers that ask for it; empty when the run has only one."""
+    components: tuple[str, ...] | None = None
+    """Components to save; None: the whole state."""
+    tags: tuple[str, ...] = ()
+
+
+def as_trigger(value: str | Time | Trigger | SaveFunction, *, what: str = "every") -> Trigger:
+    """Convert "auto" to `Auto`, an interval to `Every`, a function to `When`; keep a trigger.
+
+    Raises:
+        UsageError: `value` is none of these.
+    """
+    if isinstance(value, Trigger):
+        return value
+    if callable(value):
+        return When(value)
+    if isinstance(value, str) and value.strip().lower() == "auto":
+        return Auto()
+    if isinstance(value, str | Time):
+        return Every(parse(value, what=what, units=ALL_UNITS))
+    raise UsageError(f"{what}={value!r}: must be an interval with a unit, a trigger or a function")
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class SavePolicy:
+    """When to save permanent checkpoints, and when ephemeral ones, which later saves replace.
+
+    One save is made at a step, of the highest class that is due. Intervals and functions are
+    accepted in place of triggers.
+
+    Raises:
+        UsageError: a setting would never have an effect.
+    """
+
+    permanent: Trigger | None
+    ephemeral: Trigger | None
+    cooldown: Time | None
+    """Shortest time from a save of any class to an ephemeral one; a save that is due sooner is
+    skipped, not delayed."""
+
+    def __init__(
+        self,
+        *,
+        permanent: str | Time | Trigger | SaveFunction | None = None,
+        ephemeral: str | Time | Trigger | SaveFunction | None = None,
+        cooldown: str | Time | None = None,
+    ) -> None:
+        if permanent is None and ephemeral is None:
+            raise UsageError("SavePolicy: give permanent, ephemeral or both; else nothing is saved")
+        if cooldown is not None and ephemeral is None:
+            raise UsageError("SavePolicy: cooldown needs ephemeral saves: give ephemeral, too")
+        for name, given in (("permanent", permanent), ("ephemeral", ephemeral)):
+            trigger = None if given is None else as_trigger(given, what=name)
+            object.__setattr__(self, name, trigger)
+        time = None if cooldown is None else parse(cooldown, what="cooldown", units=ALL_UNITS)
+        object.__setattr__(self, "cooldown", time)
+        for permanents in _intervals(self.permanent):
+            for ephemerals in _intervals(self.ephemeral):
+                _check_intervals(permanents, ephemerals, time)
+            _check_cooldown(permanents, time)
+        if len(self._autos) > 1:
+            raise UsageError('SavePolicy: "auto" is given twice; it can be used once')
+
+    @property
+    def auto(self) -> Auto | None:
+        """The `Auto` trigger, which needs measurements of saves, if there is one."""
+        return next(iter(self._autos), None)
+
+    @property
+    def _autos(self) -> list[Auto]:
+        triggers = (trigger for trigger in (self.permanent, self.ephemeral) if trigger)
+        return [p for trigger in triggers for p in parts_of(trigger) if isinstance(p, Auto)]
+
+    def resolve(self, max_duration: Time | None) -> SavePolicy:
+        """Return the policy with fractions of the run converted by the run's length.
+
+        Raises:
+            UsageError: as for the policy itself, or the length is needed and not known.
+        """
+        return SavePolicy(
+            permanent=self.permanent and self.permanent.resolve(max_duration),
+            ephemeral=self.ephemeral and self.ephemeral.resolve(max_duration),
+            cooldown=self.cooldown and self.cooldown.resolve(max_duration),
+        )
+
+    def decide(
+        self,
+        previous: Timestamp | None,
+        saved: Saved,
+        now: Timestamp,
+        metrics: Metrics = NO_METRICS,
+        event: Event = "step",
+        *,
+        vetoes: Collection[str] = (),
+    ) -> Due | None:
+        """Decide whether to save at `now`, in which class, and why.
+
+        After a resume `previous` and `saved` come from the checkpoints. `vetoes` names whoever
+        forbids ephemeral saves at present. At a step with an ephemeral save a permanent one may
+        still become due, such as the final one.
+
+        Raises:
+            UsageError: a trigger needs a counter that the loop does not pass.
+        """
+        why = self.permanent and self.permanent.due(previous, saved.permanent, now, metrics, event)
+        if why and is_elsewhere(saved.permanent, now):
+            return Due("permanent", why)
+        if self.ephemeral is None:
+            return None
+        latest = saved.latest
+        why = self.ephemeral.due(previous, latest, now, metrics, event)
+        if why and not vetoes and is_elsewhere(latest, now) and not self._is_cooling(latest, now):
+            return Due("ephemeral", why)
+        return None
+
+    def _is_cooling(self, latest: Timestamp | None, now: Timestamp) -> bool:
+        if self.cooldown is None or latest is None:
+            return False
+        current = counted(now, self.cooldown.unit, "cooldown")
+        before = self.cooldown.unit.of(latest) or 0
+        return 0 <= current - before < self.cooldown.value
+
+
+def _intervals(trigger: Trigger | None) -> Iterator[Every]:
+    if trigger is not None:
+        yield from (part for part in parts_of(trigger) if isinstance(part, Every))
+
+
+def _check_intervals(permanent: Every, ephemeral: Every, cooldown: Time | None) -> None:
+    """Refuse settings under which hardly any ephemeral save would be made."""
+    if permanent.unit is not ephemeral.unit:
+        return
+    if ephemeral.size >= permanent.size:
+        raise UsageError(
+            f"SavePolicy: ephemeral={str(ephemeral)!r} must be more often than "
+            f"permanent={str(permanent)!r}"
+        )
+    if cooldown is None or cooldown.unit is not Unit.STEP or permanent.unit is not Unit.STEP:
+        return
+    if isinstance(permanent.size, int) and isinstance(ephemeral.size, int):
+        # The longest distance of an ephemeral save from the permanent one before it.
+        farthest = permanent.size - gcd(permanent.size, ephemeral.size)
+        if cooldown.value > farthest:
+            raise UsageError(
+                f"SavePolicy: cooldown={str(cooldown)!r} leaves out all of {str(ephemeral)!r}; "
+                f"at most '{farthest}step'"
+            )
+
+
+def _check_cooldown(permanent: Every, cooldown: Time | None) -> None:
+    if (
+        cooldown is not None
+        and cooldown.unit is permanent.unit
+        and cooldown.value >= permanent.size
+    ):
+        raise UsageError(
+            f"SavePolicy: cooldown={str(cooldown)!r} leaves out all ephemeral saves; it must be "
+            f"shorter than permanent={str(permanent)!r}"
+        )
 
 
 @dataclass(frozen=True, slots=True, init=False)

@@ -9,10 +9,9 @@ from math import ceil, inf
 from holdfast.errors import UsageError
 from holdfast.format.manifest import Manifest, Timestamp
 from holdfast.policy.auto import Auto
-from holdfast.policy.classes import Due, Saved, SavePolicy, as_trigger
 from holdfast.policy.clock import Time, Unit
 from holdfast.policy.rule import MAIN, SaveClass, join_reasons
-from holdfast.policy.savers import SideSaver
+from holdfast.policy.savers import Due, Saved, SavePolicy, SideSaver, as_trigger
 from holdfast.policy.triggers import (
     NO_METRICS,
     AtEnd,

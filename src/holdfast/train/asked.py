@@ -8,8 +8,8 @@ from typing import Any
 
 from holdfast.arguments import checked
 from holdfast.errors import UsageError
-from holdfast.policy.classes import SavePolicy, as_trigger
 from holdfast.policy.clock import Time, Unit, argument_name, parse
+from holdfast.policy.savers import SavePolicy, as_trigger
 from holdfast.policy.triggers import (
     At,
     Event,

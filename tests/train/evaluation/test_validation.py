@@ -16,7 +16,7 @@ from holdfast import Last
 from holdfast.data import Loader
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.errors import NoCheckpoint, UsageError
-from holdfast.policy.classes import SavePolicy
+from holdfast.policy.savers import SavePolicy
 from holdfast.state.edits import StateView
 from holdfast.store import open_store
 from holdfast.store.memory import MemoryStore

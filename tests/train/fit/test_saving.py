@@ -15,8 +15,7 @@ import torch
 from holdfast.data import Loader
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.errors import SaveFailed, UsageError
-from holdfast.policy.classes import SavePolicy
-from holdfast.policy.savers import SideSaver
+from holdfast.policy.savers import SavePolicy, SideSaver
 from holdfast.policy.triggers import On
 from holdfast.store import open_store
 from holdfast.store.memory import MemoryStore

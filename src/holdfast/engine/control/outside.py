@@ -11,7 +11,7 @@ from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.control.requests import Request, Requests
 from holdfast.engine.control.stop import Promote, Stop
 from holdfast.errors import UsageError
-from holdfast.policy.classes import Due
+from holdfast.policy.savers import Due
 from holdfast.policy.triggers import Event
 
 

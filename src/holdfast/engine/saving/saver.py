@@ -38,8 +38,8 @@ from holdfast.errors import (
 from holdfast.events import Emitter
 from holdfast.format import blocks, layout
 from holdfast.format.manifest import Manifest
-from holdfast.policy.classes import Due
 from holdfast.policy.rule import MAIN
+from holdfast.policy.savers import Due
 from holdfast.state.capture import Captured
 from holdfast.store.base import Store
 

@@ -18,8 +18,8 @@ from holdfast.engine.control.stop import Interrupted
 from holdfast.errors import OwnershipError, UsageError
 from holdfast.format.manifest import Timestamp
 from holdfast.manager import CheckpointManager
-from holdfast.policy.classes import Due
 from holdfast.policy.rule import SaveClass
+from holdfast.policy.savers import Due
 from holdfast.policy.triggers import Event
 from holdfast.state.modules import is_loaded
 from holdfast.train import making

@@ -10,7 +10,7 @@ from holdfast.engine.checkpoint import PendingSave
 from holdfast.errors import SaveFailed, SaveSkipped
 from holdfast.events import Event as Told
 from holdfast.manager import CheckpointManager
-from holdfast.policy.classes import Due
+from holdfast.policy.savers import Due
 from holdfast.policy.schedule import covers, together
 from holdfast.policy.triggers import Event
 from holdfast.train.callbacks.calling import Callbacks
