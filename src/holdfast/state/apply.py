@@ -293,4 +293,5 @@ def _plan(
         return optimizers.OptimizerPlan(name, inspected, stored.tensors)
     if kind == "generator":
         return None if selection.leaves(name) else GeneratorPlan(name, live, stored.tensors)
-    return TreePlan(name, live, stored.tensors) if kind == "tree" else ObjectPlan(name, live)
+    plan = TreePlan if kind == "tree" else ObjectPlan
+    return plan(name, live, stored.tensors)

@@ -260,10 +260,10 @@ def capture_module(
 class ModulePlan(LoadPlan):
     """A load into one module: checks, then copies into its leaves."""
 
+    _live: LiveModule
+
     def __init__(self, component: str, live: LiveModule, specs: Mapping[str, TensorSpec]) -> None:
-        self._component = component
-        self._live = live
-        self._specs = specs
+        super().__init__(component, live, specs)
         self._wanted: dict[str, Any] = {}
         self._pairs: list[StoredPair] = []
         self._lifted: dict[str, Any] = {}

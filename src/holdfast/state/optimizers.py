@@ -260,12 +260,12 @@ class _Beside(Placement):
 class OptimizerPlan(LoadPlan):
     """A load into one optimizer: checks, then changes its groups and state."""
 
+    _live: LiveOptimizer
+
     def __init__(
         self, component: str, live: LiveOptimizer, specs: Mapping[str, TensorSpec]
     ) -> None:
-        self._component = component
-        self._live = live
-        self._specs = specs
+        super().__init__(component, live, specs)
         self._stored: _StoredOptimizer
         self._wishes: Wishes
         self._new_names: dict[str, str] = {}

@@ -29,6 +29,11 @@ from holdfast.state.trees import Lifting, Skeleton, keys_in
 class LoadPlan(ABC):
     """The load of one component, in stages."""
 
+    def __init__(self, component: str, live: Any, specs: Mapping[str, TensorSpec]) -> None:
+        self._component = component
+        self._live = live
+        self._specs = specs
+
     turn = 0
     """Order of `finish`: 0 foreign code, 1 generators, 2 the global generators."""
 
@@ -58,11 +63,7 @@ class LoadPlan(ABC):
 class TreePlan(LoadPlan):
     """A load into a plain dict or list, in place."""
 
-    def __init__(self, component: str, live: Any, specs: Mapping[str, TensorSpec]) -> None:
-        self._component = component
-        self._live = live
-        self._specs = specs
-        self._merge: Merge
+    _merge: Merge
 
     def check(self, skeleton: Skeleton, wishes: Wishes, problems: Problems) -> None:
         """Check that both sides are dicts, or both lists. Keys that differ become notes."""
@@ -104,11 +105,8 @@ def _named(keys: list[Any]) -> str:
 class ObjectPlan(LoadPlan):
     """A load into an object by its own `load_state_dict`."""
 
-    def __init__(self, component: str, live: Any) -> None:
-        self._component = component
-        self._live = live
-        self._value: Any = None
-        self._is_wanted = True
+    _value: Any = None
+    _is_wanted = True
 
     def check(self, skeleton: Skeleton, wishes: Wishes, problems: Problems) -> None:
         """Put live values where the caller, or an enumeration, asks for them."""
@@ -148,14 +146,8 @@ class ObjectPlan(LoadPlan):
 class GeneratorPlan(LoadPlan):
     """A load into one generator."""
 
-    def __init__(
-        self, component: str, live: Any, specs: Mapping[str, TensorSpec], *, turn: int = 1
-    ) -> None:
-        self.turn = turn
-        self._component = component
-        self._live = live
-        self._specs = specs
-        self._members: Any = None
+    turn = 1
+    _members: Any = None
 
     def check(self, skeleton: Skeleton, wishes: Wishes, problems: Problems) -> None:
         """Check that the stored state is of the same kind and length."""
@@ -188,7 +180,7 @@ class RngPlan(LoadPlan):
     turn = 2
 
     def __init__(self, specs: Mapping[str, TensorSpec]) -> None:
-        self._specs = specs
+        super().__init__(RNG, None, specs)
         self._plans: list[GeneratorPlan] = []
 
     def check(self, skeleton: Skeleton, wishes: Wishes, problems: Problems) -> None:
@@ -204,7 +196,7 @@ class RngPlan(LoadPlan):
             if name not in live:
                 problems.notes.append(f"{RNG}.{name}: no such generator here, not restored")
                 continue
-            plan = GeneratorPlan(f"{RNG}.{name}", live[name], self._specs, turn=self.turn)
+            plan = GeneratorPlan(f"{RNG}.{name}", live[name], self._specs)
             plan.check(Skeleton(value=node), wishes, problems)
             self._plans.append(plan)
         for name in live.keys() - nodes.keys():
