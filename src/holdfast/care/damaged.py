@@ -45,8 +45,8 @@ class Damaged:
     is_latest: bool
     """Whether the file `latest` names this checkpoint."""
     goes_on_from: str | None
-    """Folder of the checkpoint from which the run goes on without it, judged by manifests alone;
-    None: there is none."""
+    """Folder of the checkpoint that the run would resume from after the deletion, judged by
+    manifests alone; None: no such checkpoint."""
 
     @property
     def nbytes(self) -> int:

@@ -139,7 +139,7 @@ def show(target: str, tensors: bool) -> Answer:
 
 @_answering(options.target, options.seen, options.stored_only)
 def verify(target: str, seen: str | None, stored_only: bool) -> Answer:
-    """Read every byte and check its digest; without @WHICH of all checkpoints."""
+    """Read every byte and check the digests; without @WHICH, of all checkpoints."""
     from holdfast.cli.verify import check
 
     return check(target, seen=seen, decode=not stored_only)

@@ -74,10 +74,10 @@ class LoadOptions:
     include: Collection[str] = ()
     """Load only these: components, `component.path` or what is above it, patterns. Empty: all."""
     skip: Collection[str] = ()
-    """Leave these alone, of what `include` names; entries as there."""
+    """Parts of `include` that are not loaded; entries have the same form."""
     edit: Edit | None = None
-    """Changes what is stored, before anything is compared with the live state. It may be called
-    again, with a new view: for an older checkpoint, when this one proves damaged."""
+    """Callback that edits the stored values before they are compared with the live state. It may
+    be called again with a new view: for an older checkpoint, when this one proves damaged."""
     verify: bool = True
     """Whether digests are checked."""
     rng: bool = True
@@ -149,8 +149,8 @@ class LoadCandidate:
     one_sided: OneSided
     """Components that are not loaded, because only the state or only the checkpoint has them."""
     is_proof: bool
-    """Whether every byte of it was read in the root from which retention would delete because of
-    it, and found right: not from copies of a host, and not in the other tier."""
+    """Whether every byte was read from the root itself and is correct, so that retention may delete
+    older checkpoints. Bytes from a host's cache or from the other tier do not count."""
 
     def cause_of(self, error: Exception) -> StoreError | CorruptData | None:
         """Return the storage or damage error that made `apply` fail; None for other causes."""
@@ -174,8 +174,8 @@ class Reader:
     unusable: dict[str, HoldfastError] = field(default_factory=dict)
     """Folder → damage that showed only after it was chosen; resume skips these folders."""
     holding: ExitStack | None = None
-    """Gets the lease that keeps a named checkpoint until it is applied. None: it is read at once,
-    and by the owner of the run, who needs no lease."""
+    """Stack that gets the lease on a named checkpoint until it is applied. None: no lease, since
+    the owner of the run reads it at once."""
     notes: tuple[str, ...] = ()
     """Reasons why no lease could be taken, if one was needed."""
     doubles: tuple[tuple[str, str], ...] = ()
