@@ -95,7 +95,7 @@ def without_tags(
 
 def any_name(data: Any, name: str, *, what: str) -> str:
     """A mark that counts under every name."""
-    members = envelope.checked.decode_checked(
+    members = envelope.strictjson.decode_checked(
         data, what=what, kinds=(envelope.MARK,), max_nbytes=envelope.MAX_MARK_NBYTES
     )
     return str(members["salt"])

@@ -124,8 +124,8 @@ MUTANTS: tuple[Mutant, ...] = (
         name="nesting-of-any-depth",
         promise="R29: hostile documents cost bounded memory and time",
         file="format/strictjson.py",
-        before="        if deepest > max_depth:\n",
-        after="        if deepest > 1000 * max_depth:\n",
+        before="        if deepest > MAX_DEPTH:\n",
+        after="        if deepest > 1000 * MAX_DEPTH:\n",
         near=("tests/format/test_strictjson.py",),
     ),
     Mutant(

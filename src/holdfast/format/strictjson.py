@@ -56,7 +56,6 @@ def loads(
     what: str,
     max_nbytes: int,
     max_values: int = MAX_VALUES,
-    max_depth: int = MAX_DEPTH,
 ) -> Any:
     """Parse a strict JSON text. `what` names the document in every error.
 
@@ -66,7 +65,7 @@ def loads(
         FormatError: not strict JSON.
         LimitExceeded: longer, deeper or with more values than allowed.
     """
-    check_limits(data, what=what, max_nbytes=max_nbytes, max_values=max_values, max_depth=max_depth)
+    check_limits(data, what=what, max_nbytes=max_nbytes, max_values=max_values)
     return _parse(bytes(data), what=what)
 
 
@@ -102,7 +101,6 @@ def check_limits(
     what: str,
     max_nbytes: int,
     max_values: int = MAX_VALUES,
-    max_depth: int = MAX_DEPTH,
 ) -> None:
     """Raise `LimitExceeded` if a text is too large, too deep or has too many values for `loads`.
 
@@ -116,7 +114,7 @@ def check_limits(
         plain = plain.replace(rb"\\", b"__").replace(rb"\"", b"__")
         if _LONE_SURROGATE.search(plain):
             raise FormatError(f"{what}: half of a surrogate pair in a text")
-    _scan(plain, what=what, max_values=max_values, max_depth=max_depth)
+    _scan(plain, what=what, max_values=max_values)
 
 
 def dumps(value: Any) -> bytes:
@@ -144,14 +142,14 @@ def convert(value: Any, type_: type[T], *, what: str) -> T:
         raise FormatError(f"{what}: {err}") from err
 
 
-def _scan(plain: bytes, *, what: str, max_values: int, max_depth: int) -> None:
+def _scan(plain: bytes, *, what: str, max_values: int) -> None:
     """Count values and depth outside texts. `plain` has no escaped quotes.
 
     In bytes that are not JSON the count is wrong only after the first error, which no parser
     passes.
     """
     num_levels = plain.count(b"[") + plain.count(b"{")
-    if num_levels <= max_depth and num_levels + plain.count(b",") < max_values:
+    if num_levels <= MAX_DEPTH and num_levels + plain.count(b",") < max_values:
         return  # even if nothing of it were in texts
     import numpy as np  # takes longer than most commands, whose documents are small
 
@@ -171,8 +169,8 @@ def _scan(plain: bytes, *, what: str, max_values: int, max_depth: int) -> None:
         depth = int(depths[-1]) if len(depths) else depth
         if num_values > max_values:
             raise LimitExceeded(f"{what}: more than {max_values:,} values")
-        if deepest > max_depth:
-            raise LimitExceeded(f"{what}: nested more than {max_depth} levels deep")
+        if deepest > MAX_DEPTH:
+            raise LimitExceeded(f"{what}: nested more than {MAX_DEPTH} levels deep")
 
 
 def _parse(text: bytes, *, what: str) -> Any:
