@@ -13,7 +13,7 @@ from holdfast.care import reading
 from holdfast.care.verify import verify, verify_root
 from holdfast.format import layout
 from holdfast.format.layout import BLOCK_NBYTES
-from holdfast.format.manifest import Deleted, encode_deleted
+from holdfast.format.manifest import Deleted
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.faulty import Fault, FaultyStore
 
@@ -143,7 +143,7 @@ def test_what_retention_takes_meanwhile_is_no_damage(
     def retire(_: str, done_nbytes: int, total_nbytes: int) -> None:
         if dropped == "all":
             tombstone = Deleted(save_id="0" * 32, by="writer 1", reason="last 1")
-            store.put(f"{folder}/manifest.json", encode_deleted(tombstone))
+            store.put(f"{folder}/manifest.json", tombstone.encode())
         else:
             store.put(f"{folder}/{layout.thinned_name('c0', 1)}", b"")
         store.delete(file)

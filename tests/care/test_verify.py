@@ -30,7 +30,6 @@ from holdfast.format.manifest import (
     FileEntry,
     Manifest,
     decode_register,
-    encode_deleted,
     encode_manifest,
 )
 from holdfast.format.records import Notes
@@ -564,7 +563,7 @@ def test_what_is_no_checkpoint_is_said_to_be_none(small: MemoryStore) -> None:
     for key in (f"{folders[0]}/manifest.json", f"{folders[0]}/index.json", "latest"):
         store.delete(key)
     tombstone = Deleted(save_id="0" * 32, by="writer 1", reason="last 1")
-    store.put(f"{folders[1]}/manifest.json", encode_deleted(tombstone))
+    store.put(f"{folders[1]}/manifest.json", tombstone.encode())
     with pytest.raises(NoCheckpoint, match="not committed"):
         verify(store, folders[0])
     with pytest.raises(NoCheckpoint, match=r"deleted \(last 1\)"):
@@ -585,7 +584,7 @@ def test_a_checkpoint_deleted_meanwhile_is_no_damage(small: MemoryStore) -> None
 
     def retire(_: str, done_nbytes: int, total_nbytes: int) -> None:
         tombstone = Deleted(save_id="0" * 32, by="writer 1", reason="last 1")
-        store.put(f"{folder}/manifest.json", encode_deleted(tombstone))
+        store.put(f"{folder}/manifest.json", tombstone.encode())
         for file in files_of(store, folder):
             if file != "manifest.json":
                 store.delete(f"{folder}/{file}")

@@ -12,7 +12,7 @@ from tests.cli.roots import Result, flip, folder_of, overwrite
 
 from holdfast import keys
 from holdfast.engine.tiers.tiered import Tiered
-from holdfast.format.manifest import Aborted, Deleted, encode_aborted, encode_deleted
+from holdfast.format.manifest import Aborted, Deleted
 from holdfast.keys import Encryption
 from holdfast.manager import CheckpointManager
 from runs import Recorder, new_run
@@ -142,8 +142,8 @@ def test_what_never_committed_and_what_was_deleted_is_for_a_plain_gc(
     for name in ("manifest.json", "index.json"):
         (folder / name).unlink()
     (root / "latest").unlink()
-    aborted = encode_aborted(Aborted(by="gc", reason="not committed"))
-    deleted = encode_deleted(Deleted(save_id=32 * "0", by="writer 1", reason="old"))
+    aborted = Aborted(by="gc", reason="not committed").encode()
+    deleted = Deleted(save_id=32 * "0", by="writer 1", reason="old").encode()
     for register, what in (
         (b"", "never became a checkpoint"),
         (aborted, "never became a checkpoint"),

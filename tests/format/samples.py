@@ -112,11 +112,11 @@ def documents() -> list[Document]:
     m, r = manifest, records
     sealed_values: list[tuple[str, Any, Callable[[Any], bytes], Callable[..., Any]]] = [
         ("manifest", make_manifest(), m.encode_manifest, m.decode_register),
-        ("aborted", m.Aborted(by="gc", reason="no"), m.encode_aborted, m.decode_register),
+        ("aborted", m.Aborted(by="gc", reason="no"), m.Aborted.encode, m.decode_register),
         (
             "deleted",
             m.Deleted(save_id=SAVE_ID, by="retention", reason="old"),
-            m.encode_deleted,
+            m.Deleted.encode,
             m.decode_register,
         ),
         (

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from holdfast.format.codec import Compression
-from holdfast.format.manifest import Aborted, Deleted, encode_aborted, encode_deleted
+from holdfast.format.manifest import Aborted, Deleted
 from holdfast.format.nodes import EnumValue
 from holdfast.format.records import Process, Retired
 from holdfast.manager import CheckpointManager
@@ -191,11 +191,11 @@ def make_run(root: Path) -> None:
         second.tag("step=10", "paper")
         second.pin("step=10")
     # Last, because the second writer would have removed what is left of these.
-    bury(root / deleted.folder, encode_deleted(dead(deleted.save_id)))
+    bury(root / deleted.folder, dead(deleted.save_id).encode())
     (root / deleted.folder / "retired-00000001.json").write_bytes(
         Retired(by="writer 1", reason="not kept by Last(1)").encode()
     )
-    bury(root / aborted.folder, encode_aborted(Aborted(by="gc", reason="its writer is gone")))
+    bury(root / aborted.folder, Aborted(by="gc", reason="its writer is gone").encode())
 
 
 def dead(save_id: str) -> Deleted:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
@@ -167,16 +167,18 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, rename={"save_class": 
         )
 
 
-class Aborted(msgspec.Struct, frozen=True, kw_only=True):
+class Aborted(strictjson.Record, frozen=True, kw_only=True):
     """Abort marker: the register of an attempt that gc closed; it never becomes a checkpoint."""
 
+    kind: ClassVar = "aborted"
     by: str
     reason: str
 
 
-class Deleted(msgspec.Struct, frozen=True, kw_only=True):
+class Deleted(strictjson.Record, frozen=True, kw_only=True):
     """Tombstone: the register of a checkpoint that retention has deleted."""
 
+    kind: ClassVar = "deleted"
     save_id: Hex128
     by: str
     reason: str
@@ -201,16 +203,6 @@ def encode_manifest(manifest: Manifest) -> bytes:
         if not members[name]:
             del members[name]
     return strictjson.encode_checked("checkpoint", members, max_nbytes=MAX_MANIFEST_NBYTES)
-
-
-def encode_aborted(aborted: Aborted) -> bytes:
-    """Encode an abort marker."""
-    return strictjson.encode_checked("aborted", msgspec.to_builtins(aborted))
-
-
-def encode_deleted(deleted: Deleted) -> bytes:
-    """Encode a tombstone."""
-    return strictjson.encode_checked("deleted", msgspec.to_builtins(deleted))
 
 
 def decode_register(data: Buffer, *, what: str) -> Manifest | Aborted | Deleted:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import ClassVar, Literal
 
 import msgspec
-from typing_extensions import Self, override
+from typing_extensions import override
 
 from holdfast.errors import FormatError
-from holdfast.format import strictjson
 from holdfast.format.layout import parse_attempt
 from holdfast.format.manifest import Hex128, Natural, Positive, Reference, check_reference
-from holdfast.store.base import Buffer
+from holdfast.format.strictjson import Record
 
 MAX_ENDED_NBYTES = 16 * 1024 * 1024
 
@@ -24,31 +23,6 @@ class Process(msgspec.Struct, frozen=True, kw_only=True):
     start: str
     boot_id: str
     pid_namespace: str
-
-
-class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """A self-checking document about a root or a checkpoint in it."""
-
-    kind: ClassVar[str]
-    max_nbytes: ClassVar[int] = strictjson.MAX_CHECKED_NBYTES
-
-    def encode(self) -> bytes:
-        """Encode the record; raises `UsageError` if it is too long."""
-        members = msgspec.to_builtins(self)
-        return strictjson.encode_checked(self.kind, members, max_nbytes=self.max_nbytes)
-
-    @classmethod
-    def decode(cls, data: Buffer, *, what: str) -> Self:
-        """Decode a record; raises `FormatError` if `data` is not valid."""
-        members = strictjson.decode_checked(
-            data, what=what, kinds=(cls.kind,), max_nbytes=cls.max_nbytes
-        )
-        record = strictjson.convert(members, cls, what=what)
-        record._check(what)
-        return record
-
-    def _check(self, what: str) -> None:
-        """Raise `FormatError` if members contradict each other."""
 
 
 class WriterRecord(Record, frozen=True, kw_only=True, omit_defaults=True):

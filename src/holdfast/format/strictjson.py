@@ -10,10 +10,11 @@ import json
 import math
 import re
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, NoReturn, TypeVar
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 import msgspec
 from blake3 import blake3
+from typing_extensions import Self
 
 from holdfast.errors import CorruptData, FormatError, LimitExceeded, UnsupportedVersion, UsageError
 from holdfast.format.layout import FORMAT_VERSION
@@ -292,6 +293,29 @@ def decode_checked(
     for name in ("holdfast", "requires"):
         document.pop(name, None)
     return document
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True):
+    """A self-checking document that encodes and decodes itself."""
+
+    kind: ClassVar[str]
+    max_nbytes: ClassVar[int] = MAX_CHECKED_NBYTES
+
+    def encode(self) -> bytes:
+        """Encode the record; raises `UsageError` if it is too long."""
+        members = msgspec.to_builtins(self)
+        return encode_checked(self.kind, members, max_nbytes=self.max_nbytes)
+
+    @classmethod
+    def decode(cls, data: Buffer, *, what: str) -> Self:
+        """Decode a record; raises `FormatError` if `data` is not valid."""
+        members = decode_checked(data, what=what, kinds=(cls.kind,), max_nbytes=cls.max_nbytes)
+        record = convert(members, cls, what=what)
+        record._check(what)
+        return record
+
+    def _check(self, what: str) -> None:
+        """Raise `FormatError` if members contradict each other."""
 
 
 def check_version(document: Any, *, what: str) -> None:

@@ -128,7 +128,7 @@ class LazyTensors(Mapping[str, S_co]):
     ) -> list[tuple[Tensor, S_co]]:
         """Copy tensors in bulk into plain live ones; returns the pairs that are left to copy.
 
-        The live ones (see `copying.are_plain`) have the shapes and dtypes of those of `keys`.
+        The live ones (see `are_plain`) have the shapes and dtypes of those of `keys`.
         `is_all`: no other tensors are copied in this load.
 
         Raises:

@@ -34,7 +34,7 @@ from holdfast.errors import AccessDenied, TransientStoreError
 from holdfast.events import Emitter
 from holdfast.format import layout
 from holdfast.format.envelope import decode_visible
-from holdfast.format.manifest import Deleted, encode_deleted, encode_manifest
+from holdfast.format.manifest import Deleted, encode_manifest
 from holdfast.format.records import WriterRecord
 from holdfast.keys import Encryption, Passphrase, SecretKey, generate
 from holdfast.policy.rules import Last
@@ -674,7 +674,7 @@ def test_nothing_is_put_back_beside_what_was_deleted_meanwhile(local: LocalStore
     folder = newest(local)
     Path(local.url, folder, "keys-0001.json").unlink()
     tombstone = Deleted(save_id="0" * 32, by="writer 1", reason="no longer wanted")
-    local.put(f"{folder}/manifest.json", encode_deleted(tombstone))
+    local.put(f"{folder}/manifest.json", tombstone.encode())
     with pytest.raises(errors.NoCheckpoint, match="any more"):
         mend(sealing(local, SEALS), sealing(remote, SEALS), folder, epoch=1)
     assert "keys-0001.json" not in local.children(folder)

@@ -17,7 +17,7 @@ from holdfast.engine.roots.catalog import Catalog, Marks
 from holdfast.engine.roots.commit import check_ownership, remove_files
 from holdfast.errors import AlreadyExists, FormatError, NotFound, SealError, UnsupportedVersion
 from holdfast.format import layout
-from holdfast.format.manifest import Deleted, Manifest, encode_deleted
+from holdfast.format.manifest import Deleted, Manifest
 from holdfast.format.records import Retired, Thinned
 from holdfast.store.base import Store
 
@@ -181,7 +181,7 @@ def is_held(manifest: Manifest, marks: Marks) -> bool:
 
 
 def _bury(store: Store, folder: str, tombstone: Deleted) -> None:
-    store.put(f"{folder}/{layout.MANIFEST}", encode_deleted(tombstone))
+    store.put(f"{folder}/{layout.MANIFEST}", tombstone.encode())
 
 
 def may_remove_whole(store: Store, claim: Claim, epoch: int, *, is_sent_to: bool) -> bool:

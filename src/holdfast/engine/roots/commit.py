@@ -34,7 +34,6 @@ from holdfast.format.manifest import (
     Deleted,
     Manifest,
     decode_register,
-    encode_aborted,
     encode_manifest,
 )
 from holdfast.format.records import WriterRecord
@@ -247,7 +246,7 @@ def _describe_claim(store: Store, key: str) -> str:
 
 def mark_aborted(store: Store, folder: str, *, by: str, reason: str) -> bool:
     """Decide that an attempt without a manifest never commits. False when it has committed."""
-    data = encode_aborted(Aborted(by=by, reason=reason))
+    data = Aborted(by=by, reason=reason).encode()
     try:
         store.put(f"{folder}/{layout.MANIFEST}", data, if_absent=True)
     except AlreadyExists:

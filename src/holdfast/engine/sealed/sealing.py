@@ -52,7 +52,6 @@ from holdfast.format.manifest import (
     FileEntry,
     Manifest,
     decode_register,
-    encode_deleted,
 )
 from holdfast.format.records import Notes
 from holdfast.format.suites import FileCipher, Suite, fresh_secret, seal_whole, stored_nbytes
@@ -341,7 +340,7 @@ class SealedStore(WrappedStore):
             return
         if isinstance(register, Deleted):
             told = Deleted(save_id=register.save_id, by=register.by, reason=NOT_TOLD)
-            data = encode_deleted(told)
+            data = told.encode()
         self.inner.put(key, data, if_absent=if_absent)
         self._forget(folder)
 
