@@ -115,9 +115,9 @@ def compile_label(
         fields = _fields("label", label, known=(*COUNTERS, *constants, *_MOMENTS))
         if "run_name" in fields and run_name is None:
             raise UsageError(f"label={label!r}: run_name was not given")
-        render = _template_function(label, fields, constants, clock)
+        render = _checked(_template_function(label, fields, constants, clock))
     elif callable(label):
-        render = _checked_function(label)
+        render = _checked(label)
     else:
         raise UsageError(f"label={label!r}: must be a template or a function of the Timestamp")
     for trial in _TRIALS:
@@ -211,14 +211,12 @@ def _template_function(
         if moments:
             at = clock()
             values |= {name: _Moment(at, spec) for name, spec in moments.items()}
-        text = _format("label", template, {**constants, **values})
-        check_label(text)
-        return text
+        return _format("label", template, {**constants, **values})
 
     return render
 
 
-def _checked_function(function: LabelFunction) -> LabelFunction:
+def _checked(function: LabelFunction) -> LabelFunction:
     def render(now: Timestamp) -> str:
         text: object = function(now)
         if not isinstance(text, str):

@@ -40,8 +40,8 @@ class Captured:
 
     components: Mapping[str, CapturedComponent]
 
-    look_for_not_saved: Callable[[], list[str]]
-    """Callback that computes `not_saved`."""
+    state: Mapping[str, Any]
+    """The live components."""
 
     look_for_unheld: Callable[[], Mapping[str, Mapping[str, Tensor]]]
     """Callback that finds parameters of optimizers that no captured component holds."""
@@ -55,7 +55,9 @@ class Captured:
     @property
     def not_saved(self) -> tuple[str, ...]:
         """Lines about buffers and attributes of modules that checkpoints do not hold."""
-        return tuple(self.look_for_not_saved())
+        elsewhere = {id(value) for value in self.state.values()}
+        live = ((name, one) for name, one in self.state.items() if isinstance(one, nn.Module))
+        return tuple(line for name, one in live for line in modules.not_saved(name, one, elsewhere))
 
 
 def capture(state: Mapping[str, Any], only: Collection[str] | None = None) -> Captured:
@@ -116,7 +118,7 @@ class Capturer:
             components = {name: _without_stale_addresses(one) for name, one in components.items()}
         return Captured(
             components=components,
-            look_for_not_saved=partial(_not_saved, self._state),
+            state=self._state,
             look_for_unheld=partial(_unheld, self._state, self._names, components),
             stepping=self._stepping,
         )
@@ -274,15 +276,6 @@ def _without_stale_addresses(component: CapturedComponent) -> CapturedComponent:
     """Drop a component's cached tensor addresses if they no longer match its tensors."""
     addresses = list(map(Tensor.data_ptr, component.tensors.values()))
     return component if addresses == component.addresses else replace(component, addresses=None)
-
-
-def _not_saved(state: Mapping[str, Any]) -> list[str]:
-    elsewhere = {id(value) for value in state.values()}
-    lines = []
-    for name, value in state.items():
-        if isinstance(value, nn.Module):
-            lines += modules.not_saved(name, value, elsewhere)
-    return lines
 
 
 def _unheld(
