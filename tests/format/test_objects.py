@@ -27,19 +27,17 @@ from tests.format.samples import cpu_budget_s, is_refused, mutate
 
 from holdfast.errors import FormatError, LimitExceeded, UnsupportedState, UnsupportedVersion
 from holdfast.format import objects
-from holdfast.format.nodes import are_tensors
-from holdfast.format.objects import (
+from holdfast.format.nodes import (
     ArrayRef,
     DeviceName,
     DtypeName,
     EnumValue,
     GeneratorState,
-    Refused,
     SizeTuple,
     TensorRef,
-    decode_tree,
-    document,
+    are_tensors,
 )
+from holdfast.format.objects import Refused, decode_tree, document
 
 
 class Color(enum.Enum):

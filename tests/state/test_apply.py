@@ -10,7 +10,8 @@ import torch
 from torch import nn, optim
 
 from holdfast.errors import FormatError, HoldfastError, MismatchError, UsageError
-from holdfast.format.objects import TensorRef, document
+from holdfast.format.nodes import TensorRef
+from holdfast.format.objects import document
 from holdfast.state.apply import OpaqueLoadFailed
 from holdfast.state.capture import capture
 from holdfast.state.components import StoredComponent

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from holdfast.errors import FormatError, MismatchError, UnsupportedState
-from holdfast.format.objects import GeneratorState, decode_tree, document
+from holdfast.format.nodes import GeneratorState
+from holdfast.format.objects import decode_tree, document
 from holdfast.state.capture import capture
 from holdfast.state.components import StoredComponent
 from state.roundtrip import Image, global_generators_kept, image

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.errors import FormatError, MismatchError
-from holdfast.format.objects import TensorRef, decode_tree, document
+from holdfast.format.nodes import TensorRef
+from holdfast.format.objects import decode_tree, document
 from holdfast.format.tensors import TensorSpec
 from holdfast.state import merge
 from holdfast.state.apply import prepare

@@ -14,7 +14,8 @@ from torch import Tensor, nn, optim
 from torch.ao.quantization import FakeQuantize, PerChannelMinMaxObserver
 
 from holdfast.errors import FormatError
-from holdfast.format.objects import GeneratorState, document
+from holdfast.format.nodes import GeneratorState
+from holdfast.format.objects import document
 from holdfast.state import generators
 from holdfast.state.capture import capture
 from holdfast.state.components import StoredComponent, kind_of

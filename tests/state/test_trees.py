@@ -16,14 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from holdfast.errors import FormatError, MismatchError, UnsupportedState
-from holdfast.format.objects import (
-    ArrayRef,
-    DeviceName,
-    DtypeName,
-    EnumValue,
-    TensorRef,
-    document,
-)
+from holdfast.format.nodes import ArrayRef, DeviceName, DtypeName, EnumValue, TensorRef
+from holdfast.format.objects import document
 from holdfast.state.apply import OpaqueLoadFailed
 from holdfast.state.capture import capture
 from holdfast.state.components import StoredComponent

@@ -51,7 +51,8 @@ from holdfast.format.manifest import (
     FileEntry,
     Manifest,
 )
-from holdfast.format.objects import ArrayRef, TensorRef, decode_tree
+from holdfast.format.nodes import ArrayRef, TensorRef
+from holdfast.format.objects import decode_tree
 from holdfast.format.records import Alive, Closed, Notes, Rejected, Retired, Thinned, WriterRecord
 from holdfast.format.tensors import parse_header
 from holdfast.store.base import Store

@@ -22,8 +22,6 @@ from holdfast.format.nodes import (
     READERS,
     WRITERS,
     ArrayRef,
-    DeviceName,
-    DtypeName,
     EnumValue,
     GeneratorState,
     SizeTuple,
@@ -33,23 +31,6 @@ from holdfast.format.nodes import (
     read_tensor,
 )
 from holdfast.store.base import Buffer
-
-__all__ = [
-    "ArrayRef",
-    "DeviceName",
-    "DtypeName",
-    "EnumValue",
-    "GeneratorState",
-    "Refused",
-    "SizeTuple",
-    "TensorRef",
-    "TreeDocument",
-    "decode_beside",
-    "decode_tree",
-    "document",
-    "join",
-    "type_name",
-]
 
 MAX_TREE_NBYTES = 64 * 1024 * 1024
 MAX_TREE_VALUES = 4_000_000

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from holdfast.errors import FormatError
-from holdfast.format.objects import ArrayRef, GeneratorState, TensorRef
+from holdfast.format.nodes import ArrayRef, GeneratorState, TensorRef
 from holdfast.format.tensors import TensorSpec
 from holdfast.state.leaves import DTYPE_NAMES
 

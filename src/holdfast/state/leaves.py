@@ -17,7 +17,8 @@ from torch.nn.parameter import Parameter, UninitializedBuffer, UninitializedPara
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler, default_collate
 
 from holdfast.errors import FormatError
-from holdfast.format.objects import Refused, TensorRef
+from holdfast.format.nodes import TensorRef
+from holdfast.format.objects import Refused
 from holdfast.format.tensors import TensorSpec
 
 _PLAIN_TYPES = frozenset({Tensor, Parameter})

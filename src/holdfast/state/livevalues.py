@@ -10,7 +10,8 @@ from collections.abc import Iterable
 from enum import Enum, Flag
 from typing import Any
 
-from holdfast.format.objects import EnumValue, join, type_name
+from holdfast.format.nodes import EnumValue
+from holdfast.format.objects import join, type_name
 from holdfast.state.selection import Problems, Selection, names_of_keys
 from holdfast.state.trees import LiveValue, Skeleton, nodes_in
 

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from holdfast.errors import MismatchError
-from holdfast.format.objects import ArrayRef, EnumValue, GeneratorState, TensorRef, join
+from holdfast.format.nodes import ArrayRef, EnumValue, GeneratorState, TensorRef
+from holdfast.format.objects import join
 from holdfast.format.tensors import TensorSpec
 from holdfast.state import generators
 from holdfast.state.copying import (

@@ -17,7 +17,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from holdfast.errors import FormatError
-from holdfast.format.objects import TensorRef, TreeDocument
+from holdfast.format.nodes import TensorRef
+from holdfast.format.objects import TreeDocument
 from holdfast.format.tensors import TensorSpec
 from holdfast.state import generators
 from holdfast.state.components import Cleaner, cleaner_of, unwrap

@@ -20,7 +20,8 @@ from typing_extensions import override
 
 from holdfast.errors import FormatError
 from holdfast.format import strictjson
-from holdfast.format.objects import TensorRef, TreeDocument
+from holdfast.format.nodes import TensorRef
+from holdfast.format.objects import TreeDocument
 from holdfast.format.tensors import ITEM_NBYTES, TensorSpec
 from holdfast.state.components import ParameterNames
 from holdfast.state.copying import Stored

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
 from holdfast.errors import FormatError
-from holdfast.format.objects import GeneratorState
+from holdfast.format.nodes import GeneratorState
 from holdfast.format.tensors import TensorSpec
 from holdfast.state import generators
 from holdfast.state.components import RNG

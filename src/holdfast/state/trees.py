@@ -19,20 +19,16 @@ from torch.nn.parameter import Parameter
 from torch.utils.data import DataLoader
 
 from holdfast.errors import FormatError, UnsupportedState
-from holdfast.format.objects import (
+from holdfast.format.nodes import (
     ArrayRef,
     DeviceName,
     DtypeName,
     EnumValue,
     GeneratorState,
-    Refused,
     SizeTuple,
     TensorRef,
-    TreeDocument,
-    decode_beside,
-    decode_tree,
-    document,
 )
+from holdfast.format.objects import Refused, TreeDocument, decode_beside, decode_tree, document
 from holdfast.format.tensors import TensorSpec
 from holdfast.state import generators
 from holdfast.state.leaves import (

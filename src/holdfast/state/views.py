@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from holdfast.errors import UnsupportedState, UsageError
-from holdfast.format.objects import ArrayRef, GeneratorState, TensorRef, decode_tree, join
+from holdfast.format.nodes import ArrayRef, GeneratorState, TensorRef
+from holdfast.format.objects import decode_tree, join
 from holdfast.format.tensors import TensorSpec
 from holdfast.state.components import StoredComponent
 from holdfast.state.leaves import Leaves
