@@ -65,8 +65,8 @@ from holdfast.policy.savers import Due, SavePolicy, SideSaver
 from holdfast.policy.schedule import Schedule
 from holdfast.policy.triggers import Event as TriggerEvent
 from holdfast.policy.triggers import SaveFunction, Trigger
-from holdfast.state.capture import Captured, Capturer, check_state
-from holdfast.state.components import RNG, unwrapped
+from holdfast.state.capture import Captured, Capturer
+from holdfast.state.components import RNG, check_state, unwrapped
 from holdfast.state.edits import Edit, edited
 from holdfast.state.lacking import NO_OPTIMIZER, OUTSIDE, is_outside, lacks_optimizer
 from holdfast.state.lacking import describe as describe_unheld

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from holdfast.errors import UsageError
-from holdfast.state.capture import capture, check_state
-from holdfast.state.components import kind_of
+from holdfast.state.capture import capture
+from holdfast.state.components import check_state, kind_of
 
 
 class Stateful(UserDict[str, Any]):

@@ -15,7 +15,8 @@ from holdfast.errors import CorruptData, FormatError, MismatchError, Unsupported
 from holdfast.state.apply import Prepared, prepare
 from holdfast.state.capture import Captured, Capturer, capture
 from holdfast.state.components import StoredComponent
-from holdfast.state.edits import ComponentView, StateView, edited, edited_load
+from holdfast.state.edits import StateView, edited, edited_load
+from holdfast.state.views import ComponentView
 from state.roundtrip import Image, as_view, digest, image, raw_bytes, train
 
 Edit = Callable[[StateView], None]

@@ -31,8 +31,6 @@ from holdfast.state.leaves import Leaves
 from holdfast.state.recall import Foreseen, Irregular, Recollection, foresee
 from holdfast.state.trees import encoded
 
-__all__ = ["Captured", "CapturedComponent", "Capturer", "capture", "check_state"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Captured:

@@ -19,8 +19,6 @@ from holdfast.state.capture import Captured
 from holdfast.state.components import CapturedComponent, StoredComponent
 from holdfast.state.views import ComponentView, OptimizerView
 
-__all__ = ["ComponentView", "EditedLoad", "StateView", "edited", "edited_load"]
-
 
 class StateView(Mapping[str, ComponentView]):
     """Mapping from components to their leaves; `del view["optimizer"]` leaves one out."""

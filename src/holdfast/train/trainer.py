@@ -28,8 +28,7 @@ from holdfast.format.manifest import Timestamp
 from holdfast.manager import CheckpointManager
 from holdfast.policy.clock import Time
 from holdfast.state.apply import OpaqueLoadFailed
-from holdfast.state.capture import check_state
-from holdfast.state.components import RNG
+from holdfast.state.components import RNG, check_state
 from holdfast.state.edits import StateView
 from holdfast.state.selection import listed
 from holdfast.store.base import Store
