@@ -2,7 +2,7 @@
 
 import pytest
 
-from holdfast.errors import UsageError
+from holdfast.errors import StoreError, TransientStoreError, UsageError
 from holdfast.store import open_store
 from holdfast.store.base import FreeSpace, Store, WrappedStore
 from holdfast.store.local import LocalStore
@@ -84,6 +84,30 @@ def test_an_object_in_pieces_is_seen_when_it_is_whole():
     assert store.children() == ()
     writer.finish()
     assert store.get("a") == b"1234"
+
+
+def test_a_store_that_creates_in_its_own_way_is_not_taken_to_hide_what_it_begins():
+    class Creates(WrappedStore):
+        def create(self, key, nbytes, *, at_most=False):
+            return self.inner.create(key, nbytes, at_most=at_most)
+
+    assert Creates(MemoryStore()).writes_in_place
+    assert not WrappedStore(MemoryStore()).writes_in_place
+
+
+@pytest.mark.parametrize("error", [StoreError, TransientStoreError])
+def test_a_pointer_that_can_never_be_read_points_nowhere(error):
+    class Unreadable(Least):
+        def get(self, key, start=0, nbytes=None):
+            raise error("get latest: refused")
+
+    store = Unreadable()
+    store.point("latest", "a")
+    if error is StoreError:
+        assert store.pointed("latest") is None
+    else:
+        with pytest.raises(error):
+            store.pointed("latest")
 
 
 class Noting(WrappedStore):

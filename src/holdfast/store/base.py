@@ -250,8 +250,11 @@ class Store(ABC):
 
     @property
     def writes_in_place(self) -> bool:
-        """Whether an object that `create` began may be seen before it is finished."""
-        return False
+        """Whether an object that `create` began may be seen before it is finished.
+
+        True also where that is not known, as of a `create` that a user has written.
+        """
+        return type(self).create is not Store.create
 
     def create(self, key: str, nbytes: int, *, at_most: bool = False) -> BlockWriter:
         """Begin an object of `nbytes` bytes under a key that is not taken (`AlreadyExists`).
@@ -313,6 +316,10 @@ class Store(ABC):
         try:
             data = self.get_whole(name, max_nbytes=MAX_KEY_BYTES + 1)
         except NotFound:
+            return None
+        except StoreError as error:
+            if type(error) is not StoreError:
+                raise  # it may pass
             return None
         return data.decode(errors="replace").strip()
 
