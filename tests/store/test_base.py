@@ -86,13 +86,20 @@ def test_an_object_in_pieces_is_seen_when_it_is_whole():
     assert store.get("a") == b"1234"
 
 
-def test_a_store_that_creates_in_its_own_way_is_not_taken_to_hide_what_it_begins():
-    class Creates(WrappedStore):
-        def create(self, key, nbytes, *, at_most=False):
-            return self.inner.create(key, nbytes, at_most=at_most)
+@pytest.mark.parametrize(
+    ("method", "promise"),
+    [("make_folder", "has_folders"), ("link", "has_links"), ("create", "writes_in_place")],
+)
+def test_a_store_that_does_more_is_taken_for_it(method, promise):
+    """Forgotten words must not weaken it: syncs that failed would count, and half files be seen."""
 
-    assert Creates(MemoryStore()).writes_in_place
-    assert not WrappedStore(MemoryStore()).writes_in_place
+    def more(self, *args, **options):
+        return getattr(self._inner, method)(*args, **options)
+
+    more.__name__ = method
+    assert getattr(type("More", (Least,), {method: more})(), promise)
+    assert not getattr(type("Denies", (Least,), {method: more, promise: False})(), promise)
+    assert not getattr(WrappedStore(Least()), promise)
 
 
 @pytest.mark.parametrize("error", [StoreError, TransientStoreError])
