@@ -548,7 +548,7 @@ class CheckpointManager:
         return self._described(found, reader)
 
     def count_from(self, timestamp: Timestamp) -> None:
-        """Set counters and training time to `timestamp`, for a state loaded from another root.
+        """Set counters and training time from `timestamp`, for a state loaded from another root.
 
         Call it before the first save. Intervals continue from there, and no step counts as saved.
         """

@@ -71,7 +71,7 @@ class Backlog:
         """The folder that is being uploaded. It is kept even if no longer wanted: where saves come
         faster than uploads end, no upload would ever end."""
         self._over: set[str] = set()
-        """Folders whose upload was given up; their local copy is not needed for one."""
+        """Folders whose upload was given up; their local copies may be deleted."""
         self._noted: dict[str, UploadState] | None = None
         """Upload states recorded in the local root, by folder; None: not read yet."""
         self._known: dict[str, Manifest] = {}
@@ -98,8 +98,7 @@ class Backlog:
 
     def found(self, entry: Entry, *, suspect: str) -> None:
         """Record that the remote tier has a local checkpoint too.
-        A non-empty `suspect` says why that copy cannot be relied on, so that the local one stays.
-        """
+        A non-empty `suspect` says why that copy is unreliable, so that the local one stays."""
         if suspect:
             self._suspect[entry.folder] = suspect
             self.note(entry, "refused", error=suspect)
@@ -114,7 +113,7 @@ class Backlog:
 
     @property
     def resumable_there(self) -> list[Candidate]:
-        """Checkpoints of the remote tier, in the run's lineage, that it could resume from."""
+        """Checkpoints of the remote tier, in the run's lineage, that the run could resume from."""
         remote = (self._there or {}).values()
         return [one for one in remote if one.is_resumable and one.order in self._lineage]
 
@@ -233,8 +232,7 @@ class Backlog:
     # What is being uploaded
 
     def next(self, *, tries: int) -> Entry | None:
-        """Return the checkpoint to upload next: the newest, of those with the fewest failures.
-        Failures are counted in rounds of `tries`. None: nothing can be uploaded."""
+        """Return the newest of the checkpoints that failed the fewest rounds of `tries` uploads."""
         with self.changed:
             waiting = self._sendable()
             rounds = {e.folder: self._tries.get(e.folder, 0) // tries for e in waiting}
@@ -321,8 +319,7 @@ class Backlog:
         error: str = "",
     ) -> None:
         """Record the remote tier, its claim and the last upload's cost in the local root.
-        `epoch` is a claim on the remote tier. Without `epoch`, or without `entry` and `cost`, the
-        values recorded before stay."""
+        Without `epoch`, or without `entry` and `cost`, the values recorded before stay."""
         before = self._ledger.tiers()
         if before is None or before.remote != self._where:
             before = TiersRecord(remote=self._where, changed="")

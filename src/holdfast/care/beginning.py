@@ -28,7 +28,7 @@ _CLOCK_SKEW_S = 60.0
 
 
 class Beginning:
-    """Checks whether a run may begin to save, and claims it."""
+    """Checks whether a run may begin to save, and claims the run."""
 
     def __init__(
         self, catalog: Catalog, owner: Ownership, rules: Rules, emit: Emitter, *, preflight: bool
@@ -99,8 +99,7 @@ class Beginning:
             )
 
     def look_around(self) -> None:
-        """Warn if a folder directly in this root is itself the root of a run.
-        Called where this root has no checkpoint: the user probably meant that folder."""
+        """Warn if this root, which has no checkpoint, directly contains the root of a run."""
         if not self._store.has_folders:
             return
         folders = [name[:-1] for name in self._store.children() if name.endswith("/")]
@@ -142,8 +141,7 @@ class Beginning:
             yield Choice(point=None)
 
     def _refuse_accidental_restart(self, standing: Entry | None) -> None:
-        """Raise `UsageError` on a fresh start in a root with checkpoints: retention would delete
-        them."""
+        """Raise `UsageError` on a fresh start where retention would then delete checkpoints."""
         if standing is None and self._catalog.ever_committed():
             raise UsageError(
                 f"{self._store.url} holds the checkpoints of a run. Call resume() to go on with "

@@ -1,4 +1,4 @@
-"""A supervised child process: started, sent the signals that arrive, killed with its helpers.
+"""A supervised child process: starts it, forwards signals to it, kills it with its helpers.
 
 Owns processes, sessions and signals; `care.supervise` decides whether to start it again.
 """
@@ -29,9 +29,8 @@ _POLL_S = 0.05
 class ChildProcess:
     """Runs a command as a child and forwards signals to it; a context manager, main thread only.
 
-    The context owns this process's signal handlers. Each run is a session of its own, so that a
-    terminal's Ctrl-C reaches it once, through us, and so that its helpers can be found. Standard
-    streams are inherited.
+    Owns this process's signal handlers. Each run is a session of its own: a terminal's Ctrl-C
+    reaches it once, through us, and its helpers can be found. Standard streams are inherited.
     """
 
     def __init__(self, command: Sequence[str], *, grace_s: float) -> None:

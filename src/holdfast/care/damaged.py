@@ -33,7 +33,7 @@ from holdfast.store.base import Store
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Damaged:
-    """Describes a checkpoint whose manifest is damaged or lost."""
+    """Description of a checkpoint whose manifest is damaged or lost."""
 
     folder: str
     why: str

@@ -47,8 +47,7 @@ class GcReport:
     damaged: list[str] = field(default_factory=list)
     """Folders among the `failed` whose manifest is damaged or lost."""
     markers: dict[int, int] = field(default_factory=dict)
-    """Markers and tombstones that stay until a person declares their writer epoch dead, counted by
-    epoch."""
+    """Counts, by writer epoch, of markers and tombstones kept until a person declares it dead."""
     bare: list[str] = field(default_factory=list)
     """Folders that contained only the marker."""
     nbytes: int = 0
@@ -113,7 +112,7 @@ def collect(
 
 @contextmanager
 def _told(what: str, report: GcReport) -> Iterator[None]:
-    """Record a store error of the block in the report, and continue after the block."""
+    """Record a store error of the `with` block in the report, and continue after the block."""
     try:
         yield
     except StoreError as error:

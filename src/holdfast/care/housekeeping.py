@@ -140,7 +140,7 @@ class Housekeeper:
 
     @contextmanager
     def _trying(self, what: str) -> Iterator[None]:
-        """Log an error instead of raising it."""
+        """Log an error of the `with` block instead of raising it."""
         try:
             yield
         except Superseded as error:

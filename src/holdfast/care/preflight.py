@@ -33,8 +33,8 @@ _PIECE = b"holdfast" * 512
 _ROUNDING_NBYTES = 4096
 _RECORDS_PER_SAVE = 4
 _RACERS, _RACES = 8, 6
-"""Numbers of threads and rounds of the put test. Without atomic puts, three rounds of four show
-more than one winner among eight threads."""
+"""Threads and rounds of the test of concurrent puts. Where puts are not atomic, three rounds of
+four show more than one winner among eight threads."""
 _RACE_TIMEOUT_S = 120.0
 
 

@@ -54,8 +54,7 @@ class Sealed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rekeyed:
-    """Outcome of a key rotation for one checkpoint.
-    `done`; `was so`, if nothing had to change; or `failed`, with the reason."""
+    """Outcome of a key rotation for one checkpoint: `done`, `was so` before, or `failed`."""
 
     folder: str
     outcome: str
@@ -143,7 +142,7 @@ def _rotate_one(
 
 
 def _is_for(box: KeyBox, keys: Sequence[Key], found: Sealed) -> bool:
-    """Whether all these keys open a box, and nothing in it is for another key."""
+    """Whether all these keys decrypt a box, and nothing in it is for another key."""
     each = [KeyBox(commitment=box.commitment, recipients=(one,)) for one in box.recipients]
     return all(_opens([key], box, found) for key in keys) and all(
         _opens(keys, one, found) for one in each
@@ -151,7 +150,7 @@ def _is_for(box: KeyBox, keys: Sequence[Key], found: Sealed) -> bool:
 
 
 def _opens(keys: Sequence[Key], box: KeyBox, found: Sealed) -> bool:
-    """Whether any of the keys opens a box; a public key opens nothing."""
+    """Whether any of the keys decrypts a box; a public key decrypts nothing."""
     suite = suite_named(found.visible.suite, what=found.folder)
     try:
         unwrapped(keys, [box], suite, what=found.folder)
@@ -161,7 +160,7 @@ def _opens(keys: Sequence[Key], box: KeyBox, found: Sealed) -> bool:
 
 
 def _expect_opens(box: KeyBox, keys: Sequence[Key], found: Sealed) -> None:
-    """Check that each key opens a new box before the old ones are deleted; skip public keys.
+    """Check that each key decrypts a new box before old ones are deleted; skip public keys.
 
     Raises:
         KeyUnavailable, Tampered: a service refuses, or returns another data key.

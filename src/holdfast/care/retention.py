@@ -139,17 +139,17 @@ class RetentionEvent:
     """A deletion that was done, failed or was postponed, or a rule that could not be met."""
 
     kind: RetentionKind
-    """"unread": the checkpoint stays because it cannot be read. "unmet": a part of the rule needs
-    what no checkpoint has."""
+    """What happened. "unread": the checkpoint stays because it cannot be read. "unmet": a part of
+    the rule needs what no checkpoint has."""
     subject: str
     """The checkpoint's folder; for "unmet" the part of the rule."""
     step: int | None = None
     why: str = ""
-    """For "unmet": what is needed."""
+    """Reason, in words; for "unmet": what is needed."""
     components: tuple[str, ...] = ()
     """Components that were deleted, for "thinned"."""
     error: HoldfastError | None = None
-    """For "failed": what went wrong."""
+    """Error of a deletion, for "failed"."""
 
 
 class Waiting(Protocol):

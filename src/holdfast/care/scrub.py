@@ -48,7 +48,7 @@ def scrub(store: Store, folder: str, *, progress: Progress | None = None) -> Ver
         with suppress(MissingKey):
             reader.manifest()
         report = _scrubbed(reader, folder, names, progress)
-        # What retention deleted or dropped meanwhile is not damaged.
+        # Files that retention deleted meanwhile are not damaged: check again without them.
         if report.ok or not _has_gone(reader, names):
             return report
 

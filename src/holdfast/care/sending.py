@@ -219,8 +219,7 @@ class Sending:
         self._owner.attach()
         self.backlog.note_tiers(epoch=self._remote_epoch)
         self._catalog.look_again()
-        # Local first: a manifest decrypted here need not be decrypted in the remote tier, where
-        # keys may be changed later.
+        # Local first: what is decrypted here need not be in the remote tier, where keys may lag.
         local = {entry.folder: entry for entry in Catalog(self._local).checkpoints()}
         entries, unread = self._catalog.remote.survey()
         remote = {entry.folder: candidate(self._remote, entry) for entry in entries}

@@ -34,7 +34,7 @@ class Limits:
     backoff_max_s: float = 60.0
     """Longest pause before a restart, in seconds."""
     requeue_code: int = REQUEUE_CODE
-    """A child with this exit status is not started again: its scheduler is to do that."""
+    """Exit status after which the child is not restarted: its scheduler is to do that."""
     progress_after_s: float = 600.0
     """Duration from which a life counts as progress, where the run's step is not known."""
 
@@ -103,7 +103,7 @@ class SupervisionOutcome(Enum):
     STOPPED = "stopped"
     """A signal asked to stop, and the child ended in another way than those two."""
     GAVE_UP = "gave-up"
-    """Too many lives in a row made no progress."""
+    """Too many lives in a row ended without progress."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -123,13 +123,13 @@ def expect_something_opened(opened: Sized, unread: Sequence[tuple[str, HoldfastE
 
 
 def report_document(report: VerifyReport) -> dict[str, Any]:
-    """Describe the result of verifying one checkpoint."""
+    """Describe the result of verifying one checkpoint, in JSON."""
     problems = [problem_document(problem) for problem in report.problems]
     return {**asdict(report), "ok": report.ok, "problems": problems}
 
 
 def problem_document(problem: Problem) -> Mapping[str, Any]:
-    """Describe one problem that verifying found."""
+    """Describe one problem that verification found, in JSON."""
     document = asdict(problem)
     del document["is_damage"]
     return document

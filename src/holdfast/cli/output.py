@@ -55,9 +55,9 @@ class Answer:
     """Result of a command: its JSON document, its text for people, and the exit code."""
 
     document: Mapping[str, Any]
-    """Members of the JSON answer beside `holdfast`."""
+    """Members of the JSON answer, without `holdfast`."""
     parts: Sequence[str | TextTable]
-    """Lines and tables, in order."""
+    """Lines and tables of the answer for people, in order."""
     code: Code = Code.OK
 
 
@@ -77,7 +77,7 @@ def give(answer: Answer, *, as_json: bool) -> None:
 
 
 def give_line(document: Mapping[str, Any]) -> None:
-    """Write one JSON object on one line to standard output, at once."""
+    """Write one JSON object on one line to standard output, and flush it."""
     click.echo(json.dumps({"holdfast": SCHEMA, **json_safe(document)}, allow_nan=False))
     sys.stdout.flush()
 

@@ -70,7 +70,7 @@ def show_uploads(root: str) -> Answer:
 
 
 def _remote(tiers: TiersRecord) -> tuple[Store | None, str | None]:
-    """Open the remote root; returns None and the reason if it cannot be read."""
+    """Open the remote root; return None and the reason if it cannot be read."""
     try:
         remote = opened(tiers.remote)
         remote.children()
