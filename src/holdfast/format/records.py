@@ -92,7 +92,7 @@ class Alive(Record, frozen=True, kw_only=True):
 
 
 class Ended(Record, frozen=True, kw_only=True):
-    """Folders of attempts whose registers are final, so that they need not be read.
+    """Record of attempts whose registers are final, so that they need not be read again.
 
     An optimisation only: nothing else depends on it.
     """
@@ -156,7 +156,7 @@ class Rejected(Record, frozen=True, kw_only=True):
 class RequestRecord(Record, frozen=True, kw_only=True):
     """Request for a save.
 
-    `who` is for people; `process` shows whether somebody still waits for the answer."""
+    `who` is for people; `process` shows whether the requester still waits for the answer."""
 
     kind: ClassVar = "request"
     id: Hex128

@@ -37,9 +37,9 @@ from holdfast.policy.triggers import NO_METRICS, Event, Metrics, Trigger
 Bound: TypeAlias = Literal["optimum", "overhead_cap", "one_save_at_a_time", "at_least", "at_most"]
 
 AT_LEAST = "1min"
-"""Shortest interval: saving more often gains nothing that a person would notice."""
+"""Default shortest interval: saving more often gains nothing that a person would notice."""
 AT_MOST = "4h"
-"""Longest interval: the most that a run may lose at its first failure."""
+"""Default longest interval: the most that a run may lose at its first failure."""
 MATERIAL = 1.25
 """Factor by which the interval must change to be reported again."""
 
@@ -57,13 +57,13 @@ class IntervalPlan:
     """A chosen interval with the bound and the advice that it follows from."""
 
     interval_s: float
-    """Work between two saves, without the cost of the first of them."""
+    """Seconds of work between two saves, without the cost of the first save."""
     limit: Bound
     advice: Advice
 
     @property
     def cycle_s(self) -> float:
-        """Time from the beginning of a save to that of the next one, with the save's cost."""
+        """Seconds from the beginning of a save to that of the next one, with the save's cost."""
         return self.advice.costs.cycle_s(self.interval_s)
 
     def __str__(self) -> str:
@@ -200,7 +200,7 @@ class Auto(Trigger):
             self._replan()
 
     def look(self, now: Timestamp, *, is_writing: bool) -> None:
-        """Record that training is at `now`; `is_writing`: the last save is not committed yet."""
+        """Record training's progress; `is_writing`: the last save is not committed yet."""
         known = self._known
         known.is_writing = is_writing
         delay_s = known.delays.look(now.step, now.wall_s, is_writing=is_writing)

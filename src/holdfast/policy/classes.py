@@ -54,7 +54,7 @@ class Due:
     save_class: SaveClass
     reason: str
     savers: tuple[str, ...] = ()
-    """Savers that ask for it; empty when the run has only one."""
+    """Savers that requested the save; empty when the run has only one."""
     components: tuple[str, ...] | None = None
     """Components to save; None: the whole state."""
     tags: tuple[str, ...] = ()

@@ -157,7 +157,7 @@ def _newest_of(
     lineage: Collection[_Order] | None,
     picked: Collection[int],
 ) -> dict[int, str]:
-    """Positions and reasons as in `_newest`, of all checkpoints and of the lineage alone.
+    """Return positions and reasons as `_newest` does, for all checkpoints and for the lineage.
 
     After a rollback the newest of all are not on the lineage.
     """
@@ -170,13 +170,13 @@ def _newest_of(
         between = range(usable[0], usable[1]) if len(usable) > 1 else range(0)
         left_behind = (p for p in between if p in picked and p not in own)
         if any(newest_first[p].is_resumable for p in left_behind):
-            # Quotas are full of what was left behind, and resume does not go back to that.
+            # Quotas may be full of checkpoints of abandoned branches, which no resume uses.
             reasons.setdefault(usable[1], "the one before it on the run's own line")
     return reasons
 
 
 def _newest(newest_first: Sequence[Candidate]) -> dict[int, str]:
-    """Positions and reasons of the newest of each kind, which stay whatever a rule says."""
+    """Return positions and reasons of the newest of each kind, which no rule deletes."""
     usable = [p for p, entry in enumerate(newest_first) if entry.is_usable]
     resumable = [p for p in usable if newest_first[p].is_resumable]
     healthy = [p for p in resumable if newest_first[p].healthy]
@@ -193,7 +193,7 @@ def _newest(newest_first: Sequence[Candidate]) -> dict[int, str]:
 
 
 def _picks(newest_first: Sequence[Candidate], rule: Rule) -> dict[int, _Pick]:
-    """Combine the picks of a rule's parts; only components that all of them drop are dropped."""
+    """Merge the picks of a rule's parts; only components that all of them drop are dropped."""
     picks: dict[int, _Pick] = {}
     others = {} if rule.is_for_all else picks_of_others(newest_first, savers_of(rule))
     reasons_and_drops = [(others, _NOTHING)]
@@ -234,7 +234,7 @@ def _lacking(
 
 
 def _components_to_drop(entry: Candidate, drop: frozenset[str]) -> tuple[str, ...]:
-    """Components to delete: never all that exist, and those whose deletion has begun."""
+    """Return the components to delete: never all that exist; those begun to be deleted, too."""
     if not entry.is_usable:
         return ()
     existing = set(entry.components)
@@ -243,7 +243,7 @@ def _components_to_drop(entry: Candidate, drop: frozenset[str]) -> tuple[str, ..
 
 
 def _protection(entry: Candidate, resumed_from: _Order | None) -> str:
-    """Reason why no rule may drop `entry`; empty if there is none."""
+    """Return the reason why no rule may delete `entry`; empty if there is none."""
     return join_reasons(
         "pinned" if entry.pinned else "",
         f"tagged {', '.join(entry.tags)}" if entry.tags else "",
@@ -252,7 +252,7 @@ def _protection(entry: Candidate, resumed_from: _Order | None) -> str:
 
 
 def _replaced(newest_first: Sequence[Candidate]) -> frozenset[int]:
-    """Positions of checkpoints that a newer one of the same step replaces."""
+    """Return the positions of checkpoints that a newer one of the same step replaces."""
     return frozenset(
         position
         for position, entry in enumerate(newest_first)
@@ -274,7 +274,7 @@ def _replaces(newer: Candidate, entry: Candidate) -> bool:
 
 
 def _unpicked(entry: Candidate, kept: Sequence[_Order], why: str) -> Decision:
-    """Decide on a checkpoint that neither the rule nor a mark keeps; `kept` stand in for it."""
+    """Decide on a checkpoint that neither the rule nor a mark keeps; `kept` may replace it."""
     if entry.retired:
         if any(order > entry.order for order in kept):
             return Decision(entry=entry, keep=False, reason="its deletion was begun")

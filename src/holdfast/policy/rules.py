@@ -1,4 +1,4 @@
-"""The retention rules: each picks checkpoints to keep, and says why.
+"""Built-in retention rules: each picks checkpoints to keep, with reasons.
 
 A new one is a class in this file; its `spelled` and `parse` bring it to the command line.
 """
@@ -406,7 +406,7 @@ class ByClass(Rule):
 def _first_of_each(
     newest_first: Sequence[Candidate], bucket: Callable[[datetime], int]
 ) -> list[int]:
-    """Positions of the oldest one of each calendar bucket, newest bucket first.
+    """Return the positions of the oldest in each calendar bucket, newest bucket first.
 
     Buckets are ordered by the recorded order of saves, so a clock that was wrong for a day does
     not push out others for ever.

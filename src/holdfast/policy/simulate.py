@@ -1,4 +1,4 @@
-"""Goodput of saving at an interval while training fails now and then.
+"""Simulation of a run that fails at times: its goodput at a given save interval.
 
 Replays a trace of failures, or computes the exact mean for memoryless failures. Knows nothing of
 where the costs come from.
@@ -65,11 +65,11 @@ class SimulatedRun:
 
     wall_s: float
     useful_s: float
-    """Work that counted in the end."""
+    """Work that no failure undid."""
     lost_s: float
     """Work that a failure undid."""
     saving_s: float
-    """Stalls, slowdown by the background writes, and waiting for the save before."""
+    """Stalls, slowdown by background writes, and waiting for the previous save."""
     down_s: float
     """Time between failures and the first step after them."""
     num_failures: int

@@ -45,7 +45,7 @@ class Captured:
 
     @property
     def not_saved(self) -> tuple[str, ...]:
-        """Lines about buffers and attributes of modules that checkpoints do not hold."""
+        """Messages about buffers and attributes of modules that checkpoints do not hold."""
         return tuple(self.look_for_not_saved())
 
 
@@ -72,7 +72,7 @@ class Capturer:
         """Whether code outside torch was called in this capture."""
 
     def capture(self, only: Collection[str] | None = None) -> Captured:
-        """Name every leaf of the state, and add the global random generators as `rng`.
+        """Capture the state: name every leaf, and add the global random generators as `rng`.
 
         `only` names the components that are wanted; None: all.
 

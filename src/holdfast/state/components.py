@@ -1,4 +1,4 @@
-"""Components: which object is saved in which way, and its form as captured and as stored."""
+"""Components of a state: how each object is saved, and its captured and stored forms."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class StoredComponent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapturedComponent:
-    """A captured component, ready to be laid out and staged."""
+    """A captured component, before its tensors are copied and assigned to files."""
 
     name: str
     kind: Kind

@@ -90,7 +90,7 @@ def _copy_from_memory(pairs: Sequence[Pair]) -> None:
     with torch.no_grad(), _helped(partial(_copy_all, Shared(pieces))):
         _copy_by_torch(others)
     for live, _ in large:
-        # numpy does not tell autograd that a tensor has changed.
+        # Writes through numpy do not show autograd that a tensor has changed.
         torch.autograd.graph.increment_version(live)
     _synchronize({live.device for live, _ in others})
 

@@ -80,7 +80,7 @@ def device_generators(*, initialise: bool = False) -> dict[str, list[DeviceGener
 
     With `initialise`, also of accelerators that are present and not yet in use.
     """
-    # In this order: torch 2.6 raises when it is asked which, and there is none.
+    # In this order: without one, torch 2.6 raises in `current_accelerator`.
     accelerator = (
         torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     )
@@ -228,7 +228,7 @@ def write(generator: Any, members: Mapping[str, Any]) -> None:
 def _write_numpy(bits: Any, members: Mapping[str, Any]) -> None:
     if "seed_seq" in members and _TAKES_SEEDS:
         seeds = np.random.SeedSequence(**members["seed_seq"])
-        # Of numpy's ways into a live bit generator only that of pickle takes the seed sequence.
+        # Only numpy's pickle interface sets the seed sequence of a live bit generator.
         bits.__setstate__((members["state"], seeds))
     bits.state = members["state"]
 

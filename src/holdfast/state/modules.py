@@ -218,11 +218,11 @@ def _lost_buffers(inner: nn.Module) -> Iterator[tuple[str, str]]:
 def _lost_attributes(inner: nn.Module, elsewhere: Collection[int]) -> Iterator[tuple[str, str]]:
     kind = type(inner)
     if kind.get_extra_state is not nn.Module.get_extra_state:
-        return  # The module saves more than its buffers, and knows what.
+        return  # The module saves more than its buffers by its own code.
     for name, value in vars(inner).items():
         if id(value) in elsewhere:
             continue
-        # What is no leaf was computed from others, as the weight under weight normalisation.
+        # A tensor that is no leaf was computed from others, such as a normalised weight.
         if isinstance(value, Tensor) and value.is_leaf:
             yield name, "a tensor that is neither parameter nor buffer"
         elif generators.kind_of(value) is not None and not generators.is_global(value):
@@ -345,7 +345,7 @@ class ModulePlan(LoadPlan):
         copy_tensors(easy)
         for live, stored in self._pairs:
             if not is_writable_in_place(live):
-                # Expanded memory cannot be written element by element; it gets its own.
+                # An expanded tensor cannot be written element by element; it gets new memory.
                 live.data = owned(fetched(stored), live.device)
 
     def finish(self) -> None:

@@ -1,4 +1,4 @@
-"""Optimizers of torch: state by parameter name, in and out of `optimizer.state` directly.
+"""Torch optimizers: capture and load of `optimizer.state` directly, by parameter name.
 
 `Optimizer.load_state_dict` casts moments to the parameter's type and matches by position, so it
 is not used; neither is anything that fires hooks or moves a step.
@@ -162,7 +162,7 @@ def capture_optimizer(live: LiveOptimizer, leaves: Leaves) -> TreeDocument | Non
 
 
 def stepped(live: LiveOptimizer, leaves: Leaves) -> frozenset[str]:
-    """Keys of the captured tensors that are only slots of this optimizer."""
+    """Return the keys of captured tensors that are only slots of this optimizer."""
     state: dict[Any, Any] = live.optimizer.state
     slots = {
         id(value)
@@ -254,7 +254,7 @@ def _checked_names(group: Any, what: str) -> list[str]:
 
 
 class _Beside:
-    """Placement on the parameter's device if the stored tensor was beside it; else on the CPU."""
+    """Placement on the parameter's device for nodes where `is_beside` is true, else on the CPU."""
 
     def __init__(self, parameter: Tensor, is_beside: Callable[[TensorRef], bool]) -> None:
         self._parameter = parameter
@@ -472,7 +472,7 @@ class OptimizerPlan(LoadPlan):
         return {slot: value for slot, value in live.items() if self._leaves_slot(name, old, slot)}
 
     def _count_all_leaves(self) -> None:
-        """Match every leaf with the selection now, so that unmatched entries are known."""
+        """Match every leaf with the selection now, so that unmatched entries can be reported."""
         if not self._wishes.selection.is_partial(self._component):
             return
         for name, old in self._common.items():
@@ -483,7 +483,7 @@ class OptimizerPlan(LoadPlan):
                 self._leaves(f"extra.{key}")
 
     def _slots(self, name: str, old: str) -> list[Any]:
-        """Names of a parameter's slots, stored and live ones."""
+        """Return the names of a parameter's slots, stored and live ones."""
         stored = self._stored.slots.get(old)
         parameter = self._live.parameters.get(name)
         live = None if parameter is None else self._live.optimizer.state.get(parameter)
@@ -540,7 +540,7 @@ def _merge_option(merge: Merge, group: dict[str, Any], key: str, value: Any) -> 
     elif isinstance(value, TensorRef):
         new = merge.merge(live, value, _Beside(live, lambda ref: True))
     else:
-        # A compiled step reads the tensor, so it stays and takes the number.
+        # A compiled step reads this tensor, so it is kept and filled with the number.
         new = live
         merge.then(partial(_fill, live, value))
     merge.then(partial(group.__setitem__, key, new))

@@ -1,4 +1,4 @@
-"""Cache of what the structure of a component decides, valid while the structure is the same.
+"""Cache of the parts of a capture that depend on the component's structure alone.
 
 A state is captured many times and changes its structure hardly ever. A walk over the plain
 containers of a component finds its tensors and everything else in its tree. If all of that is
@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 
 class Irregular(Exception):
-    """The walk met a value that it does not support, so the component is captured anew."""
+    """A walk met a value that it does not support, so the component is captured anew."""
 
 
 class TreeWalk:
@@ -146,7 +146,7 @@ class Recollection:
         walk = TreeWalk(value)
         self._outline, self._stamp = _shared(walk.outline), stamp
         if any(tensor.is_complex() for tensor in walk.tensors):
-            raise Irregular  # they may be conjugate views, and to ask all others takes its time
+            raise Irregular  # they may be conjugate views; checking every other tensor is slow
         self._facts = _facts(walk.tensors)
         self._partition = _partition(walk.tensors, _addresses(walk.tensors))
         self._keys = tuple(component.tensors)
@@ -170,7 +170,7 @@ class Recollection:
             if partition != self._partition or not self._takes(walk.numbers):
                 return None
         except (Irregular, RuntimeError, UnsupportedState, ValueError):
-            return None  # nested too deeply, or a tensor without memory, which is told elsewhere
+            return None  # nested too deeply, or a tensor without memory, refused elsewhere
         tensors = self._first_of_each(walk.tensors)
         if self._facts.grads is not None:
             tensors = [one.detach() if one.requires_grad else one for one in tensors]
@@ -212,22 +212,22 @@ class _TensorFacts:
     """
 
     strides: Sequence[Any] | None
-    """None: each tensor is contiguous, so its shape decides."""
+    """Strides of each tensor; None: each is contiguous, so its shape decides."""
     shapes: Sequence[Any]
     dtypes: Sequence[Any]
     devices: Sequence[Any] | None
-    """None: all tensors are in host memory."""
+    """Device of each tensor; None: all are in host memory."""
     grads: Sequence[Any] | None
-    """None: no tensor requires grad."""
+    """Whether each tensor requires grad, and is a leaf; None: none requires grad."""
 
     @property
     def are_runs(self) -> bool:
-        """Whether each tensor is a run of bytes in host memory."""
+        """Whether each tensor is one contiguous run of bytes in host memory."""
         return self.devices is None and self.strides is None
 
     def hold(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether the facts hold for `tensors`, which are as many."""
-        # One after the other, without a list: what is made for one takes the memory of the last,
+        """Whether the facts hold for `tensors`, as many as those they were taken from."""
+        # One after the other, without a list: each temporary object reuses the last one's memory,
         # which is in the processor's cache.
         try:
             return (

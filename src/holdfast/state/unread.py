@@ -40,7 +40,7 @@ class Unread:
     file: str
     """The tensor file that holds it."""
     start: int
-    """Its first byte in the file, as if that were stored plainly."""
+    """Offset of its first byte in the file before compression and encryption."""
     nbytes: int
 
     def empty(self, device: torch.device | str = "cpu") -> Tensor:
@@ -55,7 +55,7 @@ class Unread:
                 return torch.empty(self.spec.shape, dtype=dtype, device=device)
         except RuntimeError as error:
             if torch.device(device).type != "cpu":
-                raise  # torch.OutOfMemoryError, which training loops know
+                raise  # torch.OutOfMemoryError, which training loops may handle
             raise OutOfMemory(
                 f"{self.file}: {self.nbytes} bytes for one tensor cannot be allocated: {error}"
             ) from error
