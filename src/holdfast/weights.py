@@ -39,7 +39,7 @@ def load_weights(
     encrypt: Encryption | None = None,
     in_place: bool = False,
 ) -> Checkpoint:
-    """Load a model's weights from a checkpoint, verified; owns nothing and runs no code from it.
+    """Load and verify a model's weights from a checkpoint; claims nothing, runs no code from it.
 
     `source` is a root (its newest checkpoint), `root@step=1000`, `root@tag`, the folder of one
     checkpoint, or a store, where `which` selects another checkpoint than the newest. `include`

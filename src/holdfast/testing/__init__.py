@@ -1,4 +1,4 @@
-"""Shipped for users and for us: store contract, faulty store, resume equivalence.
+"""Test tools for users: a contract for stores, a faulty store, a test of exact resumes.
 
 Resolved when first used: the stores' tools need no torch, and the contract needs pytest.
 """

@@ -67,7 +67,7 @@ logger = logging.getLogger("holdfast")
 
 _IN_EVERY_RUN = frozenset({"model", "optimizer", "data", "progress"})
 """Components that every checkpoint of a Trainer has."""
-# For one release: what was an argument of the Trainer and is in a record now.
+# For one release: removed arguments of the Trainer, which are in records now.
 _REMOVED = {
     "root": "checkpoints=…",
     "clip_norm": "clip=…",
@@ -85,7 +85,7 @@ _REMOVED = {
 
 
 class Trainer:
-    """Trains a model to a goal, over as many processes as it takes.
+    """Trains a model to a goal, over any number of processes: each resumes the last one's run.
 
         trainer = Trainer(model, optimizer=optimizer, data=loader, loss=loss,
                           checkpoints=Checkpoints("runs/gpt", every="500step"))
@@ -125,7 +125,7 @@ class Trainer:
         log_every: int = 10,
         progress: bool = True,
     ) -> None:
-        """Set up a run. Reads, writes and claims nothing. docs/trainer.md says more of each.
+        """Set up a run; reads, writes and claims nothing. docs/trainer.md describes each argument.
 
         Args:
             model, optimizer, scheduler: the object, or a function that makes it: of nothing, of
@@ -171,17 +171,17 @@ class Trainer:
         on = making.checked_device(device)
         self.model = making.make_model(model, seed, on)
         self.checkpoints = Checkpoints.of(checkpoints, {})
-        """Where checkpoints are and how they are made, as it was given."""
+        """The argument `checkpoints`, as a record: the root and how checkpoints are made."""
         loggers = making.own_loggers(self.checkpoints, log, progress)
         self._callbacks = Callbacks([*callbacks, *loggers], self)
         self._callbacks.tell(Callback.model_made)
         self.optimizer = making.make_optimizer(optimizer, self.model, self.model is not model)
         self.schedulers = make_schedulers(scheduler, self.optimizer)
-        """By the names of their components."""
+        """Schedulers by component name."""
         self.data = data
         self.counters = Counters()
         self.manager: CheckpointManager | None = None
-        """The manager while `fit` runs."""
+        """Manager while `fit` runs, else None."""
         self._is_running = False
         self.ema = None if ema is None else Average(self.model, ema)
         self._counts = counts
@@ -313,7 +313,7 @@ class Trainer:
 
     @property
     def goal(self) -> Time:
-        """Where the present or last `fit` goes.
+        """Goal of the current or last `fit`.
 
         Raises:
             UsageError: there was none yet.
@@ -324,11 +324,11 @@ class Trainer:
 
     @property
     def present_step(self) -> int:
-        """The step that is under way, or between steps the last one that was done."""
+        """The step under way; between steps, the last completed one."""
         return self._place.present_step
 
     def validate(self, which: Which | None = None) -> dict[str, float]:
-        """Validate now, whatever is due; gives the metrics, as a checkpoint would get them.
+        """Validate now, whether due or not; returns the metrics as a checkpoint would get them.
 
         Args:
             which: one checkpoint, as for `validate_all`; None: the weights as they are.
@@ -351,7 +351,7 @@ class Trainer:
             return self._validated(self._validations.parts)
 
     def validate_all(self, which: Which | Iterable[Which] | None = None) -> tuple[Validated, ...]:
-        """Validate checkpoints, one after the other, on all that there is to validate on.
+        """Validate checkpoints one after the other, with all loaders and checks.
 
         Each is loaded once, into the model (and its average), which have their own weights again
         afterwards. Nothing is claimed or logged, and none of them is deleted meanwhile.
@@ -374,7 +374,7 @@ class Trainer:
         return self._validate_each(self._chosen(which))
 
     def request_stop(self, reason: str) -> None:
-        """End `fit` after the present step, which is saved. Requests cannot be taken back.
+        """End `fit` after the current step, which is saved. Requests cannot be cancelled.
 
         No-op in a validation outside of `fit`.
 
@@ -390,12 +390,12 @@ class Trainer:
 
     @checked()
     def log(self, metrics: Metrics, *, to: Collection[str] | None = None) -> None:
-        """Give metrics of the present step to the loggers, or to those named in `to`.
+        """Log metrics of the current step to all loggers, or to those named in `to`.
 
         A metric that is not a number is left out; a warning is logged, once for each name.
 
         Raises:
-            UsageError: `to` names what is not there.
+            UsageError: `to` names a logger that does not exist.
             HookFailed: a logger raised.
         """
         self._callbacks.tell_loggers(LazyMetrics(self._numbers(metrics)), to)
@@ -470,11 +470,11 @@ class Trainer:
         return tuple(found)
 
     def _validated(self, parts: Iterable[ValidationPart]) -> dict[str, float]:
-        """The metrics of each part, of the weights that it is to validate."""
+        """Run validation parts, each on the weights that it validates; returns all metrics."""
         found: dict[str, float] = {}
         if self.manager is not None:
             self.manager.fence()  # hooks of a validation may put other weights into the model
-        # Within them, modes and generators are not those of training.
+        # No saves meanwhile: modes and generators are not those of training.
         with self._place.left():
             for part in parts:
                 use_average = self.ema is not None and part.plan.use_ema
@@ -483,7 +483,7 @@ class Trainer:
         return found
 
     def _begin_update(self) -> None:
-        """Weights are changed next, by the optimizer or by whoever is told of the step."""
+        """Prepare for changes of weights, by the optimizer or by hooks of the step."""
         self._way_back.begin_update()
         if self.manager is not None:
             self.manager.fence()
@@ -491,7 +491,7 @@ class Trainer:
     def _editing(
         self, hook: Callable[[Callback, Training, StateView], None]
     ) -> Callable[[StateView], None] | None:
-        """The function that tells a hook of a view; None when nobody would look at it."""
+        """Return a function that calls a hook with a view; None if no callback has the hook."""
         if not self._callbacks.listens(hook):
             return None
 
@@ -502,7 +502,7 @@ class Trainer:
         return edit
 
     def _before_save(self, now: Timestamp, metrics: Metrics) -> tuple[str, ...]:
-        """Prepare everybody for a save; gives the reasons why its state is unhealthy."""
+        """Check the health and call `before_save`; returns reasons why the state is unhealthy."""
         self._place.check(now.step)
         with self._place.left():
             try:
@@ -527,7 +527,7 @@ class Trainer:
 
     @contextmanager
     def _closing(self) -> Iterator[None]:
-        """Tell everybody of the end, and never mask the error that it ended by."""
+        """Call `close` of all callbacks after the block, without masking the block's error."""
         try:
             yield
         except BaseException:

@@ -34,7 +34,7 @@ class StopWhen(Callback):
     def __init__(
         self, condition: Callable[[Training, Metrics], bool], reason: str = "its condition holds"
     ) -> None:
-        """`reason` is the `detail` of the outcome.
+        """Stop when `condition` holds; `reason` becomes the `detail` of the outcome.
 
         Raises:
             UsageError: `condition` cannot be called.
@@ -102,7 +102,7 @@ class EarlyStopping(Callback):
         self.best: float | None = None
         """The best value so far."""
         self.num_waited = 0
-        """Validations in a row that had no better one."""
+        """Number of validations in a row without a better value."""
         self._sign = 1 if mode == "min" else -1
         self._min_delta = min_delta
         self._seen: set[str] = set()
@@ -116,7 +116,7 @@ class EarlyStopping(Callback):
         """Compare the metric with the best value, if the validation has it."""
         self._seen |= set(metrics)
         if training.manager is None or self.metric not in metrics:
-            return  # a validation outside of `fit` says nothing about its course
+            return  # a validation outside of `fit` is not part of its course
         value = metrics[self.metric]
         if self._is_better(value):
             self.best, self.num_waited = value, 0

@@ -21,7 +21,7 @@ _WEIGHT, _MASK = "weight", "weight_mask"
 
 
 class Pruning(Callback):
-    """Prunes weights of modules, by steps, to a growing part of them.
+    """Prunes a growing part of the weights of modules, at given steps.
 
         Pruning({1_000: 0.2, 2_000: 0.5, 3_000: 0.8})
 
@@ -35,7 +35,7 @@ class Pruning(Callback):
     """
 
     priority = 100
-    """Masks are new before other callbacks see the end of the step."""
+    """High priority: masks are updated before other callbacks see the end of the step."""
 
     def __init__(
         self,

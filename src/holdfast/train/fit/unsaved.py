@@ -11,7 +11,7 @@ from holdfast.manager import CheckpointManager
 
 
 class _NoRoot(UsageError, AttributeError):
-    """A call of a manager that has no root; for `hasattr` an attribute that does not exist."""
+    """Use of a manager without a root; an `AttributeError`, so that `hasattr` returns False."""
 
 
 class Unsaved(CheckpointManager):

@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from holdfast.engine.checkpoint import Checkpoint
 
 FLUSH_S = 0.5
-"""Lines of fast steps are written together, at most so many seconds later."""
+"""Longest delay, in seconds, of lines of fast steps, which are written together."""
 
 _encode = msgspec.json.Encoder().encode
 
 
 class JsonLines(Logger):
-    """Writes one JSON object for each logged step: one consistent history of the run.
+    """Logger that writes one JSON object for each logged step: a consistent history of the run.
 
     When training begins or resumes, lines of steps after the checkpoint are dropped: those steps
     will be done again. A line is written to the system before its step's checkpoint is

@@ -20,7 +20,7 @@ _END = object()
 
 
 class Batches:
-    """Batches of data whose iteration gives the rest of an epoch."""
+    """Batches for steps, from data whose iteration gives the rest of an epoch."""
 
     def __init__(self, data: Any) -> None:
         self._data = data
@@ -31,11 +31,11 @@ class Batches:
     def begin(self) -> None:
         """Begin an iteration of the rest of the current epoch, or of the next one."""
         with preserved():
-            # Beginning an iteration of torch's own loaders draws from the global generator.
+            # Starting an iteration of torch's own loaders draws from the global generator.
             self._rest = iter(self._data)
 
     def drop(self) -> None:
-        """Drop the iteration; ending its workers may take long."""
+        """Drop the iteration and its workers, whose end may take long."""
         self._rest = iter(())
 
     def window(self, size: int) -> list[Any]:
@@ -91,7 +91,7 @@ class Batches:
 
     def _could_tell(self, num_taken: int) -> bool:
         if not self._is_trusted:
-            return True  # a warning was given
+            return True  # a warning was logged
         return hasattr(self._data, "at_epoch_end") or self._length() == num_taken
 
     def _length(self) -> int | None:
