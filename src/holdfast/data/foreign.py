@@ -16,7 +16,7 @@ T = TypeVar("T")
 def describe_inexact(loader: object) -> str | None:
     """Describe why a resume with `loader` is known to be inexact; None: no reason is known.
 
-    None means that nothing is known, not that everything is exact.
+    None does not mean that a resume is exact.
     """
     name = _type_name(loader)
     if name == "torchdata.StatefulDataLoader":

@@ -1,8 +1,8 @@
 """A DataLoader whose position is exact (docs/design.md, section 6).
 
 The order of samples is a pure function of (seed, lap), and each batch is fetched under global
-generators seeded from (seed, lap, batch). So the position, two numbers, says everything, and
-it counts the batches that the loop has taken, not those that workers have fetched ahead.
+generators seeded from (seed, lap, batch). So two numbers are the whole position, and it counts
+the batches that the loop has taken, not those that workers have fetched ahead.
 """
 
 from __future__ import annotations
@@ -357,8 +357,8 @@ def _end_with_training() -> None:
 def _outlive_signals() -> None:
     """Let a worker ignore signals to its whole process group, as supervisors send.
 
-    The signals are for the training, which ends its workers itself. A worker that a signal ended
-    would raise an error in the training, in any line.
+    The signals are meant for the training process, which ends its workers itself. If a worker died
+    of one, the training process would raise an error, at an arbitrary line.
     """
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, _ignore)
@@ -369,8 +369,8 @@ def _outlive_signals() -> None:
 def _end_workers() -> None:
     """Kill the workers of this process at its exit.
 
-    multiprocessing would send them a single SIGTERM, which they ignore as it may be one to the
-    whole process group, and then wait for them for ever.
+    multiprocessing would send each a single SIGTERM, which workers ignore (it may have been sent to
+    the whole process group), and then wait for them forever.
     """
     ours = [batches for batches, pid in _begun.items() if pid == os.getpid()]  # not a parent's
     workers = [worker for batches in ours for worker in getattr(batches, "_workers", ())]

@@ -199,7 +199,7 @@ def encode_index(
     """Encode the index of whole tensors. `files`: component → its tensor files, in order.
 
     `blocks` has the digests of every file of the manifest except the index itself; `stored` has
-    the stored blocks of files that codecs made.
+    the stored blocks of compressed files.
     """
     document: dict[str, Any] = {
         "holdfast": FORMAT_VERSION,
@@ -320,8 +320,8 @@ def _decode_stored(
 ) -> dict[str, StoredBlocks]:
     """Decode and check the stored blocks of every compressed file.
 
-    There are as many as plain ones, none longer than a codec makes them, and together they have
-    the length in the manifest.
+    Their number is that of the plain blocks, none is longer than any codec makes it, and together
+    they have the length in the manifest.
     """
     entries = {name: entry.stored for name, entry in files.items() if entry.stored is not None}
     if document.stored.keys() != entries.keys():
@@ -480,9 +480,9 @@ def tiles(shape: Sequence[int], boxes: Sequence[_Box]) -> bool:
 
     Compares measures. Give every coordinate c of dimension d a random number F_d(c) modulo a
     prime, and a box the product over d of F_d(stop) - F_d(start). That is additive, so a tiling
-    has the measure of the whole. The other way round, the difference between a box's cover
-    and the whole is a polynomial of degree at most 128 in the F, which is zero by chance with
-    probability below 128 / 2**61 (Schwartz and Zippel). Linear, where comparing boxes is not.
+    has the measure of the whole. For boxes that do not tile, the difference to the whole
+    is a polynomial of degree at most 128 in the F, which is zero by chance with probability below
+    128 / 2**61 (Schwartz and Zippel). Takes linear time, unlike comparing boxes.
     """
     measures = [_Measure() for _ in shape]
 

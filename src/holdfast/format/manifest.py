@@ -46,7 +46,7 @@ class Reference(msgspec.Struct, frozen=True, kw_only=True):
 class Timestamp(msgspec.Struct, frozen=True, kw_only=True):
     """Progress of training: totals over all resumes, and counts within the current epoch and cycle.
 
-    None where the loop does not count.
+    Fields that the loop does not count are None.
     """
 
     step: Natural

@@ -139,8 +139,8 @@ def decode_tree(
     `lift_tensors(nodes)`, if given, does the same at once for the members of a dict that has
     nothing but tensors.
 
-    A container that was shared is shared again, so the result need not be a tree; walking
-    it naively costs at most 4 million steps. Errors of `lift` pass through.
+    Shared containers are shared again, so the result need not be a tree; a naive walk over it
+    takes at most 4 million steps. Errors of `lift` are raised as they are.
 
     Raises:
         FormatError: anything that the format does not allow.

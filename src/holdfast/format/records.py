@@ -54,8 +54,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 class WriterRecord(Record, frozen=True, kw_only=True, omit_defaults=True):
     """Claim of an epoch. `resumed_from` is the checkpoint that it continues from.
 
-    `rollback`: a person chose that checkpoint by name; a claim of the latest only counts once it
-    has committed.
+    `rollback`: a person chose that checkpoint by name. A claim without it, of the latest, counts
+    only once it has committed.
     """
 
     kind: ClassVar = "writer"
@@ -208,7 +208,7 @@ class UploadRecord(Record, frozen=True, kw_only=True):
 class TiersRecord(Record, frozen=True, kw_only=True):
     """Remote root of a local root, and the result of the last upload.
 
-    `epoch` is a claim that the remote root had; 0: none was ever seen in it.
+    `epoch` is that of a claim in the remote root; 0: none was ever seen there.
     """
 
     kind: ClassVar = "tiers"

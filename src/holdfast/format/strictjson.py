@@ -1,6 +1,6 @@
 """Strict JSON parsing with limits that are checked first (docs/format.md, section 2).
 
-Everything that Holdfast reads as JSON goes through `loads`. It knows no document of the format.
+All JSON that Holdfast reads is parsed by `loads`. This module knows no document of the format.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def loads_as(
 ) -> T | None:
     """Decode a record quickly; None if the slow way of `loads` and `convert` must decide.
 
-    A text is accepted only if it is, byte for byte, what the record is written as. So it has no
-    name twice, no unknown member, no odd number, and is no deeper than the type. The type or the
+    A text is accepted only if encoding the record gives the same bytes. So it has no duplicate
+    name, no unknown member, no odd number, and is no deeper than the type. The type or the
     caller bounds integers; msgspec itself reads none of more than 4,300 digits.
     """
     text = bytes(data)

@@ -1,7 +1,7 @@
 """`every="auto"`: a trigger whose interval follows from the run's own measurements.
 
-Owns when the trigger fires and the measurements it received. The arithmetic is the advisor's;
-where the measurements come from is not known here.
+Decides when the trigger fires, from measurements that others pass in. The arithmetic is in
+`advisor`.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Auto(Trigger):
     """Save as often as loses the least time, given the cost of saves and the rate of failures.
 
     `overhead` is the largest part of the time that saves may take. `mtbf` is a time between
-    failures that you know; otherwise it is learnt from the starts of this run, beginning with
+    failures that you know; by default it is estimated from the starts of this run, from
     one failure a day. No interval is shorter than `at_least` or longer than `at_most`, except
     that saves never wait for each other. The first save comes after `at_least`, to be measured.
 
@@ -137,7 +137,7 @@ class Auto(Trigger):
     ) -> str | None:
         """Fire when the current interval of training time is over and there is a new step.
 
-        While a save is being written it waits, for `at_most` since that one at the longest.
+        While a save is being written, the trigger waits, at most `at_most` since that save.
         """
         if now.step <= (last_saved.step if last_saved else 0):
             return None
@@ -224,7 +224,7 @@ class Auto(Trigger):
     def news(self) -> str | None:
         """Describe the interval if it changed enough to be reported, else None. From any thread.
 
-        Such as "every 12 min: a save costs 1.2 s …".
+        Example: "every 12 min: a save costs 1.2 s …".
         """
         known = self._known
         with known.lock:

@@ -1,6 +1,6 @@
 """Durations with a unit, and the count of a Timestamp in such a unit.
 
-Knows nothing of what a duration is used for.
+Independent of what durations are used for.
 """
 
 from __future__ import annotations
@@ -157,8 +157,8 @@ class Time:
         """Parse a `Time` from text: `500step`, `2ep`, `1e9tok`, `90min`, `1h30m`, `0.1dur`.
 
         Letter case, blanks and underscores in numbers do not matter. `what` names the argument in
-        the error. `units` are those that mean something to the caller: `cycle` only where the loop
-        counts cycles, `dur` only where the length of the run will be known. `Unit` is all of them.
+        the error. `units` are those that the caller supports: `cycle` only where the loop counts
+        cycles, `dur` only where the length of the run will be known. `Unit` has all of them.
 
         Raises:
             UsageError: no unit, an unknown one, one that is not in `units`, a fraction of something

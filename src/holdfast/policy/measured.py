@@ -79,7 +79,7 @@ def timing(timings: Mapping[str, float], name: str) -> float | None:
 def recent(saves: Sequence[SaveCost]) -> tuple[SaveCost, ...]:
     """Select the newest saves, without the first of each process if there are others.
 
-    A save that is left out is never selected later, whatever saves follow.
+    A save that was left out once is never selected later, whatever saves follow.
     """
     warm = [save for save in saves if not save.is_first]
     return tuple((warm or saves)[-NUM_RECENT:])
@@ -88,8 +88,8 @@ def recent(saves: Sequence[SaveCost]) -> tuple[SaveCost, ...]:
 def typical_costs(saves: Sequence[SaveCost], resumes_s: Sequence[float] = ()) -> Costs | None:
     """Compute median costs of recent saves and resumes; None where no save was measured.
 
-    A cost beside the stall that was never measured counts as 0, a resume as two minutes. A write
-    delays training by no more than its own length.
+    Costs other than the stall that were never measured count as 0, a resume as two minutes. The
+    delay by a write is limited to the duration of the write.
     """
     counted = recent(saves)
     if not counted:

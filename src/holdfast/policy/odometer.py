@@ -33,8 +33,8 @@ class _Round:
 class Odometer:
     """Adds counts within the current epoch and cycle to timestamps.
 
-    An epoch begins at the look that counts the one before as ended. After a resume it continues
-    from what the checkpoint recorded. Where the first look is in a later epoch than the first, the
+    An epoch begins at the call that counts the one before as ended. After a resume it continues
+    from what the checkpoint recorded. Where the first call is in a later epoch than the first, the
     counts within that epoch stay unknown.
     """
 

@@ -79,16 +79,16 @@ def decide(
 ) -> tuple[Decision, ...]:
     """Decide on each entry; returns the decisions newest first.
 
-    Whatever the rule says, these stay, and whole: pinned and tagged ones, the newest, the newest
-    from which a run can resume, the newest healthy one of these, the same of `lineage` (the orders
-    that the run is on; None: all), and the one at `resumed_from`, the order of the checkpoint at
-    which the lineage stands. A rejected one stays until all that the rule keeps is newer; any
-    other is deleted only when a newer one stays that stands in for it (`stands_in`).
-    With `replaces` the rule does not see a checkpoint that a newer one of the same step stands in
-    for, if that is of the same savers and of no lower class.
+    Independent of the rule, these checkpoints are kept whole: pinned and tagged ones; the newest,
+    the newest resumable and the newest healthy resumable one; the same three of `lineage` (orders
+    of the run's own checkpoints; None: all); and the one with the order `resumed_from`, from which
+    the lineage continues. A rejected one is kept until all that the rule keeps is newer; any other
+    is deleted only if a kept, newer one replaces it (`stands_in`).
+    With `replaces` the rule does not see a checkpoint that a newer one of the same step replaces,
+    if that is of the same savers and of no lower class.
 
-    What the main saver wrote before the first of `lineage` belongs to a run that this one did not
-    resume: it is deleted only when a newer one stays that a run can resume from.
+    Checkpoints of the main saver before the first of `lineage` belong to a run that this one did
+    not resume: they are deleted only if a newer, resumable one is kept.
     """
     ordered = sorted(entries, key=lambda entry: entry.order, reverse=True)
     replaced = _replaced(ordered) if replaces else frozenset()
@@ -123,8 +123,8 @@ def decide(
 def unmet(entries: Sequence[Candidate], rule: Rule) -> dict[str, str]:
     """List needs of a rule that no checkpoint meets, by the text of the part of the rule.
 
-    Such a part keeps everything that it judges, and whole. For messages to the user, who may have
-    mistyped a metric or does not pass a counter.
+    Such a part keeps all checkpoints that it applies to, and whole. For messages to the user, who
+    may have mistyped a metric or does not pass a counter.
     """
     return {
         str(part) if saver == MAIN else f"{saver}: {part}": lack
@@ -136,9 +136,9 @@ def unmet(entries: Sequence[Candidate], rule: Rule) -> dict[str, str]:
 def stands_in(base: Candidate, entry: Candidate, *, drop: Collection[str] = ()) -> bool:
     """Whether `base` without `drop` replaces `entry`, so that `entry` may be deleted.
 
-    It does where it is healthy, a run can resume from it, and it lacks the generators only if
-    `entry` does. Where `entry` was saved without other components, it is enough that `base` is
-    healthy and has those that `entry` has. Which one is newer is not checked.
+    True if `base` is healthy and resumable, and lacks the generators only if `entry` does. Where
+    `entry` was saved without other components, it is enough that `base` is healthy and has those
+    that `entry` has. Which one is newer is not checked.
     """
     if not base.counts:
         return False
@@ -223,7 +223,7 @@ def _lacking(
 ) -> Iterator[tuple[str, list[int]]]:
     """Yield (need, positions) for groups in which no checkpoint has what a simple rule needs.
 
-    Among whole ones a whole one must have it; for parts any checkpoint of the saver counts.
+    For whole checkpoints a whole one must have it; for partial ones any of the saver's counts.
     """
     whole, *others = groups(entries, saver)
     for positions, asked in ((whole, whole), *((o, [*whole, *o]) for o in others)):

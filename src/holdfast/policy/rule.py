@@ -109,7 +109,7 @@ class Rule(ABC):
         """Name what the rule needs and none of `counting` has, such as a metric or a counter.
 
         Empty if nothing is missing. `counting` is not empty, and all in it count towards quotas.
-        While something is missing, `decide` keeps all that the rule judges and does not call
+        While something is missing, `decide` keeps all that the rule applies to, and does not call
         `picks`. For rules made of others it is called on their parts only.
         """
         return ""
@@ -129,7 +129,7 @@ class Rule(ABC):
     def then_drop(self, *components: str) -> Rule:
         """Return this rule with `components`, such as `optimizer`, dropped from what it picks.
 
-        What another rule picks as well keeps what that rule does not drop.
+        A checkpoint that another rule picks, too, keeps what that rule does not drop.
         """
         return ThenDrop(self, tuple(sorted({*components}, key=str)))
 
@@ -196,8 +196,8 @@ class BySaver(Rule):
 
         BySaver({"main": Last(3), "weights": Last(24)})
 
-    What several savers asked for stays while one of their rules keeps it. A saver without a rule
-    keeps everything. A rule that is not in a `BySaver` is one for `main`.
+    A checkpoint of several savers is kept while one of their rules keeps it. A saver without a
+    rule keeps everything. A rule that is not in a `BySaver` applies to `main`.
     """
 
     rules: tuple[tuple[str, Rule], ...]
@@ -241,7 +241,7 @@ def positions_of(saver: str, newest_first: Sequence[Candidate]) -> list[int]:
 def picks_of(rule: Rule, saver: str, newest_first: Sequence[Candidate]) -> dict[int, str]:
     """Pick from one saver's checkpoints; those of `main` that are partial are judged separately.
 
-    So `Last(3)` keeps three whole ones, however many partial ones are among them.
+    So `Last(3)` keeps three whole checkpoints, however many partial ones are among them.
     """
     picks: dict[int, str] = {}
     for positions in groups(newest_first, saver):

@@ -133,7 +133,7 @@ class Schedule:
     def quiet_until(self, now: Timestamp) -> int:
         """Return the first step after `now` at which a save may be due at the event `step`.
 
-        The very next one where that cannot be known.
+        It is the next one if that cannot be predicted.
         """
         first: float = inf
         for policy in self.policies.values():

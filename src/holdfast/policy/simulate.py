@@ -87,8 +87,8 @@ def simulate(
 ) -> SimulatedRun:
     """Replay `failures` (seconds since the start, ascending) with a save every `interval_s`.
 
-    The interval is seconds of work. A failure while the run is being restarted begins the restart
-    anew. Work that was never saved counts when the end at `over_s` comes before a failure does.
+    The interval is seconds of work. A failure during a restart begins the restart
+    anew. Unsaved work counts if no failure follows before the end at `over_s`.
 
     >>> trace = [5_000.0, 5_100.0, 20_000.0]
     >>> outcome = simulate(600, Costs(stall_s=10, restart_s=200), trace, over_s=36_000)

@@ -1,6 +1,6 @@
 """Triggers: when to save, as pure functions of the last call, the last save and the present.
 
-A trigger returns a reason or None. What is saved, and how, is not known here.
+A trigger returns a reason or None; it does not decide what is saved, and how.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Trigger(ABC):
     ) -> str | None:
         """Return the reason to save at `now`, or None.
 
-        `previous` is where the trigger was last asked (after a resume: where the checkpoint
-        stood), `last_saved` where the last save was begun; None stands for the start of training,
+        `previous` is the progress at the trigger's last call (after a resume: that of the
+        checkpoint), `last_saved` that of the last save; None stands for the start of training,
         with nothing loaded. `metrics` are those known at `event`.
 
         Raises:
@@ -147,7 +147,7 @@ class Every(Trigger):
 class At(Trigger):
     """Save at fixed places: `At("100step", "2ep", "0.5dur")` or `At(steps=[100, 250])`.
 
-    A place that a counter jumps over fires at the first look behind it. Seconds are training time.
+    A place that a counter jumps over fires at the first call after it. Seconds are training time.
     """
 
     times: tuple[Time, ...]
@@ -190,7 +190,7 @@ class At(Trigger):
 class WallClock(Trigger):
     """Save at each multiple of `interval` in training time: after 10 min, 20 min, 30 min, …
 
-    Unlike `Every("10min")` it does not wait longer after a save that something else has caused.
+    Unlike `Every("10min")` it does not wait longer after a save for another reason.
     """
 
     interval: Time

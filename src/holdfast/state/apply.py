@@ -123,7 +123,7 @@ def prepare(
 
     Args:
         state: live components, as for `capture`.
-        stored: what the checkpoint has; more than is asked for is fine with `components`.
+        stored: components of the checkpoint; with `components` there may be more than needed.
         where: the checkpoint's name, for messages.
         components: load only these.
         strict: refuse leaves that only one side has, and arguments that name nothing;

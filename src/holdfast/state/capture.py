@@ -76,8 +76,8 @@ class Capturer:
 
         `only` names the components that are wanted; None: all.
 
-        Objects are asked for their `state_dict` in the order of the mapping; the generators are
-        read last, so that what those calls draw is in the checkpoint too.
+        `state_dict` of objects is called in the order of the mapping. The generators are read
+        last, so that random numbers drawn by those calls are accounted for.
 
         Raises:
             UsageError: a component's name or type is wrong.

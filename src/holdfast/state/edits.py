@@ -1,7 +1,7 @@
 """Edits of a state by hooks before it is stored or loaded; the live state stays as it is.
 
-A hook gets a `StateView`. Components that it does not read cost nothing; those that it does not
-change stay the same byte for byte.
+A hook gets a `StateView`. Components that it does not read cost nothing; those that it does
+not change stay the same byte for byte.
 """
 
 from __future__ import annotations

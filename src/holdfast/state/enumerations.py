@@ -1,6 +1,6 @@
 """Restoring of enumeration members in a stored tree, with the classes of the live state.
 
-No class is ever looked up by the name in a file.
+Classes come from the live state only; no class is imported by a name in a file.
 """
 
 from __future__ import annotations

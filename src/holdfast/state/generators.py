@@ -186,7 +186,7 @@ def _seeds_as_plain(entropy: Any) -> Any:
 def _seeds_wrong(stored: Any) -> str | None:
     """Return why these are not valid members of a seed sequence, or None.
 
-    Too many words are refused, as they are mixed at each load.
+    Too many words are refused, as each load mixes all of them.
     """
     names = {"entropy", "spawn_key", "pool_size", "n_children_spawned"}
     if not isinstance(stored, dict) or stored.keys() != names:

@@ -197,7 +197,7 @@ def _own_loading(inners: _Inners) -> Iterator[str]:
 def not_saved(component: str, wrapped: nn.Module, elsewhere: Collection[int] = ()) -> list[str]:
     """List non-persistent buffers and plain attributes that are lost, one line each.
 
-    `elsewhere`: ids of objects that are saved as something else.
+    `elsewhere`: ids of objects that are saved as other components.
     """
     module = unwrap(wrapped)
     cleaner = cleaner_of(module)

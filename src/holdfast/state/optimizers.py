@@ -1,7 +1,7 @@
 """Torch optimizers: capture and load of `optimizer.state` directly, by parameter name.
 
 `Optimizer.load_state_dict` casts moments to the parameter's type and matches by position, so it
-is not used; neither is anything that fires hooks or moves a step.
+is not used; neither is anything that calls hooks or changes the step count.
 """
 
 from __future__ import annotations
@@ -506,8 +506,8 @@ class OptimizerPlan(LoadPlan):
     def _place(self, old: str, slot: Any, parameter: Tensor, options: dict[str, Any]) -> Placement:
         """Return the placement of a slot that does not exist yet.
 
-        On its parameter's device if it was saved from there, else on the CPU. `step` has a rule
-        of torch's own: two flags mean that a kernel reads it on the device.
+        That is its parameter's device if it was saved from there, else the CPU. For `step`, torch
+        has a rule of its own: two flags mean that a kernel reads it on the device.
         """
         home = self._stored.devices.get(old, "cpu")
         if slot != "step":

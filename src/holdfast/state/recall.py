@@ -1,6 +1,6 @@
 """Cache of the parts of a capture that depend on the component's structure alone.
 
-A state is captured many times and changes its structure hardly ever. A walk over the plain
+A state is captured many times, and its structure hardly ever changes. A walk over the plain
 containers of a component finds its tensors and everything else in its tree. If all of that is
 unchanged, so are names, specs and tree; changed numbers are put into the tree. A component with
 anything that the walk does not support is captured anew.
@@ -134,9 +134,9 @@ class Recollection:
     ) -> None:
         """Cache a capture.
 
-        `value` is what was walked: all of the tree or members of it in the tree's order, or a
-        list of tensors. `stamp` is whatever else decided the tree. `originals`: what the tensors
-        of the component were captured from.
+        `value` is the walked value: the whole tree, members of it in the tree's order, or a list
+        of tensors. `stamp` is everything else that the tree depends on. `originals`: the live
+        tensors that those of the component were captured from.
 
         Raises:
             Irregular: the structure cannot be cached.
@@ -208,7 +208,7 @@ class Recollection:
 class _TensorFacts:
     """Facts about tensors that decide their specs and nodes, and whether they are refused.
 
-    Addresses and values are not among them.
+    Addresses and values are not included.
     """
 
     strides: Sequence[Any] | None
@@ -284,7 +284,7 @@ def _addresses(tensors: Sequence[Tensor]) -> list[int]:
 def _partition(tensors: Sequence[Tensor], places: Sequence[int]) -> list[int] | None:
     """Return for each tensor the position of the first with the same memory; None: all differ.
 
-    `places` are their addresses.
+    `places` are the addresses of the tensors.
     """
     if 0 not in places and len(set(places)) == len(places):
         return None

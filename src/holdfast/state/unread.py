@@ -96,7 +96,7 @@ class LazyTensors(Mapping[str, S_co]):
     ) -> list[tuple[Tensor, S_co]]:
         """Copy tensors in bulk into plain live ones; returns the pairs that are left to copy.
 
-        The live ones (see `copying.are_plain`) have the shapes and dtypes of those of `keys`.
+        The live tensors (see `copying.are_plain`) have the shapes and dtypes of the stored ones.
         `is_all`: no other tensors are copied in this load.
 
         Raises:

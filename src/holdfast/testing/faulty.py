@@ -1,6 +1,6 @@
 """A store that fails on purpose, at exactly the operation that a test chooses.
 
-`FaultyStore(inner, [Fault(...)])` behaves like `inner`, writes down every operation, and injects
+`FaultyStore(inner, [Fault(...)])` behaves like `inner`, records every operation, and injects
 the faults. Run a scenario once without faults, then once for each of its operations:
 
 >>> from holdfast.store.memory import MemoryStore

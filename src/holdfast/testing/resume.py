@@ -1,7 +1,7 @@
 """Test that a run that was killed and resumed equals an undisturbed run, bit for bit.
 
-Knows processes, kills and the comparison of states. Knows nothing about checkpoints: the run
-under test saves and resumes by itself, with whatever it uses.
+Handles processes, kills and the comparison of states, but no checkpoints: the run under test saves
+and resumes by itself, by any means.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The Trainer: a training loop that resumes by itself and saves where it is safe to.
 
-It puts together what its arguments say; one fit of it is in `fitting`.
+Makes the parts of a training from the arguments; `fitting` runs a call of `fit`.
 """
 
 from __future__ import annotations
@@ -91,11 +91,11 @@ class Trainer:
                           checkpoints=Checkpoints("runs/gpt", every="500step"))
         trainer.fit("10_000step")      # killed? run the script again
 
-    A step is one window of `accumulate` batches (fewer where an epoch ends), and saves are made
-    between steps only: after the hooks of the step, its validation and its log. An epoch whose
-    end is known (the data has a length or `at_epoch_end`) ends within its last step. For a save
-    that fails a warning is logged, and it is tried again after the next step; the third failure in
-    a row is raised.
+    A step trains on `accumulate` batches (fewer where an epoch ends), and saves are made between
+    steps only: after the hooks of the step, its validation and its log. An epoch whose
+    end is known (the data has a length or `at_epoch_end`) ends within its last step. A failed
+    save is logged as a warning and retried after the next step; the third failure in a row is
+    raised.
     """
 
     @checked(but=("model", "optimizer"), removed=_REMOVED)
@@ -133,7 +133,7 @@ class Trainer:
                 a list of schedulers; each has `step()`, called after each step, and is saved.
             data: batches with a position: a `holdfast.data.Loader`, or an iterable with
                 `state_dict` and `load_state_dict` whose iteration gives the rest of an epoch. Its
-                length (in batches of an epoch) or `at_epoch_end` tells the end of an epoch
+                length (in batches of an epoch) or `at_epoch_end` shows the end of an epoch
                 (docs/trainer.md).
             loss: called with the model and a batch; gives the batch's mean loss, or that and a
                 dict of metrics.
@@ -256,22 +256,22 @@ class Trainer:
         without: Collection[str] = (),
         start_from: str | os.PathLike[str] | None = None,
     ) -> Outcome:
-        """Train until the whole run has come to `until`: a number of steps, or "10_000step",
-        "2ep", "1e9tok". What was done by earlier processes counts.
+        """Train the run until it reaches `until`; the steps of earlier processes count.
 
-        Resumes from the newest usable checkpoint of the root. When the goal is reached already,
-        says so and neither trains nor saves. On return the last step is durable. A component that
-        the checkpoint lacks, such as a callback or an average that the run did not have before,
-        stays as it is, with a warning and a note in the outcome.
+        Resumes from the newest usable checkpoint of the root. If the goal is reached already,
+        that is logged, and nothing is trained or saved. On return the last step is durable. A
+        component that the checkpoint lacks, such as a callback or an average that the run did not
+        have before, stays as it is, with a warning and a note in the outcome.
 
-        A signal that asks to stop ends it after the present step; a fetch from a
-        `holdfast.data.Loader` and a validation are given up, and done anew after the resume. When
-        all is durable and closed, it raises what ends the program as docs/running.md says.
+        A stop signal ends it after the current step; a fetch from a `holdfast.data.Loader` and a
+        validation are interrupted, and done again after the resume. When all is durable and
+        closed, an exception ends the program as docs/running.md describes.
 
         Args:
-            until: the goal; it may differ from that of earlier calls and processes.
-            max_time: ends after the step in which this call has taken so long, such as "3h50min";
-                `sys.exit(trainer.fit(…).exit_code)` then asks for being run again.
+            until: the goal, a number of steps, or "10_000step", "2ep", "1e9tok"; it may differ from
+                that of earlier calls and processes.
+            max_time: time after which this call ends, at the end of a step, such as "3h50min";
+                `sys.exit(trainer.fit(…).exit_code)` then requests another run of the script.
             without: components that the checkpoint may have and this Trainer does not, such as
                 "ema" or "callback-<name>"; they are not loaded.
             start_from: checkpoint of another root to begin with: "old", "old@step=3",
@@ -353,9 +353,9 @@ class Trainer:
     def validate_all(self, which: Which | Iterable[Which] | None = None) -> tuple[Validated, ...]:
         """Validate checkpoints one after the other, with all loaders and checks.
 
-        Each is loaded once, into the model (and its average), which have their own weights again
-        afterwards. Nothing is claimed or logged, and none of them is deleted meanwhile.
-        `edit_load` sees these components alone.
+        Each is loaded once, into the model (and its average), whose own weights are restored
+        afterwards. Nothing is claimed or logged, and none of the checkpoints is deleted meanwhile.
+        `edit_load` gets only these components.
 
         Args:
             which: one checkpoint or several: "latest", a step, a folder, a tag or a label of this

@@ -26,9 +26,9 @@ class StopWhen(Callback):
         StopWhen(lambda training, metrics: metrics.get("val/loss", 1.0) < 0.01)
 
     The condition is called after each step, with the metrics of the step, and after each
-    validation, with those of the validation. Looking at a metric of a step waits for the
-    accelerator. A rerun asks it about the checkpoint, with all metrics of its step: what was
-    stopped stays so, unless the condition is another one by then.
+    validation, with those of the validation. Reading a metric of a step waits for the
+    accelerator. A rerun calls it for the checkpoint, with all metrics of its step: a stopped
+    run stays stopped, unless the condition has changed by then.
     """
 
     def __init__(
@@ -65,9 +65,8 @@ class StopWhen(Callback):
 class EarlyStopping(Callback):
     """Ends `fit` when a metric of validations has stopped improving.
 
-    Its best value and the count are in the checkpoints: a run that is resumed ends where one that
-    was never killed does, and a rerun of a run that was ended trains nothing, unless `patience`
-    was raised by then.
+    The best value and the count are in the checkpoints: a resumed run ends at the same step as an
+    undisturbed one, and a rerun of an ended run trains nothing, unless `patience` was raised.
     """
 
     def __init__(

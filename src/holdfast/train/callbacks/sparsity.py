@@ -27,7 +27,7 @@ class Pruning(Callback):
 
     The modules are rebuilt before the optimizer is made, by `torch.nn.utils.prune`: a `weight`
     becomes `weight_orig`, which is trained, and `weight_mask`. Both are in every checkpoint, from
-    the first one on, so that a resume goes on with the masks; a checkpoint without masks is
+    the first one on, so that a resume continues with the masks; a checkpoint without masks is
     refused, and so is one with masks where nothing is pruned (`MismatchError`). The average of
     the weights gets the same masks.
 

@@ -1,7 +1,7 @@
 """Validation during training: its schedule, its loaders and checks, and its metrics.
 
-It restores the training's state: modes of modules, random generators, and its own loaders at
-their beginning.
+Restores the training's state afterwards: modes of modules, random generators, and the positions of
+its own loaders, to their beginning.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _NONE = object()
 class Downstream:
     """A check of the weights without a loader, such as the quality of generated text.
 
-    It runs after the loaders of the `Validation` that it is given to, in eval mode and without
+    Runs after the loaders of the `Validation` that it belongs to, in eval mode and without
     gradients. Its metrics are `val/<name>/<metric>`, in the log and in the checkpoint of the step.
     """
 

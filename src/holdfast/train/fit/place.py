@@ -23,7 +23,7 @@ class StepPosition:
 
     @property
     def present_step(self) -> int:
-        """The step under way, or between steps the last completed one."""
+        """The step under way; between steps, the last completed one."""
         return self._counters.step + self.is_under_way
 
     def enter_step(self) -> None:

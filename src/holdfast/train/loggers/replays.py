@@ -12,8 +12,8 @@ _POSITION = re.compile(r"([0-9]{1,18})/([0-9]{1,18})", re.ASCII)
 class Replays:
     """Distinguishes new records from those that an earlier process logged.
 
-    A resume does the steps after its checkpoint again, in the same order. So a position in the
-    sequence of records, kept with the records, is enough. Where training differs after a resume,
+    A resume does the steps after its checkpoint again, in the same order. So it is enough to keep
+    a position in the sequence of records, with the records. Where training differs after a resume,
     say by its learning rate, the earlier records stay.
 
     >>> before = Replays()

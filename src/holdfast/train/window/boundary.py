@@ -1,7 +1,7 @@
 """Snapshot of the state between two steps, so that an interrupted step can be undone.
 
-Work that is given up half-way (a fetch, a validation, a step that failed before its update) leaves
-traces: the data and generators have moved on, callbacks have counted, buffers were updated.
+Work that is interrupted (a fetch, a validation, a step that failed before its update) leaves
+traces: data and generators have advanced, callbacks have counted, buffers were updated.
 Restoring the snapshot makes the state that of the last step again, so that it can be saved.
 """
 
