@@ -577,7 +577,7 @@ def _num_values(key: Any) -> int:
     if isinstance(key, tuple):
         return 1 + sum(map(_num_values, key))
     if isinstance(key, frozenset):
-        # Each member is looked for in the other set, among those of its hash.
+        # Each member is compared with those of the same hash in the other set.
         same = [len([*group]) for _, group in groupby(sorted(map(hash, key)))]
         return 1 + max(same, default=0) * sum(map(_num_values, key))
     return 1

@@ -175,7 +175,7 @@ class AnswerRecord(Record, frozen=True, kw_only=True):
     error: str | None
     created: str
     asker: Process | None = None
-    """The process that asked, if its request could be read."""
+    """The process that made the request, if that could be read."""
 
     @override
     def _check(self, what: str) -> None:

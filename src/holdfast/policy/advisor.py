@@ -146,7 +146,7 @@ class Advice:
         return max(self.daly_s, self.cap_s, self.commit_s)
 
     def lines(self) -> tuple[str, ...]:
-        """Explain the advice for people, the answer first."""
+        """Explain the advice for people, the interval first."""
         return (
             f"save every {_every(self)}",
             f"because {_because(self)}",

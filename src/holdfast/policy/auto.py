@@ -1,4 +1,4 @@
-"""`every="auto"`: a trigger whose interval follows from the run's own measurements.
+"""The trigger for `every="auto"`: its interval follows from the run's own measurements.
 
 Decides when the trigger fires, from measurements that others pass in. The arithmetic is in
 `advisor`.

@@ -75,7 +75,7 @@ class Schedule:
         *,
         max_duration: Time | None = None,
     ) -> None:
-        """`every` is for the whole state; `max_duration` is the length that fractions refer to.
+        """Make a schedule; `every` is for the whole state, `max_duration` the length of the run.
 
         Raises:
             UsageError: two savers have one name, or a fraction has no length to refer to.

@@ -170,7 +170,7 @@ def check_state(state: Mapping[str, Any]) -> None:
         except TypeError:
             wrong.append(f"{name!r}: a component's name must be text")
     if not any(isinstance(value, nn.Module) for value in state.values()):
-        # With the module beside it, it may be a copy of weights that is meant to be saved.
+        # If the module is a component too, this may be a copy of weights that is meant to be saved.
         wrong += [f"{name}: {_OF_AN_OBJECT}" for name, value in state.items() if _is_weights(value)]
     if wrong:
         raise UsageError("state:\n" + listing(wrong))

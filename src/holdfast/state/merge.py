@@ -87,7 +87,7 @@ class Claims:
     """
 
     def __init__(self, protected: Iterable[Tensor] = ()) -> None:
-        """`protected`: tensors whose memory may only take their own values."""
+        """Start a record; the memory of `protected` tensors may only take their own values."""
         self._taken: set[Any] = set()
         self._first: dict[Hashable, tuple[str, Stored]] = {}
         self._states: dict[int, Any] = {}

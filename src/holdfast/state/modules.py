@@ -28,13 +28,13 @@ from holdfast.state.problems import Problems, Wishes
 from holdfast.state.trees import Lifting, Skeleton, encoded, owned
 from holdfast.state.unread import Fetching, Stored, fetched
 
-# Their own loading only mends what torch saved before 1.0.
+# Their own loading only converts what torch saved before 1.0.
 _LOADS_PLAINLY = frozenset(
     kind._load_from_state_dict for kind in (nn.Module, _NormBase, _InstanceNorm)
 )
 _EXTRA_STATE = "_extra_state"
 _Inners: TypeAlias = Sequence[tuple[str, nn.Module]]
-"""(clean path, submodule) of a module and of all that is in it, each as often as it has names."""
+"""A module and all its submodules as (clean path, submodule), each as often as it has names."""
 _COLLISION = "two entries have this name once wrapper prefixes are stripped"
 
 
@@ -46,7 +46,7 @@ class LiveModule:
     """The module without wrappers."""
 
     entries: Mapping[str, Any]
-    """Clean name -> value in the state_dict."""
+    """Clean name (without wrappers' parts) -> value in the state_dict."""
 
     raw_names: Mapping[str, str]
     """Clean name -> name in the state_dict."""
@@ -230,7 +230,7 @@ def _lost_attributes(inner: nn.Module, elsewhere: Collection[int]) -> Iterator[t
 
 
 def stamp(state: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return what decides a module's tree beside its structure and values: names and versions."""
+    """Return what a module's tree depends on besides structure and values: names and versions."""
     metadata = getattr(state, "_metadata", None)
     if not isinstance(metadata, Mapping):
         return (tuple(state), None)

@@ -121,13 +121,13 @@ _SHAPE_AND_DEVICE = attrgetter("shape", "device")
 
 
 def stamp(live: LiveOptimizer) -> tuple[Any, ...]:
-    """Return what decides an optimizer's tree beside its options and slots."""
+    """Return what an optimizer's tree depends on besides its options and slots."""
     where = list(map(_SHAPE_AND_DEVICE, live.parameters.values()))
     return (type(live.optimizer).__name__, live.groups, live.modules, where)
 
 
 def options_and_slots(live: LiveOptimizer) -> dict[str, Any] | None:
-    """Return the two members of the tree that change; None if there is state beside slots."""
+    """Return the two members of the tree that change; None if there is state besides slots."""
     state = live.optimizer.state
     # By their ids: torch hashes a tensor in Python, and there are many.
     by_id = dict(zip(map(id, state), state.values(), strict=True))

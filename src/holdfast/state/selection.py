@@ -81,7 +81,7 @@ class Entries:
     """Entries of one argument; remembers which of them have matched something."""
 
     def __init__(self, entries: Collection[str], argument: str) -> None:
-        """`argument` is the name of the argument, for messages.
+        """Parse entries; `argument` is the name of the argument, for messages.
 
         Raises:
             UsageError: `entries` is a single text, or an entry is not text.

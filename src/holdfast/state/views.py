@@ -53,7 +53,7 @@ class ComponentView(MutableMapping[str, Any]):
     def __init__(
         self, source: StoredComponent, fetch: Callable[[], Mapping[str, Tensor]], what: str
     ) -> None:
-        """`fetch` returns the tensors by key; called when the first one is read.
+        """Make a view; `fetch` returns the tensors by key, called when the first one is read.
 
         `what` is the tree's name, for messages.
         """

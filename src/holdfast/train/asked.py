@@ -33,7 +33,7 @@ def check_range(name: str, value: Any, lowest: int, beyond: int) -> None:
 
 
 def check_counted(unit: Unit, what: str, extra: Collection[Unit]) -> None:
-    """Check that a Trainer counts a unit; `extra` are the counted units beside steps and epochs.
+    """Check that a Trainer counts a unit; `extra` are the counted units besides steps and epochs.
 
     Raises:
         UsageError: the Trainer does not count it.
@@ -48,7 +48,7 @@ def check_counted(unit: Unit, what: str, extra: Collection[Unit]) -> None:
 @checked(but=("cycle",))
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
-    """Settings of what a run counts beside steps and epochs, for goals, intervals and triggers.
+    """Settings of what a run counts besides steps and epochs, for goals, intervals and triggers.
 
         Counts(samples=len, cycle="2ep")
 

@@ -53,7 +53,7 @@ class Counters:
 
     @property
     def totals(self) -> dict[str, int | None]:
-        """Totals that a save records beside its step."""
+        """Totals that a save records in addition to its step."""
         return {
             "epoch": self.epoch,
             "cycle": self.cycle,

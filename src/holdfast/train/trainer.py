@@ -155,7 +155,7 @@ class Trainer:
             seed: of the global generators, when training begins afresh.
             device: where the model and batches are moved; None: not at all.
             callbacks: see `Callback`.
-            counts: what is counted beside steps and epochs: samples, tokens, cycles.
+            counts: what is counted besides steps and epochs: samples, tokens, cycles.
             log: write JSON lines to the file named, or to the root's `log/train.jsonl` (True, and
                 None where the root is a local folder).
             log_every: steps between two calls of `log`, each of which may wait for the device.

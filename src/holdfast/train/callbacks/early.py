@@ -78,7 +78,8 @@ class EarlyStopping(Callback):
         min_delta: float = 0.0,
         name: str | None = None,
     ) -> None:
-        """
+        """Watch `metric`.
+
         Args:
             metric: its full name, as in the log.
             mode: whether low or high values are good.

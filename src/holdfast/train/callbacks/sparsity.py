@@ -44,7 +44,8 @@ class Pruning(Callback):
         method: Method = "l1_unstructured",
         modules: Collection[str] | None = None,
     ) -> None:
-        """
+        """Prune by the schedule `amounts`.
+
         Args:
             amounts: after which step (0: before the first) which part of each module's weights is
                 pruned; steps and parts must grow.

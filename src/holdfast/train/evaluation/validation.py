@@ -247,7 +247,7 @@ class Validations:
     """All validations of a Trainer; decides which are due and not done yet."""
 
     def __init__(self, validators: Sequence[Validator]) -> None:
-        """Raises `UsageError` if metrics of two validators would have the same names."""
+        """Combine validators; raises `UsageError` if two would give metrics of the same names."""
         self.parts = tuple(part for validator in validators for part in validator.parts)
         counts = Counter(name for part in self.parts for name in part.names)
         twice = [name for name, count in counts.items() if count > 1]

@@ -21,7 +21,7 @@ class Unsaved(CheckpointManager):
     """
 
     def __init__(self) -> None:
-        """No-op: attributes of a manager stay unset, so that using one ends in `__getattr__`."""
+        """Set no attributes of a manager, so that using one calls `__getattr__`."""
 
     def __getattr__(self, name: str) -> Any:
         raise _NoRoot(

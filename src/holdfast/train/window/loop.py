@@ -72,7 +72,7 @@ class Update:
     def __call__(self, window: Sequence[Any]) -> LazyMetrics:
         """Train on the batches of one step, each with the same weight; returns mean metrics.
 
-        Metrics beside `loss` are those of the loss function, and `grad_norm` (before clipping)
+        Metrics besides `loss` are those of the loss function, and `grad_norm` (before clipping)
         when gradients are clipped by their norm.
 
         Raises:
