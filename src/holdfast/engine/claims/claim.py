@@ -250,9 +250,8 @@ def new_writer(epoch: int, choice: Choice, *, takeover: bool, tiered: bool = Fal
 
 
 def epoch_after(catalog: Catalog, after: int, point: Reference | None) -> int | None:
-    """Return the epoch of a claim that follows `after` and resumes from `point`.
-
-    None if another process has claimed the run since the ownership check returned `after`.
+    """Return the epoch of a claim that follows `after` and resumes from `point`; None if another
+    process has claimed the run since the ownership check returned `after`.
 
     Raises:
         UsageError: `point` was copied from another run.

@@ -97,7 +97,7 @@ class KeptEntry:
 
 @contextmanager
 def kept(catalog: Catalog, which: str | int, *, emit: Emitter | None = None) -> Iterator[KeptEntry]:
-    """Resolve `which` (see `Catalog.resolve`) and keep the checkpoint, while the block lasts.
+    """Resolve `which` (see `Catalog.resolve`), and hold a lease on it while the block lasts.
 
     If it is replaced meanwhile, resolves anew; "latest" skips checkpoints whose deletion has
     begun.

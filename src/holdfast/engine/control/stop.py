@@ -1,7 +1,7 @@
 """Signals that ask training to stop or to save: recorded at once, handled between steps.
 
 Owns signal handlers and the deadline after the first signal. Knows nothing of states and
-checkpoints: the manager and the loop ask whether a signal has come. Without torch.
+checkpoints: the manager and the loop poll for signals. Does not import torch.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from holdfast.policy.clock import Time, Unit, parse
 logger = logging.getLogger("holdfast")
 
 REQUEUE_EXIT_CODE = 75
-"""EX_TEMPFAIL of sysexits.h: nothing is wrong, run it again."""
+"""Exit code that asks the scheduler to run the job again: EX_TEMPFAIL of sysexits.h."""
 INTERRUPT_EXIT_CODE = 130
-"""What shells report of a program that SIGINT has ended."""
+"""Exit code that shells report for a program ended by SIGINT."""
 
 Promote = Callable[[float], str]
-"""Waits, at most so many seconds, until what was staged last is committed; says which checkpoint is
-the newest durable one. Called on a thread of its own."""
+"""Callback that waits, at most the given seconds, until the last staged save is committed, and
+returns text that names the newest durable checkpoint. Called on a separate thread."""
 
 _RESERVE_PART, _RESERVE_MAX_S = 0.2, 30.0
 _SAME_REQUEST_S = 0.5

@@ -106,15 +106,12 @@ class Entry:
 
 
 class Catalog:
-    """Reader of one root. Each query reads the store anew, except for the given claims.
-
-    A query begins with a list of the attempts."""
+    """Reader of one root. Each query begins with a list of the attempts, and reads the store anew
+    except for the given claims."""
 
     def __init__(self, store: Store, *, claims: dict[int, WriterRecord] | None = None) -> None:
-        """`claims` is a cache of claims by epoch, which is filled here.
-
-        Only for the run's owner: earlier claims do not change until the next one is made, and a
-        run that was resumed often has many."""
+        """`claims` is a cache of claims by epoch, which is filled here. Only for the run's owner:
+        earlier claims do not change until the next one is made, and there may be many."""
         self.store = store
         self._known_claims = claims if claims is not None else {}
         self._keeps_claims = claims is not None
@@ -264,9 +261,8 @@ class Catalog:
     def survey(
         self, *, known: Mapping[str, Manifest] | None = None
     ) -> tuple[tuple[Entry, ...], tuple[tuple[str, HoldfastError], ...]]:
-        """List the checkpoints, and (folder, error) of each manifest that cannot be read.
-
-        The error is a `SealError` if its keys are not ours, a `FormatError` if it is damaged."""
+        """List the checkpoints, and (folder, error) of each manifest that cannot be read: a
+        `SealError` if it is encrypted with other keys, a `FormatError` if it is damaged."""
         manifests = known if known is not None else {}
         entries: list[Entry] = []
         unread: list[tuple[str, HoldfastError]] = []
@@ -539,7 +535,7 @@ class Catalog:
         return 0, None
 
     def _parent(self, attempts: Iterable[AttemptName]) -> Reference | None:
-        """Return the checkpoint that these attempts' writer resumed from, by one of the manifests."""
+        """Return the checkpoint that the writer of attempts resumed from, by one manifest."""
         for name in attempts:
             with suppress(FormatError, SealError):
                 register = self.read(str(name))

@@ -44,10 +44,8 @@ class EndedAttempts:
         (self.deleted if isinstance(register, Deleted) else self.aborted).add(folder)
 
     def take(self, store: Store, names: Collection[str]) -> None:
-        """Read new records among the `names` in a root, each once.
-
-        Forgets attempts whose folders no longer exist: an upload may create one of them again.
-        """
+        """Read new records among the `names` in a root, each once. Forgets attempts whose folders
+        no longer exist: an upload may create one of them again."""
         for name in names:
             if layout.parse_ended(name) is not None and name not in self._read:
                 self._add(store, name)

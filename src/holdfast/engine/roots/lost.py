@@ -117,10 +117,8 @@ class Records:
         return [name for name in listed if name is not None]
 
     def _has_all(self, folder: str, names: Collection[str]) -> bool:
-        """Whether no file but the manifest is missing.
-
-        For an encrypted checkpoint: whether its keys exist, put right before the manifest.
-        """
+        """Whether no file but the manifest is missing; for an encrypted checkpoint, whether its
+        keys exist, which are put right before the manifest."""
         if any(layout.parse_keys(name) is not None for name in names):
             return True
         from holdfast.format.index import MAX_INDEX_NBYTES, files_of_index  # takes numpy

@@ -168,9 +168,8 @@ class TieredCatalog(Catalog):
 
     @override
     def expect_own(self, manifest: Manifest, folder: str) -> None:
-        """Check a manifest by the claims of the tier that it is read from.
-
-        The other tier's claims may differ: one that held only one tier may still be replaced."""
+        """Check a manifest by the claims of the tier that it is read from: a claim that was put in
+        one tier only may still be replaced there."""
         if self.home(folder) is self.store:
             self._local.expect_own(manifest, folder)
         else:

@@ -109,9 +109,7 @@ class TieredOwnership(Ownership):
 
     @contextmanager
     def remote_scratch(self) -> Iterator[None]:
-        """Hold the lock under which scratch folders of the remote tier are made and removed.
-
-        It does not protect those of uploads.
+        """Hold the lock to make or remove scratch folders of the remote tier, except of uploads.
 
         Raises:
             DeadlineExceeded: the current holder of the lock hangs.
@@ -185,9 +183,8 @@ class TieredOwnership(Ownership):
     def _try_claim(
         self, choices: Iterator[Choice], put: list[Claim], *, is_reachable: bool
     ) -> Claim | None:
-        """Try once to claim the run in both tiers, as `claim_run` does in one; None: it failed.
-
-        A claim that was put is added to `put`."""
+        """Try once to claim the run in both tiers, as `claim_run` does in one; None: it failed. A
+        claim that was put is added to `put`."""
         after = self._judge(is_reachable=is_reachable)
         choice = next(choices)
         if is_reachable and self.catalog.cut_off is not None:
@@ -225,9 +222,8 @@ class TieredOwnership(Ownership):
         return claim
 
     def _put_remote(self, epoch: int, data: bytes) -> bool:
-        """Put a claim into the remote tier. False if it is not known to have worked.
-
-        The same claim is then put again before the first upload."""
+        """Put a claim into the remote tier. False if it is not known to have worked: then it is
+        put again before the first upload."""
         try:
             self._remote.make_folder(layout.WRITERS)
             put_once(self._remote, layout.writer_key(epoch), data)
@@ -245,9 +241,8 @@ class TieredOwnership(Ownership):
         return True
 
     def _go_without(self, error: StoreError) -> None:
-        """Continue with the local tier only, and warn.
-
-        Raises `error` if that tier has nothing of the run, which may be in the remote one."""
+        """Continue with the local tier only, and warn; raise `error` if that tier has nothing of
+        the run, which may be in the remote one."""
         if not holds_a_run(self._store):
             raise error
         self.catalog.cut_off = error
@@ -380,9 +375,8 @@ def share_claims(local: Store, remote: Store, *, emit: Emitter = Emitter(())) ->
 
 
 def _give_way(local: Store, remote: Store, common: list[int], emit: Emitter) -> None:
-    """Replace local claims that differ from the remote ones of `common` epochs (newest first).
-
-    Only those under which nothing was saved; damaged remote claims replace none."""
+    """Replace local claims that differ from the remote ones of `common` epochs (newest first), if
+    nothing was saved under them. Damaged remote claims replace none."""
     differing: list[int] = []
     for epoch in common:
         is_same = _document(local, epoch) == _document(remote, epoch)
@@ -400,9 +394,8 @@ def _give_way(local: Store, remote: Store, common: list[int], emit: Emitter) -> 
 
 
 def _mend(damaged: Store, sound: Store, epoch: int, emit: Emitter) -> bool:
-    """Repair a damaged claim from the other tier, if it is the same claim. Returns whether it did.
-
-    It is the same if it was cut short, or still has the other's nonce or digest."""
+    """Repair a damaged claim from the other tier, if it is the same claim: cut short, or with the
+    other's nonce or digest. Returns whether it was repaired."""
     try:
         claim = Catalog(sound).writer(epoch)
     except FormatError:

@@ -67,9 +67,8 @@ class Ledger:
 
 
 class NotedUploads:
-    """Checkpoints that wait for their upload, by the notes in the local root.
-
-    For processes that do not upload."""
+    """Checkpoints that wait for their upload, by the notes in the local root; for processes that
+    do not upload."""
 
     def __init__(self, local: Store) -> None:
         self._notes = Ledger(local).waiting()

@@ -186,9 +186,8 @@ class Sender:
         raise CommitConflict(error) if what == "aborted" else NoCheckpoint(error)
 
     def _expect_whole(self, folder: str, listing: Listing) -> None:
-        """Raise `CorruptData` if the committed remote copy lacks files or keys.
-
-        Missing files are allowed if retention has dropped components."""
+        """Raise `CorruptData` if the committed remote copy lacks its keys, or files and retention
+        has dropped no components: it may have been damaged since."""
         sizes = self._sizes_there(folder)
         is_thinned = any(layout.parse_thinned(name) is not None for name in sizes)
         wrong = [name for name, entry in listing.files.items() if sizes.get(name) != length(entry)]
