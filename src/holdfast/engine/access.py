@@ -113,7 +113,7 @@ def _expect_kept(store: Store, folder: str) -> None:
     try:
         is_committed = isinstance(Catalog(store).read(folder), Manifest)
     except FormatError:
-        return  # renamed by a person, or damaged: not deleted
+        return  # renamed by a user, or damaged: not deleted
     if not is_committed:
         raise NoCheckpoint(
             f"{store.url}/{folder}: it was deleted while it was read; what was read may be "

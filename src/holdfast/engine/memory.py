@@ -65,5 +65,5 @@ class Buffers:
         return memoryview(take(nbytes))
 
     def give_back(self, buffer: memoryview) -> None:
-        """Return a buffer that is no longer used to the pool."""
+        """Put a buffer that is no longer used back into the pool."""
         self._free.put(buffer)

@@ -79,8 +79,8 @@ class Checkpoints:
     """Whether to claim the run although another live process owns it. Off, because two processes
     that save into one run are nearly always a mistake."""
     label: str | LabelFunction = DEFAULT_LABEL
-    """The name of a checkpoint for people: a template, or a function of the Timestamp. The default
-    sorts by step."""
+    """The label in the names of checkpoints' folders: a template, or a function of the Timestamp.
+    The default sorts by step."""
     run_name: str | None = None
     """The value of `{run_name}` in the label."""
     sinks: Iterable[Sink] = (log_event,)

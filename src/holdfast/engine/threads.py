@@ -90,7 +90,7 @@ class _Reading:
 
     def begin(self) -> None:
         """Read, unless it was cancelled, and queue the use of what was read."""
-        self._room.acquire()  # whoever waits for the future has a time limit
+        self._room.acquire()  # waits for the future have a time limit
         if not self.future.set_running_or_notify_cancel():
             self._room.release()
             return

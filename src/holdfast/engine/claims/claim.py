@@ -340,7 +340,7 @@ def _still_stands(catalog: Catalog, point: Reference) -> bool:
 
 
 def is_being_deleted(store: Store, marks: Marks) -> bool:
-    """Whether one of the marks was put by a deleter that may still be deleting."""
+    """Whether a checkpoint's marks include one by a deleter that may still be active."""
     return any(not nothing_in_flight(store, epoch) for epoch in marks.retired_by)
 
 

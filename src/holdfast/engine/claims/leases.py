@@ -146,7 +146,7 @@ def _expect_standing(store: Store, folder: str) -> None:
 
 
 def expect_kept(store: Store, folder: str, marks: Marks) -> None:
-    """Raise `BeingDeleted` if a deleter that may still be deleting has left its mark."""
+    """Raise `BeingDeleted` if a checkpoint has the mark of a deleter that may still be active."""
     if not is_being_deleted(store, marks):
         return
     at_it = [epoch for epoch in marks.retired_by if not nothing_in_flight(store, epoch)]

@@ -24,7 +24,7 @@ def annotate(
     The notes are put first; then a deletion under way is detected (docs/design.md, rule 4).
 
     Raises:
-        NoCheckpoint: it is gone, or its deletion has begun.
+        NoCheckpoint: it no longer exists, or its deletion has begun.
     """
     catalog = Catalog(store)
     for _ in range(_MAX_RACES):

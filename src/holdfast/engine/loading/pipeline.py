@@ -38,7 +38,7 @@ class _PinnedBuffer:
 _NUM_KEPT = 4
 """Blocks that are cached after a small read: the next tensors are often in them, too."""
 _NUM_ALONE = 2
-"""Most blocks of a read for which that is done."""
+"""Most blocks of a read that are cached after it."""
 _SEGMENT_NBYTES_MIN = 16 * 1024
 """Least average bytes of the segments that are copied straight from the page cache."""
 
@@ -79,7 +79,7 @@ class ReadPipeline:
         self._device = device
 
     def run(self, plan: ReadPlan) -> None:
-        """Read all blocks of a plan.
+        """Read, check and copy all blocks of a plan, and wait for them.
 
         Raises:
             CorruptData, Tampered: names file, block and the tensors in it; some bytes may be copied

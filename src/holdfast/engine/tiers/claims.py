@@ -90,7 +90,7 @@ class TieredOwnership(Ownership):
 
         Raises:
             OwnedElsewhere: a live process owns the run, in either tier.
-            Diverged: the run went on in both tiers separately.
+            Diverged: the run continued in both tiers separately.
         """
         before = self.remote_claim
         self.remote_claim, self.remote_has_committed = None, False
