@@ -535,7 +535,7 @@ class Catalog:
         return 0, None
 
     def _parent(self, attempts: Iterable[AttemptName]) -> Reference | None:
-        """Return the checkpoint that the writer of attempts resumed from, by one manifest."""
+        """Return the checkpoint that a writer resumed from, by a manifest of its attempts."""
         for name in attempts:
             with suppress(FormatError, SealError):
                 register = self.read(str(name))

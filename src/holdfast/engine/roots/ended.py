@@ -18,7 +18,7 @@ from holdfast.format.records import MAX_ENDED_NBYTES, Ended
 from holdfast.store.base import Store
 
 _WORTH_A_RECORD = 4
-"""Least number of newly ended attempts to record; the next process reads fewer again."""
+"""Least number of newly ended attempts to record; if fewer, the next process reads them again."""
 _MOST_LISTED = 100_000
 _KNOWN: WeakKeyDictionary[Store, EndedAttempts] = WeakKeyDictionary()
 

@@ -65,7 +65,7 @@ from holdfast.store.base import BlockWriter, Store
 T = TypeVar("T")
 
 NICENESS = 10
-"""Priority (`nice` value) of upload threads, below those that train and save, on Linux."""
+"""Nice value of upload threads: less priority than training and saving, where supported."""
 
 
 class UploadInterrupted(HoldfastError):
