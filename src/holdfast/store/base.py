@@ -97,9 +97,9 @@ class Store(ABC):
     """Keys and bytes. Every method raises a `StoreError`.
 
     A subclass writes `url`, `put`, `get`, `head`, `list`, `children` and `delete`. All else works
-    through these, and is overridden by a store that can do it sooner, or can do more. Where
-    `make_folder`, `link` or `create` is overridden, `has_folders`, `has_links` and
-    `writes_in_place` are true unless the store says otherwise.
+    through these, and is overridden by a store that can do it sooner, or can do more. Where all
+    that is about folders is overridden, or `link`, or `create`, then `has_folders`, `has_links` or
+    `writes_in_place` is true unless the store says otherwise.
 
     A put with `if_absent` is never sent again on its own while an earlier one may take effect.
     """
@@ -158,7 +158,13 @@ class Store(ABC):
         Puts are then calls of this host's kernel: of a process that is gone none can take effect
         any more.
         """
-        return type(self).make_folder is not Store.make_folder
+        own = type(self)
+        return (
+            own.make_folder is not Store.make_folder
+            and own.sync_folder is not Store.sync_folder
+            and own.refresh_folder is not Store.refresh_folder
+            and own.sweep is not Store.sweep
+        )
 
     def make_folder(self, folder: str, *, exclusive: bool = False) -> None:  # noqa: B027
         """Make `folder`, the root and its ancestors; durable when this returns. No-op where the
