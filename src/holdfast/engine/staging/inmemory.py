@@ -27,7 +27,7 @@ _Block: TypeAlias = tuple[str, int]
 
 
 class ImageTransfer(Transfer):
-    """Copies a state into images: the `now` copies while training waits, the `later` ones after.
+    """Copies a state into images; training waits for the `now` copies, not for the `later` ones.
 
     The caller keeps the tensors of the later copies alive until they are made.
     """
