@@ -99,7 +99,9 @@ class Store(ABC):
     """Base class of stores of bytes under keys. A method that fails raises a `StoreError`.
 
     A subclass implements `url`, `put`, `get`, `head`, `list`, `children` and `delete`. All else
-    works through these, and is overridden by a store that does it faster, or can do more.
+    works through these, and is overridden by a store that does it faster, or can do more. If
+    `make_folder`, `link` or `create` is overridden, `has_folders`, `has_links` and
+    `writes_in_place` are true unless the store overrides them, too.
 
     A put with `if_absent` is never retried while an earlier request may still take effect.
     """
@@ -158,7 +160,7 @@ class Store(ABC):
         If so, puts are calls of this host's kernel: none by a process that has ended can take
         effect any more.
         """
-        return False
+        return type(self).make_folder is not Store.make_folder
 
     def make_folder(self, folder: str, *, exclusive: bool = False) -> None:  # noqa: B027
         """Make `folder`, the root and its ancestors, durably. No-op if the store has no folders.
@@ -253,7 +255,7 @@ class Store(ABC):
     @property
     def writes_in_place(self) -> bool:
         """Whether readers may see an object of `create` before it is finished."""
-        return False
+        return type(self).create is not Store.create
 
     def create(self, key: str, nbytes: int, *, at_most: bool = False) -> BlockWriter:
         """Begin an object of `nbytes` bytes under a key that is not taken (`AlreadyExists`).
@@ -273,7 +275,7 @@ class Store(ABC):
     @property
     def has_links(self) -> bool:
         """Whether one object can have two keys (hard links), and exists until both are deleted."""
-        return False
+        return type(self).link is not Store.link
 
     def link(self, source: str, key: str) -> bool:
         """Give a finished object a second key, durably; the key must be new (`AlreadyExists`).
@@ -316,6 +318,10 @@ class Store(ABC):
         try:
             data = self.get_whole(name, max_nbytes=MAX_KEY_BYTES + 1)
         except NotFound:
+            return None
+        except StoreError as error:
+            if type(error) is not StoreError:
+                raise  # it may pass
             return None
         return data.decode(errors="replace").strip()
 
