@@ -205,9 +205,7 @@ class Store(ABC):
             seen(memory)
 
     def get_whole(self, key: str, *, max_nbytes: int, afresh: bool = False) -> bytes:
-        """Read all bytes of one version of an object; exact like `get`.
-
-        `afresh` is as for `read_into`.
+        """Read all of one version of an object; exact like `get`, `afresh` as for `read_into`.
 
         Raises:
             LimitExceeded: it has more than `max_nbytes`; nothing was read.
@@ -306,9 +304,9 @@ class Store(ABC):
     # The root
 
     def point(self, name: str, target: str) -> None:
-        """Make `name` in the root a pointer, for people, to folder `target`; replaces atomically.
+        """Make `name` in the root point to folder `target`, for people; replaces atomically.
 
-        By default the pointer is an object that holds the name of the folder.
+        By default an object holds the name of the folder.
         """
         check_key(target)
         self.put(name, target.encode())

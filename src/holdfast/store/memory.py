@@ -1,4 +1,4 @@
-"""A store in the memory of this process, without folders like an object store."""
+"""A store in the memory of this process: flat, without folders, as object stores are."""
 
 from __future__ import annotations
 
@@ -154,6 +154,6 @@ _named_lock = threading.Lock()
 
 
 def memory_store(name: str) -> MemoryStore:
-    """Return the store of that name: the same one at each call in this process."""
+    """Return the memory store called `name`: the same one at each call in this process."""
     with _named_lock:
         return _named.setdefault(name, MemoryStore(name))

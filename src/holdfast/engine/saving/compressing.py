@@ -305,7 +305,7 @@ class Compressing:
         return self._chooser.observer(component_of(file.name), item_sizes(file))
 
     def committed(self, nbytes: int, spent_s: float) -> None:
-        """Note that the save was committed, with its plain bytes and the seconds it took."""
+        """Record that the save was committed, with its uncompressed bytes and its seconds."""
         self._written = (nbytes, spent_s)
         self._is_settled = True
 

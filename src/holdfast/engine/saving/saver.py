@@ -70,10 +70,7 @@ class Chores(Protocol):
 
 
 class Saver:
-    """Runs saves, one at a time, and the housekeeping after them.
-
-    `standing`: the checkpoint of the whole state that the run last committed or resumed from.
-    """
+    """Runs saves and housekeeping; `standing` is the full checkpoint last saved or resumed from."""
 
     def __init__(
         self,
@@ -285,8 +282,7 @@ class Saver:
     def _failure(self, error: BaseException, step: int, epoch: int) -> BaseException:
         """Return the error for the caller: `Superseded` if another process now owns the run.
 
-        Such a process may find its files gone or its manifest's key taken, so ownership is checked
-        before the save's own error is reported.
+        Checked first, as files may then be missing, or the manifest's key taken, for that reason.
         """
         if isinstance(error, OwnershipError):
             return error

@@ -71,9 +71,7 @@ _PASSED_THROUGH = frozenset({layout.WRITERS, layout.READERS, layout.REQUESTS, la
 
 
 def sealing(store: Store, encryption: Encryption | None, *, twin: Store | None = None) -> Store:
-    """Return `store`, wrapped so that it encrypts, if `encryption` is given.
-
-    `twin` is as for `SealedStore`.
+    """Return `store`, encrypting if `encryption` is given; `twin` is as for `SealedStore`.
 
     Raises:
         UsageError: it encrypts already.
@@ -125,10 +123,7 @@ class _Attempt:
 
 
 class SealedStore(WrappedStore):
-    """Wraps `inner` and encrypts every checkpoint. Thread-safe.
-
-    A checkpoint is committed by the process that wrote its files.
-    """
+    """Encrypts the checkpoints in `inner`. Thread-safe; the process that writes one commits it."""
 
     def __init__(
         self, inner: Store, encryption: Encryption, *, twin: SealedStore | None = None
@@ -193,7 +188,7 @@ class SealedStore(WrappedStore):
 
     @override
     def get(self, key: str, start: int = 0, nbytes: int | None = None) -> bytes:
-        """Return decrypted bytes.
+        """Return decrypted bytes of an object.
 
         Raises:
             SealError: the checkpoint is not for our keys, or not encrypted.
@@ -410,7 +405,7 @@ class SealedStore(WrappedStore):
         return data, None
 
     def _known(self, folder: str, document: bytes) -> Contents | None:
-        """Contents that this store or its twin decrypted from the same bytes before, if any."""
+        """Return contents that this store or its twin decrypted from the same bytes, if any."""
         for store in (self, self._twin):
             if store is None:
                 continue

@@ -136,11 +136,8 @@ class Overlapped:
         places: Mapping[Place, Tensor] | None = None,
         tell: Callable[[], None] = lambda: None,
     ) -> None:
-        """Prepare the copy; `start` begins it.
-
-        `on_device`: those of `copies` that a device makes. `places`: the targets of the copies, if
-        samples of them are compared too. `tell`: callback after a success.
-        """
+        """Prepare a copy. `on_device`: those of `copies` that a device makes; `places`: their
+        targets, if samples of them are compared too; `tell`: callback after a success."""
         self.step = step
         self.copied: Future[None] = Future()
         """Resolves when all is copied and no tensor was changed meanwhile; else has the error."""
@@ -246,7 +243,7 @@ class Overlapped:
                 "or optimizer state other than by a torch optimizer's step:\n"
                 + listing(self._changed)
             )
-        # Dropped before anybody wakes up: training may need the memory of old tensors at once.
+        # Dropped before waiters wake up: training may need the memory of old tensors at once.
         self._guarded = Guarded(keys={})
         if self._error is None:
             self._tell()

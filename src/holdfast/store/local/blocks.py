@@ -133,10 +133,7 @@ class DirectWrites:
         return direct
 
     def warn(self, path: str, error: OSError) -> None:
-        """Log one warning that a direct write was refused, and the page cache is used instead.
-
-        Files that take direct writes may still refuse them from some kinds of memory.
-        """
+        """Log once that a direct write was refused, as from some memory; the page cache is used."""
         with self._lock:
             has_warned, self._has_warned = self._has_warned, True
         if not has_warned:

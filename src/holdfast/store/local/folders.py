@@ -21,9 +21,7 @@ _NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
 
 @contextmanager
 def opened_folder(root: str, segments: Sequence[str]) -> Iterator[int]:
-    """Open a folder, segment by segment, and yield its descriptor.
-
-    `root` may be a symbolic link; nothing below it may be one.
+    """Open a folder and yield its descriptor; only `root` may be a symbolic link, nothing below.
 
     Raises:
         StoreError: the root exists and is not a folder, which must not count as missing.
@@ -191,10 +189,7 @@ def _leads_out(folder_fd: int, name: str) -> bool:
 
 
 def _empty_folder(folder_fd: int) -> list[str]:
-    """Remove everything in a folder but its folders, whose names are returned.
-
-    Links are not followed.
-    """
+    """Remove all but the folders, whose names are returned; links are not followed."""
     with os.scandir(folder_fd) as entries:
         names = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
     for name, is_folder in names:

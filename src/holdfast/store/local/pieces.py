@@ -170,7 +170,7 @@ class LocalPieces:
                 if has_room:
                     draft.rename(self._path(piece.place))
         except FileNotFoundError:
-            pass  # somebody emptied the folder meanwhile
+            pass  # another process emptied the folder meanwhile
         except OSError as error:
             self._keep_no_more(error)
 
@@ -360,10 +360,7 @@ def _unlock(fd: int) -> None:
 
 
 def _let_go() -> None:
-    """Close, in a forked child, the lock descriptors that it inherited.
-
-    Else the locks would be held while the child lives, even if the parent was killed.
-    """
+    """Close inherited lock descriptors in a forked child, or it would hold its parent's locks."""
     while _lockable:
         os.close(_lockable.pop())
     _forking.release()
@@ -387,10 +384,7 @@ def _on_disk(nbytes: int) -> int:
 
 
 def _counted_here(text: bytes) -> int | None:
-    """Parse the count; None if it is from before this boot.
-
-    After a power failure the count may be older than the copies.
-    """
+    """Parse the count; None if from an earlier boot: a power failure may leave an old one."""
     number, _, boot = text.partition(b" ")
     return int(number) if re.fullmatch(rb"[0-9]{20}", number) and boot == _boot() else None
 

@@ -178,10 +178,7 @@ def fill(
 
 
 def is_at_hand(file: OpenFile, start: int, nbytes: int) -> bool:
-    """Whether `fill_cached` can succeed, because all of the bytes are in the page cache.
-
-    Checked first, because even a read that does not wait makes the kernel read ahead.
-    """
+    """Whether all bytes are cached; else even a read that does not wait causes read-ahead."""
     return bool(_NO_WAIT and nbytes) and is_all_cached(file.fd, start, start + nbytes)
 
 

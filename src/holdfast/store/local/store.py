@@ -144,10 +144,7 @@ class LocalStore(Store):
 
     @override
     def cached(self, key: str, start: int, nbytes: int) -> FillCached | None:
-        """Return a function that copies from the page cache, or None if bytes are missing there.
-
-        Always None for a subclass that overrides `read_into`, so that it sees all reads.
-        """
+        """Return a copier of cached bytes; None also if `read_into` is overridden, to see reads."""
         expect_positive("cached", key, start=start, nbytes=nbytes)
         check_key(key)
         if type(self).read_into is not LocalStore.read_into:
@@ -179,10 +176,7 @@ class LocalStore(Store):
 
     @override
     def children(self, folder: str = "") -> tuple[str, ...]:
-        """Return the sorted names in a folder; those of folders end with `/`.
-
-        A symbolic link out of the folder is listed as a folder; reading through it is an error.
-        """
+        """List names; a symbolic link out of the folder counts as a folder, but cannot be read."""
         check_folder(folder)
         return tuple(sorted(name for name, _ in self._entries(folder, sizes=False)))
 

@@ -69,7 +69,7 @@ class RemoteOptions:
     ranks_on_host: int = 1
     """Number of processes of this host that share its limits."""
     rank_on_host: int = 0
-    """This process's number among them, from 0; each begins a little after the one before."""
+    """This process's number on the host, from 0; each begins a little after the one before."""
     timeout_s: float = 60.0
     """Timeout of a request with its body of at most 16 MiB, in seconds."""
     connect_timeout_s: float = 10.0

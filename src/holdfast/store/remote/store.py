@@ -141,7 +141,7 @@ class RemoteStore(Store):
 
     @override
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """Yield objects in order of keys; those of Azure, which does not order, are sorted here."""
+        """Yield objects in order of keys; Azure's are sorted here, as it lists them unordered."""
         if prefix:
             check_key(prefix.removesuffix("/"))
         if self._place.scheme == "az":

@@ -78,8 +78,7 @@ class UploadResources:
         """Whether a piece that its object needs next may exceed the memory limit.
 
         One at a time may, until it is passed to the upload or its object has ended. Besides it, an
-        object with parts longer than a piece may keep an incomplete part. The caller holds
-        `changed`.
+        object with long parts may keep an incomplete one. The caller holds `changed`.
         """
         admitted = self._admitted() if self._admitted is not None else None
         return not self.is_sending() and (admitted is None or admitted.is_over())
@@ -243,10 +242,7 @@ class _Writer:
         self._length = length
 
     def _expect_there(self, error: Exception) -> None:
-        """Raise the error of a failed upload, unless the object exists: the reply may be lost.
-
-        No one else writes this key.
-        """
+        """Raise a failed upload's error unless only the reply was lost; no one else has the key."""
         api = self._uploads.api
         with suppress(HoldfastError):
             if self._length is not None and api.has(self._key, self._length):
@@ -292,7 +288,7 @@ class SinglePut(_Writer):
             if self._was_sent and not self._is_there:
                 raise StoreError(f"finish {self._key}: it was not stored; the write before failed")
             self._state = _UploadState.FINISHED
-        if not self._was_sent:  # nothing came, or nobody knew that it was all
+        if not self._was_sent:  # no write knew that it was the last
             gathered = memoryview(b"") if self._gathered is None else self._gathered
             self._send(gathered[: self._length])
             self._gathered = None
@@ -407,10 +403,9 @@ class MultipartPut(_Writer):
         uploads.call(self._arrived.set)
 
     def _expect_next_to_have_come(self, start: int, error: TransientStoreError) -> None:
-        """Raise a `StoreError` if the wait for memory is the writer's fault, not the service's.
+        """Raise a final `StoreError` if the next byte was not written, as a retry is useless.
 
-        That is so if the next byte was not written: a retry would end the same way. The caller
-        holds `changed`.
+        The caller holds `changed`.
         """
         has_come = start == self._position or self._position in self._pieces
         if not has_come and not self._uploads.is_sending():
