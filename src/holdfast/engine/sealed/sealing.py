@@ -148,7 +148,7 @@ class SealedStore(WrappedStore):
 
     @override
     def uncached(self) -> SealedStore:
-        """Return this store without caches; it shares begun attempts and decrypted manifests."""
+        """Return this store without local copies, but with its attempts and decrypted manifests."""
         inner = self.inner.uncached()
         if inner is self.inner:
             return self
@@ -197,7 +197,7 @@ class SealedStore(WrappedStore):
         document = self._document(key)
         if document is not None:
             return _cut(document, start, nbytes, what=f"{self.url}/{key}")
-        reader = self.uncached()._reader(key)  # `get` bypasses caches
+        reader = self.uncached()._reader(key)  # `get` bypasses local copies
         if reader is None:
             return self.inner.get(key, start, nbytes)
         stop = reader.seal.nbytes if nbytes is None else start + nbytes
