@@ -30,7 +30,7 @@ _short.maxstring = _short.maxother = 200
 def checked(
     *, but: Collection[str] = (), removed: Mapping[str, str] | None = None
 ) -> Callable[[F], F]:
-    """Decorator that raises `UsageError` when an argument is not of its annotated type.
+    """Decorator: raise `UsageError` when an argument is not of its annotated type.
 
     Of a class, the arguments of `__init__` are checked. An argument given both by position and by
     name is an error, too. The check runs before the function. Arguments in `but` are not checked:
@@ -92,12 +92,12 @@ def _checking(target: F, but: Collection[str], removed: Mapping[str, str]) -> F:
 
 
 def shown(value: object) -> str:
-    """The `repr` of a value, shortened for an error message."""
+    """Format a value for an error message: its `repr`, shortened."""
     return _short.repr(value)
 
 
 def written(record: Any) -> str:
-    """The call that makes a dataclass, with only what differs from the defaults.
+    """Format the call that makes a dataclass, with only the arguments that are not defaults.
 
     Values that need a name after a default was left out are given by name.
     """
@@ -115,7 +115,9 @@ def written(record: Any) -> str:
 def _check(name: str, value: object, hints: dict[str, Any]) -> None:
     hint = hints.get(name, Any)
     if not _fits(value, hint):
-        raise UsageError(f"{name}={shown(value)}: must be {_described(hint)}")
+        raise UsageError(
+            f"{name}={shown(value)}: must be {_described(hint)}{_unnamed(value, hint)}"
+        )
 
 
 def _fits(value: object, hint: Any) -> bool:
@@ -131,6 +133,16 @@ def _fits(value: object, hint: Any) -> bool:
     if hint in (int, float):
         return not isinstance(value, bool) and isinstance(value, int if hint is int else Real)
     return isinstance(value, origin or hint)
+
+
+def _unnamed(value: object, hint: Any) -> str:
+    """What to write where a value has all that an abstract class asks for and does not derive from
+    it; empty otherwise."""
+    for part in get_args(hint) or (hint,):
+        asked = getattr(part, "__abstractmethods__", ()) if inspect.isabstract(part) else ()
+        if asked and all(hasattr(value, name) for name in asked):
+            return f"; derive its class from it: class {type(value).__name__}({part.__name__})"
+    return ""
 
 
 def _described(hint: Any) -> str:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from holdfast.errors import UsageError
+from holdfast.errors import StoreError, TransientStoreError, UsageError
 from holdfast.store import open_store
 from holdfast.store.base import FreeSpace, Store, WrappedStore
 from holdfast.store.local import LocalStore
@@ -84,6 +84,41 @@ def test_an_object_in_pieces_is_seen_when_it_is_whole():
     assert store.children() == ()
     writer.finish()
     assert store.get("a") == b"1234"
+
+
+FOLDERS = ("make_folder", "sync_folder", "refresh_folder", "sweep")
+
+
+@pytest.mark.parametrize(
+    ("methods", "promise"),
+    [(FOLDERS, "has_folders"), (("link",), "has_links"), (("create",), "writes_in_place")],
+)
+def test_a_store_that_does_more_is_taken_for_it(methods, promise):
+    """Forgotten words must not weaken it: syncs that failed would count, and half files be seen."""
+    own = {name: lambda self, *args, **options: None for name in methods}
+    assert getattr(type("More", (Least,), own)(), promise)
+    assert not getattr(type("Denies", (Least,), own | {promise: False})(), promise)
+    assert not getattr(WrappedStore(Least()), promise)
+
+
+def test_a_store_that_only_makes_folders_does_not_prove_that_puts_have_ended():
+    """As one that puts a marker for each into a bucket: a request outlives its process."""
+    assert not type("Marks", (Least,), {"make_folder": lambda *args, **options: None})().has_folders
+
+
+@pytest.mark.parametrize("error", [StoreError, TransientStoreError])
+def test_a_pointer_that_can_never_be_read_points_nowhere(error):
+    class Unreadable(Least):
+        def get(self, key, start=0, nbytes=None):
+            raise error("get latest: refused")
+
+    store = Unreadable()
+    store.point("latest", "a")
+    if error is StoreError:
+        assert store.pointed("latest") is None
+    else:
+        with pytest.raises(error):
+            store.pointed("latest")
 
 
 class Noting(WrappedStore):

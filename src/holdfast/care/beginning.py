@@ -1,4 +1,4 @@
-"""Checks before a manager's first save: no accident, room on the store, and the claim."""
+"""Checks before a manager's first save: no accidental restart, enough space, and the claim."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _CLOCK_SKEW_S = 60.0
 
 
 class Beginning:
-    """Lets a run begin to save, or says why not."""
+    """Checks whether a run may begin to save, and claims the run."""
 
     def __init__(
         self, catalog: Catalog, owner: Ownership, rules: Rules, emit: Emitter, *, preflight: bool
@@ -39,11 +39,11 @@ class Beginning:
         self._rules = rules
         self._emit = emit
         self.preflight_due = preflight
-        """Whether the next save is to check space and rights first."""
+        """Whether the next save must first check space and permissions."""
         self._has_compared_clocks = False
 
     def expect(self, captured: Captured, standing: Entry | None, *, is_rollback: bool) -> None:
-        """Return when the run is claimed and a save can be made.
+        """Check that a save can be made, and claim the run if it is not claimed yet.
 
         Raises:
             OwnedElsewhere: a live process owns the run.
@@ -66,10 +66,10 @@ class Beginning:
             )
 
     def refuse_existing(self, step: int, standing: Entry | None) -> None:
-        """Raise `UsageError` where there is a checkpoint of this step, in whatever lineage.
+        """Raise `UsageError` if a checkpoint of this step exists, in any lineage.
 
-        But for the one on which the run stands, which may turn out to be unchanged, and for parts
-        that another saver has saved at this step.
+        Exempt are `standing`, the run's latest, which may turn out to be unchanged, and parts that
+        another saver has saved at this step.
         """
         if standing is not None and standing.step == step:
             return
@@ -99,7 +99,7 @@ class Beginning:
             )
 
     def look_around(self) -> None:
-        """Warn if the root has no checkpoint, but a folder directly in it is the root of a run."""
+        """Warn if this root, which has no checkpoint, directly contains the root of a run."""
         if not self._store.has_folders:
             return
         folders = [name[:-1] for name in self._store.children() if name.endswith("/")]
@@ -129,7 +129,7 @@ class Beginning:
             )
 
     def _is_part_of_this_pass(self, entry: Entry) -> bool:
-        """Whether another saver of this very process has just saved a part of the state."""
+        """Whether a checkpoint is a part of the state that another saver of this process saved."""
         claim = self._owner.claim
         is_ours = claim is not None and entry.name.epoch == claim.epoch
         return is_ours and bool(entry.manifest.lacks)
@@ -141,7 +141,7 @@ class Beginning:
             yield Choice(point=None)
 
     def _refuse_accidental_restart(self, standing: Entry | None) -> None:
-        """Saving from scratch into a root with checkpoints would let retention eat them."""
+        """Raise `UsageError` on a fresh start where retention would then delete checkpoints."""
         if standing is None and self._catalog.ever_committed():
             raise UsageError(
                 f"{self._store.url} holds the checkpoints of a run. Call resume() to go on with "
@@ -154,7 +154,7 @@ class Beginning:
         try:
             remote.children()
         except StoreError:
-            return  # the claim tells that it is away, and the first upload finds out the rest
+            return  # the claim reports that it is unreachable, and the first upload the rest
         with owner.remote_scratch():
             self._check_room(captured, remote, self._rules.remote)
 
@@ -172,7 +172,7 @@ class Beginning:
 
 
 def _seconds_between(first: str, second: str) -> float:
-    """Seconds from one recorded time to another; 0 if one of them cannot be parsed."""
+    """Compute the seconds from one recorded time to another; 0 if one cannot be parsed."""
     try:
         between = datetime.fromisoformat(second) - datetime.fromisoformat(first)
     except (ValueError, TypeError):

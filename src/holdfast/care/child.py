@@ -1,6 +1,6 @@
-"""A supervised child process: started again and again, signals forwarded, nothing left behind.
+"""A supervised child process: starts it, forwards signals to it, kills it with its helpers.
 
-Owns processes, sessions and signals. Knows nothing of why there is another life.
+Owns processes, sessions and signals; `care.supervise` decides whether to start it again.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from holdfast.care.supervise import ChildEnding
 from holdfast.errors import UsageError
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-"""Signals that ask to stop. Those that were ignored when the supervisor began stay so."""
+"""Signals that ask to stop. Those that were ignored when the supervisor began stay ignored."""
 _LEFTOVERS_S = 10.0
-"""How long to wait for killed processes to be gone."""
+"""How long to wait for killed processes to end, in seconds."""
 _POLL_S = 0.05
-"""Processes that are not our children cannot be waited for, only asked after."""
+"""Pause between checks of processes that are not our children, for which no wait exists."""
 
 
 class ChildProcess:
-    """A command; a context that owns this process's signal handlers. Main thread only.
+    """Runs a command as a child and forwards signals to it; a context manager, main thread only.
 
-    Each life is a session of its own, so that a terminal's Ctrl-C reaches it once, through us,
-    and so that its helpers can be found. Standard streams are inherited.
+    Owns this process's signal handlers. Each run is a session of its own: a terminal's Ctrl-C
+    reaches it once, through us, and its helpers can be found. Standard streams are inherited.
     """
 
     def __init__(self, command: Sequence[str], *, grace_s: float) -> None:
@@ -54,7 +54,7 @@ class ChildProcess:
         for number in FORWARDED:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 self._handle(number)
-        # Not for its handler: an ignored SIGCHLD, which is inherited, would reap children unseen.
+        # An ignored SIGCHLD, which is inherited, would reap children unseen.
         self._handle(signal.SIGCHLD)
         self._reader = reader
         return self
@@ -65,11 +65,11 @@ class ChildProcess:
     def live(self) -> ChildEnding:
         """Start the command and wait for its end; forward signals meanwhile.
 
-        The first signal begins the time of grace, at whose end the whole group is killed. Of a
-        life that failed nothing is left running.
+        The first signal begins the time of grace, at whose end the whole process group is killed.
+        After a failure no process of the group is left running.
 
         Raises:
-            UsageError: at the first life, there is no such command, or it may not be run.
+            UsageError: at the first start, there is no such command, or it may not be run.
         """
         try:
             process = subprocess.Popen(self._command, start_new_session=True)
@@ -94,7 +94,7 @@ class ChildProcess:
         return ChildEnding(returncode=returncode, asked=stop.first)
 
     def pause(self, delay_s: float) -> int | None:
-        """Wait so long, or until a signal asks to stop; gives that signal."""
+        """Wait for `delay_s` seconds or until a stop signal; return that signal's number."""
         until = time.monotonic() + delay_s
         while True:
             left_s = until - time.monotonic()
@@ -112,7 +112,7 @@ class ChildProcess:
                 self._forward(group, stop, stop.left_s)
 
     def _wait_for_others(self, group: _ProcessGroup, stop: _Grace, *, is_graceful: bool) -> None:
-        """Wait for what the leader left: a shell dies at once, and the training behind it saves."""
+        """Wait for the other processes of the group: a shell dies at once, its training saves."""
         while is_graceful and not group.is_gone() and not stop.is_over:
             self._forward(group, stop, _POLL_S)
         if not group.is_gone():
@@ -127,7 +127,7 @@ class ChildProcess:
             group.send(number)
 
     def _signals(self, timeout_s: float | None) -> Iterator[int]:
-        """Signals that asked to stop since the last call; waits for the first of any kind."""
+        """Wait for a signal of any kind; return the stop signals since the last call."""
         waiting = select.poll()  # `select` itself takes no descriptor above 1023
         waiting.register(self._reader, select.POLLIN)
         ready = waiting.poll(None if timeout_s is None else math.ceil(timeout_s * 1000))
@@ -139,7 +139,7 @@ class ChildProcess:
 
 
 class _Grace:
-    """Whether the child was asked to stop, and how long it may take its time."""
+    """Time that the child has left to stop by itself after the first signal."""
 
     def __init__(self, grace_s: float) -> None:
         self._grace_s = grace_s
@@ -147,19 +147,19 @@ class _Grace:
         self.first: int | None = None
 
     def begin(self, number: int) -> None:
-        """The first signal counts."""
+        """Start the time of grace at the first signal; later ones change nothing."""
         if self.first is None:
             self.first = number
             self._until = time.monotonic() + self._grace_s
 
     @property
     def is_over(self) -> bool:
-        """Whether the grace has ended."""
+        """Whether the time of grace has ended."""
         return time.monotonic() >= self._until
 
     @property
     def left_s(self) -> float | None:
-        """Seconds left of the grace; None if none runs."""
+        """Seconds left of the time of grace; None before the first signal."""
         return None if self.first is None else max(0.0, self._until - time.monotonic())
 
 
@@ -170,12 +170,12 @@ class _ProcessGroup:
         self._number = number
 
     def send(self, number: int) -> None:
-        """Send a signal to all that are left of it."""
+        """Send a signal to all processes left in the group."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._number, number)
 
     def is_gone(self) -> bool:
-        """Whether nobody is left; reaps those that fell to us, as happens in a container."""
+        """Whether no process is left; reaps orphans that became our children, as in a container."""
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-self._number, os.WNOHANG) != (0, 0):
                 pass
@@ -189,9 +189,9 @@ class _ProcessGroup:
 
 
 def _ended(pid: int) -> Any:
-    """How a child ended, None while it lives; leaves it to be reaped."""
+    """Return how a child ended, without reaping it; None while it runs."""
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
 
 
 def _ignore(*_: object) -> None:
-    """The number has come through the pipe already."""
+    """No-op signal handler: the signal's number arrives through the wakeup pipe."""

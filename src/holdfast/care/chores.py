@@ -1,4 +1,4 @@
-"""Chores of a manager after its saves and claims, in the thread that saves."""
+"""Maintenance that a manager does after its claims and saves, in the thread that saves."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from holdfast.engine.roots.catalog import Entry
 
 
 class ManagerChores:
-    """Order of the chores of one manager."""
+    """Calls a manager's maintenance tasks (retention, tuning, uploads) in the right order."""
 
     def __init__(
         self,
@@ -28,7 +28,7 @@ class ManagerChores:
         self._tuning = tuning
 
     def after_claim(self) -> None:
-        """Remove what earlier writers left, read what the run has recorded, mend."""
+        """Remove leftovers of earlier writers, read recorded costs, repair damaged checkpoints."""
         self._housekeeper.after_claim()
         self._tuning.after_claim()
         self._uploads.mend_now()
@@ -40,6 +40,6 @@ class ManagerChores:
         self._housekeeper.after_commit(entry)
 
     def after_failure(self) -> None:
-        """Keep the manager until somebody is told; a later one of this process may have the run."""
+        """Keep the manager until its failure is raised; let later managers claim the run."""
         exits.hold(self._manager)
         self._owner.let_others_claim()

@@ -1,4 +1,4 @@
-"""Results of verifying: plain records, for people and for `--json`."""
+"""Result records of verification: problems found, reports of a checkpoint and of a root."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from holdfast.errors import HoldfastError, SealError, is_damage
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """A file, or a part of it, that is not as it was written."""
+    """A problem with a file, or with one block of it: damaged, missing or unreadable."""
 
     file: str
     message: str
     block: int | None = None
     start: int | None = None
-    """First byte of the damaged stretch, where it is known."""
+    """Offset of the first damaged byte, where it is known."""
     nbytes: int | None = None
     tensors: tuple[str, ...] = ()
-    """Keys of the tensors that have bytes in the damaged stretch."""
+    """Keys of the tensors that have bytes in the damaged part."""
     expected: str = ""
     found: str = ""
     is_damage: bool = True
-    """Whether bytes are wrong or lost (`errors.is_damage`); else they could not be read now, or not
-    by this version, and nothing is known of them."""
+    """Whether bytes are wrong or lost (`errors.is_damage`). False: they could not be read now, or
+    not by this version, and may be intact."""
 
     def __str__(self) -> str:
         place = "" if self.block is None else f" block {self.block} (byte {self.start})"
@@ -36,7 +36,7 @@ class Problem:
 
 
 def problem_of(file: str, what: str | HoldfastError, **more: Any) -> Problem:
-    """The problem with a file of which something is wrong, or that gave this error."""
+    """Build the `Problem` of a file from a text, or from the error that reading it raised."""
     message = str(what).removeprefix(f"{file}: ")
     damage = isinstance(what, str) or is_damage(what)
     return Problem(file=file, message=message, is_damage=damage, **more)
@@ -44,11 +44,11 @@ def problem_of(file: str, what: str | HoldfastError, **more: Any) -> Problem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyReport:
-    """Result of verifying one checkpoint. `nbytes` is how many bytes were read and compared."""
+    """Result of verifying one checkpoint. `nbytes` counts the bytes that were read and compared."""
 
     folder: str
     step: int | None
-    """None where the manifest cannot be read."""
+    """Step of the checkpoint; None where the manifest cannot be read."""
     problems: tuple[Problem, ...]
     notes: tuple[str, ...]
     nbytes: int
@@ -70,7 +70,7 @@ class RootReport:
     """Damaged records in `writers/`."""
     notes: tuple[str, ...]
     unopened: tuple[tuple[str, SealError], ...] = ()
-    """(folder, why) of checkpoints that the given keys do not open: nothing is known of these."""
+    """(folder, why) of checkpoints that the given keys do not decrypt; these were not checked."""
 
     @property
     def ok(self) -> bool:

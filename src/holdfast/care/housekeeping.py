@@ -1,4 +1,4 @@
-"""Chores after a commit or a claim, which never stop training (invariant 8)."""
+"""Retention and garbage collection after a commit or claim; errors are logged (invariant 8)."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from holdfast.store.base import Store
 
 
 class Claimant(Protocol):
-    """Holder of a claim, in whose name chores are done."""
+    """Interface of the holder of the claim under which retention and gc run."""
 
     @property
     def claim(self) -> Claim | None:
-        """The claim in whose name they are done; without one nothing is."""
+        """The claim on the root; None: retention deletes nothing."""
         ...
 
     @property
     def has_committed(self) -> bool:
-        """Whether that claim has a commit of its own from which the run would go on."""
+        """Whether this claim has committed a checkpoint that the run could resume from."""
         ...
 
     @property
     def unclear(self) -> Collection[str]:
-        """Folders whose registers must stay, because a copy of their put may still arrive."""
+        """Folders whose registers must stay, because a put of theirs may still be in flight."""
         ...
 
 
 class Housekeeper:
-    """Does the chores of one manager; failures are logged, and tried again next time."""
+    """Runs retention and garbage collection of one root; failures are logged and retried later."""
 
     def __init__(
         self,
@@ -51,9 +51,9 @@ class Housekeeper:
         is_sent_to: bool = True,
         waiting: Waiting | None = None,
     ) -> None:
-        """With `replaces` a checkpoint takes the place of older ones of its step. `is_sent_to`:
-        whether the root may be the remote tier of a run, where senders put manifests. `waiting`
-        says what must not be deleted yet."""
+        """Delete nothing yet. With `replaces` a checkpoint replaces older ones of its step.
+        `is_sent_to`: whether the root may be the remote tier of a run, where uploads put manifests.
+        `waiting` says what must not be deleted yet."""
         self._is_sent_to = is_sent_to
         self._lock = threading.Lock()
         self._store = store
@@ -64,24 +64,24 @@ class Housekeeper:
         )
 
     def after_commit(self, entry: Entry) -> None:
-        """Move `latest`, if a run would go on from this one, then delete what the rule drops."""
+        """Point `latest` to a new checkpoint if a run would resume from it, then run retention."""
         if not entry.manifest.lacks:
             with self._trying("latest"):
                 self._point_latest(entry)
         self.retain()
 
     def retain(self) -> None:
-        """Delete what the rule drops. From any thread."""
+        """Delete what the retention rule does not keep. Thread-safe."""
         with self._lock, self._trying("retention"):
             self._retain()
 
     def after_claim(self, *, spared: Collection[str] = ()) -> None:
-        """Remove what earlier writers left unfinished, but for the `spared` folders."""
+        """Remove what earlier writers left unfinished, except in the `spared` folders."""
         with self._trying("gc"):
             self._collect(spared)
 
     def trust(self, entry: Entry) -> None:
-        """Take a checkpoint for whole: a load has read every byte of it."""
+        """Mark a checkpoint as verified: the caller has read every byte and found it right."""
         self._deleter.trust(entry)
 
     def _point_latest(self, entry: Entry) -> None:
@@ -140,7 +140,7 @@ class Housekeeper:
 
     @contextmanager
     def _trying(self, what: str) -> Iterator[None]:
-        """Log an error instead of raising it."""
+        """Log an error of the `with` block instead of raising it."""
         try:
             yield
         except Superseded as error:

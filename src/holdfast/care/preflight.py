@@ -1,6 +1,6 @@
-"""Would a save work here? Asked once, before the first one, and answered with every reason why not.
+"""Preflight: checks before the first save whether saves would work, and reports every problem.
 
-Tries the real thing on a few bytes instead of trusting what a file system claims to be.
+Tries the operations of a save on a few bytes instead of trusting what a file system claims to be.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ _PIECE = b"holdfast" * 512
 _ROUNDING_NBYTES = 4096
 _RECORDS_PER_SAVE = 4
 _RACERS, _RACES = 8, 6
-"""Where puts are not atomic, more than one of eight wins in three races out of four."""
+"""Threads and rounds of the test of concurrent puts. Where puts are not atomic, three rounds of
+four show more than one winner among eight threads."""
 _RACE_TIMEOUT_S = 120.0
 
 
 def preflight(
     store: Store, *, nbytes_per_save: int, saves_kept: int | None, num_files: int
 ) -> str | None:
-    """Check that saves of this size will find room, that the store does what commits need, and
-    that the keys open what they wrap.
+    """Check free space, the store's operations and the encryption keys before a first save.
 
     `saves_kept` is how many checkpoints retention keeps at most, beside the one being written;
-    None when there is no limit, and then room for one save is asked for. `num_files` is the
-    number of files of a save. Makes the root where there is none, and a scratch folder that it
-    removes again; other things in the root do not matter. Says how large files will be written
+    None when there is no limit, and then space for one save is required. `num_files` is the
+    number of files of a save. Creates the root if it is missing, and a scratch folder that is
+    removed again; other contents of the root are ignored. Returns how large files will be written
     from now on, where the store chooses that by trying.
 
     Raises:
-        PreflightFailed: with every problem that was found.
+        PreflightFailed: lists every problem that was found.
     """
     problems = [
         *_lack_of_room(store, nbytes_per_save, saves_kept, num_files),
@@ -94,10 +94,10 @@ def _lack_of_room(
 
 
 def _held(store: Store) -> tuple[int, int]:
-    """Bytes and files of the attempts that have not ended: retention will free their room."""
+    """Count the bytes and files of attempts that have not ended: retention will free them."""
     nbytes = num_files = 0
     for name in Catalog(store).open_attempts():
-        with suppress(StoreError):  # a link in its place: retention frees nothing there
+        with suppress(StoreError):  # a symbolic link: retention frees nothing there
             for info in store.list(f"{name}/"):
                 nbytes += info.nbytes
                 num_files += 1
@@ -105,7 +105,7 @@ def _held(store: Store) -> tuple[int, int]:
 
 
 def _refusals(store: Store) -> Iterator[str]:
-    """Go through the operations of a save, a load and a deletion in a scratch folder."""
+    """Try the operations of a save, a load and a deletion in a scratch folder; yield problems."""
     folder = layout.scratch_folder(os.urandom(8))
     try:
         store.make_folder(folder, exclusive=True)
@@ -125,7 +125,7 @@ def _refusals(store: Store) -> Iterator[str]:
 
 
 def _register_refusals(store: Store, key: str) -> Iterator[str]:
-    """A commit is a put that must fail when the key is taken, and a tombstone replaces it."""
+    """Check that a put with `if_absent` fails on an existing key, and that a put replaces it."""
     try:
         put_once(store, key, _FIRST)
     except (StoreError, CommitConflict) as error:
@@ -161,8 +161,8 @@ def _read_refusals(store: Store, key: str, expected: bytes) -> Iterator[str]:
 
 
 def _race_refusals(store: Store, folder: str) -> Iterator[str]:
-    """Some services look whether a key is free, and then write: of several puts at once more than
-    one is told that it won."""
+    """Check that of several concurrent puts with `if_absent` exactly one succeeds.
+    It fails on services that first check a key and then write it."""
     workers = Workers(_RACERS, "holdfast-preflight")
     try:
         for number in range(_RACES):
@@ -192,7 +192,7 @@ def _wins(store: Store, key: str, racer: int) -> bool:
 
 
 def _file_refusals(store: Store, key: str) -> Iterator[str]:
-    """A large file is written in pieces, in any order."""
+    """Check that a file can be written in pieces, in any order."""
     try:
         writer = store.create(key, 2 * len(_PIECE))
     except StoreError as error:
@@ -211,7 +211,7 @@ def _file_refusals(store: Store, key: str) -> Iterator[str]:
 
 
 def _range_refusals(store: Store, key: str, expected: bytes) -> Iterator[str]:
-    """A load reads blocks of a file, exactly."""
+    """Check that a range of a file is read exactly, and that reading past its end fails."""
     middle = len(expected) // 2 - 3
     try:
         if store.get(key, middle, 100) != expected[middle : middle + 100]:

@@ -1,6 +1,6 @@
 """Reads of a checkpoint's files for verification, a few blocks at a time, with one retry.
 
-Bytes are read from the disk itself where possible: the page cache cannot show a disk's damage.
+Bytes are read around the page cache where possible, because it hides damage of the disk.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class FolderReader:
         """Read and decode the manifest.
 
         Raises:
-            NoCheckpoint: it was never committed, or is deleted by now.
+            NoCheckpoint: the checkpoint was never committed, or is deleted by now.
             CorruptData: it is missing, and other records show that it was committed.
             MissingKey: it is encrypted.
         """
@@ -177,7 +177,7 @@ class FolderReader:
     def begin(self, block: BlockToCheck) -> Callable[[], CheckedBlock]:
         """Read a block; return a callback that checks it, and rereads it if the check fails."""
         start, nbytes = block.start, block.stop - block.start
-        # From the page before on, because direct reads want that.
+        # Start at a page boundary, because direct reads require that.
         skipped = start % mmap.PAGESIZE
         buffer = self._buffers.take(max(skipped + nbytes, BLOCK_NBYTES))
         memory = buffer[: skipped + nbytes]

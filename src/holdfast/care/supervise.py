@@ -1,7 +1,7 @@
-"""Whether a training that ended is started again, after how long, and when to give up.
+"""Supervision of a training: when to restart it, after what pause, and when to give up.
 
-Owns the counting of failures. Knows nothing of processes, roots or clocks: it is given the lives
-of a child, a way to ask where the run stands, and a clock. Without torch.
+Counts failures. Knows nothing of processes, roots or clocks: the caller passes a child to start, a
+callback that gives the run's newest step, and a clock. Without torch.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from typing import Protocol
 from holdfast.errors import UsageError
 
 REQUEUE_CODE = 75
-"""What a training exits with that wants to be run again; the trainer's code."""
+"""Exit status of a training that asks its scheduler to run it again; the trainer's code."""
 _SHELL_SIGNAL = 128
 """Shells give 128 + n as the status of a process that signal n ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """When to start again, and when to stop doing so."""
+    """Limits of restarts: failures, pauses, and what counts as progress."""
 
     max_failures: int = 5
-    """Give up after so many lives in a row that made no progress."""
+    """Give up after so many lives (runs of the child) in a row without progress."""
     backoff_s: float = 1.0
-    """Pause before a restart; doubled with each further life without progress. 0 for none."""
+    """Pause before a restart, in seconds; doubled with each further failure. 0 for none."""
     backoff_max_s: float = 60.0
-    """No pause is longer."""
+    """Longest pause before a restart, in seconds."""
     requeue_code: int = REQUEUE_CODE
-    """A child with this exit status is not started again: its scheduler is to do that."""
+    """Exit status after which the child is not restarted: its scheduler is to do that."""
     progress_after_s: float = 600.0
-    """A life so long made progress, where nobody can say at which step the run stands."""
+    """Duration from which a life counts as progress, where the run's step is not known."""
 
     def __post_init__(self) -> None:
         if self.max_failures < 1:
@@ -53,10 +53,10 @@ class Limits:
             )
 
     def pause_s(self, failures: int, jitter: float) -> float:
-        """The pause before a restart, in seconds, after `failures` lives without progress.
+        """Compute the pause before a restart, in seconds, after `failures` lives without progress.
 
         `jitter` from 0 to 1 takes up to half of it away, so that trainings that one fault ended
-        do not all come back at one moment.
+        do not all restart at one moment.
 
         >>> [Limits().pause_s(failures, 0.0) for failures in (0, 1, 2, 3, 7, 5000)]
         [1.0, 1.0, 2.0, 4.0, 60.0, 60.0]
@@ -69,7 +69,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChildEnding:
-    """How one life ended."""
+    """How one run of the child ended."""
 
     returncode: int | None
     """Exit status; -n where signal n ended it; None where the command could not be started."""
@@ -87,7 +87,7 @@ class ChildEnding:
 
     @property
     def code(self) -> int:
-        """The exit status with which a shell would report it."""
+        """Exit status as a shell would report it."""
         if self.returncode is None:
             return 1
         return _SHELL_SIGNAL - self.returncode if self.returncode < 0 else self.returncode
@@ -103,21 +103,21 @@ class SupervisionOutcome(Enum):
     STOPPED = "stopped"
     """A signal asked to stop, and the child ended in another way than those two."""
     GAVE_UP = "gave-up"
-    """Too many lives in a row made no progress."""
+    """Too many lives in a row ended without progress."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChildLife:
-    """A life of the child, and what follows from it."""
+    """One run of the child: how it ended, whether it made progress, and the pause after it."""
 
     number: int
-    """From 1."""
+    """Number of the life, from 1."""
     ending: ChildEnding
     duration_s: float
     from_step: int | None
-    """Step of the run's newest checkpoint before; None where there was none, or nobody knows."""
+    """Step of the run's newest checkpoint before the life; None: there was none, or not known."""
     to_step: int | None
-    """The same afterwards."""
+    """Step of the run's newest checkpoint after the life."""
     has_progressed: bool
     failures: int
     """Lives in a row without progress, this one included."""
@@ -127,7 +127,7 @@ class ChildLife:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Supervised:
-    """How it all went."""
+    """Result of a supervision: its outcome, all lives of the child, and the exit status."""
 
     outcome: SupervisionOutcome
     lives: tuple[ChildLife, ...]
@@ -136,14 +136,14 @@ class Supervised:
 
 
 class Child(Protocol):
-    """The process that is supervised. Signals are its business; `supervise` only learns of them."""
+    """Interface of a supervised process, which also handles the signals."""
 
     def live(self) -> ChildEnding:
-        """Start it, and wait for its end."""
+        """Start the process, and wait for its end."""
         ...
 
     def pause(self, delay_s: float) -> int | None:
-        """Wait, but not beyond the first signal that asks to stop; gives that signal."""
+        """Wait, but not beyond the first signal that asks to stop; return that signal."""
         ...
 
 
@@ -156,11 +156,11 @@ def supervise(
     clock: Callable[[], float] = time.monotonic,
     jitter: Callable[[], float] = random.random,
 ) -> Supervised:
-    """Let the child live until it succeeds, is asked to stop, or makes no progress any more.
+    """Restart the child until it succeeds, is asked to stop, or makes no more progress.
 
     `head` gives the step of the run's newest checkpoint, or None where there is none. A life has
-    made progress when that step is higher than it ever was: so there are at most `max_failures`
-    lives for each checkpoint, also for a run that is thrown back again and again. Without `head`,
+    made progress when that step is higher than ever before: so there are at most `max_failures`
+    lives for each checkpoint, also for a run that is rolled back again and again. Without `head`,
     a long life counts (`Limits.progress_after_s`). `tell` is called after each life.
     """
     lives: list[ChildLife] = []
@@ -200,7 +200,7 @@ def supervise(
 
 
 def signal_name(number: int) -> str:
-    """`SIGTERM` for 15; `signal 35` where it has no name."""
+    """Return the name of a signal, as `SIGTERM` for 15; `signal 35` where it has none."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -208,7 +208,7 @@ def signal_name(number: int) -> str:
 
 
 def _outcome(ending: ChildEnding, limits: Limits, failures: int) -> SupervisionOutcome | None:
-    """Decide what follows a life; None is a restart."""
+    """Decide the outcome after a life; None: restart the child."""
     if ending.returncode == 0:
         return SupervisionOutcome.FINISHED
     if ending.returncode == limits.requeue_code:

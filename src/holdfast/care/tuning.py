@@ -1,6 +1,6 @@
-"""Keeps `every="auto"` told: what the root records, and what saves and resumes cost meanwhile.
+"""Feeds `every="auto"` with measurements: recorded ones of the root, and new ones of this process.
 
-Owns when it is told what, and in which thread. What follows is for `holdfast.policy.auto`.
+Owns when and in which thread they are passed; `holdfast.policy.auto` computes the interval.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from holdfast.store.base import Store
 
 
 class Tuning:
-    """Serves one manager. Without an `Auto` every method does nothing."""
+    """Passes one manager's measured costs to its `Auto`; without one, all methods are no-ops."""
 
     def __init__(self, store: Store, owner: Ownership, emit: Emitter, auto: Auto | None) -> None:
         self._store = store
@@ -30,14 +30,14 @@ class Tuning:
     # In the background
 
     def after_claim(self) -> None:
-        """Read what the run has recorded, once per claim: every manifest and claim of the root."""
+        """Read the recorded costs of the run, once per claim, from all manifests and claims."""
         claim = self._owner.claim
         if self._auto is None or claim is None:
             return
         try:
             history = gather(self._store).history
         except HoldfastError as error:
-            # The next commit tries again; until then what is known from this process counts.
+            # The next commit retries; until then only costs measured by this process count.
             self._emit("housekeeping_failed", f'every="auto" cannot read the record: {error}')
             return
         self._auto.learn(history)
@@ -45,7 +45,7 @@ class Tuning:
         self._tell()
 
     def after_commit(self, entry: Entry) -> None:
-        """Take in what this save cost, unless it is one that was there already."""
+        """Pass on the cost of a new checkpoint, unless an unchanged save returned an old one."""
         manifest = entry.manifest
         if self._auto is None or manifest.lacks or manifest.save_id == self._last_id:
             return
@@ -59,25 +59,25 @@ class Tuning:
             self._auto.observe(cost, manifest.timestamp)
             self._tell()
 
-    # In the thread that trains
+    # In the training thread
 
     def look(self, now: Timestamp, *, is_writing: bool) -> None:
-        """Training is at `now`; `is_writing`: the newest save is not committed yet."""
+        """Pass on that training is at `now`; `is_writing`: the newest save is not committed yet."""
         if self._auto is not None:
             self._auto.look(now, is_writing=is_writing)
 
     def saved(self, stall_s: float) -> None:
-        """A save has just stopped training for so long, and is being written."""
+        """Pass on that a save has just stopped training for `stall_s`, and is being written."""
         if self._auto is not None:
             self._auto.saved(stall_s)
 
     def resumed(self, resume_s: float) -> None:
-        """Training goes on from a checkpoint, which took so long to load."""
+        """Pass on that training resumed from a checkpoint, and that this took `resume_s`."""
         if self._auto is not None:
             self._auto.restarted(resume_s)
 
     def timings(self) -> dict[str, float]:
-        """Times, in seconds, that the next save of the whole state records beside its own cost."""
+        """Return timings, in seconds, that the next whole save records beside its own cost."""
         return {} if self._auto is None else self._auto.timings()
 
     def _tell(self) -> None:

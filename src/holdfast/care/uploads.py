@@ -1,4 +1,4 @@
-"""Uploads of committed checkpoints, as a manager sees them: with one root there are none."""
+"""The manager's interface to uploads; this default, for one root, is a no-op."""
 
 from __future__ import annotations
 
@@ -6,36 +6,36 @@ from holdfast.format.manifest import Timestamp
 
 
 class Uploads:
-    """No-op: nothing is sent anywhere. `care.mirror.Mirror` sends to a second root."""
+    """No-op: nothing is uploaded. `care.mirror.Mirror` uploads to a second root."""
 
     def committed(self) -> None:
         """Queue a new checkpoint of the local root, before anything there is deleted."""
 
     def mend_now(self) -> None:
-        """Let what is damaged locally and whole remotely be mended from now on."""
+        """Request repairs of damaged local checkpoints from the remote tier, in the background."""
 
     def expect_room(self, now: Timestamp) -> None:
-        """Return when the remote tier is no further behind than it may be.
+        """Block until the remote tier is no further behind a run at `now` than the options allow.
 
         Raises:
-            DeadlineExceeded: it does not catch up.
+            DeadlineExceeded: the remote tier does not catch up.
         """
 
     def raise_failure(self) -> None:
-        """Raise what must not be missed: that the run went on elsewhere, each time; and a failed
-        upload once, if it is to be raised."""
+        """Raise the error of a failed upload, once, if the options say so.
+        That another process has claimed the run is raised at every call."""
 
     def settle(self, timeout_s: float) -> None:
-        """Return when nothing waits to be sent any more, or nothing of it can be.
+        """Block until the queue of uploads is empty, or has only uploads that cannot succeed.
 
         Raises:
-            DeadlineExceeded: says what still waits.
+            DeadlineExceeded: lists the uploads that still wait.
         """
 
     def close(self, timeout_s: float) -> None:
-        """Send what is left, up to a deadline, and end.
+        """Upload what is queued, up to a deadline, and stop for good.
 
         Raises:
-            UploadFailed: something is left, and that is to be raised.
-            OwnershipError: the run went on elsewhere, and nobody was told yet.
+            UploadFailed: something was not uploaded, and the options ask for the error.
+            OwnershipError: another process claimed the run, and that was not raised yet.
         """

@@ -1,4 +1,4 @@
-"""Arguments and options of the commands: names, types and help texts."""
+"""Arguments and options of the command line: names, types and help texts."""
 
 from __future__ import annotations
 

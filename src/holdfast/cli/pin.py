@@ -14,7 +14,7 @@ from holdfast.store.base import Store
 
 
 def pin(target: str, *, pinned: bool) -> Answer:
-    """Keep a checkpoint whatever any rule says, or let the rules decide again.
+    """Pin or unpin a checkpoint; a pinned one is kept whatever the retention rule says.
 
     Raises:
         UsageError: `target` names no single checkpoint.
@@ -26,7 +26,7 @@ def pin(target: str, *, pinned: bool) -> Answer:
 
 
 def tag(target: str, tags: Sequence[str]) -> Answer:
-    """Add tags to a checkpoint; a tagged one is kept.
+    """Add tags to a checkpoint; retention keeps a tagged one.
 
     Raises:
         UsageError: `target` names no single checkpoint, or a tag is not allowed.

@@ -23,7 +23,7 @@ PATIENCE: ContextVar[str] = ContextVar("patience", default="20s")
 
 
 def opened(root: str) -> Store:
-    """Open the store of a root; an object store has to answer a first request within `--timeout`.
+    """Open the store of a root; an object store must answer a first request within `--timeout`.
 
     Raises:
         UsageError: `--timeout` is not a time, or the kind of store is unknown.
@@ -35,7 +35,7 @@ def opened(root: str) -> Store:
         return store
     from holdfast.store.remote import RemoteStore
 
-    # Half of the time is for retries; the last of them may need the other half to connect.
+    # Half of the time is for retries; the last retry may need the other half to connect.
     half_s = float(patience.value) / 2
     options = RemoteOptions(connect_timeout_s=min(half_s, 10.0), retry_s=half_s)
     with suppress(NotFound):
@@ -66,7 +66,7 @@ def open_root(text: str) -> Store:
 
 
 def open_target(text: str) -> tuple[Store, str]:
-    """Open a store and find the folder of the named checkpoint; without `@` the latest.
+    """Open the store of a target and find the checkpoint's folder; without `@` the latest.
 
     The manifest may still be damaged when a folder was named.
 
@@ -106,6 +106,6 @@ def _expect_folder(path: str) -> None:
     except (FileNotFoundError, NotADirectoryError):
         raise NoCheckpoint(f"{path}: there is no such folder") from None
     except OSError:
-        return  # The store says in its own words why it cannot be read.
+        return  # The store's own error says why it cannot be read.
     if not stat.S_ISDIR(mode):
         raise NoCheckpoint(f"{path}: not a folder")

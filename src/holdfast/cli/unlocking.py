@@ -1,4 +1,4 @@
-"""Keys that were named before the command, for every root that it opens."""
+"""Decryption keys from the options before the command, for every root that it opens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeySources:
-    """Named sources of keys; none of them is read before it is needed."""
+    """Files, environment variables and commands that give keys; read only when needed."""
 
     files: Sequence[str] = ()
     variables: Sequence[str] = ()
@@ -24,11 +24,11 @@ class KeySources:
 
 
 NAMED: ContextVar[KeySources] = ContextVar("named keys")
-"""What stands before the command."""
+"""Key sources given before the command, such as `--key-file`."""
 
 
 def unlocked(store: Store) -> Store:
-    """Return `store` with the named keys for decryption; itself if none were named.
+    """Wrap `store` so that it decrypts with the given keys; returned as it is without keys.
 
     Raises:
         KeyUnavailable: a key cannot be obtained.
@@ -43,7 +43,7 @@ def unlocked(store: Store) -> Store:
 
 
 def keys_of(sources: KeySources) -> tuple[Key, ...]:
-    """Read all keys of some sources.
+    """Read the keys from all given files, variables and commands.
 
     Raises:
         KeyUnavailable: a key cannot be obtained.
@@ -57,7 +57,7 @@ def keys_of(sources: KeySources) -> tuple[Key, ...]:
 
 
 def inner(store: Store) -> Store:
-    """Return the store under the decrypting one."""
+    """Return the plain store inside a decrypting one; other stores as they are."""
     from holdfast.engine.sealed.sealing import bare
 
     return bare(store)

@@ -96,7 +96,7 @@ def _killed(run: RunRecord) -> list[ProcessRecord]:
 
 
 def _smoothed(values: Sequence[float]) -> list[float]:
-    """Exponential moving average, corrected for its start at zero."""
+    """Compute an exponential moving average, corrected for its start at zero."""
     smooth, weight, result = 0.0, 0.0, []
     for value in values:
         smooth = _SMOOTHING * smooth + (1 - _SMOOTHING) * value

@@ -17,7 +17,7 @@ PICTURE = "demo.png"
 def run(out: Path, *, seed: int | None = None, fast: bool = False, as_json: bool = False) -> int:
     """Run the demo in the folder `out`; returns 0 if both runs are the same, bit for bit, else 1.
 
-    It leaves `demo.json` (the record), `demo.png` (the plot), and the roots and logs of both
+    Writes `demo.json` (the record), `demo.png` (the plot), and the roots and logs of both
     runs. An earlier demo in `out` is removed. With `as_json` the record also goes to standard
     output, and all else to standard error. None draws a seed; `fast` takes a tiny model.
 

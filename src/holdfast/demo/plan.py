@@ -31,11 +31,11 @@ class DemoPlan:
     num_steps: int = 450
     """Optimizer steps of a whole run: about twenty seconds on two cores."""
     save_every: int = 20
-    """Steps between saves: about a second."""
+    """Steps from one save to the next: about a second of training."""
     keep_last: int = 3
-    """Checkpoints that retention keeps; one of them may be damaged, so never one."""
+    """Checkpoints that retention keeps; more than one, as one may be damaged."""
     batch_size: int = 8
-    """Windows of text a step."""
+    """Windows of text in a step."""
     num_threads: int = 2
     """Threads that torch computes with. Float sums depend on it, so it is fixed."""
     text_nbytes: int = 4_000_000
@@ -71,11 +71,11 @@ class Kill:
 
     after_step: int
     inside_save: bool
-    """Wait for the next save to begin, and kill during it."""
+    """Whether to wait for the next save to begin, and kill during it."""
     moment: float
     """Time into the step or the save, as a fraction of its usual length: 0 to 1."""
     flip_bit: bool
-    """Flip one bit of the newest checkpoint before the next process starts; the last kill's."""
+    """Whether to flip a bit of the newest checkpoint before the next process starts."""
 
 
 def draw_kills(plan: DemoPlan, draws: Sequence[float]) -> tuple[Kill, ...]:

@@ -26,7 +26,7 @@ class WorkerFailed(HoldfastError):
 class Worker:
     """A running `holdfast.demo.worker` with its data workers, in their own process group.
 
-    A context manager: whatever is left of the group is killed on the way out.
+    A context manager: at its end, what is left of the group is killed.
     """
 
     def __init__(self, root: Path, plan: DemoPlan, *, num_workers: int, log: Path) -> None:

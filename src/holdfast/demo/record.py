@@ -1,4 +1,4 @@
-"""Records of what happened in the demo: filled by `story`, shown by `report` and `figure`."""
+"""Records of the demo's course: filled by `story`, shown by `report` and `figure`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class ProcessRecord:
     """Record of one training process, until its end or kill. All times share one clock."""
 
     num_workers: int
-    """Data workers of the process: another number each time, which must not matter."""
+    """Number of data workers: varied between processes, as it must not change the result."""
     began_s: float
     began_at: int = 0
     """Step of the checkpoint that it resumed from, or 0."""
@@ -55,7 +55,7 @@ class RunRecord:
 
     @property
     def losses(self) -> dict[int, float]:
-        """Loss by step; of a step that was done again, the last loss."""
+        """Loss by step; for a step that was done again, the last loss."""
         return {step: loss for life in self.lives for _, step, loss in life.steps}
 
     @property

@@ -132,7 +132,7 @@ def _table(run: RunRecord) -> Table:
 
 
 def _damage(run: RunRecord) -> Iterator[str]:
-    """Lines about flipped bits and rejected checkpoints, without repeating the path."""
+    """Format lines about flipped bits and rejected checkpoints, without repeating the path."""
     for life in run.lives:
         if life.flipped:
             yield f"Flipped: {life.flipped}."

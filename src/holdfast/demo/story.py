@@ -1,4 +1,4 @@
-"""The course of the demo: train undisturbed, train again with three kills, record both.
+"""Course of the demo: train undisturbed, train again with three kills, record both.
 
 The training happens in `worker` processes; this one starts them, reads their reports and kills.
 """
@@ -28,7 +28,7 @@ Watch = Callable[[RunRecord, Line], None]
 
 
 def prepare(out: Path) -> None:
-    """Make `out`, and empty it if an earlier demo made it.
+    """Make the folder `out`, and empty it if an earlier demo made it.
 
     Raises:
         UsageError: `out` holds something else.

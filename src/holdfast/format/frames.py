@@ -1,9 +1,9 @@
-"""Blocks as frames of Zstandard and LZ4, which the tools of those formats read, or Blosc2 chunks.
+"""Compression of blocks: Zstandard and LZ4 frames, which the usual tools can read, Blosc2 chunks.
 
-Each block is one frame, which says its content size. A block that does not shrink is stored raw
-inside the frame. In a chunk, bytes of equal weight are put together before they are compressed.
-The Blosc2 library is asked only for what docs/format.md, section 8, lists: for filters and codecs
-that it does not know it would look for plug-ins, and run them.
+Each block is one frame, with its content size in the header. A block that does not shrink is
+stored raw inside the frame. In a chunk, bytes of equal weight are grouped, then compressed. Only
+the filters and codecs of docs/format.md, section 8, are passed to the Blosc2 library: for others
+it would look for plug-ins, and run them.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ _HEADER_NBYTES = 32
 _IS_EXTENDED = 0b101
 _IS_COPIED = 0b010
 _FORMATS = (1, 4)
-"""LZ4 and Zstandard, in the upper three bits of the flags."""
+"""Accepted codecs, LZ4 and Zstandard, in the upper three bits of the flags."""
 _FILTERS = frozenset({0, 1, 2})
 _SPECIALS = (0, 16)
-"""None, and a chunk of zeros, in the last byte of the header."""
+"""Accepted special values in the header's last byte: none, and a chunk of zeros."""
 
 
 def encode_zstd(plain: memoryview, level: int, *_filter: object) -> Buffer:
-    """The Zstandard frame of a block."""
+    """Encode a block as a Zstandard frame."""
     import zstandard
 
     return zstandard.ZstdCompressor(level=level).compress(plain)
 
 
 def decode_zstd(stored: memoryview, plain: memoryview) -> None:
-    """Fill `plain` from a Zstandard frame, without memory in between.
+    """Decode a Zstandard frame into `plain`, without an intermediate buffer.
 
     Raises:
         CorruptData: it is not one frame of that length.
@@ -52,7 +52,7 @@ def decode_zstd(stored: memoryview, plain: memoryview) -> None:
 
 
 def encode_lz4(plain: memoryview, level: int, *_filter: object) -> Buffer:
-    """The LZ4 frame of a block."""
+    """Encode a block as an LZ4 frame."""
     import lz4.frame
 
     frame: bytes = lz4.frame.compress(
@@ -66,7 +66,7 @@ def encode_lz4(plain: memoryview, level: int, *_filter: object) -> Buffer:
 
 
 def decode_lz4(stored: memoryview, plain: memoryview) -> None:
-    """Fill `plain` from an LZ4 frame, through memory of the library of the size of the block.
+    """Decode an LZ4 frame into `plain`, through a buffer of the size of the block.
 
     Raises:
         CorruptData: it is not one frame of that length.
@@ -96,7 +96,7 @@ def encode_blosc2(
     shuffle: Literal["byte", "bit", "none"],
     inner: Literal["zstd", "lz4"],
 ) -> Buffer:
-    """The Blosc2 chunk of a block. What does not shrink is copied into the chunk."""
+    """Encode a block as a Blosc2 chunk, which copies it if it does not shrink."""
     blosc2 = _library()
     filters = {
         "byte": blosc2.Filter.SHUFFLE,
@@ -117,10 +117,10 @@ def encode_blosc2(
 
 
 def decode_blosc2(stored: memoryview, plain: memoryview) -> None:
-    """Fill `plain` from a Blosc2 chunk, without memory in between.
+    """Decode a Blosc2 chunk into `plain`, without an intermediate buffer.
 
     Raises:
-        CorruptData: it is not a chunk of that length and of the kind that is allowed.
+        CorruptData: not a chunk of that length, or of a kind that is not allowed.
     """
     _check_header(stored, plain.nbytes)
     try:
@@ -132,7 +132,7 @@ def decode_blosc2(stored: memoryview, plain: memoryview) -> None:
 def _library() -> Any:
     import blosc2
 
-    # Of the whole process, and for its good: without it other threads stand still meanwhile.
+    # A setting of the whole process: without it all other threads wait meanwhile.
     blosc2.set_releasegil(True)
     return blosc2
 
@@ -140,7 +140,7 @@ def _library() -> Any:
 def _check_header(stored: memoryview, nbytes: int) -> None:
     """Raise `CorruptData` unless the chunk is of the kind that `encode_blosc2` makes.
 
-    The library itself believes the length in the header, whatever the memory that it fills.
+    The library trusts the length in the header, even beyond the end of its output buffer.
     """
     if stored.nbytes < _HEADER_NBYTES:
         raise CorruptData("too short for a Blosc2 chunk")

@@ -3,9 +3,8 @@
 Only standard constructions of the library `cryptography`; nothing here knows what is encrypted.
 Every key used with a nonce comes from `derive` or `fresh_secret` and encrypts only one thing.
 
-A file is stored as its ciphertext, then the tags of its segments. So a byte of the file has the
-same offset encrypted as plain: a range of it is read by its own offsets, and aligned blocks stay
-aligned.
+The tags of a file's segments follow the ciphertext, so that each byte has the same offset
+encrypted as plain: ranges are read by their plain offsets, and aligned blocks stay aligned.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ SEGMENT_NBYTES = 1024 * 1024
 MAX_SEGMENTS = 2**32
 """Messages under one key; far below what any of the suites allows."""
 _ONCE = bytes(NONCE_NBYTES)
-"""The nonce of a key that encrypts one message only."""
+"""Fixed nonce, for keys that encrypt only one message."""
 _COUNTER = itertools.count()
 
 

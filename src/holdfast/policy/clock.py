@@ -1,6 +1,6 @@
 """Durations with a unit, counts of a Timestamp in such a unit, and those within an epoch or cycle.
 
-Knows nothing of what a duration is used for.
+Independent of what durations are used for.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Unit(Enum):
     __hash__ = object.__hash__
 
     def of(self, now: Timestamp) -> int | float | None:
-        """How far `now` is in this unit, or None when the training loop does not count it.
+        """Return the progress `now` in this unit; None when the training loop does not count it.
 
         Raises:
             UsageError: the unit is the length of the run, which a Timestamp does not know.
@@ -53,7 +53,7 @@ class Unit(Enum):
 
 ALL_UNITS = frozenset(Unit)
 PLAIN_UNITS = ALL_UNITS - {Unit.CYCLE, Unit.DURATION}
-"""What means the same in every run."""
+"""Units with the same meaning in every run."""
 
 
 _COUNTS = {
@@ -99,7 +99,7 @@ class Time:
     """A duration above zero: a whole count of its unit, seconds, or a fraction of the run.
 
     Times of one unit can be compared, added, subtracted and divided. Anything else, also a bare
-    number, is a `UsageError`: there is no unit that everybody means.
+    number, is a `UsageError`: no unit is an obvious default.
 
     >>> Time.parse("1h30m") / Time.parse("10min")
     Fraction(9, 1)
@@ -155,11 +155,11 @@ class Time:
     def parse(
         cls, value: str | Time, *, what: str = "time", units: Collection[Unit] = PLAIN_UNITS
     ) -> Time:
-        """The `Time` that `value` spells: `500step`, `2ep`, `1e9tok`, `90min`, `1h30m`, `0.1dur`.
+        """Parse a `Time` from text: `500step`, `2ep`, `1e9tok`, `90min`, `1h30m`, `0.1dur`.
 
         Letter case, blanks and underscores in numbers do not matter. `what` names the argument in
-        the error. `units` are those that mean something to the caller: `cycle` only where the loop
-        counts cycles, `dur` only where the length of the run will be known. `Unit` is all of them.
+        the error. `units` are those that the caller supports: `cycle` only where the loop counts
+        cycles, `dur` only where the length of the run will be known. `Unit` has all of them.
 
         Raises:
             UsageError: no unit, an unknown one, one that is not in `units`, a fraction of something
@@ -219,7 +219,7 @@ parse = Time.parse
 
 
 def counted(now: Timestamp, unit: Unit, asker: object) -> int | float:
-    """Read the counter that `asker` cannot work without.
+    """Return a counter that `asker` needs, or raise if the loop does not count it.
 
     Raises:
         UsageError: the loop does not pass the counter; the message names the argument.
@@ -308,7 +308,7 @@ class _Round:
     began: Timestamp | None = _START
     """Timestamp at which it began; None: not known."""
     is_told: bool = False
-    """Whether a number was passed before, so that another number means a new round."""
+    """Whether a number was passed before, so that a different one means a new round."""
 
     def look(self, number: int | None, now: Timestamp) -> Timestamp | None:
         """Return where the current round began; None if that is unknown or not counted."""
@@ -323,8 +323,8 @@ class _Round:
 class Odometer:
     """Adds counts within the current epoch and cycle to timestamps.
 
-    An epoch begins at the look that counts the one before as ended. After a resume it continues
-    from what the checkpoint recorded. Where the first look is in a later epoch than the first, the
+    An epoch begins at the call that counts the one before as ended. After a resume it continues
+    from what the checkpoint recorded. Where the first call is in a later epoch than the first, the
     counts within that epoch stay unknown.
     """
 
@@ -351,7 +351,7 @@ class Odometer:
         self._step_wall_s = stored.step_wall_s
 
     def look(self, now: Timestamp) -> Timestamp:
-        """Complete `now`, which is no earlier than at the last look, with the counts."""
+        """Add the counts to `now`, which is no earlier than in the last call."""
         self._time_the_step(now)
         epoch, cycle = self._epoch.look(now.epoch, now), self._cycle.look(now.cycle, now)
         return Timestamp(
@@ -370,7 +370,7 @@ class Odometer:
         )
 
     def _time_the_step(self, now: Timestamp) -> None:
-        """Update the time of a step: the mean of the steps since the last look."""
+        """Update the time of a step: the mean of the steps since the last call."""
         last = self._last if self._last is not None else Timestamp(step=0)
         if now.step > last.step:
             self._step_wall_s = max(now.wall_s - last.wall_s, 0.0) / (now.step - last.step)

@@ -1,8 +1,8 @@
-"""Costs of saves and failures: as a run has measured them, and the goodput that they leave.
+"""Costs of saves and failures as a run has measured them, and the goodput that they leave.
 
 The measured ones are records and their medians. `holdfast advise` reads them from the manifests,
 `Auto` also takes them from saves as they are made; both get the same numbers. The goodput is that
-of saving at an interval: replayed for a trace of failures, or the exact mean for memoryless ones.
+of a save interval: simulated for a trace of failures, or the exact mean for memoryless ones.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ Seconds = npt.NDArray[np.float64]
 
 CAPTURE_S, STAGE_S, WRITE_S = "capture_s", "stage_s", "write_s"
 DELAY_S = "delay_s"
-"""Timing of a manifest: by how much the writing of the save before delayed training."""
+"""Timing in a manifest: delay of training by the writing of the previous save."""
 RESUME_S = "resume_s"
-"""Timing of the manifest that is the first of its start: how long the resume before it took."""
+"""Timing in the first manifest after a resume: how long the resume took."""
 
 NUM_RECENT = 32
-"""How many of the newest saves count: one slow save does not matter, a slower store soon does."""
+"""Number of newest saves that count: one slow save does not matter, a slower store soon does."""
 MIN_DELAYS = 3
-"""A step may take longer for any reason: so many delays must have been measured to count."""
+"""Number of measured delays from which they count: a single step may be slow for any reason."""
 ASSUMED_RESTART_S = 120.0
-"""Until a resume was measured. No interval depends on it, only what is expected of failures."""
+"""Assumed time of a resume until one is measured; affects only the expected cost of failures."""
 MAX_S = 1e10
-"""Three centuries: no clock has measured what is beyond."""
+"""Limit of plausible times: three centuries."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,11 +83,11 @@ class SimulatedRun:
 
     wall_s: float
     useful_s: float
-    """Work that counted in the end."""
+    """Work that no failure undid."""
     lost_s: float
     """Work that a failure undid."""
     saving_s: float
-    """Stalls, slowdown by the background writes, and waiting for the save before."""
+    """Stalls, slowdown by background writes, and waiting for the previous save."""
     down_s: float
     """Time between failures and the first step after them."""
     num_failures: int
@@ -105,8 +105,8 @@ def simulate(
 ) -> SimulatedRun:
     """Replay `failures` (seconds since the start, ascending) with a save every `interval_s`.
 
-    The interval is seconds of work. A failure while the run is being restarted begins the restart
-    anew. Work that was never saved counts when the end at `over_s` comes before a failure does.
+    The interval is seconds of work. A failure during a restart begins the restart
+    anew. Unsaved work counts if no failure follows before the end at `over_s`.
 
     >>> trace = [5_000.0, 5_100.0, 20_000.0]
     >>> outcome = simulate(600, Costs(stall_s=10, restart_s=200), trace, over_s=36_000)
@@ -252,7 +252,7 @@ def timing(timings: Mapping[str, float], name: str) -> float | None:
 def recent(saves: Sequence[SaveCost]) -> tuple[SaveCost, ...]:
     """Select the newest saves, without the first of each process if there are others.
 
-    A save that is left out is never selected later, whatever saves follow.
+    A save that was left out once is never selected later, whatever saves follow.
     """
     warm = [save for save in saves if not save.is_first]
     return tuple((warm or saves)[-NUM_RECENT:])
@@ -261,8 +261,8 @@ def recent(saves: Sequence[SaveCost]) -> tuple[SaveCost, ...]:
 def typical_costs(saves: Sequence[SaveCost], resumes_s: Sequence[float] = ()) -> Costs | None:
     """Compute median costs of recent saves and resumes; None where no save was measured.
 
-    A cost beside the stall that was never measured counts as 0, a resume as two minutes. A write
-    delays training by no more than its own length.
+    Costs other than the stall that were never measured count as 0, a resume as two minutes. The
+    delay by a write is limited to the duration of the write.
     """
     counted = recent(saves)
     if not counted:
@@ -293,7 +293,7 @@ class DelayMeter:
         self.reset()
 
     def reset(self) -> None:
-        """Forget the last step: the next look does not continue from it."""
+        """Forget the last step, so that the next `look` measures nothing."""
         self._last: tuple[int, float] | None = None
         self._stall_s = 0.0
         self._is_writing = False
@@ -305,7 +305,7 @@ class DelayMeter:
         self._is_writing = True
 
     def look(self, step: int, wall_s: float, *, is_writing: bool) -> float | None:
-        """Record that training is at `step` after `wall_s` seconds.
+        """Record that training has reached `step` after `wall_s` seconds.
 
         `is_writing`: the last save is still being written. Returns the delay in seconds, at least
         0, at the first look after a write, else None.

@@ -1,4 +1,4 @@
-"""The retention rules, each of which picks checkpoints to keep, and the numbers in their texts.
+"""Built-in retention rules, which pick the checkpoints to keep, and the numbers in their texts.
 
 A new one is a class in this file; its `spelled` and `parse` bring it to the command line.
 """
@@ -53,7 +53,7 @@ class All(Rule):
 class Nothing(Rule):
     """Keep only what is kept in any case, such as the newest: another tier has the rest.
 
-    It judges the checkpoints of every saver, also of those for which there is no rule.
+    Applies to the checkpoints of every saver, also of those without a rule.
     """
 
     is_for_all: ClassVar[bool] = True
@@ -124,7 +124,7 @@ class Last(Rule):
 class Best(Rule):
     """Keep the `n` with the lowest (or highest) value of a metric; of equal ones the older.
 
-    A checkpoint without that metric, or where it is not a finite number, is never among them.
+    A checkpoint without that metric, or with one that is not finite, is never picked.
     """
 
     spelled: ClassVar[str] = "best"
@@ -289,7 +289,7 @@ class Daily(Rule):
 class Within(Rule):
     """Keep what was saved less than `span` before the newest: steps, tokens, hours of training.
 
-    No clock is looked at, so a run that pauses for a week loses nothing.
+    Independent of clocks, so a run that pauses for a week loses nothing.
     """
 
     spelled: ClassVar[str] = "within"
@@ -409,7 +409,7 @@ class ByClass(Rule):
 
 
 def _first_of_each(newest_first: Sequence[Candidate], period: str) -> list[int]:
-    """Positions of the oldest one of each hour or day, newest first.
+    """Return the positions of the oldest in each hour or day, newest first.
 
     `period`: the format of dates that differ between two periods, for strftime.
 

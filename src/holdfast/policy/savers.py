@@ -1,7 +1,7 @@
 """Savers of a run: when each saves, in which class, what of the state, and which saves it keeps.
 
-Permanent checkpoints stay; later saves replace ephemeral ones. Deleting is retention's. Rules of
-what is kept may be given as text, such as `last:3,best:loss:min:2,weights=last:24`.
+Permanent checkpoints stay; later saves replace ephemeral ones, which retention deletes. The rule
+of what is kept may be given as text, such as `last:3,best:loss:min:2,weights=last:24`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Due:
     save_class: SaveClass
     reason: str
     savers: tuple[str, ...] = ()
-    """Savers that ask for it; empty when the run has only one."""
+    """Savers that requested the save; empty when the run has only one."""
     components: tuple[str, ...] | None = None
     """Components to save; None: the whole state."""
     tags: tuple[str, ...] = ()
@@ -158,9 +158,9 @@ class SavePolicy:
     ) -> Due | None:
         """Decide whether to save at `now`, in which class, and why.
 
-        After a resume `previous` and `saved` come from the checkpoints. `vetoes` names whoever
-        forbids ephemeral saves at present. At a step with an ephemeral save a permanent one may
-        still become due, such as the final one.
+        After a resume `previous` and `saved` come from the checkpoints. `vetoes` names the
+        callbacks that now forbid ephemeral saves. After an ephemeral save, a permanent one may
+        still become due at the same step, such as the final one.
 
         Raises:
             UsageError: a trigger needs a counter that the loop does not pass.
@@ -228,8 +228,8 @@ class SideSaver:
 
         SideSaver("weights", every="1h", components=["model"], keep=Last(24))
 
-    A run cannot resume from what it saves, unless that happens to be everything; loading the
-    components by name works, and so does `load_weights`. Where several savers are due at one
+    A run cannot resume from its checkpoints, unless they hold all components; loading components
+    by name works, and so does `load_weights`. Where several savers are due at one
     step, one checkpoint holds what any of them saves.
 
     Raises:
@@ -308,7 +308,7 @@ def combined_rule(
 
 
 def parse_rule(text: str) -> Rule:
-    """Parse a rule from `text`: parts separated by commas, of which any keeps.
+    """Parse a rule from `text`: parts separated by commas, combined as by `|`.
 
     A part is `all`, `last:N[:CLASS]`, `best:METRIC[:min|max][:N]`, `every:INTERVAL`, `hourly[:N]`,
     `daily[:N]`, `within:SPAN`, `budget:SIZE` or `remove:CLASSES`. The suffix

@@ -52,7 +52,7 @@ class Captured:
 
     @property
     def not_saved(self) -> tuple[str, ...]:
-        """Lines about buffers and attributes of modules that checkpoints do not hold."""
+        """Messages about buffers and attributes of modules that checkpoints do not hold."""
         elsewhere = {id(value) for value in self.state.values()}
         live = ((name, one) for name, one in self.state.items() if isinstance(one, nn.Module))
         return tuple(line for name, one in live for line in modules.not_saved(name, one, elsewhere))
@@ -81,12 +81,12 @@ class Capturer:
         """Whether code outside torch was called in this capture."""
 
     def capture(self, only: Collection[str] | None = None) -> Captured:
-        """Name every leaf of the state, and add the global random generators as `rng`.
+        """Capture the state: name every leaf, and add the global random generators as `rng`.
 
         `only` names the components that are wanted; None: all.
 
-        Objects are asked for their `state_dict` in the order of the mapping; the generators are
-        read last, so that what those calls draw is in the checkpoint too.
+        `state_dict` of objects is called in the order of the mapping. The generators are read
+        last, so that random numbers drawn by those calls are accounted for.
 
         Raises:
             UsageError: a component's name or type is wrong.

@@ -63,7 +63,7 @@ class StoredComponent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapturedComponent:
-    """A captured component, ready to be laid out and staged."""
+    """A captured component, before its tensors are copied and assigned to files."""
 
     name: str
     kind: Kind
@@ -177,7 +177,7 @@ def check_state(state: Mapping[str, Any]) -> None:
         except TypeError:
             wrong.append(f"{name!r}: a component's name must be text")
     if not any(isinstance(value, nn.Module) for value in state.values()):
-        # With the module beside it, it may be a copy of weights that is meant to be saved.
+        # If the module is a component too, this may be a copy of weights that is meant to be saved.
         wrong += [f"{name}: {_OF_AN_OBJECT}" for name, value in state.items() if _is_weights(value)]
     if wrong:
         raise UsageError("state:\n" + listing(wrong))
@@ -253,7 +253,7 @@ def structure(wrapped: nn.Module) -> list[Any]:
     """
     module = unwrap(wrapped)
     if type(module).named_parameters is not nn.Module.named_parameters:
-        return [object()]  # names of its own making
+        return [object()]  # the module overrides the names
     outline: list[Any] = []
     for raw, inner in module.named_modules(remove_duplicate=False):
         parameters = inner._parameters

@@ -4,9 +4,9 @@ A load that copies into live tensors need not hold all stored ones at once: it p
 specs, and reads the bytes straight into their destination.
 
 Large tensors on the CPU are copied by several threads, the rest by torch: its own parallel copy
-waits at barriers, for threads that a busy machine has descheduled. And to copy many small tensors
-it needs a tensor object of each, which costs more than the copy: bytes that are in memory already
-are copied by address.
+waits at barriers, also for threads that a busy machine has descheduled. For small tensors, making
+tensor objects would cost more than the copy: bytes that are in memory already are copied by
+address.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Unread:
     file: str
     """The tensor file that holds it."""
     start: int
-    """Its first byte in the file, as if that were stored plainly."""
+    """Offset of its first byte in the file before compression and encryption."""
     nbytes: int
 
     def empty(self, device: torch.device | str = "cpu") -> Tensor:
@@ -86,7 +86,7 @@ class Unread:
                 return torch.empty(self.spec.shape, dtype=dtype, device=device)
         except RuntimeError as error:
             if torch.device(device).type != "cpu":
-                raise  # torch.OutOfMemoryError, which training loops know
+                raise  # torch.OutOfMemoryError, which training loops may handle
             raise OutOfMemory(
                 f"{self.file}: {self.nbytes} bytes for one tensor cannot be allocated: {error}"
             ) from error
@@ -128,7 +128,7 @@ class LazyTensors(Mapping[str, S_co]):
     ) -> list[tuple[Tensor, S_co]]:
         """Copy tensors in bulk into plain live ones; returns the pairs that are left to copy.
 
-        The live ones (see `are_plain`) have the shapes and dtypes of those of `keys`.
+        The live tensors (see `are_plain`) have the shapes and dtypes of the stored ones.
         `is_all`: no other tensors are copied in this load.
 
         Raises:
@@ -196,7 +196,7 @@ def _copy_from_memory(pairs: Sequence[Pair]) -> None:
     with torch.no_grad(), _copied_beside(Shared(pieces)):
         _copy_by_torch(others)
     for live, _ in large:
-        # numpy does not tell autograd that a tensor has changed.
+        # Writes through numpy do not show autograd that a tensor has changed.
         torch.autograd.graph.increment_version(live)
     _synchronize({live.device for live, _ in others})
 
@@ -218,8 +218,8 @@ class Shared(Iterator[T]):
 def _copied_beside(pieces: Shared[tuple[Any, Any]]) -> Iterator[None]:
     """Copy the pieces in other threads beside the block, and the rest of them after the block.
 
-    Threads start before anything changes. Without any, as while the interpreter exits, all pieces
-    are copied after the block.
+    Threads start before anything changes. If none can start, as while the interpreter exits, all
+    pieces are copied after the block.
     """
     helpers: list[threading.Thread] = []
     with suppress(RuntimeError):
@@ -288,7 +288,7 @@ def copy_bytes(live: Sequence[Tensor], addresses: list[int], nbytes: list[int]) 
 def copy_runs(targets: Iterable[int], sources: Iterable[int], nbytes: Iterable[int]) -> None:
     """Copy small runs of bytes from address to address.
 
-    Holds the GIL meanwhile: to release it takes longer than a copy.
+    Holds the GIL meanwhile: releasing it takes longer than a copy.
     """
     deque(map(_memmove, targets, sources, nbytes), maxlen=0)
 

@@ -39,7 +39,7 @@ NO_OPTIMIZER = (
 
 
 def homeless(state: Mapping[str, Any], names: ParameterNames) -> dict[str, dict[str, Tensor]]:
-    """Find parameters in none of the modules of `names`: optimizer → name → parameter."""
+    """Find optimizers' parameters that no module in `names` has: optimizer → name → parameter."""
     by_optimizer = {}
     for component, value in state.items():
         if isinstance(value, Optimizer):
@@ -55,7 +55,7 @@ def unheld(
 ) -> dict[str, dict[str, Tensor]]:
     """Select the `homeless` parameters whose memory is in none of the captured tensors.
 
-    It is in one if a dict or an object in the state holds the parameter itself.
+    Memory is in one if a dict or an object in the state holds the parameter itself.
     """
     if not homeless:
         return {}
@@ -72,7 +72,7 @@ def unheld(
 def describe(
     parameters: Mapping[str, Mapping[str, Tensor]], known: Mapping[str, nn.Module] | None = None
 ) -> str:
-    """Format parameters, with their names in the modules `known` or else in their optimizer."""
+    """Format parameters for a message: by name in the `known` modules, else in the optimizer."""
     names = parameter_names((known or {}).items())
     shown = [
         f"{_called(component, name, names.home(parameter))} {_shape(parameter)}"
@@ -105,7 +105,7 @@ def _is_within(parameter: Tensor, spans: Iterable[tuple[int, int]]) -> bool:
 
 
 def lacks_optimizer(state: Mapping[str, Any]) -> bool:
-    """Whether a state is that of a training, and nothing in it looks like an optimizer.
+    """Whether a state is that of a training run, and nothing in it looks like an optimizer.
 
     A scheduler, a scaler or a position in data shows that it is a training. An object of another
     class that has `state_dict` may hold an optimizer.
@@ -125,7 +125,7 @@ def _is_position(value: Any) -> bool:
 
 
 def is_outside(state: Mapping[str, Any]) -> bool:
-    """Whether a state is that of a training, and nothing in it looks like a position in data.
+    """Whether a state is of a training run, and nothing in it looks like a position in data.
 
     An iterable with `state_dict` counts as a position, as does any component whose name says so.
     """

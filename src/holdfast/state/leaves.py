@@ -78,7 +78,7 @@ def plain_name(dtype: torch.dtype) -> str:
 
 
 def by_plain_name(name: str) -> torch.dtype:
-    """Return the dtype of a name that `plain_name` gave.
+    """Return the dtype with this name; the inverse of `plain_name`.
 
     Raises:
         FormatError: this torch has no such type.
@@ -189,7 +189,7 @@ class Leaves:
     """Path in the typed tree -> wanted tensor key, which is also the path in messages."""
 
     taken: Collection[str] = ()
-    """Keys that other tensors have."""
+    """Keys in use by other tensors."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     """Key -> live tensor, detached; conjugate and negative views are resolved."""

@@ -1,6 +1,6 @@
 """Live values in a stored tree: those that a selection leaves alone, and members of enumerations.
 
-The classes of enumerations are those of the live state: none is looked up by the name in a file.
+Classes of enumerations come from the live state only; no class is imported by a name in a file.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class _Reviving:
         if type(node) is not tuple and not isinstance(node, dict | list | set | frozenset):
             return node
         if id(node) not in self._done:
-            # Before its inside: a container may be met again, never inside of itself.
+            # A container may occur several times, but never inside itself.
             self._done[id(node)] = node, self._container(node, path)
         return self._done[id(node)][1]
 
@@ -133,7 +133,7 @@ class _Keeping:
         """Number of stored values that will be loaded, so far."""
 
     def container(self, stored: Any, live: Any, path: str) -> None:
-        """Change `stored` in place."""
+        """Put live values into the dict or list `stored`, in place."""
         if isinstance(stored, dict):
             self._dict(stored, live if isinstance(live, dict) else {}, path)
         else:
@@ -141,7 +141,7 @@ class _Keeping:
 
     def _dict(self, stored: dict[Any, Any], live: dict[Any, Any], path: str) -> None:
         for key, name in names_of_keys(dict.fromkeys([*stored, *live])).items():
-            # A Counter answers 0, and a defaultdict makes an entry, for what they do not have.
+            # For a missing key a Counter returns 0, and a defaultdict makes an entry.
             known = dict.get(live, key, _ABSENT)
             value = self._chosen(dict.get(stored, key, _ABSENT), known, join(path, name))
             if value is not _ABSENT:
@@ -215,11 +215,11 @@ def member_of(kind: type[Enum], stored: EnumValue) -> Any:
 
 def _combination(kind: type[Flag], stored: EnumValue) -> Any:
     if type(stored.value) is not int:
-        return stored  # Python 3.10 compares it with numbers before it looks what it is
+        return stored  # Python 3.10 compares it with numbers before it checks the type
     try:
         member = kind(stored.value)
     except ValueError:
         return stored
-    # A class may also drop the bits that it does not know, or answer with a plain number.
+    # A class may also drop unknown bits, or return a plain number.
     is_it = isinstance(member, kind) and member.value == stored.value
     return member if is_it else stored

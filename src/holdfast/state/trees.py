@@ -312,7 +312,7 @@ def keys_in(value: Any) -> tuple[str, ...]:
 
 
 class LiveValue:
-    """A live value in place of a stored one, as the caller asked to leave it alone."""
+    """A live value in place of a stored one, which the load leaves alone."""
 
     __slots__ = ("value",)
 

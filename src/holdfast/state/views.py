@@ -1,7 +1,7 @@
 """Views of stored components as mappings from paths to values, without access to live objects.
 
-The tree is decoded at the first access; tensors stay nodes of it. Values that are read are copies,
-values that are assigned are copied at once.
+The tree is decoded at the first access; tensors stay nodes of it. Reading a value
+returns a copy; assigning a value copies it at once.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class ComponentView(MutableMapping[str, Any]):
     def __init__(
         self, source: StoredComponent, tensors: Mapping[str, Mapping[str, Tensor]], what: str
     ) -> None:
-        """`tensors`: by component and key; accessed when the first one of this component is read.
+        """Make a view; `tensors` has them by component and key, and is accessed at the first read.
 
         `what` is the tree's name, for messages.
         """
@@ -334,8 +334,8 @@ class ComponentView(MutableMapping[str, Any]):
 class OptimizerView(ComponentView):
     """View of an optimizer: `<parameter>.<slot>`, `param_groups.<n>.<option>`, `extra.<name>`.
 
-    Leaving out a parameter leaves out its name too. A slot of its parameter's shape that gets
-    another shape says that the parameter has it; then its other slots must follow.
+    Leaving out a parameter leaves out its name too. If a slot with its parameter's shape gets
+    another shape, the parameter is taken to have that shape; its other slots must then follow.
     """
 
     def __init__(

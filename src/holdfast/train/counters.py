@@ -20,15 +20,15 @@ class Counters:
     epoch: int = 0
     """Epochs that have ended."""
     batch: int = 0
-    """Batches of the present epoch that were trained on."""
+    """Batches of the current epoch that were trained on."""
     samples: int | None = None
-    """Samples trained on; None when nobody counts them."""
+    """Samples trained on; None: not counted."""
     tokens: int | None = None
-    """Tokens trained on; None when nobody counts them."""
+    """Tokens trained on; None: not counted."""
     unvalidated: list[str] = field(default_factory=list)
     """Names of validations that are due at this step and are not done; stored only if any are."""
     cycle_length: Time | None = None
-    """How long a cycle is, in something that is counted. Not stored: what is counted says it."""
+    """Length of a cycle, in a counted unit. Not stored: it is an argument of the Trainer."""
     were_loaded: bool = field(default=False, init=False, compare=False, repr=False)
     """Whether a checkpoint was loaded into these counters."""
 
@@ -53,7 +53,7 @@ class Counters:
 
     @property
     def totals(self) -> dict[str, int | None]:
-        """Totals that a save records beside its step."""
+        """Totals that a save records in addition to its step."""
         return {
             "epoch": self.epoch,
             "cycle": self.cycle,

@@ -1,4 +1,4 @@
-"""The interface of a training for its callbacks."""
+"""Interface of a training, as callbacks use it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Metrics = Mapping[str, float]
 
 
 class Training(Protocol):
-    """A training as its callbacks see it, such as the `Trainer`."""
+    """Interface of a training for its callbacks, implemented by the `Trainer`."""
 
     @property
     def model(self) -> nn.Module:
@@ -43,14 +43,14 @@ class Training(Protocol):
 
     @property
     def present_step(self) -> int:
-        """The step that is under way, or between steps the last one that was done.
+        """The step under way; between steps, the last completed one.
 
-        What is logged belongs to it: a resume from the step before does it once more.
+        Logged metrics belong to this step: a resume from the step before does it once more.
         """
 
     @property
     def goal(self) -> Time:
-        """Where the present or last `fit` goes; a `UsageError` before the first one."""
+        """Goal of the current or last `fit`; a `UsageError` before the first one."""
 
     @property
     def state(self) -> Mapping[str, Any]:
@@ -58,10 +58,10 @@ class Training(Protocol):
 
     @property
     def manager(self) -> CheckpointManager | None:
-        """The manager while `fit` runs. It saves the present step, between steps only."""
+        """Manager while `fit` runs. It saves the current step, between steps only."""
 
     def request_stop(self, reason: str) -> None:
-        """End `fit` after the present step, which is saved. Requests cannot be taken back.
+        """End `fit` after the current step, which is saved. Requests cannot be cancelled.
 
         No-op in a validation outside of `fit`.
 
@@ -70,4 +70,4 @@ class Training(Protocol):
         """
 
     def log(self, metrics: Metrics, *, to: Collection[str] | None = None) -> None:
-        """Give metrics of the present step to the loggers, or to those named in `to`."""
+        """Log metrics of the current step to all loggers, or to those named in `to`."""

@@ -21,13 +21,13 @@ _WEIGHT, _MASK = "weight", "weight_mask"
 
 
 class Pruning(Callback):
-    """Prunes weights of modules, by steps, to a growing part of them.
+    """Prunes a growing part of the weights of modules, at given steps.
 
         Pruning({1_000: 0.2, 2_000: 0.5, 3_000: 0.8})
 
     The modules are rebuilt before the optimizer is made, by `torch.nn.utils.prune`: a `weight`
     becomes `weight_orig`, which is trained, and `weight_mask`. Both are in every checkpoint, from
-    the first one on, so that a resume goes on with the masks; a checkpoint without masks is
+    the first one on, so that a resume continues with the masks; a checkpoint without masks is
     refused, and so is one with masks where nothing is pruned (`MismatchError`). The average of
     the weights gets the same masks.
 
@@ -35,7 +35,7 @@ class Pruning(Callback):
     """
 
     priority = 100
-    """Masks are new before other callbacks see the end of the step."""
+    """High priority: masks are updated before other callbacks see the end of the step."""
 
     def __init__(
         self,
@@ -44,7 +44,8 @@ class Pruning(Callback):
         method: Method = "l1_unstructured",
         modules: Collection[str] | None = None,
     ) -> None:
-        """
+        """Prune by the schedule `amounts`.
+
         Args:
             amounts: after which step (0: before the first) which part of each module's weights is
                 pruned; steps and parts must grow.

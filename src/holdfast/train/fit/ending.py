@@ -18,7 +18,7 @@ class FitEnding:
     ) -> None:
         self.goal = goal
         self.reason: EndReason | None = None
-        """Why it ended; None while it goes on."""
+        """Reason of the end; None while training continues."""
         self._counters = counters
         self._counter = argument_name(goal.unit)
         self._stop = stop

@@ -16,7 +16,7 @@ logger = logging.getLogger("holdfast")
 
 Policy = Literal["warn", "skip", "raise"]
 
-# So many the manifest records of a model of which every weight may be wrong.
+# Limit of weights that the manifest names, as every weight of a model may be wrong.
 _MAX_REASONS = 10
 
 
@@ -31,7 +31,7 @@ class HealthGate:
     """
 
     def __init__(self, policy: Policy) -> None:
-        """`warn` saves all the same, `skip` skips the save, `raise` ends the training.
+        """Make the gate: `warn` saves all the same, `skip` skips the save, `raise` ends training.
 
         Raises:
             UsageError: `policy` is none of these.
@@ -72,7 +72,7 @@ def _wrong_weights(model: nn.Module) -> list[str]:
     devices = {check.device for check in checks}
     if len(devices) > 1:
         checks = [check.cpu() for check in checks]
-    # One answer for all of them, so that an accelerator is waited for once.
+    # One result for all tensors, so that an accelerator is waited for once.
     if not checks or bool(torch.stack(checks).all()):
         return []
     return [

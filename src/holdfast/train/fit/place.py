@@ -1,4 +1,4 @@
-"""Position of a training relative to its steps, for saves and for the step of logs."""
+"""Position of a training: inside or between steps, for saves and for the step of logs."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from holdfast.train.counters import Counters
 
 
 class StepPosition:
-    """Whether training is between two steps, where the state is consistent."""
+    """Tracks whether training is between two steps, where the state is consistent."""
 
     def __init__(self, counters: Counters) -> None:
         self._counters = counters
         self.is_between = False
         """Whether a save can be begun."""
         self.is_under_way = False
-        """Whether what is logged belongs to the next step."""
+        """Whether logged metrics belong to the next step."""
         self.has_begun = False
         """Whether any data was taken since the Trainer was made."""
 
     @property
     def present_step(self) -> int:
-        """The step under way, or between steps the last completed one."""
+        """The step under way; between steps, the last completed one."""
         return self._counters.step + self.is_under_way
 
     def enter_step(self) -> None:

@@ -26,7 +26,7 @@ _PLAIN: Sequence[Event] = ["step"]
 
 
 class SaveCosts:
-    """Sink that records how long saves took in the background."""
+    """Sink of events that records how long saves took in the background."""
 
     def __init__(self) -> None:
         self._durations_s: dict[int, float] = {}
@@ -49,7 +49,7 @@ class SaveCosts:
 
 
 class StepSaver:
-    """Saves at the ends of steps.
+    """Saves at the ends of steps, and retries failed saves.
 
     Logs a warning when a save failed, tries again at the next step, and raises at the third
     failure in a row.
@@ -66,8 +66,8 @@ class StepSaver:
         *,
         saved_step: int | None,
     ) -> None:
-        """`begun` receives every save of the manager, in order; `saved_step` is the step that has
-        a permanent checkpoint already."""
+        """Make the saver. `begun` gets every save of the manager, in order; `saved_step` is the
+        step that has a permanent checkpoint already."""
         self._manager = manager
         self._begun = begun
         self._place = place
@@ -76,7 +76,7 @@ class StepSaver:
         self._costs = costs
         self._saved_step = saved_step
         self._own: PendingSave | None = None
-        """The newest that no callback began."""
+        """Newest save that no callback began."""
         self._num_failures = 0
         self._retry: Due | None = None
         self._failed_step: int | None = None
@@ -167,7 +167,7 @@ class StepSaver:
 
     def _await(self) -> None:
         with suppress(SaveFailed):
-            # The manager's wait, because it has a deadline.
+            # Not the save's own wait: only the manager's has a deadline.
             self._manager.wait()
         self._look()
 

@@ -1,4 +1,4 @@
-"""StartingPoint of a new run from a checkpoint of another root: `start_from="old@step=3"`."""
+"""Start of a new run from a checkpoint of another root: `start_from="old@step=3"`."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class StartingPoint:
     def load(
         self, state: Mapping[str, Any], hooks: StateHooks, encryption: Encryption | None
     ) -> Checkpoint:
-        """Load the whole state in place; claims nothing.
+        """Load the whole state into the live objects; claims nothing.
 
         Raises:
             HoldfastError: as for `CheckpointManager.load`.

@@ -11,7 +11,7 @@ from holdfast.manager import CheckpointManager
 
 
 class _NoRoot(UsageError, AttributeError):
-    """A call of a manager that has no root; for `hasattr` an attribute that does not exist."""
+    """Use of a manager without a root; an `AttributeError`, so that `hasattr` returns False."""
 
 
 class Unsaved(CheckpointManager):
@@ -21,7 +21,7 @@ class Unsaved(CheckpointManager):
     """
 
     def __init__(self) -> None:
-        """No-op: attributes of a manager stay unset, so that using one ends in `__getattr__`."""
+        """Set no attributes of a manager, so that using one calls `__getattr__`."""
 
     def __getattr__(self, name: str) -> Any:
         raise _NoRoot(

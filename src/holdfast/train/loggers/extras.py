@@ -1,4 +1,4 @@
-"""Common parts of loggers that use an optional library: its import, and the id of their run."""
+"""Shared parts of loggers with an optional library: its import, and the id of the run."""
 
 from __future__ import annotations
 

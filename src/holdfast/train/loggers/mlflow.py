@@ -11,11 +11,11 @@ from holdfast.train.loggers.replays import Replays
 from holdfast.train.training import Metrics, Training
 
 _POSITION = "holdfast.position"
-"""The tag of a run that says how far it was logged."""
+"""Tag of a run with the position of its newest record."""
 
 
 class MLflow(RunLogger):
-    """Logs to one run of MLflow, and continues it after a resume.
+    """Logger to one run of MLflow, which a resume continues.
 
     The run's id is in the checkpoints. The position of the log is in a tag of the run, written
     together with the metrics, so that steps done again are logged once. Each record is one call
@@ -29,7 +29,7 @@ class MLflow(RunLogger):
         tracking_uri: str | None = None,
         run_name: str | None = None,
     ) -> None:
-        """`tracking_uri` is a server or "sqlite:///path.db"; None: as MLflow is configured.
+        """Make the logger; `tracking_uri` is a server or "sqlite:///path.db", None: as configured.
 
         Raises:
             UsageError: the extra is not installed.
@@ -56,7 +56,7 @@ class MLflow(RunLogger):
 
     def log(self, training: Training, metrics: Metrics) -> None:
         """Log the metrics of the step."""
-        if self._client is None:  # `validate` alone has no step to log at
+        if self._client is None:  # outside of `fit`, `validate` has no step to log at
             return
         step = training.present_step
         if self._replays.is_new(step):

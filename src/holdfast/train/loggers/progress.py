@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class ProgressBar(Logger):
-    """Shows the progress of training. No-op where the console is not a terminal."""
+    """Progress bar of training. No-op where the console is not a terminal."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(stderr=True)

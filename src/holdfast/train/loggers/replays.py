@@ -1,4 +1,4 @@
-"""Detection of records of steps done again, for loggers that cannot delete records."""
+"""Detection of duplicate records of steps done again, for loggers that cannot delete any."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _POSITION = re.compile(r"([0-9]{1,18})/([0-9]{1,18})", re.ASCII)
 
 
 class Replays:
-    """Distinguishes new records from those that an earlier process logged already.
+    """Distinguishes new records from those that an earlier process logged.
 
-    A resume does the steps after its checkpoint again, in the same order. So a position in the
-    sequence of records, kept with the records, is enough. Where training differs after a resume,
+    A resume does the steps after its checkpoint again, in the same order. So it is enough to keep
+    a position in the sequence of records, with the records. Where training differs after a resume,
     say by its learning rate, the earlier records stay.
 
     >>> before = Replays()
@@ -25,7 +25,7 @@ class Replays:
     """
 
     def __init__(self, position: str = "0/0", *, resumed_step: int = 0) -> None:
-        """`position` is that of an earlier process; `resumed_step` is done and will not be done
+        """Start after an earlier process's `position`; `resumed_step` is done and will not be done
         again, so that later records of it are new.
 
         Raises:

@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 
 class TensorBoard(Logger):
-    """Writes metrics, and the costs of saves and loads, as scalars of their steps.
+    """Logger of metrics, and of the costs of saves and loads, as scalars of their steps.
 
-    When training begins or resumes, TensorBoard is told to purge later steps, which will be done
+    When training begins or resumes, TensorBoard is asked to purge later steps, which will be done
     again.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        """`folder` is the argument of `tensorboard --logdir`, or a folder in it.
+        """Log to `folder`: the argument of `tensorboard --logdir`, or a folder in it.
 
         Raises:
             UsageError: the extra is not installed.
@@ -55,7 +55,7 @@ class TensorBoard(Logger):
             self._writer = None
 
     def _write(self, metrics: Metrics, step: int) -> None:
-        if self._writer is None:  # `validate` alone has no step to write at
+        if self._writer is None:  # outside of `fit`, `validate` has no step to write at
             return
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)

@@ -14,7 +14,7 @@ from holdfast.train.training import Metrics, Training
 
 
 class WeightsAndBiases(RunLogger):
-    """Logs to one run of Weights & Biases, and continues it after a resume.
+    """Logger to one run of Weights & Biases, which a resume continues.
 
     The run's id is in the checkpoints. Every value is logged with its `step`, which is the axis
     of all charts. Steps that are done again are skipped: the position of the log is in a file in
@@ -23,7 +23,7 @@ class WeightsAndBiases(RunLogger):
     """
 
     def __init__(self, **settings: Any) -> None:
-        """`settings` are those of `wandb.init`, such as `project` and `mode="offline"`.
+        """Make the logger; `settings` are those of `wandb.init`, such as `mode="offline"`.
 
         Raises:
             UsageError: the extra is not installed, or a setting is one that this class decides.
@@ -47,7 +47,7 @@ class WeightsAndBiases(RunLogger):
 
     def log(self, training: Training, metrics: Metrics) -> None:
         """Log the metrics of the step."""
-        if self._run is None:  # `validate` alone has no step to log at
+        if self._run is None:  # outside of `fit`, `validate` has no step to log at
             return
         if self._replays.is_new(training.present_step):
             self._log(metrics, training.present_step)

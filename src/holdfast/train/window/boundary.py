@@ -1,7 +1,7 @@
-"""Snapshot of the state between two steps, kept while something may change it.
+"""Snapshot of the state between two steps, so that an interrupted step can be undone.
 
-Work that is given up half-way (a fetch, a validation, a step that failed before its update) leaves
-traces: the data and generators have moved on, callbacks have counted, buffers were updated.
+Work that is interrupted (a fetch, a validation, a step that failed before its update) leaves
+traces: data and generators have advanced, callbacks have counted, buffers were updated.
 Restoring the snapshot makes the state that of the last step again, so that it can be saved.
 """
 
@@ -33,7 +33,7 @@ class Boundary:
         self._depth, self._num_threads = randomness.depth(), torch.get_num_threads()
         self._data = data
         self._position = None if data is None else data.state_dict()
-        # Generators come with any component.
+        # A capture of any component includes the generators.
         self._live = None if components is None else components or {"nothing": {}}
         captured = {} if self._live is None else capture(self._live).components
         self._stored = {name: part.stored for name, part in captured.items()}

@@ -22,9 +22,9 @@ class Precision:
     """Precision setting: forward passes run under torch's autocast; weights are not converted."""
 
     dtype: Name = "fp32"
-    """`fp32` is as the model is, without autocast."""
+    """Type of the forward pass; `fp32` is the model's own, without autocast."""
     loss_scale: float = 2.0**16
-    """For fp16: what the loss is multiplied by, at first if the scale is dynamic."""
+    """For fp16: factor of the loss, initial if the scale is dynamic."""
     dynamic: bool = True
     """Whether the scale is halved after an update that was not finite, and grows."""
     growth_interval: int = 2000
@@ -51,7 +51,7 @@ class Numerics:
         self._device_type = device_type
         self._dtype = _DTYPES.get(precision.dtype)
         self.scaler: torch.amp.GradScaler | None = None
-        """A component of the state, with fp16; its step waits for the accelerator."""
+        """Scaler of the loss for fp16, a component of the state; its step waits for the device."""
         if precision.dtype == "fp16":
             self.scaler = torch.amp.GradScaler(
                 device_type,
@@ -75,7 +75,7 @@ class Numerics:
         """Divide the gradients by the loss scale, if there is a scaler."""
         if self.scaler is None:
             return
-        if self._is_unscaled:  # an error cut that update short, and the scaler remembers it
+        if self._is_unscaled:  # an error interrupted an update, which the scaler remembers
             self.scaler.update(self.scaler.get_scale())
         self._is_unscaled = True
         self.scaler.unscale_(optimizer)

@@ -33,7 +33,7 @@ def for_group(group: int, make: Make) -> Make:
             )
         one = _OneGroup(optimizer, group)
         scheduler = make(one)
-        # Schedulers of torch want to have seen a step of their optimizer before their own.
+        # torch's schedulers warn if their optimizer has not stepped before they do.
         one.step()
         return scheduler
 
@@ -89,7 +89,7 @@ class _OneGroup(torch.optim.Optimizer):
     """View of an optimizer with only one of its parameter groups, for schedulers."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, group: int) -> None:
-        # Not the base's: it would take the group over, and this one only looks at it.
+        # Without the base's, which would take the group over; this is only a view.
         self._optimizer = optimizer
         self.group = group
         self.defaults = optimizer.defaults

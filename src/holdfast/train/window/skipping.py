@@ -11,7 +11,7 @@ from holdfast.train.window.loop import Update
 from holdfast.train.window.metrics import LazyMetrics
 
 Train = Callable[[Sequence[Any]], LazyMetrics]
-"""Trains on the batches of a step; gives its metrics."""
+"""Function that trains on the batches of a step and returns its metrics."""
 
 
 def without_steps(given: Iterable[range], update: Update, training: Training) -> Train:

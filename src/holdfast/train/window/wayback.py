@@ -1,4 +1,4 @@
-"""Return to the last boundary after an interrupted fetch or validation, or a failed step."""
+"""Undo of an interrupted fetch or validation, or of a failed step, from a snapshot."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _AS_IT_IS: AbstractContextManager[None] = nullcontext()
 
 
 class WayBack:
-    """Keeps the last boundary between steps while the state can go back to it."""
+    """Keeps the snapshot of the last step boundary, while the state can be restored from it."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class WayBack:
         state: Mapping[str, Any],
         callbacks: Callbacks,
     ) -> None:
-        """`is_exact`: keep all that a step may change before its update, for errors."""
+        """Start without a snapshot; `is_exact`: take complete ones, for a save after an error."""
         self.is_exact = is_exact
         self._stop = stop
         self._data = data
@@ -45,13 +45,13 @@ class WayBack:
         self._boundary: Boundary | None = None
         self._weights: Weights | None = None
         self._is_validating = False
-        # One block for all waits: it keeps nothing of its own.
+        # One context for all waits, as it has no state of its own.
         self._interruptible: AbstractContextManager[None] = (
             _AS_IT_IS if stop is None else stop.interruptible()
         )
 
     def begin_step(self) -> None:
-        """Keep the boundary, as the step that begins will change the state."""
+        """Take the snapshot, as the step that begins will change the state."""
         if self.is_exact:
             self._boundary = Boundary(
                 data=self._data, components=self._small, modules=self._modules
@@ -62,18 +62,18 @@ class WayBack:
             self._boundary = Boundary(data=self._data, components=components)
 
     def begin_update(self) -> None:
-        """Drop the boundary, as the update that begins cannot be undone."""
+        """Drop the snapshot, as the update that begins cannot be undone."""
         self._boundary = self._weights = None
 
     def changed(self) -> list[str]:
-        """Names of components whose weights, which are not kept, differ from the boundary.
+        """List components whose weights, which the snapshot lacks, have changed since it.
 
         For errors, after `go`.
         """
         return [] if self._weights is None else self._weights.changed()
 
     def go(self) -> bool:
-        """Go back to the boundary; False if none is kept."""
+        """Restore the snapshot; False if none is kept."""
         boundary, self._boundary = self._boundary, None
         if boundary is not None:
             boundary.put_back()

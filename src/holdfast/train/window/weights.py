@@ -1,4 +1,4 @@
-"""Detects changes of modules and optimizers: one pass over the weights, no copy.
+"""Fingerprints of weights, to detect changes: one pass over the weights, no copy.
 
 The bytes of parameters are summed, because torch does not count a write through `.data`. Changes of
 optimizers' slots, which only steps change, are detected by their addresses and versions.
@@ -24,7 +24,7 @@ class Weights:
     """Fingerprint of a state's modules and optimizers, without the buffers of modules."""
 
     def __init__(self, components: Mapping[str, Any]) -> None:
-        """Take the fingerprint; other components are ignored."""
+        """Compute the fingerprint; other components are ignored."""
         self._components = {
             name: value
             for name, value in components.items()
@@ -64,7 +64,7 @@ def _noted(value: Any) -> Any:
         version = None if value.is_inference() else value._version
         return (id(value), value.data_ptr(), version)
     if isinstance(value, Mapping):
-        # The weights of a group are those of modules.
+        # The parameters of a group are covered by the modules.
         return {
             key: [*map(id, item)] if key == "params" else _noted(item)
             for key, item in value.items()
