@@ -12,14 +12,12 @@ from functools import partial
 from operator import attrgetter
 from typing import Any
 
-import msgspec
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from holdfast.errors import FormatError
-from holdfast.format import strictjson
 from holdfast.format.nodes import TensorRef
 from holdfast.format.objects import TreeDocument
 from holdfast.format.tensors import ITEM_NBYTES, TensorSpec
@@ -199,7 +197,8 @@ def _state_by_name(live: LiveOptimizer, leaves: Leaves) -> tuple[dict[str, Any],
     return {name: slots[name] for name in live.parameters if name in slots}, extra
 
 
-class _StoredOptimizer(msgspec.Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _StoredOptimizer:
     """Checked members of a stored optimizer's tree."""
 
     type: str
@@ -207,21 +206,43 @@ class _StoredOptimizer(msgspec.Struct, frozen=True, kw_only=True):
     groups: list[list[str]]
     shapes: dict[str, list[int]]
     devices: dict[str, str]
-    param_groups: list[dict[Any, Any]]
+    param_groups: list[dict[str, Any]]
     slots: dict[str, Any]
     extra: dict[str, Any]
 
 
 def _parse(tree: Any, what: str) -> _StoredOptimizer:
-    stored = strictjson.convert(
-        tree, _StoredOptimizer, what=f"{what}: not the tree of an optimizer"
-    )
-    names = [name for group in stored.groups for name in group]
+    expected = {
+        "type": str,
+        "modules": list,
+        "groups": list,
+        "shapes": dict,
+        "devices": dict,
+        _GROUPS: list,
+        "slots": dict,
+        "extra": dict,
+    }
+    if not isinstance(tree, dict) or not tree.keys() >= expected.keys():
+        raise FormatError(f"{what}: not the tree of an optimizer")
+    members = {name: tree[name] for name in expected}
+    for name, kind in expected.items():
+        if not isinstance(members[name], kind):
+            raise FormatError(f"{what}: {name} is not a {kind.__name__}")
+    stored = _StoredOptimizer(**members)
+    names = [name for group in stored.groups for name in _checked_names(group, what)]
     fits = len(set(names)) == len(names) and stored.shapes.keys() == set(names)
     groups_fit = len(stored.param_groups) == len(stored.groups)
     if not fits or not groups_fit or not stored.slots.keys() <= set(names):
         raise FormatError(f"{what}: parameters and groups do not fit together")
+    if not all(isinstance(options, dict) for options in stored.param_groups):
+        raise FormatError(f"{what}: a parameter group is not a dict")
     return stored
+
+
+def _checked_names(group: Any, what: str) -> list[str]:
+    if not isinstance(group, list) or not all(isinstance(name, str) for name in group):
+        raise FormatError(f"{what}: a parameter group's names are not a list of text")
+    return group
 
 
 def check_tree(tree: Any, what: str) -> None:
