@@ -331,7 +331,7 @@ def test_every_path_on_the_page_exists() -> None:
 def test_what_the_page_says_of_the_package_is_there() -> None:
     """Names that a contributor is sent to."""
     policy, train = ROOT / "src/holdfast/policy", ROOT / "src/holdfast/train"
-    assert "__subclasses__()" in (policy / "savers.py").read_text("utf-8")
+    assert "__subclasses__()" in (policy / "rules.py").read_text("utf-8")
     assert "Last" in holdfast.__all__
     assert "\nMOMENTS: " in (train / "callbacks/hooks.py").read_text("utf-8")
     assert "tell(Callback." in (train / "window/loop.py").read_text("utf-8")

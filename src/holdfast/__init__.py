@@ -56,11 +56,11 @@ if TYPE_CHECKING:
     from holdfast.policy.rules import Hourly as Hourly
     from holdfast.policy.rules import Last as Last
     from holdfast.policy.rules import Within as Within
+    from holdfast.policy.rules import parse_rule as parse_rule
     from holdfast.policy.savers import Due as Due
     from holdfast.policy.savers import Saved as Saved
     from holdfast.policy.savers import SavePolicy as SavePolicy
     from holdfast.policy.savers import SideSaver as SideSaver
-    from holdfast.policy.savers import parse_rule as parse_rule
     from holdfast.policy.triggers import At as At
     from holdfast.policy.triggers import AtEnd as AtEnd
     from holdfast.policy.triggers import AtStart as AtStart
@@ -144,7 +144,7 @@ _HOMES = {
     "learnt_rate": "holdfast.policy.advisor",
     "load_weights": "holdfast.weights",
     "open_store": "holdfast.store",
-    "parse_rule": "holdfast.policy.savers",
+    "parse_rule": "holdfast.policy.rules",
     "reading": "holdfast.engine.access",
     "simulate": "holdfast.policy.costs",
     "testing": "holdfast",

@@ -14,8 +14,7 @@ from holdfast.format.manifest import Timestamp
 from holdfast.policy import rule, rules
 from holdfast.policy.retention import decide
 from holdfast.policy.rule import AnyRule, Candidate, Rule, ThenDrop
-from holdfast.policy.rules import Last
-from holdfast.policy.savers import parse_rule
+from holdfast.policy.rules import Last, parse_rule
 from holdfast.store.local import LocalStore
 from runs import new_run
 

@@ -6,8 +6,18 @@ import pytest
 
 from holdfast.errors import UsageError
 from holdfast.policy.rule import BySaver, Rule
-from holdfast.policy.rules import All, Best, Budget, ByClass, Daily, EveryNth, Hourly, Last, Within
-from holdfast.policy.savers import parse_rule
+from holdfast.policy.rules import (
+    All,
+    Best,
+    Budget,
+    ByClass,
+    Daily,
+    EveryNth,
+    Hourly,
+    Last,
+    Within,
+    parse_rule,
+)
 
 
 @pytest.mark.parametrize(

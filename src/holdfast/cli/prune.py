@@ -21,7 +21,7 @@ from holdfast.cli.target import open_root
 from holdfast.engine.roots.catalog import Catalog, Entry
 from holdfast.errors import NoCheckpoint
 from holdfast.events import Emitter
-from holdfast.policy.savers import parse_rule
+from holdfast.policy.rules import parse_rule
 from holdfast.store.base import Store
 
 _OTHER_RUN = "copied here from another run, which this one does not judge"

@@ -1,4 +1,4 @@
-"""Built-in retention rules, which pick the checkpoints to keep, and the numbers in their texts.
+"""Built-in retention rules, which pick the checkpoints to keep, and parsing of their texts.
 
 A new one is a class in this file; its `spelled` and `parse` bring it to the command line.
 """
@@ -15,7 +15,7 @@ from typing import ClassVar, Literal, cast, get_args
 from holdfast.arguments import checked
 from holdfast.errors import UsageError
 from holdfast.policy.clock import Time, argument_name, parse
-from holdfast.policy.rule import Candidate, Rule, SaveClass, counting
+from holdfast.policy.rule import MAIN, BySaver, Candidate, Rule, SaveClass, counting
 
 Mode = Literal["min", "max"]
 Removal = Literal["ephemeral_only", "all_non_permanent", "never"]
@@ -26,6 +26,7 @@ _SIZES = {
     **{unit: 1024**power for power, unit in enumerate(("KiB", "MiB", "GiB", "TiB"), start=1)},
 }
 _SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,9})?)\s*([A-Za-z]*)", re.ASCII)
+_SAVER = re.compile(r"(?P<saver>[^:= ]*)\s*=(?P<rule>.*)", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -465,3 +466,69 @@ def number_of_bytes(text: str, *, what: str = "") -> int:
     if match is None or match[2] not in _SIZES:
         raise UsageError(f"{what}{text!r}: expected a size such as 500GB or 1.5TiB")
     return int(float(match[1]) * _SIZES[match[2]])
+
+
+def parse_rule(text: str) -> Rule:
+    """Parse a rule from `text`: parts separated by commas, combined as by `|`.
+
+    A part is `all`, `last:N[:CLASS]`, `best:METRIC[:min|max][:N]`, `every:INTERVAL`, `hourly[:N]`,
+    `daily[:N]`, `within:SPAN`, `budget:SIZE` or `remove:CLASSES`. The suffix
+    ` without COMPONENT+COMPONENT` drops components. The prefix `SAVER=` makes it a part of that
+    saver's rule; the others are parts of `main`'s.
+
+    >>> str(parse_rule("last:3, every:1000step without optimizer+rng"))
+    'last 3 | every 1000step without optimizer, rng'
+    >>> str(parse_rule("last:3, weights=last:24"))
+    'main: last 3, weights: last 24'
+
+    Raises:
+        UsageError: a part is none of these.
+    """
+    rules: dict[str, Rule] = {}
+    parts = text.split(",")
+    for number, part in enumerate(parts):
+        match = _SAVER.fullmatch(part.strip())
+        saver, rule = (MAIN, part) if match is None else (match["saver"], match["rule"])
+        try:
+            parsed = _part(rule.strip())
+        except UsageError as error:
+            if not any("best:" in before for before in parts[:number]):
+                raise
+            raise UsageError(
+                f"{error}. Commas separate rules: a rule for a metric with a comma in its name is "
+                "written as Best('…') in Python"
+            ) from error
+        rules[saver] = rules[saver] | parsed if saver in rules else parsed
+    return rules[MAIN] if set(rules) == {MAIN} else BySaver(rules)
+
+
+def as_rule(given: Rule | str | None, *, what: str) -> Rule | None:
+    """Convert an argument to a rule, which may be given as text; `what` names the argument.
+
+    Raises:
+        UsageError: the argument is not a rule.
+    """
+    if isinstance(given, str):
+        try:
+            return parse_rule(given)
+        except UsageError as error:
+            raise UsageError(f"{what}={given!r}: {error}") from error
+    if given is not None and not isinstance(given, Rule):
+        raise UsageError(f"{what}={given!r} must be a rule such as Last(3) or 'last:3'")
+    return given
+
+
+def _part(text: str) -> Rule:
+    picked, _, dropped = text.partition(" without ")
+    rule = _simple(picked.strip())
+    if not dropped:
+        return rule
+    return rule.then_drop(*(name.strip() for name in dropped.split("+")))
+
+
+def _simple(text: str) -> Rule:
+    name, colon, value = text.partition(":")
+    known = {rule.spelled: rule for rule in Rule.__subclasses__() if rule.spelled}
+    if name not in known or (colon and not value):
+        raise UsageError(f"{text!r}: unknown rule; known: {', '.join(known)}, as in 'last:3'")
+    return known[name].parse(value)

@@ -1,12 +1,10 @@
 """Savers of a run: when each saves, in which class, what of the state, and which saves it keeps.
 
-Permanent checkpoints stay; later saves replace ephemeral ones, which retention deletes. The rule
-of what is kept may be given as text, such as `last:3,best:loss:min:2,weights=last:24`.
+Permanent checkpoints stay; later saves replace ephemeral ones, which retention deletes.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import gcd
@@ -19,7 +17,7 @@ from holdfast.format.manifest import Timestamp
 from holdfast.policy.auto import Auto
 from holdfast.policy.clock import ALL_UNITS, Time, Unit, counted, parse
 from holdfast.policy.rule import MAIN, BySaver, Rule, SaveClass, named_components, savers_of
-from holdfast.policy.rules import All
+from holdfast.policy.rules import All, as_rule
 from holdfast.policy.triggers import (
     NO_METRICS,
     Event,
@@ -31,8 +29,6 @@ from holdfast.policy.triggers import (
     is_elsewhere,
     parts_of,
 )
-
-_SAVER = re.compile(r"(?P<saver>[^:= ]*)\s*=(?P<rule>.*)", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -305,69 +301,3 @@ def combined_rule(
     if lost:
         raise UsageError(f"keep={rule}: the state has no {', '.join(sorted(lost))} to drop")
     return rule
-
-
-def parse_rule(text: str) -> Rule:
-    """Parse a rule from `text`: parts separated by commas, combined as by `|`.
-
-    A part is `all`, `last:N[:CLASS]`, `best:METRIC[:min|max][:N]`, `every:INTERVAL`, `hourly[:N]`,
-    `daily[:N]`, `within:SPAN`, `budget:SIZE` or `remove:CLASSES`. The suffix
-    ` without COMPONENT+COMPONENT` drops components. The prefix `SAVER=` makes it a part of that
-    saver's rule; the others are parts of `main`'s.
-
-    >>> str(parse_rule("last:3, every:1000step without optimizer+rng"))
-    'last 3 | every 1000step without optimizer, rng'
-    >>> str(parse_rule("last:3, weights=last:24"))
-    'main: last 3, weights: last 24'
-
-    Raises:
-        UsageError: a part is none of these.
-    """
-    rules: dict[str, Rule] = {}
-    parts = text.split(",")
-    for number, part in enumerate(parts):
-        match = _SAVER.fullmatch(part.strip())
-        saver, rule = (MAIN, part) if match is None else (match["saver"], match["rule"])
-        try:
-            parsed = _part(rule.strip())
-        except UsageError as error:
-            if not any("best:" in before for before in parts[:number]):
-                raise
-            raise UsageError(
-                f"{error}. Commas separate rules: a rule for a metric with a comma in its name is "
-                "written as Best('…') in Python"
-            ) from error
-        rules[saver] = rules[saver] | parsed if saver in rules else parsed
-    return rules[MAIN] if set(rules) == {MAIN} else BySaver(rules)
-
-
-def as_rule(given: Rule | str | None, *, what: str) -> Rule | None:
-    """Convert an argument to a rule, which may be given as text; `what` names the argument.
-
-    Raises:
-        UsageError: the argument is not a rule.
-    """
-    if isinstance(given, str):
-        try:
-            return parse_rule(given)
-        except UsageError as error:
-            raise UsageError(f"{what}={given!r}: {error}") from error
-    if given is not None and not isinstance(given, Rule):
-        raise UsageError(f"{what}={given!r} must be a rule such as Last(3) or 'last:3'")
-    return given
-
-
-def _part(text: str) -> Rule:
-    picked, _, dropped = text.partition(" without ")
-    rule = _simple(picked.strip())
-    if not dropped:
-        return rule
-    return rule.then_drop(*(name.strip() for name in dropped.split("+")))
-
-
-def _simple(text: str) -> Rule:
-    name, colon, value = text.partition(":")
-    known = {rule.spelled: rule for rule in Rule.__subclasses__() if rule.spelled}
-    if name not in known or (colon and not value):
-        raise UsageError(f"{text!r}: unknown rule; known: {', '.join(known)}, as in 'last:3'")
-    return known[name].parse(value)

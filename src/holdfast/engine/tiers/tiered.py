@@ -12,8 +12,8 @@ from holdfast.errors import UsageError
 from holdfast.format.manifest import Timestamp
 from holdfast.policy.clock import PLAIN_UNITS, Time, parse
 from holdfast.policy.rule import Rule
-from holdfast.policy.rules import Nothing, number_of_bytes
-from holdfast.policy.savers import SideSaver, as_rule, combined_rule
+from holdfast.policy.rules import Nothing, as_rule, number_of_bytes
+from holdfast.policy.savers import SideSaver, combined_rule
 from holdfast.store import REMOTE_SCHEMES
 from holdfast.store.base import Store
 
