@@ -136,8 +136,7 @@ def _fits(value: object, hint: Any) -> bool:
 
 
 def _unnamed(value: object, hint: Any) -> str:
-    """What to write where a value has all that an abstract class asks for and does not derive from
-    it; empty otherwise."""
+    """Advise to derive from an abstract class that the value only resembles; empty otherwise."""
     for part in get_args(hint) or (hint,):
         asked = getattr(part, "__abstractmethods__", ()) if inspect.isabstract(part) else ()
         if asked and all(hasattr(value, name) for name in asked):
