@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable
 from typing import Any
 
@@ -474,8 +475,10 @@ def test_an_optimizer_with_its_own_state_dict_is_left_to_itself() -> None:
         lambda tree: tree.update(groups={}),
         lambda tree: tree.update(groups=[1]),
         lambda tree: tree.update(groups=[[1]]),
+        lambda tree: tree.update(groups=[tuple(tree["groups"][0])]),
         lambda tree: tree.update(param_groups=[1]),
         lambda tree: tree.update(param_groups=[]),
+        lambda tree: tree.update(param_groups=tuple(tree["param_groups"])),
         lambda tree: tree["shapes"].popitem(),
         lambda tree: tree["slots"].update(stranger={}),
         lambda tree: tree["groups"][0].append("0.weight"),
@@ -495,6 +498,22 @@ def test_a_tree_that_no_optimizer_wrote_is_a_format_error(spoil: Callable[[Any],
     )
     with pytest.raises(FormatError):
         saved.prepare(state)
+
+
+class Slot(str, enum.Enum):
+    """A name of a state beside the slots."""
+
+    AVERAGE = "average"
+
+
+def test_a_state_that_is_named_by_an_enumeration_does_not_stop_the_load() -> None:
+    original, resumed = adam_pair(1), adam_pair(2)
+    train(original["model"], original["optimizer"], 1)
+    state: dict[Any, Any] = original["optimizer"].state
+    state[Slot.AVERAGE] = 5
+    image(original).load(resumed)
+    weight = resumed["model"][0].weight
+    assert resumed["optimizer"].state[weight]["step"].item() == 1
 
 
 SCHEDULERS: dict[str, Callable[[optim.Optimizer], Any]] = {

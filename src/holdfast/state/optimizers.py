@@ -515,7 +515,8 @@ class OptimizerPlan(LoadPlan):
         home = self._stored.devices.get(old, "cpu")
         if slot == "step" and (options.get("capturable") or options.get("fused")):
             return _Beside(parameter, None)
-        is_apart = slot == "step" and home == "cpu"
+        # None is in no tree that Holdfast wrote, and names no device.
+        is_apart = home is None or (slot == "step" and home == "cpu")
         return _Beside(parameter, "" if is_apart else home)
 
     def _merge_group(self, merge: Merge, live_index: int, stored: dict[str, Any]) -> None:

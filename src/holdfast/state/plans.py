@@ -21,7 +21,7 @@ from holdfast.state.components import RNG
 from holdfast.state.copying import Fetching, Stored
 from holdfast.state.livevalues import keep_live, revive
 from holdfast.state.merge import Claims, Merge
-from holdfast.state.selection import Problems, Wishes, shortened
+from holdfast.state.selection import Problems, Wishes
 from holdfast.state.settings import made_with
 from holdfast.state.trees import Lifting, Skeleton, keys_in
 
@@ -99,7 +99,9 @@ def _compare_keys(component: str, stored: Any, live: Any, problems: Problems) ->
 
 
 def _named(keys: list[Any]) -> str:
-    return shortened([f"{key!r:.40}" for key in keys])
+    # Only keys that are shown are formatted: a live one may have no `repr`.
+    more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
+    return ", ".join(f"{key!r:.40}" for key in keys[:3]) + more
 
 
 class ObjectPlan(LoadPlan):
