@@ -45,7 +45,7 @@ _PAUSE_S = 0.1
 
 @dataclass(slots=True, kw_only=True)
 class SaveAttempt:
-    """One try of a save: its folder, its save id, and whether its manifest was put (`put_sent`).
+    """Attempt to save: its folder, its save id, and whether its manifest was put (`put_sent`).
 
     `is_unclear`: whether a copy of that put may still arrive, so that the register must stay,
     whether or not the save committed.

@@ -119,7 +119,7 @@ class Transfer(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Staged:
-    """One staged state: tensor files, which may still be being copied, and trees as bytes."""
+    """Staged state: tensor files, which may still be being copied, and trees as bytes."""
 
     files: Mapping[str, tuple[KnownFile, ...]]
     """The tensor files of each component."""

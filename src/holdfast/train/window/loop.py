@@ -1,4 +1,4 @@
-"""One step of training: its batches, its gradients, the update of the weights.
+"""A step of training: its batches, its gradients, the update of the weights.
 
 Knows nothing about saving, counting or validating.
 """
