@@ -108,7 +108,7 @@ class SupervisionOutcome(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChildLife:
-    """Result of a run of the child: how it ended, whether it made progress, and the pause after it."""
+    """Result of a run of the child: how it ended, whether it made progress, the pause after it."""
 
     number: int
     """Number of the life, from 1."""
