@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from holdfast.demo import figure, report
+from holdfast.demo import report
+from holdfast.demo import report as figure
 from holdfast.demo.record import DemoRecord, ProcessRecord, RunRecord
 
 

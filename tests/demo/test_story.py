@@ -15,10 +15,10 @@ import psutil
 import pytest
 
 import holdfast
-from holdfast.demo import main, story
-from holdfast.demo.plan import Kill, fast_plan
-from holdfast.demo.process import Worker, WorkerFailed
-from holdfast.demo.record import RunRecord
+from holdfast.demo import story
+from holdfast.demo import story as main
+from holdfast.demo.record import Kill, RunRecord, fast_plan
+from holdfast.demo.story import Worker, WorkerFailed
 from holdfast.demo.worker import make_state
 from holdfast.errors import FormatError, NoCheckpoint, UsageError
 

@@ -32,7 +32,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="save-inside-an-accumulation-window",
         promise="D69: no save inside an accumulation window, where gradients would be lost",
-        file="train/fit/place.py",
+        file="train/fit/saving.py",
         before="        if not self.is_between:\n            raise",
         after="        if not self.has_begun:\n            raise",
         near=("tests/train/fit/test_saving.py",),
@@ -152,7 +152,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="buffers-are-not-put-back",
         promise="I7: a step that was given up leaves buffers as they were",
-        file="train/window/boundary.py",
+        file="train/window/wayback.py",
         before="            buffer.copy_(kept)\n",
         after="            pass\n",
         near=("tests/train/window/test_boundary.py",),

@@ -16,9 +16,8 @@ from enum import Enum, auto
 
 from typing_extensions import override
 
-from holdfast.care.housekeeping import Housekeeper
+from holdfast.care.housekeeping import Housekeeper, Uploads
 from holdfast.care.sending import Sending
-from holdfast.care.uploads import Uploads
 from holdfast.engine.claims.claim import Choice
 from holdfast.engine.claims.owner import Ownership
 from holdfast.engine.roots.catalog import Catalog, Entry

@@ -9,8 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 
-from holdfast.care.findings import Problem, VerifyReport, problem_of
-from holdfast.care.reading import BlockToCheck, FolderReader, Progress, Tally, look_at
+from holdfast.care.reading import (
+    BlockToCheck,
+    FolderReader,
+    Problem,
+    Progress,
+    Tally,
+    VerifyReport,
+    look_at,
+    problem_of,
+)
 from holdfast.errors import (
     FormatError,
     HoldfastError,

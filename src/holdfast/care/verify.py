@@ -15,15 +15,18 @@ from typing import Any
 
 import msgspec
 
-from holdfast.care.findings import Problem, RootReport, VerifyReport, problem_of
 from holdfast.care.reading import (
     BlockToCheck,
     CheckedBlock,
     FolderReader,
+    Problem,
     Progress,
+    RootReport,
     Tally,
+    VerifyReport,
     again,
     look_at,
+    problem_of,
     transient_note,
 )
 from holdfast.care.scrub import scrub

@@ -12,10 +12,9 @@ from typing import Any, NoReturn
 import click
 
 from holdfast.cli import options
-from holdfast.cli.declaring import Commands, Parameter, taking
+from holdfast.cli.options import Commands, Parameter, taking
 from holdfast.cli.output import Answer, Code, give, give_error
-from holdfast.cli.target import PATIENCE
-from holdfast.cli.unlocking import NAMED, KeySources
+from holdfast.cli.target import NAMED, PATIENCE, KeySources
 from holdfast.errors import HoldfastError, UsageError
 
 
@@ -153,7 +152,7 @@ def gc(
     if damaged is None and yes:
         raise UsageError("--yes goes with --damaged FOLDER")
     if damaged is not None:
-        from holdfast.cli.damaged import remove
+        from holdfast.cli.gc import remove
 
         if dead_epochs:
             raise UsageError("--damaged and --dead-epoch are two commands; give one of them")
@@ -288,6 +287,6 @@ def rotate(
 def demo(out: Path, seed: int | None, fast: bool, as_json: bool) -> int:
     """Train, get killed at random moments, resume, and compare with the undisturbed run."""
 
-    from holdfast.demo.main import run as run_demo
+    from holdfast.demo.story import run as run_demo
 
     return run_demo(out, seed=seed, fast=fast, as_json=as_json)

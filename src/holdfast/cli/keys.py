@@ -9,8 +9,7 @@ from typing import Any
 from holdfast.care.rekey import Rekeyed, Sealed, sealed_in
 from holdfast.care.rekey import rotate as rotate_root
 from holdfast.cli.output import Answer, Code
-from holdfast.cli.target import open_root
-from holdfast.cli.unlocking import NAMED, KeySources, inner, keys_of
+from holdfast.cli.target import NAMED, KeySources, inner, keys_of, open_root
 from holdfast.errors import UsageError
 from holdfast.keys import PrivateKey
 from holdfast.keys import generate as new_key

@@ -16,8 +16,7 @@ from holdfast.cli.documents import (
     unread_line,
 )
 from holdfast.cli.output import Answer, Code, TextTable, number, size
-from holdfast.cli.target import open_root
-from holdfast.cli.unlocking import inner
+from holdfast.cli.target import inner, open_root
 from holdfast.engine.claims.claim import is_closed
 from holdfast.engine.claims.leases import FoundLease, find_leases
 from holdfast.engine.claims.process import liveness

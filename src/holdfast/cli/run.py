@@ -7,9 +7,9 @@ from typing import Any
 
 import click
 
-from holdfast.care.child import ChildProcess
 from holdfast.care.supervise import (
     ChildLife,
+    ChildProcess,
     Limits,
     Supervised,
     SupervisionOutcome,
@@ -17,7 +17,7 @@ from holdfast.care.supervise import (
     supervise,
 )
 from holdfast.cli.output import Code, TextTable, aligned, give_line, say
-from holdfast.cli.unlocking import inner, unlocked
+from holdfast.cli.target import inner, unlocked
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.roots.sources import split_source
 from holdfast.errors import FormatError, SealError, StoreError, UsageError

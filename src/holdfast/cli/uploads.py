@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast.cli.output import Answer, Code, TextTable, size
-from holdfast.cli.target import open_root, opened
-from holdfast.cli.unlocking import inner
+from holdfast.cli.target import inner, open_root, opened
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.tiers.ledger import Ledger
 from holdfast.engine.tiers.pieces import length, read_listing

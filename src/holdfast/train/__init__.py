@@ -11,17 +11,14 @@ from holdfast.train.callbacks.sparsity import Pruning
 from holdfast.train.counters import Counters
 from holdfast.train.evaluation.targets import Validated
 from holdfast.train.evaluation.validation import Downstream, Validation
-from holdfast.train.fit.health import UnhealthyState
-from holdfast.train.fit.outcome import Outcome
+from holdfast.train.fit.ending import Outcome
+from holdfast.train.fit.saving import UnhealthyState
 from holdfast.train.loggers.jsonlines import JsonLines
-from holdfast.train.loggers.mlflow import MLflow
 from holdfast.train.loggers.progress import ProgressBar
-from holdfast.train.loggers.tensorboard import TensorBoard
-from holdfast.train.loggers.wandb import WeightsAndBiases
+from holdfast.train.loggers.services import MLflow, TensorBoard, WeightsAndBiases
 from holdfast.train.trainer import Trainer
 from holdfast.train.training import Metrics, Training
-from holdfast.train.window.loop import Clip
-from holdfast.train.window.precision import Precision
+from holdfast.train.window.loop import Clip, Precision
 from holdfast.train.window.schedulers import for_group
 
 __all__ = [

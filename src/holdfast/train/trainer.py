@@ -47,20 +47,22 @@ from holdfast.train.evaluation.validation import (
     plans_of,
     size_of,
 )
-from holdfast.train.fit.ending import FitEnding
+from holdfast.train.fit.ending import FitEnding, Outcome
 from holdfast.train.fit.fitting import Fit, Gear
-from holdfast.train.fit.health import HealthGate, Policy, UnhealthyState
-from holdfast.train.fit.outcome import Outcome
-from holdfast.train.fit.place import StepPosition
-from holdfast.train.fit.saving import SaveCosts
-from holdfast.train.fit.starting import StartingPoint
-from holdfast.train.fit.unsaved import Unsaved
+from holdfast.train.fit.saving import HealthGate, Policy, SaveCosts, StepPosition, UnhealthyState
+from holdfast.train.fit.starting import StartingPoint, Unsaved
 from holdfast.train.training import Metrics, Training
-from holdfast.train.window.loop import Clip, LossFunction, Update
+from holdfast.train.window.loop import (
+    Clip,
+    LossFunction,
+    Numerics,
+    Precision,
+    Update,
+    checked_precision,
+    without_steps,
+)
 from holdfast.train.window.metrics import LazyMetrics, Numbers
-from holdfast.train.window.precision import Numerics, Precision, checked_precision
 from holdfast.train.window.schedulers import make_schedulers
-from holdfast.train.window.skipping import without_steps
 from holdfast.train.window.wayback import WayBack
 
 logger = logging.getLogger("holdfast")

@@ -15,7 +15,7 @@ from holdfast.errors import SaveSkipped, UsageError
 from holdfast.store import open_store
 from holdfast.store.memory import MemoryStore
 from holdfast.train import Callback, Training, UnhealthyState
-from holdfast.train.fit.health import HealthGate
+from holdfast.train.fit.saving import HealthGate
 from train.small import make
 
 

@@ -29,14 +29,12 @@ from holdfast.train.callbacks.hooks import Callback
 from holdfast.train.counters import Counters
 from holdfast.train.ema import Average
 from holdfast.train.evaluation.validation import ValidationPart, Validations
-from holdfast.train.fit.ending import FitEnding
-from holdfast.train.fit.outcome import Outcome
-from holdfast.train.fit.place import StepPosition
-from holdfast.train.fit.saving import SaveCosts, StepSaver
+from holdfast.train.fit.ending import FitEnding, Outcome
+from holdfast.train.fit.saving import SaveCosts, StepPosition, StepSaver
 from holdfast.train.training import Metrics
 from holdfast.train.window.batches import Batches
+from holdfast.train.window.loop import Train
 from holdfast.train.window.metrics import LazyMetrics
-from holdfast.train.window.skipping import Train
 from holdfast.train.window.wayback import WayBack
 
 logger = logging.getLogger("holdfast")

@@ -1,13 +1,22 @@
-"""Saves of the Trainer, and handling of failed ones (docs/design.md, invariant 8)."""
+"""Saves of the Trainer: when they may begin, of which state, and handling of failed ones.
+
+`StepPosition` says when, `HealthGate` of which state; failures are those of invariant 8 in
+docs/design.md.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
-from contextlib import suppress
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Literal, get_args
+
+import torch
+from torch import nn
 
 from holdfast.engine.checkpoint import PendingSave
-from holdfast.errors import SaveFailed, SaveSkipped
+from holdfast.errors import HoldfastError, SaveFailed, SaveSkipped, UsageError, listing
 from holdfast.events import Event as Told
 from holdfast.manager import CheckpointManager
 from holdfast.policy.classes import Due
@@ -16,7 +25,6 @@ from holdfast.policy.triggers import Event
 from holdfast.train.callbacks.calling import Callbacks
 from holdfast.train.callbacks.hooks import Callback
 from holdfast.train.counters import Counters
-from holdfast.train.fit.place import StepPosition
 from holdfast.train.training import Metrics
 
 logger = logging.getLogger("holdfast")
@@ -204,3 +212,121 @@ class StepSaver:
             self._num_failures,
             MAX_FAILURES_IN_A_ROW,
         )
+
+
+class StepPosition:
+    """Whether training is between two steps, where the state is consistent."""
+
+    def __init__(self, counters: Counters) -> None:
+        self._counters = counters
+        self.is_between = False
+        """Whether a save can be begun."""
+        self.is_under_way = False
+        """Whether what is logged belongs to the next step."""
+        self.has_begun = False
+        """Whether any data was taken since the Trainer was made."""
+
+    @property
+    def present_step(self) -> int:
+        """The step under way, or between steps the last completed one."""
+        return self._counters.step + self.is_under_way
+
+    def enter_step(self) -> None:
+        """Record that a step has begun."""
+        self.is_between, self.is_under_way = False, True
+
+    def leave_step(self) -> None:
+        """Record that the step is complete and counted, and the state consistent."""
+        self.is_between, self.is_under_way = True, False
+
+    @contextmanager
+    def left(self) -> Iterator[None]:
+        """Refuse saves during the block."""
+        before, self.is_between = self.is_between, False
+        try:
+            yield
+        finally:
+            self.is_between = before
+
+    def check(self, step: int) -> None:
+        """Check that a save of `step` may begin.
+
+        Raises:
+            UsageError: within a step, a validation or a save, or of another step.
+        """
+        if not self.is_between:
+            raise UsageError(
+                "a checkpoint can be made between steps only, where all parts of the state belong "
+                "together: in fit_start, step_end, epoch_end, log or fit_end, and in none of them "
+                "within a validation"
+            )
+        if step != self._counters.step:
+            raise UsageError(f"step={step!r}: the state is that of step {self._counters.step}")
+
+
+Policy = Literal["warn", "skip", "raise"]
+
+# So many the manifest records of a model of which every weight may be wrong.
+_MAX_REASONS = 10
+
+
+class UnhealthyState(HoldfastError):
+    """The loss or the weights to be saved are not finite; nothing was saved."""
+
+
+class HealthGate:
+    """Checks the state before each save; between saves it costs nothing.
+
+    A check reads every weight once, and waits for the accelerator.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        """`warn` saves all the same, `skip` skips the save, `raise` ends the training.
+
+        Raises:
+            UsageError: `policy` is none of these.
+        """
+        if policy not in get_args(Policy):
+            raise UsageError(f"unhealthy={policy!r}: must be one of {get_args(Policy)}")
+        self.policy: Policy = policy
+
+    def check(self, step: int, model: nn.Module, metrics: Mapping[str, float]) -> tuple[str, ...]:
+        """Check a state; returns the reasons why it is unhealthy, for the manifest.
+
+        Raises:
+            UnhealthyState: the state is unhealthy, and the policy is not `warn`.
+        """
+        reasons = (*_wrong_loss(metrics), *_wrong_weights(model))
+        if not reasons:
+            return ()
+        error = UnhealthyState(f"step {step} is not healthy:\n{listing(reasons)}")
+        if self.policy != "warn":
+            raise error
+        logger.warning("%s", error)
+        more = (f"and {len(reasons) - _MAX_REASONS} more",) if len(reasons) > _MAX_REASONS else ()
+        return reasons[:_MAX_REASONS] + more
+
+
+def _wrong_loss(metrics: Mapping[str, float]) -> list[str]:
+    loss = metrics.get("loss", 0.0)
+    return [] if math.isfinite(loss) else [f"the loss is {loss}"]
+
+
+@torch.no_grad()
+def _wrong_weights(model: nn.Module) -> list[str]:
+    names, checks = [], []
+    for name, weight in model.named_parameters():
+        if weight.is_floating_point() or weight.is_complex():
+            names.append(name)
+            checks.append(weight.isfinite().all())
+    devices = {check.device for check in checks}
+    if len(devices) > 1:
+        checks = [check.cpu() for check in checks]
+    # One answer for all of them, so that an accelerator is waited for once.
+    if not checks or bool(torch.stack(checks).all()):
+        return []
+    return [
+        f"weight {name} is not finite"
+        for name, is_fine in zip(names, checks, strict=True)
+        if not is_fine
+    ]
