@@ -13,7 +13,7 @@ from typing import Protocol
 
 from holdfast.care.advise import gather
 from holdfast.care.gc import collect
-from holdfast.care.retention import Deleter, RetentionEvent, Waiting
+from holdfast.care.retention import Deleter, Waiting
 from holdfast.engine.claims.claim import Claim
 from holdfast.engine.claims.owner import Ownership
 from holdfast.engine.control import exits
@@ -70,7 +70,7 @@ class Housekeeper:
         self._owner = owner
         self._emit = emit
         self._deleter = Deleter(
-            store, rule, self._tell, replaces=replaces, is_sent_to=is_sent_to, waiting=waiting
+            store, rule, emit, replaces=replaces, is_sent_to=is_sent_to, waiting=waiting
         )
 
     def after_commit(self, entry: Entry) -> None:
@@ -121,32 +121,6 @@ class Housekeeper:
             self._emit("gc", f"removed {folder}: {why}", folder=folder)
         for folder, why in report.failed:
             self._emit("housekeeping_failed", f"gc of {folder}: {why}", folder=folder)
-
-    def _tell(self, event: RetentionEvent) -> None:
-        subject, step, why = event.subject, event.step, event.why
-        match event.kind:
-            case "retracted":
-                text = f"deleted {subject}: {why}"
-                self._emit("retracted", text, step=step, folder=subject)
-            case "thinned":
-                parts = event.components
-                text = f"dropped {', '.join(parts)} of {subject}: {why}"
-                self._emit("thinned", text, step=step, folder=subject, components=parts)
-            case "postponed":
-                text = f"{subject} is deleted or thinned later: {why}"
-                self._emit("postponed", text, step=step, folder=subject)
-            case "failed":
-                self._emit("housekeeping_failed", f"retention of {subject}: {why}", step=step)
-            case "unread":
-                text = f"{subject} stays, whatever the rule says, because it cannot be read: {why}"
-                self._emit("warning", text, folder=subject)
-            case "unmet":
-                self._emit(
-                    "warning",
-                    f"the rule {subject!r} needs {why}, which no checkpoint has. It keeps "
-                    "everything until one has: correct the rule, or pass the missing value to a "
-                    "save",
-                )
 
     @contextmanager
     def _trying(self, what: str) -> Iterator[None]:

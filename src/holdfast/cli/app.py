@@ -152,7 +152,7 @@ def gc(
     if damaged is None and yes:
         raise UsageError("--yes goes with --damaged FOLDER")
     if damaged is not None:
-        from holdfast.cli.gc import remove
+        from holdfast.cli.damaged import remove
 
         if dead_epochs:
             raise UsageError("--damaged and --dead-epoch are two commands; give one of them")

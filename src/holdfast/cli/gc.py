@@ -1,35 +1,18 @@
-"""`holdfast gc`: remove files that no manifest lists.
-
-With `--damaged`: show a checkpoint whose manifest cannot be read, and delete it.
-"""
+"""`holdfast gc`: remove files that no manifest lists."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from contextlib import suppress
 
-from holdfast.care.damaged import Damaged, delete, examine
 from holdfast.care.gc import GcReport, collect
 from holdfast.cli.output import Answer, Code, say_event, size
-from holdfast.cli.target import inner, open_root, opened
+from holdfast.cli.target import open_root
 from holdfast.engine.claims.claim import is_closed, is_live
 from holdfast.engine.claims.process import liveness
-from holdfast.engine.roots.catalog import Catalog, is_root
-from holdfast.engine.roots.documents import read_if_there
-from holdfast.engine.tiers.pieces import read_listing
-from holdfast.errors import (
-    FormatError,
-    HoldfastError,
-    NoCheckpoint,
-    StoreError,
-    UnsupportedVersion,
-    UsageError,
-)
+from holdfast.engine.roots.catalog import Catalog
+from holdfast.engine.sealed.sealing import bare
+from holdfast.errors import FormatError, UsageError
 from holdfast.events import Emitter
-from holdfast.format import layout
-from holdfast.format.envelope import Visible
-from holdfast.format.manifest import Manifest
-from holdfast.format.records import TiersRecord
 from holdfast.store.base import Store
 
 
@@ -40,7 +23,7 @@ def clean(root: str, *, dry_run: bool, dead_epochs: Collection[int]) -> Answer:
         NoCheckpoint: not a root.
         UsageError: an epoch named as dead is alive on this host, or never existed.
     """
-    store = inner(open_root(root))  # no key is needed to see what is not committed
+    store = bare(open_root(root))  # no key is needed to see what is not committed
     for epoch in dead_epochs:
         _check_dead(store, epoch)
     report = collect(store, dry_run=dry_run, dead_epochs=dead_epochs, emit=Emitter((say_event,)))
@@ -107,104 +90,3 @@ def _marker_lines(report: GcReport, root: str) -> list[str]:
 
 def _pairs(items: Sequence[tuple[str, str]]) -> list[dict[str, str]]:
     return [{"folder": folder, "why": why} for folder, why in items]
-
-
-def remove(root: str, folder: str, *, is_sure: bool) -> Answer:
-    """Show what is known of a checkpoint with a damaged manifest; delete it if `is_sure`.
-
-    Raises:
-        NoCheckpoint: not a root, or no such folder.
-        UsageError: the manifest is intact, or the other tier has the checkpoint.
-        UnsupportedVersion: a newer Holdfast wrote the manifest, here or in the other tier.
-        SealError: a key is needed.
-        StoreError: the other tier cannot be read.
-        OwnedElsewhere: a live process owns the run.
-    """
-    folder = folder.rstrip("/")
-    store = open_root(root)
-    damaged = examine(store, folder)
-    warnings = _other_tier(inner(store), folder)
-    why = delete(store, folder, emit=Emitter((say_event,))) if is_sure else None
-    has_marker = bool(store.children(folder)) and why == ""
-    document = {
-        "root": store.url,
-        "folder": folder,
-        "why": damaged.why,
-        "files": [{"name": name, "nbytes": nbytes} for name, nbytes in damaged.files],
-        "nbytes": damaged.nbytes,
-        "pinned": damaged.pinned,
-        "tags": list(damaged.tags),
-        "is_latest": damaged.is_latest,
-        "goes_on_from": damaged.goes_on_from,
-        "warnings": warnings,
-        "deleted": why == "",
-        "kept_because": why or None,
-        "marker": has_marker,
-    }
-    if why is None:
-        end = f"nothing was deleted. To delete it: holdfast gc {root} --damaged {folder} --yes"
-    elif why:
-        end = f"kept: {why}"
-    else:
-        marker = "; a marker stays, as after `holdfast gc`" if has_marker else ""
-        end = f"deleted; {size(damaged.nbytes)} given back{marker}"
-    code = Code.OK if why == "" else Code.FOUND
-    return Answer(document=document, parts=[*_damaged_lines(damaged), *warnings, end], code=code)
-
-
-def _other_tier(store: Store, folder: str) -> list[str]:
-    """Return warnings for a run with two tiers; raise if the other may have it undamaged."""
-    tiers = read_if_there(store, layout.TIERS, TiersRecord.decode)
-    if tiers is None:
-        return [_TIERED] if _is_tiered(store) else []
-    try:
-        remote = opened(tiers.remote)
-        if not is_root(remote):
-            raise NoCheckpoint(f"{remote.url}: no root of Holdfast; is it mounted?")
-        listing = read_listing(remote, folder)
-    except UnsupportedVersion:
-        raise
-    except FormatError:
-        return []  # damaged there, too
-    except HoldfastError as error:
-        raise StoreError(
-            f"{folder}: nothing was deleted, for {tiers.remote}, which may have it whole, cannot "
-            f"be asked: {error}"
-        ) from error
-    if isinstance(listing, Manifest | Visible):
-        raise UsageError(
-            f"{folder}: nothing was deleted, for {tiers.remote} has it: a resume with both tiers "
-            "that reads it mends it from there"
-        )
-    return []
-
-
-_TIERED = (
-    "the run has two tiers, and nothing here names the other: look there first, and delete nothing "
-    "that is whole there"
-)
-
-
-def _is_tiered(store: Store) -> bool:
-    """Whether the newest readable claim is that of a run with two tiers."""
-    catalog = Catalog(store)
-    for epoch in catalog.claims():
-        with suppress(FormatError):
-            claim = catalog.writer(epoch)
-            if claim is not None:
-                return claim.tiered
-    return False
-
-
-def _damaged_lines(damaged: Damaged) -> list[str]:
-    marks = [f"tagged {tag}" for tag in damaged.tags]
-    marks += ["pinned"] if damaged.pinned else []
-    marks += ["the latest"] if damaged.is_latest else []
-    before = damaged.goes_on_from
-    return [
-        f"{damaged.folder}: {'; '.join([damaged.why, *marks])}",
-        *(f"  {name}  {size(nbytes)}" for name, nbytes in damaged.files),
-        f"without it the run goes on from {before}"
-        if before
-        else "no other checkpoint is there from which the run could go on",
-    ]

@@ -9,7 +9,8 @@ from typing import Any
 from holdfast.care.rekey import Rekeyed, Sealed, sealed_in
 from holdfast.care.rekey import rotate as rotate_root
 from holdfast.cli.output import Answer, Code
-from holdfast.cli.target import NAMED, KeySources, inner, keys_of, open_root
+from holdfast.cli.target import NAMED, KeySources, keys_of, open_root
+from holdfast.engine.sealed.sealing import bare
 from holdfast.errors import UsageError
 from holdfast.keys import PrivateKey
 from holdfast.keys import generate as new_key
@@ -39,7 +40,7 @@ def list_recipients(root: str) -> Answer:
     Raises:
         NoCheckpoint: not a root.
     """
-    store = inner(open_root(root))
+    store = bare(open_root(root))
     items = [*sealed_in(store)]
     lines = [
         f"{item.folder}  {item.visible.suite}  {', '.join(item.recipients)}"
@@ -69,7 +70,7 @@ def rotate(root: str, to: KeySources, *, keep_old: bool) -> Answer:
         raise UsageError("keys rotate: name the keys of now with --key-file before the command")
     if not new:
         raise UsageError("keys rotate: name the new keys with --to-file, --to-env or --to-command")
-    store = inner(open_root(root))
+    store = bare(open_root(root))
     done = [*rotate_root(store, old, new, keeps_old=keep_old)]
     lines = [f"{item.outcome:<6}  {item.folder}  {item.reason}".rstrip() for item in done]
     failed = any(item.outcome == "failed" for item in done)

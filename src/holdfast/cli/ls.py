@@ -16,12 +16,13 @@ from holdfast.cli.documents import (
     unread_line,
 )
 from holdfast.cli.output import Answer, Code, TextTable, number, size
-from holdfast.cli.target import inner, open_root
+from holdfast.cli.target import open_root
 from holdfast.engine.claims.claim import is_closed
 from holdfast.engine.claims.leases import FoundLease, find_leases
 from holdfast.engine.claims.process import liveness
 from holdfast.engine.pause import collector_paused
 from holdfast.engine.roots.catalog import Catalog, Entry
+from holdfast.engine.sealed.sealing import bare
 from holdfast.errors import FormatError, HoldfastError, NoCheckpoint
 from holdfast.store.base import Store
 
@@ -105,7 +106,7 @@ def _missing(store: Store, entry: Entry) -> list[str]:
     Empty for a checkpoint that is being deleted, and for an encrypted one, which `verify` checks.
     Components that retention dropped are left out.
     """
-    if entry.marks.retired or inner(store) is not store:
+    if entry.marks.retired or bare(store) is not store:
         return []
     nbytes = {info.key.rpartition("/")[2]: info.nbytes for info in store.list(f"{entry.folder}/")}
     files = entry.manifest.files

@@ -17,9 +17,10 @@ from holdfast.care.supervise import (
     supervise,
 )
 from holdfast.cli.output import Code, TextTable, aligned, give_line, say
-from holdfast.cli.target import inner, unlocked
+from holdfast.cli.target import unlocked
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.roots.sources import split_source
+from holdfast.engine.sealed.sealing import bare
 from holdfast.errors import FormatError, SealError, StoreError, UsageError
 from holdfast.policy.clock import Unit, parse
 from holdfast.store import open_store
@@ -79,7 +80,7 @@ def _open(root: str) -> Store:
     if which is not None:
         raise UsageError(f"--root {root!r}: must be a whole root, without @{which}")
     store = unlocked(open_store(name))
-    if isinstance(inner(store), MemoryStore):
+    if isinstance(bare(store), MemoryStore):
         raise UsageError(f"--root {root!r}: another process cannot see it; use a folder or a URL")
     return store
 

@@ -160,10 +160,3 @@ def keys_of(sources: KeySources) -> tuple[Key, ...]:
     groups += [from_environment(name) for name in sources.variables]
     groups += [from_command(command) for command in sources.commands]
     return tuple(key for keys in groups for key in keys)
-
-
-def inner(store: Store) -> Store:
-    """Return the store under the decrypting one."""
-    from holdfast.engine.sealed.sealing import bare
-
-    return bare(store)

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast.cli.output import Answer, Code, TextTable, size
-from holdfast.cli.target import inner, open_root, opened
+from holdfast.cli.target import open_root, opened
 from holdfast.engine.roots.catalog import Catalog
+from holdfast.engine.sealed.sealing import bare
 from holdfast.engine.tiers.ledger import Ledger
 from holdfast.engine.tiers.pieces import length, read_listing
 from holdfast.errors import FormatError, HoldfastError, NoCheckpoint
@@ -40,7 +41,7 @@ def show_uploads(root: str) -> Answer:
     Raises:
         NoCheckpoint: not a root, or not one that is mirrored to another.
     """
-    store = inner(open_root(root))
+    store = bare(open_root(root))
     ledger = Ledger(store)
     tiers = ledger.tiers()
     if tiers is None:
