@@ -6,7 +6,8 @@ Knows what is there and what waits; sends nothing, and asks the remote tier noth
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 
 from msgspec import structs
 
@@ -305,7 +306,8 @@ class Backlog:
             tries=self._tries.get(entry.folder, 0),
             error=error[:MAX_ERROR_CHARS] or None,
         )
-        if self._noted_down(lambda: self._ledger.note(entry.folder, record)):
+        with self._noting():
+            self._ledger.note(entry.folder, record)
             self._notes()[entry.folder] = state
 
     def note_tiers(
@@ -335,7 +337,8 @@ class Backlog:
                 upload_s=cost.seconds,
                 requests=cost.requests,
             )
-        self._noted_down(lambda: self._ledger.note_tiers(record))
+        with self._noting():
+            self._ledger.note_tiers(record)
 
     def _was_sent(self, entry: Entry) -> bool:
         """Whether it was in the remote tier once, as far as is noted."""
@@ -351,14 +354,14 @@ class Backlog:
         return self._noted
 
     def _forget(self, folder: str) -> None:
-        if self._noted_down(lambda: self._ledger.forget(folder)):
+        with self._noting():
+            self._ledger.forget(folder)
             self._notes().pop(folder, None)
 
-    def _noted_down(self, job: Callable[[], None]) -> bool:
-        """Whether a note could be changed."""
+    @contextmanager
+    def _noting(self) -> Iterator[None]:
+        """Log an error of a change of the notes instead of raising it."""
         try:
-            job()
+            yield
         except HoldfastError as error:
             self._emit("housekeeping_failed", f"notes on uploads: {error}")
-            return False
-        return True

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import suppress
-from datetime import datetime
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -36,6 +35,7 @@ from holdfast.errors import (
 from holdfast.events import Emitter
 from holdfast.format import layout
 from holdfast.policy.retention import Rule
+from holdfast.policy.rules import recorded_time
 from holdfast.store.base import FreeSpace, Store
 
 if TYPE_CHECKING:
@@ -398,8 +398,5 @@ class Beginning:
 
 def _seconds_between(first: str, second: str) -> float:
     """Seconds from one recorded time to another; 0 if one of them cannot be parsed."""
-    try:
-        between = datetime.fromisoformat(second) - datetime.fromisoformat(first)
-    except (ValueError, TypeError):
-        return 0.0
-    return between.total_seconds()
+    begin, end = recorded_time(first), recorded_time(second)
+    return 0.0 if begin is None or end is None else (end - begin).total_seconds()

@@ -1,7 +1,7 @@
 """Whether a training that ended is started again, after how long, and when to give up.
 
 `supervise` counts failures and knows nothing of processes, roots or clocks: it is given the lives
-of a child, a way to ask where the run stands, and a clock. `ChildProcess` owns processes, sessions
+of a child, and a way to ask where the run stands. `ChildProcess` owns processes, sessions
 and signals: it is started again and again, and leaves nothing behind. Without torch.
 """
 
@@ -16,7 +16,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
 
@@ -82,6 +82,7 @@ class ChildEnding:
     """The first signal that asked the child to stop."""
     error: str = ""
     """Why the command could not be started."""
+    duration_s: float = field(default=0.0, compare=False)
 
     def __str__(self) -> str:
         if self.returncode is None:
@@ -118,7 +119,6 @@ class ChildLife:
     number: int
     """From 1."""
     ending: ChildEnding
-    duration_s: float
     from_step: int | None
     """Step of the run's newest checkpoint before; None where there was none, or nobody knows."""
     to_step: int | None
@@ -158,36 +158,34 @@ def supervise(
     *,
     head: Callable[[], int | None] | None = None,
     tell: Callable[[ChildLife], None] = lambda life: None,
-    clock: Callable[[], float] = time.monotonic,
-    jitter: Callable[[], float] = random.random,
+    dice: random.Random | None = None,
 ) -> Supervised:
     """Let the child live until it succeeds, is asked to stop, or makes no progress any more.
 
     `head` gives the step of the run's newest checkpoint, or None where there is none. A life has
     made progress when that step is higher than it ever was: so there are at most `max_failures`
     lives for each checkpoint, also for a run that is thrown back again and again. Without `head`,
-    a long life counts (`Limits.progress_after_s`). `tell` is called after each life.
+    a long life counts (`Limits.progress_after_s`). `tell` is called after each life. `dice` draw
+    the jitter of pauses.
     """
+    dice = dice or random.Random()
     lives: list[ChildLife] = []
     step = None if head is None else head()
     highest, failures = -1 if step is None else step, 0
     while True:
-        began = clock()
         ending = child.live()
-        duration_s = clock() - began
         before, step = step, None if head is None else head()
         if head is None:
-            has_progressed = duration_s >= limits.progress_after_s
+            has_progressed = ending.duration_s >= limits.progress_after_s
         else:
             has_progressed = step is not None and step > highest
         highest = max(highest, -1 if step is None else step)
         failures = 0 if has_progressed or ending.returncode == 0 else failures + 1
         outcome = _outcome(ending, limits, failures)
-        pause_s = limits.pause_s(failures, jitter())
+        pause_s = limits.pause_s(failures, dice.random())
         life = ChildLife(
             number=len(lives) + 1,
             ending=ending,
-            duration_s=duration_s,
             from_step=before,
             to_step=step,
             has_progressed=has_progressed,
@@ -276,13 +274,16 @@ class ChildProcess:
         Raises:
             UsageError: at the first life, there is no such command, or it may not be run.
         """
+        began_s = time.monotonic()
         try:
             process = subprocess.Popen(self._command, start_new_session=True)
         except OSError as error:
             is_wrong = isinstance(error, FileNotFoundError | PermissionError)
             if is_wrong and not self._has_lived:
                 raise UsageError(f"command {self._command[0]!r}: {error.strerror}") from error
-            return ChildEnding(returncode=None, error=str(error))
+            return ChildEnding(
+                returncode=None, error=str(error), duration_s=time.monotonic() - began_s
+            )
         finally:
             self._has_lived = True
         group, stop = _ProcessGroup(process.pid), _Grace(self._grace_s)
@@ -296,7 +297,9 @@ class ChildProcess:
         returncode = process.wait()
         if not has_succeeded:
             self._wait_for_others(group, stop, is_graceful=died_asked)
-        return ChildEnding(returncode=returncode, asked=stop.first)
+        return ChildEnding(
+            returncode=returncode, asked=stop.first, duration_s=time.monotonic() - began_s
+        )
 
     def pause(self, delay_s: float) -> int | None:
         """Wait so long, or until a signal asks to stop; gives that signal."""

@@ -32,26 +32,13 @@ def run() -> NoReturn:
     sys.exit(code)
 
 
-def _show_version(ctx: click.Context, _parameter: click.Parameter, wanted: bool) -> None:
-    if wanted:
-        import holdfast
-
-        click.echo(f"holdfast {holdfast.__version__}")
-        ctx.exit()
-
-
 @click.group(
     cls=Commands,
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"], "show_default": True},
 )
-@click.option(
-    "--version",
-    is_flag=True,
-    is_eager=True,
-    expose_value=False,
-    callback=_show_version,
-    help="Print the version and exit.",
+@click.version_option(
+    package_name="holdfast", message="holdfast %(version)s", help="Print the version and exit."
 )
 @taking(
     options.key_files,

@@ -102,7 +102,7 @@ def _tell(life: ChildLife) -> None:
         return
     progress = "" if life.has_progressed else f", no progress ({life.failures} in a row)"
     say(
-        f"life {life.number} ended: {life.ending}, after {life.duration_s:.1f} s, "
+        f"life {life.number} ended: {life.ending}, after {life.ending.duration_s:.1f} s, "
         f"{_steps(life)}{progress}; next in {life.restart_in_s:.1f} s"
     )
 
@@ -130,7 +130,7 @@ def _document(life: ChildLife) -> dict[str, Any]:
         "signal": signal_name(-returncode) if returncode is not None and is_signal else None,
         "asked": None if life.ending.asked is None else signal_name(life.ending.asked),
         "error": life.ending.error or None,
-        "duration_s": life.duration_s,
+        "duration_s": life.ending.duration_s,
         "from_step": life.from_step,
         "to_step": life.to_step,
         "has_progressed": life.has_progressed,
@@ -164,7 +164,7 @@ def _row(life: ChildLife) -> tuple[str, ...]:
     return (
         str(life.number),
         str(life.ending),
-        f"{life.duration_s:.1f}",
+        f"{life.ending.duration_s:.1f}",
         _step(life.from_step),
         _step(life.to_step),
         "yes" if life.has_progressed else "no",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,6 +81,14 @@ class Counts:
             UsageError: `cycle` is no time.
         """
         return None if self.cycle is None else parse(self.cycle, what="cycle")
+
+    def totals(self, batches: Sequence[Any]) -> tuple[int | None, int | None]:
+        """Numbers of samples and of tokens in batches; None for what is not counted."""
+        samples, tokens = (
+            None if count is None else sum(map(count, batches))
+            for count in (self.samples, self.tokens)
+        )
+        return samples, tokens
 
     @property
     def units(self) -> frozenset[Unit]:

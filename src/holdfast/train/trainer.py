@@ -23,7 +23,7 @@ from holdfast.engine.hooks import StateHooks
 from holdfast.engine.loading.sides import Sides
 from holdfast.engine.options import Checkpoints
 from holdfast.engine.tiers.tiered import Tiered
-from holdfast.errors import SaveSkipped, UsageError
+from holdfast.errors import UsageError
 from holdfast.format.manifest import Timestamp
 from holdfast.manager import CheckpointManager
 from holdfast.policy.clock import Time
@@ -49,7 +49,7 @@ from holdfast.train.evaluation.validation import (
 )
 from holdfast.train.fit.ending import FitEnding, Outcome
 from holdfast.train.fit.fitting import Fit, Gear
-from holdfast.train.fit.saving import HealthGate, Policy, SaveCosts, StepPosition, UnhealthyState
+from holdfast.train.fit.saving import Policy, SaveCosts, StepPosition, check_health
 from holdfast.train.fit.starting import StartingPoint, Unsaved
 from holdfast.train.training import Metrics, Training
 from holdfast.train.window.loop import (
@@ -203,7 +203,7 @@ class Trainer:
         self._stop = stop
         self._place = StepPosition(self.counters)
         self._numbers = Numbers()
-        self._gate = HealthGate(unhealthy)
+        self._unhealthy = unhealthy
         self._numerics = Numerics(checked_precision(precision), making.device_type(self.model, on))
         self._way_back: WayBack
         self._update = Update(
@@ -507,12 +507,7 @@ class Trainer:
         """Prepare everybody for a save; gives the reasons why its state is unhealthy."""
         self._place.check(now.step)
         with self._place.left():
-            try:
-                found = self._gate.check(now.step, self.model, metrics)
-            except UnhealthyState as error:
-                if self._gate.policy == "skip":
-                    raise SaveSkipped(f"{error}\nno checkpoint is made of it") from error
-                raise
+            found = check_health(self._unhealthy, now.step, self.model, metrics)
             self._callbacks.tell(Callback.before_save)
         return found
 

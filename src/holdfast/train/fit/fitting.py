@@ -278,11 +278,7 @@ class Fit:
         metrics = self._gear.train_on(window)
         if self._gear.ema is not None:
             self._gear.ema.follow(self._gear.model)
-        self._counters.add_step(
-            len(window),
-            _total(self._gear.counts.samples, window),
-            _total(self._gear.counts.tokens, window),
-        )
+        self._counters.add_step(len(window), *self._gear.counts.totals(window))
         # What is saved after the epoch's last step is to say that the epoch is over.
         is_cut = len(window) < self._gear.accumulate
         is_over = is_cut or self._batches.are_over(self._counters.batch)
@@ -400,7 +396,3 @@ class Fit:
         if self._validated_step == now.step:
             events.append("evaluation")
         return events
-
-
-def _total(count: Callable[[Any], int] | None, window: list[Any]) -> int | None:
-    return None if count is None else sum(map(count, window))

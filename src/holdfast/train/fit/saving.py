@@ -1,6 +1,6 @@
 """Saves of the Trainer: when they may begin, of which state, and handling of failed ones.
 
-`StepPosition` says when, `HealthGate` of which state; failures are those of invariant 8 in
+`StepPosition` says when, `check_health` of which state; failures are those of invariant 8 in
 docs/design.md.
 """
 
@@ -10,7 +10,7 @@ import logging
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import nn
@@ -274,37 +274,28 @@ class UnhealthyState(HoldfastError):
     """The loss or the weights to be saved are not finite; nothing was saved."""
 
 
-class HealthGate:
-    """Checks the state before each save; between saves it costs nothing.
+def check_health(
+    policy: Policy, step: int, model: nn.Module, metrics: Mapping[str, float]
+) -> tuple[str, ...]:
+    """Check a state before its save; returns the reasons why it is unhealthy, for the manifest.
 
-    A check reads every weight once, and waits for the accelerator.
+    Reads every weight once, and waits for the accelerator.
+
+    Raises:
+        UnhealthyState: the state is unhealthy, and the policy is `raise`.
+        SaveSkipped: the state is unhealthy, and the policy is `skip`.
     """
-
-    def __init__(self, policy: Policy) -> None:
-        """`warn` saves all the same, `skip` skips the save, `raise` ends the training.
-
-        Raises:
-            UsageError: `policy` is none of these.
-        """
-        if policy not in get_args(Policy):
-            raise UsageError(f"unhealthy={policy!r}: must be one of {get_args(Policy)}")
-        self.policy: Policy = policy
-
-    def check(self, step: int, model: nn.Module, metrics: Mapping[str, float]) -> tuple[str, ...]:
-        """Check a state; returns the reasons why it is unhealthy, for the manifest.
-
-        Raises:
-            UnhealthyState: the state is unhealthy, and the policy is not `warn`.
-        """
-        reasons = (*_wrong_loss(metrics), *_wrong_weights(model))
-        if not reasons:
-            return ()
-        error = UnhealthyState(f"step {step} is not healthy:\n{listing(reasons)}")
-        if self.policy != "warn":
-            raise error
-        logger.warning("%s", error)
-        more = (f"and {len(reasons) - _MAX_REASONS} more",) if len(reasons) > _MAX_REASONS else ()
-        return reasons[:_MAX_REASONS] + more
+    reasons = (*_wrong_loss(metrics), *_wrong_weights(model))
+    if not reasons:
+        return ()
+    error = UnhealthyState(f"step {step} is not healthy:\n{listing(reasons)}")
+    if policy == "raise":
+        raise error
+    if policy == "skip":
+        raise SaveSkipped(f"{error}\nno checkpoint is made of it") from error
+    logger.warning("%s", error)
+    more = (f"and {len(reasons) - _MAX_REASONS} more",) if len(reasons) > _MAX_REASONS else ()
+    return reasons[:_MAX_REASONS] + more
 
 
 def _wrong_loss(metrics: Mapping[str, float]) -> list[str]:
