@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import asdict
 
 from holdfast.care.damaged import Damaged, delete, examine
 from holdfast.cli.output import Answer, Code, say_event, size
@@ -46,14 +47,9 @@ def remove(root: str, folder: str, *, is_sure: bool) -> Answer:
     has_marker = bool(store.children(folder)) and why == ""
     document = {
         "root": store.url,
-        "folder": folder,
-        "why": damaged.why,
+        **asdict(damaged),
         "files": [{"name": name, "nbytes": nbytes} for name, nbytes in damaged.files],
         "nbytes": damaged.nbytes,
-        "pinned": damaged.pinned,
-        "tags": list(damaged.tags),
-        "is_latest": damaged.is_latest,
-        "goes_on_from": damaged.goes_on_from,
         "warnings": warnings,
         "deleted": why == "",
         "kept_because": why or None,

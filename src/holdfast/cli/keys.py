@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ def list_recipients(root: str) -> Answer:
     document = {
         "root": store.url,
         "checkpoints": [_described(item) for item in items if isinstance(item, Sealed)],
-        "failed": [_outcome(item) for item in items if isinstance(item, Rekeyed)],
+        "failed": [asdict(item) for item in items if isinstance(item, Rekeyed)],
     }
     code = Code.FOUND if document["failed"] else Code.OK
     return Answer(document=document, parts=lines or ["nothing here is sealed"], code=code)
@@ -79,7 +80,7 @@ def rotate(root: str, to: KeySources, *, keep_old: bool) -> Answer:
         if failed
         else f"{len(done)} checkpoints: opened by {', '.join(key.name for key in new)}"
     )
-    document = {"root": store.url, "checkpoints": [_outcome(item) for item in done]}
+    document = {"root": store.url, "checkpoints": [asdict(item) for item in done]}
     return Answer(document=document, parts=lines, code=Code.FOUND if failed else Code.OK)
 
 
@@ -107,7 +108,3 @@ def _described(item: Sealed) -> dict[str, Any]:
         "recipients": [*item.recipients],
         "boxes": sorted(item.boxes),
     }
-
-
-def _outcome(item: Rekeyed) -> dict[str, str]:
-    return {"folder": item.folder, "outcome": item.outcome, "reason": item.reason}

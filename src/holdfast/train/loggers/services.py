@@ -14,6 +14,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from typing_extensions import override
+
 from holdfast.data.randomness import preserved
 from holdfast.errors import FormatError, UsageError
 from holdfast.train.callbacks.hooks import Logger
@@ -35,37 +37,6 @@ def import_extra(module: str, extra: str) -> Any:
         raise UsageError(
             f"{module} cannot be imported ({error}): pip install 'holdfast[{extra}]'"
         ) from error
-
-
-class RunLogger(Logger):
-    """Logs to one run of a service; the run's id is in the checkpoints."""
-
-    _id: str | None = None
-
-    def checkpoint_loaded(self, training: Training, checkpoint: Checkpoint, cost: Metrics) -> None:
-        """Log the cost of the load."""
-        self._log(cost, checkpoint.step)
-
-    def checkpoint_saved(self, training: Training, checkpoint: Checkpoint, cost: Metrics) -> None:
-        """Log the cost of the save."""
-        self._log(cost, checkpoint.step)
-
-    def state_dict(self) -> dict[str, str | None]:
-        """Return the id of the run."""
-        return {"id": self._id}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the id of a run.
-
-        Raises:
-            UsageError: the members are not those of this state.
-        """
-        if set(state) != {"id"} or not isinstance(state["id"], str | None):
-            raise UsageError(f"not the state of {type(self).__name__}: {sorted(state)}")
-        self._id = state["id"]
-
-    def _log(self, metrics: Metrics, step: int) -> None:
-        raise NotImplementedError
 
 
 _POSITION = re.compile(r"([0-9]{1,18})/([0-9]{1,18})", re.ASCII)
@@ -112,6 +83,54 @@ class Replays:
         return self._now > self._reached
 
 
+class RunLogger(Logger):
+    """Logs to one run of a service, and continues it after a resume.
+
+    The run's id is in the checkpoints. Steps that are done again are logged once, where the
+    service kept the position of the log.
+    """
+
+    _id: str | None = None
+
+    def __init__(self) -> None:
+        self._service: Any = None
+        """The library's object to log with while `fit` runs."""
+        self._replays = Replays()
+
+    def log(self, training: Training, metrics: Metrics) -> None:
+        """Log the metrics of the step."""
+        step = training.present_step
+        # `validate` alone has no step to log at.
+        if self._service is not None and self._replays.is_new(step):
+            self._log(metrics, step, self._replays.position)
+
+    def checkpoint_loaded(self, training: Training, checkpoint: Checkpoint, cost: Metrics) -> None:
+        """Log the cost of the load."""
+        self._log(cost, checkpoint.step)
+
+    def checkpoint_saved(self, training: Training, checkpoint: Checkpoint, cost: Metrics) -> None:
+        """Log the cost of the save."""
+        self._log(cost, checkpoint.step)
+
+    def state_dict(self) -> dict[str, str | None]:
+        """Return the id of the run."""
+        return {"id": self._id}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the id of a run.
+
+        Raises:
+            UsageError: the members are not those of this state.
+        """
+        if set(state) != {"id"} or not isinstance(state["id"], str | None):
+            raise UsageError(f"not the state of {type(self).__name__}: {sorted(state)}")
+        self._id = state["id"]
+
+    def _log(self, metrics: Metrics, step: int, position: str | None = None) -> None:
+        """Log metrics, and with them the position of the log."""
+        raise NotImplementedError
+
+
 _POSITION_TAG = "holdfast.position"
 """The tag of a run that says how far it was logged."""
 
@@ -140,30 +159,20 @@ class MLflow(RunLogger):
         self._experiment = experiment
         self._tracking_uri = tracking_uri
         self._run_name = run_name
-        self._client: Any = None
         self._status = "FINISHED"
-        self._replays = Replays()
+        super().__init__()
 
     def fit_start(self, training: Training) -> None:
         """Begin the run, or continue it."""
         with preserved():
-            self._client = self._library.MlflowClient(tracking_uri=self._tracking_uri)
+            self._service = self._library.MlflowClient(tracking_uri=self._tracking_uri)
             if self._id is None:
                 self._id = self._new_run()
             else:
-                self._client.update_run(self._id, status="RUNNING")
-            tags = self._client.get_run(self._id).data.tags
+                self._service.update_run(self._id, status="RUNNING")
+            tags = self._service.get_run(self._id).data.tags
         self._replays = Replays(tags.get(_POSITION_TAG, "0/0"), resumed_step=training.counters.step)
         self._status = "FINISHED"
-
-    def log(self, training: Training, metrics: Metrics) -> None:
-        """Log the metrics of the step."""
-        if self._client is None:  # `validate` alone has no step to log at
-            return
-        step = training.present_step
-        if self._replays.is_new(step):
-            tag = self._library.entities.RunTag(_POSITION_TAG, self._replays.position)
-            self._log(metrics, step, tags=[tag])
 
     def exception(self, training: Training, error: BaseException) -> None:
         """Record the status with which the run ends."""
@@ -171,27 +180,27 @@ class MLflow(RunLogger):
 
     def close(self, training: Training) -> None:
         """End the run; a resume continues it."""
-        if self._client is not None:
-            self._client.set_terminated(self._id, self._status)
-            self._client = None
+        if self._service is not None:
+            self._service.set_terminated(self._id, self._status)
+            self._service = None
 
     def _new_run(self) -> str:
-        found = self._client.get_experiment_by_name(self._experiment)
+        found = self._service.get_experiment_by_name(self._experiment)
         experiment = (
-            self._client.create_experiment(self._experiment)
+            self._service.create_experiment(self._experiment)
             if found is None
             else found.experiment_id
         )
-        run_id: str = self._client.create_run(experiment, run_name=self._run_name).info.run_id
+        run_id: str = self._service.create_run(experiment, run_name=self._run_name).info.run_id
         return run_id
 
-    def _log(self, metrics: Metrics, step: int, tags: Any = ()) -> None:
-        now_ms = int(time.time() * 1000)
-        make = self._library.entities.Metric
-        self._client.log_batch(
+    @override
+    def _log(self, metrics: Metrics, step: int, position: str | None = None) -> None:
+        now_ms, entities = int(time.time() * 1000), self._library.entities
+        self._service.log_batch(
             self._id,
-            metrics=[make(name, value, now_ms, step) for name, value in metrics.items()],
-            tags=tags,
+            metrics=[entities.Metric(name, value, now_ms, step) for name, value in metrics.items()],
+            tags=[] if position is None else [entities.RunTag(_POSITION_TAG, position)],
         )
 
 
@@ -263,42 +272,26 @@ class WeightsAndBiases(RunLogger):
             raise UsageError(f"WeightsAndBiases: {taken} come from the checkpoint")
         self._settings = settings
         self._library = import_extra("wandb", "wandb")
-        self._run: Any = None
-        self._replays = Replays()
+        super().__init__()
 
     def fit_start(self, training: Training) -> None:
         """Begin the run, or continue it."""
         self._id = self._id or uuid.uuid4().hex[:12]
         with preserved():
-            self._run = self._library.init(**self._settings, id=self._id, resume="allow")
+            self._service = self._library.init(**self._settings, id=self._id, resume="allow")
         self._replays = self._replays_of_before(training.counters.step)
-        self._run.define_metric("step")
-        self._run.define_metric("*", step_metric="step")
-
-    def log(self, training: Training, metrics: Metrics) -> None:
-        """Log the metrics of the step."""
-        if self._run is None:  # `validate` alone has no step to log at
-            return
-        if self._replays.is_new(training.present_step):
-            self._log(metrics, training.present_step)
-            self._write_position()
+        self._service.define_metric("step")
+        self._service.define_metric("*", step_metric="step")
 
     def close(self, training: Training) -> None:
         """End the run; a resume continues it."""
-        if self._run is not None:
-            self._run.finish()
-            self._run = None
+        if self._service is not None:
+            self._service.finish()
+            self._service = None
 
     @property
     def _position_file(self) -> Path:
-        return Path(self._run.settings.wandb_dir) / f"holdfast-{self._id}.position"
-
-    def _write_position(self) -> None:
-        if self._run.disabled:  # it has no folder
-            return
-        aside = self._position_file.with_suffix(".new")
-        aside.write_text(self._replays.position, "utf-8")
-        aside.replace(self._position_file)
+        return Path(self._service.settings.wandb_dir) / f"holdfast-{self._id}.position"
 
     def _replays_of_before(self, resumed_step: int) -> Replays:
         try:
@@ -307,5 +300,11 @@ class WeightsAndBiases(RunLogger):
             return Replays()
         return Replays(position, resumed_step=resumed_step)
 
-    def _log(self, metrics: Metrics, step: int) -> None:
-        self._run.log({**metrics, "step": step})
+    @override
+    def _log(self, metrics: Metrics, step: int, position: str | None = None) -> None:
+        self._service.log({**metrics, "step": step})
+        if position is None or self._service.disabled:  # then it has no folder
+            return
+        aside = self._position_file.with_suffix(".new")
+        aside.write_text(position, "utf-8")
+        aside.replace(self._position_file)
