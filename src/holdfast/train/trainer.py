@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from holdfast.arguments import checked
-from holdfast.engine.checkpoint import Checkpoint, PendingSave
+from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.control.stop import Stop
 from holdfast.engine.hooks import StateHooks
 from holdfast.engine.loading.sides import Sides
@@ -49,7 +49,7 @@ from holdfast.train.evaluation.validation import (
 )
 from holdfast.train.fit.ending import FitEnding, Outcome
 from holdfast.train.fit.fitting import Fit, Gear
-from holdfast.train.fit.saving import Policy, SaveCosts, StepPosition, check_health
+from holdfast.train.fit.saving import Policy, Saves, StepPosition, check_health
 from holdfast.train.fit.starting import StartingPoint, Unsaved
 from holdfast.train.training import Metrics, Training
 from holdfast.train.window.loop import (
@@ -405,22 +405,22 @@ class Trainer:
     def _fit_to(
         self, ending: FitEnding, without: Collection[str], start: StartingPoint | None
     ) -> Outcome:
-        costs, begun = SaveCosts(), list[PendingSave]()
+        saves = Saves()
         may_be_new = self.state.keys() - _IN_EVERY_RUN
         hooks = StateHooks(
             before_save=self._before_save,
             edit_save=self._editing(Callback.edit_save),
-            save_begun=begun.append,
+            save_begun=saves.begun.append,
             edit_load=self._editing(Callback.edit_load),
             one_sided=lambda name: name in may_be_new or name in without,
         )
         with self._closing():
-            manager = self._make_manager(ending.goal, hooks, costs)
+            manager = self._make_manager(ending.goal, hooks, saves)
             begin = None if start is None else partial(self._begin_from, start, hooks)
             with manager, self._managed(manager):
-                return Fit(self._gear, ending, manager, begun, begin).run(costs)
+                return Fit(self._gear, ending, manager, saves, begin).run()
 
-    def _make_manager(self, goal: Time, hooks: StateHooks, costs: SaveCosts) -> CheckpointManager:
+    def _make_manager(self, goal: Time, hooks: StateHooks, saves: Saves) -> CheckpointManager:
         if self.root is None:
             logger.warning("checkpoints=None: nothing of this training is saved")
             return Unsaved()
@@ -429,7 +429,7 @@ class Trainer:
                 self.checkpoints,
                 every=self._every,
                 overlap=self._overlap,
-                sinks=(*self.checkpoints.sinks, costs),
+                sinks=(*self.checkpoints.sinks, saves),
             ),
             self.state,
             max_duration=goal,

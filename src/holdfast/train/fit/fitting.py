@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from holdfast.engine.checkpoint import Checkpoint, PendingSave
+from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.control.stop import Interrupted
 from holdfast.errors import OwnershipError, UsageError
 from holdfast.format.manifest import Timestamp
@@ -30,7 +30,7 @@ from holdfast.train.counters import Counters
 from holdfast.train.ema import Average
 from holdfast.train.evaluation.validation import ValidationPart, Validations
 from holdfast.train.fit.ending import FitEnding, Outcome
-from holdfast.train.fit.saving import SaveCosts, StepPosition, StepSaver
+from holdfast.train.fit.saving import Saves, StepPosition, StepSaver
 from holdfast.train.training import Metrics
 from holdfast.train.window.batches import Batches
 from holdfast.train.window.loop import Train
@@ -71,18 +71,16 @@ class Fit:
         gear: Gear,
         ending: FitEnding,
         manager: CheckpointManager,
-        begun: list[PendingSave],
+        saves: Saves,
         start: Callable[[], Checkpoint] | None = None,
     ) -> None:
-        """Every save that the manager begins is appended to `begun`.
-
-        `start` loads the checkpoint of another root. It is called if the run has none of its own.
-        """
+        """`saves` are those of the manager. `start` loads the checkpoint of another root; it is
+        called if the run has none of its own."""
         self._gear = gear
         self._start = start
         self._ending = ending
         self._manager = manager
-        self._begun_saves = begun
+        self._saves = saves
         self._counters = gear.counters
         self._place = gear.place
         self._way_back = gear.way_back
@@ -98,8 +96,8 @@ class Fit:
         self._metrics = LazyMetrics({})
         """What is known of the last step that was done."""
 
-    def run(self, costs: SaveCosts) -> Outcome:
-        """Resume, train and save, as `Trainer.fit` does. `costs` receives the manager's events."""
+    def run(self) -> Outcome:
+        """Resume, train and save, as `Trainer.fit` does."""
         self._tell(Callback.before_load)
         began_s = time.monotonic()
         found = self._manager.resume()
@@ -130,11 +128,10 @@ class Fit:
                 return self._ending.outcome(notes)
         saver = StepSaver(
             self._manager,
-            self._begun_saves,
+            self._saves,
             self._place,
             self._counters,
             self._gear.callbacks,
-            costs,
             saved_step=self._counters.step if is_complete else None,
         )
         self._tell(Callback.fit_start)

@@ -33,10 +33,15 @@ MAX_FAILURES_IN_A_ROW = 3
 _PLAIN: Sequence[Event] = ["step"]
 
 
-class SaveCosts:
-    """Sink that records how long saves took in the background."""
+class Saves:
+    """Saves that a manager has begun, in order, and how long they took in the background.
+
+    A sink of the manager's events.
+    """
 
     def __init__(self) -> None:
+        self.begun: list[PendingSave] = []
+        """Those whose end was not reported yet."""
         self._durations_s: dict[int, float] = {}
 
     def __call__(self, event: Told) -> None:
@@ -66,22 +71,21 @@ class StepSaver:
     def __init__(
         self,
         manager: CheckpointManager,
-        begun: list[PendingSave],
+        saves: Saves,
         place: StepPosition,
         counters: Counters,
         callbacks: Callbacks,
-        costs: SaveCosts,
         *,
         saved_step: int | None,
     ) -> None:
-        """`begun` receives every save of the manager, in order; `saved_step` is the step that has
-        a permanent checkpoint already."""
+        """`saves` are those of the manager; `saved_step` is the step that has a permanent
+        checkpoint already."""
         self._manager = manager
-        self._begun = begun
+        self._saves = saves
+        self._begun = saves.begun
         self._place = place
         self._counters = counters
         self._callbacks = callbacks
-        self._costs = costs
         self._saved_step = saved_step
         self._own: PendingSave | None = None
         """The newest that no callback began."""
@@ -195,7 +199,7 @@ class StepSaver:
             is_whole = begun.due.components is None
             if begun is self._own and is_whole and checkpoint.save_class == "permanent":
                 self._saved_step = checkpoint.step
-            cost = self._costs.of(begun, checkpoint.nbytes)
+            cost = self._saves.of(begun, checkpoint.nbytes)
             with self._place.left():
                 self._callbacks.tell(Callback.checkpoint_saved, checkpoint, cost)
 
