@@ -55,8 +55,7 @@ INNER: dict[str, tuple[tuple[str, ...], ...]] = {
         ("mirror",),
     ),
     "train": (
-        ("asked", "counters", "ema"),
-        ("training",),
+        ("asked", "training"),
         ("callbacks",),
         ("loggers", "window"),
         ("evaluation", "making"),

@@ -40,7 +40,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="batches-of-a-window-are-not-counted",
         promise="I7: the batch counter says where in the epoch training stands",
-        file="train/counters.py",
+        file="train/training.py",
         before="self.batch += num_batches",
         after="self.batch += 1",
         near=("tests/train/test_counters.py",),
@@ -88,7 +88,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="validation-that-was-cut-short-is-forgotten",
         promise="I7: a validation that a signal cut short is done after the resume",
-        file="train/counters.py",
+        file="train/training.py",
         before='{**state, "unvalidated": list(self.unvalidated)} if self.unvalidated else state',
         after="state",
         near=("tests/train/test_counters.py",),

@@ -8,7 +8,6 @@ from holdfast.train.callbacks.calling import HookFailed
 from holdfast.train.callbacks.early import EarlyStopping, StopWhen
 from holdfast.train.callbacks.hooks import HOOKS, Callback, Logger
 from holdfast.train.callbacks.sparsity import Pruning
-from holdfast.train.counters import Counters
 from holdfast.train.evaluation.targets import Validated
 from holdfast.train.evaluation.validation import Downstream, Validation
 from holdfast.train.fit.ending import Outcome
@@ -16,10 +15,10 @@ from holdfast.train.fit.saving import UnhealthyState
 from holdfast.train.loggers.jsonlines import JsonLines
 from holdfast.train.loggers.progress import ProgressBar
 from holdfast.train.loggers.services import MLflow, TensorBoard, WeightsAndBiases
+from holdfast.train.making import for_group
 from holdfast.train.trainer import Trainer
-from holdfast.train.training import Metrics, Training
+from holdfast.train.training import Counters, Metrics, Training
 from holdfast.train.window.loop import Clip, Precision
-from holdfast.train.window.schedulers import for_group
 
 __all__ = [
     "HOOKS",

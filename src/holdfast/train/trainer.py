@@ -37,8 +37,6 @@ from holdfast.train import making
 from holdfast.train.asked import Counts, asks_for, check_counted, check_range, checked_every
 from holdfast.train.callbacks.calling import Callbacks, HookFailed
 from holdfast.train.callbacks.hooks import Callback
-from holdfast.train.counters import Counters
-from holdfast.train.ema import Average
 from holdfast.train.evaluation.targets import Target, Validated, Which, borrowed, kept_all, select
 from holdfast.train.evaluation.validation import (
     ValidationPart,
@@ -51,7 +49,8 @@ from holdfast.train.fit.ending import FitEnding, Outcome
 from holdfast.train.fit.fitting import Fit, Gear
 from holdfast.train.fit.saving import Policy, Saves, StepPosition, check_health
 from holdfast.train.fit.starting import StartingPoint, Unsaved
-from holdfast.train.training import Metrics, Training
+from holdfast.train.making import make_schedulers
+from holdfast.train.training import Average, Counters, Metrics, Training
 from holdfast.train.window.loop import (
     Clip,
     LossFunction,
@@ -62,7 +61,6 @@ from holdfast.train.window.loop import (
     without_steps,
 )
 from holdfast.train.window.metrics import LazyMetrics, Numbers
-from holdfast.train.window.schedulers import make_schedulers
 from holdfast.train.window.wayback import WayBack
 
 logger = logging.getLogger("holdfast")

@@ -8,7 +8,7 @@ from typing import Literal
 
 from holdfast.engine.control.stop import REQUEUE_EXIT_CODE, Stop
 from holdfast.policy.clock import Time, argument_name
-from holdfast.train.counters import Counters
+from holdfast.train.training import Counters
 
 EndReason = Literal["goal", "max_time", "signal", "stopped"]
 

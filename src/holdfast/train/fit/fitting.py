@@ -26,12 +26,10 @@ from holdfast.train import making
 from holdfast.train.asked import Counts
 from holdfast.train.callbacks.calling import Callbacks, HookFailed
 from holdfast.train.callbacks.hooks import Callback
-from holdfast.train.counters import Counters
-from holdfast.train.ema import Average
 from holdfast.train.evaluation.validation import ValidationPart, Validations
 from holdfast.train.fit.ending import FitEnding, Outcome
 from holdfast.train.fit.saving import Saves, StepPosition, StepSaver
-from holdfast.train.training import Metrics
+from holdfast.train.training import Average, Counters, Metrics
 from holdfast.train.window.batches import Batches
 from holdfast.train.window.loop import Train
 from holdfast.train.window.metrics import LazyMetrics

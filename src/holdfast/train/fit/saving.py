@@ -24,8 +24,7 @@ from holdfast.policy.schedule import covers, together
 from holdfast.policy.triggers import Event
 from holdfast.train.callbacks.calling import Callbacks
 from holdfast.train.callbacks.hooks import Callback
-from holdfast.train.counters import Counters
-from holdfast.train.training import Metrics
+from holdfast.train.training import Counters, Metrics
 
 logger = logging.getLogger("holdfast")
 
