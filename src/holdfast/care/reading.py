@@ -209,6 +209,17 @@ class FolderReader:
         self._notes.append(transient_note(file))
         return value
 
+    def problems(
+        self, file: str, max_nbytes: int, decode: Callable[..., object]
+    ) -> Iterator[Problem]:
+        """The problem with a document, if there is one; none where the document is gone."""
+        try:
+            self.decoded(file, max_nbytes, decode)
+        except NotFound:
+            return
+        except (FormatError, StoreError) as error:
+            yield problem_of(file, error)
+
     def manifest(self) -> Manifest:
         """The manifest, decoded.
 

@@ -174,12 +174,8 @@ def _sidecars(reader: FolderReader, names: tuple[str, ...]) -> Iterator[Problem]
     if not boxes:
         yield Problem(file=layout.keys_name(1), message="is missing: nothing opens this checkpoint")
     for name in (*boxes, *filter(layout.is_sidecar, names)):
-        try:
-            reader.decoded(name, MAX_MARK_NBYTES, _check_box if name in boxes else _check_sidecar)
-        except NotFound:
-            continue
-        except (FormatError, StoreError) as error:
-            yield problem_of(name, error)
+        check = _check_box if name in boxes else _check_sidecar
+        yield from reader.problems(name, MAX_MARK_NBYTES, check)
 
 
 def _check_box(data: bytes, *, what: str) -> None:

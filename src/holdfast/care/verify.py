@@ -174,12 +174,9 @@ def _check_claims(store: Store) -> Iterator[Problem]:
             decode = Alive.decode
         else:
             continue
-        try:
-            reader.decoded(name, _MAX_RECORD_NBYTES, decode)
-        except NotFound:
-            continue  # A heartbeat goes when its epoch closes.
-        except (FormatError, StoreError) as error:
-            yield replace(problem_of(name, error), file=f"{layout.WRITERS}/{name}")
+        # A heartbeat goes when its epoch closes.
+        for problem in reader.problems(name, _MAX_RECORD_NBYTES, decode):
+            yield replace(problem, file=f"{layout.WRITERS}/{name}")
 
 
 class _OtherBytes(CorruptData):
@@ -508,12 +505,7 @@ class _Inspection:
             decode = _sidecar_decoder(name)
             if decode is not None:
                 check = partial(_unless_mark, decode)
-                try:
-                    self._reader.decoded(name, MAX_MARK_NBYTES, check)
-                except NotFound:
-                    continue
-                except (FormatError, StoreError) as error:
-                    self._problem(name, error)
+                self._problems += self._reader.problems(name, MAX_MARK_NBYTES, check)
             elif manifest is not None and name not in (layout.MANIFEST, *manifest.files):
                 self._notes.append(f"{name} is not listed in the manifest")
 

@@ -58,7 +58,7 @@ from holdfast.train.window.loop import (
     Precision,
     Update,
     checked_precision,
-    without_steps,
+    checked_skips,
 )
 from holdfast.train.window.metrics import LazyMetrics, Numbers
 from holdfast.train.window.wayback import WayBack
@@ -236,7 +236,8 @@ class Trainer:
             counters=self.counters,
             place=self._place,
             callbacks=self._callbacks,
-            train_on=without_steps(skip_steps, self._update, self),
+            update=self._update,
+            skip_steps=checked_skips(skip_steps),
             validations=self._validations,
             validated=self._validated,
             way_back=self._way_back,

@@ -31,7 +31,7 @@ from holdfast.train.fit.ending import FitEnding, Outcome
 from holdfast.train.fit.saving import Saves, StepPosition, StepSaver
 from holdfast.train.training import Average, Counters, Metrics
 from holdfast.train.window.batches import Batches
-from holdfast.train.window.loop import Train
+from holdfast.train.window.loop import Update
 from holdfast.train.window.metrics import LazyMetrics
 from holdfast.train.window.wayback import WayBack
 
@@ -48,7 +48,9 @@ class Gear:
     counters: Counters
     place: StepPosition
     callbacks: Callbacks
-    train_on: Train
+    update: Update
+    skip_steps: Sequence[range]
+    """Steps whose batches are not trained on."""
     validations: Validations
     validated: Callable[[Sequence[ValidationPart]], dict[str, float]]
     """Validates, and gives the metrics."""
@@ -270,7 +272,9 @@ class Fit:
     def _step(self, window: list[Any]) -> LazyMetrics:
         tell = self._tell
         tell(Callback.step_start)
-        metrics = self._gear.train_on(window)
+        update, step = self._gear.update, self._place.present_step
+        is_skipped = any(step in steps for steps in self._gear.skip_steps)
+        metrics = update.leave_out() if is_skipped else update(window)
         if self._gear.ema is not None:
             self._gear.ema.follow(self._gear.model)
         self._counters.add_step(len(window), *self._gear.counts.totals(window))

@@ -18,7 +18,6 @@ from holdfast.arguments import checked
 from holdfast.errors import UsageError
 from holdfast.train.callbacks.calling import Callbacks
 from holdfast.train.callbacks.hooks import Callback
-from holdfast.train.training import Training
 from holdfast.train.window.metrics import LazyMetrics, Mean, Numbers, number
 
 LossFunction = Callable[[Any, Any], "Tensor | tuple[Tensor, Mapping[str, Any]]"]
@@ -178,14 +177,10 @@ def moved(batch: Any, device: torch.device | None) -> Any:
     return batch
 
 
-Train = Callable[[Sequence[Any]], LazyMetrics]
-"""Trains on the batches of a step; gives its metrics."""
+def checked_skips(given: Iterable[range]) -> tuple[range, ...]:
+    """Check the steps whose batches are taken and counted, but not trained on.
 
-
-def without_steps(given: Iterable[range], update: Update, training: Training) -> Train:
-    """Wrap an update to skip some steps, such as those whose data made the loss jump.
-
-    Returns `update` itself if no steps are to be skipped.
+    They are those whose data made the loss jump, say.
 
     Raises:
         UsageError: an item is not a range of steps.
@@ -194,16 +189,7 @@ def without_steps(given: Iterable[range], update: Update, training: Training) ->
     for item in ranges:
         if not isinstance(item, range) or item.step != 1 or not 1 <= item.start < item.stop:
             raise UsageError(f"skip_steps: {item!r} must be a range such as range(100, 110)")
-    if not ranges:
-        return update
-
-    def train(window: Sequence[Any]) -> LazyMetrics:
-        step = training.present_step
-        if any(step in item for item in ranges):
-            return update.leave_out()
-        return update(window)
-
-    return train
+    return ranges
 
 
 Name = Literal["fp32", "bf16", "fp16"]
