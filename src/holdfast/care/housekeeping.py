@@ -77,50 +77,40 @@ class Housekeeper:
         """Move `latest`, if a run would go on from this one, then delete what the rule drops."""
         if not entry.manifest.lacks:
             with self._trying("latest"):
-                self._point_latest(entry)
+                latest = Catalog(self._store).latest() if entry.manifest.unhealthy else entry
+                if latest is not None and latest.folder == entry.folder:
+                    name_latest(self._store, entry.folder)
         self.retain()
 
     def retain(self) -> None:
         """Delete what the rule drops. From any thread."""
+        owner = self._owner
         with self._lock, self._trying("retention"):
-            self._retain()
+            claim = owner.claim
+            if claim is not None:
+                self._deleter.carry_out(
+                    claim, has_committed=owner.has_committed, unclear=owner.unclear
+                )
 
     def after_claim(self, *, spared: Collection[str] = ()) -> None:
         """Remove what earlier writers left unfinished, but for the `spared` folders."""
+        claim = self._owner.claim
         with self._trying("gc"):
-            self._collect(spared)
+            report = collect(
+                self._store,
+                own_epoch=claim.epoch if claim is not None else None,
+                spared=spared,
+                is_sent_to=self._is_sent_to,
+                emit=self._emit,
+            )
+            for folder, why in report.removed:
+                self._emit("gc", f"removed {folder}: {why}", folder=folder)
+            for folder, why in report.failed:
+                self._emit("housekeeping_failed", f"gc of {folder}: {why}", folder=folder)
 
     def trust(self, entry: Entry) -> None:
         """Take a checkpoint for whole: a load has read every byte of it."""
         self._deleter.trust(entry)
-
-    def _point_latest(self, entry: Entry) -> None:
-        latest = Catalog(self._store).latest() if entry.manifest.unhealthy else entry
-        if latest is None or latest.folder != entry.folder:
-            return
-        name_latest(self._store, entry.folder)
-
-    def _retain(self) -> None:
-        claim = self._owner.claim
-        if claim is None:
-            return
-        owner = self._owner
-        self._deleter.carry_out(claim, has_committed=owner.has_committed, unclear=owner.unclear)
-
-    def _collect(self, spared: Collection[str]) -> None:
-        claim = self._owner.claim
-        own_epoch = claim.epoch if claim is not None else None
-        report = collect(
-            self._store,
-            own_epoch=own_epoch,
-            spared=spared,
-            is_sent_to=self._is_sent_to,
-            emit=self._emit,
-        )
-        for folder, why in report.removed:
-            self._emit("gc", f"removed {folder}: {why}", folder=folder)
-        for folder, why in report.failed:
-            self._emit("housekeeping_failed", f"gc of {folder}: {why}", folder=folder)
 
     @contextmanager
     def _trying(self, what: str) -> Iterator[None]:

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias
 
 from holdfast.care.advise import Ending, Measured, RecordedFacts, RecordedStart, Spacing, gather
 from holdfast.cli.output import Answer, TextTable, size
-from holdfast.cli.target import open_root
+from holdfast.cli.target import open_root, seconds
 from holdfast.errors import NoCheckpoint, UsageError
 from holdfast.policy.advisor import (
     CREDIBLE,
@@ -127,7 +127,9 @@ def advise_root(root: str, options: Options) -> Answer:
     return Answer(
         document={
             **_document(store.url, rows, facts, advice, today),
-            "auto": None if auto is None else _auto_document(auto),
+            "auto": None
+            if auto is None
+            else {"interval_s": auto.interval_s, "limit": auto.limit, "text": str(auto)},
             "notes": notes,
         },
         parts=[
@@ -143,7 +145,7 @@ def advise_root(root: str, options: Options) -> Answer:
 
 def _given(options: Options) -> list[_Input]:
     inputs = [
-        _Input(name, _seconds(text, what=flag), "given", flag)
+        _Input(name, seconds(text, flag), "given", flag)
         for name, flag, text in (
             ("stall_s", "--stall", options.stall),
             ("background_s", "--background", options.background),
@@ -173,12 +175,6 @@ def _given_mtbf_s(options: Options) -> float | None:
     if not 0 < per_day < float("inf"):
         raise UsageError(f"--failures-per-day={per_day!r} must be a number above zero")
     return _DAY_S / per_day
-
-
-def _seconds(text: str, *, what: str) -> float:
-    if re.fullmatch(r"\s*0+\s*s?\s*", text):
-        return 0.0
-    return float(parse(text, what=what, units={Unit.SECOND}).value)
 
 
 def _share(text: str) -> float:
@@ -375,10 +371,6 @@ def _document(
         "trained_s": facts.trained_s,
         "unreadable": list(facts.unreadable),
     }
-
-
-def _auto_document(auto: IntervalPlan) -> dict[str, Any]:
-    return {"interval_s": auto.interval_s, "limit": auto.limit, "text": str(auto)}
 
 
 def _start_document(start: RecordedStart) -> dict[str, Any]:

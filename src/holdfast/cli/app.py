@@ -160,25 +160,25 @@ def prune(root: str, keep: str, dry_run: bool) -> Answer:
 @_answering(options.one)
 def pin(target: str) -> Answer:
     """Keep a checkpoint whatever any rule says."""
-    from holdfast.cli.pin import pin as set_pin
+    from holdfast.cli.pin import mark
 
-    return set_pin(target, pinned=True)
+    return mark(target, pinned=True)
 
 
 @_answering(options.one)
 def unpin(target: str) -> Answer:
     """Let the rules decide about a checkpoint again."""
-    from holdfast.cli.pin import pin as set_pin
+    from holdfast.cli.pin import mark
 
-    return set_pin(target, pinned=False)
+    return mark(target, pinned=False)
 
 
 @_answering(options.one, options.new_tags)
 def tag(target: str, tags: Sequence[str]) -> Answer:
     """Give a checkpoint more names; a tagged one is kept."""
-    from holdfast.cli.pin import tag as add_tags
+    from holdfast.cli.pin import mark
 
-    return add_tags(target, tags)
+    return mark(target, tags=tags)
 
 
 @_answering(options.root, options.save_tags, options.reason, options.timeout)

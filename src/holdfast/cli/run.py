@@ -17,12 +17,11 @@ from holdfast.care.supervise import (
     supervise,
 )
 from holdfast.cli.output import Code, TextTable, aligned, give_line, say
-from holdfast.cli.target import unlocked
+from holdfast.cli.target import seconds, unlocked
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.roots.sources import split_source
 from holdfast.engine.sealed.sealing import bare
 from holdfast.errors import FormatError, SealError, StoreError, UsageError
-from holdfast.policy.clock import Unit, parse
 from holdfast.store import open_store
 from holdfast.store.base import Store
 from holdfast.store.memory import MemoryStore
@@ -51,14 +50,14 @@ def run_command(
         )
     limits = Limits(
         max_failures=max_failures,
-        backoff_s=_seconds(backoff, "--backoff"),
-        backoff_max_s=_seconds(backoff_max, "--backoff-max"),
+        backoff_s=seconds(backoff, "--backoff"),
+        backoff_max_s=seconds(backoff_max, "--backoff-max"),
         requeue_code=requeue_code,
-        progress_after_s=_seconds(progress_after or "10min", "--progress-after"),
+        progress_after_s=seconds(progress_after or "10min", "--progress-after"),
     )
     head = None if root is None else _head_of(_open(root))
     tell = _tell_json if as_json else _tell
-    with ChildProcess(command, grace_s=_seconds(grace, "--grace")) as child:
+    with ChildProcess(command, grace_s=seconds(grace, "--grace")) as child:
         result = supervise(child, limits, head=head, tell=tell)
     code = Code.GAVE_UP if result.outcome is SupervisionOutcome.GAVE_UP else result.code
     if as_json:
@@ -66,12 +65,6 @@ def run_command(
     elif len(result.lives) > 1 or result.outcome is SupervisionOutcome.GAVE_UP:
         _show(result)
     return code
-
-
-def _seconds(text: str, option: str) -> float:
-    if text in ("0", "0s"):
-        return 0.0
-    return float(parse(text, what=option, units={Unit.SECOND}).value)
 
 
 def _open(root: str) -> Store:

@@ -6,6 +6,7 @@ Stores are opened with the keys that were named before the command.
 from __future__ import annotations
 
 import os
+import re
 import stat
 from collections.abc import Sequence
 from contextlib import suppress
@@ -28,6 +29,17 @@ if TYPE_CHECKING:
 
 PATIENCE: ContextVar[str] = ContextVar("patience", default="20s")
 """Value of `--timeout`: how long an object store may leave requests unanswered."""
+
+
+def seconds(text: str, option: str) -> float:
+    """Parse a time that an option gives, which may be zero.
+
+    Raises:
+        UsageError: it is no time.
+    """
+    if re.fullmatch(r"\s*0+\s*s?\s*", text):
+        return 0.0
+    return float(parse(text, what=option, units={Unit.SECOND}).value)
 
 
 def opened(root: str) -> Store:
