@@ -80,7 +80,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="patience-begins-anew-after-a-resume",
         promise="I7: early stopping ends a resumed run where an undisturbed one ends",
-        file="train/callbacks/early.py",
+        file="train/callbacks/ready.py",
         before='self.best, self.num_waited = state["best"], state["num_waited"]',
         after='self.best = state["best"]',
         near=("tests/train/callbacks/test_early.py",),
@@ -176,7 +176,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="lines-of-steps-done-again-stay",
         promise="I7: no step is in the log twice after a resume",
-        file="train/loggers/jsonlines.py",
+        file="train/loggers/default.py",
         before="        drop_beyond(self.path, now.step, is_validated=not now.unvalidated)\n",
         after="",
         near=("tests/train/loggers/test_loggers.py",),

@@ -19,13 +19,7 @@ from holdfast.care.reading import (
     look_at,
     problem_of,
 )
-from holdfast.errors import (
-    FormatError,
-    HoldfastError,
-    MissingKey,
-    NotFound,
-    StoreError,
-)
+from holdfast.errors import FormatError, HoldfastError, MissingKey, NotFound, StoreError
 from holdfast.format import layout
 from holdfast.format.blocks import file_digest, split
 from holdfast.format.checked import MAX_CHECKED_NBYTES

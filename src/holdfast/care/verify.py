@@ -49,11 +49,7 @@ from holdfast.format import layout
 from holdfast.format.blocks import DIGEST_NBYTES, digest_blocks, file_digest, split
 from holdfast.format.envelope import MAX_MARK_NBYTES, check_mark, decode_box, is_mark
 from holdfast.format.index import Index, decode_index
-from holdfast.format.manifest import (
-    MAX_JSON_FILE_NBYTES,
-    FileEntry,
-    Manifest,
-)
+from holdfast.format.manifest import MAX_JSON_FILE_NBYTES, FileEntry, Manifest
 from holdfast.format.objects import ArrayRef, TensorRef, decode_tree
 from holdfast.format.records import Alive, Closed, Notes, Rejected, Retired, Thinned, WriterRecord
 from holdfast.format.tensors import parse_header

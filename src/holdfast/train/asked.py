@@ -11,15 +11,7 @@ from holdfast.errors import UsageError
 from holdfast.policy.classes import SavePolicy
 from holdfast.policy.clock import Time, Unit, argument_name, parse
 from holdfast.policy.spoken import as_trigger
-from holdfast.policy.triggers import (
-    At,
-    Event,
-    Every,
-    On,
-    SaveFunction,
-    Trigger,
-    parts_of,
-)
+from holdfast.policy.triggers import At, Event, Every, On, SaveFunction, Trigger, parts_of
 
 EVENTS = ("start", "step", "epoch", "cycle", "evaluation", "exception", "signal", "demand")
 """The events at which the Trainer asks triggers; `signal` only if it handles signals, `cycle` only

@@ -30,8 +30,7 @@ from holdfast.state.capture import unheld_in
 from holdfast.state.held import describe
 from holdfast.train.asked import check_range
 from holdfast.train.callbacks.hooks import Logger
-from holdfast.train.loggers.jsonlines import JsonLines
-from holdfast.train.loggers.progress import ProgressBar
+from holdfast.train.loggers.default import JsonLines, ProgressBar
 
 logger = logging.getLogger("holdfast")
 
