@@ -203,7 +203,7 @@ CLAIMS = (
         name="deleted-while-it-was-read-is-not-told",
         promise="R11: a reader is told that a checkpoint was deleted while it was read",
         file="engine/access.py",
-        before="        _expect_there(store, entry.folder)\n",
+        before="        _expect_kept(store, entry.folder)\n",
         after="",
         near=(LEASES,),
     ),

@@ -1,4 +1,4 @@
-"""Deletion of a checkpoint whose manifest cannot be read: no rule does it, a person names it."""
+"""Deletion of a checkpoint whose manifest cannot be read, only at a user's request."""
 
 from __future__ import annotations
 
@@ -39,23 +39,23 @@ class Damaged:
     why: str
     """What is wrong with the manifest."""
     files: tuple[tuple[str, int], ...]
-    """(name, bytes) of what lies there."""
+    """(name, bytes) of each file in the folder."""
     pinned: bool
     tags: tuple[str, ...]
     is_latest: bool
-    """Whether `latest` names it."""
+    """Whether the file `latest` names this checkpoint."""
     goes_on_from: str | None
-    """Folder of the checkpoint from which the run goes on without it, judged by manifests alone;
-    None: there is none."""
+    """Folder of the checkpoint that the run would resume from after the deletion, judged by
+    manifests alone; None: no such checkpoint."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all its files."""
+        """Bytes of all files of the checkpoint."""
         return sum(nbytes for _, nbytes in self.files)
 
 
 def examine(store: Store, folder: str) -> Damaged:
-    """Look at a checkpoint whose manifest is damaged or lost. Writes nothing.
+    """Describe a checkpoint whose manifest is damaged or lost. Writes nothing.
 
     Raises:
         NoCheckpoint: there is no such folder.
@@ -100,7 +100,7 @@ def examine(store: Store, folder: str) -> Damaged:
 
 
 def _expect_its_own(store: Store, folder: str) -> None:
-    """Raise `UsageError` where the manifest is that of another folder: this one was renamed."""
+    """Raise `UsageError` if the manifest names another folder: this one was renamed."""
     try:
         listing = read_listing(bare(store), folder)
     except FormatError:
@@ -115,7 +115,7 @@ def _expect_its_own(store: Store, folder: str) -> None:
 
 
 def _expect_nothing_left_behind(catalog: Catalog, folder: str) -> None:
-    """Raise `UsageError` where whole checkpoints are left that the run does not stand on."""
+    """Raise `UsageError` if resume would then take a checkpoint that a rollback abandoned."""
     left = [entry.folder for entry in catalog.checkpoints() if not entry.manifest.lacks]
     if left:
         raise UsageError(
@@ -126,7 +126,7 @@ def _expect_nothing_left_behind(catalog: Catalog, folder: str) -> None:
 
 
 def delete(store: Store, folder: str, *, emit: Emitter, watch: Wait | None = None) -> str:
-    """Delete a checkpoint that `examine` describes. Returns why it stays; empty where it is gone.
+    """Delete a checkpoint that `examine` accepts; return why not, or an empty text.
 
     Claims the run for that long, as `prune` does. Whether a reader on another host lives is found
     out as there. Where a person had gone back to this checkpoint, the run stands on
@@ -167,8 +167,11 @@ def delete(store: Store, folder: str, *, emit: Emitter, watch: Wait | None = Non
 
 
 def _choices(store: Store, folder: str) -> Iterator[Choice]:
-    """Choose where the run stands: as a rollback if it stood on `folder`, so that what a rollback
-    to that has left behind stays behind."""
+    """Yield the checkpoint that the run continues from once `folder` is deleted.
+
+    It is marked as a rollback if the run stood on `folder`, so that checkpoints which a rollback to
+    that has abandoned stay so.
+    """
     while True:
         choice = standing(store)
         stands_on_it = choice.point is not None and _first_of_lineage(store) == folder

@@ -1,4 +1,4 @@
-"""Giving a local checkpoint back the bytes that it had, from the remote tier."""
+"""Repair of damaged local checkpoints with the same files from the remote tier."""
 
 from __future__ import annotations
 
@@ -32,49 +32,49 @@ from holdfast.store.base import Store
 
 
 def mend(local: Store, remote: Store, folder: str, *, epoch: int) -> tuple[str, ...]:
-    """Replace the damaged and missing files of a checkpoint; gives their names, as they lie there.
+    """Replace damaged and missing files of a local checkpoint; return the names of those replaced.
 
-    Only what the manifest lists is replaced, and only by bytes that have the digests recorded
-    there; and the keys of a sealed one where they are lost. A file is fetched whole before the
-    damaged one goes. `epoch` is the caller's claim.
+    Only files in the manifest are replaced, and only by bytes that have the recorded digests; and
+    the keys of an encrypted checkpoint where they are lost. A file is fetched whole before the
+    damaged one is deleted. `epoch` is the caller's claim.
 
     Raises:
         Superseded: a later writer owns the local root.
         NoCheckpoint: it is not committed in the remote tier any more.
-        SealError: our keys do not open it.
-        FormatError, StoreError: that one is damaged too, or a tier fails.
+        SealError: our keys do not decrypt it.
+        FormatError, StoreError: the remote copy is damaged too, or a tier fails.
     """
-    here, there = bare(local), bare(remote)
+    bare_local, bare_remote = bare(local), bare(remote)
     data = vouched(remote, folder)
-    listing = decode_listing(data, what=f"{there.url}/{folder}/{layout.MANIFEST}")
+    listing = decode_listing(data, what=f"{bare_remote.url}/{folder}/{layout.MANIFEST}")
     if not isinstance(listing, Manifest | Visible):
-        raise NoCheckpoint(f"{there.url}/{folder}: not committed")
-    _expect_same(listing, folder, where=there.url)
-    plain = {} if isinstance(listing, Visible) else _pieces_of_plain(there, folder, listing)
+        raise NoCheckpoint(f"{bare_remote.url}/{folder}: not committed")
+    _expect_same(listing, folder, where=bare_remote.url)
+    plain = {} if isinstance(listing, Visible) else _pieces_of_plain(bare_remote, folder, listing)
     mended = _mend_keys(local, remote, folder, listing, epoch)
     if _mend_manifest(local, folder, data, epoch):
         mended.append(layout.MANIFEST)
-    problems = verify(here, folder).problems
+    problems = verify(bare_local, folder).problems
     for name in dict.fromkeys(p.file for p in problems if p.file in listing.files):
         file, key = listing.files[name], f"{folder}/{name}"
-        pieces = plain[name] if plain else _pieces_of_sealed(there, key, file)
-        _replace(here, there, key, length(file), pieces, epoch)
+        pieces = plain[name] if plain else _pieces_of_sealed(bare_remote, key, file)
+        _replace(bare_local, bare_remote, key, length(file), pieces, epoch)
         mended.append(name)
     if mended:
-        # Whoever could not use it has said so.
-        here.delete(f"{folder}/{layout.REJECTED}")
+        # The rejection was because of the damage.
+        bare_local.delete(f"{folder}/{layout.REJECTED}")
     return tuple(mended)
 
 
 def _expect_same(listing: Listing, folder: str, *, where: str) -> None:
-    """Raise `CorruptData` where another checkpoint of ours was put in the place of this one."""
+    """Raise `CorruptData` if the manifest in a folder is that of another checkpoint."""
     name = layout.attempt_name(listing.label, listing.epoch, listing.sequence, listing.save_id)
     if str(name) != folder:
         raise CorruptData(f"{where}/{folder}: the manifest there is of {name}")
 
 
 def _pieces_of_sealed(remote: Store, key: str, file: FileEntry) -> tuple[FilePiece, ...]:
-    """Pieces of a sealed file, by reading all of it."""
+    """Compute the pieces of an encrypted file, which reads all of it."""
     spans = split(file.nbytes)
     digests = (block_digest(remote.get(key, start, stop - start)) for start, stop in spans)
     return pieces_of_sealed(file, digests, what=f"{remote.url}/{key}")
@@ -92,23 +92,27 @@ def _pieces_of_plain(
 
 
 def _mend_keys(local: Store, remote: Store, folder: str, listing: Listing, epoch: int) -> list[str]:
-    """Wrap the data key of a sealed checkpoint anew where no box can be read, for those for whom
-    the run seals now: the boxes of the other tier may be for keys that were changed here since."""
+    """Write a new box of keys for an encrypted checkpoint if none of its boxes can be read.
+
+    It is for the run's current keys: the boxes of the other tier may be for keys that were changed
+    in the local tier since.
+    """
     sealing_store = sealed(remote)
     if not isinstance(listing, Visible) or sealing_store is None:
         return []
-    here = bare(local)
-    unreadable = [name for name in here.children(folder) if layout.parse_keys(name) is not None]
+    bare_local = bare(local)
+    names = bare_local.children(folder)
+    unreadable = [name for name in names if layout.parse_keys(name) is not None]
     try:
-        boxes_of(here, folder, listing)
+        boxes_of(bare_local, folder, listing)
     except FormatError:
         box = sealing_store.new_box(folder)
-        _expect_committed(here, folder)
-        check_ownership(here, epoch, committed=True)
+        _expect_committed(bare_local, folder)
+        check_ownership(bare_local, epoch, committed=True)
         newest = max((layout.parse_keys(name) or 0 for name in unreadable), default=0)
-        number = put_box(here, folder, newest, box)
+        number = put_box(bare_local, folder, newest, box)
         for name in unreadable:
-            here.delete(f"{folder}/{name}")
+            bare_local.delete(f"{folder}/{name}")
         return [layout.keys_name(number)]
     return []
 
@@ -123,7 +127,7 @@ def _expect_committed(local: Store, folder: str) -> None:
 
 
 def _mend_manifest(local: Store, folder: str, data: bytes, epoch: int) -> bool:
-    """Put the manifest back where it cannot be read; one that can be, or is gone, stays so."""
+    """Rewrite the local manifest if it cannot be read; return whether that was needed."""
     try:
         register = Catalog(local).read(folder)
     except (FormatError, NotSealed):

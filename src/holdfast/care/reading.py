@@ -1,9 +1,7 @@
-"""Reading for verification: a few blocks at a time, and twice before damage is believed.
+"""Reads of a checkpoint's files for verification, a few blocks at a time, with one retry.
 
 Findings are plain records, for people and for `--json`.
-
-Bytes come from the medium itself where that can be had: what lies in this machine's memory says
-nothing of a disk.
+Bytes are read from the disk itself where possible: the page cache cannot show a disk's damage.
 """
 
 from __future__ import annotations
@@ -126,23 +124,23 @@ class RootReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockToCheck:
-    """A stored block. `expected` is its digest, empty where the index is lost."""
+    """A stored block to verify. `expected` is its digest, empty where the index is lost."""
 
     file: str
     number: int
     start: int
-    """First byte in the file as it lies there; `stop` is behind the last one."""
+    """Offset of the block's first byte in the stored file; `stop` is behind the last one."""
     stop: int
     expected: bytes
     plain: tuple[int, int]
-    """First byte, and the one behind the last, of the plain block."""
+    """Offsets, in the decompressed file, of the block's first byte and behind its last."""
     made_by: FileBlocks | None = None
-    """What to decode it with, for one that a codec made; None: it is not decoded."""
+    """Codec and index to decompress the block with; None: the block is not decompressed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedBlock:
-    """Outcome of reading a block: its digest or an error; and whether only the first try failed."""
+    """Outcome of reading a block: its digest or an error, and whether only a retry succeeded."""
 
     block: BlockToCheck
     digest: bytes = b""
@@ -151,12 +149,12 @@ class CheckedBlock:
 
     @property
     def is_right(self) -> bool:
-        """Whether these are the bytes that were written, as far as the index tells."""
+        """Whether the block was read and has the expected digest, if the index names one."""
         return self.error is None and self.block.expected in (b"", self.digest)
 
 
 class Tally:
-    """Bytes that were checked so far, told to a progress callback."""
+    """Counts checked bytes and reports them to a progress callback."""
 
     def __init__(self, folder: str, progress: Progress | None, *, total: int = 0) -> None:
         self._folder = folder
@@ -166,16 +164,16 @@ class Tally:
         self.nbytes = 0
 
     def add(self, nbytes: int) -> None:
-        """Count so many more bytes."""
+        """Add `nbytes` to the checked bytes, and call the progress callback."""
         self.nbytes += nbytes
         if self._progress is not None:
             self._progress(self._folder, self.nbytes, self.total)
 
 
 class FolderReader:
-    """Reads one checkpoint's folder. Thread-safe.
+    """Reads the files of one checkpoint, retrying once. Thread-safe.
 
-    `notes` gets a line for each document of which only the first try failed.
+    `notes` gets a line for each document that only a retry could read.
     """
 
     def __init__(self, store: Store, folder: str, notes: list[str] | None = None) -> None:
@@ -185,15 +183,15 @@ class FolderReader:
         self._buffers = Buffers()
 
     def names(self) -> tuple[str, ...]:
-        """Names in the folder; folders end with a slash."""
+        """Return the names in the folder; those of folders end with a slash."""
         return again(lambda: self._store.children(self._folder))
 
     def size(self, file: str) -> int:
-        """Length of a file in bytes."""
+        """Return the length of a file in bytes."""
         return again(lambda: self._store.head(f"{self._folder}/{file}").nbytes)
 
     def decoded(self, file: str, max_nbytes: int, decode: Callable[..., T]) -> T:
-        """Read a file and call `decode(data, what=file)`; both once more where that fails."""
+        """Read a file and return `decode(data, what=file)`; on failure, retry both once."""
 
         def read() -> T:
             key = f"{self._folder}/{file}"
@@ -221,12 +219,12 @@ class FolderReader:
             yield problem_of(file, error)
 
     def manifest(self) -> Manifest:
-        """The manifest, decoded.
+        """Read and decode the manifest.
 
         Raises:
             NoCheckpoint: it was never committed, or is deleted by now.
             CorruptData: it is missing, and other records show that it was committed.
-            MissingKey: it is sealed.
+            MissingKey: it is encrypted.
         """
         try:
             register = self.decoded(layout.MANIFEST, MAX_MANIFEST_NBYTES, decode_register)
@@ -239,7 +237,7 @@ class FolderReader:
         return register
 
     def header(self, file: str, listed: FileEntry, made_by: FileBlocks | None) -> bytes:
-        """Bytes before the data of a tensor file."""
+        """Read the header of a tensor file: all bytes before the data."""
         first = self.beginning(file, 8, listed, made_by)
         nbytes = header_nbytes(first, file_nbytes=listed.nbytes, what=file)
         return self.beginning(file, nbytes, listed, made_by)
@@ -247,7 +245,7 @@ class FolderReader:
     def beginning(
         self, file: str, nbytes: int, listed: FileEntry, made_by: FileBlocks | None
     ) -> bytes:
-        """The first plain bytes of a file, which a codec may have made."""
+        """Read the first `nbytes` of a file, decompressed if a codec wrote it."""
         nbytes = min(nbytes, listed.nbytes)
         if made_by is None:
             data = bytearray(nbytes)
@@ -262,8 +260,7 @@ class FolderReader:
         return bytes(data[:nbytes])
 
     def begin(self, block: BlockToCheck) -> Callable[[], CheckedBlock]:
-        """Wait for a block; what this gives looks at it, and once more when it is not what it
-        should be."""
+        """Read a block; return a callback that checks it, and rereads it if the check fails."""
         start, nbytes = block.start, block.stop - block.start
         # From the page before on, because direct reads want that.
         skipped = start % mmap.PAGESIZE
@@ -313,7 +310,7 @@ class FolderReader:
 
 
 def again(read: Callable[[], T]) -> T:
-    """Call `read`, and once more where that fails."""
+    """Call `read`, and retry once on a format or store error."""
     try:
         return read()
     except NotFound:
@@ -323,8 +320,7 @@ def again(read: Callable[[], T]) -> T:
 
 
 def transient_note(file: str, what: str = "it was") -> str:
-    """A note for the report on a file, or a part of it, that was read rightly only when it was read
-    again."""
+    """Build the report's note on a file, or a part of it, that only a retry read correctly."""
     return (
         f"{file}: {what} read wrongly once and rightly then: look after this machine's memory, "
         "disk or network"
@@ -332,8 +328,10 @@ def transient_note(file: str, what: str = "it was") -> str:
 
 
 def look_at(reader: FolderReader, blocks: Iterable[BlockToCheck]) -> Iterator[CheckedBlock]:
-    """Read and check each block, in order; at most 16 are in memory at a time, and of blocks that
-    are larger than usual fewer."""
+    """Read and check blocks in parallel; yield the outcomes in order.
+
+    At most 16 blocks are in memory at a time, and fewer if they are larger than usual.
+    """
     threads = Threads()
     waiting: deque[tuple[BlockToCheck, Future[CheckedBlock]]] = deque()
     try:

@@ -1,4 +1,4 @@
-"""Rounds of uploads: claim the remote tier, send what waits, do the chores there, mend locally.
+"""Rounds of uploads: send waiting checkpoints, prune the remote tier, repair the local one.
 
 Knows neither threads that train nor when a round is due (`care.mirror`); what waits is in
 `care.backlog`, and how one checkpoint is sent in `engine.tiers.upload`.
@@ -45,7 +45,7 @@ from holdfast.format.records import UploadState
 from holdfast.policy.retention import Candidate
 
 BACKOFF_S = 1.0
-"""The pause after a first failure; it doubles with each that follows."""
+"""Pause after a first failure; it doubles with each further failure."""
 BACKOFF_MAX_S = 60.0
 _RANDOM = random.Random()  # of our own: that of the module is part of the run's state
 _NOTE_EVERY_S = 2.0
@@ -53,7 +53,7 @@ _BLOCK_TIMEOUT_S = 600.0
 
 
 class _RemoteSide:
-    """The ownership of a run as the chores in the remote tier see it."""
+    """Adapter that gives the housekeeping of the remote tier the run's claim on that tier."""
 
     def __init__(self, owner: TieredOwnership) -> None:
         self._owner = owner
@@ -73,21 +73,21 @@ class _RemoteSide:
 
 @dataclass(slots=True, kw_only=True)
 class Failures:
-    """Failures of uploads since the run was claimed; changed with the backlog held."""
+    """Upload failures since the run was claimed; guarded by the lock of the backlog."""
 
     count: int = 0
     """Failures in a row."""
     last: UploadFailed | None = None
-    """The one that callers are to hear of; None: there is none, or a later upload made it good."""
+    """Failure that callers must see; None: none, or a later upload has succeeded."""
     is_refusal: bool = False
-    """Whether `last` is one that no later upload makes good."""
+    """Whether `last` stays, also after later uploads succeed."""
     lost: OwnershipError | None = None
-    """Why nothing is sent any more: the run is another process's."""
+    """Why uploads have stopped: another process owns the run."""
     is_lost_told: bool = False
 
 
 class Sending:
-    """Does what is due between two tiers, in one thread of the mirror's."""
+    """Runs uploads, housekeeping and repairs of two tiers, in one thread of the mirror."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class Sending:
         self._emit = emit
         self._told = remote_emitter(emit, self._remote.url)
         self.background = Background("holdfast-mirror")
-        """For the thread of the rounds, which end soon once it is to stop."""
+        """The thread that runs the rounds; a request to stop ends the round under way."""
         self.backlog = Backlog(
             self._local, self._remote.url, rules.remote, emit, owner, replaces=replaces
         )
@@ -120,7 +120,7 @@ class Sending:
             is_sent_to=False,
             waiting=self.backlog,
         )
-        """Those of the local tier."""
+        """Housekeeping of the local tier."""
         self._remote_chores = Housekeeper(
             self._remote,
             _RemoteSide(owner),
@@ -137,36 +137,38 @@ class Sending:
             reads_back=options.reads_back,
         )
         self.may_mend = False
-        """Whether what was found damaged in the local tier is to be mended in the next round."""
+        """Whether the next round repairs damaged checkpoints of the local tier."""
         self._must_retry = False
         self.forget()
 
     def forget(self) -> None:
-        """Forget what is known of both tiers, which another process may change until the next
-        claim."""
+        """Discard cached facts about both tiers, since other processes may change them."""
         self.backlog.clear()
         self._is_behind = True
-        """Whether there was no moment yet since the claim when nothing waited."""
+        """Whether, since the claim, there was never a moment without waiting uploads."""
         self._begun: set[str] = set()
-        """Folders of which something may be in the remote tier that is not committed."""
+        """Folders that may have uncommitted files in the remote tier."""
         self.failures = Failures()
 
     def interrupt(self) -> None:
-        """Let what is being sent end soon."""
+        """Ask the upload under way to stop soon."""
         self._sender.interrupt()
 
     def proceed(self) -> None:
-        """Take back an `interrupt`, and start the threads that send."""
+        """Undo `interrupt`, and start the upload threads."""
         self._sender.start()
         self._sender.proceed()
 
     def close(self) -> None:
-        """Let the threads that send end."""
+        """Stop the upload threads."""
         self._sender.close()
 
     def holds(self, entry: Entry) -> str:
-        """Why the remote copy must not be deleted yet: its pins may not have come along. Or it was
-        pinned here since by the command line, which knows one tier."""
+        """Return why the remote copy must not be deleted yet; empty if it may be.
+
+        Its pins may not be copied yet, or it was pinned since by the command line, which knows
+        only the local tier.
+        """
         if self.backlog.waits(entry):
             return "its upload has not ended"
         marks = Catalog(self._local).marks(entry.folder)
@@ -176,7 +178,7 @@ class Sending:
         return "it is pinned or tagged in the local tier"
 
     def round(self) -> bool:
-        """Do all that is due. Returns whether some of it failed, and is to be tried again."""
+        """Run one round, and log its errors; return whether a retry is needed."""
         self._must_retry = False
         try:
             self._round()
@@ -192,7 +194,7 @@ class Sending:
         return self._must_retry
 
     def _round(self) -> None:
-        """Send all that waits."""
+        """Upload waiting checkpoints, remove partial uploads, and repair local checkpoints."""
         background = self.background
         if not self.backlog.has_seen:
             self._begin()
@@ -212,10 +214,10 @@ class Sending:
             self.chores.retain()
 
     def _begin(self) -> None:
-        """Once after each claim: claim the remote tier too, and see what it has."""
-        self.backlog.note_tiers(epoch=self._epoch_there)
+        """Claim the remote tier and list its checkpoints; called once after each claim."""
+        self.backlog.note_tiers(epoch=self._remote_epoch)
         self._owner.attach()
-        self.backlog.note_tiers(epoch=self._epoch_there)
+        self.backlog.note_tiers(epoch=self._remote_epoch)
         self._catalog.look_again()
         # First: what is opened here need not be opened there, where keys may be changed later.
         local = {entry.folder: entry for entry in Catalog(self._local).checkpoints()}
@@ -240,7 +242,10 @@ class Sending:
         self._remote_chores.retain()
 
     def _what_lacks(self, entry: Entry, copy: Candidate) -> str:
-        """The local copy does not go because of one there that lacks files."""
+        """Return what a remote copy lacks, and log a warning; empty if it is complete.
+
+        A local copy is not deleted because of a remote one that lacks files.
+        """
         wrong: list[str] = []
         if not (copy.dropped or copy.begun):
             sizes = {info.key: info.nbytes for info in self._remote.list(f"{entry.folder}/")}
@@ -300,8 +305,10 @@ class Sending:
             self._follow_up(entry, cost, retries=retries)
 
     def _expect_open(self, entry: Entry, claim: Claim) -> None:
-        """Raise `NoCheckpoint` where the epoch of what a forerunner saved was closed there: then
-        markers of that epoch may have gone, and nothing may be committed in it any more."""
+        """Raise `NoCheckpoint` if the remote tier has closed the epoch of an earlier writer.
+
+        Markers of that epoch may have been removed then, so nothing may be committed in it.
+        """
         epoch = entry.name.epoch
         if epoch != claim.epoch and is_closed(self._remote, epoch):
             raise NoCheckpoint(
@@ -333,7 +340,7 @@ class Sending:
         self._catalog.look_again()  # it can be reached, whatever a reader has met
 
     def _end(self, entry: Entry) -> None:
-        """Note that one has arrived, or is not to be sent any more."""
+        """Record that an upload is over: committed, or given up."""
         self._begun.discard(entry.folder)
         with self._changed:
             self.failures.count = 0
@@ -342,7 +349,7 @@ class Sending:
             self._changed.notify_all()
 
     def _follow_up(self, entry: Entry, cost: Cost, *, retries: int) -> None:
-        """Do what follows a commit in the remote tier; none of it takes the commit back."""
+        """Log a finished upload and run retention in both tiers; failures do not undo it."""
         self._told(
             "uploaded",
             f"{entry.folder} is there",
@@ -354,7 +361,7 @@ class Sending:
             retries=retries,
             upload_s=cost.seconds,
         )
-        self.backlog.note_tiers(epoch=self._epoch_there, entry=entry, cost=cost)
+        self.backlog.note_tiers(epoch=self._remote_epoch, entry=entry, cost=cost)
         self._remote_chores.trust(entry)
         newest = max((copy.order for copy in self.backlog.resumable_there), default=entry.order)
         if self.backlog.is_on_line(entry) and entry.order >= newest:
@@ -367,7 +374,7 @@ class Sending:
         self.backlog.refresh()
 
     def _clear_away(self) -> None:
-        """Remove what was sent of checkpoints that are not wanted there any more."""
+        """Remove partial uploads of checkpoints that the remote tier is no longer to keep."""
         claim = self._owner.attach()
         for folder in sorted(self._begun.difference(self.backlog.folders)):
             self._begun.discard(folder)
@@ -421,7 +428,7 @@ class Sending:
     # What goes wrong
 
     def _fail(self, error: BaseException, entry: Entry | None) -> None:
-        """Log a failure, wait, and have it tried again."""
+        """Log an upload failure, pause, and request a retry."""
         if isinstance(error, OutcomeUnknown | DeadlineExceeded):
             self._owner.remote_is_clean = False
         self.failures.count += 1
@@ -443,7 +450,7 @@ class Sending:
         self.background.sleep(pause_s)
 
     def _refuse(self, entry: Entry, error: HoldfastError) -> None:
-        """Give up one that cannot be sent; the local copy stays for somebody to look at."""
+        """Give up a checkpoint that can never be uploaded; keep the local copy for the user."""
         self.backlog.refuse(entry)
         text = f"{entry.folder} cannot be sent: {error}"
         self._remember(text, error)
@@ -459,7 +466,7 @@ class Sending:
             self._changed.notify_all()
 
     def _lose(self, error: OwnershipError) -> None:
-        """Send nothing any more, for the run is another process's."""
+        """Log that another process owns the run, and stop uploading."""
         with self._changed:
             self.failures.lost = error
             self._changed.notify_all()
@@ -468,15 +475,15 @@ class Sending:
     def _record_failure(self, entry: Entry | None, text: str, state: UploadState) -> None:
         if entry is not None:
             self.backlog.note(entry, state, error=text)
-        self.backlog.note_tiers(epoch=self._epoch_there, error=text)
+        self.backlog.note_tiers(epoch=self._remote_epoch, error=text)
 
     @property
-    def _epoch_there(self) -> int | None:
+    def _remote_epoch(self) -> int | None:
         claim = self._owner.remote_claim
         return None if claim is None else claim.epoch
 
     def _heard(self, event: Event) -> None:
-        """Hand on an event of the chores in the remote tier."""
+        """Callback that forwards events of the remote tier's housekeeping."""
         if event.kind == "retracted":
             self.backlog.gone(str(event.fields.get("folder")))
         self._told(event.kind, event.message, step=event.step, **event.fields)

@@ -1,4 +1,4 @@
-"""The commands of the command line. Each imports what it needs when it runs."""
+"""Commands of the command line, declared with click. Each imports what it needs when run."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def app(
     accept_plain: bool,
     timeout: str,
 ) -> None:
-    """Look after the checkpoints of training runs."""
+    """List, verify, delete and manage the checkpoints of training runs."""
     PATIENCE.set(timeout)
     NAMED.set(
         KeySources(
@@ -90,7 +90,7 @@ def _ending(command: Callable[..., int]) -> Callable[..., NoReturn]:
 def _answering(
     *parameters: Parameter, group: click.Group = app, name: str | None = None
 ) -> Callable[[Callable[..., Answer]], click.Command]:
-    """Declare a command of a group; it takes `--json` too, and prints the answer of the function.
+    """Decorator: declare a command that prints the function's answer, with `--json` as JSON.
 
     Its name and its help are those of the function, unless `name` is given.
     """
@@ -125,7 +125,7 @@ def show(target: str, tensors: bool) -> Answer:
 
 @_answering(options.target, options.seen, options.stored_only)
 def verify(target: str, seen: str | None, stored_only: bool) -> Answer:
-    """Read every byte again and compare; without @WHICH all checkpoints of the root."""
+    """Read every byte and check the digests; without @WHICH, of all checkpoints."""
     from holdfast.cli.verify import check
 
     return check(target, seen=seen, decode=not stored_only)
@@ -151,7 +151,7 @@ def gc(
 
 @_answering(options.root, options.keep, options.dry_run)
 def prune(root: str, keep: str, dry_run: bool) -> Answer:
-    """Delete the checkpoints that a rule does not keep; say of each what and why."""
+    """Delete the checkpoints that a rule does not keep, and print the reason for each."""
     from holdfast.cli.prune import clean
 
     return clean(root, keep=keep, dry_run=dry_run)
@@ -159,7 +159,7 @@ def prune(root: str, keep: str, dry_run: bool) -> Answer:
 
 @_answering(options.one)
 def pin(target: str) -> Answer:
-    """Keep a checkpoint whatever any rule says."""
+    """Protect a checkpoint from deletion by retention rules."""
     from holdfast.cli.pin import mark
 
     return mark(target, pinned=True)
@@ -167,7 +167,7 @@ def pin(target: str) -> Answer:
 
 @_answering(options.one)
 def unpin(target: str) -> Answer:
-    """Let the rules decide about a checkpoint again."""
+    """Remove the pin of a checkpoint, so that retention rules apply to it again."""
     from holdfast.cli.pin import mark
 
     return mark(target, pinned=False)
@@ -175,7 +175,7 @@ def unpin(target: str) -> Answer:
 
 @_answering(options.one, options.new_tags)
 def tag(target: str, tags: Sequence[str]) -> Answer:
-    """Give a checkpoint more names; a tagged one is kept."""
+    """Add tags to a checkpoint, which also protect it from deletion."""
     from holdfast.cli.pin import mark
 
     return mark(target, tags=tags)
@@ -194,7 +194,7 @@ def save(root: str, tags: Sequence[str], reason: str, timeout: str) -> Answer:
 
 @_answering(options.root)
 def uploads(root: str) -> Answer:
-    """Show what of a local root is in its remote tier, what waits, and what went wrong."""
+    """Show which checkpoints are uploaded or waiting, and which uploads failed."""
     from holdfast.cli.uploads import show_uploads
 
     return show_uploads(root)
@@ -206,7 +206,7 @@ def uploads(root: str) -> Answer:
     *(options.stall, options.background, options.commit, options.restart),
 )
 def advise(root: str, **known: Any) -> Answer:
-    """Say how often to save, from what the run recorded, with the numbers."""
+    """Recommend how often to save, computed from recorded costs and failures."""
     from holdfast.cli.advise import Options, advise_root
 
     return advise_root(root, Options(**known))
@@ -229,7 +229,7 @@ def supervise(command: Sequence[str], as_json: bool, **limits: Any) -> int:
 
 @app.group(no_args_is_help=True, cls=Commands)
 def keys() -> None:
-    """Make keys, and say who can open sealed checkpoints."""
+    """Make, list and replace the keys of encrypted checkpoints."""
 
 
 @_answering(options.new_key_file, options.pair, group=keys)
@@ -242,7 +242,7 @@ def generate(path: Path, pair: bool) -> Answer:
 
 @_answering(options.root, group=keys, name="list")
 def list_keys(root: str) -> Answer:
-    """Say of every sealed checkpoint which keys open it. No key is needed."""
+    """List which keys decrypt each encrypted checkpoint. No key is needed."""
     from holdfast.cli.keys import list_recipients
 
     return list_recipients(root)
@@ -261,7 +261,7 @@ def rotate(
     to_commands: Sequence[str],
     keep_old: bool,
 ) -> Answer:
-    """Let other keys open every sealed checkpoint of a root; nothing else is written."""
+    """Replace the keys that decrypt the checkpoints of a root, without writing data again."""
     from holdfast.cli.keys import rotate as rotate_keys
 
     to = KeySources(files=to_files, variables=to_variables, commands=to_commands)

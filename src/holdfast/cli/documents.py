@@ -96,7 +96,7 @@ def details_document(store: Store, entry: Entry) -> dict[str, Any]:
 def unread_documents(
     unread: Sequence[tuple[str, HoldfastError]],
 ) -> dict[str, list[dict[str, str]]]:
-    """Describe manifests that cannot be read: `damaged` ones, and those the keys do not open."""
+    """Describe unreadable manifests: `damaged`, or `unopened` (not decrypted by the keys)."""
     damaged = [item for item in unread if not isinstance(item[1], SealError)]
     return {
         "damaged": [{"folder": folder, "reason": str(error)} for folder, error in damaged],
@@ -116,10 +116,10 @@ def unread_line(folder: str, error: HoldfastError) -> str:
 
 
 def expect_something_opened(opened: Sized, unread: Sequence[tuple[str, HoldfastError]]) -> None:
-    """Raise the newest `SealError` if the keys open nothing: they are wrong or missing."""
-    sealed = [error for _, error in unread if isinstance(error, SealError)]
-    if sealed and not opened:
-        raise sealed[0]
+    """Raise the newest `SealError` if the keys decrypt no checkpoint."""
+    errors = [error for _, error in unread if isinstance(error, SealError)]
+    if errors and not opened:
+        raise errors[0]
 
 
 def report_document(report: VerifyReport) -> dict[str, Any]:

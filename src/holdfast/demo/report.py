@@ -150,7 +150,7 @@ _CALM, _DARK, _RED, _GREEN = "#9ecae1", "#08306b", "#cb181d", "#238b45"
 
 
 def check_library() -> None:
-    """Raise `UsageError` if matplotlib is missing, before the long part begins."""
+    """Raise `UsageError` if matplotlib is missing; called before the demo trains."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:

@@ -1,5 +1,4 @@
-"""From what people write to name a checkpoint to its store and its manifest; and keeping it there
-while other tools read it."""
+"""Resolve a checkpoint named by a user; keep it from deletion while it is read."""
 
 from __future__ import annotations
 
@@ -22,12 +21,12 @@ from holdfast.store.base import Store
 
 
 def place_of(source: str | os.PathLike[str]) -> tuple[Store, str, str]:
-    """(store, which, folder) that a source names.
+    """Split a source into its opened store, the choice of a checkpoint, and a folder.
 
-    For the folder of one checkpoint `which` is empty; for a root, or `root@which`, `folder` is.
+    The choice is empty for the folder of one checkpoint, the folder for a root or `root@which`.
 
     Raises:
-        UsageError: it is no source, or no such store is known.
+        UsageError: it is no source, or its kind of store is unknown.
     """
     root, which = split_source(source)
     parent, folder = split_folder(root) if which is None else ("", "")
@@ -37,10 +36,12 @@ def place_of(source: str | os.PathLike[str]) -> tuple[Store, str, str]:
 
 
 def locate(source: str | os.PathLike[str]) -> tuple[Store, Entry]:
-    """The store and the checkpoint that a source names; of a root, its newest. Keeps nothing.
+    """Resolve a source to its store and checkpoint, without a lease against deletion.
+
+    A root means its newest checkpoint.
 
     Raises:
-        NoCheckpoint: nothing there answers.
+        NoCheckpoint: no checkpoint matches.
         FormatError: its manifest is damaged.
     """
     store, which, folder = place_of(source)
@@ -56,14 +57,14 @@ def located(
     emit: Emitter | None = None,
     encrypt: Encryption | None = None,
 ) -> Iterator[tuple[Store, KeptEntry]]:
-    """The store and the checkpoint that a source names, kept while the block lasts.
+    """Resolve a source to its store and checkpoint, with a lease while the block lasts.
 
-    Of a root the newest whose deletion has not begun; of a store `which` may say another.
-    `encrypt` opens sealed ones.
+    A root means the newest checkpoint whose deletion has not begun; for a store, `which` may
+    choose another. `encrypt` holds the keys of encrypted ones.
 
     Raises:
-        UsageError: `which` is said of something that is not a store.
-        NoCheckpoint: nothing there answers, or its deletion has begun.
+        UsageError: `which` is given for a source that is not a store.
+        NoCheckpoint: no checkpoint matches, or its deletion has begun.
         FormatError: its manifest is damaged.
     """
     if isinstance(source, str | os.PathLike):
@@ -78,8 +79,8 @@ def located(
             notes = (refused,) if refused else ()
             yield store, KeptEntry(entry=standalone(store, folder), notes=notes)
         return
-    with kept(Catalog(store), which, emit=emit) as found:
-        yield store, found
+    with kept(Catalog(store), which, emit=emit) as entry:
+        yield store, entry
 
 
 @contextmanager
@@ -92,25 +93,28 @@ def reading(source: str | os.PathLike[str]) -> Iterator[Checkpoint]:
     `notes` says so, as it names components that retention has dropped before.
 
     Raises:
-        NoCheckpoint: nothing there answers, or its deletion has begun; at the end of the block,
+        NoCheckpoint: no checkpoint matches, or its deletion has begun; at the end of the block,
             that it was deleted all the same.
         FormatError: its manifest is damaged.
     """
-    with located(source) as (store, found):
-        entry = found.entry
+    with located(source) as (store, kept_entry):
+        entry = kept_entry.entry
         lost = dropped(store, entry.folder, entry.manifest, entry.marks)
         gone = (f"retention has dropped {', '.join(lost)} of it",) if lost else ()
-        yield describe(store, entry, notes=(*found.notes, *gone))
-        _expect_there(store, entry.folder)
+        yield describe(store, entry, notes=(*kept_entry.notes, *gone))
+        _expect_kept(store, entry.folder)
 
 
-def _expect_there(store: Store, folder: str) -> None:
-    """Without a lease, or when this process slept for long, it may have been deleted."""
+def _expect_kept(store: Store, folder: str) -> None:
+    """Raise `NoCheckpoint` if a checkpoint was deleted while it was read.
+
+    That can happen without a lease, or if this process was paused for long.
+    """
     try:
-        is_there = isinstance(Catalog(store).read(folder), Manifest)
+        is_committed = isinstance(Catalog(store).read(folder), Manifest)
     except FormatError:
         return  # renamed by a person, or damaged: not deleted
-    if not is_there:
+    if not is_committed:
         raise NoCheckpoint(
             f"{store.url}/{folder}: it was deleted while it was read; what was read may be "
             "incomplete"

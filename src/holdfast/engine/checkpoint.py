@@ -1,4 +1,4 @@
-"""`Checkpoint` and `PendingSave`, as the manager's callers get them."""
+"""Results that the manager returns: committed checkpoints and saves under way."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from holdfast.store.base import Store
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """Committed checkpoint: its place, its step and the facts of its manifest."""
+    """A committed checkpoint: its location, its step and the contents of its manifest."""
 
     root: str
-    """Where the run is: a path or a URL."""
+    """Path or URL of the run."""
     folder: str
-    """Name of its folder inside the root."""
+    """Name of the checkpoint's folder inside the root."""
     step: int
     """Completed optimizer windows."""
     timestamp: Timestamp
-    """All counters at the save."""
+    """Counters of training progress at the save."""
     save_id: str
     """32 hex digits; no two saves have the same."""
     metrics: Mapping[str, float]
@@ -37,29 +37,30 @@ class Checkpoint:
     save_class: str
     """`permanent` or `ephemeral`."""
     reason: str
-    """Why it was saved: `interval`, `manual`, …"""
+    """Why the checkpoint was saved: `interval`, `manual`, …"""
     created: str
-    """ISO 8601 UTC, for people."""
+    """Time of the save, ISO 8601 in UTC, for people to read."""
     nbytes: int
-    """Bytes of its files but the manifest; of a thinned one, of those that are left."""
+    """Bytes of all files but the manifest, without those that retention has removed."""
     savers: tuple[str, ...] = ()
-    """Which savers of the run asked for it; none: the only one there is."""
+    """Names of the savers that asked for this save; empty if the run has only one."""
     left_out: tuple[str, ...] = ()
-    """Components that were not saved; with any, no run can go on from it."""
+    """Components that were not saved. Unless empty, training cannot resume from it."""
     unhealthy: tuple[str, ...] = ()
-    """Why its state should not be gone on from; none: nothing wrong is known."""
+    """Reasons not to resume from this state; empty if no problem is known."""
     rejected: tuple[tuple[str, str], ...] = ()
-    """(folder, reason) of those that resume passed over for it, newest first."""
+    """(folder, reason) of newer checkpoints that resume could not use, newest first."""
     seen: str = ""
-    """What to remember outside the root: `resume(seen=…)` notices when it was rolled back."""
+    """Text to keep outside the root: `resume(seen=…)` detects with it that the root was rolled
+    back."""
     notes: tuple[str, ...] = ()
     """What a load left out or could not restore exactly."""
     new: tuple[str, ...] = ()
-    """Components that it lacks, and that the load left as they were."""
+    """Components that the checkpoint lacks, and that the load left unchanged."""
 
     @property
     def path(self) -> str:
-        """Where its files are: root and folder; for other tools, inside `holdfast.reading`."""
+        """Path or URL of the checkpoint's folder. Other tools read it inside `holdfast.reading`."""
         return f"{self.root}/{self.folder}"
 
     def __repr__(self) -> str:
@@ -88,7 +89,7 @@ class CheckpointList(tuple[Checkpoint, ...]):
 
 
 _MAX_STEPS = 6
-"""Steps that the `repr` of checkpoints names."""
+"""Most steps that the `repr` of a `CheckpointList` names."""
 _COLUMNS = ("step", "folder", "bytes", "created (UTC)", "metrics", "marks")
 
 
@@ -109,7 +110,7 @@ def _cells(checkpoint: Checkpoint) -> tuple[str, ...]:
 
 
 def _marks(checkpoint: Checkpoint) -> str:
-    """Its class, and what sets it apart from others."""
+    """List a checkpoint's class, savers, omitted components, pin, health and tags as text."""
     marks = [checkpoint.save_class, *(f"of {name}" for name in checkpoint.savers)]
     marks += [f"without {name}" for name in checkpoint.left_out]
     marks += ["pinned"] if checkpoint.pinned else []
@@ -125,7 +126,7 @@ def describe(
     notes: tuple[str, ...] = (),
     new: tuple[str, ...] = (),
 ) -> Checkpoint:
-    """The `Checkpoint` of a catalog entry."""
+    """Build the `Checkpoint` of a catalog entry."""
     manifest = entry.manifest
     return Checkpoint(
         root=store.url,
@@ -151,7 +152,7 @@ def describe(
 
 
 class Phase:
-    """The present step of a save in words, for `repr` and for the error of a wait in vain."""
+    """Text that says what a save is doing now, for `repr` and time-out errors."""
 
     def __init__(self) -> None:
         self.text = "waiting to start"
@@ -168,7 +169,7 @@ class PendingSave:
     def __init__(self, step: int, due: Due, *, timeout_s: float) -> None:
         self.step = step
         self.due = due
-        """Why it was begun, in which class, and what it holds."""
+        """Why the save was started, its class, and the components in it."""
         self.staged: Future[None] = Future()
         self.committed: Future[Checkpoint] = Future()
         # It cannot be cancelled: what is written is committed or fails.
@@ -178,11 +179,11 @@ class PendingSave:
         """Seconds that the call to `save` took."""
         self.phase = Phase()
         self.delivered = False
-        """Whether somebody has been told of the failure."""
+        """Whether `wait` has raised the failure, or another caller has handled it."""
 
     @classmethod
     def skipped(cls, step: int, due: Due, error: SaveSkipped) -> PendingSave:
-        """A save that a hook has skipped: it has ended already."""
+        """Create the `PendingSave` of a save that a hook skipped; it is already done."""
         pending = cls(step, due, timeout_s=0.0)
         pending.staged.set_exception(error)
         pending.committed.set_exception(error)
@@ -224,7 +225,7 @@ class PendingSave:
         return self.committed.result()
 
     def failure(self) -> BaseException | None:
-        """The error of a failed save; None while it runs and after a commit."""
+        """Return the error of a failed save; None while it runs and after a commit."""
         return self.committed.exception() if self.committed.done() else None
 
 
@@ -233,7 +234,7 @@ _TEXT = re.compile(r"([0-9]{4,10})-([0-9]{6,12})-([0-9a-f]{32})", re.ASCII)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """A commit that was seen: its order and its save id."""
+    """Order and save id of a commit known to an earlier start, to detect a rolled-back root."""
 
     order: tuple[int, int]
     save_id: str
@@ -254,7 +255,7 @@ class Seen:
 
 
 def seen_text(order: tuple[int, int], save_id: str) -> str:
-    """Text by which a later start recognises this commit, for `resume(seen=…)`."""
+    """Encode a commit as text, which `resume(seen=…)` compares with the newest checkpoint."""
     return f"{order[0]:04d}-{order[1]:06d}-{save_id}"
 
 

@@ -27,21 +27,21 @@ __all__ = ["Captured", "CapturedComponent", "Capturer", "capture", "check_state"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Captured:
-    """A captured state. Its tensors are the live ones: stage them before training goes on."""
+    """A captured state. Its tensors alias the live ones: copy them before training continues."""
 
     components: Mapping[str, CapturedComponent]
 
     look_for_not_saved: Callable[[], list[str]]
-    """Computes `not_saved`."""
+    """Callback that computes `not_saved`."""
 
     look_for_unheld: Callable[[], Mapping[str, Mapping[str, Tensor]]]
-    """Finds parameters of optimizers that are not captured, by optimizer and name."""
+    """Callback that finds parameters of optimizers that no captured component holds."""
 
     stepping: Sequence[int] = ()
-    """Ids of the parameters that optimizers of the state have."""
+    """`id()` of each parameter that an optimizer of the state updates."""
 
     left_out: tuple[str, ...] = ()
-    """Components that an edit left out."""
+    """Names of components that a `before_save` hook removed from this save."""
 
     @property
     def not_saved(self) -> tuple[str, ...]:
@@ -64,12 +64,12 @@ class Capturer:
         self._namings: dict[str, optimizers.Naming] = {}
         self._recollections: dict[str, Recollection] = {}
         self._foreseen: dict[str, Foreseen | None] = {}
-        """Of this capture; looked at anew when code that is not torch's has run."""
+        """Predicted module states of this capture; discarded once code outside torch has run."""
         self._modules: dict[str, _KnownModule] = {}
         self._stepping: list[int] = []
         self._offenders: list[tuple[str, str]] = []
         self._has_run_foreign = False
-        """Whether code that is not torch's was called in this capture."""
+        """Whether code outside torch was called in this capture."""
 
     def capture(self, only: Collection[str] | None = None) -> Captured:
         """Name every leaf of the state, and add the global random generators as `rng`.
@@ -140,7 +140,7 @@ class Capturer:
         return self._captured(name, kind, walked, None, partial(encoded, content))
 
     def _module(self, name: str, module: nn.Module) -> CapturedComponent:
-        """Capture a module, without a call of `state_dict` where its result is known."""
+        """Capture a module, from the cache where the result of `state_dict` can be predicted."""
         if name not in self._foreseen:
             self._foreseen[name] = foresee(module)
         foreseen, known = self._foreseen[name], self._modules.get(name)
@@ -154,6 +154,7 @@ class Capturer:
     def _asked_module(
         self, name: str, module: nn.Module, foreseen: Foreseen | None
     ) -> CapturedComponent:
+        """Capture a module by calling its `state_dict`, and cache the result where possible."""
         state = unwrap(module).state_dict()
         tensors = list(state.values())
         are_all = all(isinstance(tensor, Tensor) for tensor in tensors)
@@ -179,12 +180,12 @@ class Capturer:
         return replace(component, may_overlap=may_overlap)
 
     def _distrust_foreseen(self) -> None:
-        """Discard what was foreseen: code that is not torch's may have changed anything."""
+        """Discard predicted module states: code outside torch may have changed the modules."""
         self._has_run_foreign = True
         self._foreseen.clear()
 
     def _stepped(self, component: CapturedComponent) -> frozenset[str]:
-        """Keys of a module's parameters that an optimizer of the state has."""
+        """Return the keys of a module's parameters that an optimizer of the state updates."""
         keys = []
         for value in self._state.values():
             for group in value.param_groups if isinstance(value, Optimizer) else ():
@@ -218,7 +219,7 @@ class Capturer:
         key_of: Callable[[str], str] | None = None,
         stepped: Callable[[Leaves], frozenset[str]] = lambda _: frozenset(),
     ) -> CapturedComponent:
-        """Capture a component: recalled if `walked` and `stamp` are unchanged, else encoded."""
+        """Capture a component: from the cache if `walked` and `stamp` are unchanged, else anew."""
         recalled = None if walked is None else self._recalled(name, kind, walked, stamp)
         if recalled is not None:
             return recalled
@@ -264,7 +265,7 @@ class _KnownModule:
 
 
 def _without_stale_addresses(component: CapturedComponent) -> CapturedComponent:
-    """Drop the addresses of a component unless they are still those of its tensors."""
+    """Drop a component's cached tensor addresses if they no longer match its tensors."""
     addresses = list(map(Tensor.data_ptr, component.tensors.values()))
     return component if addresses == component.addresses else replace(component, addresses=None)
 

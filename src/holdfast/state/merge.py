@@ -1,4 +1,4 @@
-"""Merging of stored values into live containers: planned first, then done in one go.
+"""Merging of stored values into live containers: first planned, then applied at once.
 
 A live object keeps its identity wherever the stored value fits it: tensors and arrays are copied
 into, containers refilled, generators set. Two stored values are never put into one live object.
@@ -45,7 +45,7 @@ class Placement(Protocol):
     """Policy for a tensor that cannot be copied into a live one: its device and layout."""
 
     def device(self, ref: TensorRef) -> torch.device:
-        """Return the device for it; a live tensor on another one is not copied into."""
+        """Return the device for the loaded tensor; a live tensor elsewhere is not reused."""
         ...
 
     def make(self, ref: TensorRef, stored: Tensor) -> Tensor:
@@ -61,7 +61,7 @@ class StoredPlacement:
         return present_device(ref.device)
 
     def make(self, ref: TensorRef, stored: Tensor) -> Tensor:
-        """Make the tensor in memory of its own, with its saved layout."""
+        """Make a tensor in newly allocated memory, with its saved layout."""
         if ref.grad or ref.parameter or ref.order:
             return with_flags(placed(stored, ref, self.device(ref)), ref)
         return owned(stored, self.device(ref))
@@ -100,7 +100,7 @@ class Claims:
         }
 
     def take(self, who: Any) -> bool:
-        """Claim `who`; False if it was claimed before."""
+        """Claim the hashable identity `who`; False if it was claimed before."""
         if who in self._taken:
             return False
         self._taken.add(who)
@@ -170,7 +170,7 @@ class Claims:
         return tuple(f"{_shown(names)}: {reason}" for reason, names in paths.items())
 
     def agree(self, path: str, live: Tensor, stored: Stored) -> None:
-        """Check that all names of one live tensor, in all components, bring the same bits.
+        """Check that all names of one live tensor, in all components, have the same stored bits.
 
         Raises:
             MismatchError: two names bring different values.
@@ -190,7 +190,7 @@ class _Remark:
     reason: str
 
     stored: Any = None
-    """The container from which the path is continued towards the root."""
+    """Container that the path starts at; the path is extended from it towards the root."""
 
 
 def _shown(paths: list[str]) -> str:
@@ -210,7 +210,7 @@ def _span(tensor: Tensor) -> tuple[int, int]:
 
 
 def is_writable_in_place(tensor: Tensor) -> bool:
-    """Whether `copy_` into `tensor` reaches each element once."""
+    """Whether `copy_` can write into `tensor`: none of its elements share memory."""
     if refusal(tensor) is not None or tensor.is_inference():
         return False
     return tensor.is_contiguous() or torch._debug_has_internal_overlap(tensor) != 1
@@ -242,7 +242,7 @@ class Merge:
         self._alive: list[Any] = []
 
     def then(self, edit: Callable[[], None]) -> None:
-        """Add an edit that `commit` does after the tensors were copied."""
+        """Register a callback that `commit` calls after it has copied the tensors."""
         self._edits.append(edit)
 
     def commit(self) -> None:
@@ -479,7 +479,7 @@ class Merge:
 
 
 def _all_fit(live: Sequence[Any], specs: Sequence[TensorSpec]) -> bool:
-    """Whether all are plain tensors of the shapes and dtypes that were stored."""
+    """Whether all of `live` are plain tensors with the shapes and dtypes of `specs`."""
     for some in in_parts(len(live)):
         if not are_plain(live[some]):
             return False
@@ -509,7 +509,7 @@ def _same_state(one: Any, other: Any) -> bool:
 
 
 def _values(of: Mapping[str, _T], keys: Sequence[str]) -> Iterable[_T]:
-    """Return the values of these keys, quickly if they are all keys in the same order."""
+    """Return the values of `keys`; fast if these are all keys in the same order."""
     return of.values() if [*of] == keys else map(of.__getitem__, keys)
 
 
@@ -524,7 +524,7 @@ def _refill_dict(target: dict[Any, Any], items: dict[Any, Any]) -> None:
 
 
 def _has_names(target: Any, stored: Mapping[Any, Any]) -> bool:
-    """Whether `target` is a dict with the same texts as keys, in the same order."""
+    """Whether `target` is a dict with the same string keys as `stored`, in the same order."""
     return type(target) is dict and {*map(type, target)} == {str} and [*target] == [*stored]
 
 

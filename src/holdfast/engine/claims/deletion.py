@@ -1,5 +1,6 @@
-"""Deleting checkpoints and components of them: mark, fence, pins, leases (docs/design.md, rules 4,
-6 and 8).
+"""Deletion of whole checkpoints and of components, safe beside readers and later writers.
+
+The order of marks, ownership check, pins and leases: docs/design.md, rules 4, 6 and 8.
 
 The caller has made sure that what justifies a deletion is durable, and that nobody read the
 checkpoint before the mark, which stays.
@@ -27,7 +28,7 @@ class Removal:
 
     is_done: bool
     leases: tuple[FoundLease, ...] = ()
-    """Those for which it stays; found after the mark."""
+    """Leases that kept the checkpoint from deletion, read after the mark was put."""
 
 
 _STAYS = Removal(is_done=False)
@@ -43,7 +44,9 @@ def retract(
     is_sent_to: bool = True,
     unclear: Collection[str] = (),
 ) -> Removal:
-    """Delete one checkpoint: mark, fence, pins, leases, tombstone, files.
+    """Delete one checkpoint unless it is pinned, tagged or leased by a reader.
+
+    In this order: mark, ownership check, pins, leases, tombstone, files.
 
     `is_sent_to` is as for `may_remove_whole`. The registers of `unclear` folders stay.
 
@@ -75,7 +78,7 @@ def retract(
 def retract_unreadable(
     store: Store, folder: str, *, claim: Claim, reason: str, readers: Readers
 ) -> str:
-    """Delete a checkpoint whose manifest is damaged or lost, because a person named it.
+    """Delete a checkpoint whose manifest is damaged or lost, at a user's request.
 
     In the order of `retract`, but pins do not keep it. Returns why it stays; empty where it is
     deleted.
@@ -102,7 +105,7 @@ def retract_unreadable(
 
 
 def _readable(store: Store, folder: str) -> str:
-    """Say how the register of a checkpoint reads by now; empty while it is damaged or lost."""
+    """Explain why a damaged or lost manifest is readable after all; empty if it is not."""
     try:
         register = Catalog(store).read(folder)
     except (UnsupportedVersion, SealError) as error:
@@ -114,7 +117,7 @@ def _readable(store: Store, folder: str) -> str:
 
 
 def _mark_retired(store: Store, folder: str, epoch: int, mark: Retired) -> bool:
-    """Mark a checkpoint that is to be deleted, and read the fence. False: it was marked before.
+    """Mark a checkpoint as being deleted, and check ownership. False: it was already marked.
 
     Raises:
         NotFound: its folder is gone.
@@ -138,7 +141,9 @@ def thin(
     reason: str,
     readers: Readers,
 ) -> Removal:
-    """Drop components of a checkpoint that stays: marks, fence, pins, leases, files.
+    """Delete components of a checkpoint unless it is pinned, tagged or leased by a reader.
+
+    In this order: marks, ownership check, pins, leases, files.
 
     Raises:
         Superseded: a later writer owns the run; at most the marks were left.
@@ -171,7 +176,7 @@ def thin(
 
 
 def is_held(manifest: Manifest, marks: Marks) -> bool:
-    """Whether a person asked to keep it: pinned or tagged."""
+    """Whether a checkpoint is pinned or tagged, which keeps it from deletion."""
     return marks.pinned or bool(marks.tags) or bool(manifest.tags)
 
 
@@ -180,10 +185,11 @@ def _bury(store: Store, folder: str, tombstone: Deleted) -> None:
 
 
 def may_remove_whole(store: Store, claim: Claim, epoch: int, *, is_sent_to: bool) -> bool:
-    """Whether the marker of a deleted checkpoint of `epoch` may go with its folder.
+    """Whether the tombstone of a deleted checkpoint of `epoch` may be removed with its folder.
 
-    Its manifest was there, so its put has arrived. In our own epoch that was the only put; on a
-    local disk in any other epoch too, unless senders put manifests there (`is_sent_to`).
+    The checkpoint had a manifest, so the put of that has arrived. In our own epoch that was the
+    only put; on a local disk in any other epoch too, unless the root is the remote tier of a run
+    (`is_sent_to`).
     """
     if epoch == claim.epoch or ends_with_its_put(store, is_sent_to=is_sent_to):
         return True

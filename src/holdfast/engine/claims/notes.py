@@ -1,4 +1,4 @@
-"""Sidecars that people and resume add to a committed checkpoint: tags, pins, rejections."""
+"""Tags, pins and rejections, added to committed checkpoints by users and by resume."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ _MAX_RACES = 100
 def annotate(
     store: Store, entry: Entry, *, add_tags: Iterable[str] = (), pinned: bool | None = None
 ) -> None:
-    """Add tags, pin or unpin. Put first, then look whether a deleter was there (rule 4).
+    """Add tags to a checkpoint, pin or unpin it.
+
+    The notes are put first; then a deletion under way is detected (docs/design.md, rule 4).
 
     Raises:
         NoCheckpoint: it is gone, or its deletion has begun.
@@ -44,7 +46,7 @@ def annotate(
 
 
 def checked_tags(tags: Iterable[str]) -> tuple[str, ...]:
-    """The tags, each a word that cannot be taken for a step, a folder or `latest`.
+    """Check tags: each one word, and none that reads as a step, a folder or `latest`.
 
     Raises:
         UsageError: one is not.
@@ -64,10 +66,10 @@ def checked_tags(tags: Iterable[str]) -> tuple[str, ...]:
 
 
 def checked_reasons(reasons: Any) -> tuple[str, ...]:
-    """Check the reasons, returned by `before_save`, why a state is unhealthy; none for None.
+    """Check what a `before_save` hook returned: reasons why the state is unhealthy, or None.
 
     Raises:
-        UsageError: it is something else.
+        UsageError: it is neither a list of texts nor None.
     """
     given = () if reasons is None else reasons
     if isinstance(given, list | tuple) and all(isinstance(reason, str) for reason in given):
@@ -79,7 +81,7 @@ def checked_reasons(reasons: Any) -> tuple[str, ...]:
 
 
 def checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
-    """The metrics as floats; one-element tensors and NumPy scalars are taken, too.
+    """Convert metrics to floats; one-element tensors and NumPy scalars are accepted, too.
 
     Raises:
         UsageError: `metrics` is not a mapping, a name is not text, or a value is not one number.

@@ -1,4 +1,4 @@
-"""The claim that a manager holds: checking, taking, keeping alive, giving up."""
+"""A manager's ownership of a run: claim it, send heartbeats, release it."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from holdfast.events import Emitter
 from holdfast.store.base import Store
 
 END_S = 30.0
-"""How long giving a claim up may take, in seconds, where nothing else is said."""
+"""Default limit, in seconds, on the release of a claim."""
 _LEAST_S = 1.0
 
 
 def left_s(end: float) -> float:
-    """Seconds until `end` of the monotonic clock; never less than one, for what does not hang."""
+    """Return the seconds until `end` on the monotonic clock, but at least one."""
     return max(end - time.monotonic(), _LEAST_S)
 
 
 class Ownership:
-    """Ownership of a run, as one manager has it."""
+    """Ownership of a run by one manager, with its claim and heartbeat."""
 
     def __init__(self, store: Store, *, takeover: bool, emit: Emitter) -> None:
         self._store = store
@@ -40,17 +40,18 @@ class Ownership:
         """Folders of this claim whose register must stay: a copy of their put may still arrive."""
 
     def check(self) -> None:
-        """Raise `OwnedElsewhere` when a live process has the run; writes nothing."""
+        """Raise `OwnedElsewhere` if a live process owns the run; writes nothing."""
         check_owner(self._store, takeover=self._takeover, emit=self._emit)
 
     def take(self, choices: Iterator[Choice]) -> None:
-        """Claim the run from a chosen checkpoint on; see `claim_run`. When that fails nothing is
-        owned any more, nor looks as if it were.
+        """Claim the run, to continue from a chosen checkpoint; see `claim_run`.
+
+        If that fails, an earlier claim of this manager is released too.
 
         Raises:
             OwnedElsewhere: a live process owns the run.
         """
-        before = self._give_up()  # a claim of our own fences the one before off
+        before = self._give_up()  # our new claim would make the one before lose ownership
         try:
             claim = self._claim(choices)
         finally:
@@ -65,20 +66,20 @@ class Ownership:
         self._emit("claimed", f"{self._store.url}: writer {claim.epoch}", epoch=claim.epoch)
 
     def next_sequence(self) -> int:
-        """The number of the next save of this claim."""
+        """Return the number of the next save of this claim."""
         self._sequence += 1
         return self._sequence
 
     def release(self, timeout_s: float = END_S) -> None:
-        """Give the run up. The close is recorded only when nothing can be in flight.
+        """Release the run. The close is recorded only when nothing can be in flight.
 
-        Waits no longer than `timeout_s` seconds for a storage that hangs, and tells it.
+        Waits no longer than `timeout_s` seconds for a storage that hangs, and then logs that.
         """
         claim = self._give_up()
         self._end_heartbeat(is_over=claim is not None and self._has_ended(), timeout_s=timeout_s)
 
     def let_others_claim(self) -> None:
-        """Refuse no later manager of this process: nobody may be left who can close this one."""
+        """Let later managers of this process claim the run, even if this one is never closed."""
         if self.claim is not None:
             held.discard(self.claim.nonce)
 

@@ -1,4 +1,4 @@
-"""Signals that ask a training to stop, or to save: recorded at once, handled between steps.
+"""Signals that ask training to stop or to save: recorded at once, handled between steps.
 
 Owns signal handlers and the deadline after the first signal. Knows nothing of states and
 checkpoints: the manager and the loop ask whether a signal has come. Without torch.
@@ -45,7 +45,7 @@ class Interrupted(BaseException):
 
 
 class Stop:
-    """Notes signals that ask to stop, so that a training ends where its state is whole.
+    """Records signals that ask to stop, so that training ends between steps and can save.
 
         with Stop(grace="4min") as stop, CheckpointManager(…, stop=stop) as manager:
             for batch in batches:
@@ -72,7 +72,7 @@ class Stop:
         save_signals: Iterable[str] = ("SIGUSR2",),
         grace: str | Time | None = None,
     ) -> None:
-        """Nothing is changed before the block.
+        """Check the arguments. Signal handlers are installed only by `with`.
 
         Args:
             signals: ask to save and stop.
@@ -124,7 +124,7 @@ class Stop:
 
     @property
     def is_asked(self) -> bool:
-        """Whether a signal has come that was not handled yet."""
+        """Whether a signal has asked to save or to stop, and was not handled yet."""
         return self._is_save_asked or self._requested is not None
 
     def take_save_request(self) -> bool:
@@ -144,7 +144,7 @@ class Stop:
         return _Interruptible(self)
 
     def register(self, promote: Promote) -> None:
-        """Have `promote` called when the grace is nearly over."""
+        """Register a callback that is called when the grace period is nearly over."""
         self._promotes.append(promote)
 
     def forget(self, promote: Promote) -> None:
@@ -179,7 +179,7 @@ class Stop:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Restore the former handlers, and end the program after a request to stop.
+        """Restore the former handlers, and exit the program if a stop was requested.
 
         Raises:
             SystemExit: with status 75, after a request.
@@ -273,7 +273,7 @@ class _Interruptible:
 
 
 class _GraceWatch:
-    """Thread that ends the process when the grace is nearly over.
+    """Thread that ends the process when the grace period is nearly over.
 
     It reads signals from the pipe into which the C level writes their numbers, because Python's
     own handlers wait until the main thread leaves the call in which it may hang.

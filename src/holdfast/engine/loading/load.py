@@ -1,4 +1,4 @@
-"""Opens a checkpoint: reads and checks its index and the trees of its components.
+"""Opening of a checkpoint: reading and checking its index and its components' trees.
 
 Every document is small and read whole. The tensors are read later, by `tensors.TensorReader`.
 """
@@ -17,12 +17,12 @@ from holdfast.state.components import StoredComponent
 from holdfast.store.base import Store
 
 MAX_DOCUMENT_NBYTES = 64 * 1024 * 1024
-"""The largest index and the largest tree (docs/format.md, section 2)."""
+"""Size limit of an index or a tree (docs/format.md, section 2)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opened:
-    """A checkpoint whose documents were read and checked."""
+    """A checkpoint whose index and trees were read and checked."""
 
     folder: str
     manifest: Manifest
@@ -72,10 +72,7 @@ def _stored(
 
 
 def _read_file(store: Store, folder: str, name: str, manifest: Manifest, *, verify: bool) -> bytes:
-    """A small file, whole, checked against its digest in the manifest.
-
-    It is read once more where that differs, as blocks are.
-    """
+    """Read a small file and check its digest against the manifest; retry once if it differs."""
     key, entry = f"{folder}/{name}", _document_entry(store, folder, name, manifest)
     data, digest = bytearray(entry.nbytes), ""
     for afresh in (False, True):
@@ -89,7 +86,7 @@ def _read_file(store: Store, folder: str, name: str, manifest: Manifest, *, veri
 def _decode_file(
     store: Store, folder: str, name: str, manifest: Manifest, index: Index, *, verify: bool
 ) -> bytes:
-    """The plain bytes of a small file that a codec made, checked block by block."""
+    """Read and decompress a small file, checking it block by block."""
     entry = _document_entry(store, folder, name, manifest)
     file = FileBlocks.of(folder, name, entry, index)
     data = bytearray(entry.nbytes)
@@ -101,7 +98,7 @@ def _decode_file(
 
 
 def _document_entry(store: Store, folder: str, name: str, manifest: Manifest) -> FileEntry:
-    """The entry of a document in the manifest, once its length was checked."""
+    """Return the manifest's entry of a small file, after checking the file's length."""
     key, entry = f"{folder}/{name}", manifest.files.get(name)
     if entry is None:
         raise CorruptData(f"{store.url}/{folder}: the manifest lists no {name}")

@@ -1,4 +1,4 @@
-"""Finds a checkpoint that can be used, and reads it, without changing anything.
+"""Search for a usable checkpoint, and reading of it, without changes to the live state.
 
 Decides where its tensors are kept until they are applied: in fresh memory; or nowhere, because the
 caller wants each byte copied as it is checked, or because memory is bounded, and then all of them
@@ -53,7 +53,7 @@ Rename = Mapping[str, str] | Callable[[str], str] | None
 Unhealthy = Literal["avoid", "accept"]
 """Whether a walk goes on from an unhealthy state only when there is no other."""
 StoredTensors = Mapping[str, Mapping[str, Stored]]
-"""By component and key."""
+"""Stored tensors by component and key."""
 _STREAMED = frozenset({"module", "optimizer", "tree"})
 """Kinds of components whose tensors are mostly copied into live ones. The others have a few bytes,
 or hand them to code that wants them in memory."""
@@ -63,7 +63,7 @@ _MAX_LOOKS = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
-    """Options of a load: the part of a checkpoint that is loaded, and how."""
+    """Options of a load: which part of a checkpoint is loaded, and how."""
 
     components: Collection[str] | None = None
     """Names to load; None: all."""
@@ -74,10 +74,10 @@ class LoadOptions:
     include: Collection[str] = ()
     """Load only these: components, `component.path` or what is above it, patterns. Empty: all."""
     skip: Collection[str] = ()
-    """Leave these alone, of what `include` names; entries as there."""
+    """Parts of `include` that are not loaded; entries have the same form."""
     edit: Edit | None = None
-    """Changes what is stored, before anything is compared with the live state. It may be called
-    again, with a new view: for an older checkpoint, when this one proves damaged."""
+    """Callback that edits the stored values before they are compared with the live state. It may
+    be called again with a new view: for an older checkpoint, when this one proves damaged."""
     verify: bool = True
     """Whether digests are checked."""
     rng: bool = True
@@ -90,20 +90,20 @@ class LoadOptions:
 
     @property
     def is_full(self) -> bool:
-        """Whether the whole state is loaded, so that the run stands where the checkpoint does.
+        """Whether the whole state is loaded, so that training continues as from the checkpoint.
 
-        An edit changes nothing about that: under `strict` every leaf got a value all the same.
+        An edit does not matter for that: under `strict` every leaf gets a value all the same.
         """
         is_all = self.components is None and not self.include and not self.skip
         return is_all and self.rename is None and self.strict
 
     @property
     def proves_whole(self) -> bool:
-        """Whether such a load has read and checked every byte of a checkpoint."""
+        """Whether a load with these options reads and checks every byte of a checkpoint."""
         return self.is_full and self.verify and self.edit is None
 
     def is_asked(self, component: str) -> bool:
-        """Whether a component is to be loaded, wherever it is."""
+        """Whether the options select a component for loading."""
         is_named = self.components is None or component in self.components
         return is_named and not self.selection.omits(component)
 
@@ -114,23 +114,23 @@ class LoadOptions:
 
 
 class PassedOver(NoCheckpoint):
-    """Error: a checkpoint is sound, and yet a run does not go on from it."""
+    """Error: a checkpoint is not damaged, but a run must not resume from it."""
 
 
 class Dropped(PassedOver):
-    """Error: components that are asked for were not saved, or were dropped; others are sound."""
+    """Error: requested components were not saved, or retention has removed them."""
 
-    def __init__(self, message: str, *, folder: str, there: Collection[str]) -> None:
+    def __init__(self, message: str, *, folder: str, left: Collection[str]) -> None:
         super().__init__(message)
         self.way_on = (
-            f"load({folder!r}, components={[*there]}) loads what is left of the newest, to go on "
+            f"load({folder!r}, components={[*left]}) loads what is left of the newest, to go on "
             "in a root of its own; components that are not wanted any more may be left out of the "
             "state"
         )
 
 
 class Avoided(PassedOver):
-    """Error: the state was not healthy when it was saved."""
+    """Error: the checkpoint was recorded as unhealthy when it was saved."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,11 +149,11 @@ class LoadCandidate:
     one_sided: OneSided
     """Components that are not loaded, because only the state or only the checkpoint has them."""
     is_proof: bool
-    """Whether every byte of it was read in the root from which retention would delete because of
-    it, and found right: not from copies of a host, and not in the other tier."""
+    """Whether every byte was read from the root itself and is correct, so that retention may delete
+    older checkpoints. Bytes from a host's cache or from the other tier do not count."""
 
     def cause_of(self, error: Exception) -> StoreError | CorruptData | None:
-        """The error of the checkpoint or its storage for which `apply` failed, if it was one."""
+        """Return the storage or damage error that made `apply` fail; None for other causes."""
         cause = error.__cause__ if isinstance(error, OpaqueLoadFailed) else error
         is_ours = cause is self.reader.failure  # not that of an object which reads its own files
         return cause if is_ours and isinstance(cause, StoreError | CorruptData) else None
@@ -168,31 +168,31 @@ class Reader:
     threads: Threads
     timeout_s: float
     passed_over: dict[str, HoldfastError] = field(default_factory=dict)
-    """Folder → why the walk did not take it, newest first."""
+    """Folder → why resume skipped it, newest first."""
     memory_budget: int | None = None
     """Bytes for tensors that wait to be applied; larger states are read twice."""
     unusable: dict[str, HoldfastError] = field(default_factory=dict)
-    """Folder → what was found wrong with it after it had been taken; the walk leaves it alone."""
+    """Folder → damage that showed only after it was chosen; resume skips these folders."""
     holding: ExitStack | None = None
-    """Gets the lease that keeps a named checkpoint until it is applied. None: it is read at once,
-    and by the owner of the run, who needs no lease."""
+    """Stack that gets the lease on a named checkpoint until it is applied. None: no lease, since
+    the owner of the run reads it at once."""
     notes: tuple[str, ...] = ()
-    """Why there is no lease, where one was wanted."""
+    """Reasons why no lease could be taken, if one was needed."""
     doubles: tuple[tuple[str, str], ...] = ()
     """Pairs of folders in the lineage with the same epoch and sequence: one of them is a copy."""
     is_mixed: bool = False
-    """Whether an earlier load has left the live state neither old nor stored."""
+    """Whether a failed load has left the live state partly old and partly stored."""
 
     @property
     def rejected(self) -> tuple[tuple[str, str], ...]:
-        """(folder, reason) of what the walk passed over, newest first."""
+        """(folder, reason) of each checkpoint that resume skipped, newest first."""
         return tuple((folder, str(error)) for folder, error in self.passed_over.items())
 
     def read(self, entry: Entry, options: LoadOptions) -> LoadCandidate:
         """Read and check one checkpoint.
 
         Raises:
-            Dropped: components that are asked for are not there, and `options` are strict.
+            Dropped: requested components are missing, and `options` are strict.
             FormatError, StoreError: it is damaged or cannot be read.
             MismatchError: it does not fit the live state.
         """
@@ -206,7 +206,7 @@ class Reader:
         wanted = [name for name in asked if not selection.omits(name)]
         if options.strict:
             self._expect_saved(entry, wanted)
-            self._expect_there(entry, wanted, gone)
+            self._expect_not_dropped(entry, wanted, gone)
         one_sided = options.sides.one_sided(self.state, entry.manifest, gone, options.is_asked)
         try:
             components = [name for name in wanted if name not in {*gone, *one_sided.without}]
@@ -217,7 +217,7 @@ class Reader:
             # Files may have gone while they were read.
             marks = Catalog(store).marks(entry.folder)
             now = dropped(store, entry.folder, entry.manifest, marks)
-            self._expect_there(entry, wanted, set(now) - set(gone))
+            self._expect_not_dropped(entry, wanted, set(now) - set(gone))
             raise
         if not self.passed_over:  # what is older may well lack, or have, what the newest does not
             try:
@@ -273,7 +273,7 @@ class Reader:
         )
 
     def _lacks(self, entry: Entry, *, but: Collection[str] = ()) -> tuple[str, ...]:
-        """The components of the live state that were left out of a checkpoint."""
+        """Return components of the live state that the checkpoint was saved without."""
         live = {*self.state, RNG}.difference(but)
         return tuple(name for name in entry.manifest.left_out if name in live)
 
@@ -284,7 +284,7 @@ class Reader:
                 f"{self._place(entry)}: saved without {missing}; a run cannot go on "
                 "from it. Load the components that are there by name, or take another checkpoint",
                 folder=entry.folder,
-                there=entry.manifest.components,
+                left=entry.manifest.components,
             )
 
     def _read_rest(
@@ -294,7 +294,7 @@ class Reader:
         options: LoadOptions,
         needed: Mapping[str, Iterable[str]],
     ) -> StoredTensors:
-        """The tensors that will be applied: read now, or later while they are applied."""
+        """Return the tensors to apply, either read now or to be read while they are applied."""
         kinds = {name: opened.components[name].kind for name in needed}
         streamed = {name: keys for name, keys in needed.items() if kinds[name] in _STREAMED}
         if not options.in_place and not self._is_too_large(opened, streamed):
@@ -314,7 +314,7 @@ class Reader:
         nbytes = sum(specs[key].nbytes for specs, keys in tensors for key in keys)
         return nbytes > self.memory_budget
 
-    def _expect_there(self, entry: Entry, wanted: list[str], gone: Collection[str]) -> None:
+    def _expect_not_dropped(self, entry: Entry, wanted: list[str], gone: Collection[str]) -> None:
         missing = ", ".join(name for name in wanted if name in gone)
         if missing:
             raise Dropped(
@@ -322,18 +322,18 @@ class Reader:
                 "cannot go on from what is left. Load the other components by name, or take "
                 "another checkpoint",
                 folder=entry.folder,
-                there=[name for name in entry.manifest.components if name not in gone],
+                left=[name for name in entry.manifest.components if name not in gone],
             )
 
     def _place(self, entry: Entry) -> str:
         return f"{self.catalog.home(entry.folder).url}/{entry.folder}"
 
     def named(self, which: str | int, options: LoadOptions) -> LoadCandidate:
-        """Read a named checkpoint; if it is deleted meanwhile, the one that the name means by then.
+        """Read a named checkpoint; if it is deleted meanwhile, resolve the name again.
 
         Raises:
-            NoCheckpoint: nothing answers, or it is always gone before it is read.
-            Dropped: components that are asked for are not there.
+            NoCheckpoint: no checkpoint matches, or each is deleted before it is read.
+            Dropped: requested components are missing.
             FormatError, StoreError: it is damaged or cannot be read.
         """
         catalog = self.catalog
@@ -358,7 +358,7 @@ class Reader:
         raise NoCheckpoint(f"{catalog.store.url}: {which!r} was deleted while it was read")
 
     def turns(self, candidate: LoadCandidate, error: Exception) -> bool:
-        """Turn to the other tier after an error of reading in place; whether that was possible."""
+        """Switch to the other tier after a read error; return whether that was possible."""
         cause = candidate.cause_of(error)
         return cause is not None and is_damage(cause) and self.catalog.turn(candidate.entry.folder)
 
@@ -374,10 +374,10 @@ class Reader:
             self.holding.push(stack.pop_all())
 
     def walk(self, options: LoadOptions, *, unhealthy: Unhealthy = "avoid") -> LoadCandidate | None:
-        """The newest usable checkpoint of the lineage; None when nothing was committed yet but
-        parts that side savers saved before the first whole one.
+        """Read the newest usable checkpoint of the run; None if no whole state was saved yet.
 
-        Unless `unhealthy` is "accept", an unhealthy one is taken only when no other can be used.
+        Parts that side savers saved before the first whole state do not count. Unless `unhealthy`
+        is "accept", an unhealthy one is taken only when no other can be used.
 
         Raises:
             NoUsableCheckpoint: something was committed and nothing can be used.
@@ -414,7 +414,7 @@ class Reader:
         )
 
     def _expect_sealed(self) -> None:
-        """Raise `NotSealed` where nothing else was passed over: the caller can fix that."""
+        """Raise `NotSealed` if every skipped checkpoint is unencrypted: the caller can allow it."""
         errors = [*self.passed_over.values()]
         if errors and all(isinstance(error, NotSealed) for error in errors):
             raise errors[0]
@@ -428,7 +428,7 @@ class Reader:
         *,
         seen: list[tuple[AttemptName, str]] | None = None,
     ) -> LoadCandidate | None:
-        """The first checkpoint that can be used; those before it are noted in `passed_over`.
+        """Return the first usable checkpoint; record those before it in `passed_over`.
 
         `seen` gets the state of each register before it is looked at any closer.
         """
@@ -453,7 +453,7 @@ class Reader:
     def _read_twice(
         self, catalog: Catalog, name: AttemptName, options: LoadOptions, unhealthy: Unhealthy
     ) -> LoadCandidate | None:
-        """Read a candidate, and once more when that fails, from the other tier if there is one."""
+        """Read a candidate; on failure retry once, from the other tier if there is one."""
         # Errors may pass, and what is damaged in one tier may be whole in the other.
         try:
             return self._read_candidate(catalog, name, options, unhealthy)
@@ -482,7 +482,7 @@ class Reader:
 
 
 def _goes_without(manifest: Manifest, options: LoadOptions) -> tuple[str, ...]:
-    """The component that was left out and that a load of everything may lack: `rng`."""
+    """Return the unsaved components that a full load may lack: `rng`, or none."""
     is_asked_for = options.components is not None or options.include
     if RNG not in manifest.left_out or is_asked_for or options.selection.omits(RNG):
         return ()
@@ -505,7 +505,7 @@ def _completed(
     needed: Mapping[str, Iterable[str]],
     read: Callable[[Mapping[str, Iterable[str]]], StoredTensors],
 ) -> StoredTensors:
-    """The needed tensors: those that an edit has brought, and the rest from the checkpoint."""
+    """Return the needed tensors: those that an edit changed, and the rest as stored."""
     if not edited:
         return read(needed)
     brought = {
@@ -519,7 +519,7 @@ def _completed(
 
 
 def _registers(catalog: Catalog) -> list[tuple[AttemptName, str]]:
-    """The lineage with the state of each register: when that changes, look again."""
+    """Return the lineage with the state of each manifest key, to detect changes meanwhile."""
     return [(name, _register_state(catalog, name)) for name in catalog.lineage()]
 
 
@@ -539,7 +539,7 @@ def _register_state(catalog: Catalog, name: AttemptName) -> str:
 
 
 class Search:
-    """Chooses the checkpoint of a load, anew each time that a claim asks for it.
+    """Chooses the checkpoint of a load, again for each retry of a claim.
 
     For "latest", a search that `walks` takes an older checkpoint where the newest cannot be used,
     as a resume does; any other takes the named one, or raises its error.
@@ -564,17 +564,17 @@ class Search:
         self._announced: dict[str, str] = {}
         self._failed: set[str] = set()
         self.is_rollback = which != "latest"
-        """Whether a person chose the checkpoint by name, so that the run goes back to it."""
+        """Whether a user chose the checkpoint by name, so that the run is rolled back to it."""
         self.candidate: LoadCandidate | None = None
         """The last choice; None for a fresh start."""
 
     def choices(self) -> Iterator[Choice]:
-        """Choose for a claim, which may ask more than once (`engine.claims.claim.claim_run`)."""
+        """Yield a choice for each try of a claim (see `engine.claims.claim.claim_run`)."""
         while True:
             yield self.choose()
 
     def choose(self) -> Choice:
-        """Choose a checkpoint, which is `candidate` then."""
+        """Choose a checkpoint, and set `candidate` to it."""
         while not self._has_chosen():
             pass
         if self._walks and self._seen is not None:
@@ -587,7 +587,7 @@ class Search:
         )
 
     def _has_chosen(self) -> bool:
-        """Choose and prepare a candidate; False where that failed and another choice may serve."""
+        """Choose and prepare a candidate; False if that failed and a retry may succeed."""
         self.candidate = (
             self._reader.walk(self._options, unhealthy=self._unhealthy)
             if self._walks
@@ -604,10 +604,10 @@ class Search:
         return True
 
     def goes_on_after(self, error: Exception) -> bool:
-        """Whether another choice may serve after the chosen one could not be read in place.
+        """Whether to choose again, after reading the chosen checkpoint has failed.
 
-        First the same one, for errors may pass, then an older one. Until one is applied the state
-        may be mixed.
+        The same one is retried first, since errors may pass; then an older one. Until one is
+        applied, the state may be mixed.
         """
         if self.candidate is None:
             return False
@@ -624,14 +624,14 @@ class Search:
         return True
 
     def newly_passed_over(self) -> Iterator[tuple[str, HoldfastError]]:
-        """Folders that were not taken and why, each once for as long as the reason is the same."""
+        """Yield each skipped folder and the reason, unless both were yielded before."""
         for folder, error in self._reader.passed_over.items():
             if self._announced.get(folder) != str(error):
                 self._announced[folder] = str(error)
                 yield folder, error
 
     def warn(self, emit: Emitter) -> None:
-        """Warn of everything that is known to be wrong with the choice."""
+        """Log a warning for each known problem of the chosen checkpoint and its run."""
         for one, other in self._reader.doubles:
             emit(
                 "warning",

@@ -1,4 +1,4 @@
-"""The stored tensors of one component as columns, from which many small ones are copied in bulk.
+"""Columnar tables of a component's stored tensors, for bulk copies of many small tensors.
 
 A tensor object, or a record of the place of one, costs several times what its few bytes do. So both
 are made only when a tensor is asked for by its key; plain live tensors are filled from addresses
@@ -61,7 +61,7 @@ class _Columns(LazyTensors[S_co]):
 
     @abstractmethod
     def _make(self, numbers: Column) -> list[S_co]:
-        """The tensors with these numbers."""
+        """Make the tensor objects at these positions in the table."""
 
     def _pairs(self, live: Sequence[Tensor], numbers: Column) -> list[tuple[Tensor, S_co]]:
         return [*zip(live, self._make(numbers), strict=True)]
@@ -97,10 +97,10 @@ class _Columns(LazyTensors[S_co]):
 
 
 class FreshTensors(_Columns[Tensor]):
-    """Tensors in the fresh memory into which their files are read."""
+    """Stored tensors that were read from their files into newly allocated memory."""
 
     def __init__(self, parts: Mapping[str, Wanted], arenas: Sequence[Arena]) -> None:
-        """`parts`: file → what is wanted of it; `arenas` has the memory of each of these files.
+        """Wrap the wanted tensors of each file in `parts`; `arenas` holds the files' memory.
 
         Raises `FormatError` where a tensor does not begin at a multiple of its item size.
         """
@@ -124,7 +124,7 @@ class FreshTensors(_Columns[Tensor]):
     def copy_into(
         self, live: Sequence[Tensor], keys: Sequence[str], *, is_all: bool
     ) -> list[tuple[Tensor, Tensor]]:
-        """Copy the small ones in bulk; the others are left for the threads of `state.copying`."""
+        """Copy small tensors in bulk; return the others, for the threads of `state.copying`."""
         numbers = self._numbers_of(keys)
         is_small = self._places.nbytes[numbers] < _SMALL_NBYTES
         small, others = np.flatnonzero(is_small), np.flatnonzero(~is_small)
@@ -139,10 +139,10 @@ class FreshTensors(_Columns[Tensor]):
 
 
 class UnreadTensors(_Columns[Unread]):
-    """Tensors that are yet to be read from `source`."""
+    """Stored tensors that are read from `source` when they are copied."""
 
     def __init__(self, source: PackedSource, parts: Mapping[str, Wanted]) -> None:
-        """`parts`: file → what is wanted of it.
+        """List the wanted tensors of each file in `parts`, without reading them.
 
         Raises `FormatError` where a tensor does not begin at a multiple of its item size.
         """
@@ -168,7 +168,7 @@ class UnreadTensors(_Columns[Unread]):
     def copy_into(
         self, live: Sequence[Tensor], keys: Sequence[str], *, is_all: bool
     ) -> list[tuple[Tensor, Unread]]:
-        """Copy all where all are small, packed; otherwise none."""
+        """Read and copy all tensors in bulk if all are small; otherwise return them all."""
         # Beside large tensors or other containers `TensorSource.copy` gets all of them at once,
         # and so reads each block once.
         numbers = self._numbers_of(keys)
