@@ -139,7 +139,7 @@ def _refusals(store: Store) -> Iterator[str]:
 
 
 def _register_refusals(store: Store, key: str) -> Iterator[str]:
-    """A commit is a put that must fail when the key is taken, and a tombstone replaces it."""
+    """Check that a put-if-absent fails on a taken key, as commits need, and that puts replace."""
     try:
         put_once(store, key, _FIRST)
     except (StoreError, CommitConflict) as error:
@@ -175,8 +175,7 @@ def _read_refusals(store: Store, key: str, expected: bytes) -> Iterator[str]:
 
 
 def _race_refusals(store: Store, folder: str) -> Iterator[str]:
-    """Some services look whether a key is free, and then write: of several puts at once more than
-    one is told that it won."""
+    """Check that of several concurrent puts-if-absent of one key exactly one succeeds."""
     workers = Workers(_RACERS, "holdfast-preflight")
     try:
         for number in range(_RACES):
@@ -206,7 +205,7 @@ def _wins(store: Store, key: str, racer: int) -> bool:
 
 
 def _file_refusals(store: Store, key: str) -> Iterator[str]:
-    """A large file is written in pieces, in any order."""
+    """Check that a file can be written in pieces, in any order, and read back."""
     try:
         writer = store.create(key, 2 * len(_PIECE))
     except StoreError as error:
@@ -225,7 +224,7 @@ def _file_refusals(store: Store, key: str) -> Iterator[str]:
 
 
 def _range_refusals(store: Store, key: str, expected: bytes) -> Iterator[str]:
-    """A load reads blocks of a file, exactly."""
+    """Check that ranges of a file are read exactly."""
     middle = len(expected) // 2 - 3
     try:
         if store.get(key, middle, 100) != expected[middle : middle + 100]:
@@ -253,7 +252,7 @@ _CLOCK_SKEW_S = 60.0
 
 
 class Beginning:
-    """Lets a run begin to save, or says why not."""
+    """Checks before a run's first save: accidental restart, room, rights, and the claim."""
 
     def __init__(
         self, catalog: Catalog, owner: Ownership, rules: Rules, emit: Emitter, *, preflight: bool
@@ -268,7 +267,7 @@ class Beginning:
         self._has_compared_clocks = False
 
     def expect(self, captured: Captured, standing: Entry | None, *, is_rollback: bool) -> None:
-        """Return when the run is claimed and a save can be made.
+        """Check that a save can be made, and claim the run.
 
         Raises:
             OwnedElsewhere: a live process owns the run.
@@ -366,7 +365,7 @@ class Beginning:
             yield Choice(point=None)
 
     def _refuse_accidental_restart(self, standing: Entry | None) -> None:
-        """Saving from scratch into a root with checkpoints would let retention eat them."""
+        """Raise `UsageError` for a new run in a root with checkpoints: retention would delete them."""
         if standing is None and self._catalog.ever_committed():
             raise UsageError(
                 f"{self._store.url} holds the checkpoints of a run. Call resume() to go on with "
