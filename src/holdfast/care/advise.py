@@ -31,7 +31,7 @@ _MIN_STEP_S = 1e-9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """Median of a recorded time, in seconds, with the number of readings."""
+    """A median, in seconds, and of how many readings."""
 
     seconds: float
     count: int
@@ -146,7 +146,7 @@ def gather(store: Store) -> RecordedFacts:
 
 
 def _of_this_run(entries: Sequence[Entry], epochs: Sequence[int]) -> list[Entry]:
-    """Checkpoints of this run, oldest first; copied ones have an epoch that nobody claimed."""
+    """Oldest first. What was copied here from another run has an epoch that nobody claimed."""
     claimed, first = set(epochs), min(epochs, default=None)
     own = (e for e in entries if first is None or e.order[0] < first or e.order[0] in claimed)
     return sorted(own, key=lambda entry: entry.order)
@@ -179,7 +179,7 @@ def _cost(entry: Entry) -> SaveCost | None:
 
 
 def _neighbours(entries: Sequence[Entry]) -> Iterator[tuple[Entry, Entry]]:
-    """Pairs of consecutive checkpoints that exist and belong to one start of the run."""
+    """Checkpoints of one start that follow each other among those that are there."""
     return ((a, b) for a, b in pairwise(entries) if a.order[0] == b.order[0])
 
 
@@ -194,7 +194,7 @@ def _work_s(before: Entry, after: Entry) -> float:
 
 
 def _is_apart(before: Entry, after: Entry) -> bool:
-    """Whether time and steps passed between two saves; clocks and steps are as recorded."""
+    """Whether time and steps went by; hands may save twice at a place, and clocks are records."""
     num_steps = after.step - before.step
     return num_steps > 0 and num_steps * _MIN_STEP_S < _work_s(before, after) < MAX_S
 
@@ -232,7 +232,7 @@ def _consecutive(entries: Sequence[Entry], *, by_interval: bool) -> Iterator[tup
 
 
 def _is_by_interval(entry: Entry) -> bool:
-    """Whether an interval caused the save, judged by the recorded reason."""
+    """Whether a trigger asked for it that comes again and again; its reason begins so."""
     reasons = entry.manifest.reason.split(", ")
     return any(reason == "interval" or reason.startswith("every ") for reason in reasons)
 

@@ -27,7 +27,8 @@ from holdfast.store.base import Store
 
 
 class Backlog:
-    """Queue of uploads from one local root. Thread-safe; `changed` is notified when it changes."""
+    """The queue of one local root. From any thread; `changed` is notified when it gets shorter or
+    is decided anew."""
 
     def __init__(
         self,
@@ -84,7 +85,7 @@ class Backlog:
         return self._there is not None
 
     def see(self, remote: Mapping[str, Candidate], lineage: Collection[tuple[int, int]]) -> None:
-        """Record the remote tier's checkpoints by folder, and the orders of the run's `lineage`.
+        """Take in what the remote tier has, by folder; `lineage` has the orders that the run is on.
 
         Raises:
             StoreError, FormatError: the local root cannot be read.
@@ -115,13 +116,13 @@ class Backlog:
         return [one for one in remote if one.is_resumable and one.order in self._lineage]
 
     def is_on_line(self, entry: Entry) -> bool:
-        """Whether a checkpoint is in the run's lineage, as last recorded."""
+        """Whether the run has gone through a checkpoint, as far as was seen."""
         return entry.order in self._lineage
 
     # What waits
 
     def refresh(self) -> None:
-        """Compute the queue again from the checkpoints of both tiers.
+        """Decide anew what is to be sent, from what both tiers have.
 
         Raises:
             StoreError, FormatError: the local root cannot be read.
@@ -145,11 +146,11 @@ class Backlog:
             self.changed.notify_all()
 
     def doubt(self) -> None:
-        """Block deletions until the next `refresh`, because the queue could not be computed."""
+        """Let nothing be deleted until the next `refresh`: the queue could not be decided."""
         self.is_sure = False
 
     def _wanted(self, local: Mapping[str, Entry]) -> list[str]:
-        """Folders to upload: only the local root has them, and the remote rule would keep them.
+        """Folders that only the local root has, that can be sent, and would be kept remotely.
 
         What is not known to be in the remote tier lets more be wanted, never less.
         """
@@ -177,7 +178,7 @@ class Backlog:
 
     @property
     def waiting(self) -> tuple[Entry, ...]:
-        """Checkpoints that wait for their upload."""
+        """Checkpoints that only the local root has and the remote one is to have."""
         return tuple(self._waiting.values())
 
     @property
@@ -194,7 +195,7 @@ class Backlog:
         return (*self._waiting, *others)
 
     def waits(self, entry: Entry) -> bool:
-        """Whether a checkpoint still waits for its upload; local retention may have deleted it."""
+        """Whether a checkpoint is still to be sent: local retention may have taken it if not."""
         with self.changed:
             return entry.folder in self._waiting
 
@@ -212,7 +213,7 @@ class Backlog:
             return self._suspect.get(entry.folder, "")
 
     def is_too_far_behind(self, now: Timestamp, lag: Lag) -> bool:
-        """Whether the remote tier is further behind the run at `now` than `lag` allows."""
+        """Whether the remote tier lacks more than it may of a run at `now`."""
         waiting = self._sendable()
         if not waiting:
             return False
@@ -230,7 +231,7 @@ class Backlog:
     # What is sent
 
     def next(self, *, tries: int) -> Entry | None:
-        """The next checkpoint to upload: the newest of those that failed in the fewest rounds."""
+        """The next to send: the newest, after those that have failed `tries` times less."""
         with self.changed:
             waiting = self._sendable()
             rounds = {e.folder: self._tries.get(e.folder, 0) // tries for e in waiting}
@@ -250,7 +251,7 @@ class Backlog:
         self._sending = ""
 
     def tried(self, entry: Entry) -> int:
-        """Count one more try to upload a checkpoint; returns the number of tries before."""
+        """Count one more try; gives how many there were before."""
         before = self._tries.get(entry.folder, 0)
         self._tries[entry.folder] = before + 1
         return before
@@ -272,7 +273,7 @@ class Backlog:
             self._remove(entry.folder)
 
     def give_up(self, folder: str) -> None:
-        """Remove a checkpoint from the queue for good; its local copy may be deleted."""
+        """Send a checkpoint no more; its local copy is not needed for that."""
         with self.changed:
             self._over.add(folder)
             self._forget(folder)
@@ -295,7 +296,7 @@ class Backlog:
     def note(
         self, entry: Entry, state: UploadState, *, sent_nbytes: int = 0, error: str = ""
     ) -> None:
-        """Record the state of a checkpoint's upload in the local root."""
+        """Write down how far the upload of a checkpoint is."""
         record = UploadRecord(
             remote=self._where,
             state=state,
@@ -340,7 +341,7 @@ class Backlog:
             self._ledger.note_tiers(record)
 
     def _was_sent(self, entry: Entry) -> bool:
-        """Whether the notes say that a checkpoint was uploaded once."""
+        """Whether it was in the remote tier once, as far as is noted."""
         return self._notes().get(entry.folder) == "uploaded"
 
     def _notes(self) -> dict[str, UploadState]:

@@ -120,7 +120,7 @@ def _told(what: str, report: GcReport) -> Iterator[None]:
 
 
 def _broken_off(store: Store, report: GcReport) -> tuple[AttemptName, ...]:
-    """Attempts with unfinished multipart uploads, which may have no object yet."""
+    """The attempts with uploads, which may be all that there is of them."""
     try:
         folders = {key.partition("/")[0] for key in store.uploads()}
     except StoreError as error:
@@ -149,7 +149,7 @@ class _Judge:
         self._live: dict[int, bool] = dict.fromkeys(dead_epochs, False)
 
     def is_dead(self, epoch: int) -> bool:
-        """Whether no put of that epoch can still arrive."""
+        """Nothing of that epoch can be in flight."""
         if epoch not in self._dead:
             self._dead[epoch] = nothing_in_flight(self._store, epoch)
         return self._dead[epoch]
@@ -169,7 +169,7 @@ class _Judge:
         return all(self.is_dead(number) for number in epochs if number != self._own)
 
     def is_live(self, epoch: int) -> bool:
-        """Whether the epoch owns the run and its process lives."""
+        """The epoch owns the run and its process lives."""
         if epoch not in self._live:
             self._live[epoch] = not self.is_dead(epoch) and self._owner_lives(epoch)
         return self._live[epoch]
@@ -299,7 +299,7 @@ def _is_owned(store: Store, judge: _Judge, own_epoch: int | None) -> bool:
 
 
 def _sweep_leases(store: Store, report: GcReport, *, dry_run: bool) -> None:
-    """Remove leases of processes that ended, and leases on deleted checkpoints."""
+    """Remove leases of the dead, and those on what is gone. Silence is for deleters to judge."""
     for lease in find_leases(store):
         why = "a lease of a process that is gone" if lease.state == "dead" else ""
         if not why and not _is_committed(store, lease.folder):
@@ -325,14 +325,14 @@ def _why(uncommitted: bool, epoch: int, whole: bool) -> str:
 
 
 def _is_bare(store: Store, folder: str) -> bool:
-    """Whether a folder has nothing but its marker."""
+    """Whether only the marker is left."""
     return store.children(folder) == (layout.MANIFEST,)
 
 
 def _sweep(
     store: Store, judge: _Judge, report: GcReport, *, own_epoch: int | None, dry_run: bool
 ) -> None:
-    """Remove scratch files of killed preflights and puts, if no other process may use them."""
+    """Remove what killed preflights and puts left, when no other process may be at it."""
     if dry_run or _is_owned(store, judge, own_epoch):
         return
     for key in store.children():

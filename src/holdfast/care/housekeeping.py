@@ -29,11 +29,11 @@ from holdfast.store.base import Store
 
 
 class Claimant(Protocol):
-    """Owner of a run, on whose claim deletions depend."""
+    """Holder of a claim, in whose name chores are done."""
 
     @property
     def claim(self) -> Claim | None:
-        """The claim that the owner holds; without one nothing is deleted."""
+        """The claim in whose name they are done; without one nothing is."""
         ...
 
     @property
@@ -48,7 +48,7 @@ class Claimant(Protocol):
 
 
 class Housekeeper:
-    """Runs retention and gc for one manager; failures are logged and retried next time."""
+    """Does the chores of one manager; failures are logged, and tried again next time."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class Housekeeper:
         )
 
     def after_commit(self, entry: Entry) -> None:
-        """Update `latest` if a resume would take the new checkpoint, then run retention."""
+        """Move `latest`, if a run would go on from this one, then delete what the rule drops."""
         if not entry.manifest.lacks:
             with self._trying("latest"):
                 latest = Catalog(self._store).latest() if entry.manifest.unhealthy else entry
@@ -83,7 +83,7 @@ class Housekeeper:
         self.retain()
 
     def retain(self) -> None:
-        """Apply the retention rule. Thread-safe."""
+        """Delete what the rule drops. From any thread."""
         owner = self._owner
         with self._lock, self._trying("retention"):
             claim = owner.claim
@@ -93,7 +93,7 @@ class Housekeeper:
                 )
 
     def after_claim(self, *, spared: Collection[str] = ()) -> None:
-        """Remove unfinished saves of earlier writers, except the `spared` folders."""
+        """Remove what earlier writers left unfinished, but for the `spared` folders."""
         claim = self._owner.claim
         with self._trying("gc"):
             report = collect(
@@ -109,7 +109,7 @@ class Housekeeper:
                 self._emit("housekeeping_failed", f"gc of {folder}: {why}", folder=folder)
 
     def trust(self, entry: Entry) -> None:
-        """Record that a load has read and checked every byte of a checkpoint."""
+        """Take a checkpoint for whole: a load has read every byte of it."""
         self._deleter.trust(entry)
 
     @contextmanager
@@ -133,20 +133,21 @@ class Uploads:
         """Queue a new checkpoint of the local root, before anything there is deleted."""
 
     def mend_now(self) -> None:
-        """Allow repairs of local checkpoints from the remote tier from now on."""
+        """Let what is damaged locally and whole remotely be mended from now on."""
 
     def expect_room(self, now: Timestamp) -> None:
-        """Wait until the remote tier is no further behind than `max_lag` allows.
+        """Return when the remote tier is no further behind than it may be.
 
         Raises:
             DeadlineExceeded: it does not catch up.
         """
 
     def raise_failure(self) -> None:
-        """Raise the loss of the run each time, and a failed upload once, if it is to be raised."""
+        """Raise what must not be missed: that the run went on elsewhere, each time; and a failed
+        upload once, if it is to be raised."""
 
     def settle(self, timeout_s: float) -> None:
-        """Wait until no upload waits any more, or none of them can be done.
+        """Return when nothing waits to be sent any more, or nothing of it can be.
 
         Raises:
             DeadlineExceeded: says what still waits.
@@ -194,7 +195,7 @@ class Tuning:
         self._tell()
 
     def after_commit(self, entry: Entry) -> None:
-        """Record the cost of a save, unless it wrote nothing because nothing had changed."""
+        """Take in what this save cost, unless it is one that was there already."""
         manifest = entry.manifest
         if self._auto is None or manifest.lacks or manifest.save_id == self._last_id:
             return
@@ -211,17 +212,17 @@ class Tuning:
     # In the thread that trains
 
     def look(self, now: Timestamp, *, is_writing: bool) -> None:
-        """Record that training is at `now`; `is_writing`: the newest save is not committed yet."""
+        """Training is at `now`; `is_writing`: the newest save is not committed yet."""
         if self._auto is not None:
             self._auto.look(now, is_writing=is_writing)
 
     def saved(self, stall_s: float) -> None:
-        """Record how long a save has just stopped training."""
+        """A save has just stopped training for so long, and is being written."""
         if self._auto is not None:
             self._auto.saved(stall_s)
 
     def resumed(self, resume_s: float) -> None:
-        """Record how long a resume took."""
+        """Training goes on from a checkpoint, which took so long to load."""
         if self._auto is not None:
             self._auto.restarted(resume_s)
 
@@ -238,7 +239,7 @@ class Tuning:
 
 
 class ManagerChores:
-    """Order of the chores of one manager: retention, gc, uploads, tuning."""
+    """Order of the chores of one manager."""
 
     def __init__(
         self,
@@ -255,7 +256,7 @@ class ManagerChores:
         self._tuning = tuning
 
     def after_claim(self) -> None:
-        """Run gc, read the recorded costs, and allow repairs."""
+        """Remove what earlier writers left, read what the run has recorded, mend."""
         self._housekeeper.after_claim()
         self._tuning.after_claim()
         self._uploads.mend_now()
@@ -267,6 +268,6 @@ class ManagerChores:
         self._housekeeper.after_commit(entry)
 
     def after_failure(self) -> None:
-        """Keep the manager until its error is raised; a later manager may claim the run."""
+        """Keep the manager until somebody is told; a later one of this process may have the run."""
         exits.hold(self._manager)
         self._owner.let_others_claim()

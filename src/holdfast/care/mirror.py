@@ -42,7 +42,7 @@ class Turn(Enum):
 
 
 class Mirror(Uploads):
-    """Uploads the checkpoints that the remote rule keeps, and runs retention and gc there.
+    """Sends what a rule wants to have in the remote tier, and does the chores there.
 
     Paused from the beginning, and while the run is being claimed.
     """
@@ -126,7 +126,7 @@ class Mirror(Uploads):
 
     @contextmanager
     def _held(self, timeout_s: float) -> Iterator[None]:
-        """Hold the lock of the queue, which another thread may hold while it waits for a disk.
+        """With the queue held, which another thread may have that waits for a disk or for a key.
 
         Raises:
             DeadlineExceeded: it has it for `timeout_s` seconds.
@@ -181,14 +181,14 @@ class Mirror(Uploads):
     # The thread
 
     def go_on(self) -> None:
-        """Resume uploads after a claim."""
+        """Begin anew after a claim."""
         self._sending.forget()
         self._sending.proceed()
         self._background.proceed()
         self._wake()
 
     def pause(self, timeout_s: float | None = None) -> None:
-        """Stop uploads and housekeeping of the remote tier, and wait until they have stopped.
+        """Return when nothing of this is under way.
 
         Raises:
             DeadlineExceeded: a call of the remote tier hangs.
@@ -246,7 +246,7 @@ class Mirror(Uploads):
 
 
 class MirroredOwnership(TieredOwnership):
-    """Ownership of a run in two tiers, which pauses uploads while the run is being claimed."""
+    """Ownership of a run in two tiers, between which nothing is sent while it is being claimed."""
 
     def __init__(
         self,
@@ -280,7 +280,8 @@ def ownership(
     replaces: bool,
     timeout_s: float,
 ) -> tuple[Ownership, Uploads, Housekeeper]:
-    """Make the ownership of a root, its uploads, and its housekeeping, for one tier or two.
+    """Make what holds the claim on a root, or on both of its tiers, what sends from one to the
+    other, and what does the chores in the first.
 
     `rules` are those of the tiers; `timeout_s` bounds the waits of callers.
     """

@@ -139,7 +139,7 @@ def _refusals(store: Store) -> Iterator[str]:
 
 
 def _register_refusals(store: Store, key: str) -> Iterator[str]:
-    """Check that a put-if-absent fails on a taken key, as commits need, and that puts replace."""
+    """A commit is a put that must fail when the key is taken, and a tombstone replaces it."""
     try:
         put_once(store, key, _FIRST)
     except (StoreError, CommitConflict) as error:
@@ -175,7 +175,8 @@ def _read_refusals(store: Store, key: str, expected: bytes) -> Iterator[str]:
 
 
 def _race_refusals(store: Store, folder: str) -> Iterator[str]:
-    """Check that of several concurrent puts-if-absent of one key exactly one succeeds."""
+    """Some services look whether a key is free, and then write: of several puts at once more than
+    one is told that it won."""
     workers = Workers(_RACERS, "holdfast-preflight")
     try:
         for number in range(_RACES):
@@ -205,7 +206,7 @@ def _wins(store: Store, key: str, racer: int) -> bool:
 
 
 def _file_refusals(store: Store, key: str) -> Iterator[str]:
-    """Check that a file can be written in pieces, in any order, and read back."""
+    """A large file is written in pieces, in any order."""
     try:
         writer = store.create(key, 2 * len(_PIECE))
     except StoreError as error:
@@ -224,7 +225,7 @@ def _file_refusals(store: Store, key: str) -> Iterator[str]:
 
 
 def _range_refusals(store: Store, key: str, expected: bytes) -> Iterator[str]:
-    """Check that ranges of a file are read exactly."""
+    """A load reads blocks of a file, exactly."""
     middle = len(expected) // 2 - 3
     try:
         if store.get(key, middle, 100) != expected[middle : middle + 100]:
@@ -252,7 +253,7 @@ _CLOCK_SKEW_S = 60.0
 
 
 class Beginning:
-    """Checks before a run's first save: accidental restart, room, rights, and the claim."""
+    """Lets a run begin to save, or says why not."""
 
     def __init__(
         self, catalog: Catalog, owner: Ownership, rules: Rules, emit: Emitter, *, preflight: bool
@@ -267,7 +268,7 @@ class Beginning:
         self._has_compared_clocks = False
 
     def expect(self, captured: Captured, standing: Entry | None, *, is_rollback: bool) -> None:
-        """Check that a save can be made, and claim the run.
+        """Return when the run is claimed and a save can be made.
 
         Raises:
             OwnedElsewhere: a live process owns the run.
@@ -365,7 +366,7 @@ class Beginning:
             yield Choice(point=None)
 
     def _refuse_accidental_restart(self, standing: Entry | None) -> None:
-        """Raise `UsageError` for a new run in a root with checkpoints: retention would delete them."""
+        """Saving from scratch into a root with checkpoints would let retention eat them."""
         if standing is None and self._catalog.ever_committed():
             raise UsageError(
                 f"{self._store.url} holds the checkpoints of a run. Call resume() to go on with "

@@ -56,7 +56,7 @@ def preview(
 
 
 def prune(store: Store, rule: Rule, *, emit: Emitter, watch: Wait | None = None) -> Pruned:
-    """Apply a retention rule once; claims the run meanwhile if there is something to delete.
+    """Delete and thin what the rule says. Claims the run for that long, when there is work.
 
     What somebody reads stays, and what waits for its upload to another tier. Whether a reader on
     another host lives is found out by watching its lease for up to `SILENT_S` seconds
@@ -92,7 +92,7 @@ def _standings(store: Store) -> Iterator[Choice]:
 
 
 def standing(store: Store) -> Choice:
-    """The checkpoint that a resume would take, and those that it would pass over."""
+    """Where the run stands: the newest of the lineage from which it would go on."""
     catalog = Catalog(store)
     passed_over: set[str] = set()
     unhealthy: Entry | None = None

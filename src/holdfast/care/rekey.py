@@ -94,7 +94,7 @@ def look(store: Store, folder: str) -> Sealed | None:
 def rotate(
     store: Store, opening: Sequence[Key], sealing: Sequence[Key], *, keeps_old: bool = False
 ) -> Iterator[Rekeyed]:
-    """Wrap the data keys of a root's encrypted checkpoints for the keys `sealing`.
+    """Make every sealed checkpoint of a root one that the keys `sealing` open.
 
     The boxes of the keys before go, unless `keeps_old`. May be run again after it was cut short,
     and beside a training, which goes on sealing for the keys that it was given.
@@ -160,9 +160,7 @@ def _opens(keys: Sequence[Key], box: KeyBox, found: Sealed) -> bool:
 
 
 def _expect_opens(box: KeyBox, keys: Sequence[Key], found: Sealed) -> None:
-    """Raise unless each key opens a new box, before the old boxes are deleted.
-
-    Public keys open nothing and are not tried.
+    """Raise unless each key opens a new box, before nothing else does; public keys cannot.
 
     Raises:
         KeyUnavailable, Tampered: a service refuses, or gives something else.
@@ -174,7 +172,7 @@ def _expect_opens(box: KeyBox, keys: Sequence[Key], found: Sealed) -> None:
 
 
 def put_box(store: Store, folder: str, newest: int, box: KeyBox) -> int:
-    """Store a box under the next number after `newest`, read it back, and return the number.
+    """Put a box under the next number after `newest`, and see that it is there; gives the number.
 
     Raises:
         CommitConflict: it cannot be seen there, or no number is free.

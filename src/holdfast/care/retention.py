@@ -40,7 +40,7 @@ class Planned:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of tensors and trees that are freed by carrying out the decision."""
+        """Bytes of tensors and trees that carrying it out gives back."""
         if not self.decision.keep:
             return self.decision.entry.nbytes
         parts = self.entry.manifest.components
@@ -79,10 +79,8 @@ def plan(
 def _with_one_apart(
     store: Store, planned: list[Planned], orders: Collection[tuple[int, int]]
 ) -> list[Planned]:
-    """Keep one more checkpoint if the newest two whole ones that stay share a file.
-
-    All are of these `orders`. It is the newest that shares no file with the first of them.
-    """
+    """The plan, with one more to keep where the newest two whole ones that stay, of these orders,
+    share a file: the newest that shares none with the first of them."""
     ours = (item for item in planned if item.entry.order in orders)
     whole = [item for item in ours if _is_whole(item.decision.entry)]
     staying = [item for item in whole if item.decision.keep and not item.decision.drop]
@@ -102,7 +100,7 @@ def _is_whole(entry: Candidate) -> bool:
 
 
 def _share_files(store: Store, one: Entry, other: Entry) -> bool:
-    """Whether two checkpoints share a file on disk, whose damage would affect both."""
+    """Whether the two have one file on the disk in common: its damage would be in both."""
     if not store.has_links:
         return False
     files = other.manifest.files
@@ -153,7 +151,7 @@ class Waiting(Protocol):
     """Checkpoints that must not be deleted yet."""
 
     def holds(self, entry: Entry) -> str:
-        """Return why a checkpoint must not be deleted yet; empty if it may be."""
+        """Why it must not be deleted yet; empty where it may be."""
         ...
 
 
@@ -202,13 +200,13 @@ class Deleter:
         """Of the last `carry_out`."""
 
     def trust(self, entry: Entry) -> None:
-        """Record that every byte of a checkpoint was read and found right."""
+        """Take a checkpoint for whole: every byte of it was read and found right."""
         self._verified.add(entry.manifest.save_id)
 
     def carry_out(
         self, claim: Claim, *, has_committed: bool, unclear: Collection[str] = ()
     ) -> None:
-        """Delete and thin checkpoints as the rule decides now; `plan` gives the same decisions.
+        """Do what the rule says now; `plan` says the same beforehand.
 
         A deletion that fails is tried again next time. Until this claim has committed
         (`has_committed`), what it went on from is kept whole. The registers of `unclear` folders
@@ -263,7 +261,7 @@ class Deleter:
             self._do(claim, item)
 
     def _finish(self, claim: Claim, catalog: Catalog) -> None:
-        """Finish earlier deletions that failed half-way; no plan has these checkpoints."""
+        """Remove what is left of those that are no checkpoints any more; no plan has them."""
         for folder, item in [*self._failures.items()]:
             try:
                 is_gone = isinstance(catalog.read(folder), Deleted)
@@ -278,7 +276,7 @@ class Deleter:
     def _proven_base(
         self, item: Planned, planned: Sequence[Planned], damaged: set[str]
     ) -> Entry | None:
-        """A newer checkpoint that stays, replaces `item` and is known to be whole.
+        """Something newer that stays, stands in for `item` and is known to be whole.
 
         Where none is known yet, reads them back, newest first, until one is. Adds the folders of
         others to `damaged`.
@@ -294,7 +292,7 @@ class Deleter:
         return None
 
     def _stands(self, entry: Entry) -> bool:
-        """Whether the manifest of a verified checkpoint is unchanged since it was verified."""
+        """Whether the manifest of one that was read back before is still as it was then."""
         try:
             register = Catalog(self._store).read(entry.folder)
             # As bytes: a metric that is nan is not equal to itself.
@@ -377,7 +375,7 @@ class Deleter:
             self._emit("thinned", text, step=step, folder=folder, components=components)
 
     def _must_stay(self, entry: Entry) -> bool:
-        """Whether a reader or an upload still needs a checkpoint; an event is emitted once."""
+        """Whether somebody needs it yet; told once."""
         why = self._waiting.holds(entry) if self._waiting is not None else ""
         if why and self._is_news(entry.folder):
             self._postpone(entry, why)
@@ -404,7 +402,7 @@ class Deleter:
         self._emit("postponed", text, step=entry.step, folder=folder)
 
     def _is_news(self, subject: str) -> bool:
-        """Whether a subject has not been reported before; from now on it has."""
+        """Whether this is the first time that a subject is asked for."""
         is_news = subject not in self._told
         self._told.add(subject)
         return is_news

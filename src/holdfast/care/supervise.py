@@ -74,7 +74,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChildEnding:
-    """Exit of a supervised process: its status or signal."""
+    """How one life ended."""
 
     returncode: int | None
     """Exit status; -n where signal n ended it; None where the command could not be started."""
@@ -100,7 +100,7 @@ class ChildEnding:
 
 
 class SupervisionOutcome(Enum):
-    """Outcome of the supervision."""
+    """How the supervision ended."""
 
     FINISHED = "finished"
     """The child ended with status 0."""
@@ -114,7 +114,7 @@ class SupervisionOutcome(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChildLife:
-    """One run of the supervised process, and whether it is restarted."""
+    """A life of the child, and what follows from it."""
 
     number: int
     """From 1."""
@@ -132,7 +132,7 @@ class ChildLife:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Supervised:
-    """Result of the supervision, with every run of the process."""
+    """How it all went."""
 
     outcome: SupervisionOutcome
     lives: tuple[ChildLife, ...]
@@ -144,11 +144,11 @@ class Child(Protocol):
     """The process that is supervised. Signals are its business; `supervise` only learns of them."""
 
     def live(self) -> ChildEnding:
-        """Start the process, and wait for its end."""
+        """Start it, and wait for its end."""
         ...
 
     def pause(self, delay_s: float) -> int | None:
-        """Wait, but at most until a signal asks to stop; returns that signal."""
+        """Wait, but not beyond the first signal that asks to stop; gives that signal."""
         ...
 
 
@@ -160,7 +160,7 @@ def supervise(
     tell: Callable[[ChildLife], None] = lambda life: None,
     dice: random.Random | None = None,
 ) -> Supervised:
-    """Restart a process until it succeeds, is asked to stop, or makes no progress any more.
+    """Let the child live until it succeeds, is asked to stop, or makes no progress any more.
 
     `head` gives the step of the run's newest checkpoint, or None where there is none. A life has
     made progress when that step is higher than it ever was: so there are at most `max_failures`
@@ -203,7 +203,7 @@ def supervise(
 
 
 def signal_name(number: int) -> str:
-    """Name of a signal: `SIGTERM` for 15, `signal 35` where it has no name."""
+    """`SIGTERM` for 15; `signal 35` where it has no name."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -320,7 +320,7 @@ class ChildProcess:
                 self._forward(group, stop, stop.left_s)
 
     def _wait_for_others(self, group: _ProcessGroup, stop: _Grace, *, is_graceful: bool) -> None:
-        """Wait for the rest of the process group: a shell ends at once, its training saves."""
+        """Wait for what the leader left: a shell dies at once, and the training behind it saves."""
         while is_graceful and not group.is_gone() and not stop.is_over:
             self._forward(group, stop, _POLL_S)
         if not group.is_gone():
@@ -347,7 +347,7 @@ class ChildProcess:
 
 
 class _Grace:
-    """Time of grace of a child that was asked to stop by a signal."""
+    """Whether the child was asked to stop, and how long it may take its time."""
 
     def __init__(self, grace_s: float) -> None:
         self._grace_s = grace_s
@@ -355,7 +355,7 @@ class _Grace:
         self.first: int | None = None
 
     def begin(self, number: int) -> None:
-        """Begin the time of grace; later signals change nothing."""
+        """The first signal counts."""
         if self.first is None:
             self.first = number
             self._until = time.monotonic() + self._grace_s
@@ -378,12 +378,12 @@ class _ProcessGroup:
         self._number = number
 
     def send(self, number: int) -> None:
-        """Send a signal to all processes that are left in the group."""
+        """Send a signal to all that are left of it."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._number, number)
 
     def is_gone(self) -> bool:
-        """Whether no process is left; reaps orphans that we inherited, as in a container."""
+        """Whether nobody is left; reaps those that fell to us, as happens in a container."""
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-self._number, os.WNOHANG) != (0, 0):
                 pass
@@ -397,9 +397,9 @@ class _ProcessGroup:
 
 
 def _ended(pid: int) -> Any:
-    """Exit information of a child, None while it lives; leaves it to be reaped."""
+    """How a child ended, None while it lives; leaves it to be reaped."""
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
 
 
 def _ignore(*_: object) -> None:
-    """No-op signal handler: the wakeup pipe has received the signal's number."""
+    """The number has come through the pipe already."""

@@ -176,7 +176,7 @@ def _check_claims(store: Store) -> Iterator[Problem]:
 
 
 class _OtherBytes(CorruptData):
-    """The index has another digest than the manifest says; `digest` is the one found."""
+    """A file is not what the manifest says; `digest` is what it is."""
 
     def __init__(self, digest: str) -> None:
         super().__init__(digest)
@@ -235,7 +235,7 @@ class _Inspection:
         return manifest is not None and self._parts(manifest).whole != tuple(self._here.components)
 
     def _without_dropped(self, manifest: Manifest) -> Manifest:
-        """The manifest without the components that retention has dropped."""
+        """The manifest as if what retention dropped had never been in it."""
         parts = self._parts(manifest)
         dropped = (*parts.begun, *parts.gone)
         self._notes += [f"component {name} was dropped by retention" for name in dropped]
@@ -340,7 +340,7 @@ class _Inspection:
     def _check_whole(
         self, file: str, listed: FileEntry, jobs: list[BlockToCheck], digests: bytes
     ) -> set[str]:
-        """Check a whole file by its digest in the manifest, where the index is lost."""
+        """Without the index only the digest of a whole file is known, from the manifest."""
         if listed.stored is not None:
             return {file}  # nobody knows where its blocks begin
         digest = file_digest(listed.nbytes, digests)
@@ -496,7 +496,7 @@ class _Inspection:
                 )
 
     def _others(self, manifest: Manifest | None) -> None:
-        """Check sidecars, and note files that the manifest does not list."""
+        """Sidecars, and what should not be there."""
         for name in self._reader.names():
             decode = _sidecar_decoder(name)
             if decode is not None:

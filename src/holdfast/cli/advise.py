@@ -65,7 +65,7 @@ _BECAUSE: Mapping[Limit, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Options that replace recorded values, as typed; None is unset."""
+    """Options that override the record, as typed; None is unset."""
 
     failures_per_day: float | None = None
     mtbf: str | None = None
