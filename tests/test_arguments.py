@@ -447,6 +447,25 @@ def test_a_removed_argument_is_refused_with_what_to_write_instead(tmp_path: Path
         a_trainer(tmp_path, root="run", every="5step", model=3)
 
 
+class StoreByMethods:
+    """Store as before there was a class: it has the members and derives from nothing."""
+
+    url = "mine://run"
+
+    def _do(self, *arguments: Any, **options: Any) -> Any:
+        raise AssertionError("refused before it is used")
+
+    put = get = head = list = children = delete = _do
+
+
+def test_a_store_by_its_methods_is_refused_with_the_class_to_derive_from() -> None:
+    store: Any = StoreByMethods()
+    state = {"model": nn.Linear(2, 2)}
+    for call in (lambda: CheckpointManager(store, state), lambda: Checkpoints(store)):
+        with pytest.raises(UsageError, match=r"class StoreByMethods\(Store\)"):
+            call()
+
+
 @pytest.mark.parametrize(
     "wrong",
     [

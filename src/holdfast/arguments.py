@@ -111,7 +111,9 @@ def written(record: Any) -> str:
 def _check(name: str, value: object, hints: dict[str, Any]) -> None:
     hint = hints.get(name, Any)
     if not _fits(value, hint):
-        raise UsageError(f"{name}={shown(value)}: must be {_described(hint)}")
+        raise UsageError(
+            f"{name}={shown(value)}: must be {_described(hint)}{_unnamed(value, hint)}"
+        )
 
 
 def _fits(value: object, hint: Any) -> bool:
@@ -127,6 +129,16 @@ def _fits(value: object, hint: Any) -> bool:
     if hint in (int, float):
         return not isinstance(value, bool) and isinstance(value, int if hint is int else Real)
     return isinstance(value, origin or hint)
+
+
+def _unnamed(value: object, hint: Any) -> str:
+    """What to write where a value has all that an abstract class asks for and does not derive from
+    it; empty otherwise."""
+    for part in get_args(hint) or (hint,):
+        asked = getattr(part, "__abstractmethods__", ()) if inspect.isabstract(part) else ()
+        if asked and all(hasattr(value, name) for name in asked):
+            return f"; derive its class from it: class {type(value).__name__}({part.__name__})"
+    return ""
 
 
 def _described(hint: Any) -> str:

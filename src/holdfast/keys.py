@@ -28,7 +28,7 @@ from holdfast.format.suites import (
 )
 
 COMMAND_TIMEOUT_S = 60.0
-"""How long a command may take to print keys."""
+"""Longest time that a command may take to print keys, in seconds."""
 MIN_PASSPHRASE_LENGTH = 8
 _TEXT = re.compile(r"holdfast-(secret|private|public)-1-([0-9a-f]{64})", re.ASCII)
 _PASSPHRASE = "passphrase:"
@@ -117,7 +117,7 @@ class Passphrase:
         return "a passphrase"
 
     def wrap(self, data_key: bytes, suite: Suite) -> Recipient:
-        """Wrap with the derived key. All checkpoints of a process share the passphrase's salt."""
+        """Encrypt the data key with the derived key; one salt serves all saves of a process."""
         with self._lock:
             if self._ours is None:
                 self._ours = Argon2(
@@ -159,7 +159,7 @@ class Passphrase:
 class PublicKey:
     """An X25519 public key: encrypts for the owner of the private key, and decrypts nothing.
 
-    Anybody who knows it can write checkpoints that the private key opens, so a checkpoint does
+    Anybody who knows it can write checkpoints that the private key decrypts, so a checkpoint does
     not prove who wrote it.
     """
 
@@ -234,7 +234,7 @@ class PrivateKey:
 
 
 class ServiceKey:
-    """A key held by a key management service, which two functions of the user call.
+    """A key held by a key management service, which is called through two functions of the user.
 
     `wrap(data_key, context)` and `unwrap(wrapped, context)` take and give bytes and raise when the
     service refuses. `context` says what the data key is for, and is the same at both calls. They
@@ -322,12 +322,12 @@ class Encryption:
 
     @property
     def opening(self) -> tuple[Key, ...]:
-        """Keys that are tried for reading."""
+        """Keys that are tried for decryption when a checkpoint is read."""
         return (*_listed(self.keys), *_listed(self.also_read))
 
 
 def wrapped(keys: Iterable[Key], data_key: bytes, suite: Suite) -> KeyBox:
-    """Wrap the data key for each of the keys."""
+    """Encrypt a data key for each of the keys; return the box to store."""
     recipients = tuple(key.wrap(data_key, suite) for key in keys)
     return KeyBox(commitment=suite.commitment(data_key).hex(), recipients=recipients)
 
@@ -482,7 +482,7 @@ def _id_of(secret: bytes) -> str:
 
 
 def _wrap(secret: bytes, data_key: bytes, suite: Suite) -> tuple[str, str]:
-    """Encrypt a data key; returns (salt, wrapped), both in hex."""
+    """Encrypt a data key with a secret; return (salt, wrapped), both in hex."""
     salt = fresh_secret()
     cipher = suite.cipher(secret, "wrap", salt=salt)
     return salt.hex(), cipher.encrypt(data_key, suite.commitment(data_key)).hex()
@@ -502,7 +502,7 @@ def _fitting(data_key: bytes, commitment: bytes, suite: Suite, name: str) -> byt
 
 
 def _hpke() -> Any:
-    """The HPKE suite (RFC 9180) in base mode: X25519, HKDF-SHA256, AES-256-GCM."""
+    """Create the HPKE suite (RFC 9180) in base mode: X25519, HKDF-SHA256, AES-256-GCM."""
     hpke = cryptography_part("hazmat.primitives.hpke")
     return hpke.Suite(hpke.KEM.X25519, hpke.KDF.HKDF_SHA256, hpke.AEAD.AES_256_GCM)
 

@@ -1,7 +1,7 @@
-"""CheckpointManager: the object that a training loop holds.
+"""CheckpointManager: the object through which a training loop saves and resumes.
 
-It owns the order of things in the caller's thread (docs/design.md, section 4) and hands the rest
-to the engine. It knows nothing of bytes on disk.
+Owns the order of operations in the caller's thread (docs/design.md, section 4) and delegates the
+rest to the engine. Knows nothing of bytes on disk.
 """
 
 from __future__ import annotations
@@ -102,39 +102,39 @@ class CheckpointManager:
         max_duration: how long the run is to be, for intervals such as "0.1dur".
         keep: what retention keeps of the whole states, as a rule or as on the command line
             ("last:3,best:loss"). None: everything.
-        savers: others that save some components at times of their own; see `SideSaver`.
-        on_existing: what a save means for older checkpoints of the same step, which a run has
-            that went back: "keep" them, "replace" them once the newer one is committed (pinned
-            and tagged ones stay), or refuse the save with an "error".
-        on_failure: what the saves after a failed one do: "raise" its error, or go on ("warn"),
-            so that only an event and `PendingSave.wait` told it. The failure of the last save is
-            raised by `wait` and `close` in either case.
+        savers: further savers of some components, with intervals of their own; see `SideSaver`.
+        on_existing: what a save does with older checkpoints of the same step, which exist after a
+            rollback: "keep" them, "replace" them once the newer one is committed (pinned and
+            tagged ones stay), or refuse the save with an "error".
+        on_failure: what the saves after a failed one do: "raise" its error, or continue ("warn"),
+            so that only an event and `PendingSave.wait` report it. The failure of the last save
+            is raised by `wait` and `close` in either case.
         overlap: whether `save` returns before parameters and optimizer slots are copied. Call
             `fence` before they are changed other than by a torch optimizer's step
             (docs/saving.md); "check" also looks for such changes where torch does not count them.
             None: no.
         memory_budget: how much memory a save may take for its copy of the state, in bytes or as
-            "256MiB". A larger state is staged in waves: `save` returns when the last of them was
-            copied, most of it written; and a load that is not in place reads it twice, to check it
-            and into its place. None: as much as the state has.
+            "256MiB". A larger state is staged in waves: `save` returns when the last wave was
+            copied, with most of the state written. A load that is not in place then reads the
+            checkpoint twice: to check it, and to load it. None: as much as the state has.
         compress: how files are compressed: "zstd", "lz4", "blosc2", a `Compression`, "auto" for
             what makes saves faster here, if anything does, or one of these for each component that
             is to be compressed (docs/compression.md).
-        hooks: functions to call around saves and loads; see `StateHooks`.
-        stop: the signals that end the run; `maybe_save` saves when there was one.
+        hooks: callbacks around saves and loads; see `StateHooks`.
+        stop: the signals that end the run; `maybe_save` saves after one has arrived.
         encrypt: the keys that checkpoints are encrypted and read with (docs/encryption.md). None:
             they are not encrypted.
         counters: gives `epoch`, `cycle`, `samples` and `tokens` where a call does not.
         takeover: claim the run although another live process owns it.
-        label: name for people, a template or a function of the Timestamp.
+        label: readable name of a checkpoint: a template, or a function of the Timestamp.
         run_name: what `{run_name}` in the label stands for.
         sinks: receivers of events; the default logs to the logger `holdfast`.
         save_timeout_s: longest time to wait for one save, in seconds.
         exit_timeout_s: longest time that the interpreter's exit waits for a save under way.
-        preflight: whether the first save checks space and rights before anything is claimed.
+        preflight: whether the first save checks space and permissions before it claims the run.
 
-    One process uses a manager, from one thread. Reading (`list`, `load`) owns nothing; `resume`
-    and the first save claim the run.
+    Use a manager in one process, from one thread. Reading (`list`, `load`) claims nothing;
+    `resume` and the first save claim the run.
 
     Raises:
         UsageError: an argument is wrong.
@@ -244,7 +244,7 @@ class CheckpointManager:
         self._stop = stop
         self._first_look_due = True
         self._stepping: Sequence[int] | None = None
-        """Ids of the optimizers' parameters when those that no component holds were last sought."""
+        """Ids of the optimizers' parameters at the last search for parameters in no component."""
         self._quiet = _NEVER_QUIET
         exits.register(self)
 
@@ -274,20 +274,21 @@ class CheckpointManager:
         save_class: SaveClass = "permanent",
         wait: bool = False,
     ) -> PendingSave:
-        """Save now. Returns when the state was copied (with `overlap`, all but parameters and
-        optimizer slots); the rest happens in the background. With `wait` returns when it is
-        committed, which is sooner than by a `wait()` after it: writing begins beside the copy.
+        """Save a checkpoint: copy the state now, and write it in the background.
 
+        Returns when the state was copied (with `overlap`, all but parameters and optimizer slots).
+        With `wait` returns when the checkpoint is committed, which is sooner than a `wait()`
+        afterwards: writing begins beside the copy.
         `step` counts completed optimizer windows, `epoch` and `cycle` those that have ended;
         `samples` and `tokens` are totals of the run.
         `save_class` says whether later saves may replace it; retention obeys what was recorded.
-        `components` names what it is to hold (default: all); a run cannot go on from a part.
-        Saving again at the step of the checkpoint on which the run stands, with not one byte
-        changed, gives that checkpoint and writes nothing.
+        `components` names what to save (default: all); a run cannot resume from a part.
+        Saving an unchanged state again at the step of the run's latest checkpoint returns that
+        checkpoint and writes nothing.
 
         Raises:
-            SaveFailed: an earlier background save failed; this one was not begun. With `wait` also
-                that this one did not commit.
+            SaveFailed: an earlier background save failed, so this one was not begun; or, with
+                `wait`, this one did not commit.
             OwnedElsewhere, Superseded: another process owns the run.
             UnsupportedState: something cannot be saved; every path is listed.
             PreflightFailed: the first save would fail; every problem is listed.
@@ -316,11 +317,11 @@ class CheckpointManager:
         vetoes: Collection[str] = (),
         wanted: Due | None = None,
     ) -> PendingSave | None:
-        """Save when `every` or a saver says so, a signal has come or somebody asks for a save.
+        """Save if `every` or a saver is due, a signal has arrived, or a save was requested.
 
         Call it after each completed step. `event` says what has just happened, for triggers that
-        look at more than steps; `vetoes` names whoever forbids ephemeral saves at present;
-        `wanted` is saved in any case, together with what is due.
+        look at more than steps; `vetoes` names what forbids ephemeral saves at present; `wanted`
+        is saved in any case, together with what is due.
 
         Raises:
             SaveFailed: an earlier background save failed.
@@ -340,10 +341,10 @@ class CheckpointManager:
         self._tuning.look(now, is_writing=pending is not None and not pending.done())
         events, asked = self._outside.look(event, is_owner=self.is_owner)
         try:
-            # As they are: to read a tensor's value would make every step wait for the device.
+            # Pass metrics unread: to read a tensor's value makes each step wait for the device.
             due = self._schedule.due(now, metrics or {}, events, vetoes=vetoes, wanted=wanted)
             if due is None and asked.requests:
-                # The present step is saved already: who asks gets that checkpoint, with their tags.
+                # The present step is saved already: the request gets that checkpoint, tags added.
                 due = Due(self._schedule.asked_class(vetoes), "demand")
             if due is not None:
                 return self._save_as_asked(asked, now, due, metrics)
@@ -356,16 +357,16 @@ class CheckpointManager:
         return None
 
     def is_quiet(self, step: int) -> bool:
-        """Whether `maybe_save(step)` would surely find nothing to do, for loops of short steps.
+        """Whether `maybe_save(step)` would certainly be a no-op; a cheap check for short steps.
 
-        Nothing is due by then, no save is under way, no signal has come, and requests were looked
-        for less than a second ago.
+        No save is due by then or under way, no signal has arrived, and the store was checked for
+        requests less than a second ago.
         """
         before_step, before_s = self._quiet
         return step < before_step and time.monotonic() < before_s and not self._outside.has_signal
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Block until no save, no upload and no housekeeping is under way; raise what went wrong.
+        """Block until all saves, uploads and housekeeping have ended; raise their errors.
 
         Raises:
             SaveFailed: the background save failed.
@@ -382,10 +383,10 @@ class CheckpointManager:
         self._uploads.raise_failure()
 
     def fence(self) -> None:
-        """Return when parameters and optimizer slots may be changed, with `overlap`.
+        """Wait, with `overlap`, until parameters and optimizer slots may be changed.
 
-        Steps of torch optimizers, `resume` and `load` wait by themselves. On CUDA what the current
-        stream does next may change them, and the host does not wait.
+        Steps of torch optimizers, `resume` and `load` wait by themselves. On CUDA the current
+        stream waits, and the host does not: later work of the stream may change them.
 
         Raises:
             DeadlineExceeded: the copy of a save under way hangs.
@@ -406,32 +407,31 @@ class CheckpointManager:
         new: Iterable[str] = (),
         without: Iterable[str] = (),
     ) -> Checkpoint | None:
-        """Claim the run and apply its newest usable checkpoint; None when nothing was saved yet but
-        parts that side savers saved.
+        """Claim the run and load its newest usable checkpoint; None if no whole state was saved.
 
-        What is damaged or lacks a component of the state is passed over, listed in `rejected` and
-        kept; where only `rng` is missing there is a note. What was unhealthy when it was saved is
-        passed over, too, unless there is nothing else or `unhealthy` is "accept". With another
-        `which` the run goes back to that checkpoint, and what came after it is left behind. `seen`
+        Checkpoints that are damaged or lack a component of the state are skipped, listed in
+        `rejected` and kept; where only `rng` is missing there is a note. Those whose state was
+        unhealthy are skipped too, unless no other is left or `unhealthy` is "accept". With another
+        `which` the run is rolled back to that checkpoint, and later ones leave its lineage. `seen`
         is that of the newest `Checkpoint` that the caller knows of, kept elsewhere: the latest must
         be that one or a later one.
 
         `in_place` reads straight into the live tensors, each block once or while it is checked:
-        sooner, and without memory for a second copy of the state. What proves damaged on the way is
-        passed over too; but when nothing usable is left, the state is mixed and the manager refuses
-        to save it. By default it is True for the latest, as long as this manager has loaded and
-        saved nothing and `maybe_save` was not called. Otherwise it is False: the state is replaced
-        only after all of the checkpoint was read and checked.
+        sooner, and without memory for a second copy of the state. Checkpoints found damaged while
+        reading are skipped too; but when no usable one is left, the state is mixed and the manager
+        refuses to save it. By default it is True for the latest, as long as this manager has loaded
+        and saved nothing and `maybe_save` was not called. Otherwise it is False: the state is
+        replaced only after all of the checkpoint was read and checked.
 
         `new` names components of the state that the checkpoint lacks: they stay as they are.
         `without` names components that only the checkpoint has: they are not loaded. All others
-        are, and the run goes on from there; `notes` lists both.
+        are loaded, and the run continues from there; `notes` lists both.
 
         Raises:
             OwnedElsewhere: a live process owns the run.
             RolledBack: what was seen before is gone; nothing was claimed or changed.
-            SealError: the newest is sealed for other keys, or not sealed.
-            NoUsableCheckpoint: something was saved, and nothing of it is both whole and usable.
+            SealError: the newest is encrypted for other keys, or not encrypted.
+            NoUsableCheckpoint: checkpoints exist, but none is both whole and usable.
             MismatchError: the checkpoint does not fit the live state; nothing was changed.
             FormatError: a checkpoint that was named explicitly is damaged.
             OpaqueLoadFailed: the state was replaced in part when something failed.
@@ -496,21 +496,21 @@ class CheckpointManager:
         new: Iterable[str] = (),
         without: Iterable[str] = (),
     ) -> Checkpoint:
-        """Apply a checkpoint, or parts of it. Owns nothing, unless this manager owns the run.
+        """Load a checkpoint, or parts of it, into the live state. Does not claim the run.
 
         `components` names what to load (default: all); `include` and `skip` choose by paths and
         patterns (docs/loading.md), and what they leave out keeps its live value; `rename` maps
         stored paths to live ones; `edit` changes what is stored before it is compared with the
         live state, in the place of the hook `edit_load`. With `strict=False` missing and
         unexpected leaves are reported in `notes` instead of raised. When this manager owns the
-        run, a full load makes the run go on from there. `in_place`, `new` and `without` as for
-        `resume`: damage in place leaves the state mixed until a whole load succeeds.
+        run, the run continues from a full load. `in_place`, `new` and `without` as for `resume`:
+        damage in place leaves the state mixed until a whole load succeeds.
 
         Raises:
-            UsageError: an argument names nothing, or an edit that cannot be.
-            NoCheckpoint: nothing answers `which`.
-            FormatError: it is damaged; names file and tensors.
-            MismatchError: it does not fit; nothing was changed.
+            UsageError: an argument names nothing, or an edit is not possible.
+            NoCheckpoint: no checkpoint matches `which`.
+            FormatError: the checkpoint is damaged; names file and tensors.
+            MismatchError: the checkpoint does not fit the live state; nothing was changed.
             OpaqueLoadFailed: the state was replaced in part when something failed.
             UsageError: a CUDA graph is being captured.
         """
@@ -547,38 +547,38 @@ class CheckpointManager:
         return self._described(found, reader)
 
     def count_from(self, timestamp: Timestamp) -> None:
-        """Continue counters and training time from `timestamp`, of a state from another root.
+        """Set counters and training time from `timestamp`, for a state loaded from another root.
 
-        Call it before the first save. Intervals go on from there, and nothing counts as saved.
+        Call it before the first save. Intervals continue from there, and no step counts as saved.
         """
         self._quiet = _NEVER_QUIET
         self._moments.count_from(timestamp)
 
-    # Looking and marking
+    # Listing, pins and tags
 
     def list(self) -> CheckpointList:
-        """Every committed checkpoint, newest first."""
+        """List all committed checkpoints, newest first."""
         self._catalog.look_again()
         entries = self._catalog.checkpoints()
         return CheckpointList(describe(self._home(entry), entry) for entry in entries)
 
     @checked()
     def pin(self, which: str | int) -> None:
-        """Keep a checkpoint whatever the rule says.
+        """Pin a checkpoint, so that retention keeps it whatever the rule says.
 
         Raises:
-            NoCheckpoint: there is none, or its deletion has begun.
+            NoCheckpoint: `which` names no checkpoint, or its deletion has begun.
         """
         self._annotate(which, pinned=True)
 
     @checked()
     def unpin(self, which: str | int) -> None:
-        """Let retention decide again."""
+        """Remove the pin of a checkpoint, so that the retention rule decides again."""
         self._annotate(which, pinned=False)
 
     @checked()
     def tag(self, which: str | int, *tags: str) -> None:
-        """Add tags; a tagged checkpoint is kept and can be named by its tag.
+        """Add tags to a checkpoint; retention keeps it, and `which` may be its tag.
 
         Raises:
             UsageError: no tag is given, or one cannot be a tag.
@@ -596,13 +596,13 @@ class CheckpointManager:
     # Ending
 
     def close(self) -> None:
-        """Finish what is under way and give the run up cleanly. Closing twice is fine.
+        """Finish saves and uploads, and release the run cleanly. A second call is a no-op.
 
         Ends within `save_timeout_s` and a few seconds, also where the storage hangs.
 
         Raises:
-            SaveFailed: a background save failed and nobody was told yet.
-            UploadFailed: not all was sent in time, and `on_upload_failure` is "raise".
+            SaveFailed: a background save failed, and its error was not raised yet.
+            UploadFailed: not all was uploaded in time, and `on_upload_failure` is "raise".
             DeadlineExceeded: a save hangs; it was given up.
         """
         self._close(self._saver.timeout_s)
@@ -622,14 +622,14 @@ class CheckpointManager:
         try:
             self.close()
         except HoldfastError as closing:
-            # The loop's own error is what the caller must see; this one is told beside it.
+            # The caller must see the loop's own error; this one is only logged.
             self._emit("save_failed", f"while closing after {error!r}: {closing}")
 
     def finish_at_exit(self) -> str | None:
-        """For the interpreter's exit: end the save under way, and say what became of it.
+        """Close at the interpreter's exit; return the outcome of a save that was under way.
 
         Raises:
-            HoldfastError: a save failed or was given up, and nobody was told.
+            HoldfastError: a save failed or was given up, and its error was not raised yet.
         """
         if os.getpid() != self._pid:
             return None
@@ -657,7 +657,7 @@ class CheckpointManager:
             try:
                 self._uploads.close(left_s(end))
             except HoldfastError as error:
-                upload_failure = error  # raised when all is closed
+                upload_failure = error  # raised when everything is closed
             self._saver.close()
             self._owner.release(left_s(end))
             self._emit("closed", f"{self.store.url}: closed")
@@ -684,7 +684,7 @@ class CheckpointManager:
         except SaveSkipped as error:
             self._emit("save_skipped", str(error), step=now.step)
             return PendingSave.skipped(now.step, due, error)
-        # Its arenas are needed; its housekeeping may go on, but not beside a preflight.
+        # The previous save's arenas are needed; its housekeeping must end only for a preflight.
         self._drain(but_housekeeping=not self._beginning.preflight_due)
         self._uploads.raise_failure()
         self._uploads.expect_room(now)
@@ -723,8 +723,8 @@ class CheckpointManager:
         )
         self._schedule.began(due, now)
         self._moments.unsaved = None
-        # To free its many tensors offers the interpreter to other threads, which is harmless as
-        # long as none is awake: the next to have it may keep it, and the core, for milliseconds.
+        # Freeing its many tensors offers the GIL to other threads; harmless while none is awake.
+        # Later, another thread may keep the GIL, and the core, for milliseconds.
         del captured
         pending = self._saver.start(staged, request, due)
         pending.stall_s = time.perf_counter() - began
@@ -754,7 +754,7 @@ class CheckpointManager:
         return pending
 
     def _promote(self, timeout_s: float) -> str:
-        """For a stop whose time is over: finish the save under way; says what is the newest."""
+        """Finish the save under way when a stop's time is over; name the newest checkpoint."""
         try:
             self._saver.settle(timeout_s)
         except DeadlineExceeded as error:
@@ -777,7 +777,7 @@ class CheckpointManager:
         self._applying.expect_whole()
 
     def _drain(self, *, but_housekeeping: bool = False) -> None:
-        """Wait for the save before, and raise its error."""
+        """Wait for the previous save, and raise its error."""
         wait = self._saver.wait_for_arenas if but_housekeeping else self._saver.settle
         wait(self._saver.timeout_s)
         exits.told(self)
@@ -839,7 +839,7 @@ class CheckpointManager:
         return sides
 
     def _went_on_from(self, found: LoadCandidate, before: _Before, *, is_rollback: bool) -> None:
-        """Log notes of a successful load; after a full one the run goes on from its checkpoint."""
+        """Log notes of a successful load; after a full one, continue the run from there."""
         note_loaded(self.state.get(name) for name in found.prepared.needed)
         before.rates.put_back(found.one_sided.new)
         lost, replaced = found.prepared.lost, before.settings.replaced()
@@ -864,7 +864,7 @@ class CheckpointManager:
             )
 
     def _look_first(self) -> None:
-        """Warn, at the first `maybe_save`, if nothing is saved by itself or signals are ignored."""
+        """Warn, at the first `maybe_save`, if no interval is set or signals are not handled."""
         if not self._schedule.policies and self._stop is None:
             self._emit(
                 "warning",

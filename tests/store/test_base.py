@@ -2,7 +2,7 @@
 
 import pytest
 
-from holdfast.errors import UsageError
+from holdfast.errors import StoreError, TransientStoreError, UsageError
 from holdfast.store import open_store
 from holdfast.store.base import FreeSpace, Store, WrappedStore
 from holdfast.store.local import LocalStore
@@ -84,6 +84,37 @@ def test_an_object_in_pieces_is_seen_when_it_is_whole():
     assert store.children() == ()
     writer.finish()
     assert store.get("a") == b"1234"
+
+
+@pytest.mark.parametrize(
+    ("method", "promise"),
+    [("make_folder", "has_folders"), ("link", "has_links"), ("create", "writes_in_place")],
+)
+def test_a_store_that_does_more_is_taken_for_it(method, promise):
+    """Forgotten words must not weaken it: syncs that failed would count, and half files be seen."""
+
+    def more(self, *args, **options):
+        return getattr(self._inner, method)(*args, **options)
+
+    more.__name__ = method
+    assert getattr(type("More", (Least,), {method: more})(), promise)
+    assert not getattr(type("Denies", (Least,), {method: more, promise: False})(), promise)
+    assert not getattr(WrappedStore(Least()), promise)
+
+
+@pytest.mark.parametrize("error", [StoreError, TransientStoreError])
+def test_a_pointer_that_can_never_be_read_points_nowhere(error):
+    class Unreadable(Least):
+        def get(self, key, start=0, nbytes=None):
+            raise error("get latest: refused")
+
+    store = Unreadable()
+    store.point("latest", "a")
+    if error is StoreError:
+        assert store.pointed("latest") is None
+    else:
+        with pytest.raises(error):
+            store.pointed("latest")
 
 
 class Noting(WrappedStore):

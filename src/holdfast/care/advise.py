@@ -1,7 +1,6 @@
 """Facts that a root records for choosing a save interval: costs, spacing, failed starts.
 
-Reads only, and adds nothing that was not recorded; what to make of it is for
-`holdfast.policy.advisor`.
+Reads only, and infers nothing that was not recorded; `holdfast.policy.advisor` draws conclusions.
 """
 
 from __future__ import annotations
@@ -23,15 +22,16 @@ from holdfast.policy.rules import recorded_time
 from holdfast.store.base import Store
 
 Ending = Literal["closed", "failed", "running", "continued", "unknown"]
-"""`continued`: the same process claimed again. `unknown`: it ran elsewhere, or was taken over."""
+"""How a start ended. `continued`: the same process claimed again. `unknown`: the process ran on
+another host, or was taken over."""
 
 _MIN_STEP_S = 1e-9
-"""A nanosecond: no clock has measured a shorter step."""
+"""Shortest length of a step that is believed: a nanosecond."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """A median, in seconds, and of how many readings."""
+    """A median in seconds and the number of readings that it is of."""
 
     seconds: float
     count: int
@@ -39,19 +39,19 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spacing:
-    """How far apart saves lie: medians over pairs with no other save of their kind in between."""
+    """Distance between consecutive saves of one kind: medians over all pairs."""
 
     interval_s: float
     """Seconds of training from the end of one save's stall to the next save."""
     steps: float
     num_pairs: int
     is_by_interval: bool
-    """Whether only saves count that an interval asked for; else there were too few of those."""
+    """Whether only saves triggered by an interval count; False: there were too few of those."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedStart:
-    """A claim of the run, and what became of it."""
+    """One start of the run: its claim, and how it ended."""
 
     epoch: int
     created: str
@@ -59,44 +59,45 @@ class RecordedStart:
     ending: Ending
     resumed_from: Reference | None
     resume_gap_s: float | None = None
-    """Of a failure: from the commit that the next start went on from to that start. Holds the
-    work that was lost and the downtime, which the record does not tell apart."""
+    """Seconds from the commit that the next start resumed from to that start, after a failure.
+    Lost work and downtime together: the record does not tell them apart."""
     steps_left_behind: int | None = None
-    """Of a failure: steps that were committed, but not gone on from. None where manifests that
-    would tell it are gone."""
+    """Steps committed before a failure that the next start did not resume from. None where the
+    manifests needed for it are deleted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedFacts:
-    """Facts that a root records of one run; None where it records none."""
+    """Facts that a root records about one run; None where it records none."""
 
     num_saves: int
-    """Committed checkpoints of this run that are there."""
+    """Number of committed checkpoints of this run that still exist."""
     nbytes: int | None
     """Median size of a checkpoint."""
     saves: tuple[SaveCost, ...]
-    """Those that record how long they stopped training, of the whole state; oldest first."""
+    """Costs of saves of the whole state that record how long they stopped training; oldest first.
+    """
     stall: Measured | None
-    """How long training stood still for a recent save: `capture_s` and `stage_s`."""
+    """How long a recent save stopped training: `capture_s` and `stage_s`."""
     write: Measured | None
-    """How long a recent save was written after that: `write_s`."""
+    """How long a recent save was written in the background: `write_s`."""
     delay: Measured | None
-    """By how much that delayed training: `delay_s`, which `every="auto"` measures."""
+    """How much background writing delayed training: `delay_s`, measured by `every="auto"`."""
     resume: Measured | None
-    """How long a resume took: `resume_s`. The start of a process is not in it."""
+    """How long a resume took: `resume_s`. Excludes the start of the process."""
     step: Measured | None
-    """Length of a step between saves, their stalls left out."""
+    """Duration of a training step between saves, without the saves' stalls."""
     spacing: Spacing | None
     trained_s: float
-    """The most training time that a checkpoint records; work done again is not in it."""
+    """Longest training time that a checkpoint records, in seconds; excludes repeated work."""
     starts: tuple[RecordedStart, ...]
-    """Oldest first."""
+    """Starts of the run, oldest first."""
     unreadable: tuple[str, ...]
     """Manifests and claims that are damaged and not counted, each with the reason."""
 
     @property
     def num_failures(self) -> int:
-        """Starts whose process is gone and that did not end cleanly."""
+        """Number of starts whose process is dead and that did not end cleanly."""
         return sum(start.ending == "failed" for start in self.starts)
 
     @property
@@ -111,7 +112,7 @@ class RecordedFacts:
 
 
 def gather(store: Store) -> RecordedFacts:
-    """Read what a run has recorded. Claims and writes nothing.
+    """Read the facts that a run has recorded, without a claim and without writing.
 
     Raises:
         StoreError: the store cannot be read.
@@ -146,7 +147,7 @@ def gather(store: Store) -> RecordedFacts:
 
 
 def _of_this_run(entries: Sequence[Entry], epochs: Sequence[int]) -> list[Entry]:
-    """Oldest first. What was copied here from another run has an epoch that nobody claimed."""
+    """Select this run's checkpoints, oldest first: copies from other runs have unclaimed epochs."""
     claimed, first = set(epochs), min(epochs, default=None)
     own = (e for e in entries if first is None or e.order[0] < first or e.order[0] in claimed)
     return sorted(own, key=lambda entry: entry.order)
@@ -179,13 +180,12 @@ def _cost(entry: Entry) -> SaveCost | None:
 
 
 def _neighbours(entries: Sequence[Entry]) -> Iterator[tuple[Entry, Entry]]:
-    """Checkpoints of one start that follow each other among those that are there."""
+    """Pair each existing checkpoint with the next one of the same start."""
     return ((a, b) for a, b in pairwise(entries) if a.order[0] == b.order[0])
 
 
 def _work_s(before: Entry, after: Entry) -> float:
-    """Training time between two saves of one start, without the stall of the first.
-
+    """Compute the training time between two saves of one start, without the first's stall.
     A Timestamp is taken as its save begins.
     """
     wall_s = after.manifest.timestamp.wall_s - before.manifest.timestamp.wall_s
@@ -194,7 +194,7 @@ def _work_s(before: Entry, after: Entry) -> float:
 
 
 def _is_apart(before: Entry, after: Entry) -> bool:
-    """Whether time and steps went by; hands may save twice at a place, and clocks are records."""
+    """Whether steps and a plausible time lie between two saves; a manual save may repeat a step."""
     num_steps = after.step - before.step
     return num_steps > 0 and num_steps * _MIN_STEP_S < _work_s(before, after) < MAX_S
 
@@ -216,7 +216,7 @@ def _spacing(entries: Sequence[Entry], *, by_interval: bool) -> Spacing | None:
 
 
 def _consecutive(entries: Sequence[Entry], *, by_interval: bool) -> Iterator[tuple[Entry, Entry]]:
-    """Saves of one kind that followed each other: no sequence number between them is missing."""
+    """Pair consecutive saves of one kind between which no sequence number is missing."""
     before: Entry | None = None
     last = (0, 0)
     for entry in entries:
@@ -232,7 +232,7 @@ def _consecutive(entries: Sequence[Entry], *, by_interval: bool) -> Iterator[tup
 
 
 def _is_by_interval(entry: Entry) -> bool:
-    """Whether a trigger asked for it that comes again and again; its reason begins so."""
+    """Whether a periodic trigger asked for the save, judged by the start of its reason."""
     reasons = entry.manifest.reason.split(", ")
     return any(reason == "interval" or reason.startswith("every ") for reason in reasons)
 
@@ -279,9 +279,10 @@ def _is_same(one: Process, other: Process) -> bool:
 def _lost(
     failed: WriterRecord, following: WriterRecord, entries: Mapping[tuple[int, int], Entry]
 ) -> tuple[int | None, float | None]:
-    """Steps left behind and seconds since the commit, where the next start went on from `failed`.
+    """Compute the steps left behind and the seconds from the commit that was resumed from.
 
-    Where it went on from an older start, commits of `failed` that are there were left behind.
+    Seconds only where the next start resumed from a checkpoint of `failed`. Where it resumed from
+    an older start, all existing commits of `failed` were left behind.
     """
     point = following.resumed_from
     found = entries.get(point.order) if point is not None else None

@@ -1,6 +1,6 @@
-"""The queue of uploads: decided from what both tiers have, noted in the local one.
+"""The queue of uploads, computed from what both tiers have and recorded in the local tier.
 
-Knows what is there and what waits; sends nothing, and asks the remote tier nothing.
+Sends nothing, and makes no request to the remote tier.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from holdfast.store.base import Store
 
 
 class Backlog:
-    """The queue of one local root. From any thread; `changed` is notified when it gets shorter or
-    is decided anew."""
+    """Queue of checkpoints that one local root has yet to upload.
+    Thread-safe; `changed` is notified when the queue gets shorter or is recomputed."""
 
     def __init__(
         self,
@@ -40,8 +40,9 @@ class Backlog:
         *,
         replaces: bool,
     ) -> None:
-        """`where` is the URL of the remote tier and `rule` what that keeps; `owner` holds the claim
-        on both; `replaces` is as for `policy.retention.decide`."""
+        """Create an empty queue; `refresh` fills it.
+        `where` is the URL of the remote tier and `rule` its retention; `owner` holds the claim on
+        both tiers; `replaces` is as for `policy.retention.decide`."""
         self.changed = threading.Condition()
         self._local = local
         self._where = where
@@ -53,39 +54,41 @@ class Backlog:
         self.clear()
 
     def clear(self) -> None:
-        """Forget what is known of both tiers: another process may have changed it."""
+        """Drop all cached state of both tiers, because another process may have changed them."""
         self._there: dict[str, Candidate] | None = None
-        """By folder: what the remote tier has; None: not looked at yet."""
+        """Checkpoints of the remote tier, by folder; None: not listed yet."""
         self._lineage: set[tuple[int, int]] = set()
         self._waiting: dict[str, Entry] = {}
         self._unread: set[str] = set()
-        """Folders that our keys do not open, or that are damaged, if only for a moment. Nothing is
-        decided of them, and their notes stay."""
+        """Folders that cannot be read now: damaged, or encrypted for other keys. Their notes stay,
+        and nothing is decided about them."""
         self.is_sure = False
-        """Whether the queue was decided with all that the local root has."""
+        """Whether the queue was computed from everything that the local root has."""
         self._refused: set[str] = set()
-        """Folders that cannot be sent at all."""
+        """Folders that cannot be uploaded at all."""
         self._suspect: dict[str, str] = {}
-        """By folder: why what is there is not to be relied on."""
+        """Why the remote copy must not be relied on, by folder."""
         self._sending = ""
-        """The folder that is being sent. It stays, wanted or not: where saves come faster than
-        uploads end, none would ever end."""
+        """The folder that is being uploaded. It is kept even if no longer wanted: where saves come
+        faster than uploads end, no upload would ever end."""
         self._over: set[str] = set()
-        """Folders that are not to be sent any more, and are not needed for it."""
+        """Folders whose upload was given up; their local copies may be deleted."""
         self._noted: dict[str, UploadState] | None = None
-        """By folder: what is noted in the local root; None: not read yet."""
+        """Upload states recorded in the local root, by folder; None: not read yet."""
         self._known: dict[str, Manifest] = {}
         self._tries: dict[str, int] = {}
 
-    # What is there
+    # What the remote tier has
 
     @property
     def has_seen(self) -> bool:
-        """Whether the remote tier was looked at."""
+        """Whether the remote tier has been listed since the last `clear`."""
         return self._there is not None
 
     def see(self, remote: Mapping[str, Candidate], lineage: Collection[tuple[int, int]]) -> None:
-        """Take in what the remote tier has, by folder; `lineage` has the orders that the run is on.
+        """Store the listing of the remote tier, by folder, and recompute the queue.
+
+        `lineage` has the orders of the checkpoints that the run has gone through.
 
         Raises:
             StoreError, FormatError: the local root cannot be read.
@@ -95,8 +98,8 @@ class Backlog:
             self.refresh()
 
     def found(self, entry: Entry, *, suspect: str) -> None:
-        """Note that the remote tier has a local checkpoint too; `suspect` says why that copy is not
-        to be relied on, so that the local one stays."""
+        """Record that the remote tier has a local checkpoint too.
+        A non-empty `suspect` says why that copy is unreliable, so that the local one stays."""
         if suspect:
             self._suspect[entry.folder] = suspect
             self.note(entry, "refused", error=suspect)
@@ -104,25 +107,25 @@ class Backlog:
             self.note(entry, "uploaded", sent_nbytes=entry.manifest.nbytes)
 
     def gone(self, folder: str) -> None:
-        """Note that retention has deleted one in the remote tier."""
+        """Record that retention has deleted a folder in the remote tier."""
         with self.changed:
             if self._there is not None:
                 self._there.pop(folder, None)
 
     @property
     def resumable_there(self) -> list[Candidate]:
-        """Checkpoints of the remote tier on the run's line from which it could go on."""
+        """Checkpoints of the remote tier, in the run's lineage, that the run could resume from."""
         remote = (self._there or {}).values()
         return [one for one in remote if one.is_resumable and one.order in self._lineage]
 
     def is_on_line(self, entry: Entry) -> bool:
-        """Whether the run has gone through a checkpoint, as far as was seen."""
+        """Whether a checkpoint is in the run's lineage, as far as the listings tell."""
         return entry.order in self._lineage
 
-    # What waits
+    # What is queued
 
     def refresh(self) -> None:
-        """Decide anew what is to be sent, from what both tiers have.
+        """Recompute the queue from what both tiers have, and update the notes on disk.
 
         Raises:
             StoreError, FormatError: the local root cannot be read.
@@ -146,13 +149,12 @@ class Backlog:
             self.changed.notify_all()
 
     def doubt(self) -> None:
-        """Let nothing be deleted until the next `refresh`: the queue could not be decided."""
+        """Block local deletion until the next `refresh`: the queue could not be computed."""
         self.is_sure = False
 
     def _wanted(self, local: Mapping[str, Entry]) -> list[str]:
-        """Folders that only the local root has, that can be sent, and would be kept remotely.
-
-        What is not known to be in the remote tier lets more be wanted, never less.
+        """List folders that only the local root has and that the remote rule would keep.
+        Where the remote listing is incomplete, more folders are listed, never fewer.
         """
         remote = self._there or {}
         new = {
@@ -178,34 +180,34 @@ class Backlog:
 
     @property
     def waiting(self) -> tuple[Entry, ...]:
-        """Checkpoints that only the local root has and the remote one is to have."""
+        """Queued checkpoints: only the local root has them, and the remote one is to have them."""
         return tuple(self._waiting.values())
 
     @property
     def folders(self) -> tuple[str, ...]:
-        """Folders of `waiting`."""
+        """Folder names of the queued checkpoints."""
         return tuple(self._waiting)
 
     @property
     def spared(self) -> tuple[str, ...]:
-        """Folders of which something may lie there that is yet to be committed: what waits, by its
-        note also where it cannot be read now."""
+        """Folders that the remote tier's garbage collection must skip: uploads yet to be committed.
+        Those queued, and those that cannot be read now but whose note says they were queued."""
         notes = self._notes()
         others = (f for f in self._unread if notes.get(f, "uploaded") != "uploaded")
         return (*self._waiting, *others)
 
     def waits(self, entry: Entry) -> bool:
-        """Whether a checkpoint is still to be sent: local retention may have taken it if not."""
+        """Whether a checkpoint is still queued; if not, local retention may have deleted it."""
         with self.changed:
             return entry.folder in self._waiting
 
     def holds(self, entry: Entry) -> str:
-        """Why the local copy must not be deleted yet; empty where it may be."""
+        """Say why the local copy must not be deleted yet; empty where it may be."""
         claim = self._owner.claim
         with self.changed:
-            # Under this claim nobody else has sent or deleted anything.
+            # Under this claim no other process has uploaded or deleted anything.
             is_ours = claim is not None and entry.name.epoch == claim.epoch
-            # That it was sent once is no proof: what was sent may have lost files since.
+            # A past upload is no proof: the remote copy may have lost files since.
             if not self.is_sure or not (self.has_seen or is_ours):
                 return f"what {self._where} has is not known yet"
             if entry.folder in self._waiting or entry.folder == self._sending:
@@ -213,7 +215,7 @@ class Backlog:
             return self._suspect.get(entry.folder, "")
 
     def is_too_far_behind(self, now: Timestamp, lag: Lag) -> bool:
-        """Whether the remote tier lacks more than it may of a run at `now`."""
+        """Whether the remote tier is further behind a run at `now` than `lag` allows."""
         waiting = self._sendable()
         if not waiting:
             return False
@@ -228,10 +230,10 @@ class Backlog:
         names = ", ".join(sorted(entry.folder for entry in waiting)) or "nothing"
         return f"{len(waiting)} checkpoints ({nbytes} bytes): {names}"
 
-    # What is sent
+    # What is being uploaded
 
     def next(self, *, tries: int) -> Entry | None:
-        """The next to send: the newest, after those that have failed `tries` times less."""
+        """Return the newest of the checkpoints that failed the fewest rounds of `tries` uploads."""
         with self.changed:
             waiting = self._sendable()
             rounds = {e.folder: self._tries.get(e.folder, 0) // tries for e in waiting}
@@ -239,7 +241,7 @@ class Backlog:
             return min(newest_first, key=lambda entry: rounds[entry.folder], default=None)
 
     def begin(self, entry: Entry) -> bool:
-        """Begin to send a checkpoint, which then stays until `end`. False: it is not wanted."""
+        """Mark a checkpoint as being uploaded, so that it stays until `end`. False: not queued."""
         with self.changed:
             if entry.folder not in self._waiting:
                 return False
@@ -247,17 +249,17 @@ class Backlog:
             return True
 
     def end(self) -> None:
-        """Note that nothing is being sent."""
+        """Mark that nothing is being uploaded."""
         self._sending = ""
 
     def tried(self, entry: Entry) -> int:
-        """Count one more try; gives how many there were before."""
+        """Count one more upload attempt of a checkpoint; return the number before it."""
         before = self._tries.get(entry.folder, 0)
         self._tries[entry.folder] = before + 1
         return before
 
     def arrived(self, entry: Entry) -> None:
-        """Note that the remote tier has a checkpoint, whole.
+        """Record a finished upload and take the checkpoint off the queue.
 
         Raises:
             StoreError, FormatError: the local root cannot be read.
@@ -273,14 +275,14 @@ class Backlog:
             self._remove(entry.folder)
 
     def give_up(self, folder: str) -> None:
-        """Send a checkpoint no more; its local copy is not needed for that."""
+        """Take a checkpoint off the queue for good; its local copy may then be deleted."""
         with self.changed:
             self._over.add(folder)
             self._forget(folder)
             self._remove(folder)
 
     def refuse(self, entry: Entry) -> None:
-        """Skip a checkpoint that cannot be sent; it waits for somebody to look at it."""
+        """Skip a checkpoint that cannot be uploaded; it stays queued for a person to look at."""
         self._refused.add(entry.folder)
 
     def _sendable(self) -> list[Entry]:
@@ -291,12 +293,12 @@ class Backlog:
         self._sending = ""
         self.changed.notify_all()
 
-    # What is noted. On a full disk nothing can be, and uploads make room.
+    # Notes on disk. On a full disk they cannot be written; that is no error, as uploads make room.
 
     def note(
         self, entry: Entry, state: UploadState, *, sent_nbytes: int = 0, error: str = ""
     ) -> None:
-        """Write down how far the upload of a checkpoint is."""
+        """Record the upload state of a checkpoint in the local root."""
         record = UploadRecord(
             remote=self._where,
             state=state,
@@ -318,8 +320,8 @@ class Backlog:
         cost: Cost | None = None,
         error: str = "",
     ) -> None:
-        """Write down the remote tier and how uploads went; without one, that of the last stays.
-        `epoch` is a claim that stands there; None: none that is known."""
+        """Record the remote tier, its claim and the last upload's cost in the local root.
+        Without `epoch`, or without `entry` and `cost`, the values recorded before stay."""
         before = self._ledger.tiers()
         if before is None or before.remote != self._where:
             before = TiersRecord(remote=self._where, changed="")
@@ -341,7 +343,7 @@ class Backlog:
             self._ledger.note_tiers(record)
 
     def _was_sent(self, entry: Entry) -> bool:
-        """Whether it was in the remote tier once, as far as is noted."""
+        """Whether the notes say that a checkpoint was uploaded."""
         return self._notes().get(entry.folder) == "uploaded"
 
     def _notes(self) -> dict[str, UploadState]:
@@ -360,7 +362,7 @@ class Backlog:
 
     @contextmanager
     def _noting(self) -> Iterator[None]:
-        """Log an error of a change of the notes instead of raising it."""
+        """Emit a warning for an error of a change of notes, instead of raising it."""
         try:
             yield
         except HoldfastError as error:

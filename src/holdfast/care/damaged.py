@@ -33,7 +33,7 @@ from holdfast.store.base import Store
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Damaged:
-    """Describes a checkpoint whose manifest is damaged or lost."""
+    """Description of a checkpoint whose manifest is damaged or lost."""
 
     folder: str
     why: str
@@ -59,10 +59,10 @@ def examine(store: Store, folder: str) -> Damaged:
 
     Raises:
         NoCheckpoint: there is no such folder.
-        UsageError: no folder of a checkpoint, or one whose manifest can be read, or that was never
-            one; says what it is. Or the run would go on from what a rollback left behind.
+        UsageError: the folder is none of a checkpoint, its manifest can be read, or it never was a
+            checkpoint. Or the run would then resume from a checkpoint that a rollback abandoned.
         UnsupportedVersion: a newer Holdfast wrote the manifest.
-        SealError: it, or what the run would go on from, is sealed for others than the store's keys.
+        SealError: it, or the checkpoint to resume from, is encrypted for none of the store's keys.
     """
     if layout.parse_attempt(folder) is None:
         raise UsageError(f"{folder!r} is no name of a checkpoint's folder; `holdfast ls` has them")
@@ -128,19 +128,19 @@ def _expect_nothing_left_behind(catalog: Catalog, folder: str) -> None:
 def delete(store: Store, folder: str, *, emit: Emitter, watch: Wait | None = None) -> str:
     """Delete a checkpoint that `examine` accepts; return why not, or an empty text.
 
-    Claims the run for that long, as `prune` does. Whether a reader on another host lives is found
-    out as there. Where a person had gone back to this checkpoint, the run stands on
-    `goes_on_from` afterwards, and not on what was left behind then.
+    Claims the run meanwhile and watches leases of readers on other hosts, as `prune` does. After
+    the deletion the run resumes from `goes_on_from`, also where it had been rolled back to the
+    deleted checkpoint; checkpoints that the rollback abandoned stay abandoned.
 
     Raises:
         OwnedElsewhere: a live process owns the run.
         Superseded: another process claimed the run meanwhile.
-        UsageError: it is not damaged any more.
+        UsageError: the checkpoint is not damaged any more.
     """
     damaged = examine(store, folder)
     readers = Readers(store)
     readers.watch({folder}, wait=watch or threading.Event().wait, emit=emit)
-    if leases := readers.of(folder):  # before the mark, which nobody could begin to read under
+    if leases := readers.of(folder):  # check before the mark, which blocks new readers
         return f"{leases[0].who} reads it"
     owner = Ownership(store, takeover=False, emit=emit)
     owner.take(_choices(store, folder))
@@ -169,8 +169,8 @@ def delete(store: Store, folder: str, *, emit: Emitter, watch: Wait | None = Non
 def _choices(store: Store, folder: str) -> Iterator[Choice]:
     """Yield the checkpoint that the run continues from once `folder` is deleted.
 
-    It is marked as a rollback if the run stood on `folder`, so that checkpoints which a rollback to
-    that has abandoned stay so.
+    Marked as a rollback if the run's latest was `folder`, so that checkpoints which a rollback to
+    `folder` abandoned stay abandoned.
     """
     while True:
         choice = standing(store)

@@ -1,7 +1,7 @@
-"""Removing what no manifest lists: attempts that did not commit, and what deletions left.
+"""Garbage collection: removes attempts that never committed, and what deletions left behind.
 
-An attempt is decided before it is touched: where its register is empty, gc first puts an abort
-marker, if absent, so that a paused writer can no longer commit it (docs/design.md, rule 1).
+Before an undecided attempt is touched, gc puts an abort marker in its register, if absent, so that
+a paused writer can no longer commit it (docs/design.md, rule 1).
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class GcReport:
     damaged: list[str] = field(default_factory=list)
     """Folders among the `failed` whose manifest is damaged or lost."""
     markers: dict[int, int] = field(default_factory=dict)
-    """By writer epoch: how many markers and tombstones stay until a person names it dead."""
+    """Counts, by writer epoch, of markers and tombstones kept until a person declares it dead."""
     bare: list[str] = field(default_factory=list)
-    """Folders in which there was nothing but the marker."""
+    """Folders that contained only the marker."""
     nbytes: int = 0
 
 
@@ -63,12 +63,12 @@ def collect(
     is_sent_to: bool = True,
     emit: Emitter | None = None,
 ) -> GcReport:
-    """Remove uncommitted attempts and leftovers of deleted ones. Committed ones are not touched.
+    """Remove uncommitted attempts and leftovers of deleted ones; keep committed checkpoints.
 
     Attempts of a live writer, the caller's own too, are left alone. `dead_epochs` are epochs that
-    a person declares dead. `own_epoch` is the caller's claim: it has nothing under way but this,
-    and the folders in `spared`, which it is going to commit. `is_sent_to`: whether the root may be
-    the remote tier of a run, where senders put manifests.
+    a person declares dead. `own_epoch` is the caller's claim: it has no other work in flight but
+    the folders in `spared`, which it is going to commit. `is_sent_to`: whether the root may be
+    the remote tier of a run, where uploads put manifests.
     A failure is reported and does not stop the rest.
     """
     report = GcReport()
@@ -80,7 +80,7 @@ def collect(
     for name in dict.fromkeys((*attempts, *broken_off)):
         folder = str(name)
         if own_epoch is not None and ended.is_listed(folder) and name not in broken_off:
-            continue  # an earlier owner found nothing but its marker; `holdfast gc` looks again
+            continue  # an earlier owner found only its marker; `holdfast gc` looks again
         if folder in spared:
             report.kept.append((folder, "it is being sent"))
             continue
@@ -89,7 +89,7 @@ def collect(
             _visit(store, name, judge, report, has_uploads=has_uploads, dry_run=dry_run)
             if has_uploads and not dry_run and _is_committed(store, folder):
                 with suppress(AccessDenied, UnsupportedStore):
-                    store.abort_uploads(folder)  # all of its files are there
+                    store.abort_uploads(folder)  # committed: all of its files exist
             if ended.is_listed(folder) and not dry_run:
                 _check_listed(store, folder, ended, report)
         except (StoreError, FormatError) as error:
@@ -112,7 +112,7 @@ def collect(
 
 @contextmanager
 def _told(what: str, report: GcReport) -> Iterator[None]:
-    """Record an error of the store in the report, and go on after the block."""
+    """Record a store error of the `with` block in the report, and continue after the block."""
     try:
         yield
     except StoreError as error:
@@ -120,7 +120,7 @@ def _told(what: str, report: GcReport) -> Iterator[None]:
 
 
 def _broken_off(store: Store, report: GcReport) -> tuple[AttemptName, ...]:
-    """The attempts with uploads, which may be all that there is of them."""
+    """List attempts with unfinished multipart uploads; they may have no other files."""
     try:
         folders = {key.partition("/")[0] for key in store.uploads()}
     except StoreError as error:
@@ -130,7 +130,7 @@ def _broken_off(store: Store, report: GcReport) -> tuple[AttemptName, ...]:
 
 
 class _Judge:
-    """Verdicts on writer epochs; each epoch is looked at once."""
+    """Decides, once for each writer epoch, whether that writer is live or dead."""
 
     def __init__(
         self,
@@ -149,18 +149,18 @@ class _Judge:
         self._live: dict[int, bool] = dict.fromkeys(dead_epochs, False)
 
     def is_dead(self, epoch: int) -> bool:
-        """Nothing of that epoch can be in flight."""
+        """Whether no request of that epoch can be in flight."""
         if epoch not in self._dead:
             self._dead[epoch] = nothing_in_flight(self._store, epoch)
         return self._dead[epoch]
 
     def is_over(self, epoch: int, register: Register | None) -> bool:
-        """Whether nothing can arrive any more in an attempt of that epoch, whoever sends it."""
+        """Whether no writer or uploader can still add files to an attempt of that epoch."""
         if epoch in self.named or (isinstance(register, Deleted) and self._is_put_once):
             return True
         if not self._are_dead(epoch, max(epoch, self._newest)):
             return False
-        # Look again: what is removed whole leaves no marker, and there may be a newer claim by now.
+        # List again: a whole removal leaves no marker, and there may be a newer claim by now.
         self._newest, before = Catalog(self._store).highest_epoch(), self._newest
         return self._are_dead(before + 1, self._newest)
 
@@ -169,7 +169,7 @@ class _Judge:
         return all(self.is_dead(number) for number in epochs if number != self._own)
 
     def is_live(self, epoch: int) -> bool:
-        """The epoch owns the run and its process lives."""
+        """Whether the epoch owns the run and its process is alive."""
         if epoch not in self._live:
             self._live[epoch] = not self.is_dead(epoch) and self._owner_lives(epoch)
         return self._live[epoch]
@@ -236,8 +236,8 @@ def _visit(
 def _marks_of_dead(
     store: Store, folder: str, register: Register | None, dead_epochs: frozenset[int]
 ) -> list[str]:
-    """List the marks of deletions that such writers began, where no file is gone yet.
-    Those of a component stay where the manifest cannot be opened, which lists its files."""
+    """List the marks of deletions that dead writers began, where no file is deleted yet.
+    Marks of a component stay where the manifest, which lists its files, cannot be decrypted."""
     names = store.children(folder) if dead_epochs else ()
     dead = [name for name in names if layout.parse_retired(name) in dead_epochs]
     for name in names:
@@ -250,8 +250,8 @@ def _marks_of_dead(
 
 
 def _check_listed(store: Store, folder: str, ended: EndedAttempts, report: GcReport) -> None:
-    """Remove the record of ended attempts where it names one that is a checkpoint, or a folder that
-    was just removed, which a sender may make again."""
+    """Remove the record of ended attempts if it lists a committed or a just removed folder.
+    An uploader may create a removed folder again."""
     if _is_committed(store, folder):
         report.kept.append((folder, "committed, though it had ended: it was put back"))
     elif not any(folder == removed for removed, _ in report.removed[-1:]):
@@ -260,7 +260,7 @@ def _check_listed(store: Store, folder: str, ended: EndedAttempts, report: GcRep
 
 
 def _sweep_heartbeats(store: Store, own_epoch: int) -> None:
-    """Remove the heartbeats of earlier epochs: only that of the newest claim is ever read."""
+    """Remove the heartbeats of earlier epochs: only the newest claim's is ever read."""
     names = store.children(layout.WRITERS)
     epochs = (layout.parse_alive(name) for name in names)
     old = [layout.alive_key(epoch) for epoch in epochs if epoch is not None and epoch < own_epoch]
@@ -270,8 +270,8 @@ def _sweep_heartbeats(store: Store, own_epoch: int) -> None:
 def _sweep_answers(
     store: Store, judge: _Judge, report: GcReport, *, own_epoch: int | None, dry_run: bool
 ) -> None:
-    """Remove answers for which nobody waits: the asker is gone, or the owner that it asked is and
-    the asker is not known to live."""
+    """Remove answers to requests whose asker is dead.
+    Also where no live process owns the root and the asker's state is unknown."""
     for name in filter(layout.is_answer, store.children(layout.REQUESTS)):
         key = layout.request_key(name)
         try:
@@ -293,13 +293,14 @@ def _asker(store: Store, key: str) -> Liveness:
 
 
 def _is_owned(store: Store, judge: _Judge, own_epoch: int | None) -> bool:
-    """Whether another process may be at work in the root."""
+    """Whether another live process owns the root."""
     owner = Catalog(store).highest_epoch()
     return owner not in (0, own_epoch) and judge.is_live(owner)
 
 
 def _sweep_leases(store: Store, report: GcReport, *, dry_run: bool) -> None:
-    """Remove leases of the dead, and those on what is gone. Silence is for deleters to judge."""
+    """Remove leases of dead processes, and leases on deleted checkpoints.
+    A lease that was not renewed in time is for deleters to judge."""
     for lease in find_leases(store):
         why = "a lease of a process that is gone" if lease.state == "dead" else ""
         if not why and not _is_committed(store, lease.folder):
@@ -325,14 +326,14 @@ def _why(uncommitted: bool, epoch: int, whole: bool) -> str:
 
 
 def _is_bare(store: Store, folder: str) -> bool:
-    """Whether only the marker is left."""
+    """Whether a folder contains only its marker."""
     return store.children(folder) == (layout.MANIFEST,)
 
 
 def _sweep(
     store: Store, judge: _Judge, report: GcReport, *, own_epoch: int | None, dry_run: bool
 ) -> None:
-    """Remove what killed preflights and puts left, when no other process may be at it."""
+    """Remove temporary files of killed preflights and puts unless another process owns the root."""
     if dry_run or _is_owned(store, judge, own_epoch):
         return
     for key in store.children():
@@ -345,7 +346,7 @@ def _sweep(
             report.removed.append((name, f"{what} that did not end"))
     if not store.has_folders:
         return
-    # An owner's own heartbeat may be under way among the claims, and requests of others to it.
+    # The caller's own heartbeat may be in flight among the claims, and requests of others to it.
     claims = [layout.WRITERS, layout.REQUESTS] if own_epoch is None else []
     for folder in ("", *claims):
         with _told(folder or "root", report):

@@ -1,7 +1,7 @@
-"""Chores of a manager after a commit or a claim, which never stop training (invariant 8).
+"""Maintenance that a manager does after its claims and saves; errors are logged (invariant 8).
 
-`ManagerChores` has their order, in the thread that saves: retention and gc by the `Housekeeper`,
-`Uploads` to a second root, and what `every="auto"` is told (`Tuning`).
+`ManagerChores` has its order, in the thread that saves: retention and garbage collection by the
+`Housekeeper`, `Uploads` to a second root, and measurements for `every="auto"` (`Tuning`).
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from holdfast.store.base import Store
 
 
 class Claimant(Protocol):
-    """Holder of a claim, in whose name chores are done."""
+    """Interface of the holder of the claim under which retention and gc run."""
 
     @property
     def claim(self) -> Claim | None:
-        """The claim in whose name they are done; without one nothing is."""
+        """The claim on the root; None: retention deletes nothing."""
         ...
 
     @property
     def has_committed(self) -> bool:
-        """Whether that claim has a commit of its own from which the run would go on."""
+        """Whether this claim has committed a checkpoint that the run could resume from."""
         ...
 
     @property
     def unclear(self) -> Collection[str]:
-        """Folders whose registers must stay, because a copy of their put may still arrive."""
+        """Folders whose registers must stay, because a put of theirs may still be in flight."""
         ...
 
 
 class Housekeeper:
-    """Does the chores of one manager; failures are logged, and tried again next time."""
+    """Runs retention and garbage collection of one root; failures are logged and retried later."""
 
     def __init__(
         self,
@@ -61,9 +61,9 @@ class Housekeeper:
         is_sent_to: bool = True,
         waiting: Waiting | None = None,
     ) -> None:
-        """With `replaces` a checkpoint takes the place of older ones of its step. `is_sent_to`:
-        whether the root may be the remote tier of a run, where senders put manifests. `waiting`
-        says what must not be deleted yet."""
+        """Delete nothing yet. With `replaces` a checkpoint replaces older ones of its step.
+        `is_sent_to`: whether the root may be the remote tier of a run, where uploads put manifests.
+        `waiting` says what must not be deleted yet."""
         self._is_sent_to = is_sent_to
         self._lock = threading.Lock()
         self._store = store
@@ -74,7 +74,7 @@ class Housekeeper:
         )
 
     def after_commit(self, entry: Entry) -> None:
-        """Move `latest`, if a run would go on from this one, then delete what the rule drops."""
+        """Point `latest` to a new checkpoint if a run would resume from it, then run retention."""
         if not entry.manifest.lacks:
             with self._trying("latest"):
                 latest = Catalog(self._store).latest() if entry.manifest.unhealthy else entry
@@ -83,7 +83,7 @@ class Housekeeper:
         self.retain()
 
     def retain(self) -> None:
-        """Delete what the rule drops. From any thread."""
+        """Delete what the retention rule does not keep. Thread-safe."""
         owner = self._owner
         with self._lock, self._trying("retention"):
             claim = owner.claim
@@ -93,7 +93,7 @@ class Housekeeper:
                 )
 
     def after_claim(self, *, spared: Collection[str] = ()) -> None:
-        """Remove what earlier writers left unfinished, but for the `spared` folders."""
+        """Remove what earlier writers left unfinished, except in the `spared` folders."""
         claim = self._owner.claim
         with self._trying("gc"):
             report = collect(
@@ -109,12 +109,12 @@ class Housekeeper:
                 self._emit("housekeeping_failed", f"gc of {folder}: {why}", folder=folder)
 
     def trust(self, entry: Entry) -> None:
-        """Take a checkpoint for whole: a load has read every byte of it."""
+        """Mark a checkpoint as verified: the caller has read every byte and found it right."""
         self._deleter.trust(entry)
 
     @contextmanager
     def _trying(self, what: str) -> Iterator[None]:
-        """Log an error instead of raising it."""
+        """Log an error of the `with` block instead of raising it."""
         try:
             yield
         except Superseded as error:
@@ -124,49 +124,49 @@ class Housekeeper:
 
 
 class Uploads:
-    """Uploads of committed checkpoints, as a manager with one root sees them: no-ops.
+    """The manager's interface to uploads; this default, for one root, is a no-op.
 
-    `care.mirror.Mirror` sends to a second root.
+    `care.mirror.Mirror` uploads to a second root.
     """
 
     def committed(self) -> None:
         """Queue a new checkpoint of the local root, before anything there is deleted."""
 
     def mend_now(self) -> None:
-        """Let what is damaged locally and whole remotely be mended from now on."""
+        """Request repairs of damaged local checkpoints from the remote tier, in the background."""
 
     def expect_room(self, now: Timestamp) -> None:
-        """Return when the remote tier is no further behind than it may be.
+        """Block until the remote tier is no further behind a run at `now` than the options allow.
 
         Raises:
-            DeadlineExceeded: it does not catch up.
+            DeadlineExceeded: the remote tier does not catch up.
         """
 
     def raise_failure(self) -> None:
-        """Raise what must not be missed: that the run went on elsewhere, each time; and a failed
-        upload once, if it is to be raised."""
+        """Raise the error of a failed upload, once, if the options say so.
+        That another process has claimed the run is raised at every call."""
 
     def settle(self, timeout_s: float) -> None:
-        """Return when nothing waits to be sent any more, or nothing of it can be.
+        """Block until the queue of uploads is empty, or has only uploads that cannot succeed.
 
         Raises:
-            DeadlineExceeded: says what still waits.
+            DeadlineExceeded: lists the uploads that still wait.
         """
 
     def close(self, timeout_s: float) -> None:
-        """Send what is left, up to a deadline, and end.
+        """Upload what is queued, up to a deadline, and stop for good.
 
         Raises:
-            UploadFailed: something is left, and that is to be raised.
-            OwnershipError: the run went on elsewhere, and nobody was told yet.
+            UploadFailed: something was not uploaded, and the options ask for the error.
+            OwnershipError: another process claimed the run, and that was not raised yet.
         """
 
 
 class Tuning:
-    """Tells the `Auto` of one manager what the root records, and what saves and resumes cost.
+    """Passes measured costs to the `Auto` of one manager; without one, all methods are no-ops.
 
-    Owns when it is told what, and in which thread; what follows is for `holdfast.policy.auto`.
-    Without an `Auto` every method does nothing.
+    They are recorded ones of the root, and new ones of this process. Owns when and in which thread
+    they are passed; `holdfast.policy.auto` computes the interval.
     """
 
     def __init__(self, store: Store, owner: Ownership, emit: Emitter, auto: Auto | None) -> None:
@@ -180,14 +180,14 @@ class Tuning:
     # In the background
 
     def after_claim(self) -> None:
-        """Read what the run has recorded, once per claim: every manifest and claim of the root."""
+        """Read the recorded costs of the run, once per claim, from all manifests and claims."""
         claim = self._owner.claim
         if self._auto is None or claim is None:
             return
         try:
             history = gather(self._store).history
         except HoldfastError as error:
-            # The next commit tries again; until then what is known from this process counts.
+            # The next commit retries; until then only costs measured by this process count.
             self._emit("housekeeping_failed", f'every="auto" cannot read the record: {error}')
             return
         self._auto.learn(history)
@@ -195,7 +195,7 @@ class Tuning:
         self._tell()
 
     def after_commit(self, entry: Entry) -> None:
-        """Take in what this save cost, unless it is one that was there already."""
+        """Pass on the cost of a new checkpoint, unless an unchanged save returned an old one."""
         manifest = entry.manifest
         if self._auto is None or manifest.lacks or manifest.save_id == self._last_id:
             return
@@ -209,25 +209,25 @@ class Tuning:
             self._auto.observe(cost, manifest.timestamp)
             self._tell()
 
-    # In the thread that trains
+    # In the training thread
 
     def look(self, now: Timestamp, *, is_writing: bool) -> None:
-        """Training is at `now`; `is_writing`: the newest save is not committed yet."""
+        """Pass on that training is at `now`; `is_writing`: the newest save is not committed yet."""
         if self._auto is not None:
             self._auto.look(now, is_writing=is_writing)
 
     def saved(self, stall_s: float) -> None:
-        """A save has just stopped training for so long, and is being written."""
+        """Pass on that a save has just stopped training for `stall_s`, and is being written."""
         if self._auto is not None:
             self._auto.saved(stall_s)
 
     def resumed(self, resume_s: float) -> None:
-        """Training goes on from a checkpoint, which took so long to load."""
+        """Pass on that training resumed from a checkpoint, and that this took `resume_s`."""
         if self._auto is not None:
             self._auto.restarted(resume_s)
 
     def timings(self) -> dict[str, float]:
-        """Times, in seconds, that the next save of the whole state records beside its own cost."""
+        """Return timings, in seconds, that the next whole save records beside its own cost."""
         return {} if self._auto is None else self._auto.timings()
 
     def _tell(self) -> None:
@@ -239,7 +239,7 @@ class Tuning:
 
 
 class ManagerChores:
-    """Order of the chores of one manager."""
+    """Calls a manager's maintenance tasks (retention, tuning, uploads) in the right order."""
 
     def __init__(
         self,
@@ -256,7 +256,7 @@ class ManagerChores:
         self._tuning = tuning
 
     def after_claim(self) -> None:
-        """Remove what earlier writers left, read what the run has recorded, mend."""
+        """Remove leftovers of earlier writers, read recorded costs, repair damaged checkpoints."""
         self._housekeeper.after_claim()
         self._tuning.after_claim()
         self._uploads.mend_now()
@@ -268,6 +268,6 @@ class ManagerChores:
         self._housekeeper.after_commit(entry)
 
     def after_failure(self) -> None:
-        """Keep the manager until somebody is told; a later one of this process may have the run."""
+        """Keep the manager until its failure is raised; let later managers claim the run."""
         exits.hold(self._manager)
         self._owner.let_others_claim()

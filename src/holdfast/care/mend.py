@@ -34,14 +34,14 @@ from holdfast.store.base import Store
 def mend(local: Store, remote: Store, folder: str, *, epoch: int) -> tuple[str, ...]:
     """Replace damaged and missing files of a local checkpoint; return the names of those replaced.
 
-    Only files in the manifest are replaced, and only by bytes that have the recorded digests; and
-    the keys of an encrypted checkpoint where they are lost. A file is fetched whole before the
-    damaged one is deleted. `epoch` is the caller's claim.
+    Replaces only the manifest, files listed in it, and lost keys of an encrypted checkpoint, and
+    files only by bytes with the recorded digests. A file is fetched whole before the damaged one
+    is deleted. `epoch` is the caller's claim.
 
     Raises:
         Superseded: a later writer owns the local root.
-        NoCheckpoint: it is not committed in the remote tier any more.
-        SealError: our keys do not decrypt it.
+        NoCheckpoint: the checkpoint is not committed in the remote tier any more.
+        SealError: the store's keys do not decrypt it.
         FormatError, StoreError: the remote copy is damaged too, or a tier fails.
     """
     bare_local, bare_remote = bare(local), bare(remote)
@@ -74,7 +74,7 @@ def _expect_same(listing: Listing, folder: str, *, where: str) -> None:
 
 
 def _pieces_of_sealed(remote: Store, key: str, file: FileEntry) -> tuple[FilePiece, ...]:
-    """Compute the pieces of an encrypted file, which reads all of it."""
+    """Compute the pieces of an encrypted file by reading all of it."""
     spans = split(file.nbytes)
     digests = (block_digest(remote.get(key, start, stop - start)) for start, stop in spans)
     return pieces_of_sealed(file, digests, what=f"{remote.url}/{key}")
@@ -94,8 +94,8 @@ def _pieces_of_plain(
 def _mend_keys(local: Store, remote: Store, folder: str, listing: Listing, epoch: int) -> list[str]:
     """Write a new box of keys for an encrypted checkpoint if none of its boxes can be read.
 
-    It is for the run's current keys: the boxes of the other tier may be for keys that were changed
-    in the local tier since.
+    The box is for the run's current keys: boxes of the remote tier may be for keys that were
+    since changed in the local tier.
     """
     sealing_store = sealed(remote)
     if not isinstance(listing, Visible) or sealing_store is None:
@@ -121,7 +121,7 @@ def _expect_committed(local: Store, folder: str) -> None:
     try:
         listing = read_listing(local, folder)
     except FormatError:
-        return  # it is mended next
+        return  # the manifest is repaired next
     if not isinstance(listing, Manifest | Visible):
         raise NoCheckpoint(f"{local.url}/{folder}: not committed any more")
 

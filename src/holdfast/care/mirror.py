@@ -1,9 +1,8 @@
 """Mirrors the checkpoints of a local root to a remote one, beside training (design.md, rule 9).
 
-Owns the thread in which all talks to the remote tier happen, and what the threads that train see of
-it; what is done there is in `care.sending`.
-A failure there is logged and tried again, and holds back nothing but the deletion of what is not
-sent yet.
+Owns the upload thread, the only one that makes requests to the remote tier, and the interface of
+the training threads to it; the work of that thread is in `care.sending`.
+A failed upload is logged and retried; it delays only the deletion of what is not uploaded yet.
 """
 
 from __future__ import annotations
@@ -29,22 +28,21 @@ from holdfast.events import Emitter
 from holdfast.format.manifest import Timestamp
 
 _END_S = 5.0
-"""How long `close` waits, beyond its deadline, for the blocks that are on their way."""
+"""How long `close` waits, beyond its deadline, for blocks in flight, in seconds."""
 
 
 class Turn(Enum):
-    """State of the thread that sends."""
+    """State of the upload thread."""
 
     RESTS = auto()
     WORKS = auto()
     AGAIN = auto()
-    """At work, and something has changed since its round began."""
+    """Another round is due: something has changed since the present one began."""
 
 
 class Mirror(Uploads):
-    """Sends what a rule wants to have in the remote tier, and does the chores there.
-
-    Paused from the beginning, and while the run is being claimed.
+    """Uploads checkpoints to the remote tier in a thread of its own, and runs retention there.
+    Paused until the run is claimed, and while it is being claimed again.
     """
 
     def __init__(
@@ -56,7 +54,7 @@ class Mirror(Uploads):
         *,
         timeout_s: float,
     ) -> None:
-        """`sending` does the rounds; `timeout_s` bounds the waits of callers."""
+        """Stay paused until `go_on`. `timeout_s` is the longest that callers wait."""
         self._owner = owner
         self._local_url, self._remote_url = owner.catalog.store.url, owner.catalog.remote.store.url
         self._sending = sending
@@ -69,7 +67,7 @@ class Mirror(Uploads):
         self._turn = Turn.RESTS
         self._job: Future[None] | None = None
 
-    # From the threads that train and save
+    # Called by the threads that train and save
 
     @override
     def committed(self) -> None:
@@ -126,10 +124,10 @@ class Mirror(Uploads):
 
     @contextmanager
     def _held(self, timeout_s: float) -> Iterator[None]:
-        """With the queue held, which another thread may have that waits for a disk or for a key.
+        """Hold the queue's lock; another thread may hold it while it waits for a disk or a key.
 
         Raises:
-            DeadlineExceeded: it has it for `timeout_s` seconds.
+            DeadlineExceeded: the lock was not free within `timeout_s` seconds.
         """
         if not self._changed.acquire(timeout=timeout_s):
             raise DeadlineExceeded(
@@ -181,17 +179,17 @@ class Mirror(Uploads):
     # The thread
 
     def go_on(self) -> None:
-        """Begin anew after a claim."""
+        """Start uploading after a claim, with all cached state of both tiers dropped."""
         self._sending.forget()
         self._sending.proceed()
         self._background.proceed()
         self._wake()
 
     def pause(self, timeout_s: float | None = None) -> None:
-        """Return when nothing of this is under way.
+        """Stop uploading, and wait until the upload thread has ended its round.
 
         Raises:
-            DeadlineExceeded: a call of the remote tier hangs.
+            DeadlineExceeded: a request to the remote tier hangs.
         """
         self._background.ask_to_stop()
         self._sending.interrupt()
@@ -203,7 +201,7 @@ class Mirror(Uploads):
                 f"{self._remote_url}: an upload does not end after {limit_s:.0f} s"
             )
         if not self._backlog.is_sure or any(map(self._is_ours, self._backlog.waiting)):
-            # Whoever sends it later commits in an epoch that must not be thought to be over.
+            # A later upload commits in this epoch, so it must not be recorded as ended.
             self._owner.remote_is_clean = False
 
     def _is_ours(self, entry: Entry) -> bool:
@@ -246,7 +244,7 @@ class Mirror(Uploads):
 
 
 class MirroredOwnership(TieredOwnership):
-    """Ownership of a run in two tiers, between which nothing is sent while it is being claimed."""
+    """Ownership of a run in two tiers that pauses uploads while the run is being claimed."""
 
     def __init__(
         self,
@@ -280,10 +278,10 @@ def ownership(
     replaces: bool,
     timeout_s: float,
 ) -> tuple[Ownership, Uploads, Housekeeper]:
-    """Make what holds the claim on a root, or on both of its tiers, what sends from one to the
-    other, and what does the chores in the first.
+    """Create the ownership, uploads and local housekeeping of a root with one or two tiers.
 
-    `rules` are those of the tiers; `timeout_s` bounds the waits of callers.
+    With one tier, uploads are a no-op. `rules` are the tiers' retention rules; `timeout_s` is the
+    longest that callers wait.
     """
     if not (isinstance(root, Tiered) and isinstance(catalog, TieredCatalog)):
         owner = Ownership(catalog.store, takeover=takeover, emit=emit)

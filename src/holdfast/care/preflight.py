@@ -1,7 +1,7 @@
-"""Checks before a manager's first save: no accident, a store that can do it, and the claim.
+"""Checks before a manager's first save: no accidental restart, saves that will work, the claim.
 
-`preflight` tries the real thing on a few bytes instead of trusting what a file system claims to be,
-and lists every reason why a save would fail.
+`preflight` tries the operations of a save on a few bytes instead of trusting what a file system
+claims to be, and reports every problem.
 """
 
 from __future__ import annotations
@@ -47,24 +47,24 @@ _PIECE = b"holdfast" * 512
 _ROUNDING_NBYTES = 4096
 _RECORDS_PER_SAVE = 4
 _RACERS, _RACES = 8, 6
-"""Where puts are not atomic, more than one of eight wins in three races out of four."""
+"""Threads and rounds of the test of concurrent puts. Where puts are not atomic, three rounds of
+four show more than one winner among eight threads."""
 _RACE_TIMEOUT_S = 120.0
 
 
 def preflight(
     store: Store, *, nbytes_per_save: int, saves_kept: int | None, num_files: int
 ) -> str | None:
-    """Check that saves of this size will find room, that the store does what commits need, and
-    that the keys open what they wrap.
+    """Check free space, the store's operations and the encryption keys before a first save.
 
     `saves_kept` is how many checkpoints retention keeps at most, beside the one being written;
-    None when there is no limit, and then room for one save is asked for. `num_files` is the
-    number of files of a save. Makes the root where there is none, and a scratch folder that it
-    removes again; other things in the root do not matter. Says how large files will be written
+    None when there is no limit, and then space for one save is required. `num_files` is the
+    number of files of a save. Creates the root if it is missing, and a scratch folder that is
+    removed again; other contents of the root are ignored. Returns how large files will be written
     from now on, where the store chooses that by trying.
 
     Raises:
-        PreflightFailed: with every problem that was found.
+        PreflightFailed: lists every problem that was found.
     """
     problems = [
         *_lack_of_room(store, nbytes_per_save, saves_kept, num_files),
@@ -108,10 +108,10 @@ def _lack_of_room(
 
 
 def _held(store: Store) -> tuple[int, int]:
-    """Bytes and files of the attempts that have not ended: retention will free their room."""
+    """Count the bytes and files of attempts that have not ended: retention will free them."""
     nbytes = num_files = 0
     for name in Catalog(store).open_attempts():
-        with suppress(StoreError):  # a link in its place: retention frees nothing there
+        with suppress(StoreError):  # a symbolic link: retention frees nothing there
             for info in store.list(f"{name}/"):
                 nbytes += info.nbytes
                 num_files += 1
@@ -119,7 +119,7 @@ def _held(store: Store) -> tuple[int, int]:
 
 
 def _refusals(store: Store) -> Iterator[str]:
-    """Go through the operations of a save, a load and a deletion in a scratch folder."""
+    """Try the operations of a save, a load and a deletion in a scratch folder; yield problems."""
     folder = layout.scratch_folder(os.urandom(8))
     try:
         store.make_folder(folder, exclusive=True)
@@ -139,7 +139,7 @@ def _refusals(store: Store) -> Iterator[str]:
 
 
 def _register_refusals(store: Store, key: str) -> Iterator[str]:
-    """A commit is a put that must fail when the key is taken, and a tombstone replaces it."""
+    """Check that a put with `if_absent` fails on an existing key, and that a put replaces it."""
     try:
         put_once(store, key, _FIRST)
     except (StoreError, CommitConflict) as error:
@@ -175,8 +175,8 @@ def _read_refusals(store: Store, key: str, expected: bytes) -> Iterator[str]:
 
 
 def _race_refusals(store: Store, folder: str) -> Iterator[str]:
-    """Some services look whether a key is free, and then write: of several puts at once more than
-    one is told that it won."""
+    """Check that of several concurrent puts with `if_absent` exactly one succeeds.
+    It fails on services that first check a key and then write it."""
     workers = Workers(_RACERS, "holdfast-preflight")
     try:
         for number in range(_RACES):
@@ -206,7 +206,7 @@ def _wins(store: Store, key: str, racer: int) -> bool:
 
 
 def _file_refusals(store: Store, key: str) -> Iterator[str]:
-    """A large file is written in pieces, in any order."""
+    """Check that a file can be written in pieces, in any order."""
     try:
         writer = store.create(key, 2 * len(_PIECE))
     except StoreError as error:
@@ -225,7 +225,7 @@ def _file_refusals(store: Store, key: str) -> Iterator[str]:
 
 
 def _range_refusals(store: Store, key: str, expected: bytes) -> Iterator[str]:
-    """A load reads blocks of a file, exactly."""
+    """Check that a range of a file is read exactly, and that reading past its end fails."""
     middle = len(expected) // 2 - 3
     try:
         if store.get(key, middle, 100) != expected[middle : middle + 100]:
@@ -253,7 +253,7 @@ _CLOCK_SKEW_S = 60.0
 
 
 class Beginning:
-    """Lets a run begin to save, or says why not."""
+    """Checks whether a run may begin to save, and claims the run."""
 
     def __init__(
         self, catalog: Catalog, owner: Ownership, rules: Rules, emit: Emitter, *, preflight: bool
@@ -264,11 +264,11 @@ class Beginning:
         self._rules = rules
         self._emit = emit
         self.preflight_due = preflight
-        """Whether the next save is to check space and rights first."""
+        """Whether the next save must first check space and permissions."""
         self._has_compared_clocks = False
 
     def expect(self, captured: Captured, standing: Entry | None, *, is_rollback: bool) -> None:
-        """Return when the run is claimed and a save can be made.
+        """Check that a save can be made, and claim the run if it is not claimed yet.
 
         Raises:
             OwnedElsewhere: a live process owns the run.
@@ -291,10 +291,10 @@ class Beginning:
             )
 
     def refuse_existing(self, step: int, standing: Entry | None) -> None:
-        """Raise `UsageError` where there is a checkpoint of this step, in whatever lineage.
+        """Raise `UsageError` if a checkpoint of this step exists, in any lineage.
 
-        But for the one on which the run stands, which may turn out to be unchanged, and for parts
-        that another saver has saved at this step.
+        Exempt are `standing`, the run's latest, which may turn out to be unchanged, and parts that
+        another saver has saved at this step.
         """
         if standing is not None and standing.step == step:
             return
@@ -324,7 +324,7 @@ class Beginning:
             )
 
     def look_around(self) -> None:
-        """Warn if the root has no checkpoint, but a folder directly in it is the root of a run."""
+        """Warn if this root, which has no checkpoint, directly contains the root of a run."""
         if not self._store.has_folders:
             return
         folders = [name[:-1] for name in self._store.children() if name.endswith("/")]
@@ -354,7 +354,7 @@ class Beginning:
             )
 
     def _is_part_of_this_pass(self, entry: Entry) -> bool:
-        """Whether another saver of this very process has just saved a part of the state."""
+        """Whether a checkpoint is a part of the state that another saver of this process saved."""
         claim = self._owner.claim
         is_ours = claim is not None and entry.name.epoch == claim.epoch
         return is_ours and bool(entry.manifest.lacks)
@@ -366,7 +366,7 @@ class Beginning:
             yield Choice(point=None)
 
     def _refuse_accidental_restart(self, standing: Entry | None) -> None:
-        """Saving from scratch into a root with checkpoints would let retention eat them."""
+        """Raise `UsageError` on a fresh start where retention would then delete checkpoints."""
         if standing is None and self._catalog.ever_committed():
             raise UsageError(
                 f"{self._store.url} holds the checkpoints of a run. Call resume() to go on with "
@@ -379,7 +379,7 @@ class Beginning:
         try:
             remote.children()
         except StoreError:
-            return  # the claim tells that it is away, and the first upload finds out the rest
+            return  # the claim reports that it is unreachable, and the first upload the rest
         with owner.remote_scratch():
             self._check_room(captured, remote, self._rules.remote)
 
@@ -397,6 +397,6 @@ class Beginning:
 
 
 def _seconds_between(first: str, second: str) -> float:
-    """Seconds from one recorded time to another; 0 if one of them cannot be parsed."""
+    """Compute the seconds from one recorded time to another; 0 if one cannot be parsed."""
     begin, end = recorded_time(first), recorded_time(second)
     return 0.0 if begin is None or end is None else (end - begin).total_seconds()

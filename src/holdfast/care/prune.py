@@ -1,7 +1,6 @@
-"""Retention from outside a run: hold an epoch, carry out a rule once, give the run up again.
+"""Retention from outside a run: claim the run, apply a rule once, release the run.
 
-An epoch that never commits moves nothing: the run stands afterwards where it stood before
-(docs/design.md, rule 2).
+A claim that never commits changes nothing for the next resume (docs/design.md, rule 2).
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ def preview(
 ) -> tuple[Planned, ...]:
     """Decide what `prune` would delete now. Claims and writes nothing.
 
-    `known`: folder → manifest, of those that were read before.
+    `known`: manifests that were read before, by folder.
 
     Raises:
         UsageError: the rule needs a metric or a counter that no checkpoint has, or names a saver
-            that made none of them.
+            that saved none of them.
     """
     catalog = Catalog(store)
     point = standing(store).point
@@ -56,11 +55,11 @@ def preview(
 
 
 def prune(store: Store, rule: Rule, *, emit: Emitter, watch: Wait | None = None) -> Pruned:
-    """Delete and thin what the rule says. Claims the run for that long, when there is work.
+    """Apply a retention rule once; claims the run while it deletes, if there is work.
 
-    What somebody reads stays, and what waits for its upload to another tier. Whether a reader on
-    another host lives is found out by watching its lease for up to `SILENT_S` seconds
-    (`watch(seconds)` waits; a test may pass its own).
+    Checkpoints that are being read or wait for their upload stay. Readers on other hosts are
+    detected by watching their leases for up to `SILENT_S` seconds (`watch(seconds)` waits; a test
+    may pass its own).
 
     Raises:
         UsageError: the rule needs a metric or a counter that no checkpoint has.
@@ -92,7 +91,7 @@ def _standings(store: Store) -> Iterator[Choice]:
 
 
 def standing(store: Store) -> Choice:
-    """Where the run stands: the newest of the lineage from which it would go on."""
+    """Find the newest checkpoint of the lineage from which the run would resume."""
     catalog = Catalog(store)
     passed_over: set[str] = set()
     unhealthy: Entry | None = None

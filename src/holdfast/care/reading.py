@@ -1,7 +1,7 @@
 """Reads of a checkpoint's files for verification, a few blocks at a time, with one retry.
 
-Findings are plain records, for people and for `--json`.
-Bytes are read from the disk itself where possible: the page cache cannot show a disk's damage.
+Bytes are read around the page cache where possible, because it hides damage of the disk. Result
+records of verification come first: problems found, reports of a checkpoint and of a root.
 """
 
 from __future__ import annotations
@@ -53,21 +53,21 @@ READ_TIMEOUT_S = 600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """A file, or a part of it, that is not as it was written."""
+    """A problem with a file, or with one block of it: damaged, missing or unreadable."""
 
     file: str
     message: str
     block: int | None = None
     start: int | None = None
-    """First byte of the damaged stretch, where it is known."""
+    """Offset of the first damaged byte, where it is known."""
     nbytes: int | None = None
     tensors: tuple[str, ...] = ()
-    """Keys of the tensors that have bytes in the damaged stretch."""
+    """Keys of the tensors that have bytes in the damaged part."""
     expected: str = ""
     found: str = ""
     is_damage: bool = True
-    """Whether bytes are wrong or lost (`errors.is_damage`); else they could not be read now, or not
-    by this version, and nothing is known of them."""
+    """Whether bytes are wrong or lost (`errors.is_damage`). False: they could not be read now, or
+    not by this version, and may be intact."""
 
     def __str__(self) -> str:
         place = "" if self.block is None else f" block {self.block} (byte {self.start})"
@@ -79,7 +79,7 @@ class Problem:
 
 
 def problem_of(file: str, what: str | HoldfastError, **more: Any) -> Problem:
-    """The problem with a file of which something is wrong, or that gave this error."""
+    """Build the `Problem` of a file from a text, or from the error that reading it raised."""
     message = str(what).removeprefix(f"{file}: ")
     damage = isinstance(what, str) or is_damage(what)
     return Problem(file=file, message=message, is_damage=damage, **more)
@@ -87,11 +87,11 @@ def problem_of(file: str, what: str | HoldfastError, **more: Any) -> Problem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyReport:
-    """Result of verifying one checkpoint. `nbytes` is how many bytes were read and compared."""
+    """Result of verifying one checkpoint. `nbytes` counts the bytes that were read and compared."""
 
     folder: str
     step: int | None
-    """None where the manifest cannot be read."""
+    """Step of the checkpoint; None where the manifest cannot be read."""
     problems: tuple[Problem, ...]
     notes: tuple[str, ...]
     nbytes: int
@@ -113,7 +113,7 @@ class RootReport:
     """Damaged records in `writers/`."""
     notes: tuple[str, ...]
     unopened: tuple[tuple[str, SealError], ...] = ()
-    """(folder, why) of checkpoints that the given keys do not open: nothing is known of these."""
+    """(folder, why) of checkpoints that the given keys do not decrypt; these were not checked."""
 
     @property
     def ok(self) -> bool:
@@ -222,7 +222,7 @@ class FolderReader:
         """Read and decode the manifest.
 
         Raises:
-            NoCheckpoint: it was never committed, or is deleted by now.
+            NoCheckpoint: the checkpoint was never committed, or is deleted by now.
             CorruptData: it is missing, and other records show that it was committed.
             MissingKey: it is encrypted.
         """
@@ -262,7 +262,7 @@ class FolderReader:
     def begin(self, block: BlockToCheck) -> Callable[[], CheckedBlock]:
         """Read a block; return a callback that checks it, and rereads it if the check fails."""
         start, nbytes = block.start, block.stop - block.start
-        # From the page before on, because direct reads want that.
+        # Start at a page boundary, because direct reads require that.
         skipped = start % mmap.PAGESIZE
         buffer = self._buffers.take(max(skipped + nbytes, BLOCK_NBYTES))
         memory = buffer[: skipped + nbytes]

@@ -1,7 +1,7 @@
-"""Access to the encrypted checkpoints of a root: which keys open them, and how keys are added.
+"""Key rotation: which keys decrypt the checkpoints of a root, and how these keys are replaced.
 
-Only boxes of keys are written, never what they open. A new box is put and read back before an old
-one goes, so that a process killed anywhere leaves checkpoints that the old or the new keys open.
+Only boxes of wrapped keys are written, never data. A new box is put and read back before an old
+one is deleted, so that the old or the new keys decrypt a checkpoint wherever a process is killed.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ class Sealed:
     visible: Visible
     boxes: dict[int, KeyBox]
     numbers: frozenset[int]
-    """Of all boxes, also of those that cannot be read."""
+    """Numbers of all boxes, also of those that cannot be read."""
 
     @property
     def recipients(self) -> tuple[str, ...]:
-        """Kind and id of each key that opens it, without repeats."""
+        """Kind and id of each key that decrypts the checkpoint, without repeats."""
         found = (f"{r.kind} {r.id}" for box in self.boxes.values() for r in box.recipients)
         return tuple(dict.fromkeys(found))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rekeyed:
-    """Outcome for one checkpoint: `done`, `was so` before, or `failed` with the reason."""
+    """Outcome of a key rotation for one checkpoint: `done`, `was so` before, or `failed`."""
 
     folder: str
     outcome: str
@@ -62,7 +62,7 @@ class Rekeyed:
 
 
 def sealed_in(store: Store) -> Iterator[Sealed | Rekeyed]:
-    """The sealed checkpoints of a root, newest first; a failure where one cannot be read."""
+    """Yield the encrypted checkpoints of a root, newest first; a failure for an unreadable one."""
     for name in Catalog(store).attempts():
         try:
             found = look(store, str(name))
@@ -94,10 +94,10 @@ def look(store: Store, folder: str) -> Sealed | None:
 def rotate(
     store: Store, opening: Sequence[Key], sealing: Sequence[Key], *, keeps_old: bool = False
 ) -> Iterator[Rekeyed]:
-    """Make every sealed checkpoint of a root one that the keys `sealing` open.
+    """Wrap the data key of every encrypted checkpoint of a root for the keys `sealing`.
 
-    The boxes of the keys before go, unless `keeps_old`. May be run again after it was cut short,
-    and beside a training, which goes on sealing for the keys that it was given.
+    Boxes of the old keys are deleted, unless `keeps_old`. May be run again after it was cut short,
+    and beside a training, which continues to encrypt for the keys that it was given.
     """
     for found in sealed_in(store):
         if isinstance(found, Rekeyed):
@@ -134,7 +134,7 @@ def _rotate_one(
         number = put_box(store, found.folder, newest, box)
     if keeps_old:
         return is_new
-    # Also what cannot be read: the keys before may be in it.
+    # Delete unreadable boxes too: they may hold the old keys.
     for old in sorted(found.numbers - {number}):
         store.delete(f"{found.folder}/{layout.keys_name(old)}")
         is_new = True
@@ -142,7 +142,7 @@ def _rotate_one(
 
 
 def _is_for(box: KeyBox, keys: Sequence[Key], found: Sealed) -> bool:
-    """Whether a box is for these keys and for no others, as far as they can tell."""
+    """Whether all these keys decrypt a box, and nothing in it is for another key."""
     each = [KeyBox(commitment=box.commitment, recipients=(one,)) for one in box.recipients]
     return all(_opens([key], box, found) for key in keys) and all(
         _opens(keys, one, found) for one in each
@@ -150,7 +150,7 @@ def _is_for(box: KeyBox, keys: Sequence[Key], found: Sealed) -> bool:
 
 
 def _opens(keys: Sequence[Key], box: KeyBox, found: Sealed) -> bool:
-    """Whether any of the keys opens a box; a public key opens nothing."""
+    """Whether any of the keys decrypts a box; a public key decrypts nothing."""
     suite = suite_named(found.visible.suite, what=found.folder)
     try:
         unwrapped(keys, [box], suite, what=found.folder)
@@ -160,10 +160,10 @@ def _opens(keys: Sequence[Key], box: KeyBox, found: Sealed) -> bool:
 
 
 def _expect_opens(box: KeyBox, keys: Sequence[Key], found: Sealed) -> None:
-    """Raise unless each key opens a new box, before nothing else does; public keys cannot.
+    """Check that each key decrypts a new box before old ones are deleted; skip public keys.
 
     Raises:
-        KeyUnavailable, Tampered: a service refuses, or gives something else.
+        KeyUnavailable, Tampered: a service refuses, or returns another data key.
     """
     suite = suite_named(found.visible.suite, what=found.folder)
     for key in keys:
@@ -172,10 +172,10 @@ def _expect_opens(box: KeyBox, keys: Sequence[Key], found: Sealed) -> None:
 
 
 def put_box(store: Store, folder: str, newest: int, box: KeyBox) -> int:
-    """Put a box under the next number after `newest`, and see that it is there; gives the number.
+    """Put a box under the first free number after `newest`, read it back and return the number.
 
     Raises:
-        CommitConflict: it cannot be seen there, or no number is free.
+        CommitConflict: something else is read back, or no number is free.
     """
     data = encode_box(box)
     stop = min(newest + 1 + _MAX_RACES, layout.MAX_BOX_NUMBER + 1)

@@ -1,6 +1,6 @@
-"""Carrying out what the retention rule decided, one checkpoint at a time, oldest first.
+"""Deletion of what the retention rule does not keep, one checkpoint at a time, oldest first.
 
-First whole checkpoints go, then components of some that stay. A dry run looks at `plan` alone.
+Whole checkpoints are deleted first, then components of some that stay. A dry run calls `plan` only.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from holdfast.store.base import Store, is_one_file
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """A decision together with the checkpoint that it is about."""
+    """A retention decision and the checkpoint that it is about."""
 
     entry: Entry
     decision: Decision
 
     @property
     def nbytes(self) -> int:
-        """Bytes of tensors and trees that carrying it out gives back."""
+        """Bytes of tensors and trees that carrying out the decision frees."""
         if not self.decision.keep:
             return self.decision.entry.nbytes
         parts = self.entry.manifest.components
@@ -57,8 +57,7 @@ def plan(
     replaces: bool = False,
 ) -> tuple[Planned, ...]:
     """Decide which of the committed checkpoints of this run stay, newest first.
-
-    Those of epochs after `epoch`, the caller's, are not its to judge.
+    Leaves out checkpoints of epochs after `epoch`, the caller's: a later writer decides on them.
     """
     by_order = {entry.order: entry for entry in entries if entry.name.epoch <= epoch}
     lineage = {name.order for name in catalog.lineage()}
@@ -70,7 +69,7 @@ def plan(
         replaces=replaces,
     )
     planned = [Planned(entry=by_order[made.entry.order], decision=made) for made in decisions]
-    # Of all, and of the run's own line, on which a resume goes back.
+    # Among all checkpoints, and among the run's own lineage, along which a resume goes back.
     for orders in ({*by_order}, lineage):
         planned = _with_one_apart(catalog.store, planned, orders)
     return tuple(planned)
@@ -79,8 +78,9 @@ def plan(
 def _with_one_apart(
     store: Store, planned: list[Planned], orders: Collection[tuple[int, int]]
 ) -> list[Planned]:
-    """The plan, with one more to keep where the newest two whole ones that stay, of these orders,
-    share a file: the newest that shares none with the first of them."""
+    """Keep one more checkpoint where the newest two whole ones that stay share a file.
+    Only checkpoints of `orders` count. The one more is the newest that shares no file with the
+    newest that stays."""
     ours = (item for item in planned if item.entry.order in orders)
     whole = [item for item in ours if _is_whole(item.decision.entry)]
     staying = [item for item in whole if item.decision.keep and not item.decision.drop]
@@ -100,7 +100,7 @@ def _is_whole(entry: Candidate) -> bool:
 
 
 def _share_files(store: Store, one: Entry, other: Entry) -> bool:
-    """Whether the two have one file on the disk in common: its damage would be in both."""
+    """Whether two checkpoints are hard-linked to a common file, so that damage hits both."""
     if not store.has_links:
         return False
     files = other.manifest.files
@@ -109,7 +109,7 @@ def _share_files(store: Store, one: Entry, other: Entry) -> bool:
 
 
 def candidate(store: Store, entry: Entry) -> Candidate:
-    """Describe a checkpoint for the rules."""
+    """Describe a checkpoint as the retention rules need it."""
     manifest, marks = entry.manifest, entry.marks
     parts = parts_of(store, entry.folder, manifest, marks)
     return Candidate(
@@ -138,30 +138,31 @@ class Pruned:
 
     planned: tuple[Planned, ...] = ()
     deleted: list[str] = field(default_factory=list)
-    """Folders."""
+    """Folders that were deleted."""
     thinned: list[str] = field(default_factory=list)
     """Folders that lost components."""
     failed: list[tuple[str, HoldfastError]] = field(default_factory=list)
-    """(folder, error) of what could not be done, and of what was found damaged on the way."""
+    """(folder, error) of deletions that failed, and of checkpoints that were found damaged."""
     postponed: list[tuple[str, str]] = field(default_factory=list)
-    """(folder, why) of what somebody needs; it stays until the rule is carried out again."""
+    """(folder, why) of checkpoints that are being read or uploaded; they stay until the next time.
+    """
 
 
 class Waiting(Protocol):
-    """Checkpoints that must not be deleted yet."""
+    """Interface that tells which checkpoints must not be deleted yet."""
 
     def holds(self, entry: Entry) -> str:
-        """Why it must not be deleted yet; empty where it may be."""
+        """Say why a checkpoint must not be deleted yet; empty where it may be."""
         ...
 
 
 class Deleter:
-    """Deletes what the rule does not keep, oldest first, while a claim owns the run.
+    """Deletes checkpoints that the rule does not keep, oldest first, while a claim owns the run.
 
-    Nothing goes unless something newer that stays and stands in for it has been read in full and
-    found whole: what this process resumed from, or else the newest, which is read back then
-    (invariant 4). What somebody reads waits for the next time; each reader is told of once (rule
-    8).
+    Nothing is deleted unless a newer checkpoint that stays and stands in for it was read in full
+    and found whole: what this process resumed from, or else the newest, which is then read back
+    (invariant 4). A checkpoint that is being read waits for the next time; each reader is reported
+    once (rule 8).
     """
 
     def __init__(
@@ -175,8 +176,9 @@ class Deleter:
         readers: Readers | None = None,
         waiting: Waiting | None = None,
     ) -> None:
-        """`is_sent_to`: whether the root may be the remote tier of a run, where senders put
-        manifests. `waiting` says what must not go yet, though the rule would delete it."""
+        """Delete nothing yet. `is_sent_to`: whether the root may be the remote tier of a run,
+        where uploads put manifests. `waiting` says what must not be deleted yet, though the rule
+        would delete it."""
         self._store = store
         self._rule = rule
         self._emit = emit
@@ -185,32 +187,32 @@ class Deleter:
         self._readers = readers if readers is not None else Readers(store)
         self._waiting = waiting
         self._told: set[str] = set()
-        """Subjects and leases of events that come once."""
+        """Subjects and lease keys whose event was sent already, as it is sent once."""
         self._unclear: frozenset[str] = frozenset()
         self._verified: set[str] = set()
         self._known: dict[str, Manifest] = {}
-        """By folder: manifests, which do not change until somebody begins to delete them."""
+        """Cached manifests by folder; they do not change until their deletion begins."""
         self._claims: dict[int, WriterRecord] = {}
-        """Those that were read under `_claimed`, by epoch: they change only when a run is claimed,
-        where two tiers had been claimed apart."""
+        """Claims read under the claim `_claimed`, by epoch. They change only when a run is claimed
+        whose two tiers had been claimed apart."""
         self._claimed = 0
         self._failures: dict[str, Planned] = {}
-        """By folder: what could not be done, or not to its end."""
+        """Deletions that failed or did not finish, by folder."""
         self.report = Pruned()
-        """Of the last `carry_out`."""
+        """Result of the last `carry_out` call."""
 
     def trust(self, entry: Entry) -> None:
-        """Take a checkpoint for whole: every byte of it was read and found right."""
+        """Mark a checkpoint as verified: the caller has read every byte and found it right."""
         self._verified.add(entry.manifest.save_id)
 
     def carry_out(
         self, claim: Claim, *, has_committed: bool, unclear: Collection[str] = ()
     ) -> None:
-        """Do what the rule says now; `plan` says the same beforehand.
+        """Apply the rule: delete what it does not keep now. `plan` gives the same decisions.
 
         A deletion that fails is tried again next time. Until this claim has committed
-        (`has_committed`), what it went on from is kept whole. The registers of `unclear` folders
-        stay.
+        (`has_committed`), the checkpoint it resumed from is kept whole. The registers of `unclear`
+        folders stay.
 
         Raises:
             Superseded: a later writer owns the run; it decides from now on.
@@ -246,7 +248,7 @@ class Deleter:
                     "save",
                 )
         self._finish(claim, catalog)
-        # Before any mark is left: a mark stays, and nobody could begin to read what has one.
+        # Check before any mark is written: a mark stays, and blocks new readers.
         due = [item for item in reversed(planned) if item.decision.drop or not item.decision.keep]
         work = [item for item in due if not self._must_stay(item.entry)]
         damaged: set[str] = set()
@@ -261,12 +263,12 @@ class Deleter:
             self._do(claim, item)
 
     def _finish(self, claim: Claim, catalog: Catalog) -> None:
-        """Remove what is left of those that are no checkpoints any more; no plan has them."""
+        """Retry deletions that stopped half-way; their folders are in no plan any more."""
         for folder, item in [*self._failures.items()]:
             try:
                 is_gone = isinstance(catalog.read(folder), Deleted)
             except FormatError:
-                # What cannot be read any more is for the next plan, which does not have it.
+                # It cannot be read any more: give the retry up; later plans leave it out.
                 del self._failures[folder]
                 self._known.pop(folder, None)
                 continue
@@ -276,10 +278,10 @@ class Deleter:
     def _proven_base(
         self, item: Planned, planned: Sequence[Planned], damaged: set[str]
     ) -> Entry | None:
-        """Something newer that stays, stands in for `item` and is known to be whole.
+        """Find a newer checkpoint that stays, stands in for `item` and is verified as whole.
 
-        Where none is known yet, reads them back, newest first, until one is. Adds the folders of
-        others to `damaged`.
+        Where none is verified yet, reads them back, newest first, until one is. Adds the folders
+        of those that fail to `damaged`.
         """
         newer = [other.entry for other in planned if _is_base(other, item)]
         known = [entry for entry in newer if entry.manifest.save_id in self._verified]
@@ -292,7 +294,7 @@ class Deleter:
         return None
 
     def _stands(self, entry: Entry) -> bool:
-        """Whether the manifest of one that was read back before is still as it was then."""
+        """Whether the manifest of a verified checkpoint is still as it was when read back."""
         try:
             register = Catalog(self._store).read(entry.folder)
             # As bytes: a metric that is nan is not equal to itself.
@@ -375,7 +377,7 @@ class Deleter:
             self._emit("thinned", text, step=step, folder=folder, components=components)
 
     def _must_stay(self, entry: Entry) -> bool:
-        """Whether somebody needs it yet; told once."""
+        """Whether a checkpoint is still needed by an upload or a reader; reported once."""
         why = self._waiting.holds(entry) if self._waiting is not None else ""
         if why and self._is_news(entry.folder):
             self._postpone(entry, why)
@@ -402,14 +404,14 @@ class Deleter:
         self._emit("postponed", text, step=entry.step, folder=folder)
 
     def _is_news(self, subject: str) -> bool:
-        """Whether this is the first time that a subject is asked for."""
+        """Whether this is the first call with this subject."""
         is_news = subject not in self._told
         self._told.add(subject)
         return is_news
 
 
 def _is_base(base: Planned, item: Planned) -> bool:
-    """Whether `base` stays, is newer and gives what `item` gives, which may go because of it."""
+    """Whether `base` stays, is newer and replaces `item`, which may then be deleted."""
     if not base.decision.keep or base.entry.order <= item.entry.order:
         return False
     return stands_in(base.decision.entry, item.decision.entry, drop=base.decision.drop)

@@ -1,7 +1,6 @@
-"""Checking a sealed checkpoint without its keys: the stored bytes against the stored digests.
+"""Verification of an encrypted checkpoint without its keys: stored bytes against stored digests.
 
-Finds what the storage spoiled. Whether somebody changed bytes and digests together, only a key
-tells.
+Finds damage by the storage. Changes of both bytes and digests can only be found with a key.
 """
 
 from __future__ import annotations
@@ -38,11 +37,11 @@ NOTE = "sealed, and no key was given: compared as it is stored, not opened"
 
 
 def scrub(store: Store, folder: str, *, progress: Progress | None = None) -> VerifyReport:
-    """Compare every stored byte of a sealed checkpoint with its digests.
+    """Compare every stored byte of an encrypted checkpoint with its digests, without a key.
 
     Raises:
         DeadlineExceeded: the storage did not answer for `READ_TIMEOUT_S`.
-        NoCheckpoint: it was deleted meanwhile.
+        NoCheckpoint: the checkpoint was deleted meanwhile.
         FormatError: its manifest is damaged.
     """
     reader = FolderReader(store, folder)
@@ -51,7 +50,7 @@ def scrub(store: Store, folder: str, *, progress: Progress | None = None) -> Ver
         with suppress(MissingKey):
             reader.manifest()
         report = _scrubbed(reader, folder, names, progress)
-        # What retention deleted or dropped meanwhile is not damaged.
+        # Files that retention deleted meanwhile are not damaged: check again without them.
         if report.ok or not _has_gone(reader, names):
             return report
 
@@ -96,7 +95,7 @@ def _files(
     *,
     may_be_gone: bool,
 ) -> Iterator[Problem]:
-    """Problems of each file."""
+    """Compare each file with its length and digest in the manifest; yield the problems."""
     whole: dict[str, FileEntry] = {}
     for name, entry in files.items():
         try:
@@ -111,7 +110,7 @@ def _files(
             yield Problem(file=name, message="wrong length", expected=expected, found=found)
         tally.add(entry.nbytes)
     looks = _digests(reader, whole, tally)
-    # Once more, as blocks are that cannot be read: a passing error on the way is not damage.
+    # Read files that differ a second time: a transient error is not damage.
     other = {name: whole[name] for name, look in looks.items() if _is_other(look, whole[name])}
     looks |= _digests(reader, other, Tally("", None))
     for name, look in looks.items():
@@ -136,7 +135,7 @@ def _unread(name: str, error: HoldfastError, *, may_be_gone: bool) -> Iterator[P
 def _digests(
     reader: FolderReader, files: Mapping[str, FileEntry], tally: Tally
 ) -> dict[str, str | HoldfastError]:
-    """The digest of each file as it is stored, or why it cannot be read."""
+    """Compute the digest of each stored file, or the error that reading it gave."""
     digests = {name: bytearray() for name in files}
     failed: dict[str, HoldfastError] = {}
 

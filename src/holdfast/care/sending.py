@@ -1,7 +1,7 @@
-"""Rounds of uploads: send waiting checkpoints, prune the remote tier, repair the local one.
+"""Rounds of uploads: upload queued checkpoints, prune the remote tier, repair the local one.
 
-Knows neither threads that train nor when a round is due (`care.mirror`); what waits is in
-`care.backlog`, and how one checkpoint is sent in `engine.tiers.upload`.
+`care.mirror` decides when a round is due and talks to the training threads; the queue is in
+`care.backlog`, and the upload of one checkpoint in `engine.tiers.upload`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from holdfast.policy.retention import Candidate
 BACKOFF_S = 1.0
 """Pause after a first failure; it doubles with each further failure."""
 BACKOFF_MAX_S = 60.0
-_RANDOM = random.Random()  # of our own: that of the module is part of the run's state
+_RANDOM = random.Random()  # not the module's generator, which is part of the run's state
 _NOTE_EVERY_S = 2.0
 _BLOCK_TIMEOUT_S = 600.0
 
@@ -98,7 +98,7 @@ class Sending:
         *,
         replaces: bool,
     ) -> None:
-        """`replaces` is as for `Housekeeper`."""
+        """Start nothing yet; see `proceed`. `replaces` is as for `Housekeeper`."""
         self._owner = owner
         self._catalog = owner.catalog
         self._local, self._remote = self._catalog.store, self._catalog.remote.store
@@ -106,7 +106,7 @@ class Sending:
         self._emit = emit
         self._told = remote_emitter(emit, self._remote.url)
         self.background = Background("holdfast-mirror")
-        """The thread that runs the rounds; a request to stop ends the round under way."""
+        """Thread that runs the rounds; a request to stop ends the present round."""
         self.backlog = Backlog(
             self._local, self._remote.url, rules.remote, emit, owner, replaces=replaces
         )
@@ -183,13 +183,13 @@ class Sending:
         try:
             self._round()
         except UploadInterrupted:
-            # The run is being claimed, or the process closes. What was being sent is still noted as
-            # waiting (see `_send`), and what has arrived of it stays: the next claim goes on there,
-            # in whatever process.
+            # The run is being claimed, or the process closes. The interrupted upload is recorded as
+            # waiting (see `_send`), and its uploaded parts stay: the next claim continues it, in
+            # whatever process.
             pass
         except OwnershipError as error:
             self._lose(error)
-        except Exception as error:  # noqa: BLE001 - it is told, and tried again
+        except Exception as error:  # noqa: BLE001 - it is logged and retried
             self._fail(error, None)
         return self._must_retry
 
@@ -208,8 +208,8 @@ class Sending:
         if self.may_mend and not background.is_stopping:
             self._mend()
         if self._is_behind and not background.is_stopping:
-            # What a forerunner kept for its upload may have arrived already, and then nothing is
-            # sent after which the local tier would be cleared.
+            # Checkpoints that an earlier process kept for upload may be uploaded already; then no
+            # upload follows after which local retention would run.
             self._is_behind = False
             self.chores.retain()
 
@@ -219,7 +219,7 @@ class Sending:
         self._owner.attach()
         self.backlog.note_tiers(epoch=self._remote_epoch)
         self._catalog.look_again()
-        # First: what is opened here need not be opened there, where keys may be changed later.
+        # Local first: what is decrypted here need not be in the remote tier, where keys may lag.
         local = {entry.folder: entry for entry in Catalog(self._local).checkpoints()}
         entries, unread = self._catalog.remote.survey()
         remote = {entry.folder: candidate(self._remote, entry) for entry in entries}
@@ -297,7 +297,7 @@ class Sending:
         except (UploadInterrupted, OwnershipError):
             self.backlog.note(entry, "waiting")
             raise
-        except Exception as error:  # noqa: BLE001 - it is told, and tried again
+        except Exception as error:  # noqa: BLE001 - it is logged and retried
             if self.backlog.waits(entry):
                 self._fail(error, entry)
         else:
@@ -337,7 +337,7 @@ class Sending:
             if is_good and entry.name.epoch == claim.epoch:
                 self._owner.remote_has_committed = True
             self._end(entry)
-        self._catalog.look_again()  # it can be reached, whatever a reader has met
+        self._catalog.look_again()  # the remote tier is reachable, whatever a reader has met
 
     def _end(self, entry: Entry) -> None:
         """Record that an upload is over: committed, or given up."""
@@ -367,7 +367,7 @@ class Sending:
         if self.backlog.is_on_line(entry) and entry.order >= newest:
             self._remote_chores.after_commit(entry)
         else:
-            self._remote_chores.retain()  # `latest` moves forward only, and on the run's own line
+            self._remote_chores.retain()  # `latest` moves forward only, and in the run's lineage
         if cost.is_all:  # then every byte of the local copy was read and found right
             self.chores.trust(entry)
         self.chores.retain()
@@ -381,7 +381,7 @@ class Sending:
             self.backlog.give_up(folder)
             name = layout.parse_attempt(folder)
             by = f"writer {claim.epoch}"
-            # Who owns the run by now may want it, and could not commit it any more.
+            # A new owner of the run may want the checkpoint, and could not commit it any more.
             check_ownership(self._remote, claim.epoch, committed=False)
             if name is None or not mark_aborted(
                 self._remote, folder, by=by, reason="not wanted there before all was sent"
@@ -411,8 +411,8 @@ class Sending:
     def _copy_pins(self, entry: Entry) -> None:
         """Add pins and tags that were given locally before the checkpoint was in the remote tier.
 
-        Whoever pins does so in the local tier first and then looks whether the remote one has it,
-        so that one of both sees the other. A pin that only the remote copy has stays.
+        A pin is set in the local tier first, and then in the remote one if that has a copy, so
+        that either the pin or the upload sees the other. Pins of the remote copy alone stay.
         """
         marks = Catalog(self._local).marks(entry.folder)
         copy = Catalog(self._remote).entry(entry.name) if marks.pinned or marks.tags else None
@@ -423,9 +423,9 @@ class Sending:
         try:
             annotate(self._remote, copy, add_tags=marks.tags, pinned=marks.pinned or None)
         except NotSealed:
-            annotate(self._remote, copy, pinned=True)  # what tags keep is kept, without the words
+            annotate(self._remote, copy, pinned=True)  # a pin keeps what the tags would keep
 
-    # What goes wrong
+    # Failures
 
     def _fail(self, error: BaseException, entry: Entry | None) -> None:
         """Log an upload failure, pause, and request a retry."""

@@ -1,8 +1,8 @@
-"""Whether a training that ended is started again, after how long, and when to give up.
+"""Supervision of a training: when to restart it, after what pause, and when to give up.
 
-`supervise` counts failures and knows nothing of processes, roots or clocks: it is given the lives
-of a child, and a way to ask where the run stands. `ChildProcess` owns processes, sessions
-and signals: it is started again and again, and leaves nothing behind. Without torch.
+`supervise` counts failures and knows nothing of processes, roots or clocks: the caller passes a
+child to start, and a callback that gives the run's newest step. `ChildProcess` owns processes,
+sessions and signals: it forwards signals to a child and kills it with its helpers. Without torch.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from typing import Any, Protocol
 from holdfast.errors import UsageError
 
 REQUEUE_CODE = 75
-"""What a training exits with that wants to be run again; the trainer's code."""
+"""Exit status of a training that asks its scheduler to run it again; the trainer's code."""
 _SHELL_SIGNAL = 128
 """Shells give 128 + n as the status of a process that signal n ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """When to start again, and when to stop doing so."""
+    """Limits of restarts: failures, pauses, and what counts as progress."""
 
     max_failures: int = 5
-    """Give up after so many lives in a row that made no progress."""
+    """Give up after so many lives (runs of the child) in a row without progress."""
     backoff_s: float = 1.0
-    """Pause before a restart; doubled with each further life without progress. 0 for none."""
+    """Pause before a restart, in seconds; doubled with each further failure. 0 for none."""
     backoff_max_s: float = 60.0
-    """No pause is longer."""
+    """Longest pause before a restart, in seconds."""
     requeue_code: int = REQUEUE_CODE
-    """A child with this exit status is not started again: its scheduler is to do that."""
+    """Exit status after which the child is not restarted: its scheduler is to do that."""
     progress_after_s: float = 600.0
-    """A life so long made progress, where nobody can say at which step the run stands."""
+    """Duration from which a life counts as progress, where the run's step is not known."""
 
     def __post_init__(self) -> None:
         if self.max_failures < 1:
@@ -58,10 +58,10 @@ class Limits:
             )
 
     def pause_s(self, failures: int, jitter: float) -> float:
-        """The pause before a restart, in seconds, after `failures` lives without progress.
+        """Compute the pause before a restart, in seconds, after `failures` lives without progress.
 
         `jitter` from 0 to 1 takes up to half of it away, so that trainings that one fault ended
-        do not all come back at one moment.
+        do not all restart at one moment.
 
         >>> [Limits().pause_s(failures, 0.0) for failures in (0, 1, 2, 3, 7, 5000)]
         [1.0, 1.0, 2.0, 4.0, 60.0, 60.0]
@@ -74,7 +74,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChildEnding:
-    """How one life ended."""
+    """How one run of the child ended."""
 
     returncode: int | None
     """Exit status; -n where signal n ended it; None where the command could not be started."""
@@ -93,7 +93,7 @@ class ChildEnding:
 
     @property
     def code(self) -> int:
-        """The exit status with which a shell would report it."""
+        """Exit status as a shell would report it."""
         if self.returncode is None:
             return 1
         return _SHELL_SIGNAL - self.returncode if self.returncode < 0 else self.returncode
@@ -109,20 +109,20 @@ class SupervisionOutcome(Enum):
     STOPPED = "stopped"
     """A signal asked to stop, and the child ended in another way than those two."""
     GAVE_UP = "gave-up"
-    """Too many lives in a row made no progress."""
+    """Too many lives in a row ended without progress."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChildLife:
-    """A life of the child, and what follows from it."""
+    """One run of the child: how it ended, whether it made progress, and the pause after it."""
 
     number: int
-    """From 1."""
+    """Number of the life, from 1."""
     ending: ChildEnding
     from_step: int | None
-    """Step of the run's newest checkpoint before; None where there was none, or nobody knows."""
+    """Step of the run's newest checkpoint before the life; None: there was none, or not known."""
     to_step: int | None
-    """The same afterwards."""
+    """Step of the run's newest checkpoint after the life."""
     has_progressed: bool
     failures: int
     """Lives in a row without progress, this one included."""
@@ -132,7 +132,7 @@ class ChildLife:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Supervised:
-    """How it all went."""
+    """Result of a supervision: its outcome, all lives of the child, and the exit status."""
 
     outcome: SupervisionOutcome
     lives: tuple[ChildLife, ...]
@@ -141,14 +141,14 @@ class Supervised:
 
 
 class Child(Protocol):
-    """The process that is supervised. Signals are its business; `supervise` only learns of them."""
+    """Interface of a supervised process, which also handles the signals."""
 
     def live(self) -> ChildEnding:
-        """Start it, and wait for its end."""
+        """Start the process, and wait for its end."""
         ...
 
     def pause(self, delay_s: float) -> int | None:
-        """Wait, but not beyond the first signal that asks to stop; gives that signal."""
+        """Wait, but not beyond the first signal that asks to stop; return that signal."""
         ...
 
 
@@ -160,11 +160,11 @@ def supervise(
     tell: Callable[[ChildLife], None] = lambda life: None,
     dice: random.Random | None = None,
 ) -> Supervised:
-    """Let the child live until it succeeds, is asked to stop, or makes no progress any more.
+    """Restart the child until it succeeds, is asked to stop, or makes no more progress.
 
     `head` gives the step of the run's newest checkpoint, or None where there is none. A life has
-    made progress when that step is higher than it ever was: so there are at most `max_failures`
-    lives for each checkpoint, also for a run that is thrown back again and again. Without `head`,
+    made progress when that step is higher than ever before: so there are at most `max_failures`
+    lives for each checkpoint, also for a run that is rolled back again and again. Without `head`,
     a long life counts (`Limits.progress_after_s`). `tell` is called after each life. `dice` draw
     the jitter of pauses.
     """
@@ -203,7 +203,7 @@ def supervise(
 
 
 def signal_name(number: int) -> str:
-    """`SIGTERM` for 15; `signal 35` where it has no name."""
+    """Return the name of a signal, as `SIGTERM` for 15; `signal 35` where it has none."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -211,7 +211,7 @@ def signal_name(number: int) -> str:
 
 
 def _outcome(ending: ChildEnding, limits: Limits, failures: int) -> SupervisionOutcome | None:
-    """Decide what follows a life; None is a restart."""
+    """Decide the outcome after a life; None: restart the child."""
     if ending.returncode == 0:
         return SupervisionOutcome.FINISHED
     if ending.returncode == limits.requeue_code:
@@ -222,18 +222,18 @@ def _outcome(ending: ChildEnding, limits: Limits, failures: int) -> SupervisionO
 
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-"""Signals that ask to stop. Those that were ignored when the supervisor began stay so."""
+"""Signals that ask to stop. Those that were ignored when the supervisor began stay ignored."""
 _LEFTOVERS_S = 10.0
-"""How long to wait for killed processes to be gone."""
+"""How long to wait for killed processes to end, in seconds."""
 _POLL_S = 0.05
-"""Processes that are not our children cannot be waited for, only asked after."""
+"""Pause between checks of processes that are not our children, for which no wait exists."""
 
 
 class ChildProcess:
-    """A command; a context that owns this process's signal handlers. Main thread only.
+    """Runs a command as a child and forwards signals to it; a context manager, main thread only.
 
-    Each life is a session of its own, so that a terminal's Ctrl-C reaches it once, through us,
-    and so that its helpers can be found. Standard streams are inherited.
+    Owns this process's signal handlers. Each run is a session of its own: a terminal's Ctrl-C
+    reaches it once, through us, and its helpers can be found. Standard streams are inherited.
     """
 
     def __init__(self, command: Sequence[str], *, grace_s: float) -> None:
@@ -257,7 +257,7 @@ class ChildProcess:
         for number in FORWARDED:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 self._handle(number)
-        # Not for its handler: an ignored SIGCHLD, which is inherited, would reap children unseen.
+        # An ignored SIGCHLD, which is inherited, would reap children unseen.
         self._handle(signal.SIGCHLD)
         self._reader = reader
         return self
@@ -268,11 +268,11 @@ class ChildProcess:
     def live(self) -> ChildEnding:
         """Start the command and wait for its end; forward signals meanwhile.
 
-        The first signal begins the time of grace, at whose end the whole group is killed. Of a
-        life that failed nothing is left running.
+        The first signal begins the time of grace, at whose end the whole process group is killed.
+        After a failure no process of the group is left running.
 
         Raises:
-            UsageError: at the first life, there is no such command, or it may not be run.
+            UsageError: at the first start, there is no such command, or it may not be run.
         """
         began_s = time.monotonic()
         try:
@@ -302,7 +302,7 @@ class ChildProcess:
         )
 
     def pause(self, delay_s: float) -> int | None:
-        """Wait so long, or until a signal asks to stop; gives that signal."""
+        """Wait for `delay_s` seconds or until a stop signal; return that signal's number."""
         until = time.monotonic() + delay_s
         while True:
             left_s = until - time.monotonic()
@@ -320,7 +320,7 @@ class ChildProcess:
                 self._forward(group, stop, stop.left_s)
 
     def _wait_for_others(self, group: _ProcessGroup, stop: _Grace, *, is_graceful: bool) -> None:
-        """Wait for what the leader left: a shell dies at once, and the training behind it saves."""
+        """Wait for the other processes of the group: a shell dies at once, its training saves."""
         while is_graceful and not group.is_gone() and not stop.is_over:
             self._forward(group, stop, _POLL_S)
         if not group.is_gone():
@@ -335,7 +335,7 @@ class ChildProcess:
             group.send(number)
 
     def _signals(self, timeout_s: float | None) -> Iterator[int]:
-        """Signals that asked to stop since the last call; waits for the first of any kind."""
+        """Wait for a signal of any kind; return the stop signals since the last call."""
         waiting = select.poll()  # `select` itself takes no descriptor above 1023
         waiting.register(self._reader, select.POLLIN)
         ready = waiting.poll(None if timeout_s is None else math.ceil(timeout_s * 1000))
@@ -347,7 +347,7 @@ class ChildProcess:
 
 
 class _Grace:
-    """Whether the child was asked to stop, and how long it may take its time."""
+    """Time that the child has left to stop by itself after the first signal."""
 
     def __init__(self, grace_s: float) -> None:
         self._grace_s = grace_s
@@ -355,19 +355,19 @@ class _Grace:
         self.first: int | None = None
 
     def begin(self, number: int) -> None:
-        """The first signal counts."""
+        """Start the time of grace at the first signal; later ones change nothing."""
         if self.first is None:
             self.first = number
             self._until = time.monotonic() + self._grace_s
 
     @property
     def is_over(self) -> bool:
-        """Whether the grace has ended."""
+        """Whether the time of grace has ended."""
         return time.monotonic() >= self._until
 
     @property
     def left_s(self) -> float | None:
-        """Seconds left of the grace; None if none runs."""
+        """Seconds left of the time of grace; None before the first signal."""
         return None if self.first is None else max(0.0, self._until - time.monotonic())
 
 
@@ -378,12 +378,12 @@ class _ProcessGroup:
         self._number = number
 
     def send(self, number: int) -> None:
-        """Send a signal to all that are left of it."""
+        """Send a signal to all processes left in the group."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._number, number)
 
     def is_gone(self) -> bool:
-        """Whether nobody is left; reaps those that fell to us, as happens in a container."""
+        """Whether no process is left; reaps orphans that became our children, as in a container."""
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-self._number, os.WNOHANG) != (0, 0):
                 pass
@@ -397,9 +397,9 @@ class _ProcessGroup:
 
 
 def _ended(pid: int) -> Any:
-    """How a child ended, None while it lives; leaves it to be reaped."""
+    """Return how a child ended, without reaping it; None while it runs."""
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
 
 
 def _ignore(*_: object) -> None:
-    """The number has come through the pipe already."""
+    """No-op signal handler: the signal's number arrives through the wakeup pipe."""

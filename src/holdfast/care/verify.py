@@ -1,6 +1,6 @@
-"""Reading every byte of a checkpoint and comparing it with what was written.
+"""Verification: reads every byte of a checkpoint and compares it with the recorded digests.
 
-Finds all damage, not only the first; changes nothing, claims nothing, and holds no more than 16
+Finds all damage, not only the first; writes nothing, claims nothing, and holds no more than 16
 blocks (and eight decoded ones) and one document in memory.
 """
 
@@ -67,7 +67,7 @@ _SIDECARS: tuple[tuple[Callable[[str], object], Callable[..., object]], ...] = (
 
 
 def _sidecar_decoder(name: str) -> Callable[..., object] | None:
-    """Decoder of a sidecar of that name; None when it is no sidecar."""
+    """Return the decoder of a sidecar by its name; None for other files."""
     for parse, decode in _SIDECARS:
         if parse(name) is not None:
             return decode
@@ -75,7 +75,7 @@ def _sidecar_decoder(name: str) -> Callable[..., object] | None:
 
 
 def _unless_mark(decode: Callable[..., object], data: bytes, *, what: str) -> None:
-    if is_mark(data):  # beside a manifest that cannot be opened
+    if is_mark(data):  # beside a manifest that cannot be decrypted
         check_mark(data, what, what=what)
     else:
         decode(data, what=what)
@@ -86,24 +86,24 @@ def verify(
 ) -> VerifyReport:
     """Check every byte of the checkpoint in `folder`.
 
-    Blocks that a codec made are compared as they lie there, and unless `decode` is False they are
-    decoded too; the report notes where the package for it is missing. A block that differs is read
-    a second time; when it is right then, the report only notes it. So it notes components that
-    retention has dropped. Of a sealed one, without a key, the stored bytes are compared.
+    Compressed blocks are compared as stored and, unless `decode` is False, decompressed too; a
+    missing codec package is a note in the report. A block that differs is read a second time; if
+    it is right then, the report only notes it. It also notes components that retention has
+    deleted. Of an encrypted checkpoint, without a key, the stored bytes are compared.
 
     Raises:
         NoCheckpoint: the folder holds no committed checkpoint, or no longer does.
-        SealError: the store's keys do not open it.
+        SealError: the store's keys do not decrypt it.
         DeadlineExceeded: the storage did not answer for `READ_TIMEOUT_S`.
     """
-    store = store.uncached()  # a copy nearer by says nothing of what is there
+    store = store.uncached()  # a cached copy proves nothing about the store
     while True:
         inspection = _Inspection(store, folder, progress, decode=decode)
         try:
             report = inspection.run()
         except MissingKey:
             return scrub(store, folder, progress=progress)
-        # What retention dropped meanwhile is not damaged: look again without it.
+        # Components that retention deleted meanwhile are not damaged: check again without them.
         if report.ok or not inspection.lost_parts():
             return report
 
@@ -111,13 +111,13 @@ def verify(
 def verify_kept(
     store: Store, folder: str, *, progress: Progress | None = None, decode: bool = True
 ) -> VerifyReport:
-    """`verify` under a lease, so that retention does not delete the checkpoint meanwhile.
+    """Verify a checkpoint under a lease, so that retention does not delete it meanwhile.
 
     Raises:
         NoCheckpoint, DeadlineExceeded: as `verify`.
     """
     with ExitStack() as stack:
-        # One that goes already is read as long as it is there.
+        # A checkpoint whose deletion has begun is read as long as it exists.
         with suppress(NoCheckpoint):
             stack.enter_context(leased(store, folder))
         return verify(store, folder, progress=progress, decode=decode)
@@ -128,8 +128,8 @@ def verify_root(
 ) -> RootReport:
     """Check every committed checkpoint of a root, and its claims.
 
-    With `keeps` each has a lease while it is read; otherwise nothing is written. What the store's
-    keys do not open is named, and stops nothing.
+    With `keeps` each has a lease while it is read; otherwise nothing is written. Checkpoints that
+    the store's keys do not decrypt are listed, and do not stop the rest.
 
     Raises:
         DeadlineExceeded: the storage did not answer for `READ_TIMEOUT_S`.
@@ -170,13 +170,13 @@ def _check_claims(store: Store) -> Iterator[Problem]:
             decode = Alive.decode
         else:
             continue
-        # A heartbeat goes when its epoch closes.
+        # A heartbeat is deleted when its epoch closes.
         for problem in reader.problems(name, _MAX_RECORD_NBYTES, decode):
             yield replace(problem, file=f"{layout.WRITERS}/{name}")
 
 
 class _OtherBytes(CorruptData):
-    """A file is not what the manifest says; `digest` is what it is."""
+    """Raised where a file's digest is not the recorded one; `digest` is that of the file."""
 
     def __init__(self, digest: str) -> None:
         super().__init__(digest)
@@ -192,14 +192,14 @@ class _Inspection:
         self._store = store
         self._decode = decode
         self._made_by: dict[str, FileBlocks] = {}
-        """By file: what decodes it, where a codec made it and it is to be decoded."""
+        """Decoders of compressed files, by file; empty where nothing is to be decompressed."""
         self._folder = folder
         self._notes: list[str] = []
         self._reader = FolderReader(store, folder, self._notes)
         self._tally = Tally(folder, progress)
         self._problems: list[Problem] = []
         self._here: Manifest | None = None
-        """The manifest without what was dropped."""
+        """The manifest without the components that retention deleted."""
         self._places: dict[str, list[tuple[int, int, str]]] = {}
 
     def run(self) -> VerifyReport:
@@ -228,14 +228,14 @@ class _Inspection:
         )
 
     def lost_parts(self) -> bool:
-        """Whether retention has dropped something since this began."""
+        """Whether retention has deleted components since this inspection began."""
         if self._here is None:
             return False
         manifest = self._manifest()
         return manifest is not None and self._parts(manifest).whole != tuple(self._here.components)
 
     def _without_dropped(self, manifest: Manifest) -> Manifest:
-        """The manifest as if what retention dropped had never been in it."""
+        """Return the manifest without the components that retention deleted, and note those."""
         parts = self._parts(manifest)
         dropped = (*parts.begun, *parts.gone)
         self._notes += [f"component {name} was dropped by retention" for name in dropped]
@@ -284,7 +284,7 @@ class _Inspection:
                 self._problem(layout.MANIFEST, error)
 
     def _index(self, manifest: Manifest) -> Index | None:
-        """The decoded index; None where it is damaged."""
+        """Read and decode the index; None where it is damaged."""
         listed = manifest.files[layout.INDEX]
 
         def decode(data: bytes, *, what: str) -> Index:
@@ -307,7 +307,7 @@ class _Inspection:
         return None
 
     def _contents(self, manifest: Manifest, index: Index | None) -> set[str]:
-        """Compare the bytes of every file but the index; the names of those that differ."""
+        """Compare the bytes of every file but the index; return the names of damaged files."""
         num_before = len(self._problems)
         files = {file: entry for file, entry in manifest.files.items() if file != layout.INDEX}
         if index is not None and self._decode:
@@ -340,12 +340,12 @@ class _Inspection:
     def _check_whole(
         self, file: str, listed: FileEntry, jobs: list[BlockToCheck], digests: bytes
     ) -> set[str]:
-        """Without the index only the digest of a whole file is known, from the manifest."""
+        """Compare a file with its digest in the manifest, without the index; return it if bad."""
         if listed.stored is not None:
-            return {file}  # nobody knows where its blocks begin
+            return {file}  # without the index, block offsets are unknown
         digest = file_digest(listed.nbytes, digests)
         if digest != listed.digest:
-            # Nobody knows which block it is, so all of them are read again.
+            # It is not known which block differs, so all of them are read again.
             blocks = (block for block in jobs if block.file == file)
             digests = b"".join(seen.digest for seen in look_at(self._reader, blocks))
             digest = file_digest(listed.nbytes, digests)
@@ -359,14 +359,14 @@ class _Inspection:
     def _blocks_to_read(
         self, file: str, listed: FileEntry, index: Index | None, block_nbytes: int
     ) -> list[BlockToCheck]:
-        """The blocks that lie wholly inside the file as it is now."""
+        """List the blocks that lie wholly inside the file as it is now."""
         nbytes = self._size(file, listed, index, block_nbytes)
         if listed.stored is None:
             spans = split(min(nbytes, listed.nbytes), block_nbytes)
             whole = spans if nbytes >= listed.nbytes else spans[: nbytes // block_nbytes]
             digests = b"" if index is None else index.blocks[file]
         elif index is None:
-            whole, digests = [], b""  # nobody knows where its blocks begin
+            whole, digests = [], b""  # without the index, block offsets are unknown
         else:
             spans, digests = index.stored[file].spans(), index.stored[file].digests
             whole = spans[: sum(stop <= nbytes for _, stop in spans)]
@@ -389,7 +389,7 @@ class _Inspection:
         return blocks
 
     def _size(self, file: str, listed: FileEntry, index: Index | None, block_nbytes: int) -> int:
-        """Length of the file as it is; 0 when there is none to read."""
+        """Return the present length of a file and record problems with it; 0 if unreadable."""
         try:
             nbytes = self._reader.size(file)
         except NotFound:
@@ -434,7 +434,7 @@ class _Inspection:
         )
 
     def _meanings(self, manifest: Manifest, index: Index, damaged: set[str]) -> None:
-        """Whether trees and headers can be read and fit the index; damaged files are left out."""
+        """Check that trees and headers can be read and fit the index; skip damaged files."""
         for name, component in manifest.components.items():
             tensors: Collection[str] = index.components.get(name, ())
             if len(tensors) != component.num_tensors:
@@ -456,7 +456,7 @@ class _Inspection:
                 self._problems += found
 
     def _meaning(self, component: str, file: str, listed: FileEntry, index: Index) -> list[Problem]:
-        """Problems in the tree or the header of a file."""
+        """List the problems in the tree or the header of a file."""
         look = self._tree if layout.plain_file(file).endswith(".json") else self._header
         try:
             return list(look(component, file, listed, index))
@@ -496,7 +496,7 @@ class _Inspection:
                 )
 
     def _others(self, manifest: Manifest | None) -> None:
-        """Sidecars, and what should not be there."""
+        """Check the sidecars, and note files that the manifest does not list."""
         for name in self._reader.names():
             decode = _sidecar_decoder(name)
             if decode is not None:
@@ -506,7 +506,7 @@ class _Inspection:
                 self._notes.append(f"{name} is not listed in the manifest")
 
     def _tensors(self, file: str, start: int, stop: int) -> tuple[str, ...]:
-        """Keys of the tensors with bytes in [start, stop)."""
+        """Return the keys of the tensors with bytes in [start, stop) of a file."""
         places = self._places.get(file, [])
         first = bisect_right(places, start, key=lambda place: place[1])
         return tuple(key for begin, _, key in places[first:] if begin < stop)
@@ -516,7 +516,7 @@ class _Inspection:
 
 
 def _places(index: Index | None) -> dict[str, list[tuple[int, int, str]]]:
-    """For each tensor file, (start, stop, key) of what lies in it, in order of place."""
+    """List (start, stop, key) of the tensors in each tensor file, in order of offset."""
     places: dict[str, list[tuple[int, int, str]]] = {}
     for tensors in index.components.values() if index is not None else ():
         for entry in tensors.values():
@@ -530,7 +530,7 @@ def _places(index: Index | None) -> dict[str, list[tuple[int, int, str]]]:
 def _expected_header(
     index: Index, component: str, file: str
 ) -> dict[str, tuple[str, tuple[int, ...], int, int]]:
-    """Expected header of a tensor file, in the form of `parse_header`."""
+    """Compute the expected header of a tensor file, in the form of `parse_header`."""
     expected: dict[str, tuple[str, tuple[int, ...], int, int]] = {}
     for entry in index.components.get(component, {}).values():
         for shard in entry.shards:

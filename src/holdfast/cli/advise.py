@@ -1,4 +1,4 @@
-"""`holdfast advise`: how often to save, with the numbers that the advice follows from."""
+"""`holdfast advise`: recommend a save interval, and print the costs and rates it follows from."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from holdfast.policy.simulate import Costs
 Source: TypeAlias = Literal["measured", "given", "assumed"]
 
 MIN_SAVES = 2
-"""The first save of a process also pays for the memory of the copy; one alone is no measure."""
+"""Saves needed for advice: the first one of a process also allocates memory, so is no measure."""
 _TITLES: Mapping[str, str] = {
     "stall_s": "a save stops training",
     "background_s": "it delays training more",
@@ -45,10 +45,10 @@ _TITLES: Mapping[str, str] = {
     "overhead_cap": "part that saving may take",
     "step_s": "a step takes",
 }
-"""Meaning of each input for people, in the order of the table."""
+"""Readable names of the inputs, in the order of the table."""
 _DAY_S = 86_400.0
 _NO_CHANGE = 0.0005
-"""A smaller difference of the goodput is not worth a change of settings."""
+"""Smallest difference of the goodput, as a share, that is worth a change of settings."""
 _ENDINGS: Mapping[Ending, str] = {
     "failed": "failed",
     "closed": "ended cleanly",
@@ -65,7 +65,7 @@ _BECAUSE: Mapping[Limit, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Options that override the record, as typed; None is unset."""
+    """Options of `holdfast advise` that override recorded values, as typed; None is unset."""
 
     failures_per_day: float | None = None
     mtbf: str | None = None
@@ -92,7 +92,7 @@ class _Input:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Today(Spacing):
-    """Expected shares of time at the interval at which the run saves now."""
+    """Expected goodput and shares of lost time at the run's present save interval."""
 
     goodput: float
     saving: float
@@ -101,7 +101,7 @@ class _Today(Spacing):
 
 
 def advise_root(root: str, options: Options) -> Answer:
-    """Advise how often the run in `root` should save.
+    """Compute the best save interval for the run in `root` from its recorded costs.
 
     Raises:
         UsageError: an option is not a time, share or rate.
@@ -251,7 +251,7 @@ def _missing(facts: RecordedFacts) -> str:
 
 
 def _auto(facts: RecordedFacts, inputs: Mapping[str, _Input]) -> IntervalPlan | None:
-    """Plan what `every="auto"` would choose from the record, the cap and the failures."""
+    """Compute the interval that `every="auto"` would choose from recorded costs and failures."""
     costs = typical_costs(facts.saves, facts.history.resumes_s)
     rate, cap = inputs["mtbf_s"], inputs["overhead_cap"].value
     mtbf = Time(rate.value, Unit.SECOND) if rate.source == "given" else None

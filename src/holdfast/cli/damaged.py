@@ -34,7 +34,7 @@ def remove(root: str, folder: str, *, is_sure: bool) -> Answer:
     Raises:
         NoCheckpoint: not a root, or no such folder.
         UsageError: the manifest is intact, or the other tier has the checkpoint.
-        UnsupportedVersion: a newer Holdfast wrote the manifest, here or in the other tier.
+        UnsupportedVersion: a newer Holdfast wrote the manifest, in this or the other tier.
         SealError: a key is needed.
         StoreError: the other tier cannot be read.
         OwnedElsewhere: a live process owns the run.
@@ -79,7 +79,7 @@ def _other_tier(store: Store, folder: str) -> list[str]:
     except UnsupportedVersion:
         raise
     except FormatError:
-        return []  # damaged there, too
+        return []  # damaged in the other tier, too
     except HoldfastError as error:
         raise StoreError(
             f"{folder}: nothing was deleted, for {tiers.remote}, which may have it whole, cannot "

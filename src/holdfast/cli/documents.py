@@ -1,4 +1,4 @@
-"""JSON objects in the answers of several commands (docs/cli.md)."""
+"""JSON objects and texts that the answers of several commands share (docs/cli.md)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def checkpoint_document(store: Store, entry: Entry) -> dict[str, Any]:
-    """Describe a checkpoint as `ls` lists it."""
+    """Describe a checkpoint in JSON, as `ls` lists it."""
     manifest = entry.manifest
     return {
         "folder": entry.folder,
@@ -68,18 +68,18 @@ def origin_marks(manifest: Manifest) -> list[str]:
 
 
 def codecs(manifest: Manifest) -> list[str]:
-    """List the names of the codecs that made files of a checkpoint."""
+    """List the names of the codecs with which files of a checkpoint are compressed."""
     stored = [entry.stored for entry in manifest.files.values() if entry.stored is not None]
     return sorted({entry.codec for entry in stored})
 
 
 def nbytes_left(store: Store, entry: Entry) -> int:
-    """Sum the bytes of the files that exist: retention may have dropped some."""
+    """Sum the bytes of the files that still exist: retention may have deleted some."""
     return parts_of(store, entry.folder, entry.manifest, entry.marks).nbytes
 
 
 def details_document(store: Store, entry: Entry) -> dict[str, Any]:
-    """Describe a checkpoint as `show` shows it: all of its manifest."""
+    """Describe a checkpoint in JSON, as `show` shows it: all of its manifest."""
     manifest = entry.manifest
     return {
         **checkpoint_document(store, entry),
@@ -123,13 +123,13 @@ def expect_something_opened(opened: Sized, unread: Sequence[tuple[str, HoldfastE
 
 
 def report_document(report: VerifyReport) -> dict[str, Any]:
-    """Describe the result of verifying one checkpoint."""
+    """Describe the result of verifying one checkpoint, in JSON."""
     problems = [problem_document(problem) for problem in report.problems]
     return {**asdict(report), "ok": report.ok, "problems": problems}
 
 
 def problem_document(problem: Problem) -> Mapping[str, Any]:
-    """Describe one problem that verifying found."""
+    """Describe one problem that verification found, in JSON."""
     document = asdict(problem)
     del document["is_damage"]
     return document

@@ -46,7 +46,7 @@ def _check_dead(store: Store, epoch: int) -> None:
     try:
         writer = Catalog(store).writer(epoch)
     except FormatError:
-        return  # An unreadable claim is what a person's word is needed for.
+        return  # An unreadable claim cannot be checked: believe the user.
     if writer is None and not 1 <= epoch <= newest:
         raise UsageError(f"--dead-epoch {epoch}: {store.url} has no writer {epoch}")
     if writer is None or is_closed(store, epoch):
@@ -75,7 +75,7 @@ def _lines(report: GcReport, root: str, dry_run: bool) -> list[str]:
 
 
 def _marker_lines(report: GcReport, root: str) -> list[str]:
-    """List attempts that stay because their writer's end cannot be proved."""
+    """Format the line on markers that stay because their writers may still be paused."""
     if not report.markers:
         return []
     epochs = sorted(report.markers)

@@ -1,4 +1,4 @@
-"""`holdfast keys`: make keys, and list and change the keys that open sealed checkpoints."""
+"""`holdfast keys`: create keys; list and rotate the keys that decrypt a root's checkpoints."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from holdfast.keys import generate as new_key
 
 
 def generate(path: Path, *, pair: bool) -> Answer:
-    """Write a new key into a new file.
+    """Generate a key, or with `pair` a private and a public one, and write it to a new file.
 
     Raises:
-        UsageError: the file exists, or cannot be made.
+        UsageError: the file exists, or cannot be created.
     """
     key = new_key("private" if pair else "secret")
     _write(path, key.text, mode=0o600)
@@ -36,7 +36,7 @@ def generate(path: Path, *, pair: bool) -> Answer:
 
 
 def list_recipients(root: str) -> Answer:
-    """List which keys open each sealed checkpoint.
+    """List which keys decrypt each encrypted checkpoint.
 
     Raises:
         NoCheckpoint: not a root.
@@ -59,7 +59,7 @@ def list_recipients(root: str) -> Answer:
 
 
 def rotate(root: str, to: KeySources, *, keep_old: bool) -> Answer:
-    """Let the keys `to` open every sealed checkpoint.
+    """Rotate every encrypted checkpoint of a root to the keys `to`.
 
     Raises:
         UsageError: no keys were named, old or new.
@@ -91,7 +91,7 @@ def _write(path: Path, text: str, *, mode: int) -> None:
             file.write(f"{text}\n")
             file.flush()
             os.fsync(fd)
-        # Its name too: what will be sealed with it outlasts a power cut.
+        # Sync the folder too: data encrypted with the key outlasts a power cut, so must the key.
         folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(folder)

@@ -31,7 +31,7 @@ _STATES: Mapping[str, str] = {"ours": "alive"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RootContents:
-    """Contents of a root, newest first."""
+    """Checkpoints of a root, newest first, and its owner, readers and unfinished saves."""
 
     entries: Sequence[Entry]
     unread: Sequence[tuple[str, HoldfastError]]
@@ -41,7 +41,7 @@ class _RootContents:
     owner: Mapping[str, Any] | None
     readers: Sequence[FoundLease]
     missing: Mapping[str, Sequence[str]]
-    """By folder: files that are missing or have the wrong length."""
+    """Files that are missing or have the wrong length, by folder."""
 
 
 @collector_paused()
@@ -50,7 +50,7 @@ def list_root(root: str) -> Answer:
 
     Raises:
         NoCheckpoint: the root has none.
-        SealError: the keys open none of them.
+        SealError: the keys decrypt none of them.
     """
     store = open_root(root)
     contents = _read(store)
@@ -104,7 +104,7 @@ def _missing(store: Store, entry: Entry) -> list[str]:
     """List files of a checkpoint that are missing or have the wrong length. Reads no file.
 
     Empty for a checkpoint that is being deleted, and for an encrypted one, which `verify` checks.
-    Components that retention dropped are left out.
+    Components that retention deleted are left out.
     """
     if entry.marks.retired or bare(store) is not store:
         return []
@@ -138,7 +138,7 @@ def _owner(store: Store, catalog: Catalog) -> Mapping[str, Any] | None:
 
 
 def _reader(found: FoundLease) -> Mapping[str, Any]:
-    """Describe a reader; of a lease that cannot be read only the folder is known."""
+    """Describe a reader for JSON; of a lease that cannot be read only the folder is known."""
     lease = found.lease
     return {
         "folder": found.folder,

@@ -1,4 +1,4 @@
-"""Arguments and options of the commands: names, types and help texts.
+"""Arguments and options of the command line: names, types and help texts.
 
 Before them stands how they, and groups of commands, are declared with click.
 """

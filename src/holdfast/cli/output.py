@@ -33,7 +33,7 @@ class Code(IntEnum):
     NOTHING = 3
     """No checkpoint, or not a root."""
     GAVE_UP = 4
-    """`run`: the training ended again and again without progress. `save`: no answer in time."""
+    """`run`: too many restarts of the training without progress. `save`: no answer in time."""
     INTERRUPTED = 130
     BROKEN_PIPE = 141
 
@@ -45,19 +45,19 @@ class TextTable:
     columns: tuple[str, ...]
     rows: Sequence[tuple[str, ...]]
     right: frozenset[int] = frozenset()
-    """Numbers of the columns that are aligned to the right."""
+    """Indices of the columns that are aligned to the right."""
     whole: frozenset[int] = frozenset()
-    """Numbers of the columns that are never cut or wrapped: what people copy."""
+    """Indices of the columns that are never cut or wrapped: what people copy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """Answer of a command: for programs, for people, and the exit code."""
+    """Result of a command: its JSON document, its text for people, and the exit code."""
 
     document: Mapping[str, Any]
-    """Members of the JSON answer beside `holdfast`."""
+    """Members of the JSON answer, without `holdfast`."""
     parts: Sequence[str | TextTable]
-    """Lines and tables, in order."""
+    """Lines and tables of the answer for people, in order."""
     code: Code = Code.OK
 
 
@@ -77,13 +77,13 @@ def give(answer: Answer, *, as_json: bool) -> None:
 
 
 def give_line(document: Mapping[str, Any]) -> None:
-    """Write one JSON object on one line to standard output, at once."""
+    """Write one JSON object on one line to standard output, and flush it."""
     click.echo(json.dumps({"holdfast": SCHEMA, **json_safe(document)}, allow_nan=False))
     sys.stdout.flush()
 
 
 def give_error(error: HoldfastError, *, as_json: bool) -> Code:
-    """Write an error to standard error, or as JSON to standard output; returns its exit code."""
+    """Write an error to standard error, or as JSON to standard output; return its exit code."""
     if as_json:
         _write_json({"error": {"kind": type(error).__name__, "message": str(error)}})
     else:
@@ -101,7 +101,7 @@ def say(text: str) -> None:
 
 
 def say_event(event: Event) -> None:
-    """Write the message of an event to standard error, except that the run was claimed."""
+    """Write the message of an event to standard error; skip events that the run was claimed."""
     if event.kind != "claimed":
         click.echo(printable(event.message), err=True)
 

@@ -13,7 +13,7 @@ from holdfast.store.base import Store
 
 
 def mark(target: str, *, pinned: bool | None = None, tags: Sequence[str] = ()) -> Answer:
-    """Pin or unpin a checkpoint (None: neither), and add tags; pins and tags keep it.
+    """Pin or unpin a checkpoint, and add tags; retention keeps what is pinned or tagged.
 
     Raises:
         UsageError: `target` names no single checkpoint, or a tag is not allowed.

@@ -31,7 +31,7 @@ def clean(root: str, *, keep: str, dry_run: bool) -> Answer:
     Raises:
         UsageError: `keep` is not a rule, or needs something that no checkpoint has.
         NoCheckpoint: not a root, or an empty one.
-        SealError: the keys open no checkpoint, or not the head of the run.
+        SealError: the keys decrypt no checkpoint, or not the head of the run.
         OwnedElsewhere: a live process owns the run.
     """
     rule = parse_rule(keep)
@@ -88,7 +88,7 @@ def _is_done(item: Planned, report: Pruned) -> bool:
 
 
 def _action(item: Planned, report: Pruned, *, dry_run: bool) -> str:
-    """Return what was done, or would be; "kept" also if a decided deletion did not happen."""
+    """Return the action taken or planned; "kept" if a decided deletion did not happen."""
     if item.decision.keep and not item.decision.drop:
         return "keep"
     if not dry_run and not _is_done(item, report):

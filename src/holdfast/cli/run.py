@@ -39,7 +39,7 @@ def run_command(
     grace: str,
     as_json: bool,
 ) -> int:
-    """Run the command until it succeeds, is stopped, or makes no progress; returns the exit code.
+    """Run a command until it succeeds, is stopped, or makes no progress; return the exit code.
 
     Raises:
         UsageError: an option is invalid or would do nothing, or the command does not exist.
@@ -68,7 +68,7 @@ def run_command(
 
 
 def _open(root: str) -> Store:
-    """Open the store of a root, which the first life may still have to make."""
+    """Open the store of a root, which the command may only create when it runs."""
     name, which = split_source(root)
     if which is not None:
         raise UsageError(f"--root {root!r}: must be a whole root, without @{which}")

@@ -31,9 +31,9 @@ from holdfast.policy.clock import Unit, parse
 from holdfast.store.base import Store
 
 _LOOK_S = 0.2
-"""Seconds between two looks for the answer."""
+"""Seconds between two checks for the answer."""
 _OWNER_S = 2.0
-"""Seconds between two looks at the owner."""
+"""Seconds between two checks that the owner is alive."""
 
 
 def save(root: str, *, tags: Sequence[str], reason: str, timeout: str) -> Answer:
@@ -61,7 +61,7 @@ def save(root: str, *, tags: Sequence[str], reason: str, timeout: str) -> Answer
         say("the request is withdrawn; a save that has begun goes on")
         raise
     finally:
-        # However the wait ended, nobody needs an answer any more.
+        # However the wait ended, the answer is not needed any more.
         with suppress(StoreError):
             withdraw(store, name)
     if answer.folder is None:
@@ -118,7 +118,7 @@ def _wait(store: Store, name: str, owner: _RunOwner, *, timeout_s: float) -> Ans
 
 
 def _look_at_owner(store: Store, name: str, owner: _RunOwner) -> AnswerRecord | None:
-    """Return an answer from just before the owner's end; None while the owner may live."""
+    """Check the owner; return its last answer if it has ended, None while it may be alive."""
     with suppress(TransientStoreError):
         store.refresh_folder(layout.REQUESTS)
     try:
@@ -139,7 +139,7 @@ def _answer(store: Store, name: str) -> AnswerRecord | None:
 
 
 class _RunOwner:
-    """State of the process that owns the run; a later owner takes over requests, too."""
+    """The process that owns the run, and whether it is alive; a later owner inherits requests."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -150,7 +150,7 @@ class _RunOwner:
         """Description of the process, for messages."""
 
     def look(self) -> None:
-        """Check the owner; raise `NotOwned` if it is known that no live process owns the run."""
+        """Check the owner; raise `NotOwned` if no process owns the run or the owner is dead."""
         epoch = Catalog(self._store).highest_epoch()
         try:
             writer = Catalog(self._store).writer(epoch) if epoch else None
@@ -170,7 +170,7 @@ class _RunOwner:
             self._watch(writer, is_new=is_new)
 
     def _watch(self, writer: WriterRecord, *, is_new: bool) -> None:
-        """Check the heartbeat of an owner on another host."""
+        """Check the heartbeat of an owner on another host; raise `NotOwned` if it has stopped."""
         now = time.monotonic()
         beat = _beat(self._store, writer.epoch)
         if is_new or beat != self._beat:
@@ -197,7 +197,7 @@ def _beat(store: Store, epoch: int) -> int:
 
 @contextmanager
 def _waiting(owner: _RunOwner) -> Iterator[None]:
-    """Show on a terminal what the command waits for."""
+    """Show a status line on a terminal while the command waits for the owner."""
     text = f"asked {owner.text}; Ctrl-C withdraws"
     if not sys.stderr.isatty():
         yield

@@ -1,4 +1,4 @@
-"""`holdfast show`: the manifest and the tensors of one checkpoint."""
+"""`holdfast show`: print the manifest and the tensors of one checkpoint."""
 
 from __future__ import annotations
 

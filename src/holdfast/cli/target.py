@@ -43,7 +43,7 @@ def seconds(text: str, option: str) -> float:
 
 
 def opened(root: str) -> Store:
-    """Open the store of a root; an object store has to answer a first request within `--timeout`.
+    """Open the store of a root; an object store must answer a first request within `--timeout`.
 
     Raises:
         UsageError: `--timeout` is not a time, or the kind of store is unknown.
@@ -55,7 +55,7 @@ def opened(root: str) -> Store:
         return store
     from holdfast.store.remote import RemoteStore
 
-    # Half of the time is for retries; the last of them may need the other half to connect.
+    # Half of the time is for retries; the last retry may need the other half to connect.
     half_s = float(patience.value) / 2
     options = RemoteOptions(connect_timeout_s=min(half_s, 10.0), retry_s=half_s)
     with suppress(NotFound):
@@ -86,7 +86,7 @@ def open_root(text: str) -> Store:
 
 
 def open_target(text: str) -> tuple[Store, str]:
-    """Open a store and find the folder of the named checkpoint; without `@` the latest.
+    """Open the store of a target and find the checkpoint's folder; without `@` the latest.
 
     The manifest may still be damaged when a folder was named.
 
@@ -126,14 +126,14 @@ def _expect_folder(path: str) -> None:
     except (FileNotFoundError, NotADirectoryError):
         raise NoCheckpoint(f"{path}: there is no such folder") from None
     except OSError:
-        return  # The store says in its own words why it cannot be read.
+        return  # The store's own error says why it cannot be read.
     if not stat.S_ISDIR(mode):
         raise NoCheckpoint(f"{path}: not a folder")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeySources:
-    """Named sources of keys; none of them is read before it is needed."""
+    """Files, environment variables and commands that give keys; read only when needed."""
 
     files: Sequence[str] = ()
     variables: Sequence[str] = ()
@@ -142,11 +142,11 @@ class KeySources:
 
 
 NAMED: ContextVar[KeySources] = ContextVar("named keys")
-"""What stands before the command."""
+"""Key sources given before the command, such as `--key-file`."""
 
 
 def unlocked(store: Store) -> Store:
-    """Return `store` with the named keys for decryption; itself if none were named.
+    """Wrap `store` so that it decrypts with the given keys; returned as it is without keys.
 
     Raises:
         KeyUnavailable: a key cannot be obtained.
@@ -161,7 +161,7 @@ def unlocked(store: Store) -> Store:
 
 
 def keys_of(sources: KeySources) -> tuple[Key, ...]:
-    """Read all keys of some sources.
+    """Read the keys from all given files, variables and commands.
 
     Raises:
         KeyUnavailable: a key cannot be obtained.

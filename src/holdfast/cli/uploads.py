@@ -1,6 +1,6 @@
-"""`holdfast uploads`: the state of the upload of each checkpoint of a local root.
+"""`holdfast uploads`: list the upload state of each checkpoint of a local root.
 
-Needs no key: of sealed checkpoints it uses the plain part of the manifest.
+Needs no key: of encrypted checkpoints it reads the part of the manifest in clear.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class _Line:
 
     folder: str
     step: int | None
-    """None for a sealed checkpoint, whose step is encrypted."""
+    """Step of the checkpoint; None if it is encrypted."""
     nbytes: int
     state: str
-    """`uploaded`, `deleted` (remotely), `unwanted`, `unknown`, or the state in its note."""
+    """State: `uploaded`, `deleted` (remotely), `unwanted`, `unknown`, or that in its note."""
     sent_nbytes: int | None = None
     tries: int | None = None
     error: str | None = None
@@ -74,7 +74,7 @@ def show_uploads(root: str) -> Answer:
 
 
 def _remote(tiers: TiersRecord) -> tuple[Store | None, str | None]:
-    """Open the remote root; returns None and the reason if it cannot be read."""
+    """Open the remote root; return None and the reason if it cannot be read."""
     try:
         remote = opened(tiers.remote)
         remote.children()

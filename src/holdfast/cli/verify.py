@@ -22,13 +22,13 @@ from holdfast.store.base import Store
 
 
 def check(target: str, *, seen: str | None = None, decode: bool = True) -> Answer:
-    """Verify one checkpoint, or with a root every committed one.
+    """Verify one checkpoint, or all committed checkpoints of a root.
 
     Without `decode`, compressed files are compared as stored, and not decompressed.
 
     Raises:
         NoCheckpoint: the root has no checkpoint.
-        SealError: the keys open no checkpoint.
+        SealError: the keys decrypt no checkpoint.
         RolledBack: the newest checkpoint is older than the one that was `seen`.
     """
     known = parse_seen(seen)

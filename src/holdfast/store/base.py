@@ -97,7 +97,9 @@ class Store(ABC):
     """Keys and bytes. Every method raises a `StoreError`.
 
     A subclass writes `url`, `put`, `get`, `head`, `list`, `children` and `delete`. All else works
-    through these, and is overridden by a store that can do it sooner, or can do more.
+    through these, and is overridden by a store that can do it sooner, or can do more. Where
+    `make_folder`, `link` or `create` is overridden, `has_folders`, `has_links` and
+    `writes_in_place` are true unless the store says otherwise.
 
     A put with `if_absent` is never sent again on its own while an earlier one may take effect.
     """
@@ -156,7 +158,7 @@ class Store(ABC):
         Puts are then calls of this host's kernel: of a process that is gone none can take effect
         any more.
         """
-        return False
+        return type(self).make_folder is not Store.make_folder
 
     def make_folder(self, folder: str, *, exclusive: bool = False) -> None:  # noqa: B027
         """Make `folder`, the root and its ancestors; durable when this returns. No-op where the
@@ -251,7 +253,7 @@ class Store(ABC):
     @property
     def writes_in_place(self) -> bool:
         """Whether an object that `create` began may be seen before it is finished."""
-        return False
+        return type(self).create is not Store.create
 
     def create(self, key: str, nbytes: int, *, at_most: bool = False) -> BlockWriter:
         """Begin an object of `nbytes` bytes under a key that is not taken (`AlreadyExists`).
@@ -271,7 +273,7 @@ class Store(ABC):
     @property
     def has_links(self) -> bool:
         """Whether one object can have two keys, and lives until both are deleted."""
-        return False
+        return type(self).link is not Store.link
 
     def link(self, source: str, key: str) -> bool:
         """Give a finished object a second key, durably; the key must be new (`AlreadyExists`).
@@ -313,6 +315,10 @@ class Store(ABC):
         try:
             data = self.get_whole(name, max_nbytes=MAX_KEY_BYTES + 1)
         except NotFound:
+            return None
+        except StoreError as error:
+            if type(error) is not StoreError:
+                raise  # it may pass
             return None
         return data.decode(errors="replace").strip()
 

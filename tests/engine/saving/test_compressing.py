@@ -20,6 +20,7 @@ from holdfast.engine.saving.compressing import (
     Trial,
     best,
 )
+from holdfast.errors import UsageError
 from holdfast.events import Emitter, Event
 from holdfast.format.codec import Compression
 from holdfast.format.layout import BLOCK_NBYTES
@@ -255,3 +256,9 @@ def test_items_are_those_in_the_middle_of_a_block() -> None:
     assert compressing.item_sizes(file) == [4, 4, 4, 2, 1]
     (empty,) = lay_out("model", [TensorSpec("e", "I64", (0,))])
     assert compressing.item_sizes(empty) == [8]
+
+
+@pytest.mark.parametrize("choice", [["zstd"], {}, 3])
+def test_what_is_no_compression_is_a_mistake_of_the_caller(tmp_path: Path, choice: Any) -> None:
+    with pytest.raises(UsageError, match="must be one of"):
+        CheckpointManager(tmp_path / "root", {"tree": {"a": 1}}, compress={"tree": choice})

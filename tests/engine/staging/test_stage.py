@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
+import threading
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+
+from holdfast.engine.staging.image import KnownFile
 from holdfast.engine.staging.stage import MIN_NBYTES, Grouping
-from holdfast.format.tensors import TensorSpec
+from holdfast.engine.staging.staged import BytesContent, Staged, Transfer
+from holdfast.engine.workers import Workers
+from holdfast.errors import DeadlineExceeded
+from holdfast.format.layout import BLOCK_NBYTES
+from holdfast.format.tensors import TensorSpec, lay_out
 
 BIG = MIN_NBYTES // 4
 
@@ -54,3 +65,38 @@ def test_what_changes_after_all_comes_back_and_waits_twice_as_long_each_time() -
         groups.settle()
         waits.append(count)
     assert waits == [2, 4, 8, 16, 32, 64, 64, 64]
+
+
+class Late(BytesContent):
+    """The second block does not come, while the first is being hashed."""
+
+    def __init__(self) -> None:
+        super().__init__(bytes(2 * BLOCK_NBYTES))
+        self.is_hashing, self.may_end = threading.Event(), threading.Event()
+        self.num_hashing = 0
+
+    def block(self, number: int, timeout_s: float) -> memoryview:
+        if number:
+            assert self.is_hashing.wait(60)
+            threading.Timer(0.3, self.may_end.set).start()
+            raise DeadlineExceeded("staging block 1: not done")
+        return super().block(number, timeout_s)
+
+    def digest(self, number: int) -> bytes:
+        self.num_hashing += 1
+        self.is_hashing.set()
+        assert self.may_end.wait(60)
+        self.num_hashing -= 1
+        return b""
+
+
+def test_no_thread_hashes_any_more_when_a_block_did_not_come() -> None:
+    """Its memory is that of the next save: the digest would be of neither."""
+    (file,) = lay_out("m", [TensorSpec(key="x", dtype="U8", shape=(BLOCK_NBYTES + 9,))])
+    known, content, workers = KnownFile(file), Late(), Workers(1, "hashing")
+    transfer = cast(Transfer, SimpleNamespace(content=lambda _: content))
+    staged = Staged(files={"m": (known,)}, trees={}, kinds={}, transfer=transfer)
+    with pytest.raises(DeadlineExceeded, match="block 1"):
+        staged.digest(known, workers, 60)
+    assert content.num_hashing == 0
+    workers.close()

@@ -80,8 +80,6 @@ def test_what_is_committed_there_and_lacks_files_is_not_taken_for_sent(
 class Open(WrappedStore):
     """A store of a user's, in which files can be seen while they are written."""
 
-    writes_in_place = True
-
     def create(self, key: str, nbytes: int, *, at_most: bool = False) -> BlockWriter:
         return self.inner.create(key, nbytes, at_most=at_most)
 
@@ -96,6 +94,20 @@ def test_a_half_sent_file_is_not_taken_for_whole_where_it_can_be_seen(local: Loc
     with pytest.raises(errors.CorruptData, match="not what is in"):
         send(sender(local, Open(inner)), local)
     assert Catalog(inner).checkpoints() == ()
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_a_wrong_file_is_replaced_where_files_are_put_as_a_whole(
+    local: LocalStore, is_cut: bool
+) -> None:
+    """Nobody has seen it: nothing is committed there."""
+    inner = MemoryStore()
+    share_claims(local, inner)
+    folder = Catalog(local).checkpoints()[0].folder
+    largest = max(local.list(f"{folder}/"), key=lambda info: info.nbytes)
+    inner.put(largest.key, bytes(9 if is_cut else largest.nbytes))
+    send(sender(local, WrappedStore(inner), reads_back=True), local)
+    assert verify(inner, folder).ok
 
 
 def test_two_processes_that_send_the_same_at_once_do_no_harm(

@@ -261,7 +261,7 @@ def choices(asked: Compress, components: Collection[str]) -> dict[str, Compressi
 def _compression(choice: Choice) -> Compression | Auto | None:
     if choice is None or choice == "auto" or isinstance(choice, Compression):
         return choice
-    if choice not in CODECS:
+    if choice not in (*CODECS,):  # also what cannot be hashed is wrong
         names = (*CODECS, "auto")
         raise UsageError(f"compress={choice!r} must be one of {names}, or a Compression")
     return Compression(codec=choice)

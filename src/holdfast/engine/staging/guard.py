@@ -208,7 +208,7 @@ class Overlapped:
         """Wait for the copy, and raise unless it is that of one state.
 
         Raises:
-            DeadlineExceeded: as for `pass_by`.
+            DeadlineExceeded: as for `hold`.
         """
         self.settle(who, timeout_s)
         self.copied.result()

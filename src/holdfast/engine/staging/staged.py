@@ -10,7 +10,7 @@ from typing import Protocol
 from typing_extensions import override
 
 from holdfast.engine.staging.image import KnownFile
-from holdfast.engine.workers import Workers, gather
+from holdfast.engine.workers import Workers, cancel, gather
 from holdfast.format import blocks
 from holdfast.format.layout import BLOCK_NBYTES, tree_file
 
@@ -150,9 +150,14 @@ class Staged:
         jobs = []
         # Hashed while the next block is copied; in waves each block's memory is needed for others,
         # and so is released by the thread that has hashed it.
-        for number in range(len(known.digests)):
-            content.block(number, timeout_s)
-            jobs.append(workers.submit(partial(_digest_and_release, content, number)))
+        try:
+            for number in range(len(known.digests)):
+                content.block(number, timeout_s)
+                jobs.append(workers.submit(partial(_digest_and_release, content, number)))
+        except BaseException:
+            # Later they would hash memory into which the next save copies.
+            cancel(jobs, timeout_s=timeout_s)
+            raise
         gather(jobs, timeout_s=timeout_s, what=f"digest of {known.file.name}")
         return known.all_digests()
 

@@ -261,7 +261,8 @@ class Sender:
     def _send_file(
         self, key: str, nbytes: int, pieces: tuple[FilePiece, ...], *, is_there: bool
     ) -> None:
-        if len(pieces) <= 1:
+        # Where `create` would put the whole object too, it is put over what is there.
+        if len(pieces) <= 1 or type(self._remote).create is Store.create:
             self._put(key, b"".join(self._read(key, piece) for piece in pieces))
             self._expect_right(key, pieces)
         elif is_there:

@@ -61,6 +61,7 @@ class RemoteStore(Store):
     """
 
     reads_origin = True
+    writes_in_place = False
 
     def __init__(
         self, url: str, *, endpoint: str | None = None, options: RemoteOptions | None = None
