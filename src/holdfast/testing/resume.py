@@ -370,7 +370,7 @@ def _tensor_digest(tensor: torch.Tensor) -> str:
 
 
 def _strides(tensor: torch.Tensor) -> list[int]:
-    """Without those of dimensions of size 1, which mean nothing."""
+    """Strides of a tensor, without those of dimensions of size 1, which mean nothing."""
     pairs = zip(tensor.shape, tensor.stride(), strict=True)
     return [stride for size, stride in pairs if size != 1]
 

@@ -471,7 +471,7 @@ class Trainer:
         return tuple(found)
 
     def _validated(self, parts: Iterable[ValidationPart]) -> dict[str, float]:
-        """The metrics of each part, of the weights that it is to validate."""
+        """Run validations on the weights, or on their average; returns all metrics."""
         found: dict[str, float] = {}
         if self.manager is not None:
             self.manager.fence()  # hooks of a validation may put other weights into the model
@@ -484,7 +484,7 @@ class Trainer:
         return found
 
     def _begin_update(self) -> None:
-        """Weights are changed next, by the optimizer or by whoever is told of the step."""
+        """Drop the boundary and wait for the fence, because weights are changed next."""
         self._way_back.begin_update()
         if self.manager is not None:
             self.manager.fence()
@@ -492,7 +492,7 @@ class Trainer:
     def _editing(
         self, hook: Callable[[Callback, Training, StateView], None]
     ) -> Callable[[StateView], None] | None:
-        """The function that tells a hook of a view; None when nobody would look at it."""
+        """Make a function that calls a hook with a view; None if no callback has the hook."""
         if not self._callbacks.listens(hook):
             return None
 
@@ -503,7 +503,7 @@ class Trainer:
         return edit
 
     def _before_save(self, now: Timestamp, metrics: Metrics) -> tuple[str, ...]:
-        """Prepare everybody for a save; gives the reasons why its state is unhealthy."""
+        """Check the state and call `before_save`; returns why the state is unhealthy."""
         self._place.check(now.step)
         with self._place.left():
             found = check_health(self._unhealthy, now.step, self.model, metrics)
@@ -523,7 +523,7 @@ class Trainer:
 
     @contextmanager
     def _closing(self) -> Iterator[None]:
-        """Tell everybody of the end, and never mask the error that it ended by."""
+        """Call `close` of all callbacks after the block, without masking its error."""
         try:
             yield
         except BaseException:
