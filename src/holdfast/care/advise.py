@@ -51,7 +51,7 @@ class Spacing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedStart:
-    """One start of the run: its claim, and how it ended."""
+    """A start of the run: its claim, and how it ended."""
 
     epoch: int
     created: str

@@ -114,7 +114,7 @@ class SupervisionOutcome(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChildLife:
-    """One run of the child: how it ended, whether it made progress, and the pause after it."""
+    """A run of the child: how it ended, whether it made progress, and the pause after it."""
 
     number: int
     """Number of the life, from 1."""

@@ -217,6 +217,8 @@ class _Inspection:
         self._others(manifest)
         if self._problems and manifest is not None:
             self._manifest()  # What was deleted meanwhile is not damaged: NoCheckpoint.
+        components = () if self._here is None else self._here.components
+        tensors = {} if index is None else index.components
         return VerifyReport(
             folder=self._folder,
             step=None if manifest is None else manifest.timestamp.step,
@@ -224,7 +226,7 @@ class _Inspection:
             notes=tuple(self._notes),
             nbytes=self._tally.nbytes,
             num_files=0 if self._here is None else len(self._here.files),
-            num_tensors=0 if index is None else self._num_tensors(index),
+            num_tensors=sum(len(tensors.get(name, ())) for name in components),
         )
 
     def lost_parts(self) -> bool:
@@ -251,10 +253,6 @@ class _Inspection:
     def _parts(self, manifest: Manifest) -> Parts:
         marks = again(lambda: Catalog(self._store).marks(self._folder))
         return again(lambda: parts_of(self._store, self._folder, manifest, marks))
-
-    def _num_tensors(self, index: Index) -> int:
-        here = self._here.components if self._here is not None else {}
-        return sum(len(index.components.get(name, ())) for name in here)
 
     def _manifest(self) -> Manifest | None:
         try:
