@@ -29,7 +29,7 @@ _short.maxstring = _short.maxother = 200
 def checked(
     *, but: Collection[str] = (), removed: Mapping[str, str] | None = None
 ) -> Callable[[F], F]:
-    """Decorator that raises `UsageError` when an argument is not of its annotated type.
+    """Decorator: raise `UsageError` when an argument is not of its annotated type.
 
     Of a class, the arguments of `__init__` are checked. An argument given both by position and by
     name is an error, too. The check runs before the function. Arguments in `but` are not checked:
@@ -88,12 +88,12 @@ def _checking(target: F, but: Collection[str], removed: Mapping[str, str]) -> F:
 
 
 def shown(value: object) -> str:
-    """The `repr` of a value, shortened for an error message."""
+    """Format a value for an error message: its `repr`, shortened."""
     return _short.repr(value)
 
 
 def written(record: Any) -> str:
-    """The call that makes a dataclass, with only what differs from the defaults.
+    """Format the call that makes a dataclass, with only the arguments that are not defaults.
 
     Values that need a name after a default was left out are given by name.
     """
@@ -157,7 +157,7 @@ def _kinds(function: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _positional_names(function: Callable[..., Any]) -> Iterator[str]:
-    """Names of the arguments that can be passed by position, in order."""
+    """List the names of the arguments that can be passed by position, in order."""
     by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return (name for name, kind in _kinds(function) if kind in by_place)
 

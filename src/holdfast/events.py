@@ -1,4 +1,4 @@
-"""Events: the record of something that happened during a run, and the sinks that receive it.
+"""Events: records of what happens during a run, and the sinks that receive them.
 
 A sink is any callable that takes an Event. A sink that raises is reported once and never stops
 a save (invariant 8).
@@ -44,7 +44,7 @@ Kind = Literal[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """Record of something that happened. Keys of `fields` carry units, as in `took_s`."""
+    """Record of something that happened in a run. Keys of `fields` have units, as in `took_s`."""
 
     kind: Kind
     message: str
@@ -80,14 +80,14 @@ def log_event(event: Event) -> None:
 
 
 class Emitter:
-    """Hands events to all sinks; logs the first exception of each sink and drops the others."""
+    """Passes events to all sinks; logs the first exception of each sink and drops the others."""
 
     def __init__(self, sinks: tuple[Sink, ...] = (log_event,)) -> None:
         self._sinks = sinks
         self._failed: set[int] = set()
 
     def __call__(self, kind: Kind, message: str, *, step: int | None = None, **fields: Any) -> None:
-        """Build an event and hand it to every sink."""
+        """Make an event and pass it to every sink."""
         event = Event(kind=kind, message=message, step=step, fields=fields)
         for sink in self._sinks:
             try:

@@ -39,12 +39,12 @@ def load_weights(
     encrypt: Encryption | None = None,
     in_place: bool = False,
 ) -> Checkpoint:
-    """Load a model's weights from a checkpoint, verified; owns nothing and runs no code from it.
+    """Load and verify a model's weights from a checkpoint; claims nothing, runs no code from it.
 
     `source` is a root (its newest checkpoint), `root@step=1000`, `root@tag`, the folder of one
     checkpoint, or a store, where `which` selects another checkpoint than the newest. `include`
     and `skip` choose leaves by `component.path` or by patterns, `rename` maps stored names to the
-    model's, `edit` changes what is stored before it is compared with the model. `encrypt` has the
+    model's, `edit` changes the stored state before it is compared with the model. `encrypt` has the
     keys of encrypted checkpoints. With `strict=False`, `notes` of the result lists what was
     missing or unexpected. `in_place` reads straight into the model, without memory for a second
     copy of it; damage then leaves it mixed.

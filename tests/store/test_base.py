@@ -86,20 +86,24 @@ def test_an_object_in_pieces_is_seen_when_it_is_whole():
     assert store.get("a") == b"1234"
 
 
+FOLDERS = ("make_folder", "sync_folder", "refresh_folder", "sweep")
+
+
 @pytest.mark.parametrize(
-    ("method", "promise"),
-    [("make_folder", "has_folders"), ("link", "has_links"), ("create", "writes_in_place")],
+    ("methods", "promise"),
+    [(FOLDERS, "has_folders"), (("link",), "has_links"), (("create",), "writes_in_place")],
 )
-def test_a_store_that_does_more_is_taken_for_it(method, promise):
+def test_a_store_that_does_more_is_taken_for_it(methods, promise):
     """Forgotten words must not weaken it: syncs that failed would count, and half files be seen."""
-
-    def more(self, *args, **options):
-        return getattr(self._inner, method)(*args, **options)
-
-    more.__name__ = method
-    assert getattr(type("More", (Least,), {method: more})(), promise)
-    assert not getattr(type("Denies", (Least,), {method: more, promise: False})(), promise)
+    own = {name: lambda self, *args, **options: None for name in methods}
+    assert getattr(type("More", (Least,), own)(), promise)
+    assert not getattr(type("Denies", (Least,), own | {promise: False})(), promise)
     assert not getattr(WrappedStore(Least()), promise)
+
+
+def test_a_store_that_only_makes_folders_does_not_prove_that_puts_have_ended():
+    """As one that puts a marker for each into a bucket: a request outlives its process."""
+    assert not type("Marks", (Least,), {"make_folder": lambda *args, **options: None})().has_folders
 
 
 @pytest.mark.parametrize("error", [StoreError, TransientStoreError])

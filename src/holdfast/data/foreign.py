@@ -1,4 +1,4 @@
-"""Other libraries' loaders and iterables: known inexactness, and skipping of items.
+"""Support for other libraries' loaders: known limits of their resume, and skipping of items.
 
 Looks at type names only; imports none of the packages that it names.
 """
@@ -14,9 +14,9 @@ T = TypeVar("T")
 
 
 def describe_inexact(loader: object) -> str | None:
-    """Describe what is known not to resume exactly with `loader`, or None.
+    """Describe why a resume with `loader` is known to be inexact; None: no reason is known.
 
-    None means that nothing is known, not that everything is exact.
+    None does not mean that a resume is exact.
     """
     name = _type_name(loader)
     if name == "torchdata.StatefulDataLoader":
@@ -67,6 +67,6 @@ def _sampler(loader: object) -> Any:
 
 
 def _type_name(value: object) -> str:
-    """Return `<top package>.<class>`, as a subclass may have mended its base."""
+    """Return `<top package>.<class>`, as a subclass may have fixed its base."""
     own = type(value)
     return f"{own.__module__.split('.')[0]}.{own.__qualname__}"

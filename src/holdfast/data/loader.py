@@ -1,8 +1,8 @@
 """A DataLoader whose position is exact (docs/design.md, section 6).
 
 The order of samples is a pure function of (seed, lap), and each batch is fetched under global
-generators seeded from (seed, lap, batch). So the position, two numbers, says everything, and
-it counts the batches that the loop has taken, not those that workers have fetched ahead.
+generators seeded from (seed, lap, batch). So two numbers are the whole position, and it counts
+the batches that the loop has taken, not those that workers have fetched ahead.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ logger = logging.getLogger("holdfast")
 _Spec = tuple[int, int, Sequence[int]]
 _SHAPE = ("num_samples", "batch_size", "shuffle", "drop_last")
 _PER_EPOCH = "batches_per_epoch"
-"""Stored only where it is given."""
+"""Member of the position that is stored only if the option is given."""
 _begun: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-"""torch's iterators, each with the process that has its workers."""
+"""torch's iterators with workers -> id of the process that started them."""
 
 
 class Loader:
@@ -77,7 +77,7 @@ class Loader:
         prefetch_factor: int | None = None,
         multiprocessing_context: Any = None,
     ) -> None:
-        """Options from `num_workers` on are those of torch's DataLoader.
+        """Make a loader; options from `num_workers` on are those of torch's DataLoader.
 
         Args:
             dataset: has `__len__`, and `__getitem__` or `__getitems__`.
@@ -112,7 +112,7 @@ class Loader:
         self._batch = 0
         self._turn = 0
         self._begun = -1
-        """The epoch that has had an iterator since the position was loaded."""
+        """Epoch that an iterator was made for since the position was loaded."""
         self._plan = _PlannedBatches()
         try:
             self._batches: DataLoader[Any] = DataLoader(
@@ -120,7 +120,7 @@ class Loader:
                 batch_size=None,
                 sampler=self._plan,
                 collate_fn=_as_it_is,
-                # Of its own, because beginning an iteration draws from it.
+                # A separate generator, because the start of an iteration draws from it.
                 generator=torch.Generator(),
                 num_workers=num_workers,
                 pin_memory=pin_memory,
@@ -144,7 +144,7 @@ class Loader:
 
     @property
     def at_epoch_end(self) -> bool:
-        """Whether the loop has taken the epoch's last batch and has not asked for more."""
+        """Whether the loop has taken the epoch's last batch and has not requested another."""
         return self._batch == len(self)
 
     @property
@@ -199,7 +199,7 @@ class Loader:
         self._translated(_checked(state))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to a stored position. A stored seed that differs from this one wins, with a warning.
+        """Restore a stored position. A stored seed that differs replaces this one, with a warning.
 
         Raises:
             UsageError: not a position, or one inside an epoch that has another length, batch
@@ -257,7 +257,7 @@ class Loader:
             if lap != ordered_lap:
                 order, ordered_lap = self._order(lap), lap
             indices = order[place * self._batch_size : (place + 1) * self._batch_size].tolist()
-            # Not of the epoch: what a batch is does not depend on where epochs end.
+            # Not derived from the epoch: batches do not depend on where epochs end.
             entropy = randomness.derive(self._seed, "batch", lap, place)
             yield entropy, (*divmod(number, len(self)), indices)
 
@@ -279,7 +279,7 @@ class Loader:
         return shape
 
     def _translated(self, stored: Mapping[str, int]) -> int:
-        """Convert a stored batch to this loader's settings, where it is at a lap's begin or end."""
+        """Convert a position of other settings, if it is at the beginning or end of a lap."""
         batch, shape = stored["batch"], self._shape()
         differing = [
             f"{name}: stored {stored.get(name)}, here {shape.get(name)}"
@@ -319,7 +319,7 @@ class _PlannedBatches:
 
 
 class _Fetcher(torch.utils.data.Dataset[Any]):
-    """Dataset for torch's DataLoader, each item of which is a batch. It is sent to workers."""
+    """Dataset for torch's DataLoader, each item of which is a batch. Pickled to workers."""
 
     def __init__(self, dataset: Any, collate_fn: Callable[[list[Any]], Any]) -> None:
         self._dataset = dataset
@@ -357,20 +357,20 @@ def _end_with_training() -> None:
 def _outlive_signals() -> None:
     """Let a worker ignore signals to its whole process group, as supervisors send.
 
-    The signals are for the training, which ends its workers itself. A worker that a signal ended
-    would raise an error in the training, in any line.
+    The signals are meant for the training process, which ends its workers itself. If a worker died
+    of one, the training process would raise an error, at an arbitrary line.
     """
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, _ignore)
-    # The second one is from the training, for a worker that hangs.
+    # A second signal comes from the training process, for a worker that hangs.
     signal.signal(signal.SIGTERM, _ignore_once)
 
 
 def _end_workers() -> None:
     """Kill the workers of this process at its exit.
 
-    multiprocessing would send them a single SIGTERM, which they ignore as it may be one to the
-    whole process group, and then wait for them for ever.
+    multiprocessing would send each a single SIGTERM, which workers ignore (it may have been sent to
+    the whole process group), and then wait for them forever.
     """
     ours = [batches for batches, pid in _begun.items() if pid == os.getpid()]  # not a parent's
     workers = [worker for batches in ours for worker in getattr(batches, "_workers", ())]
@@ -380,7 +380,7 @@ def _end_workers() -> None:
         worker.kill()
 
 
-# Called before the function that multiprocessing registered when it was imported, above.
+# Runs before multiprocessing's own exit function, which its import above registered.
 atexit.register(_end_workers)
 
 

@@ -1,6 +1,6 @@
-"""Global generators of this process: deriving seeds for them, and their temporary use.
+"""Global random generators: deriving seeds, and seeding or restoring them for a block.
 
-Owns nothing of its own. It knows the CPU generators only: what a fetch draws from an
+Has no state of its own. Handles the CPU generators only: what a fetch draws from an
 accelerator's generator is drawn in the order of the loop, and a checkpoint holds that generator.
 """
 

@@ -17,7 +17,7 @@ from holdfast.demo.record import Shape
 
 
 class TransformerBlock(nn.Module):
-    """Attention and a feed-forward network, each with layer norm before and a residual."""
+    """Pre-norm transformer block: attention and a feed-forward network, each with a residual."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()

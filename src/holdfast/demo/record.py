@@ -1,4 +1,4 @@
-"""The plan of the demo, and records of what happened: filled by `story`, shown by `report`."""
+"""Plan of the demo and records of its course: filled by `story`, shown by `report`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ProcessRecord:
     """Record of one training process, until its end or kill. All times share one clock."""
 
     num_workers: int
-    """Data workers of the process: another number each time, which must not matter."""
+    """Number of data workers: varied between processes, as it must not change the result."""
     began_s: float
     began_at: int = 0
     """Step of the checkpoint that it resumed from, or 0."""
@@ -63,7 +63,7 @@ class RunRecord:
 
     @property
     def losses(self) -> dict[int, float]:
-        """Loss by step; of a step that was done again, the last loss."""
+        """Loss by step; for a step that was done again, the last loss."""
         return {step: loss for life in self.lives for _, step, loss in life.steps}
 
     @property
@@ -137,11 +137,11 @@ class DemoPlan:
     num_steps: int = 450
     """Optimizer steps of a whole run: about twenty seconds on two cores."""
     save_every: int = 20
-    """Steps between saves: about a second."""
+    """Steps from one save to the next: about a second of training."""
     keep_last: int = 3
-    """Checkpoints that retention keeps; one of them may be damaged, so never one."""
+    """Checkpoints that retention keeps; more than one, as one may be damaged."""
     batch_size: int = 8
-    """Windows of text a step."""
+    """Windows of text in a step."""
     num_threads: int = 2
     """Threads that torch computes with. Float sums depend on it, so it is fixed."""
     text_nbytes: int = 4_000_000
@@ -177,11 +177,11 @@ class Kill:
 
     after_step: int
     inside_save: bool
-    """Wait for the next save to begin, and kill during it."""
+    """Whether to wait for the next save to begin, and kill during it."""
     moment: float
     """Time into the step or the save, as a fraction of its usual length: 0 to 1."""
     flip_bit: bool
-    """Flip one bit of the newest checkpoint before the next process starts; the last kill's."""
+    """Whether to flip a bit of the newest checkpoint before the next process starts."""
 
 
 def draw_kills(plan: DemoPlan, draws: Sequence[float]) -> tuple[Kill, ...]:

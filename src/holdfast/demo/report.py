@@ -136,7 +136,7 @@ def _table(run: RunRecord) -> Table:
 
 
 def _damage(run: RunRecord) -> Iterator[str]:
-    """Lines about flipped bits and rejected checkpoints, without repeating the path."""
+    """Format lines about flipped bits and rejected checkpoints, without repeating the path."""
     for life in run.lives:
         if life.flipped:
             yield f"Flipped: {life.flipped}."
@@ -229,7 +229,7 @@ def _killed(run: RunRecord) -> list[ProcessRecord]:
 
 
 def _smoothed(values: Sequence[float]) -> list[float]:
-    """Exponential moving average, corrected for its start at zero."""
+    """Compute an exponential moving average, corrected for its start at zero."""
     smooth, weight, result = 0.0, 0.0, []
     for value in values:
         smooth = _SMOOTHING * smooth + (1 - _SMOOTHING) * value

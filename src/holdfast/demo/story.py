@@ -1,4 +1,4 @@
-"""The course of the demo: train undisturbed, train again with three kills, record both.
+"""Course of the demo: train undisturbed, train again with three kills, record both.
 
 The training happens in `worker` processes, which this one starts and kills; their reports come
 through a pipe. `run` is what `holdfast demo` calls.
@@ -49,7 +49,7 @@ Watch = Callable[[RunRecord, Line], None]
 def run(out: Path, *, seed: int | None = None, fast: bool = False, as_json: bool = False) -> int:
     """Run the demo in the folder `out`; returns 0 if both runs are the same, bit for bit, else 1.
 
-    It leaves `demo.json` (the record), `demo.png` (the plot), and the roots and logs of both
+    Writes `demo.json` (the record), `demo.png` (the plot), and the roots and logs of both
     runs. An earlier demo in `out` is removed. With `as_json` the record also goes to standard
     output, and all else to standard error. None draws a seed; `fast` takes a tiny model.
 
@@ -80,7 +80,7 @@ def run(out: Path, *, seed: int | None = None, fast: bool = False, as_json: bool
 
 
 def prepare(out: Path) -> None:
-    """Make `out`, and empty it if an earlier demo made it.
+    """Make the folder `out`, and empty it if an earlier demo made it.
 
     Raises:
         UsageError: `out` holds something else.
@@ -229,7 +229,7 @@ class WorkerFailed(HoldfastError):
 class Worker:
     """A running `holdfast.demo.worker` with its data workers, in their own process group.
 
-    A context manager: whatever is left of the group is killed on the way out.
+    A context manager: at its end, what is left of the group is killed.
     """
 
     def __init__(self, root: Path, plan: DemoPlan, *, num_workers: int, log: Path) -> None:

@@ -1,6 +1,6 @@
 """The training process of the demo: `python -m holdfast.demo.worker ROOT PLAN NUM_WORKERS`.
 
-It is a plain loop with a CheckpointManager, as a user would write it. Its reports go to standard
+A plain loop with a CheckpointManager, as a user would write it. Reports are written to standard
 output, one JSON object a line, each in one write, so that a kill never splits a line.
 """
 
@@ -88,7 +88,7 @@ def make_state(plan: DemoPlan, *, num_workers: int = 0) -> dict[str, Any]:
 def digest(state: Mapping[str, Any]) -> str:
     """Hash every leaf of the state and the generators with BLAKE3, in order of their names.
 
-    It does not use Holdfast's code to read the state, so that an error there would show.
+    Does not use Holdfast's code to read the state, so that an error there would show.
     """
     members = {name: component.state_dict() for name, component in state.items()}
     generators = {

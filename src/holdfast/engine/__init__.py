@@ -1,1 +1,1 @@
-"""How, in time and under failure: stage, save, load, claim, commit, resolve."""
+"""Procedures of checkpointing, safe under failures: stage, save, load, claim, commit, resolve."""

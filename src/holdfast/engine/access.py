@@ -26,7 +26,7 @@ def place_of(source: str | os.PathLike[str]) -> tuple[Store, str, str]:
     The choice is empty for the folder of one checkpoint, the folder for a root or `root@which`.
 
     Raises:
-        UsageError: it is no source, or its kind of store is unknown.
+        UsageError: it is not a valid source, or its kind of store is unknown.
     """
     root, which = split_source(source)
     parent, folder = split_folder(root) if which is None else ("", "")
@@ -113,7 +113,7 @@ def _expect_kept(store: Store, folder: str) -> None:
     try:
         is_committed = isinstance(Catalog(store).read(folder), Manifest)
     except FormatError:
-        return  # renamed by a person, or damaged: not deleted
+        return  # renamed by a user, or damaged: not deleted
     if not is_committed:
         raise NoCheckpoint(
             f"{store.url}/{folder}: it was deleted while it was read; what was read may be "

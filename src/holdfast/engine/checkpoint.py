@@ -26,16 +26,16 @@ class Checkpoint:
     folder: str
     """Name of the checkpoint's folder inside the root."""
     step: int
-    """Completed optimizer windows."""
+    """Number of completed optimizer windows."""
     timestamp: Timestamp
     """Counters of training progress at the save."""
     save_id: str
-    """32 hex digits; no two saves have the same."""
+    """Unique id of the save, 32 hex digits."""
     metrics: Mapping[str, float]
     tags: tuple[str, ...]
     pinned: bool
     save_class: str
-    """`permanent` or `ephemeral`."""
+    """Class of the save, which retention rules use: `permanent` or `ephemeral`."""
     reason: str
     """Why the checkpoint was saved: `interval`, `manual`, …"""
     created: str
@@ -159,11 +159,11 @@ class Phase:
 
 
 class PendingSave:
-    """A save under way.
+    """Handle of a save under way, as the manager returns it.
 
-    `staged` resolves when all of the state was copied; `committed` when the checkpoint is
-    durable, with its `Checkpoint`, or with the error. An error that nobody fetched through `wait`
-    is raised by the manager's next call and by its `close`.
+    `staged` resolves when all of the state was copied; `committed` when the checkpoint is durable,
+    with its `Checkpoint`, or with the error. An error that was not raised by `wait` is raised by
+    the manager's next call and by its `close`.
     """
 
     def __init__(self, step: int, due: Due, *, timeout_s: float) -> None:
@@ -172,7 +172,7 @@ class PendingSave:
         """Why the save was started, its class, and the components in it."""
         self.staged: Future[None] = Future()
         self.committed: Future[Checkpoint] = Future()
-        # It cannot be cancelled: what is written is committed or fails.
+        # It cannot be cancelled: a save that has begun commits or fails.
         self.committed.set_running_or_notify_cancel()
         self._timeout_s = timeout_s
         self.stall_s = 0.0
@@ -211,9 +211,9 @@ class PendingSave:
 
         Raises:
             SaveFailed: it did not commit; the cause is chained.
-            SaveSkipped: a hook did not want it to be made.
+            SaveSkipped: a hook skipped it.
             Superseded: a later writer owns the run.
-            DeadlineExceeded: `timeout_s` seconds passed; the save goes on.
+            DeadlineExceeded: `timeout_s` seconds passed; the save continues.
         """
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         _, running = wait([self.committed], timeout=limit_s)

@@ -1,4 +1,4 @@
-"""Hooks around saves and loads, as the caller passes them."""
+"""Hooks around saves and loads: callbacks that the caller passes."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from holdfast.state.edits import StateView
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateHooks:
-    """Functions that a manager calls around each save and load, in the caller's thread.
+    """Callbacks that a manager calls around each save and load, in the caller's thread.
 
-    What one raises is raised by the call that it was made in, before anything was written or
-    applied.
+    An error of a callback is raised by the manager's call, before anything is written or applied.
     """
 
     before_save: Callable[[Timestamp, Mapping[str, float]], Sequence[str] | None] | None = None
-    """Called before the state is looked at, with the metrics of the save. What it returns are
-    reasons why this state should not be gone on from; they are recorded. Raises `SaveSkipped` to
-    leave the save out."""
+    """Called before the state is read, with the timestamp and the metrics of the save. It returns
+    reasons not to resume from this state, which are recorded, and raises `SaveSkipped` to skip the
+    save."""
     edit_save: Callable[[StateView], None] | None = None
-    """May change what will be stored. The live state cannot be reached through the view."""
+    """Called to change what will be stored, through a view that cannot reach the live state."""
     save_begun: Callable[[PendingSave], None] | None = None
-    """Called when the state was copied."""
+    """Called once the state was copied, with the save under way."""
     edit_load: Callable[[StateView], None] | None = None
-    """May change what will be applied, before it is checked against the live state."""
+    """Called to change what will be applied, before it is checked against the live state."""
     one_sided: Callable[[str], bool] | None = None
-    """Whether a component may be in the state only, so that a load leaves it as it is, or in the
-    checkpoint only, so that it is not loaded. Called with the name of each such component; for each
-    that is allowed a warning is logged. A component that was left out of the checkpoint, or dropped
-    from it, is not new."""
+    """Called with the name of each component that only the state or only the checkpoint has.
+
+    True: a load leaves a component of the state as it is, or does not load one of the checkpoint,
+    and a warning is logged. A component that a checkpoint omitted, or that was dropped from it, is
+    not new."""
 
     def __post_init__(self) -> None:
         for item in fields(self):

@@ -1,4 +1,4 @@
-"""Memory of our own: on pages, private, and empty in forked children."""
+"""Allocation of page-aligned private memory, which is zeroed in forked children."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from queue import Empty, SimpleQueue
 from holdfast.errors import OutOfMemory
 
 _WIPE_ON_FORK = 18
-"""Linux's MADV_WIPEONFORK, which Python has no name for."""
+"""Linux's MADV_WIPEONFORK, for which Python has no name."""
 _ADVICE = (
     (mmap.MADV_HUGEPAGE, _WIPE_ON_FORK)
     if sys.platform == "linux" and hasattr(mmap, "MADV_HUGEPAGE")
@@ -19,11 +19,11 @@ _ADVICE = (
 
 
 def take(nbytes: int) -> mmap.mmap:
-    """So much memory, or a byte.
+    """Allocate `nbytes` of private memory, at least one byte.
 
-    A forked child has it too, filled with zeros and its own: it costs nothing until it is used
-    there. Were it missing there (MADV_DONTFORK), the child would put something else into its place,
-    and unmap that when it lets go of what it inherited.
+    A forked child has its own copy, filled with zeros, which costs nothing until it is used. If it
+    were missing there (MADV_DONTFORK), the child could map other memory at the same address, and
+    would unmap that when it frees what it inherited.
 
     Raises:
         OutOfMemory: the system refuses.
@@ -42,18 +42,18 @@ def _advise(memory: mmap.mmap, advice: int) -> None:
     try:
         memory.madvise(advice)
     except OSError:
-        # Only advice: a kernel without it keeps ordinary pages, and copies on fork.
+        # Only advice: a kernel that lacks it keeps ordinary pages, and copies on fork.
         return
 
 
 class Buffers:
-    """Memory that is used again and again, by any thread: new memory costs a fault a page."""
+    """Pool of reusable buffers, thread-safe: new memory costs one page fault a page."""
 
     def __init__(self) -> None:
         self._free: SimpleQueue[memoryview] = SimpleQueue()
 
     def take(self, nbytes: int) -> memoryview:
-        """Memory of at least so many bytes, on a page.
+        """Return a page-aligned buffer of at least `nbytes`, a pooled one if it is large enough.
 
         Raises:
             OutOfMemory: the system refuses.
@@ -65,5 +65,5 @@ class Buffers:
         return memoryview(take(nbytes))
 
     def give_back(self, buffer: memoryview) -> None:
-        """Return a buffer that is used no more."""
+        """Put a buffer that is no longer used back into the pool."""
         self._free.put(buffer)

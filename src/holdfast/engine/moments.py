@@ -1,4 +1,4 @@
-"""Where a run is: its counters at a moment, and where each of its savers last saved."""
+"""Training progress of a run: its counters now, and at the last save of each of its savers."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from holdfast.policy.schedule import Schedule, ScheduleRecord
 _COUNTERS = frozenset({"epoch", "cycle", "samples", "tokens"})
 _TOTALS = ("step", *sorted(_COUNTERS))
 Counters = Callable[[], Mapping[str, int | None]]
-"""Gives `epoch`, `cycle`, `samples` and `tokens` where a call does not."""
+"""Callback that returns `epoch`, `cycle`, `samples` and `tokens` if a call does not give them."""
 
 
 class Moments:
-    """The clock of one manager. Training time goes on from what a checkpoint recorded."""
+    """Clock of one manager: counters and training time, continued from a checkpoint's record."""
 
     def __init__(
         self, catalog: Catalog, schedule: Schedule, counters: Counters | None, emit: Emitter
@@ -46,10 +46,10 @@ class Moments:
         samples: int | None,
         tokens: int | None,
     ) -> Timestamp:
-        """All counters, with those within the epoch and the cycle.
+        """Build the current timestamp from the counters, with those within epoch and cycle.
 
         Raises:
-            UsageError: one is no count.
+            UsageError: a counter is unknown, or not a whole number of at least 0.
         """
         known = self._counters()
         if known:
@@ -92,7 +92,7 @@ class Moments:
                 )
 
     def stand_on(self, entry: Entry) -> None:
-        """Go on from a checkpoint."""
+        """Continue counters, training time and save intervals from a checkpoint."""
         now = entry.manifest.timestamp
         self._odometer.stand_on(now)
         self._go_on(now, map(_record, self._saves_up_to(entry)))
@@ -109,7 +109,7 @@ class Moments:
         self._wall_before_s, self._started = now.wall_s, time.monotonic()
 
     def _saves_up_to(self, entry: Entry) -> Iterable[Entry]:
-        """A checkpoint and, where cadences of their own depend on them, those before it."""
+        """Return a checkpoint and, if the schedule needs them, those before it in the lineage."""
         if not self._schedule.looks_back():
             return [entry]
         found = self._catalog.lineage_entries(opens_all=False)

@@ -1,4 +1,4 @@
-"""Checkpoints: where the checkpoints of a run are and how they are made, in one record."""
+"""`Checkpoints`: options of a run's checkpoints, their location included, in one record."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from holdfast.store.base import Store
 
 OnExisting = Literal["keep", "replace", "error"]
 MIN_BUDGET = 4 * BLOCK_NBYTES
-"""So that some blocks are written while others are copied."""
+"""Smallest memory budget in bytes: some blocks are written while others are copied."""
 
 
 @checked(but=("every", "keep"))
 @dataclass(frozen=True, slots=True, repr=False)
 class Checkpoints:
-    """Where the checkpoints of a run are and how they are made.
+    """Options of a run's checkpoints: their root, when to save, what to keep, and how.
 
         Checkpoints("runs/gpt", every="500step", keep=Last(3))
 
-    A `Trainer` takes it as `checkpoints`, a `CheckpointManager` in the place of its root. The
-    fields have the values that were given.
+    A `Trainer` takes it as `checkpoints`, a `CheckpointManager` in place of its root. The fields
+    have the values that were given.
 
     Raises:
         UsageError: an argument is wrong.
@@ -79,8 +79,8 @@ class Checkpoints:
     """Whether to claim the run although another live process owns it. Off, because two processes
     that save into one run are nearly always a mistake."""
     label: str | LabelFunction = DEFAULT_LABEL
-    """The name of a checkpoint for people: a template, or a function of the Timestamp. The default
-    sorts by step."""
+    """The label in the names of checkpoints' folders: a template, or a function of the Timestamp.
+    The default sorts by step."""
     run_name: str | None = None
     """The value of `{run_name}` in the label."""
     sinks: Iterable[Sink] = (log_event,)
@@ -115,7 +115,7 @@ class Checkpoints:
         given: str | os.PathLike[str] | Store | Tiered | Checkpoints | None,
         options: Mapping[str, Any],
     ) -> Checkpoints:
-        """The record that was given, or that of a root with `options`.
+        """Return a given record, or create one of a root with `options`.
 
         Raises:
             UsageError: an argument is wrong, or options are given beside a record.
@@ -148,7 +148,7 @@ class Checkpoints:
         return nbytes
 
     def check_components(self, components: Collection[str]) -> None:
-        """Check the components that are named against those of a state.
+        """Check the components that the options name against those of a state.
 
         Raises:
             UsageError: savers, `keep` or `compress` name others.

@@ -1,6 +1,6 @@
-"""A pause for Python's cycle collector while very many objects are made at once.
+"""Pause of Python's garbage collector while very many objects are created at once.
 
-Twenty thousand tensors make it walk everything again and again, a quarter of the time of a load.
+With twenty thousand tensors its repeated passes take a quarter of the time of a load.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """No automatic collection inside; afterwards as before."""
+    """Disable automatic garbage collection inside the block; restore the setting after it."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""The threads of whoever writes and reads checkpoints: some for the cores, some for the store."""
+"""Thread pools of a reader or writer of checkpoints: one for the cores, one for the store."""
 
 from __future__ import annotations
 
@@ -12,36 +12,38 @@ from holdfast.engine.workers import Workers, gather, num_cores
 T = TypeVar("T")
 Use: TypeAlias = Callable[[], Any]
 Read: TypeAlias = Callable[[], Use | None]
-"""Reads, and gives what is to be done with what was read; None: nothing is."""
+"""Function that reads, and returns a function that uses what was read; None: nothing to do."""
 
 _NUM_WAITERS = 8
 NUM_AHEAD = 2 * _NUM_WAITERS
-"""Reads at a time of which the use has not ended."""
+"""Most reads at a time whose use has not ended."""
 
 
 class Threads:
-    """Two kinds, so that the store always has something to do, and every core, too."""
+    """Two thread pools, for compute and for store I/O, so that both cores and store stay busy."""
 
     def __init__(self) -> None:
         self.workers = Workers(min(2 * num_cores(), 8), "holdfast-io")
-        """For copies and digests; more than cores, because some wait for others."""
+        """Threads for copies and digests; more than cores, because some wait for others."""
         self.waiters = Workers(_NUM_WAITERS, "holdfast-disk")
-        """They do little but wait for the store: more of them than cores cost nothing, and one
+        """Threads that mostly wait for the store: more of them than cores cost nothing, and one
         that is done finds the next job already queued."""
 
     def start(self) -> None:
-        """Start all of them now; see `Workers.start`."""
+        """Start all threads now; see `Workers.start`."""
         self.workers.start()
         self.waiters.start()
 
     def close(self) -> None:
-        """Let them end after what is queued; no more is taken."""
+        """Close both pools: queued jobs are done, no more are accepted. Does not wait."""
         self.waiters.close()
         self.workers.close()
 
     def submit(self, read: Callable[[], Callable[[], T]]) -> Future[T]:
-        """Read, and have what that gives be called by another thread; its result, or an error of
-        either, is in the future. Whoever submits sees to it that not too much is read ahead.
+        """Call `read` in one thread, and the function that it returns in another.
+
+        The future has that function's result, or an error of either. The caller limits how much is
+        read ahead.
 
         Raises:
             ManagerUnusable: after `close`.
@@ -49,11 +51,11 @@ class Threads:
         return self._begin(read, threading.Semaphore(1))
 
     def read_all(self, reads: Iterable[Read], *, timeout_s: float, what: str) -> None:
-        """Do all of these; errors, and who waits for what, as in `gather`.
+        """Run all reads and their uses, and wait; errors and time-outs are as in `gather`.
 
-        A disk that reads several blocks at once has them ready at nearly the same time. It would
-        have nothing to do while those who read them used them, so others do that; at most
-        `NUM_AHEAD` are being read, waiting or being used.
+        A disk that reads several blocks at once has them ready at nearly the same time. It would be
+        idle while the reading threads used them, so other threads do; at most `NUM_AHEAD` are being
+        read, waiting or being used.
 
         Raises:
             ManagerUnusable: after `close`.
@@ -65,8 +67,8 @@ class Threads:
                 futures.append(self._begin(read, room))
             gather(futures, timeout_s=timeout_s, what=what)
         finally:
-            # Who still waits for room, because uses hang, sees that it was cancelled: the threads
-            # are there for others, and one place is enough, which each gives to the next.
+            # A read that still waits for room, because uses hang, sees that it was cancelled and
+            # frees its thread; one place is enough, which each passes to the next.
             room.release()
 
     def _begin(self, read: Read, room: threading.Semaphore) -> Future[Any]:
@@ -78,7 +80,7 @@ class Threads:
 
 
 class _Reading:
-    """A read and its use, which are one Future."""
+    """A read and its use, with one Future for both."""
 
     def __init__(self, read: Read, workers: Workers, room: threading.Semaphore) -> None:
         self.future: Future[Any] = Future()
@@ -87,8 +89,8 @@ class _Reading:
         self._room = room
 
     def begin(self) -> None:
-        """Read, unless that was cancelled, and have what was read be used."""
-        self._room.acquire()  # whoever waits for the future has a time limit
+        """Read, unless it was cancelled, and queue the use of what was read."""
+        self._room.acquire()  # waits for the future have a time limit
         if not self.future.set_running_or_notify_cancel():
             self._room.release()
             return
@@ -103,7 +105,7 @@ class _Reading:
         try:
             self._workers.put(lambda: self._use(use))
         except BaseException:  # noqa: BLE001 - closed, or without memory
-            self._use(use)  # nobody else will, and it gives back what the read took
+            self._use(use)  # no other thread will, and it frees what the read took
 
     def _use(self, use: Use) -> None:
         try:

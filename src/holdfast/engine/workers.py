@@ -1,8 +1,8 @@
-"""Threads whose work is a Future.
+"""Thread pools whose jobs are Futures, and which still work while the interpreter exits.
 
-They differ from `concurrent.futures` in one point: they still take work while the interpreter
-exits, so that a save under way can finish (docs/decisions/0002). They are daemons; who cares
-about their work holds its Future and waits for it.
+In that they differ from `concurrent.futures`, so that a save under way can finish
+(docs/decisions/0002). The threads are daemons; a caller that needs a job holds its Future and
+waits for it.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ _Queue = SimpleQueue["_Task | None"]
 
 
 def num_cores() -> int:
-    """How many cores this process may use."""
+    """Return the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 class Workers:
-    """A fixed number of daemon threads that take jobs in order; started when first needed."""
+    """Pool of a fixed number of daemon threads that run jobs in order; started when needed."""
 
     def __init__(self, num_threads: int, name: str) -> None:
         self._num_threads = num_threads
         self._name = name
         self._jobs: _Queue = SimpleQueue()
         self._threads: list[threading.Thread] = []
-        self._lock = threading.RLock()  # whoever closes may be called in the middle of anything
+        self._lock = threading.RLock()  # `close` may be called in the middle of any method
         self._end = weakref.finalize(self, _stop, self._jobs, num_threads)
         self._end.atexit = False  # a save may still be on its way
 
@@ -48,7 +48,7 @@ class Workers:
         """Queue a job; its result or its error is in the future.
 
         Raises:
-            ManagerUnusable: after `close` nobody would do it.
+            ManagerUnusable: after `close`.
         """
         future: Future[T] = Future()
         self.start()
@@ -56,7 +56,7 @@ class Workers:
         return future
 
     def put(self, task: Callable[[], None]) -> None:
-        """Queue what raises nothing and has no future; a thread is there, by `start` or `grow`.
+        """Queue a task that raises nothing and has no future; call `start` or `grow` before.
 
         Raises:
             ManagerUnusable: as for `submit`.
@@ -66,13 +66,13 @@ class Workers:
             self._jobs.put(task)
 
     def expect_open(self) -> None:
-        """Raises `ManagerUnusable` after `close`."""
+        """Raise `ManagerUnusable` after `close`."""
         if not self._end.alive:
             raise ManagerUnusable(f"{self._name}: these threads were told to end")
 
     def grow(self) -> None:
-        """Start one more thread, unless all are there, for a job that waits for no other: to start
-        all takes longer than a short job. One that cannot be had is done without, but the first."""
+        """Start one more thread, unless all run, for a job that waits for no other: to start all
+        takes longer than a short job. A failure to start any but the first is ignored."""
         with self._lock:
             if len(self._threads) < self._num_threads:
                 with suppress(RuntimeError) if self._threads else nullcontext():
@@ -81,12 +81,12 @@ class Workers:
     def start(self) -> None:
         """Start all threads now: the interpreter starts none once it has begun to exit."""
         with self._lock:
-            # One by one, so that those that could be started count when another one cannot.
+            # One by one, so that those started are counted if another one fails to start.
             while len(self._threads) < self._num_threads:
                 self._threads.append(self._new_thread(len(self._threads)))
 
     def close(self) -> None:
-        """Let the threads end after the jobs that are queued; no more are taken."""
+        """Close the pool: queued jobs are done, no more are accepted. Does not wait."""
         with self._lock:
             self._end()
 
@@ -110,7 +110,7 @@ def _work(jobs: _Queue) -> None:
 
 
 def do(future: Future[Any], job: Job) -> None:
-    """Do a job, unless its future was cancelled, which gets its result or its error."""
+    """Run a job, unless its future was cancelled, and put its result or error into the future."""
     if not future.set_running_or_notify_cancel():
         return
     try:
@@ -125,7 +125,7 @@ def hand_over(*jobs: tuple[Workers, Job]) -> list[Future[Any]]:
     """Queue jobs of several workers, and wake one thread of the first, which wakes the others.
 
     To wake a thread takes longer than to queue many jobs, and may cost the caller its core. Jobs
-    that were taken are done, also where workers are closed before they are woken.
+    that were accepted are done, even if workers are closed before they are woken.
 
     Raises:
         ManagerUnusable: after `close` of any of them; no job was taken.
@@ -143,22 +143,22 @@ def hand_over(*jobs: tuple[Workers, Job]) -> list[Future[Any]]:
 
 
 def _pass_on(tasks: Sequence[tuple[Workers, _Task]]) -> None:
-    """Do the first, once those that have the others were woken."""
+    """Queue all tasks but the first, which wakes their workers, then run the first."""
     (_, first), *others = tasks
     own = [first]
     for workers, task in others:
         try:
             workers.put(task)
         except ManagerUnusable:
-            own.append(task)  # nobody else will do it
+            own.append(task)  # those workers were closed
     for task in own:
         task()
 
 
 def gather(futures: Sequence[Future[T]], *, timeout_s: float, what: str) -> list[T]:
-    """Results in order. After the first error the rest is cancelled and that error raised.
+    """Wait for futures and return their results in order; on an error, cancel the rest and raise.
 
-    Waits until every job that runs has ended, so that nobody writes after this returns.
+    Waits until every running job has ended, so that no job writes after this returns.
 
     Raises:
         DeadlineExceeded: jobs are still running after `timeout_s` seconds.
@@ -174,7 +174,7 @@ def gather(futures: Sequence[Future[T]], *, timeout_s: float, what: str) -> list
 
 
 def cancel(futures: Collection[Future[Any]], *, timeout_s: float) -> None:
-    """Begin none of these any more, and wait `timeout_s` seconds for those that run."""
+    """Cancel the jobs that have not started, and wait up to `timeout_s` seconds for the others."""
     for future in futures:
         future.cancel()
     wait(futures, timeout=timeout_s)
@@ -188,7 +188,7 @@ def raise_from(failed: Future[Any]) -> None:
 
 
 class Background(Workers):
-    """Workers with one signal to stop, and a deadline for whoever waits for their end."""
+    """Workers for background jobs, with a stop signal and a deadline on waits for their end."""
 
     def __init__(self, name: str, *, num_threads: int = 1) -> None:
         super().__init__(num_threads, name)
@@ -196,27 +196,27 @@ class Background(Workers):
 
     @property
     def is_stopping(self) -> bool:
-        """Whether the jobs were told to stop."""
+        """Whether the stop signal is set."""
         return self._signal.is_set()
 
     def sleep(self, seconds: float) -> bool:
-        """For a job: wait, but not beyond the signal to stop. Returns whether that was given."""
+        """Wait inside a job until the time or the stop signal; return whether that is set."""
         return self._signal.wait(seconds)
 
     def ask_to_stop(self) -> None:
-        """Tell the jobs to stop; does not wait."""
+        """Set the stop signal; does not wait."""
         self._signal.set()
 
     def proceed(self) -> None:
-        """Withdraw the signal to stop."""
+        """Clear the stop signal."""
         self._signal.clear()
 
     def stop(self, jobs: Sequence[Future[Any]], *, timeout_s: float) -> bool:
-        """Tell the jobs to stop. Returns whether the given ones end within `timeout_s` seconds."""
+        """Set the stop signal; return whether the given jobs end within `timeout_s` seconds."""
         self.ask_to_stop()
         return not wait(jobs, timeout=timeout_s).not_done
 
     def end(self, jobs: Sequence[Future[Any]] = (), *, timeout_s: float = 0.0) -> bool:
-        """As `stop`; the threads take no more jobs, and end after those that are queued."""
+        """Close the pool and `stop` its jobs; queued ones are still run, no more are accepted."""
         self.close()
         return self.stop(jobs, timeout_s=timeout_s)

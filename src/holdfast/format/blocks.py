@@ -18,7 +18,7 @@ def block_digest(data: Buffer) -> bytes:
 
 
 def block_hasher() -> blake3:
-    """Make a hasher for a block whose bytes come in pieces, by its `update`."""
+    """Make a hasher for a block whose bytes are passed in pieces to `update`."""
     return blake3()
 
 
@@ -34,12 +34,12 @@ def split(nbytes: int, block_nbytes: int = BLOCK_NBYTES) -> list[tuple[int, int]
 
 
 def max_stored_nbytes(nbytes: int) -> int:
-    """The longest that the stored form of a block of `nbytes` may be, whatever the codec."""
+    """Return the largest size of the stored form of a block of `nbytes`, with any codec."""
     return nbytes + nbytes // 128 + 4096
 
 
 def max_file_nbytes(nbytes: int, block_nbytes: int = BLOCK_NBYTES) -> int:
-    """The longest that the stored form of a file of `nbytes` may be, whatever the codec."""
+    """Return the largest size of the stored form of a file of `nbytes`, with any codec."""
     return sum(max_stored_nbytes(stop - start) for start, stop in split(nbytes, block_nbytes))
 
 

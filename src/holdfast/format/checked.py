@@ -16,9 +16,9 @@ from holdfast.store.base import Buffer
 
 MAX_CHECKED_NBYTES = 64 * 1024
 CODEC = "codec"
-"""The requirement of manifests that list files made by a codec."""
+"""Entry of `requires` in manifests that list compressed files."""
 SEALED = "sealed"
-"""The requirement of encrypted documents, and the kind of an encrypted manifest."""
+"""Entry of `requires` in encrypted documents, and the kind of an encrypted manifest."""
 KNOWN_REQUIREMENTS = frozenset({CODEC, SEALED})
 _OWN_NAMES = ("holdfast", "kind", "digest")
 _DIGEST_LINE = re.compile(rb'"digest": "blake3:([0-9a-f]{64})"\}\n')
@@ -64,7 +64,7 @@ def decode_checked(
         raise LimitExceeded(f"{what}: larger than {max_nbytes:,} bytes")
     text = bytes(data)
     _check_digest(text, what=what)
-    # Without the digest line it is as `json` writes it, which is read most quickly.
+    # Without the digest line the text is as `json` writes it, which is parsed fastest.
     whole = text[: -_DIGEST_LINE_NBYTES - len(_BEFORE_DIGEST)] + b"\n}"
     num_values = strictjson.MAX_VALUES - 1  # the digest is one
     document: dict[str, Any] = strictjson.loads(

@@ -1,7 +1,7 @@
-"""Blocks as Blosc2 chunks: bytes of equal weight are put together before they are compressed.
+"""Blosc2 compression of blocks: bytes of equal weight are grouped, then compressed.
 
-The library is asked only for what docs/format.md, section 8, lists: for filters and codecs that it
-does not know it would look for plug-ins, and run them.
+Only the filters and codecs of docs/format.md, section 8, are passed to the library: for others
+it would look for plug-ins, and run them.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ _HEADER_NBYTES = 32
 _IS_EXTENDED = 0b101
 _IS_COPIED = 0b010
 _FORMATS = (1, 4)
-"""LZ4 and Zstandard, in the upper three bits of the flags."""
+"""Accepted codecs, LZ4 and Zstandard, in the upper three bits of the flags."""
 _FILTERS = frozenset({0, 1, 2})
 _SPECIALS = (0, 16)
-"""None, and a chunk of zeros, in the last byte of the header."""
+"""Accepted special values in the header's last byte: none, and a chunk of zeros."""
 
 
 def encode_blosc2(
@@ -28,7 +28,7 @@ def encode_blosc2(
     shuffle: Literal["byte", "bit", "none"],
     inner: Literal["zstd", "lz4"],
 ) -> Buffer:
-    """The Blosc2 chunk of a block. What does not shrink is copied into the chunk."""
+    """Encode a block as a Blosc2 chunk, which copies it if it does not shrink."""
     blosc2 = _library()
     filters = {
         "byte": blosc2.Filter.SHUFFLE,
@@ -49,10 +49,10 @@ def encode_blosc2(
 
 
 def decode_blosc2(stored: memoryview, plain: memoryview) -> None:
-    """Fill `plain` from a Blosc2 chunk, without memory in between.
+    """Decode a Blosc2 chunk into `plain`, without an intermediate buffer.
 
     Raises:
-        CorruptData: it is not a chunk of that length and of the kind that is allowed.
+        CorruptData: not a chunk of that length, or of a kind that is not allowed.
     """
     _check_header(stored, plain.nbytes)
     try:
@@ -64,7 +64,7 @@ def decode_blosc2(stored: memoryview, plain: memoryview) -> None:
 def _library() -> Any:
     import blosc2
 
-    # Of the whole process, and for its good: without it other threads stand still meanwhile.
+    # A setting of the whole process: without it all other threads wait meanwhile.
     blosc2.set_releasegil(True)
     return blosc2
 
@@ -72,7 +72,7 @@ def _library() -> Any:
 def _check_header(stored: memoryview, nbytes: int) -> None:
     """Raise `CorruptData` unless the chunk is of the kind that `encode_blosc2` makes.
 
-    The library itself believes the length in the header, whatever the memory that it fills.
+    The library trusts the length in the header, even beyond the end of its output buffer.
     """
     if stored.nbytes < _HEADER_NBYTES:
         raise CorruptData("too short for a Blosc2 chunk")

@@ -1,4 +1,4 @@
-"""Codecs: the forms in which the blocks of a file can be stored (docs/format.md, section 8).
+"""Compression codecs for the blocks of a file (docs/format.md, section 8).
 
 `CODECS` is the only list of them: names, suffixes, levels, defaults and packages are read from it.
 """
@@ -20,10 +20,10 @@ CodecName = Literal["zstd", "lz4", "blosc2"]
 Shuffle = Literal["byte", "bit", "none"]
 Inner = Literal["zstd", "lz4"]
 Encode: TypeAlias = Callable[[memoryview, int, int, Shuffle, Inner], Buffer]
-"""Gives the stored form of a block, at most `blocks.max_stored_nbytes` long, from the plain block,
+"""Function that compresses a block to at most `blocks.max_stored_nbytes`, from the plain block,
 the level, the size of the items in the block, and its filter. Thread-safe."""
 Decode: TypeAlias = Callable[[memoryview, memoryview], None]
-"""Fills the second argument, which has the length of the plain block, from the stored block.
+"""Function that decompresses the first argument into the second, as long as the plain block.
 
 Takes no more memory than a few times the two, whatever the stored bytes say. Raises `CorruptData`
 where they are not the stored form of a block of that length. Thread-safe."""
@@ -31,17 +31,17 @@ where they are not the stored form of a block of that length. Thread-safe."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Codec:
-    """Compression of blocks by one library."""
+    """A compression codec: its library, its levels, and its functions."""
 
     suffix: str
-    """What the names of its files end with."""
+    """Suffix of the names of its files."""
     library: str
-    """The module that it needs."""
+    """Name of the module to import."""
     install: str
-    """What `pip install` takes for that."""
+    """Argument of `pip install` that provides the module."""
     levels: range
     default_level: int
-    """The fast end of what helps."""
+    """The fastest level that still compresses well."""
     encode: Encode
     decode: Decode
     filters: Sequence[tuple[Shuffle, Inner]] = ()
@@ -84,7 +84,7 @@ CODECS: Mapping[CodecName, Codec] = types.MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compression:
-    """How to compress.
+    """Compression settings: codec, level and filters.
 
     Raises:
         UsageError: a field is wrong, would do nothing, or needs a package that is not installed.
@@ -94,9 +94,9 @@ class Compression:
     level: int | None = None
     """A level of the codec (docs/compression.md). None: the codec's default, which is fast."""
     shuffle: Shuffle | None = None
-    """For blosc2: whether bytes or bits of equal weight are put together first. None: bytes."""
+    """For blosc2: whether bytes or bits of equal weight are grouped first. None: bytes."""
     inner: Inner | None = None
-    """For blosc2: what compresses the shuffled bytes. None: zstd."""
+    """For blosc2: codec that compresses the shuffled bytes. None: zstd."""
 
     def __post_init__(self) -> None:
         for name, choices in (
@@ -126,14 +126,14 @@ class Compression:
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """How the blocks of one file are compressed."""
+    """Compression of the blocks of one file: the settings and the size of its items."""
 
     compression: Compression
     item_nbytes: Sequence[int]
     """Size of the items in each block."""
 
     def encode(self, number: int, plain: memoryview) -> Buffer:
-        """The stored form of the plain block of that number. Thread-safe."""
+        """Compress the plain block of that number. Thread-safe."""
         asked = self.compression
         codec = CODECS[asked.codec]
         level = codec.default_level if asked.level is None else asked.level
@@ -142,7 +142,7 @@ class Encoding:
 
 
 def decoder(name: CodecName) -> Decode:
-    """The function that decodes the blocks of files of this codec.
+    """Return the function that decompresses the blocks of files of this codec.
 
     Raises:
         UnsupportedVersion: the package that it needs is not installed.

@@ -1,7 +1,7 @@
-"""Sealed (encrypted) manifests, their sidecars and boxes of keys (docs/format.md, section 10).
+"""Encrypted manifests, their sidecars, and boxes of wrapped keys (docs/format.md, section 10).
 
-The plain members of a sealed manifest are authenticated with its encrypted ones. Keys come as
-bytes; whose they are, and how they are wrapped, is not known here.
+Identifiers and the format say "sealed" for encrypted and authenticated. The plain members of an
+encrypted manifest are authenticated with it. Keys are bytes; other modules wrap them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _OPENING = b'\n  "sealed": "'
 
 
 class Visible(msgspec.Struct, frozen=True, kw_only=True):
-    """Plain part of a sealed manifest; `files` has lengths and digests as stored."""
+    """Plain part of an encrypted manifest; `files` has lengths and digests as stored."""
 
     save_id: Hex128
     label: str
@@ -54,7 +54,7 @@ class Visible(msgspec.Struct, frozen=True, kw_only=True):
     files: Mapping[str, FileEntry]
     suite: str
     commitment: Hex256
-    """Commitment to the data key: no other one fits."""
+    """Commitment to the data key, which no other key matches."""
     salt: Hex256
 
 
@@ -103,10 +103,10 @@ class KeyBox(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Contents:
-    """The decrypted manifest of a sealed checkpoint, with its data key."""
+    """Decrypted manifest of an encrypted checkpoint, with its data key."""
 
     document: bytes
-    """The sealed manifest as it is stored."""
+    """The encrypted manifest as stored."""
     visible: Visible
     suite: Suite
     data_key: bytes
@@ -127,7 +127,7 @@ def encode_sealed(
     suite: Suite,
     data_key: bytes,
 ) -> Contents:
-    """Encrypt a manifest. `files`: plain name → seal; `stored`: stored name → length and digest.
+    """Encrypt a manifest. `files`: by plain name; `stored`: stored name → length and digest.
 
     Raises:
         UsageError: the manifest is too large.
@@ -164,10 +164,10 @@ def encode_sealed(
 
 
 def decode_visible(data: Buffer, *, what: str) -> Visible:
-    """Decode the plain part of the sealed manifest in `data`.
+    """Decode the plain part of the encrypted manifest in `data`.
 
     Raises:
-        FormatError: the document is damaged, or not the manifest of a sealed checkpoint.
+        FormatError: the document is damaged, or not an encrypted manifest.
     """
     members = checked.decode_checked(
         data, what=what, kinds=(SEALED,), max_nbytes=MAX_MANIFEST_NBYTES
@@ -184,7 +184,7 @@ def decode_visible(data: Buffer, *, what: str) -> Visible:
 
 
 def open_sealed(data: bytes, visible: Visible, data_key: bytes, *, what: str) -> Contents:
-    """Decrypt a sealed manifest.
+    """Decrypt a manifest.
 
     Raises:
         Tampered: the plain or the encrypted part was changed.
@@ -214,7 +214,7 @@ def open_sealed(data: bytes, visible: Visible, data_key: bytes, *, what: str) ->
 
 
 def encode_mark(contents: Contents, name: str, document: bytes) -> bytes:
-    """Encrypt a sidecar of a sealed checkpoint; `name` is its stored name."""
+    """Encrypt a sidecar of an encrypted checkpoint; `name` is its stored name."""
     return _seal_document(
         MARK,
         {"requires": [SEALED], "name": name, "salt": fresh_secret().hex()},
@@ -229,7 +229,7 @@ def decode_mark(contents: Contents, name: str, data: Buffer, *, what: str) -> by
     """Decrypt a sidecar.
 
     Raises:
-        Tampered: the sidecar was not sealed for this checkpoint under this name.
+        Tampered: the sidecar was not encrypted for this checkpoint under this name.
         FormatError: the document is damaged.
     """
     salt = check_mark(data, name, what=what)
@@ -239,10 +239,11 @@ def decode_mark(contents: Contents, name: str, data: Buffer, *, what: str) -> by
 
 
 def check_mark(data: Buffer, name: str, *, what: str) -> str:
-    """Check a sealed sidecar as far as possible without a key; returns its salt.
+    """Check an encrypted sidecar as far as possible without a key; returns its salt.
 
     Raises:
-        FormatError: the document is damaged, not sealed, or another sidecar's.
+        FormatError: the document is damaged, or not encrypted.
+        Tampered: it belongs to a sidecar of another name.
     """
     members = checked.decode_checked(data, what=what, kinds=(MARK,), max_nbytes=MAX_MARK_NBYTES)
     if members.get("name") != name:
@@ -251,7 +252,7 @@ def check_mark(data: Buffer, name: str, *, what: str) -> str:
 
 
 def is_mark(data: bytes) -> bool:
-    """Whether a sidecar is marked as sealed."""
+    """Whether a sidecar is encrypted, judged by its kind."""
     return f'"kind": "{MARK}"'.encode() in data[:200]
 
 
@@ -334,6 +335,6 @@ def _decode_files(table: bytes, visible: Visible, *, what: str) -> dict[str, Fil
 
 
 def new_file_seal(number: int, nbytes: int) -> FileSeal:
-    """Make name and secret for a new file of `nbytes`, the n-th of its attempt from 0."""
+    """Make stored name and secret of a new encrypted file, the n-th of its attempt from 0."""
     secret = fresh_secret(SECRET_NBYTES).hex()
     return FileSeal(name=layout.stored_name(number), nbytes=nbytes, secret=secret)

@@ -1,7 +1,7 @@
-"""Blocks as frames of Zstandard and LZ4, which the tools of those formats can read.
+"""Compression of blocks as Zstandard and LZ4 frames, which the usual tools can read.
 
-Each block is one frame, which says its content size. A block that does not shrink is stored raw
-inside the frame.
+Each block is one frame, with its content size in the header. A block that does not shrink is
+stored raw inside the frame.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ _MIN_WINDOW_NBYTES = 1024
 
 
 def encode_zstd(plain: memoryview, level: int, *_filter: object) -> Buffer:
-    """The Zstandard frame of a block."""
+    """Encode a block as a Zstandard frame."""
     import zstandard
 
     return zstandard.ZstdCompressor(level=level).compress(plain)
 
 
 def decode_zstd(stored: memoryview, plain: memoryview) -> None:
-    """Fill `plain` from a Zstandard frame, without memory in between.
+    """Decode a Zstandard frame into `plain`, without an intermediate buffer.
 
     Raises:
         CorruptData: it is not one frame of that length.
@@ -40,7 +40,7 @@ def decode_zstd(stored: memoryview, plain: memoryview) -> None:
 
 
 def encode_lz4(plain: memoryview, level: int, *_filter: object) -> Buffer:
-    """The LZ4 frame of a block."""
+    """Encode a block as an LZ4 frame."""
     import lz4.frame
 
     frame: bytes = lz4.frame.compress(
@@ -54,7 +54,7 @@ def encode_lz4(plain: memoryview, level: int, *_filter: object) -> Buffer:
 
 
 def decode_lz4(stored: memoryview, plain: memoryview) -> None:
-    """Fill `plain` from an LZ4 frame, through memory of the library of the size of the block.
+    """Decode an LZ4 frame into `plain`, through a buffer of the size of the block.
 
     Raises:
         CorruptData: it is not one frame of that length.

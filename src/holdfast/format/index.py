@@ -1,4 +1,4 @@
-"""The index: file and position of each tensor (docs/format.md, section 5)."""
+"""The index of a checkpoint: file and position of each tensor (docs/format.md, section 5)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MAX_INDEX_NBYTES = 64 * 1024 * 1024
 MAX_INDEX_VALUES = 8_000_000
 
 _MAX_KINDS = 100
-# The hashes of shapes are known: of more of them a dict could be made to need quadratic time.
+# Hashes of shapes are predictable: with many more, collisions could slow a dict to quadratic time.
 _HEX = re.compile(r"[0-9a-f]*", re.ASCII)
 _PRIME = 2**61 - 1
 _RANDOM = random.Random()  # of our own: seeded by the system, out of reach of random.seed
@@ -37,7 +37,7 @@ _Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 _Shape = Annotated[tuple[_Count, ...], Meta(max_length=MAX_DIMS)]
 _Box = tuple[tuple[int, ...], tuple[int, ...]]
 _Kind = tuple[str, tuple[int, ...]]
-"""dtype and shape"""
+"""(dtype, shape) of a tensor."""
 Column: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 
 
@@ -68,14 +68,14 @@ _ShardLists: TypeAlias = Sequence[tuple[ShardEntry, ...]]
 
 
 class Places(msgspec.Struct, frozen=True):
-    """Positions of whole tensors in files, as columns with an entry for each."""
+    """Positions of whole tensors in files, as columns with an entry for each tensor."""
 
     files: Sequence[str]
     """The tensor files of the component."""
     file: Column
-    """The number of the file, as in `files`."""
+    """Position in `files` of the tensor's file."""
     start: Column
-    """The first byte in the file."""
+    """Offset of the tensor's first byte in the file."""
     nbytes: Column
 
     def of(self, numbers: Column) -> Places:
@@ -92,7 +92,7 @@ class TensorTable(Mapping[str, TensorEntry]):
 
     def __init__(self, specs: Mapping[str, TensorSpec], shards: Places | _ShardLists) -> None:
         self.specs = specs
-        """Key → what the tensor is."""
+        """Key → dtype and shape of the tensor."""
         self._shards = shards
 
     @property
@@ -155,7 +155,7 @@ class Index(msgspec.Struct, frozen=True):
     components: Mapping[str, TensorTable]
     block_nbytes: int
     stored: Mapping[str, StoredBlocks] = {}
-    """File → its stored blocks, for files that a codec made."""
+    """File → its stored blocks, for compressed files."""
 
 
 class _Shards(msgspec.Struct):
@@ -180,7 +180,7 @@ class _StoredColumns(msgspec.Struct):
 
 
 class _IndexDocument(msgspec.Struct, omit_defaults=True):
-    """Members of an index in the order of a writer."""
+    """Members of an index document, in the order in which they are written."""
 
     holdfast: int
     block_nbytes: int
@@ -199,7 +199,7 @@ def encode_index(
     """Encode the index of whole tensors. `files`: component → its tensor files, in order.
 
     `blocks` has the digests of every file of the manifest except the index itself; `stored` has
-    the stored blocks of files that codecs made.
+    the stored blocks of compressed files.
     """
     document: dict[str, Any] = {
         "holdfast": FORMAT_VERSION,
@@ -318,10 +318,10 @@ def _digests(text: str, num_blocks: int, *, what: str) -> bytes:
 def _decode_stored(
     document: _IndexDocument, files: Mapping[str, FileEntry], *, what: str
 ) -> dict[str, StoredBlocks]:
-    """Decode and check the stored blocks of every file that a codec made.
+    """Decode and check the stored blocks of every compressed file.
 
-    There are as many as plain ones, none longer than a codec makes them, and together they have
-    the length in the manifest.
+    Their number is that of the plain blocks, none is longer than any codec makes it, and together
+    they have the length in the manifest.
     """
     entries = {name: entry.stored for name, entry in files.items() if entry.stored is not None}
     if document.stored.keys() != entries.keys():
@@ -480,9 +480,9 @@ def tiles(shape: Sequence[int], boxes: Sequence[_Box]) -> bool:
 
     Compares measures. Give every coordinate c of dimension d a random number F_d(c) modulo a
     prime, and a box the product over d of F_d(stop) - F_d(start). That is additive, so a tiling
-    has the measure of the whole. The other way round, the difference between a box's cover
-    and the whole is a polynomial of degree at most 128 in the F, which is zero by chance with
-    probability below 128 / 2**61 (Schwartz and Zippel). Linear, where comparing boxes is not.
+    has the measure of the whole. For boxes that do not tile, the difference to the whole
+    is a polynomial of degree at most 128 in the F, which is zero by chance with probability below
+    128 / 2**61 (Schwartz and Zippel). Takes linear time, unlike comparing boxes.
     """
     measures = [_Measure() for _ in shape]
 
@@ -496,7 +496,7 @@ def tiles(shape: Sequence[int], boxes: Sequence[_Box]) -> bool:
 
 
 class _Measure(dict[int, int]):
-    """Coordinate → a random number, drawn at its first access."""
+    """Random measure: coordinate → random number, drawn at the first access."""
 
     def __missing__(self, coordinate: int) -> int:
         return self.setdefault(coordinate, _RANDOM.randrange(_PRIME))

@@ -1,4 +1,4 @@
-"""Names of all keys in a root: making and parsing them (docs/format.md, section 1)."""
+"""Making and parsing of the names of all keys in a root (docs/format.md, section 1)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MAX_TENSOR_FILE_NBYTES = 4 * 1024**3
 MAX_TENSORS_PER_FILE = 50_000
 MAX_LABEL_BYTES = 200
 MAX_BOX_NUMBER = 9999
-"""The highest number that a box of keys may have."""
+"""The highest number in the name of a box of keys."""
 
 _SUFFIXES = frozenset(codec.suffix for codec in CODECS.values())
 _SUFFIX = re.compile(r"\.([0-9]{4,10})-([0-9]{6,12})-([0-9a-f]{8})$", re.ASCII)
@@ -73,7 +73,7 @@ class AttemptName:
 
     @property
     def order(self) -> tuple[int, int]:
-        """(epoch, sequence)."""
+        """The order of commits: (epoch, sequence)."""
         return (self.epoch, self.sequence)
 
 
@@ -110,17 +110,17 @@ def check_component(name: str, *, what: str = "") -> None:
 
 
 def writer_key(epoch: int) -> str:
-    """Key of the claim of an epoch."""
+    """Return the key of the claim of an epoch."""
     return f"{WRITERS}/{epoch:08d}.json"
 
 
 def closed_key(epoch: int) -> str:
-    """Key of the record of an epoch's clean end."""
+    """Return the key of the record of an epoch's clean end."""
     return f"{WRITERS}/{epoch:08d}.closed.json"
 
 
 def alive_key(epoch: int) -> str:
-    """Key of an epoch's heartbeat."""
+    """Return the key of an epoch's heartbeat."""
     return f"{WRITERS}/{epoch:08d}.alive.json"
 
 
@@ -137,7 +137,7 @@ parse_writer = _number_in(r"([0-9]{8,12})\.json")
 
 
 def ended_name(epoch: int) -> str:
-    """Name, in the root, of the record in which a writer epoch lists ended attempts."""
+    """Return the name in the root of the record in which a writer epoch lists ended attempts."""
     return f"ended-{epoch:08d}.json"
 
 
@@ -146,7 +146,7 @@ parse_ended = _number_in(r"ended-([0-9]{8,12})\.json")
 
 
 def lease_key(folder: str, nonce: str) -> str:
-    """Key of the lease of one reader on the checkpoint in `folder`, from its nonce."""
+    """Return the key of the lease of one reader on the checkpoint in `folder`, from its nonce."""
     return f"{READERS}/{folder}.{nonce[:16]}.json"
 
 
@@ -158,12 +158,12 @@ def parse_lease(name: str) -> tuple[AttemptName, str] | None:
 
 
 def scratch_folder(number: bytes) -> str:
-    """Name of the folder in which preflight tries the store, from 8 random bytes."""
+    """Return the name of the folder in which preflight tries the store, from 8 random bytes."""
     return f"preflight-{number.hex()}"
 
 
 def sending_folder(number: bytes) -> str:
-    """Name of the folder in which an upload writes a file until it is complete."""
+    """Return the name of the folder in which an upload writes a file until it is complete."""
     return f"sending-{number.hex()}"
 
 
@@ -181,17 +181,17 @@ def is_preflight(name: str) -> bool:
 
 
 def request_name(request_id: str) -> str:
-    """Name inside `requests/` of the request with an id of 32 hex digits."""
+    """Return the name inside `requests/` of the request with an id of 32 hex digits."""
     return f"{request_id}.json"
 
 
 def request_key(name: str) -> str:
-    """Key of a request, from its name inside `requests/`."""
+    """Return the key of a request, from its name inside `requests/`."""
     return f"{REQUESTS}/{name}"
 
 
 def answer_key(name: str) -> str | None:
-    """Key of the answer to the request of that name; None if the name is too long for one."""
+    """Return the key of the answer to the request of that name; None if the name is too long."""
     key = f"{REQUESTS}/{name}{_ANSWER}"
     return key if len(name) + len(_ANSWER) <= MAX_SEGMENT_BYTES else None
 
@@ -202,7 +202,7 @@ def is_answer(name: str) -> bool:
 
 
 def upload_key(folder: str) -> str:
-    """Key of the upload note of a checkpoint, in the local root."""
+    """Return the key of the upload note of a checkpoint, in the local root."""
     return f"{UPLOADS}/{folder}.json"
 
 
@@ -212,12 +212,12 @@ def parse_upload(name: str) -> AttemptName | None:
 
 
 def notes_name(number: int) -> str:
-    """Name of the n-th notes sidecar, from 1."""
+    """Return the name of the n-th notes sidecar, from 1."""
     return f"notes-{number:04d}.json"
 
 
 def retired_name(epoch: int) -> str:
-    """Name of the mark by which a writer epoch begins a deletion."""
+    """Return the name of the mark by which a writer epoch begins a deletion."""
     return f"retired-{epoch:08d}.json"
 
 
@@ -226,7 +226,7 @@ parse_retired = _number_in(r"retired-([0-9]{8,12})\.json")
 
 
 def thinned_name(component: str, epoch: int) -> str:
-    """Name of the mark by which a writer epoch begins to drop a component."""
+    """Return the name of the mark by which a writer epoch begins to drop a component."""
     return f"thinned-{component}-{epoch:08d}.json"
 
 
@@ -245,7 +245,7 @@ parse_notes = _number_in(r"notes-([0-9]{4})\.json")
 
 
 def keys_name(number: int) -> str:
-    """Name of the n-th box of keys of a sealed checkpoint, from 1."""
+    """Return the name of the n-th box of keys of an encrypted checkpoint, from 1."""
     return f"keys-{number:04d}.json"
 
 
@@ -254,12 +254,12 @@ parse_keys = _number_in(r"keys-([0-9]{4})\.json")
 
 
 def stored_name(number: int) -> str:
-    """Name under which the n-th file of a sealed checkpoint is stored, from 0."""
+    """Return the name under which the n-th file of an encrypted checkpoint is stored, from 0."""
     return f"file-{number:05d}.sealed"
 
 
 def is_stored_name(name: str) -> bool:
-    """Whether a name is that of a file of a sealed checkpoint."""
+    """Whether a name is that of a file of an encrypted checkpoint."""
     return _STORED.fullmatch(name) is not None
 
 
@@ -270,12 +270,12 @@ def is_sidecar(name: str) -> bool:
 
 
 def tree_file(component: str) -> str:
-    """Name of a component's typed tree."""
+    """Return the name of a component's typed tree."""
     return f"{component}-00000.json"
 
 
 def tensor_file(component: str, number: int) -> str:
-    """Name of a component's n-th tensor file, from 0."""
+    """Return the name of a component's n-th tensor file, from 0."""
     return f"{component}-{number:05d}.safetensors"
 
 
@@ -285,13 +285,13 @@ def component_of(name: str) -> str:
 
 
 def stored_file(name: str, codec: CodecName) -> str:
-    """Stored name of a component's file that is compressed by a codec, from its plain name."""
+    """Add a codec's suffix to a file's plain name: the name of its compressed form."""
     return name + CODECS[codec].suffix
 
 
 def plain_file(name: str) -> str:
-    """Name of a component's file without the suffix of a codec."""
-    # Remembers nothing: it is asked before the name is checked, which may be of any length.
+    """Return the name of a component's file without the suffix of a codec."""
+    # Not cached: called before the name is checked, which may be of any length.
     plain, dot, suffix = name.rpartition(".")
     return plain if dot + suffix in _SUFFIXES else name
 
@@ -299,7 +299,7 @@ def plain_file(name: str) -> str:
 def is_data_name(name: str) -> bool:
     """Whether a name in a checkpoint's folder is that of a data file.
 
-    That is the index, a file that a manifest may list, or one as it is stored when sealed.
+    That is the index, a file that a manifest may list, or the encrypted form of one.
     """
     plain = plain_file(name)
     return name == INDEX or is_stored_name(name) or _FILE.fullmatch(plain) is not None

@@ -18,7 +18,7 @@ from holdfast.store.base import Buffer
 MAX_MANIFEST_NBYTES = 16 * 1024 * 1024
 MAX_JSON_FILE_NBYTES = 64 * 1024 * 1024
 MAX_STORED_BLOCK_NBYTES = 64 * 1024 * 1024
-"""The largest plain block that a codec may have made short: one is decoded as a whole."""
+"""Limit of compressed blocks, by plain size, as each is decompressed as a whole."""
 
 _REGISTER_KINDS = ("checkpoint", "aborted", "deleted", checked.SEALED)
 _MAX_INT = 2**63 - 1
@@ -39,14 +39,14 @@ class Reference(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def order(self) -> tuple[int, int]:
-        """(epoch, sequence), the order of commits."""
+        """The order of commits: (epoch, sequence)."""
         return (self.epoch, self.sequence)
 
 
 class Timestamp(msgspec.Struct, frozen=True, kw_only=True):
     """Progress of training: totals over all resumes, and counts within the current epoch and cycle.
 
-    None where the loop does not count.
+    Fields that the loop does not count are None.
     """
 
     step: Natural
@@ -80,7 +80,7 @@ def needed_of(left_out: Sequence[str]) -> tuple[str, ...]:
 
 
 class StoredEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """Stored form of a file that a codec made: codec, length and digest as stored."""
+    """Stored form of a compressed file: codec, length and digest as stored."""
 
     codec: CodecName
     nbytes: Natural
@@ -88,12 +88,12 @@ class StoredEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FileEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Length in bytes and digest ("blake3:…") of one file, as it is read, without a codec."""
+    """Length in bytes and digest ("blake3:…") of one file, before compression."""
 
     nbytes: Natural
     digest: Digest
     stored: StoredEntry | None = None
-    """Its stored form; None: stored as it is read."""
+    """Its compressed form; None: not compressed."""
 
     @property
     def stored_nbytes(self) -> int:
@@ -134,7 +134,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, rename={"save_class": 
     writer: Hex128 | None = None
     """Nonce of the claim under which it was saved; None: not recorded."""
     savers: tuple[str, ...] = ()
-    """Savers of the run that asked for it; empty: the run has only one."""
+    """Savers that requested the save; empty: the run has only one."""
     left_out: tuple[str, ...] = ()
     """Components of the state that were not saved; see `lacks`."""
     unhealthy: tuple[str, ...] = ()
@@ -152,12 +152,12 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, rename={"save_class": 
 
     @property
     def plain_nbytes(self) -> int:
-        """Bytes of all files as they are read, before compression."""
+        """Bytes of all files before compression."""
         return sum(entry.nbytes for entry in self.files.values())
 
     @property
     def order(self) -> tuple[int, int]:
-        """(epoch, sequence), the order of commits."""
+        """The order of commits: (epoch, sequence)."""
         return (self.epoch, self.sequence)
 
     def reference(self, folder: str) -> Reference:
@@ -218,7 +218,7 @@ def decode_register(data: Buffer, *, what: str) -> Manifest | Aborted | Deleted:
 
     Raises:
         CorruptData: the digest does not fit.
-        MissingKey: the manifest is sealed.
+        MissingKey: the manifest is encrypted.
         UnsupportedVersion: written by a newer Holdfast.
         FormatError: anything else that the format does not allow.
     """

@@ -119,7 +119,7 @@ def _write_int(value: int) -> int:
     if value.bit_length() > _MAX_INT_BITS:
         raise ValueError(f"an integer of more than {strictjson.MAX_DIGITS:,} digits")
     if value.bit_length() > 2000:
-        str(value)  # raises where the interpreter was told to allow fewer digits
+        str(value)  # raises where the interpreter is set to allow fewer digits
     return value
 
 
@@ -236,7 +236,7 @@ def read_tensor(node: dict[str, Any]) -> TensorRef:
 
 def are_tensors(refs: Collection[TensorRef]) -> bool:
     """Whether devices and orders of decoded tensor nodes are valid."""
-    # Not a set of orders: the hashes of numbers are known, and could be made to collide.
+    # Not a set of orders: hashes of numbers are predictable, and could be made to collide.
     orders = filter(None, map(attrgetter("order"), refs))
     return all(map(is_device, {*map(attrgetter("device"), refs)})) and all(map(_is_order, orders))
 

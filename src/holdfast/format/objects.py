@@ -139,8 +139,8 @@ def decode_tree(
     `lift_tensors(nodes)`, if given, does the same at once for the members of a dict that has
     nothing but tensors.
 
-    A container that was shared is shared again, so the result need not be a tree; walking
-    it naively costs at most 4 million steps. Errors of `lift` pass through.
+    Shared containers are shared again, so the result need not be a tree; a naive walk over it
+    takes at most 4 million steps. Errors of `lift` are raised as they are.
 
     Raises:
         FormatError: anything that the format does not allow.
@@ -169,17 +169,17 @@ class _Tensors(msgspec.Struct):
 
 
 def _decode_tensors(data: Buffer) -> dict[str, TensorRef] | None:
-    """Decode a tree that is a dict of only tensors, as a writer writes it; else None."""
+    """Decode a dict of only tensors fast, if the bytes are as a writer writes it; else None."""
     document = strictjson.loads_as(
         data, _Tensors, max_nbytes=MAX_TREE_NBYTES, max_values=MAX_TREE_VALUES
     )
     if document is None or document.holdfast != FORMAT_VERSION:
         return None
     text, tree = bytes(data), document.tree
-    # Each node has one name that starts so. Another would be that of a node, where a key stands.
+    # Each node has one name that starts so. Any other would be a node in the place of a key.
     if text.count(b'"$') != len(tree):
         return None
-    says_more = b'","' in text  # of any tensor than its key
+    says_more = b'","' in text  # whether any tensor has members besides its key
     return tree if not says_more or are_tensors(tree.values()) else None
 
 
@@ -545,7 +545,7 @@ def _are_plain_tensors(nodes: Collection[Any]) -> bool:
 def _num_other_keys(nodes: Sequence[Any]) -> int:
     """Count keys that are not text; 0 if they are 0, 1, 2, … in order.
 
-    They are limited because the hashes of numbers are known: keys can be made for which a dict
+    Such keys are limited, as hashes of numbers are predictable: keys can be made for which a dict
     needs quadratic time. The hashes of texts are salted, and those of 0, 1, 2, … do not collide.
     """
     if all(type(node) is int and node == i for i, node in enumerate(nodes)):
@@ -577,14 +577,14 @@ def _num_values(key: Any) -> int:
     if isinstance(key, tuple):
         return 1 + sum(map(_num_values, key))
     if isinstance(key, frozenset):
-        # Each member is looked for in the other set, among those of its hash.
+        # Each member is compared with those of the same hash in the other set.
         same = [len([*group]) for _, group in groupby(sorted(map(hash, key)))]
         return 1 + max(same, default=0) * sum(map(_num_values, key))
     return 1
 
 
 def _sort_key(node: Any) -> tuple[int, int, bytes]:
-    """Sort key for the members of a set, by value only: integers first."""
+    """Make the sort key of a set's member, by value only: integers first."""
     return (0, node, b"") if type(node) is int else (1, 0, msgspec.json.encode(node))
 
 

@@ -54,8 +54,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 class WriterRecord(Record, frozen=True, kw_only=True, omit_defaults=True):
     """Claim of an epoch. `resumed_from` is the checkpoint that it continues from.
 
-    `rollback`: a person chose that checkpoint by name; a claim of the latest only counts once it
-    has committed.
+    `rollback`: a person chose that checkpoint by name. A claim without it, of the latest, counts
+    only once it has committed.
     """
 
     kind: ClassVar = "writer"
@@ -92,7 +92,7 @@ class Alive(Record, frozen=True, kw_only=True):
 
 
 class Ended(Record, frozen=True, kw_only=True):
-    """Folders of attempts whose registers are final, so that they need not be read.
+    """Record of attempts whose registers are final, so that they need not be read again.
 
     An optimisation only: nothing else depends on it.
     """
@@ -156,7 +156,7 @@ class Rejected(Record, frozen=True, kw_only=True):
 class RequestRecord(Record, frozen=True, kw_only=True):
     """Request for a save.
 
-    `who` is for people; `process` shows whether somebody still waits for the answer."""
+    `who` is for people; `process` shows whether the requester still waits for the answer."""
 
     kind: ClassVar = "request"
     id: Hex128
@@ -175,7 +175,7 @@ class AnswerRecord(Record, frozen=True, kw_only=True):
     error: str | None
     created: str
     asker: Process | None = None
-    """The process that asked, if its request could be read."""
+    """The process that made the request, if that could be read."""
 
     @override
     def _check(self, what: str) -> None:
@@ -208,7 +208,7 @@ class UploadRecord(Record, frozen=True, kw_only=True):
 class TiersRecord(Record, frozen=True, kw_only=True):
     """Remote root of a local root, and the result of the last upload.
 
-    `epoch` is a claim that the remote root had; 0: none was ever seen in it.
+    `epoch` is that of a claim in the remote root; 0: none was ever seen there.
     """
 
     kind: ClassVar = "tiers"

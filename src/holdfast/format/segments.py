@@ -1,7 +1,7 @@
 """Encrypted form of a file: ciphertext, then tags of its segments (docs/format.md, section 10).
 
-Tags follow the ciphertext, so that a byte of the file has the same offset encrypted as plain: a
-range of it is read by its own offsets, and aligned blocks stay aligned.
+Tags follow the ciphertext, so that each byte has the same offset encrypted as plain: ranges are
+read by their plain offsets, and aligned blocks stay aligned.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Strict JSON parsing with limits that are checked first (docs/format.md, section 2).
 
-Everything that Holdfast reads as JSON goes through `loads`. It knows no document of the format.
+All JSON that Holdfast reads is parsed by `loads`. This module knows no document of the format.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from holdfast.store.base import Buffer
 MAX_DEPTH = 64
 MAX_DIGITS = 4096
 MAX_VALUES = 1_000_000
-"""How many values a document has at most, unless something else is said."""
+"""Default limit of the values in a document."""
 
 T = TypeVar("T")
 
@@ -66,14 +66,14 @@ def loads_as(
 ) -> T | None:
     """Decode a record quickly; None if the slow way of `loads` and `convert` must decide.
 
-    A text is accepted only if it is, byte for byte, what the record is written as. So it has no
-    name twice, no unknown member, no odd number, and is no deeper than the type. The type or the
+    A text is accepted only if encoding the record gives the same bytes. So it has no duplicate
+    name, no unknown member, no odd number, and is no deeper than the type. The type or the
     caller bounds integers; msgspec itself reads none of more than 4,300 digits.
     """
     text = bytes(data)
     if len(text) > max_nbytes:
         return None
-    # Even if nothing of it were in texts; so what is built is bounded.
+    # Counts signs inside texts too, so the number of values is at most this.
     if sum(map(text.count, (b"[", b"{", b","))) >= max_values:
         return None
     try:
@@ -139,13 +139,13 @@ def _scan(plain: bytes, *, what: str, max_values: int, max_depth: int) -> None:
     """
     num_levels = plain.count(b"[") + plain.count(b"{")
     if num_levels <= max_depth and num_levels + plain.count(b",") < max_values:
-        return  # even if nothing of it were in texts
+        return  # even if all signs were outside of texts
     import numpy as np  # takes longer than most commands, whose documents are small
 
     levels_of = np.frombuffer(_LEVELS, np.int8)
     num_values, depth, carry = 1, 0, 0
     for start in range(0, len(plain), _SCAN_NBYTES):
-        # Quotes that nothing of the structure stands between change the side of nothing else.
+        # Pairs of quotes with no structure between them do not affect the rest.
         structure = plain[start : start + _SCAN_NBYTES].translate(None, _NO_STRUCTURE)
         part = np.frombuffer(structure.replace(b'""', b""), np.uint8)
         inside = np.bitwise_xor.accumulate((part == _QUOTE).view(np.uint8)) ^ carry
@@ -167,12 +167,12 @@ def _parse(text: bytes, *, what: str) -> Any:
     if not has_long_number:
         try:
             value = msgspec.json.decode(text)
-            # What is written again as it was read has no name twice and no odd number.
+            # Text that encodes to itself again has no duplicate name and no odd number.
             again = msgspec.json.encode(value)
             if again in (text, msgspec.json.format(text, indent=-1)):
                 return value
         except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError):
-            pass  # the decoder below says what is wrong with it, if anything is
+            pass  # the decoder below decides, with precise errors
     return _parse_any(text, parse_int=_integer if has_long_number else int, what=what)
 
 

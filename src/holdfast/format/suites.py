@@ -21,7 +21,7 @@ SECRET_NBYTES = 32
 TAG_NBYTES = 16
 NONCE_NBYTES = 12
 _ONCE = bytes(NONCE_NBYTES)
-"""The nonce of a key that encrypts one message only."""
+"""Fixed nonce, for keys that encrypt only one message."""
 _COUNTER = itertools.count()
 
 

@@ -17,11 +17,11 @@ from holdfast.policy.simulate import Costs, check_seconds, expected_goodput
 Limit: TypeAlias = Literal["optimum", "overhead_cap", "one_save_at_a_time"]
 
 DEFAULT_OVERHEAD_CAP = 0.05
-"""Part of the time that saving may take: what a run that never fails is willing to lose."""
+"""Default limit on the part of the time that saves take, even in a run that never fails."""
 DEFAULT_PRIOR_MTBF_S = 86_400.0
-"""One failure a day: what is assumed before a run has shown its own rate."""
+"""Assumed mean time between failures of a run without a record: one failure a day."""
 PRIOR_FAILURES = 0.5
-"""Weight of that assumption, in failures: half of one, as in Jeffreys' prior of a Poisson rate."""
+"""Weight of the assumed rate: half a failure, as in Jeffreys' prior of a Poisson rate."""
 CREDIBLE = 0.9
 """Probability that the stated range holds the true mean time between failures."""
 
@@ -122,13 +122,13 @@ class Advice:
     longest_s: float
     """The interval at the longest credible time between failures."""
     goodput: float
-    """Expected share of the time that goes into work that counts."""
+    """Expected share of the time for work that is never done again."""
     saving: float
-    """Expected share that goes into saves."""
+    """Expected share of the time for saves."""
     lost: float
-    """Expected share that goes into work that is done again."""
+    """Expected share of the time for work that is done again."""
     down: float
-    """Expected share between failures and the steps after them."""
+    """Expected share of the time between failures and the next step."""
     half_goodput: float
     """Expected goodput at half the interval."""
     double_goodput: float
@@ -142,11 +142,11 @@ class Advice:
 
     @property
     def exact_s(self) -> float:
-        """The interval before it was rounded up to whole steps or seconds."""
+        """Interval before rounding up to whole steps or seconds."""
         return max(self.daly_s, self.cap_s, self.commit_s)
 
     def lines(self) -> tuple[str, ...]:
-        """Explain the advice for people, the answer first."""
+        """Explain the advice for people, the interval first."""
         return (
             f"save every {_every(self)}",
             f"because {_because(self)}",
@@ -235,7 +235,7 @@ def shares(interval_s: float, costs: Costs, mtbf_s: float) -> tuple[float, float
     return goodput, saving, max(0.0, up - saving - goodput), 1 - up
 
 
-@lru_cache(maxsize=64)  # asked again after each save, while the number of failures stays
+@lru_cache(maxsize=64)  # computed after each save, while the number of failures stays
 def gamma_quantile(shape: float, probability: float) -> float:
     """Compute the quantile of a gamma distribution of scale 1, to nine digits."""
     low, high = 0.0, shape + 20 * math.sqrt(shape) + 20

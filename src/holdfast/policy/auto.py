@@ -1,7 +1,7 @@
-"""`every="auto"`: a trigger whose interval follows from the run's own measurements.
+"""The trigger for `every="auto"`: its interval follows from the run's own measurements.
 
-Owns when the trigger fires and the measurements it received. The arithmetic is the advisor's;
-where the measurements come from is not known here.
+Decides when the trigger fires, from measurements that others pass in. The arithmetic is in
+`advisor`.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from holdfast.policy.triggers import NO_METRICS, Event, Metrics, Trigger
 Bound: TypeAlias = Literal["optimum", "overhead_cap", "one_save_at_a_time", "at_least", "at_most"]
 
 AT_LEAST = "1min"
-"""Shortest interval: saving more often gains nothing that a person would notice."""
+"""Default shortest interval: saving more often gains nothing that a person would notice."""
 AT_MOST = "4h"
-"""Longest interval: the most that a run may lose at its first failure."""
+"""Default longest interval: the most that a run may lose at its first failure."""
 MATERIAL = 1.25
 """Factor by which the interval must change to be reported again."""
 
@@ -57,13 +57,13 @@ class IntervalPlan:
     """A chosen interval with the bound and the advice that it follows from."""
 
     interval_s: float
-    """Work between two saves, without the cost of the first of them."""
+    """Seconds of work between two saves, without the cost of the first save."""
     limit: Bound
     advice: Advice
 
     @property
     def cycle_s(self) -> float:
-        """Time from the beginning of a save to that of the next one, with the save's cost."""
+        """Seconds from the beginning of a save to that of the next one, with the save's cost."""
         return self.advice.costs.cycle_s(self.interval_s)
 
     def __str__(self) -> str:
@@ -81,7 +81,7 @@ class Auto(Trigger):
     """Save as often as loses the least time, given the cost of saves and the rate of failures.
 
     `overhead` is the largest part of the time that saves may take. `mtbf` is a time between
-    failures that you know; otherwise it is learnt from the starts of this run, beginning with
+    failures that you know; by default it is estimated from the starts of this run, from
     one failure a day. No interval is shorter than `at_least` or longer than `at_most`, except
     that saves never wait for each other. The first save comes after `at_least`, to be measured.
 
@@ -137,7 +137,7 @@ class Auto(Trigger):
     ) -> str | None:
         """Fire when the current interval of training time is over and there is a new step.
 
-        While a save is being written it waits, for `at_most` since that one at the longest.
+        While a save is being written, the trigger waits, at most `at_most` since that save.
         """
         if now.step <= (last_saved.step if last_saved else 0):
             return None
@@ -200,7 +200,7 @@ class Auto(Trigger):
             self._replan()
 
     def look(self, now: Timestamp, *, is_writing: bool) -> None:
-        """Record that training is at `now`; `is_writing`: the last save is not committed yet."""
+        """Record training's progress; `is_writing`: the last save is not committed yet."""
         known = self._known
         known.is_writing = is_writing
         delay_s = known.delays.look(now.step, now.wall_s, is_writing=is_writing)
@@ -224,7 +224,7 @@ class Auto(Trigger):
     def news(self) -> str | None:
         """Describe the interval if it changed enough to be reported, else None. From any thread.
 
-        Such as "every 12 min: a save costs 1.2 s …".
+        Example: "every 12 min: a save costs 1.2 s …".
         """
         known = self._known
         with known.lock:

@@ -1,6 +1,6 @@
 """Classes of checkpoints: permanent ones, and ephemeral ones that later saves replace.
 
-Owns which class a save gets, and when ephemeral saves are skipped. Deleting is retention's.
+Decides the class of a save, and when ephemeral saves are skipped. Retention deletes them.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Due:
     save_class: SaveClass
     reason: str
     savers: tuple[str, ...] = ()
-    """Savers that ask for it; empty when the run has only one."""
+    """Savers that requested the save; empty when the run has only one."""
     components: tuple[str, ...] | None = None
     """Components to save; None: the whole state."""
     tags: tuple[str, ...] = ()
@@ -134,9 +134,9 @@ class SavePolicy:
     ) -> Due | None:
         """Decide whether to save at `now`, in which class, and why.
 
-        After a resume `previous` and `saved` come from the checkpoints. `vetoes` names whoever
-        forbids ephemeral saves at present. At a step with an ephemeral save a permanent one may
-        still become due, such as the final one.
+        After a resume `previous` and `saved` come from the checkpoints. `vetoes` names the
+        callbacks that now forbid ephemeral saves. After an ephemeral save, a permanent one may
+        still become due at the same step, such as the final one.
 
         Raises:
             UsageError: a trigger needs a counter that the loop does not pass.

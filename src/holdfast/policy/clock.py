@@ -1,6 +1,6 @@
 """Durations with a unit, and the count of a Timestamp in such a unit.
 
-Knows nothing of what a duration is used for.
+Independent of what durations are used for.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Unit(Enum):
     __hash__ = object.__hash__
 
     def of(self, now: Timestamp) -> int | float | None:
-        """How far `now` is in this unit, or None when the training loop does not count it.
+        """Return the progress `now` in this unit; None when the training loop does not count it.
 
         Raises:
             UsageError: the unit is the length of the run, which a Timestamp does not know.
@@ -52,7 +52,7 @@ class Unit(Enum):
 
 ALL_UNITS = frozenset(Unit)
 PLAIN_UNITS = ALL_UNITS - {Unit.CYCLE, Unit.DURATION}
-"""What means the same in every run."""
+"""Units with the same meaning in every run."""
 
 
 _COUNTS = {
@@ -98,7 +98,7 @@ class Time:
     """A duration above zero: a whole count of its unit, seconds, or a fraction of the run.
 
     Times of one unit can be compared, added, subtracted and divided. Anything else, also a bare
-    number, is a `UsageError`: there is no unit that everybody means.
+    number, is a `UsageError`: no unit is an obvious default.
 
     >>> Time.parse("1h30m") / Time.parse("10min")
     Fraction(9, 1)
@@ -154,11 +154,11 @@ class Time:
     def parse(
         cls, value: str | Time, *, what: str = "time", units: Collection[Unit] = PLAIN_UNITS
     ) -> Time:
-        """The `Time` that `value` spells: `500step`, `2ep`, `1e9tok`, `90min`, `1h30m`, `0.1dur`.
+        """Parse a `Time` from text: `500step`, `2ep`, `1e9tok`, `90min`, `1h30m`, `0.1dur`.
 
         Letter case, blanks and underscores in numbers do not matter. `what` names the argument in
-        the error. `units` are those that mean something to the caller: `cycle` only where the loop
-        counts cycles, `dur` only where the length of the run will be known. `Unit` is all of them.
+        the error. `units` are those that the caller supports: `cycle` only where the loop counts
+        cycles, `dur` only where the length of the run will be known. `Unit` has all of them.
 
         Raises:
             UsageError: no unit, an unknown one, one that is not in `units`, a fraction of something
@@ -218,7 +218,7 @@ parse = Time.parse
 
 
 def counted(now: Timestamp, unit: Unit, asker: object) -> int | float:
-    """Read the counter that `asker` cannot work without.
+    """Return a counter that `asker` needs, or raise if the loop does not count it.
 
     Raises:
         UsageError: the loop does not pass the counter; the message names the argument.

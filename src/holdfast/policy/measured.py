@@ -15,18 +15,18 @@ from holdfast.policy.simulate import Costs
 
 CAPTURE_S, STAGE_S, WRITE_S = "capture_s", "stage_s", "write_s"
 DELAY_S = "delay_s"
-"""Timing of a manifest: by how much the writing of the save before delayed training."""
+"""Timing in a manifest: delay of training by the writing of the previous save."""
 RESUME_S = "resume_s"
-"""Timing of the manifest that is the first of its start: how long the resume before it took."""
+"""Timing in the first manifest after a resume: how long the resume took."""
 
 NUM_RECENT = 32
-"""How many of the newest saves count: one slow save does not matter, a slower store soon does."""
+"""Number of newest saves that count: one slow save does not matter, a slower store soon does."""
 MIN_DELAYS = 3
-"""A step may take longer for any reason: so many delays must have been measured to count."""
+"""Number of measured delays from which they count: a single step may be slow for any reason."""
 ASSUMED_RESTART_S = 120.0
-"""Until a resume was measured. No interval depends on it, only what is expected of failures."""
+"""Assumed time of a resume until one is measured; affects only the expected cost of failures."""
 MAX_S = 1e10
-"""Three centuries: no clock has measured what is beyond."""
+"""Limit of plausible times: three centuries."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +79,7 @@ def timing(timings: Mapping[str, float], name: str) -> float | None:
 def recent(saves: Sequence[SaveCost]) -> tuple[SaveCost, ...]:
     """Select the newest saves, without the first of each process if there are others.
 
-    A save that is left out is never selected later, whatever saves follow.
+    A save that was left out once is never selected later, whatever saves follow.
     """
     warm = [save for save in saves if not save.is_first]
     return tuple((warm or saves)[-NUM_RECENT:])
@@ -88,8 +88,8 @@ def recent(saves: Sequence[SaveCost]) -> tuple[SaveCost, ...]:
 def typical_costs(saves: Sequence[SaveCost], resumes_s: Sequence[float] = ()) -> Costs | None:
     """Compute median costs of recent saves and resumes; None where no save was measured.
 
-    A cost beside the stall that was never measured counts as 0, a resume as two minutes. A write
-    delays training by no more than its own length.
+    Costs other than the stall that were never measured count as 0, a resume as two minutes. The
+    delay by a write is limited to the duration of the write.
     """
     counted = recent(saves)
     if not counted:
@@ -120,7 +120,7 @@ class DelayMeter:
         self.reset()
 
     def reset(self) -> None:
-        """Forget the last step: the next look does not continue from it."""
+        """Forget the last step, so that the next `look` measures nothing."""
         self._last: tuple[int, float] | None = None
         self._stall_s = 0.0
         self._is_writing = False
@@ -132,7 +132,7 @@ class DelayMeter:
         self._is_writing = True
 
     def look(self, step: int, wall_s: float, *, is_writing: bool) -> float | None:
-        """Record that training is at `step` after `wall_s` seconds.
+        """Record that training has reached `step` after `wall_s` seconds.
 
         `is_writing`: the last save is still being written. Returns the delay in seconds, at least
         0, at the first look after a write, else None.

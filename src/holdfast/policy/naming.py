@@ -1,4 +1,4 @@
-"""Labels of checkpoints, made from a template or by a function, and roots from templates.
+"""Names from templates or functions: labels of checkpoints, and roots of runs.
 
 A label is never parsed, so it may be anything that a folder name allows.
 """
@@ -158,7 +158,7 @@ def fill_root(
 
 
 def expect_filled(root: str) -> None:
-    """Check that a root is not a template.
+    """Raise `UsageError` if a root is a template.
 
     Raises:
         UsageError: the root has a name in braces that a label or `fill_root` would fill.

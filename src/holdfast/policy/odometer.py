@@ -18,7 +18,7 @@ class _Round:
     began: Timestamp | None = _START
     """Timestamp at which it began; None: not known."""
     is_told: bool = False
-    """Whether a number was passed before, so that another number means a new round."""
+    """Whether a number was passed before, so that a different one means a new round."""
 
     def look(self, number: int | None, now: Timestamp) -> Timestamp | None:
         """Return where the current round began; None if that is unknown or not counted."""
@@ -33,8 +33,8 @@ class _Round:
 class Odometer:
     """Adds counts within the current epoch and cycle to timestamps.
 
-    An epoch begins at the look that counts the one before as ended. After a resume it continues
-    from what the checkpoint recorded. Where the first look is in a later epoch than the first, the
+    An epoch begins at the call that counts the one before as ended. After a resume it continues
+    from what the checkpoint recorded. Where the first call is in a later epoch than the first, the
     counts within that epoch stay unknown.
     """
 
@@ -61,7 +61,7 @@ class Odometer:
         self._step_wall_s = stored.step_wall_s
 
     def look(self, now: Timestamp) -> Timestamp:
-        """Complete `now`, which is no earlier than at the last look, with the counts."""
+        """Add the counts to `now`, which is no earlier than in the last call."""
         self._time_the_step(now)
         epoch, cycle = self._epoch.look(now.epoch, now), self._cycle.look(now.cycle, now)
         return Timestamp(
@@ -80,7 +80,7 @@ class Odometer:
         )
 
     def _time_the_step(self, now: Timestamp) -> None:
-        """Update the time of a step: the mean of the steps since the last look."""
+        """Update the time of a step: the mean of the steps since the last call."""
         last = self._last if self._last is not None else Timestamp(step=0)
         if now.step > last.step:
             self._step_wall_s = max(now.wall_s - last.wall_s, 0.0) / (now.step - last.step)

@@ -79,16 +79,16 @@ def decide(
 ) -> tuple[Decision, ...]:
     """Decide on each entry; returns the decisions newest first.
 
-    Whatever the rule says, these stay, and whole: pinned and tagged ones, the newest, the newest
-    from which a run can resume, the newest healthy one of these, the same of `lineage` (the orders
-    that the run is on; None: all), and the one at `resumed_from`, the order of the checkpoint at
-    which the lineage stands. A rejected one stays until all that the rule keeps is newer; any
-    other is deleted only when a newer one stays that stands in for it (`stands_in`).
-    With `replaces` the rule does not see a checkpoint that a newer one of the same step stands in
-    for, if that is of the same savers and of no lower class.
+    Independent of the rule, these checkpoints are kept whole: pinned and tagged ones; the newest,
+    the newest resumable and the newest healthy resumable one; the same three of `lineage` (orders
+    of the run's own checkpoints; None: all); and the one with the order `resumed_from`, from which
+    the lineage continues. A rejected one is kept until all that the rule keeps is newer; any other
+    is deleted only if a kept, newer one replaces it (`stands_in`).
+    With `replaces` the rule does not see a checkpoint that a newer one of the same step replaces,
+    if that is of the same savers and of no lower class.
 
-    What the main saver wrote before the first of `lineage` belongs to a run that this one did not
-    resume: it is deleted only when a newer one stays that a run can resume from.
+    Checkpoints of the main saver before the first of `lineage` belong to a run that this one did
+    not resume: they are deleted only if a newer, resumable one is kept.
     """
     ordered = sorted(entries, key=lambda entry: entry.order, reverse=True)
     replaced = _replaced(ordered) if replaces else frozenset()
@@ -123,8 +123,8 @@ def decide(
 def unmet(entries: Sequence[Candidate], rule: Rule) -> dict[str, str]:
     """List needs of a rule that no checkpoint meets, by the text of the part of the rule.
 
-    Such a part keeps everything that it judges, and whole. For messages to the user, who may have
-    mistyped a metric or does not pass a counter.
+    Such a part keeps all checkpoints that it applies to, and whole. For messages to the user, who
+    may have mistyped a metric or does not pass a counter.
     """
     return {
         str(part) if saver == MAIN else f"{saver}: {part}": lack
@@ -136,9 +136,9 @@ def unmet(entries: Sequence[Candidate], rule: Rule) -> dict[str, str]:
 def stands_in(base: Candidate, entry: Candidate, *, drop: Collection[str] = ()) -> bool:
     """Whether `base` without `drop` replaces `entry`, so that `entry` may be deleted.
 
-    It does where it is healthy, a run can resume from it, and it lacks the generators only if
-    `entry` does. Where `entry` was saved without other components, it is enough that `base` is
-    healthy and has those that `entry` has. Which one is newer is not checked.
+    True if `base` is healthy and resumable, and lacks the generators only if `entry` does. Where
+    `entry` was saved without other components, it is enough that `base` is healthy and has those
+    that `entry` has. Which one is newer is not checked.
     """
     if not base.counts:
         return False
@@ -157,7 +157,7 @@ def _newest_of(
     lineage: Collection[_Order] | None,
     picked: Collection[int],
 ) -> dict[int, str]:
-    """Positions and reasons as in `_newest`, of all checkpoints and of the lineage alone.
+    """Return positions and reasons as `_newest` does, for all checkpoints and for the lineage.
 
     After a rollback the newest of all are not on the lineage.
     """
@@ -170,13 +170,13 @@ def _newest_of(
         between = range(usable[0], usable[1]) if len(usable) > 1 else range(0)
         left_behind = (p for p in between if p in picked and p not in own)
         if any(newest_first[p].is_resumable for p in left_behind):
-            # Quotas are full of what was left behind, and resume does not go back to that.
+            # Quotas may be full of checkpoints of abandoned branches, which no resume uses.
             reasons.setdefault(usable[1], "the one before it on the run's own line")
     return reasons
 
 
 def _newest(newest_first: Sequence[Candidate]) -> dict[int, str]:
-    """Positions and reasons of the newest of each kind, which stay whatever a rule says."""
+    """Return positions and reasons of the newest of each kind, which no rule deletes."""
     usable = [p for p, entry in enumerate(newest_first) if entry.is_usable]
     resumable = [p for p in usable if newest_first[p].is_resumable]
     healthy = [p for p in resumable if newest_first[p].healthy]
@@ -193,7 +193,7 @@ def _newest(newest_first: Sequence[Candidate]) -> dict[int, str]:
 
 
 def _picks(newest_first: Sequence[Candidate], rule: Rule) -> dict[int, _Pick]:
-    """Combine the picks of a rule's parts; only components that all of them drop are dropped."""
+    """Merge the picks of a rule's parts; only components that all of them drop are dropped."""
     picks: dict[int, _Pick] = {}
     others = {} if rule.is_for_all else picks_of_others(newest_first, savers_of(rule))
     reasons_and_drops = [(others, _NOTHING)]
@@ -223,7 +223,7 @@ def _lacking(
 ) -> Iterator[tuple[str, list[int]]]:
     """Yield (need, positions) for groups in which no checkpoint has what a simple rule needs.
 
-    Among whole ones a whole one must have it; for parts any checkpoint of the saver counts.
+    For whole checkpoints a whole one must have it; for partial ones any of the saver's counts.
     """
     whole, *others = groups(entries, saver)
     for positions, asked in ((whole, whole), *((o, [*whole, *o]) for o in others)):
@@ -234,7 +234,7 @@ def _lacking(
 
 
 def _components_to_drop(entry: Candidate, drop: frozenset[str]) -> tuple[str, ...]:
-    """Components to delete: never all that exist, and those whose deletion has begun."""
+    """Return the components to delete: never all that exist; those begun to be deleted, too."""
     if not entry.is_usable:
         return ()
     existing = set(entry.components)
@@ -243,7 +243,7 @@ def _components_to_drop(entry: Candidate, drop: frozenset[str]) -> tuple[str, ..
 
 
 def _protection(entry: Candidate, resumed_from: _Order | None) -> str:
-    """Reason why no rule may drop `entry`; empty if there is none."""
+    """Return the reason why no rule may delete `entry`; empty if there is none."""
     return join_reasons(
         "pinned" if entry.pinned else "",
         f"tagged {', '.join(entry.tags)}" if entry.tags else "",
@@ -252,7 +252,7 @@ def _protection(entry: Candidate, resumed_from: _Order | None) -> str:
 
 
 def _replaced(newest_first: Sequence[Candidate]) -> frozenset[int]:
-    """Positions of checkpoints that a newer one of the same step replaces."""
+    """Return the positions of checkpoints that a newer one of the same step replaces."""
     return frozenset(
         position
         for position, entry in enumerate(newest_first)
@@ -274,7 +274,7 @@ def _replaces(newer: Candidate, entry: Candidate) -> bool:
 
 
 def _unpicked(entry: Candidate, kept: Sequence[_Order], why: str) -> Decision:
-    """Decide on a checkpoint that neither the rule nor a mark keeps; `kept` stand in for it."""
+    """Decide on a checkpoint that neither the rule nor a mark keeps; `kept` may replace it."""
     if entry.retired:
         if any(order > entry.order for order in kept):
             return Decision(entry=entry, keep=False, reason="its deletion was begun")

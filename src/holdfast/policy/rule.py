@@ -1,4 +1,4 @@
-"""The interface of retention rules, and rules that are made of others.
+"""Retention rules: their interface, and rules that combine others.
 
 A rule is a pure function of what the manifests recorded: it uses no clock, no file time and no
 setting of today's run. Order is the recorded (epoch, sequence) and nothing else.
@@ -17,29 +17,29 @@ from holdfast.format.layout import check_component
 from holdfast.format.manifest import Timestamp, needed_of
 
 MAIN = "main"
-"""The saver of the whole state, to which everything belongs that names no saver."""
+"""Name of the saver of the whole state, which owns every checkpoint that names no saver."""
 SaveClass: TypeAlias = Literal["permanent", "ephemeral"]
-"""Whether later saves may replace a checkpoint; decided when it is saved."""
+"""Class of a checkpoint: an ephemeral one may be replaced by later saves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A committed checkpoint as rules see it: only what was recorded."""
+    """Recorded facts about a committed checkpoint, from which rules decide."""
 
     order: tuple[int, int]
     """(epoch, sequence) as recorded; decides which one is newer."""
     timestamp: Timestamp
     created: str = ""
-    """When it was saved, ISO 8601; for the rules that count by the calendar."""
+    """Time of the save, ISO 8601; for the rules that count by the calendar."""
     save_class: str = "permanent"
     """`permanent` or `ephemeral`, as decided when it was saved."""
     nbytes: int = 0
-    """Bytes of the files that are left."""
+    """Bytes of the files that still exist."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     tags: tuple[str, ...] = ()
     pinned: bool = False
     rejected: bool = False
-    """Whether resume could not use it."""
+    """Whether a resume found it unusable."""
     retired: bool = False
     """Whether its deletion has begun."""
     components: tuple[str, ...] = ()
@@ -51,33 +51,33 @@ class Candidate:
     healthy: bool = True
     """Whether nothing was known to be wrong with the state."""
     savers: tuple[str, ...] = ()
-    """Savers of the run that asked for it; empty: `main`."""
+    """Savers that requested the save; empty: `main`."""
     left_out: tuple[str, ...] = ()
     """Components that were not saved; see `lacks`."""
 
     @property
     def lacks(self) -> tuple[str, ...]:
-        """Components that were not saved and without which no run can resume from it."""
+        """Components that were not saved and that a resume needs."""
         return needed_of(self.left_out)
 
     @property
     def is_usable(self) -> bool:
-        """Whether it was neither rejected nor retired."""
+        """Whether the checkpoint was neither rejected nor retired."""
         return not (self.rejected or self.retired)
 
     @property
     def counts(self) -> bool:
-        """Whether it counts towards quotas."""
+        """Whether the checkpoint counts towards quotas."""
         return self.is_usable and self.healthy
 
     @property
     def is_resumable(self) -> bool:
-        """Whether a run can resume from it, healthy or not."""
+        """Whether a run can resume from the checkpoint, healthy or not."""
         return self.is_usable and not (self.dropped or self.lacks)
 
     @property
     def is_held(self) -> bool:
-        """Whether it is pinned or tagged."""
+        """Whether the checkpoint is pinned or tagged."""
         return self.pinned or bool(self.tags)
 
 
@@ -90,7 +90,7 @@ class Rule(ABC):
     """Name in texts such as `last:3`; empty: it cannot be written as text."""
 
     is_for_all: ClassVar[bool] = False
-    """Whether it judges the checkpoints of all savers; otherwise those of other savers stay."""
+    """Whether the rule applies to checkpoints of all savers; otherwise those of others stay."""
 
     @classmethod
     def parse(cls, text: str) -> Rule:
@@ -109,13 +109,13 @@ class Rule(ABC):
         """Name what the rule needs and none of `counting` has, such as a metric or a counter.
 
         Empty if nothing is missing. `counting` is not empty, and all in it count towards quotas.
-        While something is missing, `decide` keeps all that the rule judges and does not call
+        While something is missing, `decide` keeps all that the rule applies to, and does not call
         `picks`. For rules made of others it is called on their parts only.
         """
         return ""
 
     def quota(self) -> int | None:
-        """Return the most checkpoints that it keeps, as far as is known; None: no limit."""
+        """Return the largest number of checkpoints that the rule keeps; None: no known limit."""
         return None
 
     def __repr__(self) -> str:
@@ -129,7 +129,7 @@ class Rule(ABC):
     def then_drop(self, *components: str) -> Rule:
         """Return this rule with `components`, such as `optimizer`, dropped from what it picks.
 
-        What another rule picks as well keeps what that rule does not drop.
+        A checkpoint that another rule picks, too, keeps what that rule does not drop.
         """
         return ThenDrop(self, tuple(sorted({*components}, key=str)))
 
@@ -196,8 +196,8 @@ class BySaver(Rule):
 
         BySaver({"main": Last(3), "weights": Last(24)})
 
-    What several savers asked for stays while one of their rules keeps it. A saver without a rule
-    keeps everything. A rule that is not in a `BySaver` is one for `main`.
+    A checkpoint of several savers is kept while one of their rules keeps it. A saver without a
+    rule keeps everything. A rule that is not in a `BySaver` applies to `main`.
     """
 
     rules: tuple[tuple[str, Rule], ...]
@@ -234,14 +234,14 @@ class BySaver(Rule):
 
 
 def positions_of(saver: str, newest_first: Sequence[Candidate]) -> list[int]:
-    """Positions of the checkpoints that a saver asked for."""
+    """Return the positions of the checkpoints that a saver requested."""
     return [p for p, entry in enumerate(newest_first) if saver in (entry.savers or (MAIN,))]
 
 
 def picks_of(rule: Rule, saver: str, newest_first: Sequence[Candidate]) -> dict[int, str]:
     """Pick from one saver's checkpoints; those of `main` that are partial are judged separately.
 
-    So `Last(3)` keeps three whole ones, however many partial ones are among them.
+    So `Last(3)` keeps three whole checkpoints, however many partial ones are among them.
     """
     picks: dict[int, str] = {}
     for positions in groups(newest_first, saver):
@@ -279,17 +279,17 @@ def flat(
 
 
 def savers_of(rule: Rule) -> frozenset[str]:
-    """Savers whose checkpoints a rule judges."""
+    """List the savers whose checkpoints a rule applies to."""
     return frozenset(saver for _, saver, _ in flat(rule))
 
 
 def named_components(rule: Rule) -> frozenset[str]:
-    """Components that a rule may drop from some checkpoint."""
+    """List the components that a rule may drop from some checkpoint."""
     return frozenset().union(*(drop for _, _, drop in flat(rule)))
 
 
 def counting(newest_first: Sequence[Candidate]) -> list[int]:
-    """Positions of checkpoints that count towards quotas."""
+    """List the positions of checkpoints that count towards quotas."""
     return [position for position, entry in enumerate(newest_first) if entry.counts]
 
 

@@ -1,6 +1,6 @@
-"""The retention rules: each picks checkpoints to keep, and says why.
+"""Built-in retention rules: each picks checkpoints to keep, with reasons.
 
-A new one is a class in this file; its `spelled` and `parse` bring it to the command line.
+A new rule is a class in this file; its `spelled` and `parse` make it usable as text.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class All(Rule):
 class Nothing(Rule):
     """Keep only what is kept in any case, such as the newest: another tier has the rest.
 
-    It judges the checkpoints of every saver, also of those for which there is no rule.
+    Applies to the checkpoints of every saver, also of those without a rule.
     """
 
     is_for_all: ClassVar[bool] = True
@@ -119,7 +119,7 @@ class Last(Rule):
 class Best(Rule):
     """Keep the `n` with the lowest (or highest) value of a metric; of equal ones the older.
 
-    A checkpoint without that metric, or where it is not a finite number, is never among them.
+    A checkpoint without that metric, or with one that is not finite, is never picked.
     """
 
     spelled: ClassVar[str] = "best"
@@ -284,7 +284,7 @@ class Daily(Rule):
 class Within(Rule):
     """Keep what was saved less than `span` before the newest: steps, tokens, hours of training.
 
-    No clock is looked at, so a run that pauses for a week loses nothing.
+    Independent of clocks, so a run that pauses for a week loses nothing.
     """
 
     spelled: ClassVar[str] = "within"
@@ -406,7 +406,7 @@ class ByClass(Rule):
 def _first_of_each(
     newest_first: Sequence[Candidate], bucket: Callable[[datetime], int]
 ) -> list[int]:
-    """Positions of the oldest one of each calendar bucket, newest bucket first.
+    """Return the positions of the oldest in each calendar bucket, newest bucket first.
 
     Buckets are ordered by the recorded order of saves, so a clock that was wrong for a day does
     not push out others for ever.

@@ -23,8 +23,8 @@ class SideSaver:
 
         SideSaver("weights", every="1h", components=["model"], keep=Last(24))
 
-    A run cannot resume from what it saves, unless that happens to be everything; loading the
-    components by name works, and so does `load_weights`. Where several savers are due at one
+    A run cannot resume from its checkpoints, unless they hold all components; loading components
+    by name works, and so does `load_weights`. Where several savers are due at one
     step, one checkpoint holds what any of them saves.
 
     Raises:

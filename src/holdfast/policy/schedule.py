@@ -1,4 +1,4 @@
-"""Schedule of a run: combines what all savers want at a step into one save."""
+"""Schedule of a run: merges the saves that all savers request at a step into one."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from holdfast.policy.triggers import (
 )
 
 _ASKED: tuple[Event, ...] = ("signal", "demand")
-"""Events at which a save was requested, whatever the policy says."""
+"""Events that are explicit requests for a save, independent of the policy."""
 _NEVER = Saved()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleRecord:
-    """Savers, class and timestamp of a committed checkpoint, for the schedule to resume from."""
+    """Facts about a committed checkpoint, from which a schedule resumes."""
 
     savers: tuple[str, ...]
     save_class: SaveClass
@@ -45,7 +45,7 @@ def policies_of(
     every: str | Time | Trigger | SaveFunction | SavePolicy | None,
     sides: Sequence[SideSaver] = (),
 ) -> dict[str, SavePolicy]:
-    """The policy of each saver by its name; that of `every`, about the whole state, is first.
+    """Return the policy of each saver by name; first that of the main saver, from `every`.
 
     Raises:
         UsageError: `every` is no interval, or two savers have one name.
@@ -66,7 +66,7 @@ def policies_of(
 
 
 class Schedule:
-    """Decides when a run saves; remembers the last look and the last save of each saver."""
+    """Decides when a run saves; remembers the last decision and the last save of each saver."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class Schedule:
         *,
         max_duration: Time | None = None,
     ) -> None:
-        """`every` is for the whole state; `max_duration` is the length that fractions refer to.
+        """Make a schedule; `every` is for the whole state, `max_duration` the length of the run.
 
         Raises:
             UsageError: two savers have one name, or a fraction has no length to refer to.
@@ -109,7 +109,7 @@ class Schedule:
         vetoes: Collection[str] = (),
         wanted: Due | None = None,
     ) -> Due | None:
-        """Combine what all savers want at `now` into one save; None if nothing is due.
+        """Merge what all savers request at `now` into one save; None if nothing is due.
 
         `wanted` is saved in any case. Each crossing of an interval fires once, at one call.
 
@@ -133,7 +133,7 @@ class Schedule:
     def quiet_until(self, now: Timestamp) -> int:
         """Return the first step after `now` at which a save may be due at the event `step`.
 
-        The very next one where that cannot be known.
+        It is the next one if that cannot be predicted.
         """
         first: float = inf
         for policy in self.policies.values():
@@ -153,7 +153,7 @@ class Schedule:
             self._saved[name] = self._of(name).plus(due.save_class, now)
 
     def not_begun(self) -> None:
-        """Undo the last look, as its save could not be begun: it is due at the next look."""
+        """Undo the last decision, as its save could not begin: it stays due."""
         self._previous = self._before
 
     def failed(self) -> None:
@@ -173,7 +173,7 @@ class Schedule:
                     self._saved[name] = saved.plus(record.save_class, record.timestamp)
 
     def looks_back(self) -> bool:
-        """Whether saves before the checkpoint that the run resumes from matter."""
+        """Whether the schedule needs records of saves before the checkpoint that is resumed."""
         return self.has_sides or any(p.ephemeral is not None for p in self.policies.values())
 
     def is_saved(self, now: Timestamp) -> bool:
@@ -182,7 +182,7 @@ class Schedule:
         return latest is not None and latest.step == now.step
 
     def savers_of(self, due: Due) -> tuple[str, ...]:
-        """Savers to name in the manifest of a save."""
+        """Return the savers to name in the manifest of a save."""
         return _owners(due) if self.has_sides else due.savers
 
     def asked_class(self, vetoes: Collection[str] = ()) -> SaveClass:
@@ -251,7 +251,7 @@ def rank(due: Due) -> int:
 
 
 def _owners(due: Due) -> tuple[str, ...]:
-    """Savers that a save belongs to; one without savers is `main`'s, unless it is partial."""
+    """Return the savers that own a save: `main` for none, unless the save is partial."""
     return due.savers or ((MAIN,) if due.components is None else ())
 
 

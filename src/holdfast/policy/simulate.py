@@ -1,4 +1,4 @@
-"""Goodput of saving at an interval while training fails now and then.
+"""Simulation of a run that fails at times: its goodput at a given save interval.
 
 Replays a trace of failures, or computes the exact mean for memoryless failures. Knows nothing of
 where the costs come from.
@@ -65,11 +65,11 @@ class SimulatedRun:
 
     wall_s: float
     useful_s: float
-    """Work that counted in the end."""
+    """Work that no failure undid."""
     lost_s: float
     """Work that a failure undid."""
     saving_s: float
-    """Stalls, slowdown by the background writes, and waiting for the save before."""
+    """Stalls, slowdown by background writes, and waiting for the previous save."""
     down_s: float
     """Time between failures and the first step after them."""
     num_failures: int
@@ -87,8 +87,8 @@ def simulate(
 ) -> SimulatedRun:
     """Replay `failures` (seconds since the start, ascending) with a save every `interval_s`.
 
-    The interval is seconds of work. A failure while the run is being restarted begins the restart
-    anew. Work that was never saved counts when the end at `over_s` comes before a failure does.
+    The interval is seconds of work. A failure during a restart begins the restart
+    anew. Unsaved work counts if no failure follows before the end at `over_s`.
 
     >>> trace = [5_000.0, 5_100.0, 20_000.0]
     >>> outcome = simulate(600, Costs(stall_s=10, restart_s=200), trace, over_s=36_000)

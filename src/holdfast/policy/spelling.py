@@ -12,7 +12,7 @@ _SAVER = re.compile(r"(?P<saver>[^:= ]*)\s*=(?P<rule>.*)", re.DOTALL)
 
 
 def parse_rule(text: str) -> Rule:
-    """Parse a rule from `text`: parts separated by commas, of which any keeps.
+    """Parse a rule from `text`: parts separated by commas, combined as by `|`.
 
     A part is `all`, `last:N[:CLASS]`, `best:METRIC[:min|max][:N]`, `every:INTERVAL`, `hourly[:N]`,
     `daily[:N]`, `within:SPAN`, `budget:SIZE` or `remove:CLASSES`. The suffix

@@ -1,4 +1,4 @@
-"""Conversion of intervals, functions and "auto" to triggers."""
+"""Conversion of the argument `every`, such as an interval or "auto", to triggers."""
 
 from __future__ import annotations
 

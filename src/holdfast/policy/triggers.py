@@ -1,6 +1,6 @@
-"""Triggers: when to save, as pure functions of the last look, the last save and the present.
+"""Triggers: when to save, as pure functions of the last call, the last save and the present.
 
-A trigger returns a reason or None. What is saved, and how, is not known here.
+A trigger returns a reason or None; it does not decide what is saved, and how.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from holdfast.policy.clock import ALL_UNITS, Time, Unit, counted, parse
 Event: TypeAlias = Literal[
     "start", "step", "epoch", "cycle", "evaluation", "exception", "signal", "demand", "end"
 ]
-"""Event at which a trigger is asked; `step` after each completed step."""
+"""Event at which a trigger is evaluated; `step` after each completed step."""
 Metrics: TypeAlias = Mapping[str, float]
 SaveFunction: TypeAlias = Callable[[Timestamp, Metrics, Event], bool]
 
@@ -43,8 +43,8 @@ class Trigger(ABC):
     ) -> str | None:
         """Return the reason to save at `now`, or None.
 
-        `previous` is where the trigger was last asked (after a resume: where the checkpoint
-        stood), `last_saved` where the last save was begun; None stands for the start of training,
+        `previous` is the progress at the trigger's last call (after a resume: that of the
+        checkpoint), `last_saved` that of the last save; None stands for the start of training,
         with nothing loaded. `metrics` are those known at `event`.
 
         Raises:
@@ -54,7 +54,7 @@ class Trigger(ABC):
     def progress(
         self, unit: Unit, previous: Timestamp | None, now: Timestamp
     ) -> tuple[float, float]:
-        """How far training was, in `unit`, when the trigger was asked before, and is now.
+        """Return the progress in `unit` at the trigger's last evaluation, and now.
 
         Raises:
             UsageError: the training loop does not count that unit.
@@ -80,8 +80,8 @@ class Trigger(ABC):
 class Every(Trigger):
     """Save each time that training has covered another `interval`.
 
-    Counted units fire when a multiple of the interval was reached or passed since the look
-    before: the same as `step % interval == 0` while the counter grows by one, and right when it
+    Counted units fire when a multiple of the interval was reached or passed since the last
+    call: the same as `step % interval == 0` while the counter grows by one, and right when it
     jumps. Seconds are training time since the last save. A fraction of the run ("0.1dur") is
     exact: of 1,005 steps a tenth is 100.5, so that ten saves are made and the last is at the end.
 
@@ -90,11 +90,11 @@ class Every(Trigger):
     """
 
     interval: Time
-    """How far from one save to the next."""
+    """Distance from one save to the next."""
     max_duration: Time | None
-    """What an interval that is a fraction of the run is a fraction of."""
+    """Length of the run, for an interval that is a fraction of it."""
     unit: Unit
-    """The unit of the counter that it looks at."""
+    """Unit of the counter that decides."""
     size: Fraction | float
     """The interval in that unit: exact for counts."""
 
@@ -127,7 +127,7 @@ class Every(Trigger):
         metrics: Metrics = NO_METRICS,
         event: Event = "step",
     ) -> str | None:
-        """Fire by the rule that the class describes."""
+        """Fire when training has covered another interval; see the class."""
         before, current = self.progress(self.unit, previous, now)
         if self.unit is Unit.SECOND:
             is_due = current - (last_saved.wall_s if last_saved else 0.0) >= self.size
@@ -147,7 +147,7 @@ class Every(Trigger):
 class At(Trigger):
     """Save at fixed places: `At("100step", "2ep", "0.5dur")` or `At(steps=[100, 250])`.
 
-    A place that a counter jumps over fires at the first look behind it. Seconds are training time.
+    A place that a counter jumps over fires at the first call after it. Seconds are training time.
     """
 
     times: tuple[Time, ...]
@@ -173,7 +173,7 @@ class At(Trigger):
         metrics: Metrics = NO_METRICS,
         event: Event = "step",
     ) -> str | None:
-        """Fire at the places that were reached or passed since the last look."""
+        """Fire at the places that were reached or passed since the last call."""
         reached = []
         for time in self.times:
             before, current = self.progress(time.unit, previous, now)
@@ -190,7 +190,7 @@ class At(Trigger):
 class WallClock(Trigger):
     """Save at each multiple of `interval` in training time: after 10 min, 20 min, 30 min, …
 
-    Unlike `Every("10min")` it does not wait longer after a save that something else has caused.
+    Unlike `Every("10min")` it does not wait longer after a save for another reason.
     """
 
     interval: Time
@@ -223,7 +223,7 @@ class When(Trigger):
 
     function: SaveFunction
     name: str = ""
-    """What the reason says; the function's own name by default."""
+    """Reason to record; by default the name of the function."""
 
     def __post_init__(self) -> None:
         if not callable(self.function):
@@ -288,7 +288,7 @@ class AtStart(Trigger):
     """Save before the first step of a run for which nothing was loaded."""
 
     always: bool = False
-    """Also when weights or a checkpoint from elsewhere were loaded; never at a later step."""
+    """Whether to save also if weights or another run's checkpoint were loaded; only at step 0."""
 
     def __str__(self) -> str:
         return "at the start"
@@ -357,7 +357,7 @@ def parts_of(trigger: Trigger) -> tuple[Trigger, ...]:
 
 
 def is_elsewhere(last: Timestamp | None, now: Timestamp) -> bool:
-    """Whether the last save was not begun at this step."""
+    """Whether no save was begun at this step yet."""
     return last is None or last.step != now.step
 
 

@@ -20,7 +20,7 @@ from holdfast.state.unread import Stored
 
 
 class OpaqueLoadFailed(HoldfastError):
-    """A load failed half-way; `component` is where, the cause is chained.
+    """A load failed half-way, in `component`; the cause is chained.
 
     What was applied before stays applied, so the state is neither the old nor the stored one.
     """
@@ -56,7 +56,7 @@ class Prepared:
         self._is_ready = False
 
     def ready(self, tensors: Mapping[str, Mapping[str, Stored]]) -> None:
-        """Finish the preparation: make new values, and ask objects whether theirs fit. Call once.
+        """Finish the preparation: make new values, and let objects check theirs. Call once.
 
         `tensors` holds CPU tensors of the true dtype and shape. The load takes ownership: those
         with memory of their own may become live tensors. Unread ones are read into the live
@@ -119,11 +119,11 @@ def prepare(
     unsaved: Collection[str] = (),
     one_sided: Collection[str] = (),
 ) -> Prepared:
-    """Match stored components with live ones; changes nothing.
+    """Plan a load: match stored components with live ones and check them; changes nothing.
 
     Args:
         state: live components, as for `capture`.
-        stored: what the checkpoint has; more than is asked for is fine with `components`.
+        stored: components of the checkpoint; with `components` there may be more than needed.
         where: the checkpoint's name, for messages.
         components: load only these.
         strict: refuse leaves that only one side has, and arguments that name nothing;
@@ -153,7 +153,7 @@ def prepare(
     everything = tuple(name for name in known if name not in {*unsaved, *one_sided})
     wanted = _wanted(everything, components, selection, rng=rng)
     names = _on_both_sides(wanted, live, stored, problems)
-    # Before anything is asked for its state, as when it is captured; an optimizer alone wants them.
+    # Before any `state_dict` is called, as in a capture; only optimizers need the names.
     has_optimizer = any(name in state and kind_of(state[name]) == "optimizer" for name in names)
     parameters = parameter_names(
         (name, value)
@@ -233,7 +233,7 @@ def _report_selection(
     everything: Collection[str],
     planned: Collection[str],
 ) -> None:
-    """Note what was left out as asked; refuse, or note, entries that name nothing.
+    """Note the components left out on request; refuse, or note, entries that match nothing.
 
     Raises:
         UsageError: under `strict`, an entry names nothing.

@@ -45,7 +45,7 @@ class Captured:
 
     @property
     def not_saved(self) -> tuple[str, ...]:
-        """Lines about buffers and attributes of modules that checkpoints do not hold."""
+        """Messages about buffers and attributes of modules that checkpoints do not hold."""
         return tuple(self.look_for_not_saved())
 
 
@@ -72,12 +72,12 @@ class Capturer:
         """Whether code outside torch was called in this capture."""
 
     def capture(self, only: Collection[str] | None = None) -> Captured:
-        """Name every leaf of the state, and add the global random generators as `rng`.
+        """Capture the state: name every leaf, and add the global random generators as `rng`.
 
         `only` names the components that are wanted; None: all.
 
-        Objects are asked for their `state_dict` in the order of the mapping; the generators are
-        read last, so that what those calls draw is in the checkpoint too.
+        `state_dict` of objects is called in the order of the mapping. The generators are read
+        last, so that random numbers drawn by those calls are accounted for.
 
         Raises:
             UsageError: a component's name or type is wrong.

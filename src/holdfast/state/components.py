@@ -1,4 +1,4 @@
-"""Components: which object is saved in which way, and its form as captured and as stored."""
+"""Components of a state: how each object is saved, and its captured and stored forms."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class StoredComponent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapturedComponent:
-    """A captured component, ready to be laid out and staged."""
+    """A captured component, before its tensors are copied and assigned to files."""
 
     name: str
     kind: Kind
@@ -170,7 +170,7 @@ def check_state(state: Mapping[str, Any]) -> None:
         except TypeError:
             wrong.append(f"{name!r}: a component's name must be text")
     if not any(isinstance(value, nn.Module) for value in state.values()):
-        # With the module beside it, it may be a copy of weights that is meant to be saved.
+        # If the module is a component too, this may be a copy of weights that is meant to be saved.
         wrong += [f"{name}: {_OF_AN_OBJECT}" for name, value in state.items() if _is_weights(value)]
     if wrong:
         raise UsageError("state:\n" + listing(wrong))

@@ -1,8 +1,8 @@
 """Copies into live tensors: large ones on the CPU by several threads, the rest by torch.
 
-torch's own parallel copy waits at barriers, for threads that a busy machine has descheduled. And to
-copy many small tensors it needs a tensor object of each, which costs more than the copy: bytes that
-are in memory already are copied by address.
+torch's own parallel copy waits at barriers, also for threads that a busy machine has descheduled.
+For small tensors, making tensor objects would cost more than the copy: bytes that are in memory
+already are copied by address.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _copy_from_memory(pairs: Sequence[Pair]) -> None:
     with torch.no_grad(), _helped(partial(_copy_all, Shared(pieces))):
         _copy_by_torch(others)
     for live, _ in large:
-        # numpy does not tell autograd that a tensor has changed.
+        # Writes through numpy do not show autograd that a tensor has changed.
         torch.autograd.graph.increment_version(live)
     _synchronize({live.device for live, _ in others})
 
@@ -112,8 +112,8 @@ class Shared(Iterator[T]):
 def _helped(work: Callable[[], None]) -> Iterator[None]:
     """Run `work` in other threads beside the block, and finish it after the block.
 
-    Threads start before anything changes. Without any, as while the interpreter exits, all work is
-    done after the block.
+    Threads start before anything changes. If none can start, as while the interpreter exits, all
+    work is done after the block.
     """
     helpers: list[threading.Thread] = []
     with suppress(RuntimeError):
@@ -180,7 +180,7 @@ def copy_bytes(live: Sequence[Tensor], addresses: list[int], nbytes: list[int]) 
 def copy_runs(targets: Iterable[int], sources: Iterable[int], nbytes: Iterable[int]) -> None:
     """Copy small runs of bytes from address to address.
 
-    Holds the GIL meanwhile: to release it takes longer than a copy.
+    Holds the GIL meanwhile: releasing it takes longer than a copy.
     """
     deque(map(_memmove, targets, sources, nbytes), maxlen=0)
 

@@ -65,7 +65,7 @@ def plain_name(dtype: torch.dtype) -> str:
 
 
 def by_plain_name(name: str) -> torch.dtype:
-    """Return the dtype of a name that `plain_name` gave.
+    """Return the dtype with this name; the inverse of `plain_name`.
 
     Raises:
         FormatError: this torch has no such type.

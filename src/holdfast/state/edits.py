@@ -1,7 +1,7 @@
-"""Edits of a state before it is stored or loaded, which cannot reach the live state.
+"""Edits of a state by hooks before it is stored or loaded; the live state stays as it is.
 
-A hook gets a `StateView`. Components that it does not read cost nothing; those that it does not
-change stay the same byte for byte.
+A hook gets a `StateView`. Components that it does not read cost nothing; those that it does
+not change stay the same byte for byte.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class StateView(Mapping[str, ComponentView]):
         fetch: Callable[[str], Mapping[str, Tensor]],
         where: str = "",
     ) -> None:
-        """`fetch` returns the tensors of a component; messages begin with `where`."""
+        """Make a view: `fetch` returns a component's tensors; messages begin with `where`."""
         self._sources = dict(sources)
         self._fetch = fetch
         self._where = where
@@ -131,8 +131,8 @@ class EditedLoad:
     """Components that are left, for `prepare`."""
 
     tensors: Mapping[str, Mapping[str, Tensor]]
-    """By component and key: what was assigned, and what was read for the edit. These need not,
-    and those that were assigned must not, be read from the checkpoint."""
+    """Component -> key -> tensor that was assigned, or was read for the edit. The latter need not,
+    and the assigned ones must not, be read from the checkpoint."""
 
 
 def edited_load(

@@ -1,6 +1,6 @@
 """Restoring of enumeration members in a stored tree, with the classes of the live state.
 
-No class is ever looked up by the name in a file.
+Classes come from the live state only; no class is imported by a name in a file.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class _Reviving:
         if type(node) is not tuple and not isinstance(node, dict | list | set | frozenset):
             return node
         if id(node) not in self._done:
-            # Before its inside: a container may be met again, never inside of itself.
+            # A container may occur several times, but never inside itself.
             self._done[id(node)] = node, self._container(node, path)
         return self._done[id(node)][1]
 

@@ -98,6 +98,6 @@ class _Look:
 
 
 def _is_plain(kind: type[nn.Module]) -> bool:
-    """Whether a class has the methods of `Module` that decide, neither overridden nor patched."""
+    """Whether a class has torch's own methods behind `state_dict`: not overridden or patched."""
     deciding = (getattr(kind, name) for name in _DECIDING)
     return all(getattr(one, "__globals__", None) is _TORCHS for one in deciding)

@@ -80,7 +80,7 @@ def device_generators(*, initialise: bool = False) -> dict[str, list[DeviceGener
 
     With `initialise`, also of accelerators that are present and not yet in use.
     """
-    # In this order: torch 2.6 raises when it is asked which, and there is none.
+    # In this order: without one, torch 2.6 raises in `current_accelerator`.
     accelerator = (
         torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     )
@@ -186,7 +186,7 @@ def _seeds_as_plain(entropy: Any) -> Any:
 def _seeds_wrong(stored: Any) -> str | None:
     """Return why these are not valid members of a seed sequence, or None.
 
-    Too many words are refused, as they are mixed at each load.
+    Too many words are refused, as each load mixes all of them.
     """
     names = {"entropy", "spawn_key", "pool_size", "n_children_spawned"}
     if not isinstance(stored, dict) or stored.keys() != names:
@@ -228,7 +228,7 @@ def write(generator: Any, members: Mapping[str, Any]) -> None:
 def _write_numpy(bits: Any, members: Mapping[str, Any]) -> None:
     if "seed_seq" in members and _TAKES_SEEDS:
         seeds = np.random.SeedSequence(**members["seed_seq"])
-        # Of numpy's ways into a live bit generator only that of pickle takes the seed sequence.
+        # Only numpy's pickle interface sets the seed sequence of a live bit generator.
         bits.__setstate__((members["state"], seeds))
     bits.state = members["state"]
 

@@ -17,7 +17,7 @@ from holdfast.state.names import ParameterNames, parameter_names
 
 
 def homeless(state: Mapping[str, Any], names: ParameterNames) -> dict[str, dict[str, Tensor]]:
-    """Find parameters in none of the modules of `names`: optimizer → name → parameter."""
+    """Find optimizers' parameters that no module in `names` has: optimizer → name → parameter."""
     by_optimizer = {}
     for component, value in state.items():
         if isinstance(value, Optimizer):
@@ -33,7 +33,7 @@ def unheld(
 ) -> dict[str, dict[str, Tensor]]:
     """Select the `homeless` parameters whose memory is in none of the captured tensors.
 
-    It is in one if a dict or an object in the state holds the parameter itself.
+    Memory is in one if a dict or an object in the state holds the parameter itself.
     """
     if not homeless:
         return {}
@@ -50,7 +50,7 @@ def unheld(
 def describe(
     parameters: Mapping[str, Mapping[str, Tensor]], known: Mapping[str, nn.Module] | None = None
 ) -> str:
-    """Format parameters, with their names in the modules `known` or else in their optimizer."""
+    """Format parameters for a message: by name in the `known` modules, else in the optimizer."""
     names = parameter_names((known or {}).items())
     shown = [
         f"{_called(component, name, names.home(parameter))} {_shape(parameter)}"

@@ -34,7 +34,7 @@ class _Keeping:
         """Number of stored values that will be loaded, so far."""
 
     def container(self, stored: Any, live: Any, path: str) -> None:
-        """Change `stored` in place."""
+        """Put live values into the dict or list `stored`, in place."""
         if isinstance(stored, dict):
             self._dict(stored, live if isinstance(live, dict) else {}, path)
         else:
@@ -42,7 +42,7 @@ class _Keeping:
 
     def _dict(self, stored: dict[Any, Any], live: dict[Any, Any], path: str) -> None:
         for key, name in names_of_keys(dict.fromkeys([*stored, *live])).items():
-            # A Counter answers 0, and a defaultdict makes an entry, for what they do not have.
+            # For a missing key a Counter returns 0, and a defaultdict makes an entry.
             known = dict.get(live, key, _ABSENT)
             value = self._chosen(dict.get(stored, key, _ABSENT), known, join(path, name))
             if value is not _ABSENT:

@@ -88,7 +88,7 @@ class Leaves:
     """Path in the typed tree -> wanted tensor key, which is also the path in messages."""
 
     taken: Collection[str] = ()
-    """Keys that other tensors have."""
+    """Keys in use by other tensors."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     """Key -> live tensor, detached; conjugate and negative views are resolved."""

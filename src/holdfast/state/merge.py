@@ -42,7 +42,7 @@ _Owner = tuple[Tensor, str, str]
 
 
 class Placement(Protocol):
-    """Policy for a tensor that cannot be copied into a live one: its device and layout."""
+    """Policy for loaded tensors without a live one to copy into: their device and layout."""
 
     def device(self, ref: TensorRef) -> torch.device:
         """Return the device for the loaded tensor; a live tensor elsewhere is not reused."""
@@ -80,14 +80,14 @@ _KEY, _SHAPE, _DTYPE, _CDATA = map(attrgetter, ("key", "shape", "dtype", "_cdata
 
 
 class Claims:
-    """Live objects that already take a stored value; shared by all components of one load.
+    """Record of live objects that a stored value is assigned to; shared by all parts of a load.
 
     A plain tree may hold live tensors of the model (`best = model.state_dict()`, before the
     first improvement). Copying the stored tree into them would overwrite the model.
     """
 
     def __init__(self, protected: Iterable[Tensor] = ()) -> None:
-        """`protected`: tensors whose memory may only take their own values."""
+        """Start a record; the memory of `protected` tensors may only take their own values."""
         self._taken: set[Any] = set()
         self._first: dict[Hashable, tuple[str, Stored]] = {}
         self._states: dict[int, Any] = {}
@@ -153,7 +153,7 @@ class Claims:
         return None
 
     def take_state(self, live: Any, members: Any) -> Any:
-        """Claim a state for the generator `live`; returns the first one that was claimed."""
+        """Assign a state to the generator `live`; returns the first one assigned to it."""
         return self._states.setdefault(id(live), members)
 
     def remarks(self) -> list[_Remark]:
@@ -319,14 +319,14 @@ class Merge:
     def _fill_items(self, live: Any, target: Any, stored: Any, place: Placement) -> None:
         if isinstance(stored, dict):
             live_items = live if isinstance(live, dict) else {}
-            # A defaultdict or Counter must not gain an entry, or answer 0, by being asked.
+            # By `dict.get`: a lookup adds an entry to a defaultdict, and gives 0 in a Counter.
             known = [*map(dict.get, repeat(live_items), stored)]
             values = self._plain_tensors(known, [*stored.values()], place) or [
                 self.merge(item, value, place)
                 for item, value in zip(known, stored.values(), strict=True)
             ]
             if values is known and _has_names(target, stored):
-                return  # it stays as it is, with other values in its tensors
+                return  # the dict stays as it is; only the values of its tensors change
             items = dict(zip(stored, values, strict=True))
             self._edits.append(lambda: _refill_dict(target, items))
         else:
@@ -485,7 +485,7 @@ def _all_fit(live: Sequence[Any], specs: Sequence[TensorSpec]) -> bool:
             return False
         if [*map(_SHAPE, live[some])] != [*map(_SHAPE, specs[some])]:
             return False
-        # Few pairs differ from each other, and none of the many is kept.
+        # As a set: there are few distinct pairs among many.
         dtypes = {*zip(map(_DTYPE, live[some]), map(_DTYPE, specs[some]), strict=True)}
         if any(dtype != TORCH_DTYPES[name] for dtype, name in dtypes):
             return False

@@ -28,13 +28,13 @@ from holdfast.state.problems import Problems, Wishes
 from holdfast.state.trees import Lifting, Skeleton, encoded, owned
 from holdfast.state.unread import Fetching, Stored, fetched
 
-# Their own loading only mends what torch saved before 1.0.
+# Their own loading only converts what torch saved before 1.0.
 _LOADS_PLAINLY = frozenset(
     kind._load_from_state_dict for kind in (nn.Module, _NormBase, _InstanceNorm)
 )
 _EXTRA_STATE = "_extra_state"
 _Inners: TypeAlias = Sequence[tuple[str, nn.Module]]
-"""(clean path, submodule) of a module and of all that is in it, each as often as it has names."""
+"""A module and all its submodules as (clean path, submodule), each as often as it has names."""
 _COLLISION = "two entries have this name once wrapper prefixes are stripped"
 
 
@@ -46,7 +46,7 @@ class LiveModule:
     """The module without wrappers."""
 
     entries: Mapping[str, Any]
-    """Clean name -> value in the state_dict."""
+    """Clean name (without wrappers' parts) -> value in the state_dict."""
 
     raw_names: Mapping[str, str]
     """Clean name -> name in the state_dict."""
@@ -197,7 +197,7 @@ def _own_loading(inners: _Inners) -> Iterator[str]:
 def not_saved(component: str, wrapped: nn.Module, elsewhere: Collection[int] = ()) -> list[str]:
     """List non-persistent buffers and plain attributes that are lost, one line each.
 
-    `elsewhere`: ids of objects that are saved as something else.
+    `elsewhere`: ids of objects that are saved as other components.
     """
     module = unwrap(wrapped)
     cleaner = cleaner_of(module)
@@ -218,11 +218,11 @@ def _lost_buffers(inner: nn.Module) -> Iterator[tuple[str, str]]:
 def _lost_attributes(inner: nn.Module, elsewhere: Collection[int]) -> Iterator[tuple[str, str]]:
     kind = type(inner)
     if kind.get_extra_state is not nn.Module.get_extra_state:
-        return  # The module saves more than its buffers, and knows what.
+        return  # The module saves more than its buffers by its own code.
     for name, value in vars(inner).items():
         if id(value) in elsewhere:
             continue
-        # What is no leaf was computed from others, as the weight under weight normalisation.
+        # A tensor that is no leaf was computed from others, such as a normalised weight.
         if isinstance(value, Tensor) and value.is_leaf:
             yield name, "a tensor that is neither parameter nor buffer"
         elif generators.kind_of(value) is not None and not generators.is_global(value):
@@ -230,7 +230,7 @@ def _lost_attributes(inner: nn.Module, elsewhere: Collection[int]) -> Iterator[t
 
 
 def stamp(state: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return what decides a module's tree beside its structure and values: names and versions."""
+    """Return what a module's tree depends on besides structure and values: names and versions."""
     metadata = getattr(state, "_metadata", None)
     if not isinstance(metadata, Mapping):
         return (tuple(state), None)
@@ -345,7 +345,7 @@ class ModulePlan(LoadPlan):
         copy_tensors(easy)
         for live, stored in self._pairs:
             if not is_writable_in_place(live):
-                # Expanded memory cannot be written element by element; it gets its own.
+                # An expanded tensor cannot be written element by element; it gets new memory.
                 live.data = owned(fetched(stored), live.device)
 
     def finish(self) -> None:

@@ -87,7 +87,7 @@ def structure(wrapped: nn.Module) -> list[Any]:
     """
     module = unwrap(wrapped)
     if type(module).named_parameters is not nn.Module.named_parameters:
-        return [object()]  # names of its own making
+        return [object()]  # the module overrides the names
     outline: list[Any] = []
     for raw, inner in module.named_modules(remove_duplicate=False):
         parameters = inner._parameters

@@ -1,7 +1,7 @@
-"""Optimizers of torch: state by parameter name, in and out of `optimizer.state` directly.
+"""Torch optimizers: capture and load of `optimizer.state` directly, by parameter name.
 
 `Optimizer.load_state_dict` casts moments to the parameter's type and matches by position, so it
-is not used; neither is anything that fires hooks or moves a step.
+is not used; neither is anything that calls hooks or changes the step count.
 """
 
 from __future__ import annotations
@@ -121,13 +121,13 @@ _SHAPE_AND_DEVICE = attrgetter("shape", "device")
 
 
 def stamp(live: LiveOptimizer) -> tuple[Any, ...]:
-    """Return what decides an optimizer's tree beside its options and slots."""
+    """Return what an optimizer's tree depends on besides its options and slots."""
     where = list(map(_SHAPE_AND_DEVICE, live.parameters.values()))
     return (type(live.optimizer).__name__, live.groups, live.modules, where)
 
 
 def options_and_slots(live: LiveOptimizer) -> dict[str, Any] | None:
-    """Return the two members of the tree that change; None if there is state beside slots."""
+    """Return the two members of the tree that change; None if there is state besides slots."""
     state = live.optimizer.state
     # By their ids: torch hashes a tensor in Python, and there are many.
     by_id = dict(zip(map(id, state), state.values(), strict=True))
@@ -162,7 +162,7 @@ def capture_optimizer(live: LiveOptimizer, leaves: Leaves) -> TreeDocument | Non
 
 
 def stepped(live: LiveOptimizer, leaves: Leaves) -> frozenset[str]:
-    """Keys of the captured tensors that are only slots of this optimizer."""
+    """Return the keys of captured tensors that are only slots of this optimizer."""
     state: dict[Any, Any] = live.optimizer.state
     slots = {
         id(value)
@@ -254,7 +254,7 @@ def _checked_names(group: Any, what: str) -> list[str]:
 
 
 class _Beside:
-    """Placement on the parameter's device if the stored tensor was beside it; else on the CPU."""
+    """Placement on the parameter's device for nodes where `is_beside` is true, else on the CPU."""
 
     def __init__(self, parameter: Tensor, is_beside: Callable[[TensorRef], bool]) -> None:
         self._parameter = parameter
@@ -472,7 +472,7 @@ class OptimizerPlan(LoadPlan):
         return {slot: value for slot, value in live.items() if self._leaves_slot(name, old, slot)}
 
     def _count_all_leaves(self) -> None:
-        """Match every leaf with the selection now, so that unmatched entries are known."""
+        """Match every leaf with the selection now, so that unmatched entries can be reported."""
         if not self._wishes.selection.is_partial(self._component):
             return
         for name, old in self._common.items():
@@ -483,7 +483,7 @@ class OptimizerPlan(LoadPlan):
                 self._leaves(f"extra.{key}")
 
     def _slots(self, name: str, old: str) -> list[Any]:
-        """Names of a parameter's slots, stored and live ones."""
+        """Return the names of a parameter's slots, stored and live ones."""
         stored = self._stored.slots.get(old)
         parameter = self._live.parameters.get(name)
         live = None if parameter is None else self._live.optimizer.state.get(parameter)
@@ -506,8 +506,8 @@ class OptimizerPlan(LoadPlan):
     def _place(self, old: str, slot: Any, parameter: Tensor, options: dict[str, Any]) -> Placement:
         """Return the placement of a slot that does not exist yet.
 
-        On its parameter's device if it was saved from there, else on the CPU. `step` has a rule
-        of torch's own: two flags mean that a kernel reads it on the device.
+        That is its parameter's device if it was saved from there, else the CPU. For `step`, torch
+        has a rule of its own: two flags mean that a kernel reads it on the device.
         """
         home = self._stored.devices.get(old, "cpu")
         if slot != "step":
@@ -540,7 +540,7 @@ def _merge_option(merge: Merge, group: dict[str, Any], key: str, value: Any) -> 
     elif isinstance(value, TensorRef):
         new = merge.merge(live, value, _Beside(live, lambda ref: True))
     else:
-        # A compiled step reads the tensor, so it stays and takes the number.
+        # A compiled step reads this tensor, so it is kept and filled with the number.
         new = live
         merge.then(partial(_fill, live, value))
     merge.then(partial(group.__setitem__, key, new))

@@ -33,11 +33,11 @@ class LoadPlan(ABC):
     """Order of `finish`: 0 foreign code, 1 generators, 2 the global generators."""
 
     _wanted: Any = None
-    """The nodes of the tree that will be loaded, known after `check`."""
+    """The nodes of the tree that will be loaded, available after `check`."""
 
     @property
     def needed(self) -> tuple[str, ...]:
-        """Keys of the tensors that will be read, known after `check`."""
+        """Keys of the tensors that will be read, available after `check`."""
         return keys_in(self._wanted)
 
     @abstractmethod
@@ -114,7 +114,7 @@ class ObjectPlan(LoadPlan):
         self._is_wanted = True
 
     def check(self, skeleton: Skeleton, wishes: Wishes, problems: Problems) -> None:
-        """Put live values where the caller, or an enumeration, asks for them."""
+        """Put live values into the stored tree where the options or an enumeration need them."""
         self._wanted = skeleton.value
         problems.notes += skeleton.notes(self._component)
         if isinstance(self._live, LRScheduler) and isinstance(self._wanted, dict):

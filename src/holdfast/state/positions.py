@@ -33,7 +33,7 @@ NO_OPTIMIZER = (
 
 
 def lacks_optimizer(state: Mapping[str, Any]) -> bool:
-    """Whether a state is that of a training, and nothing in it looks like an optimizer.
+    """Whether a state is that of a training run, and nothing in it looks like an optimizer.
 
     A scheduler, a scaler or a position in data shows that it is a training. An object of another
     class that has `state_dict` may hold an optimizer.
@@ -53,7 +53,7 @@ def _is_position(value: Any) -> bool:
 
 
 def is_outside(state: Mapping[str, Any]) -> bool:
-    """Whether a state is that of a training, and nothing in it looks like a position in data.
+    """Whether a state is of a training run, and nothing in it looks like a position in data.
 
     An iterable with `state_dict` counts as a position, as does any component whose name says so.
     """

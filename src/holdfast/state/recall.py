@@ -1,6 +1,6 @@
-"""Cache of what the structure of a component decides, valid while the structure is the same.
+"""Cache of the parts of a capture that depend on the component's structure alone.
 
-A state is captured many times and changes its structure hardly ever. A walk over the plain
+A state is captured many times, and its structure hardly ever changes. A walk over the plain
 containers of a component finds its tensors and everything else in its tree. If all of that is
 unchanged, so are names, specs and tree; changed numbers are put into the tree. A component with
 anything that the walk does not support is captured anew.
@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 
 class Irregular(Exception):
-    """The walk met a value that it does not support, so the component is captured anew."""
+    """A walk met a value that it does not support, so the component is captured anew."""
 
 
 class TreeWalk:
@@ -134,9 +134,9 @@ class Recollection:
     ) -> None:
         """Cache a capture.
 
-        `value` is what was walked: all of the tree or members of it in the tree's order, or a
-        list of tensors. `stamp` is whatever else decided the tree. `originals`: what the tensors
-        of the component were captured from.
+        `value` is the walked value: the whole tree, members of it in the tree's order, or a list
+        of tensors. `stamp` is everything else that the tree depends on. `originals`: the live
+        tensors that those of the component were captured from.
 
         Raises:
             Irregular: the structure cannot be cached.
@@ -146,7 +146,7 @@ class Recollection:
         walk = TreeWalk(value)
         self._outline, self._stamp = _shared(walk.outline), stamp
         if any(tensor.is_complex() for tensor in walk.tensors):
-            raise Irregular  # they may be conjugate views, and to ask all others takes its time
+            raise Irregular  # they may be conjugate views; checking every other tensor is slow
         self._facts = _facts(walk.tensors)
         self._partition = _partition(walk.tensors, _addresses(walk.tensors))
         self._keys = tuple(component.tensors)
@@ -170,7 +170,7 @@ class Recollection:
             if partition != self._partition or not self._takes(walk.numbers):
                 return None
         except (Irregular, RuntimeError, UnsupportedState, ValueError):
-            return None  # nested too deeply, or a tensor without memory, which is told elsewhere
+            return None  # nested too deeply, or a tensor without memory, refused elsewhere
         tensors = self._first_of_each(walk.tensors)
         if self._facts.grads is not None:
             tensors = [one.detach() if one.requires_grad else one for one in tensors]
@@ -208,26 +208,26 @@ class Recollection:
 class _TensorFacts:
     """Facts about tensors that decide their specs and nodes, and whether they are refused.
 
-    Addresses and values are not among them.
+    Addresses and values are not included.
     """
 
     strides: Sequence[Any] | None
-    """None: each tensor is contiguous, so its shape decides."""
+    """Strides of each tensor; None: each is contiguous, so its shape decides."""
     shapes: Sequence[Any]
     dtypes: Sequence[Any]
     devices: Sequence[Any] | None
-    """None: all tensors are in host memory."""
+    """Device of each tensor; None: all are in host memory."""
     grads: Sequence[Any] | None
-    """None: no tensor requires grad."""
+    """Whether each tensor requires grad, and is a leaf; None: none requires grad."""
 
     @property
     def are_runs(self) -> bool:
-        """Whether each tensor is a run of bytes in host memory."""
+        """Whether each tensor is one contiguous run of bytes in host memory."""
         return self.devices is None and self.strides is None
 
     def hold(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether the facts hold for `tensors`, which are as many."""
-        # One after the other, without a list: what is made for one takes the memory of the last,
+        """Whether the facts hold for `tensors`, as many as those they were taken from."""
+        # One after the other, without a list: each temporary object reuses the last one's memory,
         # which is in the processor's cache.
         try:
             return (
@@ -284,7 +284,7 @@ def _addresses(tensors: Sequence[Tensor]) -> list[int]:
 def _partition(tensors: Sequence[Tensor], places: Sequence[int]) -> list[int] | None:
     """Return for each tensor the position of the first with the same memory; None: all differ.
 
-    `places` are their addresses.
+    `places` are the addresses of the tensors.
     """
     if 0 not in places and len(set(places)) == len(places):
         return None

@@ -29,7 +29,7 @@ def covers(pattern: Sequence[str], path: Sequence[str]) -> bool:
         elif position < len(path) and pattern[at] in (_ONE, path[position]):
             at, position = at + 1, position + 1
         elif resume is not None and resume[1] < len(path):
-            # The last `**` takes one segment more.
+            # Backtrack: the last `**` matches one more segment.
             resume = (resume[0], resume[1] + 1)
             at, position = resume
         else:
@@ -81,7 +81,7 @@ class Entries:
     """Entries of one argument; remembers which of them have matched something."""
 
     def __init__(self, entries: Collection[str], argument: str) -> None:
-        """`argument` is the name of the argument, for messages.
+        """Parse entries; `argument` is the name of the argument, for messages.
 
         Raises:
             UsageError: `entries` is a single text, or an entry is not text.
@@ -140,7 +140,7 @@ class Selection:
         self._left: dict[str, dict[str, None]] = defaultdict(dict)
 
     def omits(self, component: str) -> bool:
-        """Whether the whole component is left alone, as its name alone shows."""
+        """Whether the whole component is left alone, judged by its name only."""
         is_skipped = self._skip.cover(component)
         return is_skipped or (bool(self._include) and not self._include.reach(component))
 

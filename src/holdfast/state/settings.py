@@ -50,7 +50,7 @@ def _settings(state: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
     moves_rates = any(isinstance(value, ReduceLROnPlateau) for value in state.values())
     for component, value in state.items():
         if isinstance(value, Optimizer):
-            # Others are counters of the optimizer, or the rate that a scheduler began with.
+            # Other options are counters of the optimizer.
             arguments = inspect.signature(type(value).__init__).parameters
             options = value.defaults.keys() & arguments | {"initial_lr"}
             for number, group in enumerate(value.param_groups):

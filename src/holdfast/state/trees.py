@@ -310,12 +310,12 @@ def member_of(kind: type[Enum], stored: EnumValue) -> Any:
 
 def _combination(kind: type[Flag], stored: EnumValue) -> Any:
     if type(stored.value) is not int:
-        return stored  # Python 3.10 compares it with numbers before it looks what it is
+        return stored  # Python 3.10 compares it with numbers before it checks the type
     try:
         member = kind(stored.value)
     except ValueError:
         return stored
-    # A class may also drop the bits that it does not know, or answer with a plain number.
+    # A class may also drop unknown bits, or return a plain number.
     is_it = isinstance(member, kind) and member.value == stored.value
     return member if is_it else stored
 
@@ -351,7 +351,7 @@ def keys_in(value: Any) -> tuple[str, ...]:
 
 
 class LiveValue:
-    """A live value in place of a stored one, as the caller asked to leave it alone."""
+    """A live value in place of a stored one, which the load leaves alone."""
 
     __slots__ = ("value",)
 

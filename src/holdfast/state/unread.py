@@ -40,7 +40,7 @@ class Unread:
     file: str
     """The tensor file that holds it."""
     start: int
-    """Its first byte in the file, as if that were stored plainly."""
+    """Offset of its first byte in the file before compression and encryption."""
     nbytes: int
 
     def empty(self, device: torch.device | str = "cpu") -> Tensor:
@@ -55,7 +55,7 @@ class Unread:
                 return torch.empty(self.spec.shape, dtype=dtype, device=device)
         except RuntimeError as error:
             if torch.device(device).type != "cpu":
-                raise  # torch.OutOfMemoryError, which training loops know
+                raise  # torch.OutOfMemoryError, which training loops may handle
             raise OutOfMemory(
                 f"{self.file}: {self.nbytes} bytes for one tensor cannot be allocated: {error}"
             ) from error
@@ -96,7 +96,7 @@ class LazyTensors(Mapping[str, S_co]):
     ) -> list[tuple[Tensor, S_co]]:
         """Copy tensors in bulk into plain live ones; returns the pairs that are left to copy.
 
-        The live ones (see `copying.are_plain`) have the shapes and dtypes of those of `keys`.
+        The live tensors (see `copying.are_plain`) have the shapes and dtypes of the stored ones.
         `is_all`: no other tensors are copied in this load.
 
         Raises:

@@ -1,7 +1,7 @@
 """Views of stored components as mappings from paths to values, without access to live objects.
 
-The tree is decoded at the first access; tensors stay nodes of it. Values that are read are copies,
-values that are assigned are copied at once.
+The tree is decoded at the first access; tensors stay nodes of it. Reading a value
+returns a copy; assigning a value copies it at once.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class ComponentView(MutableMapping[str, Any]):
     def __init__(
         self, source: StoredComponent, fetch: Callable[[], Mapping[str, Tensor]], what: str
     ) -> None:
-        """`fetch` returns the tensors by key; called when the first one is read.
+        """Make a view; `fetch` returns the tensors by key, called when the first one is read.
 
         `what` is the tree's name, for messages.
         """
@@ -333,8 +333,8 @@ class ComponentView(MutableMapping[str, Any]):
 class OptimizerView(ComponentView):
     """View of an optimizer: `<parameter>.<slot>`, `param_groups.<n>.<option>`, `extra.<name>`.
 
-    Leaving out a parameter leaves out its name too. A slot of its parameter's shape that gets
-    another shape says that the parameter has it; then its other slots must follow.
+    Leaving out a parameter leaves out its name too. If a slot with its parameter's shape gets
+    another shape, the parameter is taken to have that shape; its other slots must then follow.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Where bytes live: `open_store` turns what a user writes into a `Store`."""
+"""Stores of keys and bytes; `open_store` makes one from a path or a URL."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _FOR_SHELLS = re.compile(r"^~[^/]*|\$\w+|\$\{\w+\}")
 
 
 def open_store(where: str | os.PathLike[str] | Store) -> Store:
-    """The store of a path or a URL, or `where` itself when it is a store.
+    """Return the store for a path or a URL, or `where` itself if it is a store.
 
     URLs: `s3://bucket/prefix`, `gs://bucket/prefix`, `az://container/prefix` and
     `memory://<name>`. Endpoint and credentials are those of the cloud's own tools; for options
     make a `RemoteStore`.
 
-    Opening touches nothing: a folder that is not there is made by the first save.
+    Opening touches nothing: a missing folder is made by the first save.
 
     Raises:
-        UsageError: no store is known by that name, or it needs a library that is not there.
+        UsageError: no store is known by that name, or it needs a library that is not installed.
     """
     if isinstance(where, (str, os.PathLike)):
         return _open_named(os.fspath(where))
@@ -38,7 +38,7 @@ def open_store(where: str | os.PathLike[str] | Store) -> Store:
 
 
 def _open_named(where: str) -> Store:
-    # Imported here: every module that needs the protocol alone passes through this package.
+    # Imported here: modules that need only the base class import this package too.
     scheme, separator, rest = where.partition("://")
     if not separator:
         _refuse_scheme(where)
@@ -68,7 +68,7 @@ def _refuse_unexpanded(path: str) -> None:
 
 
 def _refuse_scheme(path: str) -> None:
-    """Refuse a path that begins with a scheme: a URL as a path, or a URL of no known store."""
+    """Refuse a path that begins with a scheme: a URL given as a path, or one of no known store."""
     match = _SCHEME.match(path)
     if match is None:
         return

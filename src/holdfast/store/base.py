@@ -1,7 +1,7 @@
-"""The class of all stores: keys and bytes. A store writes seven members and inherits the rest.
+"""The base class of all stores, which hold bytes under keys.
 
-A store knows nothing of checkpoints or tensors. What every store must do is written as a test
-suite, `holdfast.testing.StoreContract`.
+A subclass implements seven members and inherits the rest. A store knows nothing of checkpoints or
+tensors. What every store must do is written as a test suite, `holdfast.testing.StoreContract`.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class ObjectInfo:
     key: str
     nbytes: int
     identity: str = field(default="", compare=False)
-    """Set by `head` only. Two keys with the same identity are names of one file, so that damage to
-    one is damage to both. Empty: the key has a file of its own, as far as the store can tell."""
+    """Identity of the file, set by `head` only. Keys with the same one are names of one file, so
+    that damage is in both. Empty: the key has a file of its own, as far as the store can tell."""
 
 
 def flat(data: Buffer) -> memoryview:
-    """The bytes of a contiguous buffer, whatever its shape and item type."""
+    """Return the bytes of a contiguous buffer of any shape and item type as a flat view."""
     view = memoryview(data)
     # A view with a zero in its shape cannot be cast.
     return view.cast("B") if view.nbytes else memoryview(b"")
@@ -57,16 +57,18 @@ def ignore(piece: memoryview) -> None:
 
 
 FillCached: TypeAlias = Callable[[Sequence[memoryview], Callable[[memoryview], object]], bool]
-"""Fills one target after the other, which together take the bytes that were asked for, and shows
-each piece as `Store.read_into` does. It waits for nothing: False when that would be needed, or
-anything else is wrong; the targets then hold any bytes."""
+"""Function that fills targets, in order, from the cache; the result of `Store.cached`.
+
+The targets together have the length that was asked for. The second argument is called with each
+piece, as `seen` of `Store.read_into`. Returns False if it would have to wait or anything else is
+wrong; the targets then hold any bytes."""
 
 
 class BlockWriter(Protocol):
-    """Object that is written in pieces, in any order, from several threads.
+    """Writer of one object in pieces, in any order, from several threads.
 
-    Where pieces are sent in their order, one that comes far ahead waits in `write` for those before
-    it, so another thread has to bring them.
+    If the store sends pieces in order, one that comes far ahead waits in `write` for those before
+    it, so another thread has to write them.
     """
 
     def write(self, start: int, data: memoryview) -> None:
@@ -76,38 +78,38 @@ class BlockWriter(Protocol):
     def finish(self, nbytes: int | None = None) -> None:
         """Put all bytes, the length and the name on stable storage. Called once, at the end.
 
-        `nbytes` is the length of an object that was begun with `at_most`; of others it is known.
+        `nbytes` is the length of an object that was begun with `at_most`; only those need it.
         """
         ...
 
     def abort(self) -> None:
-        """Give up; the object is removed or left as junk. Safe after a failure of `finish`."""
+        """Stop writing; the object is removed or left as junk. Safe after a failed `finish`."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class FreeSpace:
-    """Free bytes and inodes of a storage; None where it does not say."""
+    """Free bytes and inodes of a store; None where it does not say."""
 
     nbytes: int | None
     inodes: int | None
 
 
 class Store(ABC):
-    """Keys and bytes. Every method raises a `StoreError`.
+    """Base class of stores of bytes under keys. A method that fails raises a `StoreError`.
 
-    A subclass writes `url`, `put`, `get`, `head`, `list`, `children` and `delete`. All else works
-    through these, and is overridden by a store that can do it sooner, or can do more. Where
-    `make_folder`, `link` or `create` is overridden, `has_folders`, `has_links` and
-    `writes_in_place` are true unless the store says otherwise.
+    A subclass implements `url`, `put`, `get`, `head`, `list`, `children` and `delete`. All else
+    works through these, and is overridden by a store that does it faster, or can do more. If all
+    four methods of folders are overridden, or `link`, or `create`, then `has_folders`, `has_links`
+    or `writes_in_place` is true unless the store overrides it, too.
 
-    A put with `if_absent` is never sent again on its own while an earlier one may take effect.
+    A put with `if_absent` is never retried while an earlier request may still take effect.
     """
 
     @property
     @abstractmethod
     def url(self) -> str:
-        """Where this is, for messages."""
+        """The store's path or URL, for messages."""
 
     @abstractmethod
     def put(self, key: str, data: Buffer, *, if_absent: bool = False) -> None:
@@ -120,30 +122,30 @@ class Store(ABC):
 
     @abstractmethod
     def get(self, key: str, start: int = 0, nbytes: int | None = None) -> bytes:
-        """The bytes [start, start + nbytes), or to the end when `nbytes` is None.
+        """Read the bytes [start, start + nbytes), or to the end if `nbytes` is None.
 
         Exact: fewer bytes than asked for raise `CorruptData`, a missing object `NotFound`. Never
-        from a copy nearer by.
+        read from the local copies of a caching store.
         """
 
     @abstractmethod
     def head(self, key: str) -> ObjectInfo:
-        """Length of an object; `NotFound` when there is none."""
+        """Return length and identity of an object; raise `NotFound` if it is missing."""
 
     @abstractmethod
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """Every object whose key starts with `prefix`, in order of keys. May lag behind."""
+        """Yield every object whose key starts with `prefix`, ordered by key. May lag."""
 
     @abstractmethod
     def children(self, folder: str = "") -> tuple[str, ...]:
-        """Names directly inside `folder` (no trailing slash), sorted; folders end with `/`.
+        """Return the sorted names directly in `folder` (no trailing slash); folders end with `/`.
 
         A missing folder is empty.
         """
 
     @abstractmethod
     def delete(self, key: str) -> None:
-        """Remove an object; a missing one is fine. The removal is durable when this returns.
+        """Remove an object, durably; a missing one is no error.
 
         A `key` that ends with `/` removes everything under it, the folder itself and the
         store's own leftovers in it; not atomic.
@@ -153,16 +155,21 @@ class Store(ABC):
 
     @property
     def has_folders(self) -> bool:
-        """Whether folders are real things that must be made before anything is put into them.
+        """Whether folders must be made before anything is put into them.
 
-        Puts are then calls of this host's kernel: of a process that is gone none can take effect
-        any more.
+        If so, puts are calls of this host's kernel: none by a process that has ended can take
+        effect any more.
         """
-        return type(self).make_folder is not Store.make_folder
+        own = type(self)
+        return (
+            own.make_folder is not Store.make_folder
+            and own.sync_folder is not Store.sync_folder
+            and own.refresh_folder is not Store.refresh_folder
+            and own.sweep is not Store.sweep
+        )
 
     def make_folder(self, folder: str, *, exclusive: bool = False) -> None:  # noqa: B027
-        """Make `folder`, the root and its ancestors; durable when this returns. No-op where the
-        store has no folders.
+        """Make `folder`, the root and its ancestors, durably. No-op if the store has no folders.
 
         With `exclusive`, an existing `folder` raises `AlreadyExists`.
         """
@@ -177,7 +184,7 @@ class Store(ABC):
         """
 
     def sweep(self, folder: str) -> int:
-        """Remove leftovers of interrupted puts directly in `folder`; returns how many."""
+        """Remove leftovers of interrupted puts directly in `folder`; return their number."""
         return 0
 
     # Reading
@@ -193,9 +200,9 @@ class Store(ABC):
     ) -> None:
         """Fill `buffer` with the bytes at `start`; exact like `get`. Thread-safe.
 
-        `seen` is called with one piece of the buffer after the other, as soon as its bytes are
-        there, so that a digest finds them in the processor's cache. With `afresh` the bytes come
-        from the medium itself, not from a cache on the way, where that can be had.
+        `seen` is called with each piece of the buffer, in order, as soon as it is filled, so that a
+        digest finds it in the processor's cache. With `afresh` the bytes are read from the storage
+        itself, not from a cache on the way, where that is possible.
         """
         data = self.get(key, start, buffer.nbytes)
         if data:
@@ -204,8 +211,7 @@ class Store(ABC):
             seen(memory)
 
     def get_whole(self, key: str, *, max_nbytes: int, afresh: bool = False) -> bytes:
-        """All bytes of an object, of one version of it; exact like `get`. `afresh` is as for
-        `read_into`.
+        """Read all of one version of an object; exact like `get`, `afresh` as for `read_into`.
 
         Raises:
             LimitExceeded: it has more than `max_nbytes`; nothing was read.
@@ -219,31 +225,31 @@ class Store(ABC):
         return bytes(data)
 
     def cached(self, key: str, start: int, nbytes: int) -> FillCached | None:
-        """A function that copies these bytes, where they are in the memory of this machine already;
-        exact like `get`. Thread-safe.
+        """Return a function that copies these bytes from this machine's memory; None: not cached.
 
-        Whoever is told None inside `keeping_open` asks `read_into`; outside it nothing is at hand.
+        Exact like `get`. Thread-safe. Bytes are only found within `keeping_open`; callers that get
+        None call `read_into`.
         """
         return None
 
     def keeping_open(self) -> AbstractContextManager[None]:
-        """Meanwhile an object stays open for the reads that follow, of any thread.
+        """Keep objects open within the `with` block for later reads, by any thread.
 
-        A read may then see an object as it was when the first one came, unless it was deleted or
+        A read may then see an object as it was at its first read, unless it was deleted or
         replaced, or the read asks `afresh`.
         """
         return nullcontext()
 
     @property
     def reads_origin(self) -> bool:
-        """Whether it never answers from copies: then what was read is what is there.
+        """Whether reads never come from local copies, and so show the stored bytes.
 
-        False also where that is not known, as of a wrapper that a user has written.
+        False also if that is not known, as for a wrapper that a user has written.
         """
         return False
 
     def uncached(self) -> Store:
-        """The same place, read in a way that copies nearer by never answer."""
+        """Return this store, or a view of it whose reads bypass local copies."""
         if self.reads_origin or type(self).read_into is Store.read_into:
             return self
         return WrappedStore(self)
@@ -252,7 +258,7 @@ class Store(ABC):
 
     @property
     def writes_in_place(self) -> bool:
-        """Whether an object that `create` began may be seen before it is finished."""
+        """Whether readers may see an object of `create` before it is finished."""
         return type(self).create is not Store.create
 
     def create(self, key: str, nbytes: int, *, at_most: bool = False) -> BlockWriter:
@@ -261,8 +267,8 @@ class Store(ABC):
         Readers may see it before it is finished, so only keys that no manifest lists yet are
         written this way. By default the pieces are held in memory, and put when it is finished.
 
-        With `at_most` it may become shorter: its length is what `finish` is told. Such an object
-        comes in pieces of 8 MiB, each at a multiple of that; only the last is shorter.
+        With `at_most` it may become shorter: its length is passed to `finish`. Such an object is
+        written in pieces of 8 MiB, each at a multiple of that; only the last is shorter.
         """
         expect_positive("create", key, nbytes=nbytes)
         with suppress(NotFound):
@@ -272,46 +278,47 @@ class Store(ABC):
 
     @property
     def has_links(self) -> bool:
-        """Whether one object can have two keys, and lives until both are deleted."""
+        """Whether one object can have two keys (hard links), and exists until both are deleted."""
         return type(self).link is not Store.link
 
     def link(self, source: str, key: str) -> bool:
         """Give a finished object a second key, durably; the key must be new (`AlreadyExists`).
 
-        False, and nothing done, when there is no `source` or it cannot have another name.
+        Returns False, without a change, if `source` is missing or cannot have another name.
         """
         return False
 
     def delete_many(self, keys: Sequence[str]) -> None:
-        """Remove objects, in any order; missing ones are fine. No key ends with `/`.
+        """Remove objects, in any order; missing ones are no error. No key ends with `/`.
 
-        The removals are durable when this returns; when it raises, some may have been made.
+        The removals are durable when this returns; if it raises, some may have been made.
         """
         for key in keys:
             self.delete(key)
 
     def uploads(self, folder: str = "") -> Iterator[str]:
-        """Keys under `folder` ("" is the root) of objects that were begun and not completed, and
-        whose bytes no list of objects shows."""
+        """Yield keys of incomplete uploads under `folder` ("" is the root), which `list` omits."""
         return iter(())
 
     def abort_uploads(self, folder: str) -> int:
-        """Give up what was begun and not completed under `folder`; returns how many.
+        """Abort the incomplete uploads under `folder`; return their number.
 
-        A writer that is still at it fails. Deleting a folder does the same, as far as it may.
+        A writer that is still uploading fails. Deleting a folder does the same, if permitted.
         """
         return 0
 
-    # The place itself
+    # The root
 
     def point(self, name: str, target: str) -> None:
-        """Make `name` in the root point to the folder `target`, for people, replacing it
-        atomically. By default an object holds the name of the folder."""
+        """Make `name` in the root point to folder `target`, for people; replaces atomically.
+
+        By default an object holds the name of the folder.
+        """
         check_key(target)
         self.put(name, target.encode())
 
     def pointed(self, name: str) -> str | None:
-        """The folder that `name` in the root points to; None where there is no such pointer."""
+        """Return the folder that `name` in the root points to; None if there is no such pointer."""
         try:
             data = self.get_whole(name, max_nbytes=MAX_KEY_BYTES + 1)
         except NotFound:
@@ -323,28 +330,29 @@ class Store(ABC):
         return data.decode(errors="replace").strip()
 
     def free_space(self) -> FreeSpace:
-        """Room for this process, in bytes and inodes."""
+        """Return the free space for this process, in bytes and inodes."""
         return FreeSpace(None, None)
 
     def probe(self) -> str:
-        """Try in the root, which exists, what saves need, and leave nothing behind.
+        """Try in the existing root whether it supports what saves need; leave nothing behind.
 
-        Says, for people, how large objects will be written from now on; empty where there is
-        nothing to choose.
+        Returns a text, for people, on how large objects will be written from now on; empty if there
+        is nothing to choose.
 
         Raises:
-            UnsupportedStore: something is lacking; the message says what.
+            UnsupportedStore: something is missing; the message says what.
         """
         return ""
 
 
 class WrappedStore(Store):
-    """`inner` under another name: subclass it to change what some operations do.
+    """Passes operations on to the store `inner`: subclass it to change what some of them do.
 
-    It hands on the seven, folders, pointers, uploads, and what is asked of the place itself. Bytes
-    go through `put` and `get` alone, and removals through `delete`: so a subclass that overrides
-    one of these sees all of them. The faster ways of `inner` (`read_into`, `get_whole`, `cached`,
-    `create`, `link`, `delete_many`) are used by a subclass that overrides them to hand them on.
+    It delegates the seven required members, folders, pointers, uploads, and operations on the root.
+    All bytes pass through `put` and `get`, and all removals through `delete`: so a subclass that
+    overrides one of these sees all of them. The faster operations of `inner` (`read_into`,
+    `get_whole`, `cached`, `create`, `link`, `delete_many`) are used only by a subclass that
+    overrides them to delegate them.
     """
 
     def __init__(self, inner: Store) -> None:
@@ -430,7 +438,7 @@ class WrappedStore(Store):
 
 
 class GatheringWriter:
-    """The `BlockWriter` of a store that takes whole objects: holds the pieces, and puts them."""
+    """`BlockWriter` for stores that only put whole objects: gathers the pieces in memory."""
 
     def __init__(self, store: Store, key: str, content: bytearray, *, at_most: bool) -> None:
         self._store = store
@@ -442,7 +450,7 @@ class GatheringWriter:
         self._written_nbytes = 0
 
     def write(self, start: int, data: memoryview) -> None:
-        """Keep a piece."""
+        """Copy a piece into the gathered object."""
         expect_inside(self._key, start, data.nbytes, len(self._content))
         with self._lock:
             self._check_open("write")
@@ -450,7 +458,7 @@ class GatheringWriter:
             self._written_nbytes += data.nbytes
 
     def finish(self, nbytes: int | None = None) -> None:
-        """Put the object, once all of its bytes were written."""
+        """Put the object; all of its bytes must have been written."""
         planned = len(self._content)
         length = final_nbytes(nbytes, planned, at_most=self._at_most, what=self._key)
         with self._lock:
@@ -465,18 +473,18 @@ class GatheringWriter:
         self.keep(self._content)
 
     def abort(self) -> None:
-        """Drop the pieces."""
+        """Discard the gathered pieces."""
         with self._lock:
             was_open, self._is_open = self._is_open, False
         if was_open:
             self.drop()
 
     def keep(self, content: bytearray) -> None:
-        """Store the whole object."""
+        """Put the gathered object into the store; subclasses may override it."""
         self._store.put(self._key, content)
 
     def drop(self) -> None:
-        """Remove what can be seen of an object that is given up: nothing."""
+        """Remove what readers can see of an aborted object; no-op, as nothing was put yet."""
 
     def _check_open(self, operation: str) -> None:
         if not self._is_open:
@@ -484,10 +492,10 @@ class GatheringWriter:
 
 
 def is_one_file(store: Store, key: str, other: str) -> bool:
-    """Whether two keys are names of one file, so that its damage is in both; False if one is gone.
+    """Whether two keys are names of one file, so that damage is in both; False if one is missing.
 
     Raises:
-        StoreError: that cannot be told now.
+        StoreError: that cannot be found out now.
     """
     try:
         found = store.head(key).identity
@@ -498,7 +506,7 @@ def is_one_file(store: Store, key: str, other: str) -> bool:
 
 @lru_cache(maxsize=4096)  # the same few names are in every folder, and each key is checked thrice
 def check_key(key: str) -> None:
-    """Raise `InvalidKey` unless `key` is one that every store accepts (docs/format.md)."""
+    """Raise `InvalidKey` unless every store accepts `key` (docs/format.md)."""
     if len(key) > MAX_KEY_BYTES or not key.isascii():
         raise InvalidKey(f"key {key[:80]!r}: at most {MAX_KEY_BYTES} ASCII characters")
     for segment in key.split("/"):
@@ -510,7 +518,7 @@ def check_key(key: str) -> None:
 
 
 def is_key(key: str) -> bool:
-    """Whether every store accepts this key; what others have put into a store may have any."""
+    """Whether every store accepts this key; foreign objects in a store may have other keys."""
     try:
         check_key(key)
     except InvalidKey:
@@ -519,10 +527,10 @@ def is_key(key: str) -> bool:
 
 
 def final_nbytes(given: int | None, planned: int, *, at_most: bool, what: str) -> int:
-    """The length of an object that is finished: as planned, or with `at_most` what is given.
+    """Return the length of an object at `finish`: as planned, or with `at_most` the given one.
 
     Raises:
-        UsageError: it is missing, not wanted, or not within what was planned.
+        UsageError: it is missing, or not what was planned, or more.
     """
     if not at_most and given in (None, planned):
         return planned
@@ -533,20 +541,20 @@ def final_nbytes(given: int | None, planned: int, *, at_most: bool, what: str) -
 
 
 def check_folder(folder: str) -> None:
-    """Raise `InvalidKey` unless `folder` is "", which is the root, or as `check_key` wants it."""
+    """Raise `InvalidKey` unless `folder` is "", which is the root, or a valid key."""
     if folder:
         check_key(folder)
 
 
 def expect_positive(operation: str, key: str, **counts: int | None) -> None:
-    """Raise `UsageError` where one of the `counts`, which are given by their names, is negative."""
+    """Raise `UsageError` if one of the named `counts` is negative."""
     if any(count is not None and count < 0 for count in counts.values()):
         given = " and ".join(f"{name} {count}" for name, count in counts.items())
         raise UsageError(f"{operation} {key}: {given} must not be negative")
 
 
 def expect_inside(key: str, start: int, nbytes: int, planned: int) -> None:
-    """Raise `UsageError` for a piece that does not lie inside the object that was begun."""
+    """Raise `UsageError` if a piece does not lie inside the `planned` bytes of its object."""
     if start < 0 or start + nbytes > planned:
         raise UsageError(
             f"write {key}: bytes {start} to {start + nbytes} are not inside the {planned} that "
@@ -555,12 +563,12 @@ def expect_inside(key: str, start: int, nbytes: int, planned: int) -> None:
 
 
 def expect_at_least(nbytes: int, stop: int, *, what: str) -> None:
-    """Raise `CorruptData` for an object that ends before byte `stop`."""
+    """Raise `CorruptData` if an object of `nbytes` ends before byte `stop`."""
     if nbytes < stop:
         raise CorruptData(f"{what}: has {nbytes} bytes, expected at least {stop}")
 
 
 def expect_at_most(nbytes: int, max_nbytes: int, *, what: str) -> None:
-    """Raise `LimitExceeded` for an object that is longer than it may be."""
+    """Raise `LimitExceeded` if an object of `nbytes` has more than `max_nbytes`."""
     if nbytes > max_nbytes:
         raise LimitExceeded(f"{what}: {nbytes} bytes, at most {max_nbytes} are allowed")

@@ -1,4 +1,4 @@
-"""A store in the memory of this process: flat like an object store, without folders."""
+"""A store in the memory of this process: flat, without folders, as object stores are."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from holdfast.store.base import (
 
 
 class MemoryStore(Store):
-    """Keys and bytes in a dict. For tests, and for trying things out.
+    """Store that keeps its objects in a dict. For tests, and for trying things out.
 
-    Thread-safe. Folders are mere prefixes of keys here, as in object stores: nothing makes them,
-    and one without objects is not there.
+    Thread-safe. Folders are only prefixes of keys, as in object stores: nothing makes them, and one
+    without objects does not exist.
     """
 
     reads_origin = True
@@ -43,7 +43,7 @@ class MemoryStore(Store):
     @property
     @override
     def url(self) -> str:
-        """`memory://` and the name."""
+        """The URL: `memory://` and the store's name."""
         return f"memory://{self._name}"
 
     @override
@@ -74,7 +74,7 @@ class MemoryStore(Store):
 
     @override
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """The state of one moment."""
+        """Return the objects as they are at the time of the call."""
         if prefix:
             check_key(prefix.removesuffix("/"))
         with self._lock:
@@ -138,7 +138,7 @@ class MemoryStore(Store):
 
 
 class _WriterInPlace(GatheringWriter):
-    """Writes into an object that can be seen already."""
+    """Writer into an object that readers can already see."""
 
     @override
     def keep(self, content: bytearray) -> None:
@@ -154,6 +154,6 @@ _named_lock = threading.Lock()
 
 
 def memory_store(name: str) -> MemoryStore:
-    """The store of that name: the same one whenever this process asks for it."""
+    """Return the memory store called `name`: the same one at each call in this process."""
     with _named_lock:
         return _named.setdefault(name, MemoryStore(name))

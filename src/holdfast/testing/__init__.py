@@ -1,6 +1,6 @@
-"""Shipped for users and for us: store contract, faulty store, resume equivalence.
+"""Test tools for users: a contract for stores, a faulty store, a test of exact resumes.
 
-Resolved when first used: the stores' tools need no torch, and the contract needs pytest.
+Names are imported at first use: the tools for stores need no torch, the contract needs pytest.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A store that fails on purpose, at exactly the operation that a test chooses.
 
-`FaultyStore(inner, [Fault(...)])` behaves like `inner`, writes down every operation, and injects
+`FaultyStore(inner, [Fault(...)])` behaves like `inner`, records every operation, and injects
 the faults. Run a scenario once without faults, then once for each of its operations:
 
 >>> from holdfast.store.memory import MemoryStore
@@ -50,7 +50,7 @@ _CARRIES_DATA = frozenset({"put", "write", "get", "read_into"})
 
 
 class Stopped(BaseException):
-    """The process "died" here. Not an `Exception`, so that no handler mends it."""
+    """Simulated death of the process. Not an `Exception`, so that no handler catches it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,7 @@ class Fault:
     """Fault to inject, and the operations that it strikes."""
 
     kind: Kind
-    """What happens.
+    """Kind of failure.
 
     `fail`: raises `error`; nothing was done. `lose_reply`: done, but raises `error`. `hang`: waits
     until `release` is set, then goes on. `truncate`: the second half of the data is lost, without
@@ -68,28 +68,28 @@ class Fault:
     """
 
     op: OpName | None = None
-    """Only operations of this name; None means any."""
+    """Name of the operations that match; None: any."""
 
     key: str = "*"
-    """Only keys that match this pattern (`fnmatch`)."""
+    """Pattern of the keys that match (`fnmatch`)."""
 
     at: int = 0
-    """How many of the operations that match are let pass first."""
+    """Number of matching operations that succeed first."""
 
     times: int | None = 1
-    """How many in a row are struck; None means every one from then on."""
+    """Number of operations in a row that fail; None: all from then on."""
 
     error: StoreError | None = None
-    """Instead of `TransientStoreError` for `fail` and `OutcomeUnknown` for `lose_reply`."""
+    """Error; None: `TransientStoreError` for `fail`, `OutcomeUnknown` for `lose_reply`."""
 
     deadline_s: float = 60.0
-    """How long `hang` waits before it gives up with `TransientStoreError`."""
+    """Seconds that `hang` waits before it raises `TransientStoreError`."""
 
     reached: threading.Event = field(default_factory=threading.Event, compare=False)
-    """Set when the fault strikes, so that a test can wait for that moment."""
+    """Event that is set when the fault strikes, so that a test can wait for it."""
 
     release: threading.Event = field(default_factory=threading.Event, compare=False)
-    """Set it to let `hang` go on."""
+    """Event that a test sets to let `hang` continue."""
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):
@@ -108,7 +108,7 @@ class Fault:
         return self.op in (None, op) and fnmatchcase(key, self.key)
 
     def strikes(self, num_before: int) -> bool:
-        """Whether it strikes the operation that so many matching ones went before."""
+        """Whether the fault strikes an operation after `num_before` matching ones."""
         last = None if self.times is None else self.at + self.times
         return num_before >= self.at and (last is None or num_before < last)
 
@@ -117,7 +117,7 @@ class Fault:
 
 
 class FaultyStore(WrappedStore):
-    """`inner` with faults; thread-safe.
+    """Wrapper of the store `inner` that injects faults; thread-safe.
 
     Each part of `get_whole` and `delete_many` is an operation. `keeping_open`, which only makes
     others faster, is none, nor are folders where `inner` has none.
@@ -163,7 +163,7 @@ class FaultyStore(WrappedStore):
 
     @override
     def get(self, key: str, start: int = 0, nbytes: int | None = None) -> bytes:
-        """Bytes of an object; not exact under `truncate`."""
+        """Return the bytes of an object; wrong ones under a fault that damages data."""
         with _Operation(self, "get", key) as op:
             data = self.inner.get(key, start, nbytes)
         return op.damaged(data)
@@ -174,7 +174,7 @@ class FaultyStore(WrappedStore):
 
     @override
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """Objects, found by one operation at the call."""
+        """List objects, with one operation at the call."""
         return self._do("list", prefix, lambda: iter(tuple(self.inner.list(prefix))))
 
     @override
@@ -238,7 +238,7 @@ class FaultyStore(WrappedStore):
 
     @override
     def uploads(self, folder: str = "") -> Iterator[str]:
-        """Keys of uploads, found by one operation at the call."""
+        """List the keys of uploads, with one operation at the call."""
         return self._do("uploads", folder, lambda: iter(tuple(self.inner.uploads(folder))))
 
     @override
@@ -284,7 +284,7 @@ class FaultyStore(WrappedStore):
 
 
 class _Operation:
-    """Strikes before and after the block, and damages the data in between."""
+    """Context of one operation: injects faults before and after the block, and damages data."""
 
     def __init__(self, store: FaultyStore, op: OpName, key: str) -> None:
         self._store = store
@@ -316,11 +316,11 @@ class _Operation:
 
     @property
     def damages(self) -> bool:
-        """Whether the data will be wrong."""
+        """Whether the fault damages the data."""
         return self._fault is not None and self._fault.kind in ("truncate", "flip")
 
     def damaged(self, data: bytes) -> bytes:
-        """`data`, shortened or with one bit flipped if the fault says so."""
+        """Return `data`, shortened or with one bit flipped if the fault is of that kind."""
         if self._fault is None or not data:
             return data
         half = len(data) // 2

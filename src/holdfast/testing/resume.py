@@ -1,7 +1,7 @@
-"""Whether a run that was killed and resumed is the run that was never killed, bit for bit.
+"""Test that a run that was killed and resumed equals an undisturbed run, bit for bit.
 
-Knows processes, kills and the comparison of states. Knows nothing about checkpoints: the run
-under test saves and resumes by itself, with whatever it uses.
+Handles processes, kills and the comparison of states, but no checkpoints: the run under test saves
+and resumes by itself, by any means.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Report(Protocol):
     """Callback of the run under test, called after each step once its save was requested."""
 
     def __call__(self, step: int, state: Mapping[str, Any]) -> None:
-        """Tell that `step` steps are done and that `state` is what the run then consists of."""
+        """Report that `step` steps are done, with the whole `state` of the run after them."""
 
 
 class Run(Protocol):
@@ -125,7 +125,7 @@ class StepReporter(Callback):
 
 
 def leaf_digests(state: Mapping[str, Any]) -> dict[str, str]:
-    """Digest of every leaf of a state, by its path.
+    """Compute the digest of every leaf of a state, by path.
 
     Objects with a `state_dict` stand for what it returns. Floats and tensors count by their
     bits, so that -0.0 is not 0.0 and a NaN is equal to itself. Tensors also count by their
@@ -147,14 +147,14 @@ def leaf_digests(state: Mapping[str, Any]) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Leg:
-    """Process of a run: from where its root stands to a kill, or to the end."""
+    """One process of a run: from its newest checkpoint to a kill, or to the end."""
 
     run: Run
     folder: Path
     root: str
     steps: int
     killed_at: int | None = None
-    """The step at which the process before this one was killed."""
+    """Step at which the previous process was killed."""
     kill_at: int | None = None
 
     @property
@@ -197,7 +197,7 @@ class _Leg:
         return f"ended with exit code {exitcode}"
 
     def reports(self) -> list[tuple[int, dict[str, str]]]:
-        """Steps and the leaves reported with them, in order; a gap or a wrong end raises."""
+        """List the steps and their reported leaves, in order; a gap or a wrong end raises."""
         lines = self.record.read_text("utf-8").splitlines() if self.record.exists() else []
         reports = [(entry["step"], entry["leaves"]) for entry in map(json.loads, lines)]
         found = [step for step, _ in reports]
@@ -294,7 +294,7 @@ def _global_generators() -> dict[str, Any]:
 
 
 class _Walk:
-    """Pass over a state, which remembers whose memory it has seen."""
+    """Walk over a state that remembers which memory it has visited."""
 
     def __init__(self) -> None:
         self._owners: dict[int, tuple[str, torch.Tensor]] = {}
@@ -370,7 +370,7 @@ def _tensor_digest(tensor: torch.Tensor) -> str:
 
 
 def _strides(tensor: torch.Tensor) -> list[int]:
-    """Strides of a tensor, without those of dimensions of size 1, which mean nothing."""
+    """Return the strides, without those of dimensions of size 1, which have no meaning."""
     pairs = zip(tensor.shape, tensor.stride(), strict=True)
     return [stride for size, stride in pairs if size != 1]
 

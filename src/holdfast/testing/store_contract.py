@@ -1,4 +1,4 @@
-"""Contract of every store, as a test suite.
+"""Contract of every store, as a test suite to subclass.
 
 A store's own tests subclass `StoreContract` and give it a fixture:
 
@@ -56,14 +56,14 @@ PIECE_NBYTES = 8 * 1024 * 1024
 
 
 def noise(nbytes: int, seed: int = 0) -> bytes:
-    """Bytes that look alike nowhere."""
+    """Return pseudo-random bytes, which do not repeat."""
     return random.Random(seed).randbytes(nbytes)
 
 
 def _offenders(
     calls: Mapping[Any, Callable[[], object]], expected: type[Exception], match: str = ""
 ) -> dict[Any, object]:
-    """The calls that do not raise the expected error, each with its error or its result."""
+    """List the calls that do not raise the expected error, with their error or result."""
     found: dict[Any, object] = {}
     for name, call in calls.items():
         try:
@@ -81,7 +81,7 @@ def _has_at_hand(store: Store) -> bool:
 
 
 class StoreContract:
-    """Subclass it, with a fixture `store` that returns an empty store."""
+    """Test suite of a store: subclass it, with a fixture `store` that returns an empty store."""
 
     @pytest.fixture
     def store(self) -> Store:
@@ -425,7 +425,7 @@ class StoreContract:
         assert list(store.list()) == []
 
     def _operations(self, store: Store, key: str) -> dict[str, Callable[[], object]]:
-        """Every operation of the store, on a key."""
+        """List every operation of the store, as calls on a key."""
         calls: dict[str, Callable[[], object]] = {
             "put": lambda: store.put(key, b"x"),
             "put if absent": lambda: store.put(key, b"x", if_absent=True),
@@ -458,7 +458,7 @@ class StoreContract:
 
     @pytest.fixture
     def folders(self, store: Store) -> Store:
-        """The store, if it has folders; otherwise the test is skipped."""
+        """Return the store, if it has folders; otherwise skip the test."""
         if not store.has_folders:
             pytest.skip("the store has no folders")
         return store
@@ -570,7 +570,7 @@ class StoreContract:
         assert buffer == data
 
     def test_what_stays_open_is_what_is_there(self, store: Store) -> None:
-        """Reads are answered by what the key holds now, whatever was read before."""
+        """Reads return the current bytes of the key, whatever was read before."""
         memory = bytearray(4)
         with store.keeping_open():
             for data in (b"1234", b"5678"):
@@ -589,7 +589,7 @@ class StoreContract:
             self._check_at_hand(store, start)
 
     def _check_at_hand(self, store: Store, start: int) -> None:
-        """Reads from `start` to the end are answered by what the key holds now."""
+        """Check that reads from `start` to the end return the current bytes of the key."""
         data, seen = noise(100_000), bytearray()
         nbytes = len(data) - start
         store.put("a", data)

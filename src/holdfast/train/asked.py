@@ -1,4 +1,4 @@
-"""Check the Trainer's arguments: numbers, what it counts, and its events."""
+"""Checks of the Trainer's arguments: ranges of numbers, counted units, and events."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from holdfast.policy.spoken import as_trigger
 from holdfast.policy.triggers import At, Event, Every, On, SaveFunction, Trigger, parts_of
 
 EVENTS = ("start", "step", "epoch", "cycle", "evaluation", "exception", "signal", "demand")
-"""The events at which the Trainer asks triggers; `signal` only if it handles signals, `cycle` only
-if it has cycles."""
+"""Events at which the Trainer evaluates triggers; `signal` only if it handles signals, `cycle`
+only if it has cycles."""
 
 
 def check_range(name: str, value: Any, lowest: int, beyond: int) -> None:
@@ -25,7 +25,7 @@ def check_range(name: str, value: Any, lowest: int, beyond: int) -> None:
 
 
 def check_counted(unit: Unit, what: str, extra: Collection[Unit]) -> None:
-    """Check that a Trainer counts a unit; `extra` are those beside steps and epochs.
+    """Check that a Trainer counts a unit; `extra` are the counted units besides steps and epochs.
 
     Raises:
         UsageError: the Trainer does not count it.
@@ -40,7 +40,7 @@ def check_counted(unit: Unit, what: str, extra: Collection[Unit]) -> None:
 @checked(but=("cycle",))
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
-    """Counts of a run beside steps and epochs, for its goals, intervals and triggers.
+    """Settings of what a run counts besides steps and epochs, for goals, intervals and triggers.
 
         Counts(samples=len, cycle="2ep")
 
@@ -49,11 +49,11 @@ class Counts:
     """
 
     samples: Callable[[Any], int] | None = None
-    """Gives the number of samples of a batch. None: samples are not counted."""
+    """Function that counts the samples of a batch. None: samples are not counted."""
     tokens: Callable[[Any], int] | None = None
-    """Gives the number of tokens of a batch. None: tokens are not counted."""
+    """Function that counts the tokens of a batch. None: tokens are not counted."""
     cycle: str | Time | None = None
-    """The length of a cycle, such as "2ep". None: there are no cycles."""
+    """Length of a cycle, such as "2ep". None: there are no cycles."""
 
     def __post_init__(self) -> None:
         time = self.cycle_length

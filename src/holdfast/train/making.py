@@ -1,4 +1,4 @@
-"""Making and checking of the objects that a Trainer trains with, from its arguments.
+"""Making and checking of a Trainer's objects, from its arguments.
 
 There may be several schedulers for one optimizer, or one for each parameter group.
 """
@@ -98,7 +98,7 @@ def make_optimizer(
 
 def _with_plain_step(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     try:
-        # Of the class: the `step` that a scheduler puts into the object still has a `self`.
+        # From the class: a scheduler replaces the object's `step` by one that still has a `self`.
         inspect.signature(type(optimizer).step).bind(optimizer)
     except TypeError:
         raise UsageError(
@@ -120,7 +120,7 @@ def device_type(model: nn.Module, device: torch.device | None) -> str:
 def checked_overlap(given: Mode | None, device_type: str) -> Mode:
     """Return the overlap mode: `given`, or the default for this type of device."""
     if given is None:
-        # On a CPU the copy would take the cores and the memory from the training beside it.
+        # On a CPU the copy would compete with training for cores and memory.
         return device_type != "cpu"
     return given
 
@@ -145,7 +145,7 @@ def check_data(data: Any) -> None:
 
 
 def check_held(state: Mapping[str, Any], loss: Any) -> None:
-    """Check that the checkpoints hold every parameter that an optimizer of the state steps.
+    """Check that the checkpoints hold every parameter that an optimizer of the state updates.
 
     Raises:
         UsageError: some are in no component; the message names them, by their names in a loss
@@ -200,10 +200,10 @@ def own_loggers(
 ) -> list[Logger]:
     """Make a Trainer's default log and progress bar.
 
-    The log of a sealed run is not put into its root, where it would be unencrypted.
+    The log of an encrypted run is not put into its root, where it would be unencrypted.
 
     Raises:
-        UsageError: the log is to be in a root that is sealed, or not a local folder.
+        UsageError: the log is to be in a root that is encrypted, or not a local folder.
     """
     root = checkpoints.root
     root = root.local if isinstance(root, Tiered) else root
@@ -265,7 +265,7 @@ def for_group(group: int, make: Make) -> Make:
             )
         one = _OneGroup(optimizer, group)
         scheduler = make(one)
-        # Schedulers of torch want to have seen a step of their optimizer before their own.
+        # torch's schedulers warn if their optimizer has not stepped before they do.
         one.step()
         return scheduler
 
@@ -321,7 +321,7 @@ class _OneGroup(torch.optim.Optimizer):
     """View of an optimizer with only one of its parameter groups, for schedulers."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, group: int) -> None:
-        # Not the base's: it would take the group over, and this one only looks at it.
+        # Without the base's, which would take the group over; this is only a view.
         self._optimizer = optimizer
         self.group = group
         self.defaults = optimizer.defaults

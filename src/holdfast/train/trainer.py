@@ -1,6 +1,6 @@
 """The Trainer: a training loop that resumes by itself and saves where it is safe to.
 
-It puts together what its arguments say; one fit of it is in `fitting`.
+Makes the parts of a training from the arguments; `fitting` runs a call of `fit`.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ logger = logging.getLogger("holdfast")
 
 _IN_EVERY_RUN = frozenset({"model", "optimizer", "data", "progress"})
 """Components that every checkpoint of a Trainer has."""
-# For one release: what was an argument of the Trainer and is in a record now.
+# For one release: removed arguments of the Trainer, which are in records now.
 _REMOVED = {
     "root": "checkpoints=…",
     "clip_norm": "clip=…",
@@ -85,17 +85,17 @@ _REMOVED = {
 
 
 class Trainer:
-    """Trains a model to a goal, over as many processes as it takes.
+    """Trains a model to a goal, over any number of processes: each resumes the last one's run.
 
         trainer = Trainer(model, optimizer=optimizer, data=loader, loss=loss,
                           checkpoints=Checkpoints("runs/gpt", every="500step"))
         trainer.fit("10_000step")      # killed? run the script again
 
-    A step is one window of `accumulate` batches (fewer where an epoch ends), and saves are made
-    between steps only: after the hooks of the step, its validation and its log. An epoch whose
-    end is known (the data has a length or `at_epoch_end`) ends within its last step. For a save
-    that fails a warning is logged, and it is tried again after the next step; the third failure in
-    a row is raised.
+    A step trains on `accumulate` batches (fewer where an epoch ends), and saves are made between
+    steps only: after the hooks of the step, its validation and its log. An epoch whose
+    end is known (the data has a length or `at_epoch_end`) ends within its last step. A failed
+    save is logged as a warning and retried after the next step; the third failure in a row is
+    raised.
     """
 
     @checked(but=("model", "optimizer"), removed=_REMOVED)
@@ -125,7 +125,7 @@ class Trainer:
         log_every: int = 10,
         progress: bool = True,
     ) -> None:
-        """Set up a run. Reads, writes and claims nothing. docs/trainer.md says more of each.
+        """Set up a run; reads, writes and claims nothing. docs/trainer.md describes each argument.
 
         Args:
             model, optimizer, scheduler: the object, or a function that makes it: of nothing, of
@@ -133,7 +133,7 @@ class Trainer:
                 a list of schedulers; each has `step()`, called after each step, and is saved.
             data: batches with a position: a `holdfast.data.Loader`, or an iterable with
                 `state_dict` and `load_state_dict` whose iteration gives the rest of an epoch. Its
-                length (in batches of an epoch) or `at_epoch_end` tells the end of an epoch
+                length (in batches of an epoch) or `at_epoch_end` shows the end of an epoch
                 (docs/trainer.md).
             loss: called with the model and a batch; gives the batch's mean loss, or that and a
                 dict of metrics.
@@ -155,7 +155,7 @@ class Trainer:
             seed: of the global generators, when training begins afresh.
             device: where the model and batches are moved; None: not at all.
             callbacks: see `Callback`.
-            counts: what is counted beside steps and epochs: samples, tokens, cycles.
+            counts: what is counted besides steps and epochs: samples, tokens, cycles.
             log: write JSON lines to the file named, or to the root's `log/train.jsonl` (True, and
                 None where the root is a local folder).
             log_every: steps between two calls of `log`, each of which may wait for the device.
@@ -171,17 +171,17 @@ class Trainer:
         on = making.checked_device(device)
         self.model = making.make_model(model, seed, on)
         self.checkpoints = Checkpoints.of(checkpoints, {})
-        """Where checkpoints are and how they are made, as it was given."""
+        """The argument `checkpoints`, as a record: the root and how checkpoints are made."""
         loggers = making.own_loggers(self.checkpoints, log, progress)
         self._callbacks = Callbacks([*callbacks, *loggers], self)
         self._callbacks.tell(Callback.model_made)
         self.optimizer = making.make_optimizer(optimizer, self.model, self.model is not model)
         self.schedulers = make_schedulers(scheduler, self.optimizer)
-        """By the names of their components."""
+        """Schedulers by component name."""
         self.data = data
         self.counters = Counters()
         self.manager: CheckpointManager | None = None
-        """The manager while `fit` runs."""
+        """Manager while `fit` runs, else None."""
         self._is_running = False
         self.ema = None if ema is None else Average(self.model, ema)
         self._counts = counts
@@ -257,22 +257,22 @@ class Trainer:
         without: Collection[str] = (),
         start_from: str | os.PathLike[str] | None = None,
     ) -> Outcome:
-        """Train until the whole run has come to `until`: a number of steps, or "10_000step",
-        "2ep", "1e9tok". What was done by earlier processes counts.
+        """Train the run until it reaches `until`; the steps of earlier processes count.
 
-        Resumes from the newest usable checkpoint of the root. When the goal is reached already,
-        says so and neither trains nor saves. On return the last step is durable. A component that
-        the checkpoint lacks, such as a callback or an average that the run did not have before,
-        stays as it is, with a warning and a note in the outcome.
+        Resumes from the newest usable checkpoint of the root. If the goal is reached already,
+        that is logged, and nothing is trained or saved. On return the last step is durable. A
+        component that the checkpoint lacks, such as a callback or an average that the run did not
+        have before, stays as it is, with a warning and a note in the outcome.
 
-        A signal that asks to stop ends it after the present step; a fetch from a
-        `holdfast.data.Loader` and a validation are given up, and done anew after the resume. When
-        all is durable and closed, it raises what ends the program as docs/running.md says.
+        A stop signal ends it after the current step; a fetch from a `holdfast.data.Loader` and a
+        validation are interrupted, and done again after the resume. When all is durable and
+        closed, an exception ends the program as docs/running.md describes.
 
         Args:
-            until: the goal; it may differ from that of earlier calls and processes.
-            max_time: ends after the step in which this call has taken so long, such as "3h50min";
-                `sys.exit(trainer.fit(…).exit_code)` then asks for being run again.
+            until: the goal, a number of steps, or "10_000step", "2ep", "1e9tok"; it may differ from
+                that of earlier calls and processes.
+            max_time: time after which this call ends, at the end of a step, such as "3h50min";
+                `sys.exit(trainer.fit(…).exit_code)` then requests another run of the script.
             without: components that the checkpoint may have and this Trainer does not, such as
                 "ema" or "callback-<name>"; they are not loaded.
             start_from: checkpoint of another root to begin with: "old", "old@step=3",
@@ -314,7 +314,7 @@ class Trainer:
 
     @property
     def goal(self) -> Time:
-        """Where the present or last `fit` goes.
+        """Goal of the current or last `fit`.
 
         Raises:
             UsageError: there was none yet.
@@ -325,11 +325,11 @@ class Trainer:
 
     @property
     def present_step(self) -> int:
-        """The step that is under way, or between steps the last one that was done."""
+        """The step under way; between steps, the last completed one."""
         return self._place.present_step
 
     def validate(self, which: Which | None = None) -> dict[str, float]:
-        """Validate now, whatever is due; gives the metrics, as a checkpoint would get them.
+        """Validate now, whether due or not; returns the metrics as a checkpoint would get them.
 
         Args:
             which: one checkpoint, as for `validate_all`; None: the weights as they are.
@@ -352,11 +352,11 @@ class Trainer:
             return self._validated(self._validations.parts)
 
     def validate_all(self, which: Which | Iterable[Which] | None = None) -> tuple[Validated, ...]:
-        """Validate checkpoints, one after the other, on all that there is to validate on.
+        """Validate checkpoints one after the other, with all loaders and checks.
 
-        Each is loaded once, into the model (and its average), which have their own weights again
-        afterwards. Nothing is claimed or logged, and none of them is deleted meanwhile.
-        `edit_load` sees these components alone.
+        Each is loaded once, into the model (and its average), whose own weights are restored
+        afterwards. Nothing is claimed or logged, and none of the checkpoints is deleted meanwhile.
+        `edit_load` gets only these components.
 
         Args:
             which: one checkpoint or several: "latest", a step, a folder, a tag or a label of this
@@ -375,7 +375,7 @@ class Trainer:
         return self._validate_each(self._chosen(which))
 
     def request_stop(self, reason: str) -> None:
-        """End `fit` after the present step, which is saved. Requests cannot be taken back.
+        """End `fit` after the current step, which is saved. Requests cannot be cancelled.
 
         No-op in a validation outside of `fit`.
 
@@ -391,12 +391,12 @@ class Trainer:
 
     @checked()
     def log(self, metrics: Metrics, *, to: Collection[str] | None = None) -> None:
-        """Give metrics of the present step to the loggers, or to those named in `to`.
+        """Log metrics of the current step to all loggers, or to those named in `to`.
 
         A metric that is not a number is left out; a warning is logged, once for each name.
 
         Raises:
-            UsageError: `to` names what is not there.
+            UsageError: `to` names a logger that does not exist.
             HookFailed: a logger raised.
         """
         self._callbacks.tell_loggers(LazyMetrics(self._numbers(metrics)), to)
@@ -471,11 +471,11 @@ class Trainer:
         return tuple(found)
 
     def _validated(self, parts: Iterable[ValidationPart]) -> dict[str, float]:
-        """Run validations on the weights, or on their average; returns all metrics."""
+        """Run validation parts, each on the weights that it validates; returns all metrics."""
         found: dict[str, float] = {}
         if self.manager is not None:
             self.manager.fence()  # hooks of a validation may put other weights into the model
-        # Within them, modes and generators are not those of training.
+        # No saves meanwhile: modes and generators are not those of training.
         with self._place.left():
             for part in parts:
                 use_average = self.ema is not None and part.plan.use_ema
@@ -484,7 +484,7 @@ class Trainer:
         return found
 
     def _begin_update(self) -> None:
-        """Drop the boundary and wait for the fence, because weights are changed next."""
+        """Prepare for changes of weights, by the optimizer or by hooks of the step."""
         self._way_back.begin_update()
         if self.manager is not None:
             self.manager.fence()
@@ -492,7 +492,7 @@ class Trainer:
     def _editing(
         self, hook: Callable[[Callback, Training, StateView], None]
     ) -> Callable[[StateView], None] | None:
-        """Make a function that calls a hook with a view; None if no callback has the hook."""
+        """Return a function that calls a hook with a view; None if no callback has the hook."""
         if not self._callbacks.listens(hook):
             return None
 
@@ -503,7 +503,7 @@ class Trainer:
         return edit
 
     def _before_save(self, now: Timestamp, metrics: Metrics) -> tuple[str, ...]:
-        """Check the state and call `before_save`; returns why the state is unhealthy."""
+        """Check the health and call `before_save`; returns reasons why the state is unhealthy."""
         self._place.check(now.step)
         with self._place.left():
             found = check_health(self._unhealthy, now.step, self.model, metrics)
@@ -523,7 +523,7 @@ class Trainer:
 
     @contextmanager
     def _closing(self) -> Iterator[None]:
-        """Call `close` of all callbacks after the block, without masking its error."""
+        """Call `close` of all callbacks after the block, without masking the block's error."""
         try:
             yield
         except BaseException:

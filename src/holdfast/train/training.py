@@ -1,4 +1,4 @@
-"""A training for its callbacks: its interface, its counters, and the average of its weights.
+"""Interface of a training, as callbacks use it, with its counters and the average of weights.
 
 Counters and average are components of the run: checkpoints hold them and a resume restores them.
 """
@@ -24,7 +24,7 @@ Metrics = Mapping[str, float]
 
 
 class Training(Protocol):
-    """A training as its callbacks see it, such as the `Trainer`."""
+    """Interface of a training for its callbacks, implemented by the `Trainer`."""
 
     @property
     def model(self) -> nn.Module:
@@ -48,14 +48,14 @@ class Training(Protocol):
 
     @property
     def present_step(self) -> int:
-        """The step that is under way, or between steps the last one that was done.
+        """The step under way; between steps, the last completed one.
 
-        What is logged belongs to it: a resume from the step before does it once more.
+        Logged metrics belong to this step: a resume from the step before does it once more.
         """
 
     @property
     def goal(self) -> Time:
-        """Where the present or last `fit` goes; a `UsageError` before the first one."""
+        """Goal of the current or last `fit`; a `UsageError` before the first one."""
 
     @property
     def state(self) -> Mapping[str, Any]:
@@ -63,10 +63,10 @@ class Training(Protocol):
 
     @property
     def manager(self) -> CheckpointManager | None:
-        """The manager while `fit` runs. It saves the present step, between steps only."""
+        """Manager while `fit` runs. It saves the current step, between steps only."""
 
     def request_stop(self, reason: str) -> None:
-        """End `fit` after the present step, which is saved. Requests cannot be taken back.
+        """End `fit` after the current step, which is saved. Requests cannot be cancelled.
 
         No-op in a validation outside of `fit`.
 
@@ -75,7 +75,7 @@ class Training(Protocol):
         """
 
     def log(self, metrics: Metrics, *, to: Collection[str] | None = None) -> None:
-        """Give metrics of the present step to the loggers, or to those named in `to`."""
+        """Log metrics of the current step to all loggers, or to those named in `to`."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -87,15 +87,15 @@ class Counters:
     epoch: int = 0
     """Epochs that have ended."""
     batch: int = 0
-    """Batches of the present epoch that were trained on."""
+    """Batches of the current epoch that were trained on."""
     samples: int | None = None
-    """Samples trained on; None when nobody counts them."""
+    """Samples trained on; None: not counted."""
     tokens: int | None = None
-    """Tokens trained on; None when nobody counts them."""
+    """Tokens trained on; None: not counted."""
     unvalidated: list[str] = field(default_factory=list)
     """Names of validations that are due at this step and are not done; stored only if any are."""
     cycle_length: Time | None = None
-    """How long a cycle is, in something that is counted. Not stored: what is counted says it."""
+    """Length of a cycle, in a counted unit. Not stored: it is an argument of the Trainer."""
     were_loaded: bool = field(default=False, init=False, compare=False, repr=False)
     """Whether a checkpoint was loaded into these counters."""
 
@@ -120,7 +120,7 @@ class Counters:
 
     @property
     def totals(self) -> dict[str, int | None]:
-        """Totals that a save records beside its step."""
+        """Totals that a save records in addition to its step."""
         return {
             "epoch": self.epoch,
             "cycle": self.cycle,

@@ -1,1 +1,1 @@
-"""Owners and readers of a run, and whether their processes still live."""
+"""Claims and leases of a run, and whether the processes that hold them still live."""

@@ -1,7 +1,7 @@
-"""Owning a run: claims, owners, heartbeats, clean closes (docs/design.md, rules 2 and 3).
+"""Claims on a run: ownership checks, heartbeats, clean closes (docs/design.md, rules 2 and 3).
 
-Ownership is a courtesy that prevents accidents; the fence in `engine.roots.commit` is what makes
-two writers safe.
+The ownership check prevents accidents; the fence in `engine.roots.commit` is what makes two
+writers safe.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ from holdfast.format.records import Alive, Closed, WriterRecord
 from holdfast.store.base import Store
 
 HEARTBEAT_S = 10.0
-"""Seconds between heartbeats; only a claimer that cannot see the process ever looks at them."""
+"""Seconds between heartbeats; only a claimer that cannot inspect the process reads them."""
 WATCH_S = 3 * HEARTBEAT_S
-"""A heartbeat that does not change for so long belongs to nobody."""
+"""Seconds without a new heartbeat after which a claim's owner counts as dead."""
 _MAX_RACES = 100
 
 _DROPPED_S = 5.0
-"""How long a manager of this process that was dropped may take to go."""
+"""Seconds to wait for the garbage collection of a dropped manager of this process."""
 
 Wait = Callable[[float], object]
 
 held: set[str] = set()
-"""Nonces of claims held by this process's managers that are neither closed nor dropped."""
+"""Nonces of the claims of this process's managers that are neither closed nor dropped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """This process's claim of a run."""
+    """A claim of this process on a run: its writer epoch, nonce and starting checkpoint."""
 
     epoch: int
     nonce: str
@@ -64,11 +64,11 @@ class Claim:
 
 
 def check_owner(store: Store, *, takeover: bool, emit: Emitter, watch: Wait | None = None) -> int:
-    """The epoch of the newest claim, whose owner no longer counts; 0 when there is none.
+    """Check that no live process owns the run; return the newest claim's epoch, 0 without claims.
 
-    On the owner's host this is exact. Where the process ran elsewhere, cannot be inspected or is
+    On the owner's host this is exact. If the process ran elsewhere, cannot be inspected or is
     just ending, the heartbeat is watched for up to `WATCH_S` seconds (`watch(seconds)` waits; a
-    test may pass its own). Writes nothing.
+    test may pass its own). Writes nothing. With `takeover`, warns instead of raising.
 
     Raises:
         OwnedElsewhere: a live process owns the run.
@@ -101,12 +101,12 @@ def check_owner(store: Store, *, takeover: bool, emit: Emitter, watch: Wait | No
 def is_held_here(owner: WriterRecord, *, patience_s: float = 0.0) -> bool:
     """Whether a manager of this process, neither closed nor dropped, holds this claim.
 
-    Waits `patience_s` seconds for one that may have been dropped.
+    Waits up to `patience_s` seconds for the garbage collection of a dropped manager.
     """
     if owner.nonce not in held or not is_this_process(owner.process):
         return False
     deadline = time.monotonic() + patience_s
-    gc.collect()  # a dropped one may be part of a cycle, or still end its last save
+    gc.collect()  # a dropped manager may be part of a cycle, or still end its last save
     while owner.nonce in held and time.monotonic() < deadline:
         time.sleep(0.05)
         gc.collect()
@@ -114,7 +114,7 @@ def is_held_here(owner: WriterRecord, *, patience_s: float = 0.0) -> bool:
 
 
 def is_live(store: Store, owner: WriterRecord, *, emit: Emitter, watch: Wait | None = None) -> bool:
-    """Whether the process of a claim still lives and has not closed; ourselves do not count."""
+    """Whether the process of a claim lives and has not closed it; False for this process."""
     if is_closed(store, owner.epoch):
         return False
     state = liveness(owner.process)
@@ -137,7 +137,7 @@ def is_live(store: Store, owner: WriterRecord, *, emit: Emitter, watch: Wait | N
 
 
 def is_closed(store: Store, epoch: int) -> bool:
-    """Whether the epoch's writer recorded a clean close."""
+    """Whether the writer of an epoch recorded a clean close."""
     try:
         return read_if_there(store, layout.closed_key(epoch), Closed.decode) is not None
     except FormatError:
@@ -145,10 +145,10 @@ def is_closed(store: Store, epoch: int) -> bool:
 
 
 def nothing_in_flight(store: Store, epoch: int) -> bool:
-    """Whether no put of that epoch can still arrive: it was closed, or its process is gone.
+    """Whether no put of an epoch can still arrive: it was closed, or its process has ended.
 
-    A process that is gone proves that only where puts are calls of the local kernel; a request to
-    an object store may outlive its sender.
+    The end of the process proves that only if puts are calls of the local kernel; a request to an
+    object store may outlive its sender.
     """
     if is_closed(store, epoch):
         return True
@@ -162,9 +162,9 @@ def nothing_in_flight(store: Store, epoch: int) -> bool:
 
 
 def nothing_arrives(store: Store, epoch: int, *, own: int | None) -> bool:
-    """Whether nothing can still arrive in the attempts of an epoch, of all but the `own` claim.
+    """Whether no put by a claim other than `own` can still arrive in an epoch's attempts.
 
-    Where this is the remote tier of a run, later writers send what those before them saved.
+    Later epochs are checked, too: into a remote tier, later writers upload earlier saves.
     """
     newest = Catalog(store).highest_epoch()
     epochs = (later for later in range(epoch, max(epoch, newest) + 1) if later != own)
@@ -172,29 +172,30 @@ def nothing_arrives(store: Store, epoch: int, *, own: int | None) -> bool:
 
 
 def ends_with_its_put(store: Store, *, is_sent_to: bool) -> bool:
-    """Whether nothing can arrive in an attempt whose manifest was once there, because it is put
-    once, by a call of the kernel. `is_sent_to`: whether the root may be the remote tier of a run,
-    where senders put it again."""
+    """Whether no put can arrive in an attempt after its manifest, which is put once, by the kernel.
+
+    `is_sent_to`: whether the root may be the remote tier of a run, where uploads put it again.
+    """
     return store.has_folders and not is_sent_to
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """The checkpoint to go on from (None: from the beginning), and what was passed over for it."""
+    """The checkpoint to resume from (None: start anew), and newer ones that were skipped."""
 
     point: Reference | None
     passed_over: frozenset[str] = frozenset()
     """Folders of newer checkpoints that cannot be used."""
     is_rollback: bool = False
-    """Whether a person chose it by name, so that newer ones are left behind on purpose."""
+    """Whether the user chose it by name, so that newer checkpoints are left behind on purpose."""
 
 
 def claim_run(store: Store, choices: Iterator[Choice], *, takeover: bool, emit: Emitter) -> Claim:
-    """Claim the run from a chosen checkpoint on.
+    """Claim the run, to resume from the checkpoint that `choices` gives.
 
-    `choices` are made anew, each when it is taken: also when another claim came first, when the
-    choice is being deleted, and when an earlier writer committed something newer before the claim
-    fenced it off. When that fails, so that what was put already is of no use, it is closed.
+    The next of `choices` is taken, and computed only then, if another claim came first, if the
+    chosen checkpoint is being deleted, or if an earlier writer committed something newer before
+    the claim fenced it off. On an error, a claim that was put already is closed.
 
     Raises:
         OwnedElsewhere: a live process owns the run.
@@ -212,7 +213,7 @@ def claim_run(store: Store, choices: Iterator[Choice], *, takeover: bool, emit: 
                 return claim
         raise OwnedElsewhere(f"{store.url}: lost the race for the run {_MAX_RACES} times")
     except BaseException:
-        # It would keep others away for as long as this process lives, which does not have it.
+        # The claim failed, but while this process lives it would keep other processes away.
         if claim is not None:
             with suppress(HoldfastError):  # the error that counts is on its way
                 put_closed(store, claim)
@@ -220,7 +221,7 @@ def claim_run(store: Store, choices: Iterator[Choice], *, takeover: bool, emit: 
 
 
 def _put_claim(store: Store, after: int, choice: Choice, *, takeover: bool) -> Claim | None:
-    """Put the claim that follows epoch `after`; None: the choice is to be made again."""
+    """Put the claim that follows epoch `after`; None if the caller has to choose again."""
     point = choice.point
     epoch = epoch_after(Catalog(store), after, point)
     store.make_folder(layout.WRITERS)
@@ -235,7 +236,7 @@ def _put_claim(store: Store, after: int, choice: Choice, *, takeover: bool) -> C
 
 
 def new_writer(epoch: int, choice: Choice, *, takeover: bool, tiered: bool = False) -> WriterRecord:
-    """The record of a claim of this process."""
+    """Create the record of a claim of this process, with a new nonce."""
     return WriterRecord(
         epoch=epoch,
         nonce=os.urandom(16).hex(),
@@ -249,15 +250,15 @@ def new_writer(epoch: int, choice: Choice, *, takeover: bool, tiered: bool = Fal
 
 
 def epoch_after(catalog: Catalog, after: int, point: Reference | None) -> int | None:
-    """The epoch of a claim that follows `after` and goes on from `point`; None: another process
-    has claimed the run since `after` was judged.
+    """Return the epoch of a claim that follows `after` and resumes from `point`; None if another
+    process has claimed the run since the ownership check returned `after`.
 
     Raises:
         UsageError: `point` was copied from another run.
     """
     newest = after
     if after == 0:
-        # Folders that were copied here without their claims keep their order below ours.
+        # Attempts that were copied into this root without their claims must sort below ours.
         newest = max((name.epoch for name in catalog.attempts()), default=0)
     point_epoch = 0 if point is None else point.epoch
     if max(newest, point_epoch) > after and catalog.highest_epoch() > after:
@@ -272,7 +273,7 @@ def epoch_after(catalog: Catalog, after: int, point: Reference | None) -> int | 
 
 
 def is_settled(catalog: Catalog, point: Reference | None) -> bool:
-    """Make sure that what the run goes on from is durable; False: it was deleted meanwhile."""
+    """Make the checkpoint that the run resumes from durable; False if it was deleted meanwhile."""
     try:
         if point is not None:
             settle(catalog.home(point.folder), point.folder)
@@ -282,7 +283,7 @@ def is_settled(catalog: Catalog, point: Reference | None) -> bool:
 
 
 def is_still_right(catalog: Catalog, claim: Claim, choice: Choice) -> bool:
-    """After the claim, which fences earlier writers off: would the same choice be made?"""
+    """Whether the choice still holds after the claim, which fences off earlier writers."""
     point = choice.point
     if point is not None and not _still_stands(catalog, point):
         return False
@@ -295,7 +296,7 @@ def is_still_right(catalog: Catalog, claim: Claim, choice: Choice) -> bool:
 
 
 def committed(catalog: Catalog, *, below: int, but: frozenset[str]) -> Iterator[str]:
-    """Folders of the lineage below an epoch that hold a manifest, newest first."""
+    """Yield folders of the lineage below an epoch that hold a manifest, newest first."""
     for name in catalog.lineage(below=below):
         if str(name) in but:
             continue
@@ -309,9 +310,9 @@ def committed(catalog: Catalog, *, below: int, but: frozenset[str]) -> Iterator[
 
 
 def expect_claim(store: Store, claim: Claim) -> None:
-    """Raise `StoreError` unless our claim is still in the root.
+    """Raise `StoreError` unless the claim of this process is still in the root.
 
-    A root that was moved or unmounted would otherwise be made anew, empty, by the next save.
+    Otherwise the next save would create a moved or unmounted root anew, empty.
     """
     record = read_if_there(store, layout.writer_key(claim.epoch), WriterRecord.decode)
     if record is None or record.nonce != claim.nonce:
@@ -322,7 +323,7 @@ def expect_claim(store: Store, claim: Claim) -> None:
 
 
 def _still_stands(catalog: Catalog, point: Reference) -> bool:
-    # Marks first: a deleter that is done has removed its mark, but then the tombstone is there.
+    # Marks first: a deleter that is done has removed its mark, but has put the tombstone before.
     store = catalog.home(point.folder)
     try:
         marks = catalog.marks(point.folder)
@@ -330,7 +331,7 @@ def _still_stands(catalog: Catalog, point: Reference) -> bool:
     except FormatError:
         return False
     if catalog.home(point.folder) is not store:
-        return False  # it has just gone from here, and the marks of the other tier were not read
+        return False  # just deleted in this tier, and the marks of the other one were not read
     if is_being_deleted(store, marks):
         return False
     if not isinstance(register, Manifest) or register.save_id != point.save_id:
@@ -339,29 +340,29 @@ def _still_stands(catalog: Catalog, point: Reference) -> bool:
 
 
 def is_being_deleted(store: Store, marks: Marks) -> bool:
-    """Marked by a deleter that may still be at it."""
+    """Whether a checkpoint's marks include one by a deleter that may still be active."""
     return any(not nothing_in_flight(store, epoch) for epoch in marks.retired_by)
 
 
 def dropped(store: Store, folder: str, manifest: Manifest, marks: Marks) -> tuple[str, ...]:
-    """Components that cannot be loaded: retention has dropped them, or may be at it."""
+    """List components that cannot be loaded: retention has dropped or may be dropping them."""
     at_it = {name for name, epoch in marks.thinned_by if not nothing_in_flight(store, epoch)}
     whole = parts_of(store, folder, manifest, marks).whole
     return tuple(name for name in manifest.components if name in at_it or name not in whole)
 
 
 def put_closed(store: Store, claim: Claim) -> None:
-    """Record that nothing of this epoch is in flight any more."""
+    """Record a clean close: no put of this claim's epoch is in flight any more."""
     record = Closed(epoch=claim.epoch, nonce=claim.nonce)
     put_once(store, layout.closed_key(claim.epoch), record.encode())
     store.delete(layout.alive_key(claim.epoch))
 
 
 def settled_choice(entry: Entry, *, is_rollback: bool) -> Iterator[Choice]:
-    """Give a choice that was made already, once.
+    """Yield one checkpoint as the only choice.
 
     Raises:
-        NoCheckpoint: it no longer holds, so that another one is asked for.
+        NoCheckpoint: it no longer holds, and a second choice was requested.
     """
     yield Choice(point=entry.reference, is_rollback=is_rollback)
     raise NoCheckpoint(
@@ -371,7 +372,7 @@ def settled_choice(entry: Entry, *, is_rollback: bool) -> Iterator[Choice]:
 
 
 class Heartbeat:
-    """Renews the `alive` record of a claim until it is stopped."""
+    """Background thread that renews the `alive` record of a claim until it is stopped."""
 
     def __init__(self, store: Store, claim: Claim, emit: Emitter) -> None:
         self._store = store
@@ -381,17 +382,17 @@ class Heartbeat:
         self._beats = self._background.submit(self._run)
 
     def ask_to_stop(self) -> None:
-        """Let it end by itself; does not wait."""
+        """Ask the heartbeat to stop; does not wait."""
         self._background.ask_to_stop()
 
     def end(self, *, is_over: bool, timeout_s: float) -> None:
-        """End it, and where nothing of the epoch is in flight any more (`is_over`) record that.
+        """Stop the heartbeat; if `is_over` (nothing is in flight), record a clean close.
 
-        The thread of the beats does it: it is there already, when the interpreter starts none any
-        more, and who calls waits no longer than `timeout_s` seconds.
+        The heartbeat's thread records it: that one runs already, when the interpreter starts no
+        more threads, and the caller waits no longer than `timeout_s` seconds.
 
         Raises:
-            DeadlineExceeded: the storage hangs; says in what. It may still be done later.
+            DeadlineExceeded: the storage hangs; names the operation, which may still end later.
             HoldfastError: the close cannot be recorded.
         """
         last = self._beats

@@ -3,7 +3,7 @@
 The order of marks, ownership check, pins and leases: docs/design.md, rules 4, 6 and 8.
 
 The caller has made sure that what justifies a deletion is durable, and that nobody read the
-checkpoint before the mark, which stays.
+checkpoint before the mark. The mark stays.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def thin(
         try:
             store.put(key, mark.encode(), if_absent=True)
         except AlreadyExists:
-            continue  # We began before; some files may be gone already.
+            continue  # This epoch began to thin it before; some files may be gone already.
         except NotFound:
             return _STAYS
         ours.append(key)

@@ -1,6 +1,6 @@
-"""Leases: while one is there, the checkpoint that it names is not deleted (docs/design.md, rule 8).
+"""Leases of readers, which keep a checkpoint from deletion (docs/design.md, rule 8).
 
-A reader puts its lease and then looks whether a deletion has begun; a deleter puts its mark and
+A reader puts its lease and then checks whether a deletion has begun; a deleter puts its mark and
 then looks for leases. So at least one of them sees the other, and gives way.
 """
 
@@ -44,17 +44,17 @@ from holdfast.format.records import Lease
 from holdfast.store.base import Store
 
 BEAT_S = 10.0
-"""Seconds between the beats of a lease; only deleters on another host look at them."""
+"""Seconds between renewals of a lease; only deleters on another host read them."""
 SILENT_S = 120.0
-"""A lease from elsewhere that a deleter saw unchanged for so long binds nobody.
+"""Seconds after which a deleter ignores an unchanged lease of another host.
 
-Measured by the deleter's own clock: twelve beats, so that a storage that hangs ends no lease.
+Measured by the deleter's own clock: twelve renewals, so that storage that hangs ends no lease.
 """
 _STOP_TIMEOUT_S = 30.0
 
 
 class BeingDeleted(NoCheckpoint):
-    """The deletion of the checkpoint has begun; it is there, and may go at any moment."""
+    """The deletion of a checkpoint has begun: it still exists, but may vanish at any moment."""
 
 
 # The reader's side -------------------------------------------------------------------------------
@@ -62,15 +62,15 @@ class BeingDeleted(NoCheckpoint):
 
 @contextmanager
 def leased(store: Store, folder: str, *, emit: Emitter | None = None) -> Iterator[str]:
-    """Keep a checkpoint from being deleted and thinned while the block lasts.
+    """Keep a checkpoint from being deleted or thinned while the block lasts, by a lease.
 
-    Gives what a person has to be told: nothing, or why there is no lease. What was read of the
-    checkpoint's marks before the block may be outdated. Where nobody ever claimed the run,
-    nobody deletes, and no lease is needed.
+    Yields why there is no lease, for the user; empty if there is one. Marks of the checkpoint
+    that were read before the block may be outdated. If nobody ever claimed the run, nobody
+    deletes, and no lease is needed.
 
     Raises:
         BeingDeleted: its deletion has begun.
-        NoCheckpoint: it is gone.
+        NoCheckpoint: it no longer exists.
     """
     if layout.parse_attempt(folder) is None or not Catalog(store).highest_epoch():
         yield ""
@@ -88,22 +88,22 @@ def leased(store: Store, folder: str, *, emit: Emitter | None = None) -> Iterato
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptEntry:
-    """A checkpoint that stays while somebody reads it, with its marks as they are by then."""
+    """A checkpoint under a lease, with its marks as read after the lease was put."""
 
     entry: Entry
     notes: tuple[str, ...]
-    """Why it may go all the same; empty where it cannot."""
+    """Why it may be deleted all the same; empty if it cannot be."""
 
 
 @contextmanager
 def kept(catalog: Catalog, which: str | int, *, emit: Emitter | None = None) -> Iterator[KeptEntry]:
-    """The checkpoint that `which` names (see `Catalog.resolve`), under a lease.
+    """Resolve `which` (see `Catalog.resolve`), and hold a lease on it while the block lasts.
 
-    When it is replaced meanwhile, what the name means by then; "latest" passes over those whose
-    deletion has begun.
+    If it is replaced meanwhile, resolves anew; "latest" skips checkpoints whose deletion has
+    begun.
 
     Raises:
-        NoCheckpoint: nothing answers, or its deletion has begun.
+        NoCheckpoint: no checkpoint matches, or its deletion has begun.
         FormatError: its manifest is damaged.
     """
     passed_over: list[str] = []
@@ -133,20 +133,20 @@ def _find(catalog: Catalog, which: str | int, but: Collection[str]) -> Entry:
 
 
 def _expect_standing(store: Store, folder: str) -> None:
-    # Marks first: a deleter that is done has removed its mark, but then the tombstone is there.
+    # Marks first: a deleter that is done has removed its mark, but has put the tombstone before.
     catalog = Catalog(store)
     marks = catalog.marks(folder)
     try:
         is_there = isinstance(catalog.read(folder), Manifest)
     except (FormatError, SealError):
-        is_there = True  # what is wrong with it is for the reader to say
+        is_there = True  # the reader reports the damage
     if not is_there:
         raise NoCheckpoint(f"{store.url}/{folder}: it was deleted")
     expect_kept(store, folder, marks)
 
 
 def expect_kept(store: Store, folder: str, marks: Marks) -> None:
-    """Raise `BeingDeleted` where a deleter that may still be at it has left its mark."""
+    """Raise `BeingDeleted` if a checkpoint has the mark of a deleter that may still be active."""
     if not is_being_deleted(store, marks):
         return
     at_it = [epoch for epoch in marks.retired_by if not nothing_in_flight(store, epoch)]
@@ -159,7 +159,7 @@ def expect_kept(store: Store, folder: str, marks: Marks) -> None:
 
 
 class _HeldLease:
-    """A lease of this process, renewed until it is given back."""
+    """A lease of this process, renewed until it is released."""
 
     def __init__(self, store: Store, folder: str, emit: Emitter) -> None:
         self._store = store
@@ -175,17 +175,17 @@ class _HeldLease:
         self._renewed: Future[None] | None = None
 
     def take(self) -> str:
-        """Put the lease. Returns what to tell a person when the storage refuses one, or nothing.
+        """Put the lease. Returns why the storage refuses it, for the user; empty if it does not.
 
         Raises:
-            StoreError: it failed in another way.
+            StoreError: the put failed in another way.
         """
         try:
             self._may_be_there = True
             refused = self._put_first()
             if refused:
                 return refused
-            # What others put is looked for next, and must not be hidden by a cache of names.
+            # Marks of deleters are looked for next; a cache of names must not hide them.
             self._store.refresh_folder(self._folder)
         except (AccessDenied, StoreFull, UnsupportedStore) as error:
             self._remove_quietly()
@@ -196,11 +196,11 @@ class _HeldLease:
         return ""
 
     def keep_up(self) -> None:
-        """Renew it until it is given back."""
+        """Start to renew the lease in the background, until it is released."""
         self._renewed = self._background.submit(self._renew)
 
     def give_back(self) -> None:
-        """Remove the lease; a failure is logged. A forked child leaves its parent's alone."""
+        """Remove the lease; a failure is logged. No-op in a forked child, whose parent has it."""
         if os.getpid() != self._process.pid or not self._may_be_there:
             return
         # In the thread that renews it, which may hang in the store.
@@ -220,16 +220,15 @@ class _HeldLease:
             self._emit("housekeeping_failed", f"{self._key}: {error}")
 
     def _put_first(self) -> str:
-        # The folder is not made before it is missed: each time that would wait for the disk to
-        # confirm one that is there.
+        # The folder is made only if it is missing: making an existing one waits for the disk each
+        # time.
         try:
             put_once(self._store, self._key, self._document())
             return ""
         except (TransientStoreError, AccessDenied, StoreFull, UnsupportedStore, OutcomeUnknown):
             raise
         except StoreError:
-            # The first lease here, or somebody has tidied the folder away, or something else is in
-            # its place.
+            # The first lease of this root, or the folder was removed, or is not a folder.
             pass
         try:
             self._store.make_folder(layout.READERS)
@@ -268,24 +267,24 @@ class _HeldLease:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundLease:
-    """A lease as it lies in a root, and what this host knows of its process."""
+    """A lease read from a root, and what this host knows about its process."""
 
     key: str
     name: AttemptName
-    """The checkpoint that it is about."""
+    """The checkpoint that it keeps."""
     lease: Lease | None
-    """None: it cannot be read. Then it says nothing of a process, and its silence decides."""
+    """None if it cannot be read. Then its process is unknown, and only its age decides."""
     state: Liveness
     digest: bytes
 
     @property
     def folder(self) -> str:
-        """The checkpoint's folder."""
+        """Name of the folder of the checkpoint that it keeps."""
         return str(self.name)
 
     @property
     def who(self) -> str:
-        """For messages: whose it is."""
+        """Text for messages that says which process holds the lease."""
         if self.lease is None:
             return f"somebody whose lease {self.key} cannot be read"
         process = self.lease.process
@@ -293,7 +292,7 @@ class FoundLease:
 
 
 def find_leases(store: Store, *, folder: str | None = None) -> Iterator[FoundLease]:
-    """The leases of a root, or those on one checkpoint. Those of the dead are among them."""
+    """Yield the leases of a root or on one checkpoint, those of dead processes among them."""
     for name in _names(store):
         parsed = layout.parse_lease(name)
         if parsed is None or folder not in (None, str(parsed[0])):
@@ -308,7 +307,7 @@ def _names(store: Store) -> tuple[str, ...]:
         store.refresh_folder(layout.READERS)
         return store.children(layout.READERS)
     except StoreError as error:
-        # No store follows a link, so nobody can have put a lease behind one.
+        # Stores do not follow links, so no lease can be behind one.
         is_link = isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.ELOOP
         if f"{layout.READERS}/" in store.children() and not is_link:
             raise
@@ -316,7 +315,7 @@ def _names(store: Store) -> tuple[str, ...]:
 
 
 def _read_lease(store: Store, key: str, name: AttemptName, nonce: str) -> FoundLease | None:
-    """Read a lease; None when it was given back meanwhile."""
+    """Read a lease; None if it was released meanwhile."""
     lease, data = None, b""
     try:
         data = read_document(store, key, max_nbytes=MAX_CHECKED_NBYTES)
@@ -326,7 +325,7 @@ def _read_lease(store: Store, key: str, name: AttemptName, nonce: str) -> FoundL
     except (FormatError, AccessDenied):
         lease = None
     if lease is not None and not lease.nonce.startswith(nonce):
-        lease = None  # the copy of another
+        lease = None  # a copy of another lease
     return FoundLease(
         key=key,
         name=name,
@@ -337,9 +336,9 @@ def _read_lease(store: Store, key: str, name: AttemptName, nonce: str) -> FoundL
 
 
 class Readers:
-    """Leases as one deleter sees them, which remembers since when each has not moved.
+    """Leases of a root as seen by one deleter, with the time since when each is unchanged.
 
-    `clock` gives seconds that only go up.
+    `clock` returns monotonic seconds.
     """
 
     def __init__(self, store: Store, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -348,7 +347,7 @@ class Readers:
         self._seen: dict[str, tuple[bytes, float]] = {}
 
     def of(self, folder: str) -> tuple[FoundLease, ...]:
-        """The leases on a checkpoint that bind: their process lives, or may live."""
+        """Return the leases on a checkpoint whose processes live, or may live."""
         leases = tuple(find_leases(self._store, folder=folder))
         keys = {lease.key for lease in leases}
         self._seen = {
@@ -359,9 +358,9 @@ class Readers:
         return tuple(lease for lease in leases if self._binds(lease))
 
     def watch(self, folders: Collection[str], *, wait: Wait, emit: Emitter) -> None:
-        """Look at leases from elsewhere until each has moved, or was silent for `SILENT_S`.
+        """Watch leases of other hosts until each is renewed, or unchanged for `SILENT_S` seconds.
 
-        For a deleter that looks only once. `wait(seconds)` waits; a test may pass its own.
+        For a deleter that runs only once. `wait(seconds)` waits; a test may pass its own.
         """
         first = {lease.key: lease for lease in self._unknown(folders)}
         for lease in first.values():
@@ -382,7 +381,7 @@ class Readers:
             }
 
     def tidy(self, folder: str) -> None:
-        """Remove leases on a checkpoint that is gone."""
+        """Remove the leases on a checkpoint that no longer exists."""
         for lease in find_leases(self._store, folder=folder):
             self._store.delete(lease.key)
             self._seen.pop(lease.key, None)

@@ -24,7 +24,7 @@ def annotate(
     The notes are put first; then a deletion under way is detected (docs/design.md, rule 4).
 
     Raises:
-        NoCheckpoint: it is gone, or its deletion has begun.
+        NoCheckpoint: it no longer exists, or its deletion has begun.
     """
     catalog = Catalog(store)
     for _ in range(_MAX_RACES):
@@ -104,7 +104,7 @@ def checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
 def reject(store: Store, folder: str, *, by: str, reason: str) -> None:
     """Mark a checkpoint that resume could not use. It is not deleted, and may be tried again.
 
-    One from which retention dropped something is not marked: what is left of it is not damaged.
+    A checkpoint from which retention dropped components is not marked: the rest is not damaged.
     """
     if Catalog(store).marks(folder).thinned_by:
         return
@@ -116,7 +116,7 @@ def reject(store: Store, folder: str, *, by: str, reason: str) -> None:
 
 
 def _expect_kept(store: Store, entry: Entry) -> None:
-    # Marks first: a deleter that is done has removed its mark, but then the tombstone is there.
+    # Marks first: a deleter that is done has removed its mark, but has put the tombstone before.
     being_deleted = is_being_deleted(store, Catalog(store).marks(entry.folder))
     if being_deleted or not isinstance(Catalog(store).read(entry.folder), Manifest):
         raise NoCheckpoint(f"{store.url}/{entry.folder}: its deletion has begun; it is not kept")

@@ -33,7 +33,7 @@ class Ownership:
         self._sequence = 0
         self.claim: Claim | None = None
         self.has_committed = False
-        """Whether this claim has a commit of its own from which the run would go on."""
+        """Whether a save of this claim has committed from which the run would resume."""
         self.is_clean = True
         """Whether every put of this claim is known to have ended."""
         self.unclear: set[str] = set()
@@ -51,7 +51,7 @@ class Ownership:
         Raises:
             OwnedElsewhere: a live process owns the run.
         """
-        before = self._give_up()  # our new claim would make the one before lose ownership
+        before = self._give_up()  # the new claim would make the earlier one lose ownership
         try:
             claim = self._claim(choices)
         finally:
@@ -73,7 +73,7 @@ class Ownership:
     def release(self, timeout_s: float = END_S) -> None:
         """Release the run. The close is recorded only when nothing can be in flight.
 
-        Waits no longer than `timeout_s` seconds for a storage that hangs, and then logs that.
+        Waits at most `timeout_s` seconds for storage that hangs, and then logs that.
         """
         claim = self._give_up()
         self._end_heartbeat(is_over=claim is not None and self._has_ended(), timeout_s=timeout_s)

@@ -1,4 +1,4 @@
-"""Identity of a process, whether another one still lives (docs/decisions/0003), and the time."""
+"""Identity of processes, whether another one still lives (docs/decisions/0003), and the time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Liveness = Literal["ours", "alive", "dead", "unknown"]
 
 
 def this_process() -> Process:
-    """The identity of the calling process."""
+    """Return the identity of the calling process."""
     pid = os.getpid()
     try:
         start = _stat(f"/proc/{pid}").start
@@ -29,11 +29,11 @@ def this_process() -> Process:
 
 
 def liveness(process: Process) -> Liveness:
-    """Whether `process` lives, as far as this host can tell.
+    """Say whether `process` lives, as far as this host can tell.
 
     "dead" is proof: the same boot and process namespace, and no such process, or all of its threads
     have ended. "unknown" means that it ran elsewhere, that it is just ending, or that the process
-    which has its pid now cannot be inspected.
+    with its pid cannot be inspected.
     """
     here = this_process()
     if not here.boot_id or not here.start:
@@ -51,20 +51,20 @@ def liveness(process: Process) -> Liveness:
             return "alive"
         return "dead" if _have_ended(f"{folder}/task") else "unknown"
     except OSError:
-        # It may be hidden (hidepid), and another process: only the kernel's "no" is proof.
+        # It may be hidden (hidepid), or be another process: only the kernel's "no" is proof.
         return "unknown" if _exists(process.pid) else "dead"
 
 
 def _have_ended(folder: str) -> bool:
     """Whether all threads of a process have ended, given that its first one has.
 
-    `folder` is its `task`. After a kill the other threads may still be in a call of the kernel, and
-    end when that returns.
+    `folder` is its `task`. After a kill, other threads may still be in a call of the kernel, and
+    end when it returns.
     """
     threads = os.listdir(folder)
     if not all(_thread_has_ended(f"{folder}/{thread}") for thread in threads):
         return False
-    # Where there was no kill, a thread may have started another one before it ended.
+    # Without a kill, a thread may have started another one before it ended.
     return {*threads}.issuperset(os.listdir(folder))
 
 
@@ -79,9 +79,9 @@ class _Stat(NamedTuple):
     """Start time and state of a process or thread, as the kernel reports them."""
 
     start: str
-    """In clock ticks since boot."""
+    """Start time in clock ticks since boot."""
     has_ended: bool
-    """A zombie: it runs no more. For a process, this is about its first thread alone."""
+    """Whether it is a zombie. For a process, this is about its first thread alone."""
 
 
 def _stat(folder: str) -> _Stat:
@@ -90,7 +90,7 @@ def _stat(folder: str) -> _Stat:
     Source: proc(5), fields 3 and 22 of /proc/<pid>/stat; the name may hold blanks and brackets.
 
     Raises:
-        OSError: it is gone, or it cannot be read.
+        OSError: the process is gone, or its `stat` cannot be read.
     """
     with open(f"{folder}/stat", encoding="ascii", errors="replace") as file:
         fields = file.read().rpartition(")")[2].split()
@@ -130,5 +130,5 @@ def is_this_process(process: Process) -> bool:
 
 
 def utc_now() -> str:
-    """The time for people: ISO 8601, UTC, seconds. Only calendar rules read it."""
+    """Return the current time for people: ISO 8601, UTC, seconds. Only calendar rules parse it."""
     return datetime.now(timezone.utc).replace(microsecond=0).isoformat()

@@ -18,10 +18,10 @@ from holdfast.errors import HoldfastError
 
 
 class Finishes(Protocol):
-    """The interface of a manager that is finished at exit."""
+    """Interface of a manager whose save under way is finished at exit."""
 
     def finish_at_exit(self) -> str | None:
-        """Finish the save under way; returns its outcome. Raises an error not raised before."""
+        """Finish the save under way; return its outcome. Raises an error not raised before."""
         ...
 
 

@@ -17,13 +17,13 @@ from holdfast.policy.triggers import Event
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """New requests for a save."""
+    """New requests for a save, from users and other processes."""
 
     requests: tuple[Request, ...] = ()
 
     @property
     def tags(self) -> tuple[str, ...]:
-        """Tags that the requests want on the checkpoint."""
+        """Tags that the requests ask for on the checkpoint."""
         return tuple(tag for request in self.requests for tag in request.tags)
 
     def added_to(self, due: Due) -> Due:
@@ -53,7 +53,7 @@ class Outside:
 
     @property
     def has_signal(self) -> bool:
-        """Whether a signal has come that was not handled yet."""
+        """Whether a signal was received that is not yet handled."""
         return self._stop is not None and self._stop.is_asked
 
     def look(self, event: Event | Sequence[Event], *, is_owner: bool) -> tuple[list[Event], Asked]:

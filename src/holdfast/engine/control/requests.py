@@ -1,7 +1,7 @@
-"""Saves that are asked for from outside: by `holdfast save`, or by a file in `requests/`.
+"""Requests for saves from other processes: by `holdfast save`, or by a file in `requests/`.
 
-The process that owns the run looks for requests between two steps, and answers them. Everything
-that lies there was written by others: it is read with limits, and nothing of it may stop training.
+The process that owns the run polls for requests between two steps, and answers them. The files were
+written by others: they are read with limits, and none of them may stop training.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from holdfast.format.records import AnswerRecord, Process, RequestRecord
 from holdfast.store.base import Store
 
 POLL_S = 1.0
-"""Seconds between two looks of the training process into a folder."""
+"""Seconds between two polls of the training process, in a store with folders."""
 REMOTE_POLL_S = 5.0
-"""The same where a look is a request that is paid for."""
+"""Seconds between two polls of an object store, where each is a paid request."""
 MAX_REQUESTS = 100
-"""More than these at once are no people's wishes; the others are removed."""
+"""Most new requests that one poll accepts; the others are removed."""
 MAX_LISTED = 2000
-"""What one look takes in at most."""
+"""Most names that one poll reads."""
 MAX_TAGS = 20
 MAX_REASON = 200
-"""Characters."""
+"""Longest reason of a request, in characters."""
 _MAX_ERROR = 4000
 _TRIES = 3
 _PAUSE_S = 1.0
@@ -53,28 +53,28 @@ _CLOSE_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A save that somebody asks for."""
+    """A request for a save, as read from its file."""
 
     name: str
-    """Its name inside `requests/`."""
+    """Name of its file inside `requests/`."""
     tags: tuple[str, ...] = ()
     """Tags for the checkpoint."""
     reason: str = "request"
-    """What the manifest says why it was saved; never the reason of a trigger."""
+    """Reason of the save for its manifest; never the reason of a trigger."""
     asker: Process | None = None
-    """The process that waits for an answer; None when nobody does."""
+    """The process that waits for an answer; None if none does."""
 
 
 class Requests:
-    """The side of the process that owns the run.
+    """Poller of requests for saves, in the process that owns the run; it also answers them.
 
-    Where the store has folders a look is one listing of a folder, in the caller's thread. Elsewhere
-    a background thread looks. Answers are given in the background, too.
+    If the store has folders, a poll is one listing of a folder, in the caller's thread. Otherwise a
+    background thread polls. Answers are written in the background, too.
 
     Args:
         store: the root.
-        poll_s: seconds between two looks (default: 1, and 5 where there are no folders).
-        emit: receives what went wrong.
+        poll_s: seconds between two polls (default: 1, and 5 for stores without folders).
+        emit: receives events about failures.
     """
 
     def __init__(
@@ -90,11 +90,11 @@ class Requests:
         self._looking: Future[None] | None = None
         self._lock = threading.Lock()
         self._under_way: list[Future[None]] = []
-        # One that is dropped without being closed must not look for ever.
+        # An instance that is dropped without being closed must not poll for ever.
         weakref.finalize(self, self._background.ask_to_stop)
 
     def poll(self) -> tuple[Request, ...]:
-        """Requests that were not returned before; often none. Cheap, and never raises.
+        """Return the new requests since the last call, often none. Cheap, and never raises.
 
         One save may answer all of them.
         """
@@ -115,17 +115,17 @@ class Requests:
     def answer(
         self, request: Request, *, folder: str | None = None, error: str | None = None
     ) -> None:
-        """Say what became of a request, and remove it, in the background.
+        """Write the answer to a request and remove the request, in the background.
 
         `folder` is that of the checkpoint, `error` why there is none. May be called from any
-        thread. A failure is told as an event.
+        thread. A failure is emitted as an event.
         """
         assert (folder is None) is not (error is None), "a request has one outcome"
         answer = None if request.asker is None else _answer(request.asker, folder, error)
         self._submit(partial(self._tray.settle, request.name, answer))
 
     def close(self) -> None:
-        """Stop looking; waits a few seconds for answers under way. Closing twice is fine."""
+        """Stop polling; wait a few seconds for answers under way. May be called twice."""
         with self._lock:
             self._background.ask_to_stop()
             under_way = list(self._under_way)
@@ -146,7 +146,7 @@ class Requests:
 
 
 class _Tray:
-    """The requests that were seen and not yet settled. Thread-safe."""
+    """The requests that were found and are not yet settled, with their reads. Thread-safe."""
 
     def __init__(self, store: Store, emit: Emitter, background: Background) -> None:
         self._store = store
@@ -154,7 +154,7 @@ class _Tray:
         self._background = background
         self._lock = threading.Lock()
         self._known: set[str] = set()
-        """Names that need no look: they wait, are being honoured, or could not be removed."""
+        """Names not to read again: they wait, are being honoured, or could not be removed."""
         self._waiting: list[Request] = []
         self._has_folder = False
         self._trouble = ""
@@ -166,7 +166,7 @@ class _Tray:
         return found
 
     def look(self) -> list[Callable[[], None]]:
-        """Find what is new; returns the jobs that refuse what cannot be honoured."""
+        """Find and read new requests; return jobs that refuse those that cannot be honoured."""
         trouble, self._trouble = self._trouble, ""
         try:
             fresh = self._fresh()
@@ -215,7 +215,7 @@ class _Tray:
             self._emit("housekeeping_failed", f"removing requests: {error}")
 
     def _fresh(self) -> list[str]:
-        """Names that were not seen before, and from now on are."""
+        """List names that were not found before, and record them as known."""
         names = self._names()
         with self._lock:
             if len(names) < MAX_LISTED:
@@ -239,7 +239,7 @@ class _Tray:
         return list(islice(requests, MAX_LISTED))
 
     def _read(self, name: str) -> Callable[[], None] | None:
-        """Take a request in; what cannot be honoured gives the job that says so."""
+        """Read a request and queue it; return a job that refuses it if it cannot be honoured."""
         try:
             request = _read_request(self._store, name)
         except NotFound:
@@ -261,7 +261,7 @@ class _Tray:
 
 
 def new_id() -> str:
-    """The id of a request that is to be put."""
+    """Create a random id for a new request."""
     return os.urandom(16).hex()
 
 
@@ -270,7 +270,7 @@ def ask(
 ) -> str:
     """Put a request; returns its name inside `requests/`.
 
-    Who may be interrupted meanwhile gives the id, so as to know what to withdraw.
+    A caller that may be interrupted gives the id, to know which request to withdraw.
 
     Raises:
         UsageError: the reason or a tag is not allowed.
@@ -293,7 +293,7 @@ def ask(
 
 
 def answer_to(store: Store, name: str) -> AnswerRecord | None:
-    """The answer to a request; None while there is none.
+    """Read the answer to a request; None while there is none.
 
     Raises:
         FormatError: it is damaged.
@@ -304,12 +304,12 @@ def answer_to(store: Store, name: str) -> AnswerRecord | None:
 
 
 def is_open(store: Store, name: str) -> bool:
-    """Whether a request is still there: neither answered nor removed."""
+    """Whether a request is neither answered nor removed."""
     return is_there(store, layout.request_key(name))
 
 
 def withdraw(store: Store, name: str) -> None:
-    """Remove a request of one's own, and the answer to it where there is one."""
+    """Remove a request of this process, and its answer if there is one."""
     store.delete(layout.request_key(name))
     key = layout.answer_key(name)
     if key is not None:
@@ -336,7 +336,7 @@ def _read_request(store: Store, name: str) -> Request:
 
 
 def _check(record: RequestRecord) -> None:
-    """Raise `UsageError` unless its texts may stand in a manifest."""
+    """Raise `UsageError` unless the tags and reason of a request are valid in a manifest."""
     checked_tags(record.tags)
     if len(record.tags) > MAX_TAGS:
         raise UsageError(f"{len(record.tags)} tags: a request has at most {MAX_TAGS}")

@@ -1,7 +1,7 @@
 """Signals that ask training to stop or to save: recorded at once, handled between steps.
 
 Owns signal handlers and the deadline after the first signal. Knows nothing of states and
-checkpoints: the manager and the loop ask whether a signal has come. Without torch.
+checkpoints: the manager and the loop poll for signals. Does not import torch.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from holdfast.policy.clock import Time, Unit, parse
 logger = logging.getLogger("holdfast")
 
 REQUEUE_EXIT_CODE = 75
-"""EX_TEMPFAIL of sysexits.h: nothing is wrong, run it again."""
+"""Exit code that asks the scheduler to run the job again: EX_TEMPFAIL of sysexits.h."""
 INTERRUPT_EXIT_CODE = 130
-"""What shells report of a program that SIGINT has ended."""
+"""Exit code that shells report for a program ended by SIGINT."""
 
 Promote = Callable[[float], str]
-"""Waits, at most so many seconds, until what was staged last is committed; says which checkpoint is
-the newest durable one. Called on a thread of its own."""
+"""Callback that waits, at most the given seconds, until the last staged save is committed, and
+returns text that names the newest durable checkpoint. Called on a separate thread."""
 
 _RESERVE_PART, _RESERVE_MAX_S = 0.2, 30.0
 _SAME_REQUEST_S = 0.5
@@ -76,7 +76,7 @@ class Stop:
 
         Args:
             signals: ask to save and stop.
-            save_signals: ask to save and go on.
+            save_signals: ask to save and continue.
             grace: how long after the first signal the program is killed, such as "4min". When it
                 has not ended by itself shortly before (a fifth of the time, at most 30 s), the
                 save under way is waited for and the process ended. None: it may take its time.
@@ -153,7 +153,7 @@ class Stop:
             self._promotes.remove(promote)
 
     def __enter__(self) -> Stop:
-        """Install the handlers.
+        """Install the signal handlers.
 
         Raises:
             UsageError: another Stop is active.
@@ -183,7 +183,7 @@ class Stop:
 
         Raises:
             SystemExit: with status 75, after a request.
-            KeyboardInterrupt: SIGINT asked first.
+            KeyboardInterrupt: if SIGINT was the first signal.
         """
         if threading.current_thread() is not threading.main_thread():
             return
@@ -239,7 +239,7 @@ class Stop:
             if self._requested is None:
                 self._requested = number
             if self._is_armed:
-                # Before it is raised: it may come where the block's own end is not reached.
+                # Before it is raised: then the block's own end may not be reached.
                 self._is_armed = False
                 raise Interrupted
 
@@ -339,7 +339,7 @@ class _GraceWatch:
         began = time.monotonic()
         until = began + 0.9 * self._reserve_s
         outcomes = [_promoted(promote, until - time.monotonic()) for promote in [*self._promotes]]
-        # A run that has just saved by itself also gives its claim back, if it is let.
+        # A run that has just saved by itself can also release its claim in this time.
         if not self._has_ended(began + 0.5 * self._reserve_s - time.monotonic()):
             _exit(number, self._grace_s, outcomes)
 
@@ -402,7 +402,7 @@ def _leave_children_alone() -> None:
     stop, _active = _active, None
     if stop is not None:
         if stop._watch is not None:
-            signal.set_wakeup_fd(-1)  # or its signals would be taken for the parent's
+            signal.set_wakeup_fd(-1)  # or the parent would read the child's signals as its own
         stop._put_back()
         stop._depth = 0
         stop._watch = None

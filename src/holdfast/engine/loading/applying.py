@@ -1,7 +1,7 @@
-"""Applies the checkpoint that a search chose to the live state, under a claim of the run.
+"""Application of the checkpoint that a search chose to the live state, under a claim of the run.
 
-Knows whether the live state is whole, which it is not after a load that failed half-way. Which
-checkpoint is chosen, and how it is read, is up to the search.
+Knows whether the live state is whole, which it is not after a load that failed half-way. The search
+decides which checkpoint is chosen, and how it is read.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from holdfast.store.base import Store
 
 
 class Applying:
-    """Applies checkpoints to the live state of one manager.
+    """Applier of checkpoints to the live state of one manager.
 
     Args:
-        store: where marks are left on checkpoints that could not be used.
-        owner: claims the run for what is applied.
-        emit: is told what was not taken, and why.
+        store: the root, where checkpoints that cannot be used are marked.
+        owner: claims the run for the checkpoint that is applied.
+        emit: receives events about checkpoints that were skipped.
     """
 
     def __init__(self, store: Store, owner: Ownership, emit: Emitter) -> None:
@@ -30,12 +30,12 @@ class Applying:
         self._owner = owner
         self._emit = emit
         self._touched: set[str] = set()
-        """Components that a failed load may have filled in part."""
+        """Components that a failed load may have partly filled."""
         self.half_loaded: str | None = None
-        """Why the live state is neither the old one nor a stored one; None: it is whole."""
+        """Why the live state is partly old and partly stored; None: it is whole."""
 
     def expect_whole(self) -> None:
-        """Raise `ManagerUnusable` where the live state is half loaded."""
+        """Raise `ManagerUnusable` if a failed load has left the live state half loaded."""
         if self.half_loaded is not None:
             raise ManagerUnusable(
                 f"{self._store.url}: {self.half_loaded}; the state is half loaded. "
@@ -43,15 +43,15 @@ class Applying:
             )
 
     def apply(self, search: Search, *, claims: bool) -> LoadCandidate | None:
-        """Choose and apply, until a checkpoint was applied whole; None for a fresh start.
+        """Choose and apply checkpoints until one was applied whole; None for a fresh start.
 
-        A resume `claims` the run from the chosen checkpoint on. After a load the run goes on from
-        it where it is owned and all is loaded.
+        A resume `claims` the run, to continue from the chosen checkpoint. A load does so only if
+        this manager owns the run and everything is loaded.
 
         Raises:
-            MismatchError: it does not fit, which was found before anything was changed.
-            OpaqueLoadFailed: the state was replaced in part when something failed.
-            HoldfastError: what the search and the claim raise.
+            MismatchError: the checkpoint does not fit; raised before anything was changed.
+            OpaqueLoadFailed: an object failed while the state was partly replaced.
+            HoldfastError: the search or the claim failed.
         """
         try:
             while True:
@@ -75,7 +75,7 @@ class Applying:
             self._owner.take(settled_choice(chosen.entry, is_rollback=search.is_rollback))
 
     def _announce(self, search: Search) -> None:
-        """Log what was passed over and why, and mark what is damaged."""
+        """Emit events for the skipped checkpoints with the reasons, and mark damaged ones."""
         for folder, error in search.newly_passed_over():
             if not isinstance(error, PassedOver | NotSealed):
                 self._reject(folder, str(error))
@@ -95,7 +95,7 @@ class Applying:
             self._emit("housekeeping_failed", f"rejected mark: {error!r}")
 
     def _has_applied(self, candidate: LoadCandidate, search: Search) -> bool:
-        """Apply a checkpoint; False where that failed and another choice may serve."""
+        """Apply a checkpoint; False if that failed and another choice may succeed."""
         try:
             self._apply(candidate)
         except OpaqueLoadFailed as error:
@@ -116,7 +116,7 @@ class Applying:
         try:
             candidate.prepared.apply(candidate.tensors)
         except BaseException as error:
-            # Of any kind, an interrupt too: some tensors may be new, others old.
+            # Any exception, even an interrupt: some tensors may be new, others old.
             self._touched |= {*candidate.prepared.needed}
             self.half_loaded = f"loading {candidate.entry.folder} was cut short by {error!r}"
             raise

@@ -1,4 +1,4 @@
-"""Reads and checks blocks of a file, stored plainly or by a codec, and gives the plain bytes."""
+"""Reads of a file's blocks, plain or compressed: digests are checked, plain bytes returned."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ class FileBlocks:
     key: str
     block_nbytes: int
     digests: bytes
-    """Digests of the plain blocks."""
+    """Digests of the plain (uncompressed) blocks, joined."""
     stored_digests: bytes = b""
-    """Digests of the stored blocks, where a codec made them."""
+    """Digests of the stored blocks, if they are compressed, joined."""
     spans: Sequence[tuple[int, int]] = ()
-    """(start, stop) of the stored blocks."""
+    """(start, stop) of the stored blocks, if they are compressed."""
     decoder: Decode | None = None
-    """None: the file is stored as it is."""
+    """Function that decompresses a block; None: the file is stored uncompressed."""
 
     @classmethod
     def of(cls, folder: str, name: str, entry: FileEntry, index: Index) -> FileBlocks:
-        """The blocks of a file that manifest and index list.
+        """Create the `FileBlocks` of a file from its entries in manifest and index.
 
         Raises:
-            UnsupportedVersion: the package that decodes them is not installed.
+            UnsupportedVersion: the package that decompresses it is not installed.
         """
         plain = cls(
             key=f"{folder}/{name}", block_nbytes=index.block_nbytes, digests=index.blocks[name]
@@ -45,7 +45,7 @@ class FileBlocks:
         return plain if entry.stored is None else plain.made_by(entry, index.stored[name])
 
     def made_by(self, entry: FileEntry, stored: StoredBlocks) -> FileBlocks:
-        """The same file, stored as blocks of a codec."""
+        """Return the `FileBlocks` of the same file stored as compressed blocks."""
         assert entry.stored is not None
         return FileBlocks(
             key=self.key,
@@ -58,18 +58,18 @@ class FileBlocks:
 
 
 Check: TypeAlias = Callable[[], str]
-"""Checks a block that was read; returns the fault, or "". Called once."""
+"""Function that checks a block after its read; returns the fault, or "". Called once."""
 
 _CACHED_NBYTES = 1 << 20
-"""The most bytes that are hashed as they come, while they are in the cache of the processor that
-copied them. Stores show larger pieces (`PIECE_NBYTES` in store/local/reads.py) only of direct
-reads, which bring nothing into that cache."""
+"""Largest piece in bytes that is hashed during the read, while it is in the processor's cache.
+Stores show larger pieces (`PIECE_NBYTES` in store/local/reads.py) only for direct reads, which
+bring nothing into that cache."""
 
 
 def read_block(
     store: Store, file: FileBlocks, number: int, plain: memoryview, *, verify: bool = True
 ) -> str:
-    """Fill `plain`, which has the length of the block; returns its fault, or "".
+    """Read a block into `plain`, which has its length; return its fault, or "".
 
     Raises:
         StoreError: it cannot be read.
@@ -87,20 +87,20 @@ def begin_block(
     verify: bool,
     buffers: Buffers,
 ) -> Check:
-    """Wait for the stored bytes of a block; the returned check completes `plain`, of its length.
+    """Read the stored bytes of a block; return a check that completes `plain`, of its length.
 
-    A block with a wrong digest is read once more: a transient error on the way must not condemn a
-    sound checkpoint. `buffers` gives memory for stored blocks.
+    A block with a wrong digest is read once more: a transient read error must not condemn a sound
+    checkpoint. `buffers` has memory for compressed blocks.
 
     Raises:
         StoreError: it cannot be read.
         CorruptData: the file is too short, or was tampered with.
-        The check raises the same, because it may have to read once more.
+        The check raises the same, as it may read once more.
     """
     if file.decoder is None:
         return _begin_plain(store, file, number, plain, verify=verify)
     start, stop = file.spans[number]
-    # From the page before on, because direct reads want that.
+    # From the start of the page, as direct reads require.
     skipped = start % mmap.PAGESIZE
     buffer = buffers.take(max(file.block_nbytes, skipped + stop - start))
     memory = buffer[: skipped + stop - start]
@@ -127,10 +127,10 @@ def begin_block(
 def cached_block(
     store: Store, file: FileBlocks, number: int, nbytes: int
 ) -> Callable[[Sequence[memoryview], bool], bool] | None:
-    """A call that copies a block of `nbytes` from the page cache to targets, without waiting.
+    """Return a function that copies a block from the page cache to targets, without waiting.
 
-    None where the store has none. The call gets the targets, in order, and whether to check. It
-    returns whether all bytes were cached and right; if not, the targets hold any bytes.
+    None if the store cannot do that. The function takes the targets, in order, and whether to
+    check. It returns whether all `nbytes` were cached and right; if not, targets are undefined.
 
     Raises:
         StoreError: the file cannot be opened.
@@ -154,7 +154,7 @@ def cached_block(
 def decode_block(
     file: FileBlocks, number: int, stored: memoryview, plain: memoryview, *, verify: bool = True
 ) -> str:
-    """Fill `plain` from a stored block; returns its fault, or ""."""
+    """Decompress a stored block into `plain`; return its fault, or ""."""
     assert file.decoder is not None
     try:
         file.decoder(stored, plain)
@@ -172,7 +172,7 @@ def _begin_plain(
     if not verify:
         store.read_into(file.key, start, plain)
         return lambda: ""
-    # A digest wants the bytes in order: after a piece that is left out, the rest is hashed later.
+    # A digest needs the bytes in order: after a piece that is not hashed, the rest is hashed later.
     hasher = blocks.block_hasher()
     is_behind, done = False, 0
 

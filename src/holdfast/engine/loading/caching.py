@@ -1,12 +1,12 @@
-"""A store that keeps copies of what it reads of checkpoints on a disk of this host.
+"""Store with a read cache for checkpoint files on a disk of this host.
 
-The ranks of a host that load one checkpoint fetch each of its bytes once. Copies are made of the
-files of checkpoints alone: their keys are never used twice, and digests cover their bytes. The
-manifest, which says whether a checkpoint is there, is asked for anew each time, as is all else; so
-a deleted checkpoint is gone, whatever copies of it are left.
+The ranks of a host that load one checkpoint download each of its bytes once. Only data files of
+checkpoints are cached: their keys are never reused, and digests cover their bytes. The manifest,
+which shows that a checkpoint exists, and everything else is read anew each time; so a deleted
+checkpoint cannot be loaded, even if copies of it are left.
 
-Only `read_into` is answered from copies, because its caller can ask `afresh` when the bytes are not
-what they should be; a damaged copy costs one more read and condemns nothing.
+Only `read_into` uses the cache, because its caller can read `afresh` if a digest is wrong; a
+damaged copy costs one more read and condemns nothing.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ _MAX_LENGTHS = 10_000
 
 
 class CachedStore(WrappedStore):
-    """`inner`, with copies of what is read of checkpoints in a folder of this host.
+    """Store that reads from `inner`, with a cache of checkpoint files in a folder of this host.
 
     Args:
         inner: a store, or a path or URL as `open_store` takes it.
-        folder: where the copies are, on a disk of this host: one for all processes and for any
-            number of runs. They are in a folder of their own in it, which only this user may read.
-        max_nbytes: what the copies may take, in bytes; those that were not used for longest go.
-            What is being fetched comes on top, up to 8 MiB a thread.
-        wait_s: how long to wait for another process that fetches the same 8 MiB. After that it is
-            fetched here, too.
+        folder: folder of the cache on a disk of this host, for all processes and any number of
+            runs. The copies are in a subfolder that only this user may read.
+        max_nbytes: most bytes that the cache may take; the least recently used copies are deleted.
+            Downloads under way come on top, up to 8 MiB a thread.
+        wait_s: seconds to wait for another process that downloads the same 8 MiB. After that they
+            are downloaded here, too.
 
-    Thread-safe. It may be pickled where `inner` may. A folder that is full or cannot be written
-    makes it read without copies, which is told once; it never makes a read fail.
+    Thread-safe. It may be pickled if `inner` may. If the folder is full or cannot be written, it
+    reads without the cache and logs that once; it never makes a read fail.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class CachedStore(WrappedStore):
         self._pieces = LocalPieces(folder, max_nbytes=max_nbytes, wait_s=wait_s)
         self._place = hashlib.sha256(self.url.encode()).hexdigest()[:16]
         self._lengths: dict[str, int] = {}
-        """Of files of checkpoints, as they were last told."""
+        """Key of a checkpoint file → its length in bytes, as `head` last returned it."""
 
     def __repr__(self) -> str:
         return f"CachedStore({self.inner!r})"
@@ -93,7 +93,7 @@ class CachedStore(WrappedStore):
         seen: Callable[[memoryview], object] = ignore,
         afresh: bool = False,
     ) -> None:
-        """Read from copies, unless `afresh`, which drops them."""
+        """Read through the cache; with `afresh`, drop the copies and read from `inner`."""
         memory = memoryview(buffer).cast("B")
         if not _is_lasting(key) or start < 0 or not memory:
             self.inner.read_into(key, start, memory, seen=seen, afresh=afresh)
@@ -156,7 +156,7 @@ class CachedStore(WrappedStore):
             self._forget(key)
 
     def _pieces_of(self, key: str, length: int, start: int, stop: int) -> Iterator[Piece]:
-        """The pieces of an object in which the bytes from `start` to `stop` lie."""
+        """Yield the pieces of an object that hold the bytes from `start` to `stop`."""
         for at in range(start - start % PIECE_NBYTES, min(stop, length), PIECE_NBYTES):
             yield Piece(
                 place=f"{self._place}/{key}/{at // PIECE_NBYTES:08d}",
@@ -165,7 +165,7 @@ class CachedStore(WrappedStore):
             )
 
     def _forget(self, key: str) -> None:
-        """Drop what is known of a file of a checkpoint, or of all files of one."""
+        """Drop the cached copies of a checkpoint file, or of all files in its folder."""
         folder, _, name = key.partition("/")
         if layout.parse_attempt(folder) is None or (name and not _is_lasting(key)):
             return
@@ -176,7 +176,7 @@ class CachedStore(WrappedStore):
 
 
 def _is_lasting(key: str) -> bool:
-    """Whether a key is that of a file of a checkpoint, which is written once and never again."""
+    """Whether a key is that of a checkpoint's data file, which is written only once."""
     folder, _, name = key.partition("/")
     if layout.parse_attempt(folder) is None:
         return False

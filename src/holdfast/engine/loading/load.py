@@ -1,4 +1,4 @@
-"""Opening of a checkpoint: reading and checking its index and its components' trees.
+"""Opening of a checkpoint: its index and its components' trees are read and checked.
 
 Every document is small and read whole. The tensors are read later, by `tensors.TensorReader`.
 """
@@ -104,7 +104,7 @@ def _document_entry(store: Store, folder: str, name: str, manifest: Manifest) ->
         raise CorruptData(f"{store.url}/{folder}: the manifest lists no {name}")
     if entry.nbytes > MAX_DOCUMENT_NBYTES:
         raise LimitExceeded(f"{store.url}/{key}: {entry.nbytes} bytes are too many for a document")
-    # Before memory is taken for so many bytes: a manifest may claim any number.
+    # Before memory is allocated: a damaged manifest may claim any number of bytes.
     check_size(store, key, entry)
     return entry
 

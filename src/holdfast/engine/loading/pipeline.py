@@ -1,8 +1,8 @@
-"""Reads planned blocks in parallel: each is read, checked, and copied to its destinations.
+"""Parallel reads of planned blocks: each is read, checked, and copied to its destinations.
 
-Needs memory for 16 blocks, however large the state is. When a block proves damaged, others may have
-been copied already; so either all of them are checked before, or the caller accepts that the live
-state is undefined until a whole load succeeds.
+Needs memory for 16 blocks, however large the state is. If a block is damaged, others may have been
+copied already; so either all of them are checked before, or the caller accepts that the live state
+is undefined until a whole load succeeds.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from holdfast.store.base import Store
 
 
 class _PinnedBuffer:
-    """A buffer from which a device copies by itself; it lives until the device has let go of it."""
+    """A pinned buffer, from which a device copies; kept alive until the device unpins it."""
 
     def __init__(self, buffer: memoryview, device: torch.device) -> None:
         self._buffer = buffer
@@ -36,15 +36,15 @@ class _PinnedBuffer:
 
 
 _NUM_KEPT = 4
-"""Blocks that are kept after a tensor was read by itself: the next ones are often in them too."""
+"""Blocks that are cached after a small read: the next tensors are often in them, too."""
 _NUM_ALONE = 2
-"""The most blocks of a tensor for which that is done."""
+"""Most blocks of a read that are cached after it."""
 _SEGMENT_NBYTES_MIN = 16 * 1024
-"""The least average length of segments that are copied straight from the page cache."""
+"""Least average bytes of the segments that are copied straight from the page cache."""
 
 
 class ReadPipeline:
-    """Carries out read plans for the tensor files of one checkpoint."""
+    """Executor of read plans for the tensor files of one checkpoint."""
 
     def __init__(
         self, store: Store, opened: Opened, *, threads: Threads, timeout_s: float, verify: bool
@@ -58,7 +58,7 @@ class ReadPipeline:
         self._files: dict[str, FileBlocks] = {}
         self._buffers = Buffers()
         self._pinned: dict[int, _PinnedBuffer] = {}
-        """Buffers by their ids."""
+        """`id` of a buffer → its pinned form."""
         self._device: torch.device | None = None
         self._kept: dict[BlockId, memoryview] = {}
         self.failure: BaseException | None = None
@@ -75,11 +75,11 @@ class ReadPipeline:
         self._files[file] = FileBlocks.of(opened.folder, file, entry, opened.index)
 
     def pin_for(self, device: torch.device) -> None:
-        """Pin buffers from now on, since blocks are copied to a device."""
+        """Pin buffers from now on, for copies of blocks to a device."""
         self._device = device
 
     def run(self, plan: ReadPlan) -> None:
-        """Read all blocks of a plan.
+        """Read, check and copy all blocks of a plan, and wait for them.
 
         Raises:
             CorruptData, Tampered: names file, block and the tensors in it; some bytes may be copied
@@ -104,8 +104,8 @@ class ReadPipeline:
                 )
         except BaseException as error:
             self.failure = error
-            # A read that hangs may come back much later; it finds that nobody waits for it. A copy
-            # that is under way is waited for: after this the live tensors stay as they are.
+            # A read that hangs may return much later, and then sees `given_up`. Copies under way
+            # are waited for: after this the live tensors no longer change.
             given_up.set()
             for read in reads.values():
                 with read.copying:
@@ -115,11 +115,11 @@ class ReadPipeline:
             self._buffers.give_back(self._kept.pop(next(iter(self._kept))))
 
     def drop_buffers(self) -> None:
-        """Let go of the memory that was used for reading."""
+        """Free the memory of the read buffers."""
         self._buffers = Buffers()
 
     def _is_copied(self, block: BlockId, read: BlockRead) -> bool:
-        """Copy from a block that was kept, if it was."""
+        """Copy the segments from a cached block; False if it is not cached."""
         kept = self._kept.get(block)
         if kept is None or read.memory is not None:
             return False
@@ -129,11 +129,11 @@ class ReadPipeline:
     def _begin(
         self, block: BlockId, read: BlockRead, given_up: threading.Event, *, keeps: bool
     ) -> Use | None:
-        """Wait for a block; the returned call checks it and copies it to its destinations."""
+        """Read a block; return a function that checks and copies it, or None if it is done."""
         if given_up.is_set():
             return None
         if read.memory is not None:
-            # Not seen by anybody before the whole plan succeeded, so a late read does no harm.
+            # Not used before the whole plan has succeeded, so a late read does no harm.
             return self._begin_checked(block, read.memory)
         file, number = block
         left = self._opened.manifest.files[file].nbytes - number * self._block_nbytes
@@ -165,7 +165,7 @@ class ReadPipeline:
             with read.copying:
                 if not given_up.is_set():
                     _copy(buffer, read.segments)
-                    # A component that reads its tensors one by one comes back for this block.
+                    # A component that reads its tensors one by one needs this block again.
                     if keeps:
                         self._kept[block], is_kept = buffer, True
         finally:
@@ -175,9 +175,9 @@ class ReadPipeline:
     def _is_read_in_place(
         self, block: BlockId, read: BlockRead, memory: memoryview, given_up: threading.Event
     ) -> bool:
-        """Copy a block straight from the page cache to its destinations, if it is there.
+        """Copy a block straight from the page cache to its destinations; False if not cached.
 
-        `memory`, which has the length of the block, takes the bytes that nobody wants.
+        `memory`, which has the length of the block, takes the unwanted bytes.
         """
         targets = _targets(read.segments, memory)
         if targets is None:
@@ -187,11 +187,11 @@ class ReadPipeline:
         if fill is None:
             return False
         with read.copying:
-            # Nothing in here may hang: a load that is given up waits for it.
+            # Nothing in this block may hang: a load that is given up waits for it.
             return given_up.is_set() or fill(targets, self._verify)
 
     def _begin_checked(self, block: BlockId, memory: memoryview) -> Use:
-        """Wait for a block; the returned call fills `memory` with its plain bytes and checks them.
+        """Read a block; return a function that fills `memory` with its plain, checked bytes.
 
         Both raise as `run` does.
         """
@@ -216,8 +216,8 @@ class ReadPipeline:
         return fill
 
     def _buffer(self) -> memoryview:
-        """Memory for a block, from which a device may copy while other blocks are read."""
-        # Pinning is slow, so it is done once for each buffer, however often that is used.
+        """Return memory for a block, pinned if a device is to copy from it."""
+        # Pinning is slow, so it is done once for each buffer, which is reused often.
         buffer = self._buffers.take(self._block_nbytes)
         if self._device is not None and id(buffer) not in self._pinned:
             self._pinned[id(buffer)] = _PinnedBuffer(buffer, self._device)
@@ -232,7 +232,7 @@ class ReadPipeline:
             raise Tampered(f"{error}; {self._contents(file, start, stop)}") from error
 
     def _contents(self, file: str, start: int, stop: int) -> str:
-        """The tensors in a stretch of a file, for messages."""
+        """List the tensors in a byte range of a file, as text for messages."""
         names = [
             f"{component}.{key}"
             for component, entries in self._opened.index.components.items()
@@ -245,16 +245,16 @@ class ReadPipeline:
 
 
 def _targets(segments: Sequence[Segment], memory: memoryview) -> list[memoryview] | None:
-    """The destinations of all bytes of a block, in their order; `memory` for unwanted bytes.
+    """Return the destinations of all bytes of a block, in order; `memory` for unwanted bytes.
 
-    None where bytes are wanted twice, or on a device, or in so many places that this is slower.
+    None if bytes have two destinations, or one on a device, or so many that this is slower.
     """
     if len(segments) * _SEGMENT_NBYTES_MIN > len(memory) + _SEGMENT_NBYTES_MIN:
         return None
     targets: list[memoryview] = []
     done = 0
     for segment in sorted(segments, key=attrgetter("start")):
-        # The cached copy runs through the block once; what it cannot serve is copied from a buffer.
+        # The copy from the cache passes over the block once; other cases need a buffer.
         if segment.start < done or isinstance(segment.target, Tensor):
             return None
         targets += [memory[done : segment.start], memoryview(segment.target)]

@@ -1,10 +1,9 @@
-"""The plan of a read: which blocks are read, and to which memory the bytes of each go.
+"""Plan of a read: which blocks are read, and to which memory the bytes of each are copied.
 
-A destination is any memory that takes a run of a file's bytes: fresh memory laid out as the file, a
-live tensor, memory in which small tensors lie packed, or a row of a box of a tensor, which is one
-run beside others. The plan only keeps the books; `pipeline.ReadPipeline` carries it out. What is
-wanted of each file is worked out on the columns of the index, in a few passes for however many
-tensors.
+A destination is any memory for a contiguous range of a file's bytes: fresh memory laid out as the
+file, a live tensor, memory with packed small tensors, or a row of a box of a tensor, one of
+several. The plan only records them; `pipeline.ReadPipeline` carries it out. The wanted bytes of
+each file are computed on the columns of the index, in a few passes for any number of tensors.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from holdfast.format.tensors import TensorSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """The tensors that are wanted of one file; three columns with an entry for each."""
+    """The tensors to read from one file, in three columns with an entry for each tensor."""
 
     component: str
     specs: Sequence[TensorSpec]
@@ -33,9 +32,9 @@ class Wanted:
     nbytes: Column
 
     def blocks(self, block_nbytes: int) -> list[int]:
-        """The numbers of the blocks in which they lie, rising."""
+        """Return the numbers of the blocks that hold the tensors, ascending."""
         # +1 where a tensor begins, -1 behind its end: blocks with a positive sum are wanted. A pass
-        # over columns, however many tensors there are.
+        # over columns, for any number of tensors.
         has_bytes = self.nbytes > 0
         start, nbytes = self.start[has_bytes], self.nbytes[has_bytes]
         first, last = start // block_nbytes, (start + nbytes - 1) // block_nbytes
@@ -46,7 +45,7 @@ class Wanted:
 
 
 def wanted_by_file(index: Index, needed: Mapping[str, Iterable[str]]) -> dict[str, Wanted]:
-    """The wanted tensors of each tensor file. `needed`: component → keys.
+    """Group the needed tensors by tensor file. `needed`: component → keys.
 
     Raises:
         FormatError: a tensor in several shards, which this version cannot load.
@@ -76,9 +75,9 @@ def wanted_by_file(index: Index, needed: Mapping[str, Iterable[str]]) -> dict[st
 
 
 PACKED_NBYTES = 64 << 20
-"""The most memory that is taken at a time for tensors that are read packed and then copied."""
+"""Most bytes allocated at a time for tensors that are read packed and then copied."""
 DIRECT_NBYTES = 32 << 10
-"""Smaller tensors are read packed: each destination costs as much as a copy of so many bytes."""
+"""Least bytes of a tensor that is not read packed: a destination costs as much as this copy."""
 _ALIGNMENT = 64
 
 BlockId: TypeAlias = tuple[str, int]
@@ -87,7 +86,7 @@ BlockId: TypeAlias = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Bytes of one block, from `start` on, and the memory to which they are copied."""
+    """Bytes of one block, from offset `start`, and the memory to which they are copied."""
 
     start: int
     target: Any
@@ -100,10 +99,10 @@ class BlockRead:
 
     segments: list[Segment] = field(default_factory=list)
     memory: memoryview | None = None
-    """Fresh memory in which the block is read and stays. None: a buffer, from which the segments
-    are copied once the block was checked."""
+    """Fresh memory into which the block is read, and in which it stays. None: it is read into a
+    buffer, and copied to the segments once it was checked."""
     copying: threading.Lock = field(default_factory=threading.Lock)
-    """Held while bytes are copied to the segments."""
+    """Lock that is held while bytes are copied to the segments."""
 
 
 class ReadPlan:
@@ -114,19 +113,19 @@ class ReadPlan:
         self._block_nbytes = block_nbytes
 
     def check(self, file: str, wanted: Wanted) -> None:
-        """Read the blocks in which wanted tensors lie, and keep nothing of them."""
+        """Plan to read and check the blocks of the wanted tensors, without any copy."""
         for number in wanted.blocks(self._block_nbytes):
             _ = self.reads[file, number]
 
     def fill(self, file: str, wanted: Wanted, arena: Arena) -> None:
-        """Read the blocks in which wanted tensors lie into fresh memory, laid out as the file."""
+        """Plan to read the blocks of the wanted tensors into `arena`, laid out as the file."""
         for number in wanted.blocks(self._block_nbytes):
             start = number * self._block_nbytes
             memory = arena.memory[start : start + self._block_nbytes]
             self.reads[file, number].memory = memory
 
     def copy(self, file: str, start: int, target: Any) -> None:
-        """Copy the bytes of a file from `start` on to all of `target`, once they were checked."""
+        """Plan to copy checked bytes of a file, from `start`, until `target` is full."""
         done = 0
         while done < len(target):
             number, offset = divmod(start + done, self._block_nbytes)
@@ -136,7 +135,7 @@ class ReadPlan:
             done += nbytes
 
     def copy_packed(self, packed: Packed) -> None:
-        """Copy the bytes of packed tensors to their memory."""
+        """Plan to copy the bytes of packed tensors to their memory."""
         memory = np.frombuffer(packed.arena.memory, np.uint8)
         for extent in packed.extents:
             self.copy(extent.file, extent.start, memory[extent.at : extent.at + extent.nbytes])
@@ -153,21 +152,21 @@ class Extent:
 
 
 class Packed:
-    """Memory for tensors from anywhere in the files, without the bytes between them."""
+    """Memory that holds chosen tensors of the files, without the bytes between them."""
 
     def __init__(self, places: Places) -> None:
-        """Take the memory for tensors in the order of the files, as `batches` gives them."""
+        """Allocate memory for tensors that are sorted by file and offset, as `batches` does."""
         file, start, nbytes = places.file, places.start, places.nbytes
         stop = start + nbytes
         begins = np.ones(len(file), np.bool_)
         begins[1:] = (file[1:] != file[:-1]) | (start[1:] != stop[:-1])
         first = np.flatnonzero(begins)
         begin, length = start[first], stop[np.append(first, len(file))[1:] - 1] - start[first]
-        # Aligned as in the file, so that views can be made of whatever is aligned there.
+        # Aligned as in the file, so that tensors aligned there can be views.
         taken = -(-(begin % _ALIGNMENT + length) // _ALIGNMENT) * _ALIGNMENT
         at = np.cumsum(taken) - taken + begin % _ALIGNMENT
         self.starts: Column = start + (at - begin)[np.cumsum(begins) - 1]
-        """Where in the memory each tensor begins."""
+        """Offset in the memory at which each tensor begins."""
         self.nbytes = nbytes
         columns = (column.tolist() for column in (file[first], begin, length, at))
         self.extents = [
@@ -178,9 +177,9 @@ class Packed:
 
 
 def batches(places: Places, packed_nbytes: Column) -> list[Column]:
-    """The numbers of the tensors in the order of the files, in parts that are read together.
+    """Sort the numbers of tensors by file and offset, and split them into batches of reads.
 
-    Of each `packed_nbytes` are packed; those of a part fit in `PACKED_NBYTES`, or are one tensor's.
+    `packed_nbytes`: packed bytes of each; a batch has at most `PACKED_NBYTES`, or one such tensor.
     """
     # In the order of the files, in which a disk is read fastest and a block is read once.
     order = np.lexsort((places.start, places.file))

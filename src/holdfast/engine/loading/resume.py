@@ -2,10 +2,10 @@
 
 Decides where its tensors are kept until they are applied: in fresh memory; or nowhere, because the
 caller wants each byte copied as it is checked, or because memory is bounded, and then all of them
-were checked once before.
+are checked once before.
 
-`resume` walks back along the lineage over damaged candidates and says why each was passed over;
-a checkpoint that was named explicitly is taken or the damage is raised.
+`resume` walks back along the lineage, skips damaged candidates and records why; a checkpoint that
+was named explicitly is used, or its damage is raised.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ from holdfast.store.base import Store
 
 Rename = Mapping[str, str] | Callable[[str], str] | None
 Unhealthy = Literal["avoid", "accept"]
-"""Whether a walk goes on from an unhealthy state only when there is no other."""
+"""How resume treats an unhealthy checkpoint: "avoid" uses it only if there is no other."""
 StoredTensors = Mapping[str, Mapping[str, Stored]]
 """Stored tensors by component and key."""
 _STREAMED = frozenset({"module", "optimizer", "tree"})
-"""Kinds of components whose tensors are mostly copied into live ones. The others have a few bytes,
-or hand them to code that wants them in memory."""
+"""Kinds of components whose tensors are mostly copied into live ones. The others have few bytes, or
+pass them to code that needs them in memory."""
 _MAX_RELISTS = 10
 _MAX_LOOKS = 10
 
@@ -66,11 +66,11 @@ class LoadOptions:
     """Options of a load: which part of a checkpoint is loaded, and how."""
 
     components: Collection[str] | None = None
-    """Names to load; None: all."""
+    """Names of the components to load; None: all."""
     strict: bool = True
     """Whether missing and unexpected leaves, and arguments that name nothing, are an error."""
     rename: Rename = None
-    """Stored path → live path."""
+    """Mapping or function from stored paths to live paths; None: they are the same."""
     include: Collection[str] = ()
     """Load only these: components, `component.path` or what is above it, patterns. Empty: all."""
     skip: Collection[str] = ()
@@ -83,8 +83,8 @@ class LoadOptions:
     rng: bool = True
     """Whether generator states are restored."""
     in_place: bool = False
-    """Whether bytes go straight into the live tensors, each block once or while it is checked.
-    Damage that is found on the way then leaves the state mixed."""
+    """Whether bytes are read straight into the live tensors, before all of them were checked.
+    Damage that is found later leaves the state partly old and partly stored."""
     sides: Sides = field(default_factory=Sides)
     """Components that only the state or only the checkpoint may have; the load is still full."""
 
@@ -197,7 +197,7 @@ class Reader:
             MismatchError: it does not fit the live state.
         """
         store = self.catalog.home(entry.folder)
-        # Told by marks, before anything is read: a missing file alone would look like damage.
+        # By the marks, before anything is read: a missing file alone would look like damage.
         gone = dropped(store, entry.folder, entry.manifest, entry.marks)
         unsaved = _goes_without(entry.manifest, options)
         everything = (*entry.manifest.components, *self._lacks(entry, but=unsaved))
@@ -219,11 +219,11 @@ class Reader:
             now = dropped(store, entry.folder, entry.manifest, marks)
             self._expect_not_dropped(entry, wanted, set(now) - set(gone))
             raise
-        if not self.passed_over:  # what is older may well lack, or have, what the newest does not
+        if not self.passed_over:  # older checkpoints may well have other components
             try:
                 options.sides.expect(entry.manifest, gone, where=self._place(entry))
             except UsageError:
-                candidate.reader.verify_all()  # raises if damaged: then it is passed over
+                candidate.reader.verify_all()  # raises if damaged: then it is skipped
                 raise
         return candidate
 
@@ -237,7 +237,7 @@ class Reader:
         one_sided: OneSided,
     ) -> LoadCandidate:
         if not options.verify:
-            store = store.uncached()  # nothing would tell a damaged copy
+            store = store.uncached()  # a damaged copy would not be noticed
         opened = open_checkpoint(
             store, entry.folder, entry.manifest, components=components, verify=options.verify
         )
@@ -301,8 +301,8 @@ class Reader:
             return reader.read(needed)
         unread = reader.unread(streamed)
         if options.verify and not options.in_place:
-            # Later each block is copied as it is read, so damage has to show now: two reads of all
-            # are the price of bounded memory.
+            # Later each block is copied as it is read, so damage must be found now: two reads of
+            # everything are the price of bounded memory.
             reader.verify_all()
         others = {name: keys for name, keys in needed.items() if name not in streamed}
         return {**reader.read(others), **unread}
@@ -430,7 +430,7 @@ class Reader:
     ) -> LoadCandidate | None:
         """Return the first usable checkpoint; record those before it in `passed_over`.
 
-        `seen` gets the state of each register before it is looked at any closer.
+        `seen` gets the state of each register before the checkpoint is read.
         """
         for name in names:
             if seen is not None:
@@ -454,7 +454,7 @@ class Reader:
         self, catalog: Catalog, name: AttemptName, options: LoadOptions, unhealthy: Unhealthy
     ) -> LoadCandidate | None:
         """Read a candidate; on failure retry once, from the other tier if there is one."""
-        # Errors may pass, and what is damaged in one tier may be whole in the other.
+        # Errors may be transient, and a checkpoint damaged in one tier may be whole in the other.
         try:
             return self._read_candidate(catalog, name, options, unhealthy)
         except (StoreError, FormatError) as error:
@@ -524,7 +524,7 @@ def _registers(catalog: Catalog) -> list[tuple[AttemptName, str]]:
 
 
 def _doubles(newest_first: Sequence[AttemptName]) -> tuple[tuple[str, str], ...]:
-    """Pairs of neighbouring attempts with the same epoch and sequence, as folder names."""
+    """Return pairs of neighbouring attempts with the same epoch and sequence, as folder names."""
     pairs = pairwise(newest_first)
     return tuple((str(one), str(other)) for one, other in pairs if one.order == other.order)
 
@@ -595,7 +595,7 @@ class Search:
         )
         if self.candidate is not None:
             try:
-                # Here, because a claim must not go on from what an object refuses.
+                # Before the claim: a run must not resume from a state that an object refuses.
                 self.candidate.prepared.ready(self.candidate.tensors)
             except (FormatError, StoreError) as error:
                 if not self.goes_on_after(error):
@@ -606,8 +606,8 @@ class Search:
     def goes_on_after(self, error: Exception) -> bool:
         """Whether to choose again, after reading the chosen checkpoint has failed.
 
-        The same one is retried first, since errors may pass; then an older one. Until one is
-        applied, the state may be mixed.
+        The same one is retried first, as errors may be transient; then an older one. Until one is
+        applied, the state may be partly old and partly stored.
         """
         if self.candidate is None:
             return False

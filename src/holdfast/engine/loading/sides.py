@@ -1,4 +1,4 @@
-"""Components that only the live state or only the checkpoint has, as far as a load allows them."""
+"""Components that a load allows to be in the live state only, or in the checkpoint only."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _WHOLE = " (the whole component)"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sides:
-    """The components that a load allows to be in the state only, or in the checkpoint only."""
+    """Rules that allow components to be in the state only, or in the checkpoint only."""
 
     new: Collection[str] = ()
     """Live components that the checkpoint lacks."""
@@ -25,10 +25,10 @@ class Sides:
     """Whether another component, given by name, may be on one side only."""
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Check the names against the live state.
+        """Check the named components against the live state.
 
         Raises:
-            UsageError: one of `new` is no component of it, or one of `without` is.
+            UsageError: one of `new` is not a component of it, or one of `without` is.
         """
         live = [*state, RNG]
         for name in self.new:
@@ -48,10 +48,10 @@ class Sides:
         gone: Collection[str],
         is_asked: Callable[[str], bool],
     ) -> OneSided:
-        """The components to load that only the state or only a checkpoint has, as is allowed.
+        """Find the allowed components that only the state or only a checkpoint has.
 
-        `gone`: components that were dropped from the checkpoint. Neither they nor those that were
-        left out of it are ever new.
+        `gone`: components that were dropped from the checkpoint. Neither they nor those that it
+        omitted are ever new. `is_asked`: whether a component is to be loaded.
         """
         stored = manifest.components
         live, known = {*state, RNG}, {*stored, *manifest.left_out}
@@ -63,7 +63,7 @@ class Sides:
         )
 
     def expect(self, manifest: Manifest, gone: Collection[str], *, where: str) -> None:
-        """Check the names against the newest checkpoint, once it was read and found sound.
+        """Check the named components against the newest checkpoint, which is known to be sound.
 
         Raises:
             UsageError: one of `new` is in the checkpoint, or one of `without` is not.
@@ -86,23 +86,23 @@ class Sides:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OneSided:
-    """Components that a load leaves out because only one side has them."""
+    """Components that a load skips because only the state or only the checkpoint has them."""
 
     new: tuple[str, ...]
     without: tuple[str, ...]
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of all of them."""
+        """The names of all components that only one side has."""
         return (*self.new, *self.without)
 
     def without_them(self, components: Collection[str] | None) -> Collection[str] | None:
-        """The components that a caller named, without these; None: all."""
+        """Remove one-sided components from those that a caller named; None: all."""
         return components and [name for name in components if name not in self.names]
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """A sentence for each of them."""
+        """Text for each one-sided component that says what the load did."""
         return (
             *(f"{name}: not in the checkpoint, stays as it is" for name in self.new),
             *(f"{name}: in the checkpoint only, not loaded" for name in self.without),
@@ -110,8 +110,8 @@ class OneSided:
 
 
 def with_hint(error: MismatchError, manifest: Manifest) -> MismatchError:
-    """The error, with a hint at the arguments that allow components which only one side has."""
-    # What an edit took out of a checkpoint is in the manifest.
+    """Add a hint to an error at the arguments that allow components which only one side has."""
+    # A component that an edit removed from a checkpoint is still in the manifest.
     new = [name for name in _whole(error.missing) if name not in manifest.components]
     without = _whole(error.unexpected)
     hints = [

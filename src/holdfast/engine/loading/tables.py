@@ -1,7 +1,7 @@
 """Columnar tables of a component's stored tensors, for bulk copies of many small tensors.
 
-A tensor object, or a record of the place of one, costs several times what its few bytes do. So both
-are made only when a tensor is asked for by its key; plain live tensors are filled from addresses
+A tensor object, or a record of its place, costs several times a copy of its few bytes. So both are
+made only when a tensor is requested by its key; plain live tensors are filled from addresses
 (docs/decisions/0024).
 """
 
@@ -25,12 +25,12 @@ from holdfast.state.copying import copy_bytes
 from holdfast.state.unread import LazyTensors, S_co, TensorSource, Unread
 
 _SMALL_NBYTES = 128 << 10
-"""Tensors of this size and more are copied on several threads, by `state.copying`."""
+"""Least bytes of a tensor that is copied on several threads, by `state.copying`."""
 _key = attrgetter("key")
 
 
 class PackedSource(TensorSource, Protocol):
-    """A source of unread tensors that reads many small ones together."""
+    """Source of unread tensors that can read many small ones together."""
 
     def read_packed(self, packed: Packed) -> None:
         """Read tensors into packed memory.
@@ -71,7 +71,7 @@ class _Columns(LazyTensors[S_co]):
         return dict(zip(self._keys, self._make(np.arange(len(self))), strict=True))
 
     def _numbers_of(self, keys: Sequence[str]) -> Column:
-        # All keys in their order is what a load of a whole container asks for.
+        # A load of a whole container requests all keys in their order.
         if keys == self._keys:
             return np.arange(len(keys))
         numbers = {key: number for number, key in enumerate(self._keys)}

@@ -1,8 +1,8 @@
-"""Reads the tensors of one checkpoint, into fresh memory or into live tensors.
+"""Reads of the tensors of one checkpoint, into fresh memory or into live tensors.
 
-Fresh memory holds the whole state once more, and nothing live changes until all of it was checked.
-Live tensors take the bytes block by block, as each is checked, which needs memory for a few blocks
-and for the tensors that cannot take bytes as they are read.
+Fresh memory holds the whole state once more, and no live tensor changes until all of it is checked.
+Live tensors are filled block by block, as each is checked, which needs memory for a few blocks and
+for the tensors that cannot be filled directly.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from holdfast.store.base import Store
 
 
 class TensorReader:
-    """Reads the tensors of one checkpoint; the `Source` of those that are yet to be read."""
+    """Reader of the tensors of one checkpoint; also the `PackedSource` of its unread tensors."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class TensorReader:
 
     @property
     def failure(self) -> BaseException | None:
-        """The error of the last read that failed."""
+        """The error of the last read that failed; None if none did."""
         return self._pipeline.failure
 
     def read(self, needed: Mapping[str, Iterable[str]]) -> dict[str, FreshTensors]:
@@ -67,7 +67,7 @@ class TensorReader:
         plan = self._plan()
         tables: dict[str, FreshTensors] = {}
         for component, parts in self._parts(needed).items():
-            # As large as the files. Pages of blocks that nobody needs are never touched, and so
+            # As large as the files. Pages of blocks that are not needed are never touched, and so
             # cost nothing.
             arenas = [Arena(self._opened.manifest.files[file].nbytes) for file in parts]
             for (file, wanted), arena in zip(parts.items(), arenas, strict=True):
@@ -79,7 +79,7 @@ class TensorReader:
         return tables
 
     def unread(self, needed: Mapping[str, Iterable[str]]) -> dict[str, UnreadTensors]:
-        """The needed tensors by component and key, to be read when they are copied.
+        """Return the needed tensors, by component and key, unread: they are read when copied.
 
         Raises:
             CorruptData: a file is missing, or has another length.
@@ -90,7 +90,7 @@ class TensorReader:
         return {name: UnreadTensors(self, parts) for name, parts in by_component.items()}
 
     def verify_all(self) -> None:
-        """Read and check every block that `unread` will need, and keep nothing of it.
+        """Read and check every block that the `unread` tensors need, without any copy.
 
         Raises:
             CorruptData: names file, block and the tensors in it.
@@ -101,12 +101,12 @@ class TensorReader:
         self._pipeline.run(plan)
 
     def copy(self, pairs: Sequence[tuple[Tensor, Unread]]) -> None:
-        """Read the second of each pair into the first; see `Source`.
+        """Read the stored tensor of each pair into the live one; see `TensorSource`.
 
         Raises:
             CorruptData: names file, block and the tensors in it; some may be copied already.
         """
-        # Threads copy, not on the caller's stream: what still uses the live tensors comes first.
+        # Threads copy, not on the caller's stream: pending uses of the live tensors must end first.
         for device in {live.device for live, _ in pairs if live.is_cuda}:
             torch.cuda.synchronize(device)
             self._pipeline.pin_for(device)
@@ -140,8 +140,8 @@ class TensorReader:
                 others.append(number)
                 continue
             plan.copy(unread.file, unread.start, target)
-            # Neither numpy nor a copy into a view of bytes tells autograd that a tensor changes,
-            # which it may also do when not all of it can be read.
+            # Neither numpy nor a copy into a view of bytes tells autograd that a tensor changes.
+            # It may change even if the read fails half-way.
             torch.autograd.graph.increment_version(live)
         packed = Packed(places.of(np.array(others, np.int64)))
         plan.copy_packed(packed)
@@ -153,7 +153,7 @@ class TensorReader:
         copy_tensors([*zip(lives, values, strict=True)])
 
     def _parts(self, needed: Mapping[str, Iterable[str]]) -> dict[str, dict[str, Wanted]]:
-        """The needed tensors by component and file, once the lengths of the files were checked."""
+        """Group the needed tensors by component and file, and check the lengths of the files."""
         by_component: dict[str, dict[str, Wanted]] = {name: {} for name in needed}
         for file, wanted in wanted_by_file(self._opened.index, needed).items():
             self._pipeline.expect(file)
@@ -165,7 +165,7 @@ class TensorReader:
 
 
 def _places(tensors: Sequence[Unread]) -> Places:
-    """The places of unread tensors as columns."""
+    """Return the places of unread tensors as columns."""
     files = sorted({unread.file for unread in tensors})
     numbers = {file: number for number, file in enumerate(files)}
     rows = [(numbers[unread.file], unread.start, unread.nbytes) for unread in tensors]
@@ -173,7 +173,7 @@ def _places(tensors: Sequence[Unread]) -> Places:
 
 
 def _target(live: Tensor) -> Any | None:
-    """The memory of a live tensor as bytes; None where its bytes lie in another order."""
+    """Return the memory of a live tensor as bytes; None if they are not in the stored order."""
     if is_plain(live):
         return bytes_of(live)
     if (

@@ -1,1 +1,1 @@
-"""Contents of a root: found and read, written and deleted, named and marked."""
+"""Reads and writes of the records in a run's root: attempts, manifests, claims and marks."""

@@ -1,7 +1,7 @@
 """Catalog of a root: attempts, registers, claims, the lineage and its head. Reads only.
 
-This module knows the order of things (docs/design.md, section 3) and nothing about tensors. It
-never writes and never claims.
+This module knows the order of epochs and saves (docs/design.md, section 3) and nothing about
+tensors. It never writes and never claims.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ from holdfast.store.base import Store
 
 Register = Manifest | Aborted | Deleted
 _MAX_LOST = 1000
-"""Claims that may have been lost among those that are there."""
+"""Largest number of missing claims between existing ones; more mean a forged epoch number."""
 _STEP = re.compile(r"step=(\d{1,18})", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Marks:
-    """Marks that sidecars add to a checkpoint."""
+    """Marks that sidecar files add to a checkpoint: deletion, rejection, pin and tags."""
 
     retired_by: tuple[int, ...] = ()
     """The writer epochs that began to delete it."""
     thinned_by: tuple[tuple[str, int], ...] = ()
-    """(component, writer epoch): who began to drop what."""
+    """(component, writer epoch that began to drop it)."""
     rejected: tuple[str, ...] = ()
     pinned: bool = False
     tags: tuple[str, ...] = ()
@@ -60,12 +60,12 @@ class Marks:
 
     @property
     def retired(self) -> bool:
-        """Whether its deletion was begun."""
+        """Whether a writer began to delete the checkpoint."""
         return bool(self.retired_by)
 
     @property
     def thinned(self) -> tuple[str, ...]:
-        """The components that somebody began to drop."""
+        """The components that writers began to drop, without repeats."""
         return tuple(dict.fromkeys(name for name, _ in self.thinned_by))
 
 
@@ -86,7 +86,7 @@ class Entry:
 
     @property
     def order(self) -> tuple[int, int]:
-        """(epoch, sequence)."""
+        """(epoch, sequence), by which checkpoints are sorted."""
         return self.name.order
 
     @property
@@ -96,7 +96,7 @@ class Entry:
 
     @property
     def reference(self) -> Reference:
-        """How records name this checkpoint."""
+        """The reference by which records name this checkpoint."""
         return Reference(
             epoch=self.name.epoch,
             sequence=self.name.sequence,
@@ -106,13 +106,12 @@ class Entry:
 
 
 class Catalog:
-    """A reader of one root. Each question looks at the store anew, but for claims that it is given.
-    A question begins with a list of the attempts."""
+    """Reader of one root. Each query begins with a list of the attempts, and reads the store anew
+    except for the given claims."""
 
     def __init__(self, store: Store, *, claims: dict[int, WriterRecord] | None = None) -> None:
-        """`claims` are those that were read before, by epoch, and takes what is read. For whoever
-        owns the run, as long as he does: earlier claims do not change until the next one is made,
-        and a run that was resumed often has many."""
+        """`claims` is a cache of claims by epoch, which is filled here. Only for the run's owner:
+        earlier claims do not change until the next one is made, and there may be many."""
         self.store = store
         self._known_claims = claims if claims is not None else {}
         self._keeps_claims = claims is not None
@@ -121,25 +120,25 @@ class Catalog:
         self.vanished = ""
         """Folder of the newest rollback's checkpoint, if `lineage` found that it no longer exists.
 
-        The run then stands on what that rollback had left behind. Otherwise empty.
+        The run then continues from what that rollback had left behind. Otherwise empty.
         """
         self.unread = 0
         """The newest epoch without a commit whose claim `lineage` could not read; otherwise 0."""
 
     def home(self, folder: str) -> Store:
-        """The store in which a checkpoint is read: where a run has two tiers, one of them."""
+        """Return the store that a checkpoint is read from: one of the tiers, if there are two."""
         return self.store
 
     def turn(self, folder: str) -> bool:
-        """Read a damaged checkpoint elsewhere from now on; whether there is an elsewhere."""
+        """Read a damaged checkpoint from the other tier from now on. False if that has none."""
         return False
 
     def copies(self, entry: Entry) -> Iterator[tuple[Store, Entry]]:
-        """Each place where a checkpoint is, and what that says of it; one after the other."""
+        """Yield each store that holds a copy of a checkpoint, with its entry in that store."""
         yield self.store, entry
 
     def look_again(self) -> None:
-        """A new question begins: what could not be reached before is tried again."""
+        """Begin a new query: clear caches, and retry what could not be reached before."""
         self._forget()
 
     def _forget(self) -> None:
@@ -148,7 +147,7 @@ class Catalog:
             self._known_claims.clear()
 
     def attempts(self) -> tuple[AttemptName, ...]:
-        """Every attempt, newest first, from the names alone."""
+        """List every attempt, newest first, from the folder names alone."""
         self._forget()
         names = self.store.children()
         known_ended(self.store).take(self.store, names)
@@ -156,25 +155,25 @@ class Catalog:
         return tuple(sorted((name for name in parsed if name is not None), reverse=True))
 
     def open_attempts(self) -> tuple[AttemptName, ...]:
-        """The attempts that are not known to have ended, which is aborted or deleted."""
+        """List the attempts that are not known to have ended, aborted or deleted; newest first."""
         found, known = self.attempts(), known_ended(self.store)
         return tuple(n for n in found if str(n) not in known) if self._skips_ended else found
 
     def has_skipped(self) -> bool:
-        """Whether attempts were left out because they are known to have ended; from now on none is.
+        """Whether ended attempts were skipped before this call; later queries skip none.
 
-        For callers that found nothing: somebody may have put one of them back.
+        For callers that found nothing: a user may have restored one of them.
         """
         is_first, self._skips_ended = self._skips_ended, False
         known = known_ended(self.store)
         return is_first and bool(known.aborted or known.deleted)
 
     def read(self, folder: str) -> Register | None:
-        """The value of an attempt's register; None while nothing is there.
+        """Read an attempt's register; None while it does not exist.
 
         Raises:
-            FormatError: something is there that is not a valid document; or nothing is there, and
-                other records show that there was a manifest.
+            FormatError: it is not a valid document; or it is missing, and other records show that
+                a manifest was committed.
         """
         register = self._register(folder)
         name = layout.parse_attempt(folder) if register is None else None
@@ -200,7 +199,7 @@ class Catalog:
         return register
 
     def expect_own(self, manifest: Manifest, folder: str) -> None:
-        """Raise `FormatError` where it was not saved under this run's claim of its epoch."""
+        """Raise `FormatError` unless a manifest was saved under this run's claim of its epoch."""
         claim = self._claim_or_none(manifest.epoch) if manifest.writer is not None else None
         if claim is not None and claim.nonce != manifest.writer:
             raise FormatError(
@@ -210,13 +209,13 @@ class Catalog:
             )
 
     def _records(self) -> Records:
-        """The records as they are read for one question; `attempts` begins the next one."""
+        """Return the cached `Records` of the current query; `attempts` begins the next one."""
         if self._known_records is None:
             self._known_records = Records(self.store)
         return self._known_records
 
     def marks(self, folder: str) -> Marks:
-        """The sidecars of a checkpoint; damaged ones are passed over."""
+        """Read the marks of a checkpoint from its sidecar files; damaged ones are skipped."""
         return self._marks(folder, self.home(folder).children(folder))
 
     def _marks(self, folder: str, names: tuple[str, ...]) -> Marks:
@@ -231,10 +230,10 @@ class Catalog:
         )
 
     def entry(self, name: AttemptName, *, known: Manifest | None = None) -> Entry | None:
-        """The checkpoint in an attempt's folder; None when it is not committed.
+        """Read the checkpoint in an attempt's folder; None if it is not committed.
 
-        `known` is its manifest as it was read before, which is read again only if the folder
-        looks as if somebody had begun to delete it since.
+        `known` is its manifest as read before, which is read again only if the names in the folder
+        show that its deletion may have begun since.
 
         Raises:
             FormatError: the manifest is damaged, or that of another run.
@@ -253,7 +252,7 @@ class Catalog:
         return Entry(name=name, folder=folder, manifest=manifest, marks=self.marks(folder))
 
     def checkpoints(self, *, known: Mapping[str, Manifest] | None = None) -> tuple[Entry, ...]:
-        """Every committed checkpoint whose manifest is sound and can be opened, newest first.
+        """List every committed checkpoint whose manifest can be read and decrypted, newest first.
 
         `known`: folder → manifest, as for `entry`.
         """
@@ -262,8 +261,8 @@ class Catalog:
     def survey(
         self, *, known: Mapping[str, Manifest] | None = None
     ) -> tuple[tuple[Entry, ...], tuple[tuple[str, HoldfastError], ...]]:
-        """The checkpoints, and (folder, error) of each manifest that cannot be read: a `SealError`
-        where it is sealed for others, a `FormatError` where it is damaged."""
+        """List the checkpoints, and (folder, error) of each manifest that cannot be read: a
+        `SealError` if it is encrypted with other keys, a `FormatError` if it is damaged."""
         manifests = known if known is not None else {}
         entries: list[Entry] = []
         unread: list[tuple[str, HoldfastError]] = []
@@ -278,11 +277,11 @@ class Catalog:
         return tuple(entries), tuple(unread)
 
     def highest_epoch(self) -> int:
-        """The number of the newest of `epochs`; 0 when there is none."""
+        """Return the newest of `epochs`; 0 if there is none."""
         return max(self.epochs(), default=0)
 
     def writer(self, epoch: int) -> WriterRecord | None:
-        """The claim of an epoch; None when there is none.
+        """Read the claim of an epoch; None if there is none.
 
         Raises:
             FormatError: the record is damaged.
@@ -290,18 +289,17 @@ class Catalog:
         return read_if_there(self.store, layout.writer_key(epoch), WriterRecord.decode)
 
     def claims(self) -> tuple[int, ...]:
-        """The epochs that have a claim, newest first. The newest is found by point reads.
+        """List the epochs that have a claim, newest first.
 
-        A list may lag, so the epochs after the highest listed one are asked for by name.
+        A listing may lag, so the epochs after the highest listed one are read by name.
         """
         return self._claimed(layout.parse_writer)
 
     def epochs(self, attempts: Collection[AttemptName] | None = None) -> tuple[int, ...]:
-        """Claimed epochs, newest first, including some whose claim was lost.
+        """List claimed epochs, newest first, including some whose claim was lost.
 
-        A lost claim counts if a later one or its heartbeat or its close exists, or if `latest`
-        names a checkpoint of its epoch. `attempts`: the attempts of this root, if they were listed
-        already.
+        A lost claim counts if a later claim or its heartbeat or close exists, or if `latest` names
+        a checkpoint of its epoch. `attempts`: the attempts of this root, if already listed.
         """
         known = self._claimed(layout.parse_writer, layout.parse_alive, layout.parse_closed)
         claimed = known
@@ -326,11 +324,11 @@ class Catalog:
         return tuple(sorted(epochs, reverse=True))
 
     def lineage(self, *, below: int | None = None) -> Iterator[AttemptName]:
-        """Attempts that resume may use, newest first: down the chain of claims.
+        """Yield the attempts that resume may use, newest first, down the chain of claims.
 
         The caller reads each. Attempts without a commit are among them, but in the newest epoch
-        that has a commit none after its newest commit. `below` looks at the run as it was before
-        that epoch's claim. Claims that do not count are passed over (docs/design.md, rule 2).
+        that has a commit none after its newest commit. With `below`, the lineage as it was before
+        that epoch's claim. Claims that do not count are skipped (docs/design.md, rule 2).
         """
         attempts = self.open_attempts()
         epochs, first = self._epochs(attempts, below)
@@ -353,18 +351,18 @@ class Catalog:
                 epoch, last = point.order
 
     def head(self) -> Entry | None:
-        """The newest committed checkpoint of the lineage with a sound manifest, or None."""
+        """Return the newest committed checkpoint of the lineage with a sound manifest, or None."""
         return next(self.lineage_entries(), None)
 
     def lineage_entries(self, *, opens_all: bool = True) -> Iterator[Entry]:
-        """The lineage's committed checkpoints with sound manifests, newest first; where only sealed
-        ones are wanted, those alone: anybody may have put another one there.
+        """Yield the lineage's committed checkpoints with sound manifests, newest first.
 
-        Without `opens_all` those that are sealed for others are passed over: for who looks for
-        something older than the newest, or for something by name.
+        With encryption, unencrypted ones are skipped: anybody may have put them there. Without
+        `opens_all`, so are those encrypted with other keys: for searches for an older checkpoint
+        than the newest, or by name.
 
         Raises:
-            SealError: one of them is sealed for others.
+            SealError: one of them is encrypted with other keys.
         """
         for name in self.lineage():
             try:
@@ -379,7 +377,7 @@ class Catalog:
                 yield entry
 
     def latest(self, entries: Iterable[Entry] | None = None) -> Entry | None:
-        """Find the "latest": the checkpoint from which a run would go on, damage aside.
+        """Find the "latest": the checkpoint that a run would resume from, damage aside.
 
         That is the newest of the lineage (or of `entries`, newest first) that holds the whole
         state and is not avoided, else the newest that holds it, else the newest not avoided.
@@ -395,10 +393,10 @@ class Catalog:
         return best
 
     def newest(self, *, but: Collection[str] = ()) -> Entry | None:
-        """The `latest` of those in other folders than `but`; fails where a newer one is damaged.
+        """Find the `latest` outside the folders `but`; raises if a newer checkpoint is damaged.
 
         Raises:
-            SealError: a newer one is sealed for others.
+            SealError: a newer one is encrypted with other keys.
             FormatError: the manifest of a newer one is damaged or lost.
         """
         entry = self.latest(entry for entry in self.lineage_entries() if entry.folder not in but)
@@ -406,9 +404,9 @@ class Catalog:
         return entry
 
     def removed_latest(self, newest: Entry | None) -> str:
-        """The folder that `latest` names, if it is newer than `newest` and no longer exists.
+        """Return the folder that `latest` names, if it is newer than `newest` and does not exist.
 
-        Empty otherwise. Retention never deletes what `latest` names, so a person has moved, renamed
+        Empty otherwise. Retention never deletes what `latest` names, so a user has moved, renamed
         or removed it.
         """
         folder = latest_of(self.store)
@@ -419,7 +417,7 @@ class Catalog:
         return "" if is_there or folder in known_ended(self.store).deleted else folder
 
     def is_avoided(self, entry: Entry) -> bool:
-        """Whether its state was not healthy, and nobody has gone back to it by name."""
+        """Whether a checkpoint's state was unhealthy, and no run was rolled back to it by name."""
         if not entry.manifest.unhealthy:
             return False
         claims = (self._claim_or_none(epoch) for epoch in self.claims())
@@ -427,16 +425,16 @@ class Catalog:
         return all(point is None or point.folder != entry.folder for point in points)
 
     def resolve(self, which: str | int = "latest") -> Entry:
-        """The checkpoint that `which` names, in the current lineage.
+        """Find the checkpoint that `which` names in the current lineage.
 
-        `which` is "latest" (see `newest`: where it is damaged nothing older takes its place),
+        `which` is "latest" (see `newest`: if it is damaged, nothing older takes its place),
         "step=1000" (or an int), a folder's name, a tag, or a label; a folder's name is also found
         outside the lineage.
 
         Raises:
             UsageError: "step=" with something that is no number.
-            NoCheckpoint: nothing there answers; the message lists what is there.
-            SealError: what answers is sealed for others, or may be what is.
+            NoCheckpoint: no checkpoint matches; the message lists those that exist.
+            SealError: the match, or a checkpoint that may match, is encrypted with other keys.
             FormatError: the manifest of the named folder, or of the latest, is damaged or lost.
         """
         if isinstance(which, int) and which < 0:
@@ -455,15 +453,15 @@ class Catalog:
         return entry
 
     def ever_committed(self, *, by_main: bool = False) -> bool:
-        """Whether anything was ever committed here: then a fresh start would be a lie.
+        """Whether anything was ever committed in this root, so that a fresh start would be wrong.
 
-        With `by_main`, what side savers saved does not count: neither manifests of parts, nor what
-        was deleted, of which nobody knows whose it was; a run that went on from a checkpoint shows
-        itself by its claim.
+        With `by_main`, saves of side savers do not count: neither manifests of parts, nor deleted
+        checkpoints, whose saver is unknown; a run that resumed from a checkpoint is known by its
+        claim.
 
         Raises:
-            SealError: before anything else, something that is sealed for others; or nothing else
-                is there than what is not sealed.
+            SealError: a manifest encrypted with other keys was found first; or there are only
+                unencrypted ones, with encryption on.
         """
         unsealed: NotSealed | None = None
         for name in self.open_attempts():
@@ -488,16 +486,16 @@ class Catalog:
         return False
 
     def _has_deleted(self) -> bool:
-        """Whether anything is known to have been deleted."""
+        """Whether any attempt is known to have been deleted."""
         return bool(known_ended(self.store).deleted)
 
     def _epochs(
         self, attempts: tuple[AttemptName, ...], below: int | None
     ) -> tuple[tuple[int, ...], int]:
-        """The epochs of this run, newest first: the claims, and what lay here before the first;
-        and the first claim.
+        """Return the epochs of this run, newest first, and the epoch of its first claim.
 
-        Other attempts were copied here from another run and are not of this one.
+        They are those claimed, and those of attempts from before the first claim. Other attempts
+        were copied from another run.
         """
         claimed = self.epochs(attempts)
         newest = max((name.epoch for name in attempts), default=0)
@@ -509,11 +507,11 @@ class Catalog:
     def _standing(
         self, attempts: Mapping[int, Sequence[AttemptName]], epochs: tuple[int, ...], first: int
     ) -> tuple[int, int | None]:
-        """The highest epoch that counts, with the sequence of its newest commit.
+        """Return the highest epoch that counts, with the sequence of its newest commit.
 
         An epoch without a commit counts if it is a rollback to a checkpoint that exists; its
-        sequence is None. A claim that cannot be read may have been one: then the run stands where
-        the next writer did. Claims begin with epoch `first`. (0, None) if no epoch counts.
+        sequence is None. A claim that cannot be read may have been one: then the next writer's
+        starting point counts. Claims begin with epoch `first`. (0, None) if no epoch counts.
         """
         self.vanished, self.unread = "", 0
         later: WriterRecord | None = None
@@ -537,7 +535,7 @@ class Catalog:
         return 0, None
 
     def _parent(self, attempts: Iterable[AttemptName]) -> Reference | None:
-        """Checkpoint that the writer of these attempts went on from, as a manifest of them says."""
+        """Return the checkpoint that a writer resumed from, by a manifest of its attempts."""
         for name in attempts:
             with suppress(FormatError, SealError):
                 register = self.read(str(name))
@@ -565,7 +563,7 @@ class Catalog:
             except UnsupportedVersion:
                 raise
             except NotSealed:
-                continue  # nobody vouches for it: what is before it serves
+                continue  # unencrypted, so not trusted: an older one serves
             except FormatError as error:
                 older = "none before it is whole"
                 if entry is not None:
@@ -576,7 +574,7 @@ class Catalog:
                 ) from error
 
     def _expect_all_opened(self) -> None:
-        """Raise the `SealError` of the newest of the lineage that has one."""
+        """Raise the `SealError` of the newest checkpoint of the lineage that has one, if any."""
         for name in self.lineage():
             with suppress(FormatError):
                 self.entry(name)
@@ -606,10 +604,10 @@ class Catalog:
         )
 
     def _newest_notes(self, folder: str, names: tuple[str, ...]) -> tuple[Notes, int]:
-        """Return the notes that count, and the highest number in use.
+        """Return the notes in force, and the highest number in use.
 
-        Where the newest cannot be read, they are those before it and a pin: what was pinned or
-        tagged there must not be deleted.
+        If the newest cannot be read, they are those before it and a pin: a checkpoint that the
+        newest pinned or tagged must not be deleted.
         """
         parsed = (layout.parse_notes(name) for name in names)
         numbers = sorted((number for number in parsed if number is not None), reverse=True)
@@ -650,7 +648,7 @@ class Catalog:
         return claim
 
     def _is_there(self, name: AttemptName) -> bool:
-        """Committed, for whomever, or damaged: not gone and not unfinished."""
+        """Whether an attempt is committed, with any keys, or damaged: not deleted or unfinished."""
         try:
             return isinstance(self.read(str(name)), Manifest)
         except (FormatError, SealError):
@@ -664,7 +662,7 @@ def _is_called(entry: Entry, wanted: str) -> bool:
 
 
 def _named_by(point: Reference, attempts: Iterable[AttemptName]) -> Iterator[AttemptName]:
-    """Attempts that are the checkpoint `point`, whatever label their folder has by now."""
+    """Yield the attempts that are the checkpoint `point`, even if their folder's label changed."""
     return (n for n in attempts if n.order == point.order and n.id8 == point.save_id[:8])
 
 
@@ -673,7 +671,7 @@ def _is_of_sides(manifest: Manifest) -> bool:
 
 
 def is_root(store: Store) -> bool:
-    """Whether anything of ours is there: a claim or an attempt."""
+    """Whether a store holds a run: a claim or an attempt."""
     names = store.children()
     return f"{layout.WRITERS}/" in names or any(
         layout.parse_attempt(name.rstrip("/")) is not None for name in names
@@ -681,7 +679,7 @@ def is_root(store: Store) -> bool:
 
 
 def standalone(store: Store, folder: str) -> Entry:
-    """The checkpoint in a folder of any name (`cp -r` of one checkpoint is one).
+    """Read the checkpoint in a folder of any name, such as a copy made by `cp -r`.
 
     Raises:
         NoCheckpoint: the folder holds no committed checkpoint.
@@ -708,7 +706,7 @@ def standalone(store: Store, folder: str) -> Entry:
 
 
 def with_tags(entry: Entry, tags: tuple[str, ...]) -> Entry:
-    """The entry as it is after a notes sidecar added `tags`."""
+    """Return the entry with `tags` added, as by a notes sidecar."""
     return replace(entry, marks=replace(entry.marks, tags=entry.marks.tags + tags))
 
 

@@ -1,7 +1,7 @@
-"""The commit protocol's writes: registers, fences, attempts (docs/design.md, section 3).
+"""Writes of the commit protocol: registers, fences, attempts (docs/design.md, section 3).
 
-Every function here is a few store operations in an order that matters. Nothing retries blindly:
-after an unclear outcome the key is read back and the whole save id compared.
+Every function is a few store operations in an order that matters. Nothing retries blindly: after
+an unclear outcome the key is read back and all bytes are compared.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ _PAUSE_S = 0.1
 
 @dataclass(slots=True, kw_only=True)
 class SaveAttempt:
-    """A save's folder. `put_sent` tells whether a manifest was put.
+    """One try of a save: its folder, its save id, and whether its manifest was put (`put_sent`).
 
-    `is_unclear` tells whether a copy of that put may still arrive, so that the register must stay,
-    whatever became of the save.
+    `is_unclear`: whether a copy of that put may still arrive, so that the register must stay,
+    whether or not the save committed.
     """
 
     name: AttemptName
@@ -59,17 +59,17 @@ class SaveAttempt:
 
     @property
     def folder(self) -> str:
-        """The folder inside the root."""
+        """Name of the attempt's folder inside the root."""
         return str(self.name)
 
     @property
     def manifest_key(self) -> str:
-        """The key of the register."""
+        """Key of the attempt's register, which holds its manifest or its end."""
         return f"{self.folder}/{layout.MANIFEST}"
 
 
 def begin(store: Store, *, label: str, epoch: int, sequence: int) -> SaveAttempt:
-    """Make a new attempt's folder. The save id comes from the operating system's randomness."""
+    """Create the folder of a new attempt, with a random save id from the operating system."""
     save_id = os.urandom(16).hex()
     name = layout.attempt_name(label, epoch, sequence, save_id)
     store.make_folder(str(name), exclusive=True)
@@ -77,19 +77,23 @@ def begin(store: Store, *, label: str, epoch: int, sequence: int) -> SaveAttempt
 
 
 def commit(store: Store, attempt: SaveAttempt, manifest: Manifest) -> None:
-    """Put the manifest, fenced on both sides. Everything it lists must be durable.
+    """Commit a save: put its manifest, with an ownership check before and after.
+
+    Everything that the manifest lists must be durable.
 
     Raises:
         Superseded: a later writer owns the run; `committed` says whether this commit stands.
         CommitConflict: gc or another save has the key.
-        OutcomeUnknown: the storage did not say, and reading back did not tell.
+        OutcomeUnknown: neither the reply of the storage nor reading back shows the outcome.
     """
     publish(store, attempt, encode_manifest(manifest), epoch=attempt.name.epoch)
 
 
 def publish(store: Store, attempt: SaveAttempt, data: bytes, *, epoch: int) -> None:
-    """Put the bytes of a manifest in the name of a claim, which may be later than the attempt's:
-    in the remote tier a process commits what its forerunner saved. Else as `commit`."""
+    """Commit the bytes of a manifest, as `commit` does, under the claim `epoch`.
+
+    That may be later than the attempt's: into a remote tier, a process uploads earlier saves.
+    """
     check_ownership(store, epoch, committed=False)
     attempt.put_sent = attempt.is_unclear = True
     try:
@@ -109,10 +113,10 @@ def publish(store: Store, attempt: SaveAttempt, data: bytes, *, epoch: int) -> N
 
 
 def _may_stand(store: Store, attempt: SaveAttempt, error: StoreError) -> bool:
-    """Whether a refused put may have taken effect all the same: looks whether its key exists.
+    """Whether a refused put of a manifest may have taken effect all the same.
 
     Raises:
-        OutcomeUnknown: something is under the key.
+        OutcomeUnknown: its key exists.
     """
     try:
         store.head(attempt.manifest_key)
@@ -134,16 +138,16 @@ def abandon(store: Store, attempt: SaveAttempt) -> bool:
 
 
 def put_once(store: Store, key: str, data: bytes) -> bool:
-    """Put if absent, and know the outcome. Returns whether a copy may still be in flight: always,
-    unless the reply of the first put said that it was done.
+    """Put an object if absent, and read it back if the outcome is unclear.
 
-    Where a put is a request and its outcome is unclear, the key is read back; when nothing is
-    there the same bytes are put again. Whichever arrives first wins, and all others find the key
-    taken, as long as the register is never removed.
+    Returns whether a copy of the put may still be in flight: False only if the first put's reply
+    was a success. If a put is a request to an object store and its outcome is unclear, the key is
+    read back; if it is absent, the same bytes are put again. The first copy to arrive wins, and
+    all others find the key taken, as long as the register is never removed.
 
     Raises:
         CommitConflict: the key holds something else.
-        OutcomeUnknown: it cannot be told whether the put took effect, or will.
+        OutcomeUnknown: it is unknown whether the put took effect, or will.
     """
     for number in range(_MAX_PUTS):
         try:
@@ -154,7 +158,7 @@ def put_once(store: Store, key: str, data: bytes) -> bool:
             return True
         except (OutcomeUnknown, TransientStoreError) as error:
             if store.has_folders:
-                # A sync that failed: the name may be seen now and be gone after a crash.
+                # A sync failed: the name may be visible now and be gone after a crash.
                 raise
             try:
                 _expect_ours(store, key, data, error)
@@ -164,7 +168,7 @@ def put_once(store: Store, key: str, data: bytes) -> bool:
                     raise OutcomeUnknown(str(missing)) from error
         except StoreError as error:
             if number == 0:
-                raise  # refused for sure
+                raise  # certainly refused
             raise OutcomeUnknown(
                 f"{store.url}/{key}: an earlier put may still take effect; then: {error}"
             ) from error
@@ -173,12 +177,12 @@ def put_once(store: Store, key: str, data: bytes) -> bool:
 
 
 class _NotThere(OutcomeUnknown):
-    """The key shows nothing of a put that failed."""
+    """The key of a failed put is absent when it is read back."""
 
 
 def _expect_ours(store: Store, key: str, data: bytes, error: StoreError) -> None:
     try:
-        # Whoever put it, perhaps an earlier try of ours, may not have synced the folder.
+        # The put found here, perhaps an earlier try of ours, may not have synced the folder.
         store.sync_folder(key.rpartition("/")[0])
         found = read_document(store, key, max_nbytes=MAX_MANIFEST_NBYTES)
     except NotFound:
@@ -212,9 +216,9 @@ def _describe(data: bytes) -> str:
 
 
 def check_ownership(store: Store, epoch: int, *, committed: bool | None) -> None:
-    """Raise `Superseded` when a later writer has claimed the run: one point read.
+    """Raise `Superseded` if a later writer has claimed the run: one point read.
 
-    The error says whether this save was committed; None: that is not known.
+    `committed` is what the error says about this save; None: it is not known.
     """
     key = layout.writer_key(epoch + 1)
     store.refresh_folder(layout.WRITERS)
@@ -235,7 +239,7 @@ def check_ownership(store: Store, epoch: int, *, committed: bool | None) -> None
 
 
 def _describe_claim(store: Store, key: str) -> str:
-    """Describe a claimer; a record that cannot be read is a claim all the same."""
+    """Describe the process of a claim; a record that cannot be read is a claim all the same."""
     try:
         writer = read_if_there(store, key, WriterRecord.decode)
     except (FormatError, StoreError):
@@ -246,7 +250,7 @@ def _describe_claim(store: Store, key: str) -> str:
 
 
 def mark_aborted(store: Store, folder: str, *, by: str, reason: str) -> bool:
-    """Decide that an attempt without a manifest never commits. False when it has committed."""
+    """Mark an attempt without a manifest as one that never commits. False if it has committed."""
     data = encode_aborted(Aborted(by=by, reason=reason))
     try:
         store.put(f"{folder}/{layout.MANIFEST}", data, if_absent=True)
@@ -261,15 +265,15 @@ def _is_manifest(store: Store, folder: str) -> bool:
     try:
         return isinstance(Catalog(store).read(folder), Manifest)
     except SealError:
-        return True  # for whomever it is sealed
+        return True  # encrypted with any key, it is a manifest
 
 
 def remove_files(store: Store, folder: str, *, whole: bool) -> None:
     """Remove the files of a dead attempt: all but its marker, or with `whole` the folder too."""
     found = [info.key for info in store.list(f"{folder}/")]
-    # What cannot be a key of ours somebody else has put there.
+    # Names that cannot be keys of a store were put there by another program.
     names = [key.removeprefix(f"{folder}/") for key in found if is_key(key)]
-    # As long as the index is there, so are the marks of who deletes it (`Catalog.entry`).
+    # As long as the index exists, so do the marks of its deleters (`Catalog.entry`).
     marks = [name for name in names if layout.is_sidecar(name)]
     files = [name for name in names if name not in {*marks, layout.MANIFEST}]
     for some in (files, marks):
@@ -283,7 +287,7 @@ def remove_files(store: Store, folder: str, *, whole: bool) -> None:
 
 
 def name_latest(store: Store, folder: str | None) -> None:
-    """Let `latest` name this folder; None: nothing."""
+    """Point `latest` to a checkpoint's folder; None removes the pointer."""
     if folder is None:
         store.delete(layout.LATEST)
     else:
@@ -291,6 +295,6 @@ def name_latest(store: Store, folder: str | None) -> None:
 
 
 def settle(store: Store, folder: str) -> None:
-    """Put a checkpoint's names on stable storage before anything relies on it (rule 5)."""
+    """Sync a checkpoint's names to stable storage before anything relies on it (rule 5)."""
     store.sync_folder(folder)
     store.sync_folder("")

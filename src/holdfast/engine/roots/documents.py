@@ -1,4 +1,4 @@
-"""Reading small documents from a store, with their limits checked before they are fetched."""
+"""Reads of small documents from a store, with size limits checked before the download."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ T = TypeVar("T")
 
 
 def read_document(store: Store, key: str, *, max_nbytes: int, afresh: bool = False) -> bytes:
-    """All bytes of an object that may have at most `max_nbytes`; with `afresh` from the medium
-    itself, not from a cache on the way, where that can be had.
+    """Read all bytes of an object of at most `max_nbytes`.
+
+    With `afresh`, from the medium itself rather than from a cache, if the store can do that.
 
     Raises:
         NotFound: there is no such object.
         LimitExceeded: it is larger; nothing was read.
-        CorruptData: what is there is no file, or the storage cannot read it.
+        CorruptData: it is not a file, or the storage cannot read it.
     """
     try:
         return store.get_whole(key, max_nbytes=max_nbytes, afresh=afresh)
@@ -29,7 +30,7 @@ def read_document(store: Store, key: str, *, max_nbytes: int, afresh: bool = Fal
 
 
 def is_there(store: Store, key: str) -> bool:
-    """Whether an object has this key now."""
+    """Whether an object with this key exists now."""
     try:
         store.head(key)
     except NotFound:
@@ -40,7 +41,7 @@ def is_there(store: Store, key: str) -> bool:
 def read_if_there(
     store: Store, key: str, decode: Callable[..., T], *, max_nbytes: int = 65536
 ) -> T | None:
-    """The decoded document, or None where there is none. `decode(data, what=…)` may raise."""
+    """Read and decode a document; None if it does not exist. `decode(data, what=…)` may raise."""
     try:
         data: Buffer = read_document(store, key, max_nbytes=max_nbytes)
     except NotFound:

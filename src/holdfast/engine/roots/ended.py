@@ -1,7 +1,7 @@
-"""Attempts whose registers have their last value: aborted or deleted (docs/design.md, rule 10).
+"""Cache of the attempts that have ended, aborted or deleted, by store (docs/design.md, rule 10).
 
-Where runs are killed often there are many of them, and reading each register costs a request. So a
-process reads each once, and the owner of the run records which they are, for the next process.
+Runs that are killed often have many of them, and reading each register costs a request. So a
+process reads each once, and the owner of the run records which have ended, for the next process.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from holdfast.format.records import MAX_ENDED_NBYTES, Ended
 from holdfast.store.base import Store
 
 _WORTH_A_RECORD = 4
-"""Fewer new ones are not recorded: the next process reads their registers again."""
+"""Least number of newly ended attempts to record; if fewer, the next process reads them again."""
 _MOST_LISTED = 100_000
 _KNOWN: WeakKeyDictionary[Store, EndedAttempts] = WeakKeyDictionary()
 
 
 class EndedAttempts:
-    """The ended attempts in one store, as far as this process knows them."""
+    """The attempts in one store that this process knows to have ended, aborted or deleted."""
 
     def __init__(self) -> None:
         self.aborted: set[str] = set()
@@ -36,16 +36,16 @@ class EndedAttempts:
         return folder in self.deleted or folder in self.aborted
 
     def is_listed(self, folder: str) -> bool:
-        """Whether a record names it."""
+        """Whether a record in the store lists a folder as ended."""
         return folder in self._listed
 
     def note(self, folder: str, register: Aborted | Deleted) -> None:
-        """Remember the last value of a register that was read."""
+        """Remember that a register was read as aborted or deleted."""
         (self.deleted if isinstance(register, Deleted) else self.aborted).add(folder)
 
     def take(self, store: Store, names: Collection[str]) -> None:
-        """Read the records among the names in a root, each once. Forgets attempts whose folders are
-        gone: a sender may make one of them again."""
+        """Read new records among the `names` in a root, each once. Forgets attempts whose folders
+        no longer exist: an upload may create one of them again."""
         for name in names:
             if layout.parse_ended(name) is not None and name not in self._read:
                 self._add(store, name)
@@ -60,7 +60,7 @@ class EndedAttempts:
             return  # a record only saves time
         self._read |= {name}
         if found is not None:
-            sure = {latest_of(store)}  # is committed, whatever the record says
+            sure = {latest_of(store)}  # committed, even if the record lists it
             self.aborted |= {*found.aborted} - sure
             self.deleted |= {*found.deleted} - sure
             self._listed |= {*found.aborted, *found.deleted} - sure
@@ -85,7 +85,7 @@ class EndedAttempts:
                 store.delete(name)
 
     def forget(self, store: Store) -> None:
-        """Remove the records, because one of them lists a folder that is a checkpoint after all."""
+        """Remove all records, after one of them listed a folder that is a checkpoint after all."""
         self.aborted, self.deleted, self._listed = set(), set(), frozenset()
         for name in store.children():
             if layout.parse_ended(name) is not None:
@@ -96,7 +96,7 @@ class EndedAttempts:
 
 
 def known_ended(store: Store) -> EndedAttempts:
-    """The ended attempts of a store, as far as this process knows them."""
+    """Return this process's `EndedAttempts` of a store, created when first needed."""
     try:
         return _KNOWN.setdefault(store, EndedAttempts())
     except TypeError:  # a user's own store that allows no weak references

@@ -1,6 +1,6 @@
-"""Records that tell a checkpoint whose manifest was lost from a save that never committed.
+"""Evidence that distinguishes a lost manifest from a save that never committed.
 
-An empty register may be either (docs/design.md, rule 7). Reads only.
+A missing register may mean either (docs/design.md, rule 7). Reads only.
 """
 
 from __future__ import annotations
@@ -18,35 +18,35 @@ from holdfast.store.base import Store
 
 
 class Records:
-    """Evidence, in the records of one root, about attempts whose register is missing.
+    """Evidence in the records of one root about attempts whose register is missing.
 
-    Each record is read once, when it is first needed, so keep an instance for one question only.
+    Each record is read once, when it is first needed, so use an instance for one query only.
     """
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._latest: str | None = None
         self._points: dict[str, int] = {}
-        """By folder: an epoch whose writer went on from it, of those that were read."""
+        """Folder → an epoch whose writer resumed from it, of the claims that were read."""
         self._epochs: list[int] | None = None
-        """Epochs whose claims were not read yet, oldest first; None: all of them."""
+        """Epochs whose claims were not read yet, oldest first; None: not listed yet."""
         self._ended_here: dict[int, bool] = {}
-        """By epoch: whether its writer closed it, in a run with one root."""
+        """Epoch → whether its writer recorded a clean close, in a run with one root."""
         self._uploads: Collection[str] | None = None
         """Names of the notes on uploads; None: not listed yet."""
 
     def of_commit(self, name: AttemptName) -> str:
-        """Evidence that an attempt with an empty register was committed, as a text; empty if none.
+        """Find evidence, as text, that an attempt without a register was committed; else empty.
 
         `latest`, a note on its upload, or a pin or mark beside its files was put after the commit.
-        Claims, what later writers saved, and a clean close prove it only where no other file is
-        missing, and only in a run with one root: of two tiers both have the claims, and one may
-        have the files of what was never committed there.
+        Claims, manifests of later writers, and a clean close prove it only if no other file is
+        missing, and only in a run with one root: both of two tiers have the claims, and one may
+        have the files of a save that was never committed there.
         """
         folder = str(name)
         names = self._store.children(folder)
         if not any(map(layout.is_data_name, names)):
-            return ""  # deleted, or begun and no more
+            return ""  # deleted, or only begun
         sidecar = next(filter(layout.is_sidecar, names), None)
         if sidecar is not None:
             return f"{sidecar} was put beside it"
@@ -58,7 +58,7 @@ class Records:
         return why if why and self._has_all(folder, names) else ""
 
     def _gone_on_from(self, name: AttemptName) -> str:
-        """How the run went on after an attempt; empty where no record says so."""
+        """Describe how the run continued after an attempt; empty if no record says so."""
         epoch = self._went_on(name)
         if epoch:
             return f"writer {epoch} went on from it"
@@ -85,7 +85,7 @@ class Records:
         return self._latest
 
     def _went_on(self, name: AttemptName) -> int:
-        """An epoch whose writer went on from it; 0 where there is none."""
+        """Return an epoch whose writer resumed from an attempt; 0 if there is none."""
         if self._epochs is None:
             claims = map(layout.parse_writer, self._store.children(layout.WRITERS))
             self._epochs = sorted({*filter(None, claims), *(n.epoch for n in self._attempts())})
@@ -97,7 +97,7 @@ class Records:
         return self._points.get(str(name), 0)
 
     def _point_of(self, epoch: int) -> Reference | None:
-        """Checkpoint from which an epoch resumed, by its claim or else by one of its manifests."""
+        """Return the checkpoint that an epoch resumed from, by its claim or a manifest of it."""
         with suppress(FormatError):
             claim = read_if_there(self._store, layout.writer_key(epoch), WriterRecord.decode)
             if claim is not None:
@@ -117,8 +117,8 @@ class Records:
         return [name for name in listed if name is not None]
 
     def _has_all(self, folder: str, names: Collection[str]) -> bool:
-        """Whether no file but the manifest is missing. For a sealed checkpoint, whether its keys
-        are there, which are put right before the manifest."""
+        """Whether no file but the manifest is missing; for an encrypted checkpoint, whether its
+        keys exist, which are put right before the manifest."""
         if any(layout.parse_keys(name) is not None for name in names):
             return True
         from holdfast.format.index import MAX_INDEX_NBYTES, files_of_index  # takes numpy
@@ -134,7 +134,7 @@ class Records:
 
 
 def latest_of(store: Store) -> str:
-    """Name of the folder to which the pointer `latest` points; empty if there is none."""
+    """Return the name of the folder to which `latest` points; empty if there is no pointer."""
     try:
         return store.pointed(layout.LATEST) or ""
     except FormatError:

@@ -1,4 +1,4 @@
-"""Parts left of a checkpoint from which retention dropped components (docs/design.md, rule 6)."""
+"""Components left of a checkpoint after retention dropped some of them (docs/design.md, rule 6)."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from holdfast.store.base import Store
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """The components of a checkpoint, by what is left of their files."""
+    """Names of a checkpoint's components, by how many of their files are left."""
 
     nbytes: int
-    """Bytes of the files that are left, of those that the manifest lists."""
+    """Bytes of the files in the manifest that are left."""
     whole: tuple[str, ...]
-    """All files are there, or nobody began to drop it: then a missing file is damage."""
+    """Components with all files, or not marked for dropping: there a missing file is damage."""
     begun: tuple[str, ...] = ()
-    """Some files were dropped, some are left."""
+    """Components with some files dropped and some left."""
     gone: tuple[str, ...] = ()
-    """No file is left."""
+    """Components with no file left."""
 
 
 def parts_of(store: Store, folder: str, manifest: Manifest, marks: Marks) -> Parts:
-    """Look at the files of the components that somebody began to drop, and at no others."""
+    """Sort a checkpoint's components by the files left; checks only those marked for dropping."""
     if not marks.thinned_by:
         return Parts(nbytes=manifest.nbytes, whole=tuple(manifest.components))
     whole: list[str] = []

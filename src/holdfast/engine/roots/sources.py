@@ -1,6 +1,6 @@
 """Parsing of a checkpoint's address: `root`, `root@which`, or a checkpoint's own folder.
 
-`locate` opens what they name, for which it imports much more.
+`engine.access.locate` opens the checkpoint, and imports much more for that.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from holdfast.format import layout
 
 
 def split_source(source: str | os.PathLike[str]) -> tuple[str, str | None]:
-    """(root, which) of `root@which`; `which` is None without an @.
+    """Split `root@which` into (root, which); `which` is None without an @.
 
     An existing folder with an @ in its path is a root.
 
@@ -32,7 +32,7 @@ def expect_root(path: str) -> None:
     """Raise `UsageError` if a path names one checkpoint instead of the root of a run.
 
     Raises:
-        UsageError: it is `root@which`, or the folder of one checkpoint.
+        UsageError: `path` is `root@which`, or the folder of one checkpoint.
     """
     if not path:
         return  # opening it raises
@@ -55,9 +55,9 @@ def _is_which(which: str) -> bool:
 
 
 def split_folder(source: str) -> tuple[str, str]:
-    """(root, folder) of what names the folder of one checkpoint; otherwise nothing twice.
+    """Split the address of a checkpoint's folder into (root, folder); two empty texts for others.
 
-    A path does when a manifest is in it, which a person may have renamed. A URL does when it ends
+    A path is one if it holds a manifest, as users may rename the folder. A URL is one if it ends
     with the name of a checkpoint.
     """
     scheme, separator, rest = source.partition("://")

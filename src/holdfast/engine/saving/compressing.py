@@ -1,9 +1,9 @@
-"""The compression of each file of a save, from what the user asked for.
+"""Chooses the codec of each file of a save, from the user's `compress` option.
 
-For "auto" it is chosen for each component where that makes saves shorter. A save without
-compression measures how fast the store is, and leaves samples of the state. After its commit the
-codecs are tried on the samples. Each component gets the codec with which writing takes the least
-time, or none. A later save that is slower than that first one ends the choice.
+For "auto" a component is compressed if that makes saves shorter. An uncompressed save measures how
+fast the store is, and takes samples of the state. After its commit the codecs are tried on the
+samples. Each component gets the codec with which writing takes the least time, or none. If a later
+save is slower than the uncompressed one, compression is turned off.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Throughput:
 
     @contextmanager
     def taking(self, nbytes: int = 0) -> Iterator[None]:
-        """Measure a call to the store that takes `nbytes`, or makes earlier ones durable."""
+        """Measure a call to the store that writes `nbytes`, or makes earlier ones durable."""
         with self._lock:
             if self._num_calls == 0:
                 self._began_s = time.perf_counter()
@@ -62,17 +62,17 @@ MIN_NBYTES = 32 << 20
 """Saves that write less are not measured."""
 SAMPLE_NBYTES = 1 << 20
 MAX_SAMPLES = 12
-"""Of each component."""
+"""Most samples that are taken of one component."""
 GAIN = 0.9
-"""The time of a save with a codec, as a part of that of a plain one, must be at most this."""
+"""A codec is chosen only if saves take at most this fraction of the uncompressed save's time."""
 SLOWER = 1.05
-"""A compressed save that takes this many times as long as the plain one ends the choice."""
+"""Compression is turned off if a save takes more than this many times the uncompressed time."""
 SAVES_BETWEEN = 64
-"""After so many saves one is written plain again, and the codecs are chosen anew."""
+"""Number of saves after which one is written uncompressed, to choose the codecs anew."""
 
 
 def candidates() -> list[Compression]:
-    """Every codec of which the package is installed, at its default level."""
+    """List every codec whose package is installed, at its default level, with its filters."""
     return [
         Compression(codec=name, shuffle=shuffle, inner=inner)
         for name, codec in CODECS.items()
@@ -83,7 +83,7 @@ def candidates() -> list[Compression]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """A piece of a block, and the size of its items in bytes."""
+    """A sample of a block's bytes, and the size of its items in bytes."""
 
     data: bytes
     item_nbytes: int
@@ -91,14 +91,14 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """A compression as measured on samples: stored bytes and seconds, each for a plain byte."""
+    """A codec's measurement on samples: stored bytes and seconds, each per plain byte."""
 
     compression: Compression
     ratio: float
     s_per_byte: float
 
     def cost(self, store_s_per_byte: float, num_threads: int) -> float:
-        """Seconds to save one plain byte, where encoding and writing run side by side."""
+        """Estimate the seconds to save one plain byte, with encoding and writing in parallel."""
         return max(self.s_per_byte / num_threads, self.ratio * store_s_per_byte)
 
 
@@ -117,7 +117,7 @@ def tried(compression: Compression, samples: Sequence[Sample]) -> Trial:
 def best(
     trials: Sequence[Trial], *, store_s_per_byte: float, plain_s_per_byte: float, num_threads: int
 ) -> Trial | None:
-    """The trial with which a save takes the least time; None when none gains enough.
+    """Return the trial with the shortest save time; None if none gains enough.
 
     A codec shortens only the store's part of an uncompressed save.
     """
@@ -130,7 +130,7 @@ def best(
 
 
 class Chooser:
-    """Chooses the compression of components for which "auto" was given. One save at a time."""
+    """Chooses the codecs of the components that were given "auto". One save at a time."""
 
     def __init__(self, components: Collection[str], emit: Emitter) -> None:
         self._components = frozenset(components)
@@ -153,7 +153,7 @@ class Chooser:
     def observer(
         self, component: str, item_nbytes: Sequence[int]
     ) -> Callable[[int, memoryview], None] | None:
-        """A function that takes samples from each plain block of a file; None: no need."""
+        """Return a callback that samples blocks of an uncompressed file; None: not needed."""
         if not self._is_plain or component not in self._components:
             return None
         samples = self._samples.setdefault(component, [])
@@ -162,14 +162,14 @@ class Chooser:
 
         def see(number: int, plain: memoryview) -> None:
             if number in numbers and len(samples) < MAX_SAMPLES:
-                middle = (plain.nbytes // 2) & -4096  # items are whole there, and no header is
+                middle = (plain.nbytes // 2) & -4096  # whole items, past the header
                 data = bytes(plain[middle : middle + SAMPLE_NBYTES])
                 samples.append(Sample(data=data, item_nbytes=item_nbytes[number]))
 
         return see
 
     def learn(self, nbytes: int, spent_s: float, store: Throughput) -> None:
-        """Note the plain bytes and seconds of a committed save; choose if it was plain."""
+        """Record size and time of a committed save; choose codecs if it was uncompressed."""
         if not self._components or nbytes < MIN_NBYTES:
             return
         s_per_byte = spent_s / nbytes
@@ -184,7 +184,7 @@ class Chooser:
 
     def _choose(self, store_bytes_per_s: float) -> None:
         before = self._chosen
-        # Training goes on beside a save, and leaves it no more than that.
+        # Training runs beside the save, and leaves it about a quarter of the cores.
         num_threads = max(num_cores() // 4, 1)
         found: dict[str, Trial] = {}
         for component, samples in self._samples.items():
@@ -228,7 +228,7 @@ MIN_TREE_NBYTES = 1 << 20
 
 Auto = Literal["auto"]
 Choice: TypeAlias = Compression | CodecName | Auto | None
-"""How a component may be compressed, as given by the user; None: not at all."""
+"""Compression of a component, as given by the user; None: it is not compressed."""
 Compress: TypeAlias = Choice | Mapping[str, Choice]
 
 
@@ -243,7 +243,7 @@ def check_choices(asked: Compress) -> None:
 
 
 def choices(asked: Compress, components: Collection[str]) -> dict[str, Compression | Auto]:
-    """The compression of each component that is to be compressed.
+    """Resolve the user's choices into the compression of each compressed component.
 
     Raises:
         UsageError: an unknown codec or component, or a package is missing.
@@ -268,7 +268,7 @@ def _compression(choice: Choice) -> Compression | Auto | None:
 
 
 class Compressing:
-    """Compression of each component's files. One save at a time."""
+    """Provides the encoding of each file, fixed by the user or chosen. One save at a time."""
 
     def __init__(self, chosen: Mapping[str, Compression | Auto], emit: Emitter) -> None:
         self._fixed = {
@@ -280,7 +280,7 @@ class Compressing:
         self.begin()
 
     def begin(self) -> None:
-        """Start a save. Memory of a failed save may still be read, so it is not used again."""
+        """Start a save; after a failed one with new memory, as threads may still read the old."""
         self.store = Throughput()
         if not self._is_settled:
             self.pieces = Pieces()
@@ -289,23 +289,23 @@ class Compressing:
         self._chooser.begin()
 
     def of_tensors(self, file: TensorFile) -> Encoding | None:
-        """How a tensor file is compressed; None: it is stored plain."""
+        """Return the encoding of a tensor file; None: it is not compressed."""
         compression = self._of(component_of(file.name))
         return None if compression is None else Encoding(compression, item_sizes(file))
 
     def of_tree(self, component: str, nbytes: int) -> Encoding | None:
-        """How the tree of a component is compressed; None: it is stored plain."""
+        """Return the encoding of a component's tree; None: it is not compressed."""
         compression = self._of(component)
         if compression is None or nbytes < MIN_TREE_NBYTES:
             return None
         return Encoding(compression, [1] * num_blocks(nbytes))
 
     def observer(self, file: TensorFile) -> Callable[[int, memoryview], None] | None:
-        """A function to call with each block of a plain tensor file; None: no need."""
+        """Return a callback for each block of an uncompressed tensor file; None: not needed."""
         return self._chooser.observer(component_of(file.name), item_sizes(file))
 
     def committed(self, nbytes: int, spent_s: float) -> None:
-        """Note that the save was committed, with its plain bytes and the seconds it took."""
+        """Record that the save was committed, with its uncompressed bytes and its seconds."""
         self._written = (nbytes, spent_s)
         self._is_settled = True
 
@@ -315,7 +315,7 @@ class Compressing:
             return
         try:
             self._chooser.learn(*self._written, self.store)
-        except Exception as error:  # noqa: BLE001 - it is told, and the commit stands
+        except Exception as error:  # noqa: BLE001 - it is logged, and the commit stands
             self._emit("warning", f"what was to be chosen for compression was not: {error!r}")
         self._written = None
 

@@ -20,17 +20,17 @@ from holdfast.format.manifest import FileEntry, Manifest
 from holdfast.store.base import Store, is_one_file
 
 MIN_NBYTES = 1 << 20
-"""What is smaller is written sooner than looked for."""
+"""Smaller files are not shared: writing them takes less time than the check."""
 _MOST_REMEMBERED = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Origin:
-    """A committed file and its folder."""
+    """A committed file that a later save may share, and its folder."""
 
     folder: str
     name: str
-    """Its stored name."""
+    """The file's stored name."""
     entry: FileEntry
     stored: StoredBlocks | None
     is_verified: bool
@@ -46,7 +46,7 @@ class _Commit:
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """Checkpoints that can replace each other; only these share files."""
+    """The kind of a checkpoint; only checkpoints of one kind replace each other and share files."""
 
     components: frozenset[str]
     is_healthy: bool
@@ -62,22 +62,22 @@ class Linked:
 
 
 class Links:
-    """Remembers the files of the commits of this process. Not thread-safe.
+    """Shares unchanged files with this process's earlier commits, by hard links. Not thread-safe.
 
-    A save shares files with the second newest commit of its kind that stands, and only what is not
-    one file with the newest of any kind, nor with what the run went on from: so the newest two
-    never share one.
+    A save shares files only with the second newest valid commit of its kind. It shares none that
+    the newest commit of any kind has, nor one of the checkpoint that the run resumed from: so the
+    newest two checkpoints never share a file.
     """
 
     def __init__(self, store: Store, emit: Emitter) -> None:
         self._store = store
         self._emit = emit
         self._commits: dict[_Kind, list[_Commit]] = {}
-        """Oldest first."""
+        """Commits of each kind, oldest first."""
         self._source: dict[str, _Origin] = {}
-        """What the save under way may share, by plain name."""
+        """Files that the current save may share, by plain name."""
         self._apart: list[str] = []
-        """Folders with which that save must not share a file."""
+        """Folders with which the current save must not share a file."""
         self._newest: _Kind | None = None
         self._linked: dict[str, _Origin] = {}
 
@@ -94,7 +94,7 @@ class Links:
                 self._apart += [commit.folder for commit in self._standing(kind)[-1:]]
             standing = self._standing(_Kind(frozenset(components), is_healthy))
         except StoreError:
-            return  # which are the newest is not known now
+            return  # unknown which commits are the newest: share nothing
         if len(standing) > 1:
             self._source = standing[-2].files
 
@@ -231,7 +231,7 @@ class Links:
         if origin.stored is not None:
             file = file.made_by(origin.entry, origin.stored)
         store, nbytes = self._store.uncached(), origin.entry.nbytes
-        buffer = Arena(min(nbytes, BLOCK_NBYTES)).memory  # on a page, as direct reads want it
+        buffer = Arena(min(nbytes, BLOCK_NBYTES)).memory  # page-aligned for direct reads
         for number, (start, stop) in enumerate(blocks.split(nbytes)):
             fault = read_block(store, file, number, buffer[: stop - start])
             if fault:

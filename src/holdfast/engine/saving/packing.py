@@ -1,4 +1,4 @@
-"""Packing of encoded blocks, in order, into pieces of the size that stores need.
+"""Packs encoded blocks, in order, into pieces of the size that stores need.
 
 Stored blocks have any length. A store takes pieces of 8 MiB at multiples of that, from page-aligned
 memory, so that direct writes stay direct and an upload has equal parts.
@@ -19,7 +19,7 @@ from holdfast.format.layout import BLOCK_NBYTES
 from holdfast.store.base import Buffer
 
 NUM_PIECES = 9
-"""One that is filled, and one for each writer."""
+"""Pieces in the pool: one that is being filled, and one for each writer."""
 
 
 class Pieces:
@@ -58,13 +58,12 @@ class Encoded:
 
 
 class Packer:
-    """Packs the stored blocks of one file. Not thread-safe."""
+    """Packs the encoded blocks of one file into pieces. Not thread-safe."""
 
     def __init__(
         self, pieces: Pieces, send: Callable[[int, memoryview, int], None], timeout_s: float
     ) -> None:
-        """`send` is called with the offset of a piece, the piece, and its used bytes; it then owns
-        the piece."""
+        """Pass full pieces to `send(offset, piece, used_nbytes)`, which then owns the piece."""
         self._pieces = pieces
         self._send = send
         self._timeout_s = timeout_s
@@ -75,7 +74,7 @@ class Packer:
         self._digests: list[bytes] = []
 
     def add(self, block: Encoded) -> None:
-        """Pack the next block."""
+        """Append the next block, and send each piece that is full."""
         data = memoryview(block.data)
         self._lengths.append(data.nbytes)
         self._digests.append(block.digest)
@@ -90,12 +89,12 @@ class Packer:
                 self._flush()
 
     def end(self) -> None:
-        """Send the last piece."""
+        """Send the last piece, which may be partly filled."""
         self._flush()
 
     @property
     def blocks(self) -> StoredBlocks:
-        """Lengths and digests of the packed blocks."""
+        """Lengths and digests of the blocks packed so far."""
         return StoredBlocks(tuple(self._lengths), b"".join(self._digests))
 
     def _flush(self) -> None:

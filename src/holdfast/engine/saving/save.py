@@ -1,4 +1,4 @@
-"""Writing of one staged state: blocks in parallel, then the index, then the commit.
+"""Writes and commits one staged state: blocks in parallel, then the index, then the manifest.
 
 The order is invariant 2: every file durable and of its planned size before the manifest is put.
 """
@@ -121,7 +121,7 @@ def write(
     except BaseException as error:
         _clean_up(store, attempt, error)
         if isinstance(error, OutcomeUnknown) and not attempt.put_sent:
-            # Unclear is only what became of a file; the checkpoint certainly did not commit.
+            # Only a file's outcome is unknown; the checkpoint certainly did not commit.
             raise StoreError(str(error)) from error
         raise
     finally:
@@ -143,7 +143,7 @@ def _clean_up(store: Store, attempt: SaveAttempt, error: BaseException) -> None:
 
 
 class _AttemptFiles:
-    """The files of one attempt: those to write, and those that are shared."""
+    """The files of one save attempt: written ones, and ones shared with an earlier checkpoint."""
 
     def __init__(
         self,
@@ -159,11 +159,11 @@ class _AttemptFiles:
         self.workers = workers
         self.timeout_s = timeout_s
         self.names: dict[str, str] = {}
-        """Plain name → stored name."""
+        """Stored name of each file, by plain name."""
         self.entries: dict[str, FileEntry] = {}
-        """By stored name, once they are durable."""
+        """Manifest entries of the durable files, by stored name."""
         self.stored: dict[str, StoredBlocks] = {}
-        """Of those that a codec made."""
+        """Stored blocks of the compressed files, by stored name."""
         self.digests: dict[str, bytes] = {}
         self._compressing = compressing
         self._links = links

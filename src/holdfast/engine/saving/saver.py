@@ -44,8 +44,8 @@ from holdfast.state.capture import Captured
 from holdfast.store.base import Store
 
 MAX_COPIERS = 8
-"""Threads that copy what training waits for, the caller's among them; so many fill the memory's
-bandwidth where one does not."""
+"""Most threads, the caller's included, that copy while training waits; one alone does not use the
+whole memory bandwidth."""
 
 
 _LOOK_S = 30.0
@@ -54,24 +54,23 @@ _NOT_READ = "Whether this process still owns the run is not known"
 
 
 class Chores(Protocol):
-    """Work after saves and claims, in the thread that saves; nothing of it raises."""
+    """Callbacks after saves and claims, run in the background thread; they never raise."""
 
     def after_claim(self) -> None:
-        """The run was claimed."""
+        """Do the work that follows a claim of the run."""
         ...
 
     def after_commit(self, entry: Entry) -> None:
-        """A save has committed."""
+        """Do the housekeeping that follows a committed save."""
         ...
 
     def after_failure(self) -> None:
-        """A save has failed, and nobody may be left to be told."""
+        """React to a failed save, whose error the caller may never collect."""
         ...
 
 
 class Saver:
-    """Runs saves and the housekeeping after them. `standing` is where the run stands: the newest
-    checkpoint of the whole state."""
+    """Runs saves and housekeeping; `standing` is the full checkpoint last saved or resumed from."""
 
     def __init__(
         self,
@@ -104,8 +103,9 @@ class Saver:
         self.standing: Entry | None = None
 
     def prepare(self, captured: Captured, *, is_awaited: bool = False) -> Staged:
-        """Make room for the captured state. No save may be under way. `is_awaited`: training waits
-        for the commit anyway.
+        """Allocate memory for a captured state and plan its copies. No save may be under way.
+
+        `is_awaited`: training waits for the commit anyway.
 
         Raises:
             OutOfMemory: there is none.
@@ -123,10 +123,10 @@ class Saver:
         return self._stager.prepare(captured, overlapped=keys, is_awaited=is_awaited)
 
     def start(self, staged: Staged, request: SaveRequest, due: Due) -> PendingSave:
-        """Copy the state, and have the background write it: beside the copy where that ends sooner
-        so for whoever waits, else after it.
+        """Copy the state, and start to write it in the background.
 
-        What overlaps may still be being copied when this returns, behind the fence.
+        Writing starts before the copy if whoever waits is then done sooner, else after it.
+        Overlapped tensors may still be being copied when this returns; optimizer steps wait.
         """
         pending = PendingSave(request.timestamp.step, due, timeout_s=self.timeout_s)
         self.pending = pending
@@ -185,11 +185,11 @@ class Saver:
         pending.delivered = True
 
     def after_claim(self) -> None:
-        """Do the chores after a claim in the background, before the next save."""
+        """Run the callback after a claim in the background, before the next save."""
         self._job = self._background.submit(self._chores.after_claim)
 
     def settle(self, timeout_s: float) -> None:
-        """Wait until nothing is under way; errors of a save stay where they are.
+        """Wait until the background work has ended; does not raise the error of a save.
 
         Raises:
             DeadlineExceeded: says what is still being done.
@@ -202,7 +202,7 @@ class Saver:
             raise self._late(timeout_s) from error
 
     def wait_for_arenas(self, timeout_s: float) -> None:
-        """Wait until the outcome of the last save is known; its housekeeping may go on.
+        """Wait until the last save has committed or failed; its housekeeping may still run.
 
         Raises:
             DeadlineExceeded: says what is still being done.
@@ -213,7 +213,7 @@ class Saver:
             raise self._late(timeout_s)
 
     def raise_failure(self) -> None:
-        """Raise the error of the last save, once, when nobody was told yet."""
+        """Raise the error of the last save if the caller has not received it yet."""
         pending = self.pending
         failure = pending.failure() if pending is not None and not pending.delivered else None
         if pending is not None and failure is not None:
@@ -227,7 +227,7 @@ class Saver:
         )
 
     def close(self) -> None:
-        """Let the threads end when they have nothing left to do, and the memory go."""
+        """Let the threads end after their current work, and free the memory if no save runs."""
         if self._job is not None and not self._job.done():
             self._owner.is_clean = False
         else:
@@ -280,8 +280,10 @@ class Saver:
         self._compressing.learn()
 
     def _failure(self, error: BaseException, step: int, epoch: int) -> BaseException:
-        """The error for the caller. A process that lost the run may find its files gone or its
-        manifest's key taken, so the fence is read before the save's own error is reported."""
+        """Return the error for the caller: `Superseded` if another process now owns the run.
+
+        Checked first, as files may then be missing, or the manifest's key taken, for that reason.
+        """
         if isinstance(error, OwnershipError):
             return error
         committed = None if isinstance(error, OutcomeUnknown) else False
@@ -297,20 +299,22 @@ class Saver:
         return _save_failed(error, step, "Training can go on")
 
     def _learn(self, staged: Staged) -> dict[str, bytes]:
-        """Take note of what was committed, before the next save takes its memory: by file that is
-        thought not to change, the digests of its blocks. Nothing here takes the commit back."""
+        """Record what was committed, before the next save reuses the memory. Never raises.
+
+        Returns the block digests of each file whose tensors are expected not to change.
+        """
         try:
             self._stager.committed(staged)
             return {
                 known.file.name: known.all_digests() for known in staged.all_files if known.is_apart
             }
-        except Exception as error:  # noqa: BLE001 - it is told, and the commit stands
+        except Exception as error:  # noqa: BLE001 - it is logged, and the commit stands
             self._stager.failed(staged)
             self._emit("warning", f"the next save writes every file anew: {error!r}")
             return {}
 
     def _end_copy(self, overlapped: Overlapped | None) -> None:
-        """Before it is told that the save failed: the next one takes the same memory."""
+        """Wait for the copy before a failure is reported: the next save uses the same memory."""
         if overlapped is not None:
             with suppress(DeadlineExceeded):  # the next save waits for it again, and says so
                 overlapped.settle("the save", self.timeout_s)
@@ -339,7 +343,7 @@ class Saver:
         except (OutcomeUnknown, DeadlineExceeded):
             self._owner.is_clean = False
             raise
-        # What the run went on from stays until there is something newer to go on from.
+        # The checkpoint that the run resumed from is kept until a newer good one exists.
         is_good = not (manifest.lacks or manifest.unhealthy)
         self._owner.has_committed = self._owner.has_committed or is_good
         return Entry(name=attempt.name, folder=attempt.folder, manifest=manifest, marks=Marks())
@@ -347,7 +351,7 @@ class Saver:
     def _unchanged(
         self, staged: Staged, request: SaveRequest, overlapped: Overlapped | None
     ) -> Entry | None:
-        """The checkpoint on which the run stands, when this save would write it once more."""
+        """Return `standing` if this save would write the same content again, else None."""
         entry = self.standing
         if entry is None or entry.step != request.timestamp.step:
             return None
@@ -373,19 +377,19 @@ class Saver:
             try:
                 annotate(self._store, entry, add_tags=new_tags)
             except NotSealed:
-                return None  # it is from before the run was sealed
+                return None  # it is from before the run was encrypted
         return with_tags(entry, new_tags)
 
 
 def _records_all(stored: Manifest, request: SaveRequest) -> bool:
-    """Whether a checkpoint says all that a save of the same bytes would say, and stays as long."""
+    """Whether a checkpoint has all metadata of the requested save, and is kept as long."""
     if not set(request.savers or (MAIN,)) <= set(stored.savers or (MAIN,)):
         return False
     if (stored.save_class, request.save_class) == ("ephemeral", "permanent"):
         return False
     if stored.unhealthy != request.unhealthy:
         return False
-    # As text, in which nan is what it is.
+    # Compared as text, in which nan equals nan.
     return set(map(str, request.metrics.items())) <= set(map(str, stored.metrics.items()))
 
 

@@ -1,4 +1,4 @@
-"""Writing of an attempt's files: some blocks are written while others are hashed.
+"""Writes the files of a save attempt: some blocks are written while others are hashed.
 
 Digests and writes are separate jobs for separate threads. Neither waits for the other, so the disk
 is always busy: if it is slower than hashing, cores are idle, not the disk. Blocks of compressed
@@ -29,23 +29,23 @@ from holdfast.format.layout import BLOCK_NBYTES
 from holdfast.store.base import BlockWriter, Store
 
 FILES_AT_ONCE = 64
-"""Each holds up to three descriptors until it is on stable storage."""
+"""Files written at once; each holds up to three descriptors until it is on stable storage."""
 
 ENCODED_AT_ONCE = 8
-"""Blocks that are encoded and not yet packed: with as many pieces on their way out, they bound the
-memory that a codec takes to about 140 MiB."""
+"""Most blocks that are encoded and not yet packed; with as many pieces being written, they take
+about 140 MiB of memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileToWrite:
-    """A file of an attempt to be written."""
+    """A file to be written, as part of a save attempt."""
 
     key: str
     content: Content | BytesContent
     encoding: Encoding | None = None
-    """How it is compressed; None: it is stored plain."""
+    """The file's encoding; None: it is not compressed."""
     observer: Callable[[int, memoryview], None] | None = None
-    """Called with the number and the memory of each block that is stored as it is."""
+    """Callback with the number and the memory of each block of an uncompressed tensor file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +114,7 @@ class _Batch:
         self._hashes: dict[str, list[Future[bytes]]] = {}
         self._packers: dict[str, Packer] = {}
         self._encoding: deque[tuple[Packer, Future[Encoded] | None]] = deque()
-        """Blocks that are encoded, oldest first; None stands at the end of a file."""
+        """Blocks that are being encoded, oldest first; None marks the end of a file."""
         self._failed = False
 
     def write(self, files: Iterable[FileToWrite]) -> dict[str, WrittenFile]:
@@ -184,7 +184,7 @@ class _Batch:
         self._encoding.append((packer, None))
 
     def _pack(self, *, leave: int) -> None:
-        """Pack the oldest of the encoded blocks, until `leave` are left."""
+        """Pack encoded blocks, oldest first, until `leave` of them are left."""
         while len(self._encoding) > leave and not self._failed:
             packer, block = self._encoding[0]
             if block is None:
@@ -238,7 +238,7 @@ def _encode(
 ) -> Encoded:
     try:
         data = encoding.encode(number, memory)
-        # While it is in the processor's cache.
+        # Digested while it is in the processor's cache.
         return Encoded(data=data, digest=blocks.block_digest(data))
     finally:
         content.written(number)

@@ -1,4 +1,4 @@
-"""Removal of error texts and reasons from unencrypted records beside sealed checkpoints.
+"""Removal of error texts and reasons from unencrypted records beside encrypted checkpoints.
 
 Such texts may name parts of the state.
 """
@@ -23,7 +23,7 @@ NOT_TOLD = "not told: the checkpoints here are sealed"
 
 
 def blank(name: str, data: bytes) -> bytes:
-    """Remove the texts from a mark of a checkpoint that cannot be opened, or is deleted."""
+    """Remove the texts from a mark of a checkpoint that cannot be decrypted, or is deleted."""
     if name == layout.REJECTED:
         rejected = Rejected.decode(data, what=name)
         return Rejected(by=rejected.by, reasons=(NOT_TOLD,)).encode()
@@ -33,7 +33,7 @@ def blank(name: str, data: bytes) -> bytes:
 
 
 def blank_beside_plain(name: str, data: bytes) -> bytes:
-    """Remove the texts of reasons from a sidecar of a checkpoint that is not sealed."""
+    """Remove the texts of reasons from a sidecar of a checkpoint that is not encrypted."""
     if layout.parse_notes(name) is not None:
         return data
     if layout.parse_thinned(name) is not None:

@@ -1,4 +1,4 @@
-"""Reading and writing sealed files of a store, in pieces (docs/format.md, section 10)."""
+"""Reading and writing encrypted files of a store, in pieces (docs/format.md, section 10)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from holdfast.store.base import BlockWriter, Store, final_nbytes, ignore
 
 
 class SealedFile:
-    """Reads and decrypts ranges of one sealed file. Thread-safe."""
+    """Reads and decrypts ranges of one encrypted file. Thread-safe."""
 
     def __init__(self, inner: Store, key: str, seal: FileSeal, suite: Suite, what: str) -> None:
         self._inner = inner
@@ -34,7 +34,7 @@ class SealedFile:
         self.seal = seal
 
     def get(self, start: int, nbytes: int, *, afresh: bool = False) -> bytes:
-        """Return the plain bytes at `start`, as `read` does."""
+        """Return `nbytes` decrypted bytes at `start`, as `read` does."""
         plain = bytearray(nbytes)
         self.read(start, memoryview(plain), afresh=afresh)
         return bytes(plain)
@@ -47,7 +47,7 @@ class SealedFile:
         seen: Callable[[memoryview], object] = ignore,
         afresh: bool = False,
     ) -> None:
-        """Fill `out` with the plain bytes at `start`; only authenticated bytes are in it.
+        """Fill `out` with the decrypted bytes at `start`; only authenticated bytes are in it.
 
         Raises:
             CorruptData: the file is shorter.
@@ -58,7 +58,7 @@ class SealedFile:
             raise CorruptData(
                 f"{self._what}: has {self.seal.nbytes} bytes, expected at least {stop}"
             )
-        # Those that were vouched for stay right, and there may be many: not for each block again.
+        # Authenticated tags stay valid, and there may be many: not reread for each block.
         tags = self._closing_tags(afresh=afresh and start == 0)
         while start < stop:
             until = min(start - start % SEGMENT_NBYTES + BLOCK_NBYTES, stop)
@@ -75,14 +75,14 @@ class SealedFile:
         seen: Callable[[memoryview], object],
         afresh: bool,
     ) -> None:
-        """Read and decrypt at most a block, with the rest of its first and last segments."""
+        """Read and decrypt at most one block, widened to whole segments."""
         stop = start + out.nbytes
         base = start - start % SEGMENT_NBYTES
         end = min(-(-stop // SEGMENT_NBYTES) * SEGMENT_NBYTES, self.seal.nbytes)
-        # The tag of a segment takes the place of what is behind it while that is opened.
+        # A segment's tag overwrites the bytes behind it while the segment is decrypted.
         sealed = _scratch(end - base + TAG_NBYTES)
         self._inner.read_into(self.key, base, sealed[: end - base], afresh=afresh)
-        # One more read of each: a passing error on the way must not condemn a sound checkpoint.
+        # One retry of each: a transient read error must not condemn a sound checkpoint.
         left = ["tags", "bytes"]
         for first in range(base, end, SEGMENT_NBYTES):
             number, last = first // SEGMENT_NBYTES, min(first + SEGMENT_NBYTES, end)
@@ -117,12 +117,12 @@ class SealedFile:
         return True
 
     def _closing_tags(self, *, afresh: bool) -> bytes:
-        """Read the tags of the file, and check that they fit its length."""
+        """Return the file's authentication tags, checked against its length; retried once."""
         if self._tags is None or afresh:
             try:
                 self._tags = self._read_tags(afresh=afresh)
             except Tampered:
-                # Once more, as in `_open`.
+                # One retry, as in `_read_run`.
                 self._tags = self._read_tags(afresh=True)
         return self._tags
 
@@ -135,7 +135,7 @@ class SealedFile:
 
 
 class SealedWriter:
-    """`BlockWriter` of a sealed file: encrypts blocks and passes them to the inner one."""
+    """`BlockWriter` of an encrypted file: encrypts blocks and passes them to the inner one."""
 
     def __init__(
         self,
@@ -146,7 +146,7 @@ class SealedWriter:
         at_most: bool,
         done: Callable[[int, FileEntry], None],
     ) -> None:
-        """`done` is called with the length of the file, and its stored length and digest."""
+        """Write to `inner`; `finish` calls `done` with the length and the stored file's entry."""
         self._inner = inner
         self._cipher = cipher
         self._nbytes = nbytes
@@ -154,7 +154,7 @@ class SealedWriter:
         self._done = done
         self._digests: dict[int, bytes] = {}
         self._end = b""
-        """The ciphertext of the last block, where that is shorter; the tags come behind it."""
+        """Ciphertext of a shorter last block, kept because the tags are written behind it."""
 
     def write(self, start: int, data: memoryview) -> None:
         """Encrypt and write a piece: whole blocks, or the end of the file."""
@@ -201,7 +201,7 @@ class SealedWriter:
 
 
 def plain_nbytes(nbytes: int, seal: FileSeal) -> int:
-    """Return the length to report: the plain one exactly if the stored one is right."""
+    """Return the decrypted length for a stored one: `seal.nbytes` only if the stored one fits."""
     expected = stored_nbytes(seal.nbytes)
     if nbytes == expected:
         return seal.nbytes

@@ -1,10 +1,8 @@
-"""A store that seals: whoever uses it sees plain checkpoints, and what it stores is sealed.
+"""A store that encrypts checkpoints as they are written and decrypts them as they are read.
 
-It wraps any store. In the folders of checkpoints it maps
-names, lengths and bytes (docs/format.md, section 10); claims, leases, requests and notes on uploads
-pass through.
-The protocol's order of puts stays that of its user, with one put more: a box of keys right before
-the manifest.
+It wraps any store. In the folders of checkpoints it maps names, lengths and bytes (docs/format.md,
+section 10); claims, leases, requests and notes on uploads pass through. It keeps its user's order
+of puts, with one put more: the box of wrapped keys right before the manifest.
 """
 
 from __future__ import annotations
@@ -73,10 +71,10 @@ _PASSED_THROUGH = frozenset({layout.WRITERS, layout.READERS, layout.REQUESTS, la
 
 
 def sealing(store: Store, encryption: Encryption | None, *, twin: Store | None = None) -> Store:
-    """`store`, or one that seals what is put into it; `twin` is as for `SealedStore`.
+    """Return `store`, encrypting if `encryption` is given; `twin` is as for `SealedStore`.
 
     Raises:
-        UsageError: it seals already.
+        UsageError: it encrypts already.
     """
     if encryption is None:
         return store
@@ -88,22 +86,22 @@ def sealing(store: Store, encryption: Encryption | None, *, twin: Store | None =
 
 
 def sealed(store: Store) -> SealedStore | None:
-    """`store` if it seals, else None: the one place where this is asked."""
+    """Return `store` if it is one that encrypts, else None."""
     return store if isinstance(store, SealedStore) else None
 
 
 def bare(store: Store) -> Store:
-    """The store under one that seals, where everything is as it lies there; else `store`."""
+    """Return the store under one that encrypts, with the stored bytes as they are; else `store`."""
     sealing_store = sealed(store)
     return store if sealing_store is None else sealing_store.inner
 
 
 def vouched(store: Store, folder: str) -> bytes:
-    """The register of a folder as it lies there; of a sealed checkpoint, after it was opened.
+    """Read the stored manifest document of a folder; an encrypted one is authenticated first.
 
     Raises:
-        NotFound: nothing is there.
-        SealError, FormatError: it cannot be opened.
+        NotFound: the folder has none.
+        SealError, FormatError: it cannot be decrypted.
     """
     if (sealing_store := sealed(store)) is not None:
         return sealing_store.vouched(folder)
@@ -116,22 +114,24 @@ class _Attempt:
 
     data_key: bytes = field(repr=False)
     box: bytes
-    """The data key for those who may read."""
+    """The stored box: the data key, wrapped for each key that may decrypt."""
     seals: dict[str, FileSeal] = field(default_factory=dict)
-    """By plain name."""
+    """Stored name, length and secret of each file, by plain name."""
     stored: dict[str, FileEntry] = field(default_factory=dict)
-    """By stored name; only what is finished."""
+    """Manifest entries of the finished files, by stored name."""
     num_files: int = 0
 
 
 class SealedStore(WrappedStore):
-    """`inner`, with every checkpoint sealed. Thread-safe; what one process writes it commits."""
+    """Encrypts the checkpoints in `inner`. Thread-safe; the process that writes one commits it."""
 
     def __init__(
         self, inner: Store, encryption: Encryption, *, twin: SealedStore | None = None
     ) -> None:
-        """`twin` has checkpoints with the same bytes: what it has opened need not be opened again,
-        which a process that has only public keys could not."""
+        """Wrap `inner`; reuse the manifests that `twin`, with the same checkpoints, has decrypted.
+
+        A process that has only public keys could not decrypt them again.
+        """
         super().__init__(inner)
         self._twin = twin
         self._encryption = encryption
@@ -148,7 +148,7 @@ class SealedStore(WrappedStore):
 
     @override
     def uncached(self) -> SealedStore:
-        """The same place without copies; what was begun or opened here is known there, too."""
+        """Return this store without local copies, but with its attempts and decrypted manifests."""
         inner = self.inner.uncached()
         if inner is self.inner:
             return self
@@ -157,8 +157,10 @@ class SealedStore(WrappedStore):
         return twin
 
     def useless_keys(self) -> Iterator[str]:
-        """Why what would be sealed now might be opened by nobody: keys that are there to open, and
-        do not open what they wrap. Those that only wrap are passed over."""
+        """Yield one message for each key that does not decrypt what it wraps.
+
+        Checkpoints encrypted with such keys may be lost to everybody. Public keys are skipped.
+        """
         for key in self._encryption.sealing:
             try:
                 try_key(key, self._suite)
@@ -186,16 +188,16 @@ class SealedStore(WrappedStore):
 
     @override
     def get(self, key: str, start: int = 0, nbytes: int | None = None) -> bytes:
-        """Plain bytes.
+        """Return decrypted bytes of an object.
 
         Raises:
-            SealError: the checkpoint is not for our keys, or not sealed.
-            Tampered: it is not as it was sealed.
+            SealError: the checkpoint is not for our keys, or not encrypted.
+            Tampered: it was changed after it was encrypted.
         """
         document = self._document(key)
         if document is not None:
             return _cut(document, start, nbytes, what=f"{self.url}/{key}")
-        reader = self.uncached()._reader(key)  # copies never answer `get`
+        reader = self.uncached()._reader(key)  # `get` bypasses local copies
         if reader is None:
             return self.inner.get(key, start, nbytes)
         stop = reader.seal.nbytes if nbytes is None else start + nbytes
@@ -203,7 +205,7 @@ class SealedStore(WrappedStore):
 
     @override
     def head(self, key: str) -> ObjectInfo:
-        """Length of the plain object."""
+        """Return the key and the decrypted length of an object."""
         document = self._document(key)
         if document is not None:
             return ObjectInfo(key, len(document))
@@ -215,7 +217,7 @@ class SealedStore(WrappedStore):
 
     @override
     def get_whole(self, key: str, *, max_nbytes: int, afresh: bool = False) -> bytes:
-        """All plain bytes of an object; a document is opened once."""
+        """Return all decrypted bytes of an object; a document is decrypted once."""
         document = self._document(key, afresh=afresh)
         what = f"{self.url}/{key}"
         if document is not None:
@@ -226,13 +228,13 @@ class SealedStore(WrappedStore):
             return self.inner.get_whole(key, max_nbytes=max_nbytes, afresh=afresh)
         nbytes = self.head(key).nbytes
         expect_at_most(nbytes, max_nbytes, what=what)
-        if nbytes != reader.seal.nbytes:  # which is a number that somebody wrote
+        if nbytes != reader.seal.nbytes:  # a number that a manifest's author chose
             raise CorruptData(f"{what}: has {nbytes} bytes, expected {reader.seal.nbytes}")
         return reader.get(0, nbytes, afresh=afresh)
 
     @override
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """Objects by plain names; of files the lengths are plain, of all else as stored."""
+        """Yield objects by plain name; lengths of files are decrypted ones, others as stored."""
         found: Iterable[ObjectInfo] = self.inner.list(prefix)
         folder, slash, _ = prefix.partition("/")
         if not slash or _place(f"{folder}/x") is None:
@@ -292,7 +294,7 @@ class SealedStore(WrappedStore):
 
     @override
     def create(self, key: str, nbytes: int, *, at_most: bool = False) -> BlockWriter:
-        """Begin a sealed file; pieces come as with `at_most` in either case."""
+        """Begin an encrypted file; pieces must always be as `at_most` demands."""
         place = _place(key)
         if place is None:
             return self.inner.create(key, nbytes, at_most=at_most)
@@ -315,7 +317,7 @@ class SealedStore(WrappedStore):
 
     @override
     def link(self, source: str, key: str) -> bool:
-        """Give the sealed file a second key; its secret goes into the new manifest."""
+        """Give the encrypted file a second name; the new manifest records its secret."""
         from_folder, from_name = source.split("/")
         folder, name = key.split("/")
         contents = self._contents(from_folder)
@@ -349,7 +351,7 @@ class SealedStore(WrappedStore):
     def _put_manifest(
         self, folder: str, manifest: Manifest, data: bytes, *, if_absent: bool
     ) -> None:
-        """The keys, and then what they open: without the second, the first means nothing."""
+        """Put the box of wrapped keys, then the encrypted manifest, without which it is useless."""
         attempt = self._attempt(folder)
         contents = encode_sealed(
             manifest,
@@ -359,22 +361,22 @@ class SealedStore(WrappedStore):
             suite=self._suite,
             data_key=attempt.data_key,
         )
-        # Only now: of an attempt that never gets here nothing is left that opens anything.
+        # Put only now: an attempt that never commits leaves no key behind.
         self.inner.put(f"{folder}/{layout.keys_name(1)}", attempt.box)
         with self._lock:
-            # It counts only as long as these very bytes are read back.
+            # Used only while the same bytes are read back.
             self._opened[folder] = contents
         self.inner.put(f"{folder}/{layout.MANIFEST}", contents.document, if_absent=if_absent)
         with self._lock:
             self._attempts.pop(folder, None)
 
     def _register(self, folder: str, *, afresh: bool = False) -> tuple[bytes, Contents | None]:
-        """The register as a plain checkpoint's, and the checkpoint where it is a sealed one.
+        """Read a folder's manifest document, decrypted, with its contents if it was encrypted.
 
         Raises:
-            NotFound: nothing is there.
-            NotSealed: a checkpoint that is not sealed, and that is not accepted.
-            WrongKey, KeyUnavailable, Tampered, FormatError: it cannot be opened.
+            NotFound: the folder has none.
+            NotSealed: the checkpoint is not encrypted, and such ones are not accepted.
+            WrongKey, KeyUnavailable, Tampered, FormatError: it cannot be decrypted.
         """
         key = f"{folder}/{layout.MANIFEST}"
         data = read_document(self.inner, key, max_nbytes=MAX_MANIFEST_NBYTES, afresh=afresh)
@@ -388,7 +390,7 @@ class SealedStore(WrappedStore):
         except MissingKey:
             is_sealed = True
         except FormatError:
-            return data, None  # whoever asked finds the same
+            return data, None  # the caller's own decoding reports it
         if is_sealed:
             contents = opened(self.inner, folder, data, self._encryption.opening)
             with self._lock:
@@ -403,7 +405,7 @@ class SealedStore(WrappedStore):
         return data, None
 
     def _known(self, folder: str, document: bytes) -> Contents | None:
-        """Contents that this store or its twin decrypted from the same bytes before, if any."""
+        """Return contents that this store or its twin decrypted from the same bytes, if any."""
         for store in (self, self._twin):
             if store is None:
                 continue
@@ -416,13 +418,15 @@ class SealedStore(WrappedStore):
         return None
 
     def vouched(self, folder: str) -> bytes:
-        """See the function `vouched`."""
+        """Read the stored manifest document, authenticated; see the function `vouched`."""
         plain, contents = self._register(folder)
         return plain if contents is None else contents.document
 
     def lost_keys(self, folder: str) -> tuple[str, ...]:
-        """The name that the keys of a sealed checkpoint should have, where none can be read there
-        any more, so that nobody else will open it."""
+        """Return the name of the box of wrapped keys if none can be read any more, else ().
+
+        Without a box no other process can decrypt the checkpoint.
+        """
         contents = self._contents(folder)
         if contents is None:
             return ()
@@ -433,11 +437,11 @@ class SealedStore(WrappedStore):
         return ()
 
     def new_box(self, folder: str) -> KeyBox:
-        """The data key of a sealed checkpoint, for those for whom is sealed now.
+        """Wrap the data key of an encrypted checkpoint for the current encryption keys.
 
         Raises:
-            NotFound: there is none.
-            SealError, FormatError: it cannot be opened, or a key cannot wrap.
+            NotFound: the folder has no encrypted checkpoint.
+            SealError, FormatError: it cannot be decrypted, or a key cannot wrap.
         """
         contents = self._contents(folder)
         if contents is None:
@@ -447,10 +451,10 @@ class SealedStore(WrappedStore):
     # Names
 
     def _contents(self, folder: str) -> Contents | None:
-        """The sealed checkpoint in a folder; None where there is none.
+        """Return the decrypted contents of a folder's encrypted checkpoint; None if it has none.
 
         Raises:
-            SealError, FormatError: it cannot be opened.
+            SealError, FormatError: it cannot be decrypted.
         """
         with self._lock:
             known = self._opened.get(folder)
@@ -462,7 +466,7 @@ class SealedStore(WrappedStore):
             return None
 
     def _seals(self, folder: str) -> Mapping[str, FileSeal]:
-        """The files by plain name, as far as this can be known."""
+        """Return the file secrets by plain name; none if the checkpoint cannot be decrypted."""
         with self._lock:
             attempt = self._attempts.get(folder)
             if attempt is not None:
@@ -479,7 +483,7 @@ class SealedStore(WrappedStore):
         return tuple(known.components) if known is not None else ()
 
     def _plain_names(self, folder: str) -> Callable[[str], str]:
-        """From stored names to plain ones; what is not known keeps its name."""
+        """Return a function that maps stored names to plain ones; it keeps unknown names."""
         names = {seal.name: plain for plain, seal in self._seals(folder).items()}
         components = self._components(folder)
 
@@ -517,10 +521,10 @@ class SealedStore(WrappedStore):
     # Sidecars
 
     def _sealed_sidecar(self, folder: str, name: str, data: bytes) -> tuple[str, bytes]:
-        """(stored name, bytes) of a sidecar.
+        """Encrypt a sidecar, or remove its texts; returns its stored name and bytes.
 
         Raises:
-            NotSealed: it would tell new tags, and the checkpoint is not sealed.
+            NotSealed: it would reveal new tags, and the checkpoint is not encrypted.
         """
         try:
             register, contents = self._register(folder)
@@ -557,10 +561,10 @@ class SealedStore(WrappedStore):
             return decode_mark(contents, stored, data, what=f"{self.url}/{key}")
         if layout.parse_notes(name) is not None:
             raise Tampered(f"{self.url}/{key}: it is not sealed, and the checkpoint is")
-        return data  # a mark counts by its name, whoever put it
+        return data  # a mark is valid by its name alone, whoever put it
 
     def _document(self, key: str, *, afresh: bool = False) -> bytes | None:
-        """The bytes of a manifest or a sidecar; None for other keys."""
+        """Read and decrypt a manifest or a sidecar; None for other keys."""
         place = _place(key)
         if place is None:
             return None
@@ -572,11 +576,11 @@ class SealedStore(WrappedStore):
 
     def _attempt(self, folder: str) -> _Attempt:
         if layout.parse_attempt(folder) is None:
-            # Its keys would never be stored; and in clear it must not be either.
+            # Its keys would never be stored, and it must not be stored unencrypted.
             raise UsageError(f"{self.url}/{folder}: only attempts are written into a sealed root")
         with self._lock:
             if folder not in self._attempts:
-                # Before any byte is written, so that a service that refuses costs no time.
+                # Before any byte is written, so that a refusing key service costs no time.
                 data_key = fresh_secret()
                 box = wrapped(self._encryption.sealing, data_key, self._suite)
                 self._attempts[folder] = _Attempt(data_key=data_key, box=encode_box(box))
@@ -595,16 +599,16 @@ class SealedStore(WrappedStore):
         plain = memoryview(data).cast("B")
         attempt, seal = self._new_file(folder, name, plain.nbytes)
         sealed = seal_whole(self._suite, bytes.fromhex(seal.secret), plain)
-        # The name is new, and stores send again only what need not be absent.
+        # Without `if_absent`: the name is new, and stores retry only puts without it.
         self.inner.put(f"{folder}/{seal.name}", sealed)
         digest = blocks.file_digest(len(sealed), blocks.digest_blocks(sealed))
         attempt.stored[seal.name] = FileEntry(nbytes=len(sealed), digest=digest)
 
     def _reader(self, key: str) -> SealedFile | None:
-        """Reader that decrypts a file; None for a file that is stored in clear.
+        """Return the reader that decrypts a file; None for a file that is not encrypted.
 
         Raises:
-            NotFound: the checkpoint is sealed and has no such file.
+            NotFound: the checkpoint is encrypted and has no such file.
         """
         place = _place(key)
         if place is None or _is_ours(place[1]):
@@ -632,7 +636,7 @@ class SealedStore(WrappedStore):
 
 
 def _place(key: str) -> tuple[str, str] | None:
-    """(folder, name) of what belongs to a checkpoint; None for what is passed through."""
+    """Split the key of a checkpoint's object into folder and name; None for other objects."""
     folder, slash, name = key.partition("/")
     if not slash or folder in _PASSED_THROUGH or layout.is_preflight(folder):
         return None
@@ -640,7 +644,7 @@ def _place(key: str) -> tuple[str, str] | None:
 
 
 def _is_ours(name: str) -> bool:
-    """Whether a name is that of something that only sealed checkpoints have."""
+    """Whether only encrypted checkpoints have objects of this name: ciphertext or wrapped keys."""
     return layout.is_stored_name(name) or layout.parse_keys(name) is not None
 
 

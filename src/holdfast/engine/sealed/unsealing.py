@@ -1,4 +1,4 @@
-"""Decryption of a sealed checkpoint's manifest with a user's keys."""
+"""Decryption of an encrypted checkpoint's manifest with a user's keys."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from holdfast.keys import Key, unwrapped
 from holdfast.store.base import Store
 
 _LOOKS = 3
-"""A box may be replaced by a newer one between the list and the read."""
+"""Times that boxes are listed and read: a newer one may replace a box in between."""
 
 
 def opened(store: Store, folder: str, document: bytes, keys: Sequence[Key]) -> Contents:
-    """Decrypt the sealed manifest `document`.
+    """Decrypt the encrypted manifest `document`.
 
     Raises:
         WrongKey, KeyUnavailable: none of the keys decrypts it.
-        CorruptData: its boxes of keys are missing or damaged.
+        CorruptData: its boxes of wrapped keys are missing or damaged.
         Tampered: it was changed.
     """
     what = f"{store.url}/{folder}/{layout.MANIFEST}"
@@ -45,7 +45,7 @@ def opened(store: Store, folder: str, document: bytes, keys: Sequence[Key]) -> C
 
 
 def boxes_of(store: Store, folder: str, visible: Visible) -> dict[int, KeyBox]:
-    """Read the boxes of keys by number, newest first; unreadable ones are skipped.
+    """Read the boxes of wrapped keys by number, newest first; unreadable ones are skipped.
 
     Raises:
         CorruptData: no box can be read.
@@ -54,7 +54,7 @@ def boxes_of(store: Store, folder: str, visible: Visible) -> dict[int, KeyBox]:
 
 
 def box_documents(store: Store, folder: str, visible: Visible) -> dict[str, bytes]:
-    """Read the boxes of keys as they are stored, by their names.
+    """Read the stored bytes of the boxes of wrapped keys, by name; unreadable ones are skipped.
 
     Raises:
         CorruptData: no box can be read.

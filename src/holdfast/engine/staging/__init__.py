@@ -1,1 +1,1 @@
-"""A consistent copy of the state in host memory, made beside training where that is safe."""
+"""Staging: a consistent copy of the state in host memory, made beside training if that is safe."""

@@ -21,7 +21,7 @@ class Arena:
     """Page-aligned private memory, filled with zeros in forked children."""
 
     def __init__(self, nbytes: int) -> None:
-        """Take the memory.
+        """Allocate the memory.
 
         Raises:
             OutOfMemory: the system refuses.
@@ -41,7 +41,7 @@ class Arena:
         starts: Sequence[int] | Column,
         nbytes: Column | None = None,
     ) -> list[torch.Tensor]:
-        """Views of the arena with the specs' dtypes and shapes, at the given bytes.
+        """Create views of the arena with the specs' dtypes and shapes, at the given bytes.
 
         They keep the memory alive. `nbytes` are those of the specs, where they are known.
 
@@ -73,7 +73,7 @@ def check_aligned(specs: Sequence[TensorSpec], start: Column) -> None:
     Raises:
         FormatError: a start is not a multiple of the tensor's item size.
     """
-    # Few starts are odd for the largest item; only these are looked at by their own.
+    # Few starts are unaligned for the largest item; only these are checked for their own.
     for number in np.flatnonzero(start % _LARGEST_ITEM_NBYTES).tolist():
         _check_aligned(specs[number], int(start[number]))
 
@@ -84,7 +84,7 @@ def _check_aligned(spec: TensorSpec, start: int) -> None:
 
 
 def _run_starts(specs: Sequence[TensorSpec], start: Column, nbytes: Column) -> list[int]:
-    """Numbers of the tensors, but the first, that lie behind a gap or have another dtype."""
+    """List the tensors, after the first, that follow a gap or a tensor of another dtype."""
     begins = start[1:] != (start + nbytes)[:-1]
     dtypes = [spec.dtype for spec in specs]
     if len(names := {*dtypes}) > 1:
@@ -98,7 +98,7 @@ def _run_starts(specs: Sequence[TensorSpec], start: Column, nbytes: Column) -> l
 def _split(
     base: torch.Tensor, specs: Sequence[TensorSpec], start: int, nbytes: Column
 ) -> list[torch.Tensor]:
-    """Views of adjacent tensors of one dtype, made in one call."""
+    """Create the views of adjacent tensors of one dtype in one call."""
     dtype = TORCH_DTYPES[specs[0].dtype]
     _check_aligned(specs[0], start)
     whole = base[start : start + int(nbytes.sum())].view(dtype)

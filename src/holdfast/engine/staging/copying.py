@@ -1,6 +1,7 @@
-"""The copies of which a staging consists: runs of bytes, other tensors, and copies by devices.
+"""The single copies that stage a state: runs of bytes, other tensors, and copies by devices.
 
-Knows how each is made, and which blocks it fills; `inmemory` knows when, and by which thread.
+This module knows how each is made, and which blocks it fills; `inmemory` decides when, and by
+which thread.
 """
 
 from __future__ import annotations
@@ -18,22 +19,22 @@ from holdfast.state.copying import copy_runs, is_plain
 
 AT_ONCE_NBYTES = 1 << 20
 AT_ONCE = 1024
-"""The most bytes and tensors that are copied at once under the interpreter's lock: other threads of
-Python wait some tenths of a millisecond."""
+"""Most bytes and tensors that are copied in one call under the interpreter's lock: other Python
+threads wait for it some tenths of a millisecond."""
 
 
 class Work(Protocol):
-    """The copies of one or several tensors of a file."""
+    """The planned copies of one or several tensors of a file."""
 
     image: Image
 
     @property
     def blocks(self) -> Sequence[int]:
-        """Numbers of the blocks that they fill, in whole or in part; one entry for each copy."""
+        """Numbers of the blocks that the copies fill, in whole or in part; one for each copy."""
         ...
 
     def tasks(self) -> Iterable[CopyTask]:
-        """The copies, in order."""
+        """Yield the copies, in order."""
         ...
 
 
@@ -42,7 +43,7 @@ class CopyTask(Protocol):
 
     image: Image
     blocks: Sequence[int]
-    """Numbers of the blocks that it fills, in whole or in part."""
+    """Numbers of the blocks that the copy fills, in whole or in part."""
 
     def copy(self) -> None:
         """Make the copy."""
@@ -51,7 +52,7 @@ class CopyTask(Protocol):
 
 @dataclass(slots=True)
 class Bytes:
-    """The copy of bytes of a contiguous tensor in host memory, inside one block."""
+    """Copy of a contiguous host tensor's bytes that lie in one block."""
 
     image: Image
     key: str
@@ -67,7 +68,7 @@ class Bytes:
 
 @dataclass(slots=True)
 class Whole:
-    """The copy of a whole tensor by torch, from strides or from a device."""
+    """Copy of a whole tensor by torch: one that is not contiguous, or on a device."""
 
     image: Image
     position: int
@@ -80,7 +81,7 @@ class Whole:
 
 
 class TensorCopy:
-    """The copies of one tensor, from the address that it has when this is made."""
+    """Copies of one tensor, from its address at construction."""
 
     __slots__ = ("_address", "_position", "_tensor", "image")
 
@@ -88,21 +89,21 @@ class TensorCopy:
         self.image = image
         self._position = position
         self._tensor = tensor
-        # Now, and not when it is copied: until then training may give the tensor other memory.
+        # Read now, not at the copy: until then training may give the tensor other memory.
         self._address = tensor.data_ptr() if is_plain(tensor) else None
 
     @property
     def storage(self) -> UntypedStorage | None:
-        """The memory that is copied by address, to be kept alive; None where torch copies."""
+        """Memory that is copied by address and must be kept alive; None if torch copies."""
         return None if self._address is None else self._tensor.untyped_storage()
 
     @property
     def blocks(self) -> Sequence[int]:
-        """Numbers of the blocks in which the tensor lies."""
+        """Numbers of the blocks that the tensor lies in."""
         return self.image.blocks_of(self._position)
 
     def tasks(self) -> Iterator[CopyTask]:
-        """The copies: block by block where the tensor is a run of bytes, else one."""
+        """Yield the copies: one for each block of a contiguous host tensor, else a single one."""
         image, position = self.image, self._position
         if self._address is None:
             return iter((Whole(image, position, self.blocks, self._tensor),))
@@ -110,12 +111,12 @@ class TensorCopy:
 
 
 class Runs:
-    """The copies of tensors of one file that are runs of bytes in host memory, by address."""
+    """Copies, by address, of contiguous host tensors of one file."""
 
     def __init__(
         self, image: Image, places: Sequence[tuple[int, int]], addresses: Sequence[int]
     ) -> None:
-        """`places` has for each its position in the file, and that of its address."""
+        """`places`: for each tensor, its position in the file and its number in `addresses`."""
         # Nothing is done for each tensor here: there are many, and training waits.
         self.image = image
         self._places = places
@@ -123,38 +124,38 @@ class Runs:
 
     @property
     def blocks(self) -> Sequence[int]:
-        """Numbers of the blocks, one for each copy."""
+        """Numbers of the blocks that the copies fill, one for each copy."""
         return [n for position, _ in self._places for n in self.image.blocks_of(position)]
 
     def tasks(self) -> Iterator[CopyTask]:
-        """The copies, block by block."""
+        """Yield the copies, one for each block of each tensor."""
         for position, number in self._places:
             yield from _bytes_of(self.image, position, self._addresses[number])
 
 
 class SmallRuns:
-    """Small tensors of one file that are runs of bytes in host memory, copied in one call.
+    """Small contiguous host tensors of one file, copied in one call.
 
-    Kept from save to save with the addresses in the image, so that a save does nothing for each.
+    Kept from save to save with their addresses in the image, so that a save does nothing for each.
     """
 
     def __init__(self, image: Image, places: Sequence[tuple[int, int]]) -> None:
-        """`places` has for each its position in the file, and that of its address."""
+        """`places`: for each tensor, its position in the file and its number in the component."""
         self.image = image
         self.blocks = sorted({n for position, _ in places for n in image.blocks_of(position)})
-        """Numbers of the blocks in which they lie."""
+        """Numbers of the blocks that the tensors lie in."""
         self._targets = [image.address_of(position) for position, _ in places]
         self._sizes = [image.file.specs[position].nbytes for position, _ in places]
         self._numbers = [number for _, number in places]
 
     def copy(self, addresses: Sequence[int]) -> None:
-        """Copy the tensors from the addresses that those of the component have now."""
+        """Copy the tensors from `addresses`: the current ones of all the component's tensors."""
         sources = map(addresses.__getitem__, self._numbers)
         copy_runs(self._targets, sources, self._sizes)
 
 
 def small_runs_of(image: Image, places: Sequence[tuple[int, int]]) -> Iterator[SmallRuns]:
-    """The small tensors at these places, in parts that one call may copy."""
+    """Split small tensors into groups that one call may copy."""
     specs, part, nbytes = image.file.specs, list[tuple[int, int]](), 0
     for place in places:
         part.append(place)
@@ -167,7 +168,7 @@ def small_runs_of(image: Image, places: Sequence[tuple[int, int]]) -> Iterator[S
 
 
 class SmallCopy:
-    """The copy of some small tensors of one save."""
+    """The copy of one group of small tensors in one save."""
 
     def __init__(self, runs: SmallRuns, addresses: Sequence[int]) -> None:
         self.image = runs.image
@@ -176,16 +177,16 @@ class SmallCopy:
         self._addresses = addresses
 
     def copy(self) -> None:
-        """Copy the tensors."""
+        """Copy the group's tensors in one call."""
         self._runs.copy(self._addresses)
 
     def tasks(self) -> Iterable[CopyTask]:
-        """The one copy."""
+        """Return the single copy: this one."""
         return (self,)
 
 
 def _bytes_of(image: Image, position: int, address: int) -> Iterator[CopyTask]:
-    """The copies of a run of bytes, block by block."""
+    """Yield the copies of a contiguous host tensor, one for each block."""
     spec, start = image.file.specs[position], image.file.starts[position]
     offset, stop = address - start, start + spec.nbytes
     while start < stop:
@@ -198,24 +199,24 @@ def _bytes_of(image: Image, position: int, address: int) -> Iterator[CopyTask]:
 
 @dataclass(slots=True)
 class Arrival:
-    """The arrival in host memory of the tensors that one device copies on its own stream."""
+    """Copy task that waits for the tensors that a device copies to host memory on its stream."""
 
     image: Image
     blocks: Sequence[int]
     device_copy: DeviceCopy
 
     def copy(self) -> None:
-        """Wait for the device, which began before."""
+        """Wait until the device, which has begun already, has copied the tensors."""
         self.device_copy.arrive()
         self.device_copy.result()
 
     def tasks(self) -> Iterable[CopyTask]:
-        """The one copy."""
+        """Return the single copy: this one."""
         return (self,)
 
 
 def arrivals_of(image: Image, sources: Mapping[int, Tensor]) -> list[Arrival]:
-    """Begin to copy tensors, by position in the file, from CUDA devices into an image."""
+    """Begin to copy tensors, by position in the file, from CUDA devices; one task per device."""
     blocks = sorted({number for position in sources for number in image.blocks_of(position)})
     begun = begin_copies(image.overwritten_by_device(*pair) for pair in sources.items())
     return [Arrival(image, blocks, device_copy) for device_copy in begun]

@@ -22,7 +22,7 @@ from holdfast.errors import UsageError
 
 
 def is_capturing() -> bool:
-    """Whether what the current stream is given is recorded into a CUDA graph."""
+    """Whether the current stream is recording its operations into a CUDA graph."""
     # Not is_available(): that may start the driver, and a forked child could not use it.
     is_in_use: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return is_in_use and torch.cuda.is_current_stream_capturing()
@@ -42,20 +42,20 @@ def refuse_capture(what: str) -> None:
 
 
 class DeviceCopy(Future[None]):
-    """A future of copies on a CUDA stream, resolved when they have arrived in host memory."""
+    """Future of copies on a CUDA stream; resolves when the bytes are in host memory."""
 
     def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
-        """`event` comes after the copies on a stream of `device`."""
+        """`event` was recorded behind the copies, on a stream of `device`."""
         super().__init__()
         self._event = event
         self._device = device
 
     def hold_current_stream(self) -> None:
-        """Make the current stream wait for the copies before whatever it is given from now on."""
+        """Make operations queued on the current stream from now on wait for the copies."""
         torch.cuda.current_stream(self._device).wait_event(self._event)
 
     def arrive(self) -> None:
-        """Wait for the copies and resolve. Blocks the calling thread."""
+        """Wait for the copies, and resolve the future. Blocks the calling thread."""
         if not self.set_running_or_notify_cancel():
             return
         try:
@@ -67,10 +67,10 @@ class DeviceCopy(Future[None]):
 
 
 def begin_copies(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[DeviceCopy]:
-    """Begin to copy (to, from) from CUDA devices, after what their current streams do now.
+    """Begin copies (to, from) from CUDA devices, behind what their current streams have queued.
 
-    One `DeviceCopy` for each device; somebody has to let it arrive. Both tensors must live, and
-    neither may be changed but on a stream that was held, until then.
+    Returns one `DeviceCopy` for each device, whose `arrive` must be called. Until it has arrived
+    both tensors must live, and may be changed only on a stream that `hold_current_stream` held.
     """
     by_device: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
     for to, source in pairs:
@@ -80,7 +80,7 @@ def begin_copies(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[DeviceCopy]:
 
 def _begin(device: torch.device, pairs: list[tuple[Tensor, Tensor]]) -> DeviceCopy:
     stream, event = _side_stream(device), torch.cuda.Event()  # type: ignore[no-untyped-call]
-    # After what training has queued, which may still be computing the values.
+    # Behind what training has queued, which may still be computing the values.
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.inference_mode(False), torch.no_grad(), torch.cuda.stream(stream):
         targets, sources = map(list, zip(*pairs, strict=True))
@@ -97,8 +97,8 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 def pin(memory: Tensor, owner: object, device: torch.device) -> bool:
     """Pin host memory for CUDA devices until `owner`, which holds it, is collected.
 
-    Returns whether it is pinned. Copies to other memory are slower and block the host, no more than
-    that, so a refusal is no error. `device` is one that is in use.
+    Returns whether it is pinned. A refusal is no error: copies to unpinned memory are only slower
+    and block the host. `device` is one that is in use.
     """
     if memory.numel() == 0:
         return False
@@ -107,11 +107,11 @@ def pin(memory: Tensor, owner: object, device: torch.device) -> bool:
     def register() -> None:
         with torch.cuda.device(device):
             if int(_runtime().cudaHostRegister(address, memory.nbytes, 0)) == 0:
-                # At exit the driver does it, and may be gone before.
+                # Not at exit: the driver unpins then, and may be gone before this would run.
                 weakref.finalize(owner, _unpin, address, device, os.getpid()).atexit = False
                 is_pinned.set()
 
-    # The runtime keeps an error for the thread that made it, where the next kernel would raise it.
+    # In its own thread: the runtime keeps an error per thread, and the next kernel raises it.
     thread = threading.Thread(target=register, name="holdfast-pin", daemon=True)
     with suppress(RuntimeError):  # the interpreter exits
         thread.start()
@@ -121,7 +121,7 @@ def pin(memory: Tensor, owner: object, device: torch.device) -> bool:
 
 def _unpin(address: int, device: torch.device, pid: int) -> None:
     if os.getpid() != pid:
-        return  # a forked child, in which nothing is registered and CUDA is not to be had
+        return  # a forked child, in which nothing is registered and CUDA cannot be used
     with torch.cuda.device(device):
         _runtime().cudaHostUnregister(address)
 

@@ -30,23 +30,23 @@ Place: TypeAlias = tuple[str, str]
 """Component and key of a tensor."""
 
 SAMPLE_ITEMS = 4096
-"""How many elements of a tensor are compared when overlap is checked."""
+"""Elements of each tensor, about, that are compared with `overlap="check"`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Guarded:
-    """Tensors that are being copied, with the versions and addresses that they had before."""
+    """Tensors that are being copied, with their versions and addresses before the copy."""
 
     keys: Mapping[str, Sequence[str]]
-    """Component → keys of its tensors; all of them are in the order of `tensors`."""
+    """Keys of the tensors by component, in the order of `tensors`."""
     tensors: Sequence[Tensor] = ()
-    """Kept alive until the copy is done, also where training has dropped them."""
+    """The tensors themselves, kept alive until the copy is done even if training drops them."""
     versions: Sequence[int] = ()
     addresses: Sequence[int] = ()
     samples: Sequence[bytes] | None = None
-    """Some elements of each; None where they are not compared."""
+    """Bytes of some elements of each tensor; None if they are not compared."""
     storages: Sequence[torch.UntypedStorage] = ()
-    """Kept alive too: copies go by address, and `tensor.data = …` lets go of the old storage."""
+    """The tensors' storages, kept alive: copies use addresses, and `tensor.data = …` drops them."""
 
     @property
     def places(self) -> list[Place]:
@@ -54,7 +54,7 @@ class Guarded:
         return [(component, key) for component, keys in self.keys.items() for key in keys]
 
     def changes(self) -> list[str]:
-        """The tensors that changed since, each as `component.key` and how it changed."""
+        """List the tensors that have changed, each as `component.key` and how it changed."""
         changes = [
             *self._differing(map(Tensor.data_ptr, self.tensors), self.addresses, _MOVED),
             *self._differing(map(_VERSION, self.tensors), self.versions, _CHANGED),
@@ -90,12 +90,12 @@ def guard(
     addresses: Sequence[int] | None = None,
     takes_samples: bool = False,
 ) -> Guarded:
-    """Record how tensors, named by component and key, are before their copy begins.
+    """Record versions and addresses of tensors, named by component and key, before their copy.
 
-    `addresses`: where they lie, if the caller knows; asked of each tensor otherwise.
+    `addresses`: those of the tensors, if the caller knows; asked of each tensor otherwise.
 
     Raises:
-        RuntimeError: one of them has no version, because it is of inference mode.
+        RuntimeError: one of them is an inference tensor, which has no version.
     """
     return Guarded(
         keys=keys,
@@ -108,7 +108,7 @@ def guard(
 
 
 def sampled(tensor: Tensor) -> bytes:
-    """The bytes of evenly spread elements of a tensor. Waits for its device."""
+    """Return the bytes of evenly spread elements of a tensor. Waits for its device."""
     with torch.no_grad():
         flat = tensor.detach().reshape(-1)
         some = flat[:: max(1, len(flat) // SAMPLE_ITEMS)].cpu().contiguous()
@@ -119,7 +119,7 @@ class Copies(Protocol):
     """Copies that several threads can make together."""
 
     def run_later(self) -> None:
-        """Take part in the copies, until each is made or in the hands of another thread."""
+        """Make copies until each one is made, or being made by another thread."""
         ...
 
 
@@ -136,17 +136,17 @@ class Overlapped:
         places: Mapping[Place, Tensor] | None = None,
         tell: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_device` has those of `copies` that a device makes; `places` has the targets of the
-        copies, if samples of them are compared too; `tell` is called after a success."""
+        """Prepare a copy. `on_device`: those of `copies` that a device makes; `places`: their
+        targets, if samples of them are compared too; `tell`: callback after a success."""
         self.step = step
         self.copied: Future[None] = Future()
-        """Resolves when all is copied and nothing was changed meanwhile, or with the error."""
+        """Resolves when all is copied and no tensor was changed meanwhile; else has the error."""
         self.copied.set_running_or_notify_cancel()
         self._guarded = guarded
         self._num_guarded = len(guarded.tensors)
         self._copies = copies
         self._on_device = tuple(on_device)
-        # Asked of the tensors only where a device copies any: there are many.
+        # The tensors are checked only if a device copies any: there are many.
         self._is_all_on_device = bool(on_device) and all(one.is_cuda for one in guarded.tensors)
         self._places = places or {}
         self._tell = tell
@@ -161,26 +161,26 @@ class Overlapped:
     def start(
         self, workers: Workers, num_threads: int, *others: tuple[Workers, Job]
     ) -> list[Future[Any]]:
-        """Begin to copy on so many of the workers, and queue `others`; the futures of the others.
+        """Begin to copy on `num_threads` workers, and queue `others`, whose futures are returned.
 
         Raises:
-            ManagerUnusable: some workers were told to end; nothing was begun.
+            ManagerUnusable: some workers were closed; nothing was begun.
         """
         self._num_parts = num_threads
         parts = [(workers, self._take_part)] * num_threads
         return hand_over(*parts, *others)[num_threads:]
 
     def fail(self, error: BaseException) -> None:
-        """Cancel a copy that has not started, and release its waiters; one that has goes on."""
+        """Cancel a copy that has not started, and release its waiters; a started one continues."""
         with self._lock:
             self._was_given_up = not self._is_begun
         if self._was_given_up:
             self.copied.set_exception(error)
 
     def hold(self, who: str, timeout_s: float) -> None:
-        """Return when training may change the tensors.
+        """Wait until training may change the tensors.
 
-        Where all are on a device the host does not wait: its current stream does.
+        If all are on a device, its current stream waits instead of the host.
 
         Raises:
             DeadlineExceeded: after `timeout_s` seconds; says who waited for what.
@@ -193,7 +193,7 @@ class Overlapped:
             self.settle(who, timeout_s)
 
     def settle(self, who: str, timeout_s: float) -> None:
-        """Return when the copy has ended, with or without success.
+        """Wait until the copy has ended, with or without success.
 
         Raises:
             DeadlineExceeded: as for `hold`.
@@ -205,7 +205,7 @@ class Overlapped:
             )
 
     def expect_copied(self, who: str, timeout_s: float) -> None:
-        """Wait for the copy, and raise unless it is that of one state.
+        """Wait for the copy; raise its error, such as a tensor that was changed meanwhile.
 
         Raises:
             DeadlineExceeded: as for `hold`.
@@ -243,7 +243,7 @@ class Overlapped:
                 "or optimizer state other than by a torch optimizer's step:\n"
                 + listing(self._changed)
             )
-        # Dropped before anybody wakes up: training may need the memory of old tensors at once.
+        # Dropped before waiters wake up: training may need the memory of old tensors at once.
         self._guarded = Guarded(keys={})
         if self._error is None:
             self._tell()
@@ -252,17 +252,17 @@ class Overlapped:
             self.copied.set_exception(self._error)
 
     def _look(self) -> None:
-        """Compare the tensors with the recorded versions, once."""
+        """Compare the tensors with what was recorded before the copy; no-op on later calls."""
         with self._lock:
-            # The first call comes before anybody may change them: from a step that goes on while
-            # a device still copies, or from the end of the copy. Changes after it are in order.
+            # The first call comes before changes are allowed: from a step that goes on while a
+            # device still copies, or from the end of the copy. Changes after it are allowed.
             if self._was_looked_at:
                 return
             self._was_looked_at = True
             self._changed += self._guarded.changes()
 
     def _compare_copies(self) -> None:
-        """Find tensors that were changed and changed back while they were copied."""
+        """Find tensors whose copy differs, as they were changed and changed back meanwhile."""
         guarded = self._guarded
         if self._changed or guarded.samples is None:
             return
@@ -275,8 +275,8 @@ class Overlapped:
 class StepGuard:
     """Holds optimizer steps until the copy of the tensors that they change is done.
 
-    One hook for all optimizers of the process, also those that are made later, from the first
-    `watch` to `close`.
+    One hook serves all optimizers of the process, also later ones, from the first `watch` to
+    `close`.
     """
 
     def __init__(self, *, timeout_s: float) -> None:
@@ -286,7 +286,7 @@ class StepGuard:
         self._pid = os.getpid()
         self._handle: Any = None
         self.has_seen_capture = False
-        """Whether a step was captured in a graph, whose replays no hook sees."""
+        """Whether a step was captured in a CUDA graph, whose replays call no hook."""
 
     def watch(self) -> None:
         """Register the hook that torch calls before every optimizer step."""
@@ -307,7 +307,7 @@ class StepGuard:
         weakref.finalize(self, self._handle.remove)
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Wait for the copy, as the hook of `watch`.
+        """Wait for the copy before an optimizer step; called by the hook of `watch`.
 
         Raises:
             DeadlineExceeded: the copy was not done in time.
@@ -321,11 +321,11 @@ class StepGuard:
             self.wait(f"step() of {type(optimizer).__name__}")
 
     def hold_for(self, overlapped: Overlapped) -> None:
-        """Hold optimizer steps from now on until this copy is done."""
+        """Hold optimizer steps from now on until `overlapped` is copied."""
         self._overlapped = overlapped
 
     def wait(self, who: str = "fence()") -> None:
-        """Return when parameters and optimizer slots may be changed. From any thread.
+        """Wait until parameters and optimizer slots may be changed. From any thread.
 
         Raises:
             DeadlineExceeded: the copy was not done in time; says who waited.
@@ -340,7 +340,7 @@ class StepGuard:
             self._overlapped = None
 
     def close(self) -> None:
-        """Remove the hook; while a copy is under way it stays until this guard is collected."""
+        """Remove the hook; if a copy is under way it stays until this guard is collected."""
         overlapped = self._overlapped
         is_over = overlapped is None or overlapped.copied.done()
         if self._handle is not None and is_over:

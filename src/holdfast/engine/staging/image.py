@@ -1,7 +1,7 @@
-"""The memory of a tensor file, kept from one save to the next, and the knowledge of its bytes.
+"""Host memory for a tensor file, kept between saves, with the digests of its blocks.
 
-Where the live bytes equal those in memory, nothing is copied, and the digest of the block stays
-known. A state that is staged in waves has only the knowledge.
+Where the live bytes equal those in memory, nothing is copied, and the block's digest is reused. A
+state that is staged in waves has only the digests (`KnownFile`), no memory (`Image`).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from holdfast.format.layout import BLOCK_NBYTES
 from holdfast.format.tensors import TensorFile
 
 LARGE_NBYTES = 128 << 10
-"""Tensors of this size and more are copied one by one, by several threads and, with overlap, beside
-training; smaller ones in one call. To plan and count one copy takes a few microseconds, in which so
-many bytes are copied."""
+"""Minimum size of tensors that are copied one by one, by several threads and, with overlap, beside
+training; smaller ones are copied in one call. To plan and count one copy takes a few microseconds,
+in which so many bytes are copied."""
 
 
 class KnownFile:
@@ -31,59 +31,59 @@ class KnownFile:
     def __init__(self, file: TensorFile, *, is_apart: bool = False) -> None:
         self.file = file
         self.is_apart = is_apart
-        """Whether it holds the tensors that are thought not to change."""
+        """Whether the file holds tensors that are expected not to change."""
         self.digests: list[bytes | None] = [None] * blocks.num_blocks(file.nbytes)
-        """The digest of each staged block; None where it is not known."""
+        """Digest of each staged block; None where it is not computed."""
         self.differs = False
-        """Whether bytes were seen to differ from those that the last commit had."""
+        """Whether a comparison found bytes that differ from those of the last commit."""
         self.changed: set[str] = set()
-        """Keys of the tensors that were seen to differ."""
+        """Keys of the tensors that a comparison found to differ."""
         self.large = [i for i, spec in enumerate(file.specs) if spec.nbytes >= LARGE_NBYTES]
-        """Positions of the tensors that are copied one by one."""
+        """Positions in the file of the tensors that are copied one by one."""
         self.small = [i for i, spec in enumerate(file.specs) if spec.nbytes < LARGE_NBYTES]
-        """Positions of the other tensors."""
+        """Positions in the file of the other tensors."""
         self._committed: list[bytes | None] | None = None
         self._versions: dict[int, tuple[int, int]] = {}
         self._committed_versions: dict[int, tuple[int, int]] = {}
 
     def blocks_of(self, position: int) -> range:
-        """The blocks in which the tensor at `position` of the file has bytes."""
+        """Return the numbers of the blocks that the tensor at `position` lies in."""
         start, nbytes = self.file.starts[position], self.file.specs[position].nbytes
         return range(start // BLOCK_NBYTES, -(-(start + nbytes) // BLOCK_NBYTES) if nbytes else 0)
 
     def note_version(self, position: int, source: Tensor) -> None:
-        """Record the version of the tensor at `position`, which is copied uncompared."""
+        """Record address and version of the tensor at `position`, which is not compared."""
         version = -1 if source.is_inference() else source._version
         self._versions[position] = (source.data_ptr(), version)
 
     def forget_versions(self) -> None:
-        """Begin a staging: no tensor was copied yet."""
+        """Begin a staging: clear the recorded versions."""
         self._versions = {}
 
     def forget(self, numbers: Iterable[int]) -> None:
-        """Forget the digests of blocks into which bytes were, or will be, copied."""
+        """Clear the digests of blocks into which bytes were, or will be, copied."""
         for number in numbers:
             self.digests[number] = None
 
     def doubt(self) -> None:
-        """Forget all digests after a save that failed, of which a thread may still be copying."""
+        """Clear all digests after a failed save, of which a thread may still be copying."""
         # A new list: such a thread writes into the old one.
         self.digests = [None] * len(self.digests)
         self.differs = True
 
     def all_digests(self) -> bytes:
-        """The digests of all blocks, one after the other; every one must be known."""
+        """Return the digests of all blocks, joined in order; all must be computed."""
         known = [digest for digest in self.digests if digest is not None]
         assert len(known) == len(self.digests), self.file.name
         return b"".join(known)
 
     def committed(self) -> frozenset[str] | None:
-        """Record that a checkpoint holds these bytes; keys of the tensors that changed.
+        """Record that these bytes were committed; return the keys of the tensors that changed.
 
         None for the first checkpoint; others are compared with the one before. Tensors that were
         compared in place are known; for the rest the digests of their blocks are compared. A large
-        tensor without a block of its own counts as unchanged when its version is, except in a file
-        apart: there its bytes have to be unchanged.
+        tensor without a block of its own counts as unchanged if its version is, except in a file
+        with `is_apart`: there its bytes have to be unchanged.
         """
         before, self._committed = self._committed, list(self.digests)
         changed, self.changed, self.differs = self.changed, set(), False
@@ -104,7 +104,7 @@ class KnownFile:
         return frozenset(changed)
 
     def _own_blocks(self, position: int) -> range:
-        """The blocks that hold nothing but this tensor."""
+        """Return the numbers of the blocks that hold nothing but this tensor."""
         start = self.file.starts[position]
         stop = start + self.file.specs[position].nbytes
         return range(-(-start // BLOCK_NBYTES), stop // BLOCK_NBYTES)
@@ -127,10 +127,10 @@ _IS_CUDA = attrgetter("is_cuda")
 
 
 class Image(KnownFile):
-    """The memory of one tensor file, with a view of each tensor."""
+    """Host memory of one tensor file, with a view of each tensor."""
 
     def __init__(self, file: TensorFile, *, is_apart: bool = False) -> None:
-        """Take the memory.
+        """Allocate the memory.
 
         Raises:
             OutOfMemory: the system refuses.
@@ -140,7 +140,7 @@ class Image(KnownFile):
         self.arena.memory[: len(file.header)] = file.header
         self.views = tuple(self.arena.tensors(file.specs, file.starts))
         self.large_keys = [(i, file.specs[i].key) for i in self.large]
-        """Positions and keys of the tensors that are copied one by one."""
+        """Position in the file and key of each tensor that is copied one by one."""
         self._small_keys = [file.specs[i].key for i in self.small]
         self._small_views = [self.views[i] for i in self.small]
         self._small_blocks = sorted({number for i in self.small for number in self.blocks_of(i)})
@@ -148,11 +148,11 @@ class Image(KnownFile):
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self.arena.memory))
 
     def block(self, number: int) -> memoryview:
-        """The memory of a block."""
+        """Return the memory of a block."""
         return self.arena.memory[number * BLOCK_NBYTES : (number + 1) * BLOCK_NBYTES]
 
     def update(self, key: str, number: int, start: int, source: int, nbytes: int) -> None:
-        """Make the bytes from `start`, inside one block, equal to those at address `source`."""
+        """Copy bytes of one block, to `start` from address `source`, unless they are equal."""
         target = self._address + start
         # Changed bytes mostly differ within the first page, found without releasing the lock.
         if _memcmp_quick(target, source, min(nbytes, 4096)) or _memcmp(target, source, nbytes):
@@ -162,12 +162,12 @@ class Image(KnownFile):
             _memcpy(target, source, nbytes)
 
     def address_of(self, position: int) -> int:
-        """The address of the tensor at `position` of the file."""
+        """Return the memory address of the tensor at `position` of the file."""
         return self._address + int(self.file.starts[position])
 
     def expect(self) -> None:
-        """Begin a staging, in which all small tensors are copied without being compared."""
-        # A compare of each small tensor would take longer than the copy of all of them.
+        """Begin a staging: clear the versions, and the digests of blocks with small tensors."""
+        # Small tensors are not compared: that would take longer than to copy all of them.
         self.forget_versions()
         self.forget(self._small_blocks)
 
@@ -184,7 +184,7 @@ class Image(KnownFile):
                 torch._foreach_copy_(views, sources)
 
     def overwritten_by_device(self, position: int, source: Tensor) -> tuple[Tensor, Tensor]:
-        """The copy, as (to, from), of a tensor on a CUDA device, which the device will make."""
+        """Plan the copy of a tensor from its CUDA device; returns the pair (to, from)."""
         # Not before a device needs it: to pin memory touches every page of it.
         if self._is_pinned is None:
             memory = torch.frombuffer(self.arena.memory, dtype=torch.uint8)
@@ -195,13 +195,13 @@ class Image(KnownFile):
         return self.views[position], source
 
     def overwrite(self, position: int, source: Tensor) -> None:
-        """Copy a tensor of any strides, on any device."""
+        """Copy a tensor of any strides, on any device, into the image."""
         self.note_version(position, source)
         self.forget(self.blocks_of(position))
         self.views[position].copy_(source)
 
     def digest(self, number: int) -> bytes:
-        """The digest of a block, computed unless it is known."""
+        """Return the digest of a block, computed if it is not known."""
         digests = self.digests
         known = digests[number]
         if known is None:

@@ -1,7 +1,7 @@
-"""The transfer of a state into images that stay until the next save, by one or several threads.
+"""Transfer of a state into images that are kept for the next save, by one or several threads.
 
-Copies are made in order; whoever writes waits for blocks. Those that overlap with training are
-written block by block while others are still being made.
+Copies are made in order, and the writing thread waits for each block: so blocks are written while
+later ones are still being copied.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from holdfast.errors import DeadlineExceeded
 from holdfast.state.copying import Shared
 
 _Block: TypeAlias = tuple[str, int]
-"""Name of a file and number of the block in it."""
+"""Name of a file and number of a block in it."""
 
 
 class ImageTransfer(Transfer):
-    """Copies into images: some that training waits for, others `later`, beside training.
+    """Copies a state into images; training waits for the `now` copies, not for the `later` ones.
 
-    The caller keeps the tensors of the later ones alive until they are made.
+    The caller keeps the tensors of the later copies alive until they are made.
     """
 
     def __init__(
@@ -41,14 +41,14 @@ class ImageTransfer(Transfer):
         is_early: bool = False,
     ) -> None:
         """`held`: the memory that `now` copies from by address, and what a device copies."""
-        # Let go when all are made, and kept after a failure: a thread may still be at one then.
+        # Released when all are made, but kept after a failure: a thread may still be copying.
         self._held = held
         tasks = list(_tasks(now))
         self._num_now = len(tasks)
         # A list iterator gives each item to one thread, under the lock of the interpreter.
         self._now: Iterator[CopyTask] = iter(tasks)
-        # Made and counted by the threads that copy: there are many, and training waits for this
-        # constructor.
+        # Planned and counted by the threads that copy: there are many, and training waits for
+        # this constructor.
         self._later: Iterator[CopyTask] = Shared(_tasks(later))
         self._works: Sequence[Work] = (*now, *later)
         self._left: dict[_Block, int] | None = None
@@ -56,9 +56,9 @@ class ImageTransfer(Transfer):
         self._error: BaseException | None = None
         self._is_staged = threading.Event()
         self._helpers: list[Future[None]] = []
-        """Threads that take part in `copy`."""
+        """Futures of the threads that help in `copy`."""
         self.on_device = tuple(work.device_copy for work in later if isinstance(work, Arrival))
-        """The later copies that devices make."""
+        """Those of the later copies that devices make."""
         self.is_early = is_early
         self.waited_s = 0.0
 
@@ -79,10 +79,10 @@ class ImageTransfer(Transfer):
 
     @override
     def finish(self) -> None:
-        """No-op: the copies themselves say when they are done."""
+        """No-op: each copy is counted when it is made."""
 
     def run_now(self, timeout_s: float) -> None:
-        """Make the copies that training waits for, as far as no other thread makes them.
+        """Make the copies that training waits for, except those that other threads make.
 
         Raises:
             DeadlineExceeded: another thread is still copying. Otherwise what a copy failed with.
@@ -102,20 +102,20 @@ class ImageTransfer(Transfer):
         self._is_staged.set()
 
     def help_now(self) -> None:
-        """Take part in the copies that training waits for, from another thread."""
+        """Help, from another thread, to make the copies that training waits for."""
         self._run(self._now)
 
     def wait_staged(self, timeout_s: float) -> None:
-        """Block until training goes on.
+        """Block until the copies that training waits for are made, or a copy has failed.
 
         Raises:
-            DeadlineExceeded: it was not in time.
+            DeadlineExceeded: they were not made in time.
         """
         if not self._is_staged.wait(timeout_s):
             raise DeadlineExceeded(f"staging: not done after {timeout_s:.0f} s")
 
     def run_later(self) -> None:
-        """Take part in the later copies, beside training."""
+        """Make later copies, beside training, until none is left."""
         self._run(self._later, is_later=True)
 
     @override
@@ -126,10 +126,10 @@ class ImageTransfer(Transfer):
             self._changed.notify_all()
 
     def wait(self, image: Image, number: int, timeout_s: float) -> None:
-        """Block until a block is staged.
+        """Wait until a block of an image is staged.
 
         Raises:
-            DeadlineExceeded: it was not in time. Otherwise what a copy failed with.
+            DeadlineExceeded: it was not in time. Otherwise the error of a copy.
         """
         place = (image.file.name, number)
         with self._changed:
@@ -167,7 +167,7 @@ class ImageTransfer(Transfer):
                 self._changed.notify_all()
 
     def _tasks_left(self) -> dict[_Block, int]:
-        """The number of copies that each block waits for. The caller holds the lock."""
+        """Return the number of copies that each block waits for. The caller holds the lock."""
         if self._left is None:
             self._left = {}
             for work in self._works:
@@ -179,7 +179,7 @@ class ImageTransfer(Transfer):
 
 
 class ImageContent(StagedContent):
-    """An image as the content of a file that is written while it is staged."""
+    """The content of a tensor file that is written while its image is being filled."""
 
     def __init__(self, image: Image, transfer: ImageTransfer) -> None:
         self._image = image
@@ -206,11 +206,11 @@ class ImageContent(StagedContent):
 
     @override
     def written(self, number: int) -> None:
-        """No-op: the memory stays."""
+        """No-op: the memory is not reused."""
 
     @override
     def is_unchanged(self, timeout_s: float) -> bool:
-        # Without `wait_staged`: the first block that differs is answer enough.
+        # Without `wait_staged`: one block that differs is enough.
         for number in range(len(self._image.digests)):
             self._transfer.wait(self._image, number, timeout_s)
             if self._image.differs:

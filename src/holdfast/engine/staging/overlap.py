@@ -23,7 +23,7 @@ Mode: TypeAlias = Literal[True, False, "check"]
 
 
 NUM_THREADS = 2
-"""Threads that copy beside training. One does not use the whole bandwidth of the memory."""
+"""Threads that copy beside training; one alone does not use the whole memory bandwidth."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +33,10 @@ class _Eligible:
     specs: tuple[TensorSpec, ...]
     may_overlap: frozenset[str]
     takes_small: bool
-    """Whether small tensors on the host are among them."""
+    """Whether small tensors in host memory are among them."""
     keys: tuple[str, ...]
     numbers: tuple[int, ...]
-    """Their numbers among the tensors of the component."""
+    """Numbers of these tensors among those of the component."""
 
 
 class Overlap:
@@ -53,14 +53,14 @@ class Overlap:
         self._eligible: dict[str, _Eligible] = {}
         self.step_guard = StepGuard(timeout_s=timeout_s)
         if mode:
-            # From the start, and not for each copy: compiled steps are traced with the hook.
+            # Registered at the start, not for each copy: compiled steps are traced with the hook.
             self.step_guard.watch()
 
     def guard(self, captured: Captured) -> Guarded:
-        """Record the tensors whose copies training need not wait for.
+        """Choose and record the tensors whose copies training need not wait for.
 
-        There are none where something that cannot be held changes tensors; a warning says what,
-        once.
+        There are none if something changes tensors that cannot be made to wait; a warning about it
+        is logged once.
         """
         if not self._mode:
             return Guarded(keys={})
@@ -73,7 +73,7 @@ class Overlap:
         chosen = {one.name: self._eligible_of(one, takes_small=is_alone) for one in components}
         guarded = self._guarded(components, chosen)
         if guarded is None:
-            # Tensors of inference mode are rare, so they are looked for only after a failure.
+            # Inference tensors are rare, so they are looked for only after a failure.
             chosen = {one.name: _with_versions(one, chosen[one.name]) for one in components}
             guarded = self._guarded(components, chosen)
         assert guarded is not None, "all have versions"
@@ -82,7 +82,7 @@ class Overlap:
     def _guarded(
         self, components: Collection[CapturedComponent], chosen: Mapping[str, _Eligible]
     ) -> Guarded | None:
-        """Record the chosen tensors; None where one of them has no version."""
+        """Record the chosen tensors; None if one of them has no version."""
         tensors: list[Tensor] = []
         addresses: list[int] = []
         for component in components:
@@ -103,10 +103,10 @@ class Overlap:
             return None
 
     def _eligible_of(self, component: CapturedComponent, *, takes_small: bool) -> _Eligible:
-        """The tensors of a component that may overlap and are worth it."""
-        # Tensors that are copied by address are all worth it, because nothing is done for each
-        # small one. Small tensors that torch copies are not, nor are small ones beside tensors on a
-        # device: with these alone a step need not wait on the host.
+        """Choose the tensors of a component that may overlap and are worth it; cached."""
+        # Tensors that are copied by address are all worth it: a small one costs nothing extra.
+        # Small tensors that torch copies are not, nor are small host tensors beside ones on a
+        # device: with device tensors alone a step need not wait on the host.
         takes_small = takes_small and component.addresses is not None
         eligible = self._eligible.get(component.name)
         if (
@@ -132,9 +132,9 @@ class Overlap:
         step: int,
         tell: Callable[[], None],
     ) -> Overlapped | None:
-        """The copy of the guarded tensors, to be started by the caller; None where there are none.
+        """Prepare the copy of the guarded tensors, which the caller starts; None if there are none.
 
-        Optimizer steps are held until it is done; then `tell` is called.
+        Optimizer steps are held until it is done; on success the callback `tell` is called.
         """
         transfer = staged.transfer
         if not guarded.tensors or not isinstance(transfer, ImageTransfer):
@@ -157,7 +157,7 @@ class Overlap:
 
 
 def why_not(state: Mapping[str, Any], step_guard: StepGuard) -> str | None:
-    """The reason why a state must not be copied beside training; None when it may be."""
+    """Return why a state must not be copied beside training; None if it may be."""
     if step_guard.has_seen_capture:
         return "an optimizer's step was captured in a CUDA graph, and replays call no hooks"
     for name, value in state.items():
@@ -179,7 +179,7 @@ def _chosen(
 
 
 def _with_versions(component: CapturedComponent, eligible: _Eligible) -> _Eligible:
-    """The same without tensors of inference mode, whose changes torch does not count."""
+    """Drop inference tensors, whose changes torch does not count, from the chosen ones."""
     live, pairs = component.tensors, zip(eligible.numbers, eligible.keys, strict=True)
     counted = [(i, key) for i, key in pairs if not live[key].is_inference()]
     return _chosen(component, counted, eligible.takes_small)

@@ -33,15 +33,15 @@ from holdfast.state.components import CapturedComponent
 
 MIN_NBYTES = 8 << 20
 MIN_SHARE = 0.1
-"""The least that is moved apart, in bytes and as a share of its component."""
+"""Least amount of tensors that is moved to files of their own: bytes, and share of a component."""
 _MOST_SAVES = 64
 
 
 class Grouping:
-    """Learns from saves which tensors of a component do not change: those get files apart.
+    """Learns which tensors of a component do not change between saves, and groups them in files.
 
-    A guess that can only cost time: what is written or linked is decided by the bytes. `apart`
-    holds their keys.
+    `apart` holds the keys of these tensors, which get files of their own. A wrong guess only costs
+    time: bytes are compared before a file is linked instead of written.
     """
 
     def __init__(self, specs: Sequence[TensorSpec]) -> None:
@@ -53,18 +53,18 @@ class Grouping:
         """Whether `apart` has changed since the last `settle`."""
 
     def settle(self) -> frozenset[str]:
-        """The keys that get files apart, for a new plan of the files."""
+        """Return the keys that get files of their own, for a new plan of the files."""
         self.has_moved = False
         return self.apart
 
     def observe(self, changed: Collection[str]) -> None:
-        """Learn from a commit; `changed` has the keys that were not as in the commit before."""
+        """Learn from a commit; `changed`: keys of the tensors that differ from the last commit."""
         for key in self._still:
             self._still[key] = 0 if key in changed else self._still[key] + 1
         wrong = self.apart & frozenset(changed)
         for key in wrong:
             # Twice as long each time: a move rewrites the files of the component, so a tensor that
-            # changes now and then must not go to and fro.
+            # changes now and then must not move to and fro.
             self._needed[key] = min(2 * self._needed.get(key, 1), _MOST_SAVES)
         still = frozenset(
             key for key, count in self._still.items() if count >= self._needed.get(key, 1)
@@ -87,7 +87,7 @@ class Stager:
     """Stages captured states, one at a time. Not thread-safe."""
 
     def __init__(self, *, memory_budget: int | None = None) -> None:
-        """`memory_budget`: the most bytes of memory to take; None: as many as the state has."""
+        """`memory_budget`: most bytes of memory to use; None: as many as the state has."""
         self._budget = memory_budget
         self._is_in_waves = False
         self._pool: Pool | None = None
@@ -97,7 +97,7 @@ class Stager:
         self._turns: dict[str, _Turns] = {}
 
     def takes_waves(self, captured: Captured) -> bool:
-        """Whether the state is larger than the memory budget.
+        """Whether the state is staged in waves, because it is larger than the memory budget.
 
         After the first such state all are staged in waves, also smaller ones.
         """
@@ -118,10 +118,10 @@ class Stager:
     ) -> Staged:
         """Copy the small tensors that are not in `overlapped`, and plan the copies of the others.
 
-        The next call overwrites the images. Those of components that are not in it are kept, for a
-        save that has them again. Tensors in `overlapped`, keys by component, are copied by
+        The next call overwrites the images. Images of components that it lacks are kept for a save
+        that has them again. Tensors in `overlapped`, keys by component, are copied by
         `ImageTransfer.run_later`, the others by `ImageTransfer.copy`. With `is_awaited` writing
-        begins beside the copies, which takes longer for them and less for the whole.
+        begins during the copies, which delays them and shortens the whole save.
 
         Raises:
             OutOfMemory: there is no memory for a structure that is new.
@@ -194,7 +194,7 @@ class Stager:
         return self._staged(components, WaveTransfer(tensors, self._pool))
 
     def failed(self, staged: Staged) -> None:
-        """Use no memory again that the threads of a failed save may still use."""
+        """Discard digests and buffers that the threads of a failed save may still use."""
         for known in staged.all_files:
             known.doubt()
         self._pool = None
@@ -207,7 +207,7 @@ class Stager:
                 self._groups[name].observe({key for keys in changed for key in keys or ()})
 
     def release(self) -> None:
-        """Let go of all memory. No save may be under way."""
+        """Free all memory. No save may be under way."""
         self._pool = None
         self._specs.clear()
         self._groups.clear()
@@ -215,7 +215,7 @@ class Stager:
         self._turns.clear()
 
     def _fit(self, component: CapturedComponent, make: type[KnownFile]) -> None:
-        """Plan the files of a component whose structure, or whose grouping, is new."""
+        """Plan the files of a component if its structure or its grouping has changed."""
         name, specs = component.name, component.specs
         if self._specs.get(name) != specs:
             self._groups[name] = Grouping(specs)
@@ -223,7 +223,7 @@ class Stager:
             return
         self._files.pop(name, None)
         self._turns.pop(name, None)
-        # Last set, since there may be no memory for the new files: then the next call plans again.
+        # Set last: if there is no memory for the new files, the next call plans again.
         self._specs.pop(name, None)
         apart = self._groups[name].settle()
         self._files[name] = tuple(
@@ -235,13 +235,13 @@ class Stager:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Turns:
-    """The turns in which the tensors of a component are copied: now, or later beside training.
+    """When the tensors of a component are copied: now, or later beside training.
 
-    By image: the position of each tensor in the file, and in the component.
+    By image: the position of each tensor in the file, and its number in the component.
     """
 
     keys: Collection[str]
-    """Those of the tensors that are copied later."""
+    """Keys of the tensors that are copied later."""
     images: Sequence[Image]
     small_now: Sequence[SmallRuns]
     small_later: Sequence[SmallRuns]
@@ -276,7 +276,7 @@ def _turns(specs: Sequence[TensorSpec], keys: Collection[str], images: Sequence[
 
 
 def _storages(turns: _Turns, tensors: Mapping[str, Tensor]) -> Iterator[UntypedStorage]:
-    """The memory of the tensors that are copied now, by address."""
+    """Yield the storages of the tensors that are copied now by address, to be kept alive."""
     live = list(tensors.values()) if turns.now else []
     return (live[number].untyped_storage() for _, places in turns.now for _, number in places)
 
@@ -292,7 +292,7 @@ def _add_all(
     now: list[Work],
     later: list[Work],
 ) -> None:
-    """Copy the small tensors of images, and plan the copies of the others."""
+    """Copy the small tensors of all images, and plan the copies of the others."""
     with torch.inference_mode(False), torch.no_grad():
         for image in images:
             image.expect()

@@ -1,4 +1,4 @@
-"""The host copy of one state, as the code that writes it sees it."""
+"""Interfaces to a staged state: its files, and the blocks that the writing code waits for."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class Content(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the file."""
+        """Length of the file in bytes."""
         ...
 
     def block(self, number: int, timeout_s: float) -> memoryview:
-        """Wait for a block; its memory. Called once for each block, in order.
+        """Wait for a block, and return its memory. Called once for each block, in order.
 
         Raises:
             DeadlineExceeded: it was not in time.
@@ -32,19 +32,19 @@ class Content(Protocol):
         ...
 
     def digest(self, number: int) -> bytes:
-        """The digest of a block after `block` returned it. From any thread."""
+        """Compute the digest of a block that `block` has returned. From any thread."""
         ...
 
     def written(self, number: int) -> None:
-        """Note that a block was written: its memory may be used again once it was hashed, too."""
+        """Mark a block as written: its memory may be reused once it is hashed, too."""
         ...
 
 
 class StagedContent(Content, Protocol):
-    """The bytes of a staged tensor file."""
+    """The bytes of a tensor file, which can be compared with those of the last commit."""
 
     def is_unchanged(self, timeout_s: float) -> bool:
-        """Whether no block was seen to differ from what the last commit had.
+        """Whether every block is the same as in the last commit.
 
         Raises:
             DeadlineExceeded: a block was not staged in time.
@@ -53,7 +53,7 @@ class StagedContent(Content, Protocol):
 
 
 class BytesContent(Content):
-    """A small file held in memory. Without an encoder it is put into the store as a whole."""
+    """The bytes of a small file in memory; if uncompressed, the store gets it in one put."""
 
     def __init__(self, data: bytes) -> None:
         self.data = data
@@ -73,28 +73,28 @@ class BytesContent(Content):
 
     @override
     def written(self, number: int) -> None:
-        """No-op: the memory stays."""
+        """No-op: the memory is not reused."""
 
 
 class Transfer(Protocol):
-    """How the bytes of one staged state get from the live tensors into host memory."""
+    """Copies one state from the live tensors into host memory."""
 
     is_early: bool
-    """Whether blocks are written beside the copies that training waits for."""
+    """Whether blocks are written while copies that training waits for are still being made."""
 
     waited_s: float
-    """Seconds that training waited for copies."""
+    """Seconds that training has waited for copies."""
 
     def copy(self, workers: Workers, num_helpers: int, timeout_s: float) -> None:
-        """Return when training may go on.
+        """Make the copies that training waits for, and return when training may go on.
 
         Raises:
-            DeadlineExceeded: it was not in time. Otherwise the error of a copy.
+            DeadlineExceeded: they were not done in time. Otherwise the error of a copy.
         """
         ...
 
     def content(self, known: KnownFile) -> StagedContent:
-        """The bytes of one of the files, block by block."""
+        """Return the content of one of the tensor files, block by block."""
         ...
 
     def fail(self, error: BaseException) -> None:
@@ -113,13 +113,13 @@ class Transfer(Protocol):
         ...
 
     def finish(self) -> None:
-        """Note that the save needs nothing more of the live state, or has ended."""
+        """Mark that the save has ended, or needs nothing more of the live state."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Staged:
-    """Tensor files whose blocks come to be while they are written, and the trees as bytes."""
+    """One staged state: tensor files, which may still be being copied, and trees as bytes."""
 
     files: Mapping[str, tuple[KnownFile, ...]]
     """The tensor files of each component."""
@@ -135,17 +135,17 @@ class Staged:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Bytes of each file but the index."""
+        """Length in bytes of each file but the index."""
         tensors = {known.file.name: known.file.nbytes for known in self.all_files}
         return tensors | {tree_file(name): len(tree) for name, tree in self.trees.items()}
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files but the index."""
+        """Total length in bytes of all files but the index."""
         return sum(self.sizes.values())
 
     def digest(self, known: KnownFile, workers: Workers, timeout_s: float) -> bytes:
-        """The digests of all blocks of a file, without writing it."""
+        """Compute the digests of all blocks of a file, without writing it."""
         content = self.transfer.content(known)
         jobs = []
         # Hashed while the next block is copied; in waves each block's memory is needed for others,

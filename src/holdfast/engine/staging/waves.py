@@ -1,8 +1,8 @@
-"""Staging in waves, of a state that is larger than the memory that may be taken for it.
+"""Staging in waves: of a state that is larger than the memory budget, a few blocks at a time.
 
-A few blocks at a time are copied, hashed and written, and their memory is used again. The state
-must not change before the last block was copied, so training waits until then; what bounds the
-memory costs the time of the write.
+Some blocks are copied, hashed and written, and their memory is reused for the next ones. The state
+must not change before the last block is copied, so training waits until then: less memory costs
+the time of the write.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from holdfast.format.layout import BLOCK_NBYTES
 
 
 class Pool:
-    """A fixed number of buffers for blocks, each taken and given back."""
+    """A pool of a fixed number of buffers for blocks."""
 
     def __init__(self, nbytes: int) -> None:
-        """Take the memory, in whole blocks.
+        """Allocate the memory, in whole blocks.
 
         Raises:
             OutOfMemory: the system refuses.
@@ -43,7 +43,7 @@ class Pool:
             self._free.put(number)
 
     def take(self, timeout_s: float) -> int:
-        """Wait for a free buffer; its number.
+        """Wait for a free buffer, and return its number.
 
         Raises:
             DeadlineExceeded: none was given back in time.
@@ -56,20 +56,20 @@ class Pool:
             ) from None
 
     def give_back(self, buffer: int) -> None:
-        """Give back a buffer that is not used any more."""
+        """Return a buffer that is not used any more to the pool."""
         self._free.put(buffer)
 
     def memory(self, buffer: int, nbytes: int) -> memoryview:
-        """The first bytes of a buffer."""
+        """Return the memory of the first `nbytes` of a buffer."""
         return self._arena.memory[buffer * BLOCK_NBYTES :][:nbytes]
 
     def bytes(self, buffer: int, start: int, stop: int) -> Tensor:
-        """Bytes of a buffer as a tensor."""
+        """Return bytes of a buffer as a tensor."""
         return self._bytes[buffer * BLOCK_NBYTES + start : buffer * BLOCK_NBYTES + stop]
 
 
 class WaveTransfer(Transfer):
-    """The transfer of a state block by block, as it is written: its memory is used again."""
+    """Copies a state block by block, as it is written, and reuses the blocks' memory."""
 
     is_early = True
 
@@ -80,7 +80,7 @@ class WaveTransfer(Transfer):
         self._tensors = tensors
         self._is_finished = threading.Event()
         self._lock = threading.Lock()
-        """Held while a block is copied, and so while the live state must not change."""
+        """Held while a block is copied, as the live state must not change then."""
         self._left: BaseException | None = None
 
     @override
@@ -106,7 +106,7 @@ class WaveTransfer(Transfer):
 
     @override
     def settle(self, timeout_s: float) -> None:
-        """No-op: only the save itself copies."""
+        """No-op: only the thread that writes the save copies."""
 
     @override
     def finish(self) -> None:
@@ -114,7 +114,7 @@ class WaveTransfer(Transfer):
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Keep training waiting inside; raises the error for which it went on, if it did."""
+        """Keep training waiting in the `with` block; raise the error of `fail` if it goes on."""
         with self._lock:
             if self._left is not None:
                 raise self._left
@@ -122,7 +122,7 @@ class WaveTransfer(Transfer):
 
 
 class WaveContent(StagedContent):
-    """The blocks of a file, each copied when it is asked for."""
+    """The content of a tensor file whose blocks are copied when they are asked for."""
 
     def __init__(
         self, known: KnownFile, tensors: Mapping[str, Tensor], transfer: WaveTransfer
@@ -173,7 +173,7 @@ class WaveContent(StagedContent):
         return True
 
     def _let_go(self, number: int) -> None:
-        """Free the memory of a block on the second call: it is hashed and written, in any order."""
+        """Free the memory of a block on the second call: both hashed and written, in any order."""
         # Called by the thread that hashes and by the one that writes.
         with self._lock:
             if number not in self._done:
@@ -186,7 +186,7 @@ class WaveContent(StagedContent):
         return min(BLOCK_NBYTES, self._file.nbytes - number * BLOCK_NBYTES)
 
     def _fill(self, buffer: int, number: int) -> memoryview:
-        """Copy the header and the tensors that lie in a block to a buffer."""
+        """Copy one block to a buffer: the header and the tensors that lie in it."""
         start = number * BLOCK_NBYTES
         memory = self._pool.memory(buffer, self._block_nbytes(number))
         header = self._file.header[start : start + len(memory)]
@@ -206,7 +206,7 @@ class WaveContent(StagedContent):
         return memory
 
     def _flat(self, position: int) -> Tensor:
-        """The bytes of a tensor as one run; gathered for all its blocks where they are not one."""
+        """Return a tensor's bytes as a flat tensor; one that is not contiguous is copied once."""
         source = self._tensors[self._file.specs[position].key]
         if source.is_contiguous() and not (source.is_conj() or source.is_neg()):
             return source.view(-1).view(torch.uint8)

@@ -1,1 +1,1 @@
-"""A run in two roots: saves commit in the local one, and are mirrored to the remote one."""
+"""A run in two roots: saves commit in the local one, and are uploaded to the remote one."""

@@ -1,7 +1,7 @@
 """Catalog of the two roots of one run, read as one.
 
-A checkpoint has the same name and the same bytes in both. It is read where it is nearest, and from
-the remote tier when the local copy is gone or damaged.
+A checkpoint has the same name and the same bytes in both. It is read from the local tier, or from
+the remote tier if the local copy is gone or damaged.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ def catalog_of(
     emit: Emitter,
     encryption: Encryption | None = None,
 ) -> Catalog:
-    """A reader of a root, or of both tiers of one.
+    """Open the catalog of a root, or of both tiers of a `Tiered` root.
 
     Raises:
         UsageError: no store has that name, or the name is an unfilled template or that of a
-            checkpoint. Or one tier is inside of the other, or a store encrypts already.
+            checkpoint. Or one tier is inside the other, or a store encrypts already.
     """
     for place in (root.local, root.remote) if isinstance(root, Tiered) else (root,):
         if isinstance(place, str | os.PathLike):
@@ -60,7 +60,7 @@ def catalog_of(
 
 
 def holds_a_run(store: Store) -> bool:
-    """Whether anything was ever committed in a root, for whomever it is sealed."""
+    """Whether anything was ever committed in a root, with any encryption keys."""
     try:
         return Catalog(store).ever_committed()
     except SealError:
@@ -68,10 +68,10 @@ def holds_a_run(store: Store) -> bool:
 
 
 class TieredCatalog(Catalog):
-    """A reader of both tiers. Reads only.
+    """Reader of both tiers of a run. Reads only.
 
-    When the remote tier cannot be reached, the local one has to do, which is told; where nothing
-    of the run is there that is an error, for it may be in the other one and not be seen.
+    If the remote tier cannot be reached, a warning is logged and only the local one is read. If
+    the local one has nothing of the run, an error is raised: the run may be in the remote tier.
     """
 
     def __init__(self, local: Store, remote: Store, emit: Emitter) -> None:
@@ -81,19 +81,19 @@ class TieredCatalog(Catalog):
         self._emit = emit
         self._homes: dict[str, Store] = {}
         self.cut_off: StoreError | None = None
-        """Why only the local tier has been looked at since `look_again`."""
+        """Why only the local tier has been read since `look_again`; None: both were."""
         self.turned: set[str] = set()
-        """Folders whose local copy is damaged and which are read in the remote tier."""
+        """Folders with a damaged local copy, which are read from the remote tier."""
 
     @override
     def look_again(self) -> None:
-        """Until then a remote tier that failed is left alone: one question waits for it once."""
+        """Begin a new query: only now is a remote tier that failed tried again."""
         super().look_again()
         self.cut_off = None
 
     @override
     def home(self, folder: str) -> Store:
-        """The tier as it was when the register was read last."""
+        """Return the tier from which the checkpoint's register was last read."""
         if folder not in self._homes:
             try:
                 self.read(folder)
@@ -116,8 +116,7 @@ class TieredCatalog(Catalog):
 
     @override
     def copies(self, entry: Entry) -> Iterator[tuple[Store, Entry]]:
-        """The local tier is looked at before the remote one, and that when the caller is done with
-        the first."""
+        """Yield the local copy, then the remote one, which is read only when it is requested."""
         for catalog in (self._local, self.remote):
             found = catalog.entry(entry.name)
             if found is not None:
@@ -131,7 +130,7 @@ class TieredCatalog(Catalog):
 
     @override
     def open_attempts(self) -> tuple[AttemptName, ...]:
-        # Those of both tiers: what has ended in one may stand in the other.
+        # From both tiers: an attempt that has ended in one may be committed in the other.
         self._forget()
         there = self._asked(self.remote.open_attempts, ())
         return tuple(sorted({*self._local.open_attempts(), *there}, reverse=True))
@@ -142,7 +141,7 @@ class TieredCatalog(Catalog):
 
     @override
     def read(self, folder: str) -> Register | None:
-        """The manifest of either tier, else what the local one says."""
+        """Read the manifest from either tier, else the register of the local or the remote one."""
         here: Register | None = None
         damage: FormatError | NotSealed | None = None
         if folder not in self.turned:
@@ -169,8 +168,8 @@ class TieredCatalog(Catalog):
 
     @override
     def expect_own(self, manifest: Manifest, folder: str) -> None:
-        """Check it by the claims of the tier where it is read: a claim that held one tier for a
-        while may still have to give way there."""
+        """Check a manifest by the claims of the tier that it is read from: a claim that was put in
+        one tier only may still be replaced there."""
         if self.home(folder) is self.store:
             self._local.expect_own(manifest, folder)
         else:
@@ -178,7 +177,7 @@ class TieredCatalog(Catalog):
 
     @override
     def writer(self, epoch: int) -> WriterRecord | None:
-        """The claim of either tier."""
+        """Read the claim of an epoch from either tier, the local one first."""
         here: WriterRecord | None = None
         damage: FormatError | None = None
         try:
@@ -208,7 +207,7 @@ class TieredCatalog(Catalog):
         return self._asked(lambda: self.remote.read(folder), None)
 
     def _asked(self, question: Callable[[], T], nothing: U) -> T | U:
-        """Ask the remote tier; return `nothing` where it cannot be reached."""
+        """Query the remote tier; return `nothing` if it cannot be reached, with a warning."""
         if self.cut_off is not None:
             return nothing
         try:
@@ -227,9 +226,9 @@ class TieredCatalog(Catalog):
 
 
 def remote_emitter(emit: Emitter, url: str, *, only_first: bool = False) -> Emitter:
-    """Hands events on with the field `tier="remote"` and the place in the message.
+    """Create an emitter that forwards events with `tier="remote"` and `url` in the message.
 
-    With `only_first` the first one alone: a network that is away is away for long.
+    With `only_first` it forwards only the first event: network failures last and repeat.
     """
     told: list[Event] = []
 

@@ -1,8 +1,7 @@
-"""Owning a run that has two tiers (docs/design.md, rule 9).
+"""Claims on a run that has two tiers (docs/design.md, rule 9).
 
-Both roots hold the same claims. A claim is put in the remote tier first, because that is where
-machines meet; where it cannot be reached, the claim is put there before the first upload, if it
-still holds by then.
+Both roots hold the same claims. A claim is put in the remote tier first, which all machines share;
+if it cannot be reached, the claim is put there before the first upload, if it still holds then.
 """
 
 from __future__ import annotations
@@ -56,9 +55,9 @@ _SCRATCH_TIMEOUT_S = 600.0
 
 
 class TieredOwnership(Ownership):
-    """Ownership of a run in two tiers, as one manager has it.
+    """Ownership of a run in two tiers by one manager, with a claim and a heartbeat in each.
 
-    `remote_claim` is the claim where it stands in the remote tier too; without it nothing is sent.
+    `remote_claim` is the claim once it is in the remote tier, too; without it nothing is uploaded.
     """
 
     def __init__(self, catalog: TieredCatalog, *, takeover: bool, emit: Emitter) -> None:
@@ -69,12 +68,12 @@ class TieredOwnership(Ownership):
         self._scratch = threading.Lock()
         self.remote_claim: Claim | None = None
         self.remote_has_committed = False
-        """Whether something of this claim is there, from which the run would go on."""
+        """Whether the remote tier has a save of this claim from which the run would resume."""
         self.remote_unclear: set[str] = set()
-        """As `unclear`, of the uploads of this process."""
+        """Folders of uploads whose register must stay: a copy of its put may still arrive."""
         self.remote_is_clean = True
-        """Whether this epoch may be closed in the remote tier, as far as its calls told: nothing of
-        this claim hangs there, and nobody will send what it has saved."""
+        """Whether this epoch may be closed in the remote tier, as far as is known: no call of this
+        claim hangs there, and none of its saves will be uploaded later."""
 
     @override
     def check(self) -> None:
@@ -87,11 +86,11 @@ class TieredOwnership(Ownership):
 
     @override
     def take(self, choices: Iterator[Choice]) -> None:
-        """Claim the run in both tiers. Nothing may be under way in the name of the claim before.
+        """Claim the run in both tiers. Nothing of an earlier claim may be under way.
 
         Raises:
             OwnedElsewhere: a live process owns the run, in either tier.
-            Diverged: the run went on in both tiers separately.
+            Diverged: the run continued in both tiers separately.
         """
         before = self.remote_claim
         self.remote_claim, self.remote_has_committed = None, False
@@ -110,11 +109,10 @@ class TieredOwnership(Ownership):
 
     @contextmanager
     def remote_scratch(self) -> Iterator[None]:
-        """Hold the lock on scratch folders of the remote tier, but for those of uploads: to make
-        some, or to remove those that nobody needs.
+        """Hold the lock to make or remove scratch folders of the remote tier, except of uploads.
 
         Raises:
-            DeadlineExceeded: the other one hangs.
+            DeadlineExceeded: the current holder of the lock hangs.
         """
         if not self._scratch.acquire(timeout=_SCRATCH_TIMEOUT_S):
             raise DeadlineExceeded(
@@ -127,11 +125,11 @@ class TieredOwnership(Ownership):
             self._scratch.release()
 
     def attach(self) -> Claim:
-        """Make sure that this process's claim stands in the remote tier, and give it.
+        """Put this process's claim into the remote tier, if it is not there yet, and return it.
 
         Raises:
             StoreError: the remote tier cannot be reached.
-            OwnershipError: another process went on with the run there.
+            OwnershipError: another process has continued the run there.
         """
         if self.remote_claim is not None:
             return self.remote_claim
@@ -185,12 +183,12 @@ class TieredOwnership(Ownership):
     def _try_claim(
         self, choices: Iterator[Choice], put: list[Claim], *, is_reachable: bool
     ) -> Claim | None:
-        """Try once what `engine.claims.claim.claim_run` does in one tier; None: it failed. A claim
-        that was put is added to `put`."""
+        """Try once to claim the run in both tiers, as `claim_run` does in one; None: it failed. A
+        claim that was put is added to `put`."""
         after = self._judge(is_reachable=is_reachable)
         choice = next(choices)
         if is_reachable and self.catalog.cut_off is not None:
-            # What was chosen without the remote tier must not be claimed there unlooked at.
+            # A choice made without reading the remote tier must not be claimed there.
             raise _CutOff(self.catalog.cut_off)
         claim = self._put(after, choice, is_reachable=is_reachable)
         if claim is None:
@@ -203,7 +201,7 @@ class TieredOwnership(Ownership):
         return claim
 
     def _put(self, after: int, choice: Choice, *, is_reachable: bool) -> Claim | None:
-        """Put the claim that follows epoch `after`; None: the choice is to be made again."""
+        """Put the claim that follows epoch `after`; None if the caller has to choose again."""
         self.remote_claim = None
         if is_reachable:
             with _remotely():
@@ -224,8 +222,8 @@ class TieredOwnership(Ownership):
         return claim
 
     def _put_remote(self, epoch: int, data: bytes) -> bool:
-        """Put a claim into the remote tier. False when that is not known to have worked: the same
-        claim is tried again before the first upload."""
+        """Put a claim into the remote tier. False if it is not known to have worked: then it is
+        put again before the first upload."""
         try:
             self._remote.make_folder(layout.WRITERS)
             put_once(self._remote, layout.writer_key(epoch), data)
@@ -243,8 +241,8 @@ class TieredOwnership(Ownership):
         return True
 
     def _go_without(self, error: StoreError) -> None:
-        """Go on with the local tier only, and warn; raise `error` where that has nothing of the
-        run, for it may be in the other one, and would be begun anew here."""
+        """Continue with the local tier only, and warn; raise `error` if that tier has nothing of
+        the run, which may be in the remote one."""
         if not holds_a_run(self._store):
             raise error
         self.catalog.cut_off = error
@@ -256,9 +254,9 @@ class TieredOwnership(Ownership):
         )
 
     def _expect_root(self) -> None:
-        """Raise `StoreError` where the remote root cannot be read, or is not there any more.
+        """Raise `StoreError` if the remote root cannot be read, or no longer exists.
 
-        One that was moved or unmounted would otherwise be made anew, empty.
+        Otherwise a root that was moved or unmounted would be created anew, empty.
         """
         known = Ledger(self._store).tiers()  # read first: another process may be starting the run
         claims = self._remote.children(layout.WRITERS)
@@ -270,7 +268,7 @@ class TieredOwnership(Ownership):
             )
 
     def _judge(self, *, is_reachable: bool) -> int:
-        """The newest claim of both tiers, whose owner does not count any more.
+        """Check that no live process owns either tier; return the epoch of the newest claim.
 
         Raises:
             OwnedElsewhere: a live process owns the run.
@@ -281,7 +279,7 @@ class TieredOwnership(Ownership):
             with _remotely():
                 remote = Catalog(self._remote).highest_epoch()
                 is_one = 0 < local == remote and self._is_same(local)
-        # Of a claim that came here from another machine, the heartbeat is in the remote tier.
+        # A claim made on another machine has its heartbeat in the remote tier.
         is_foreign = is_one and self._is_foreign(local)
         if not is_foreign:
             self._check(self._store)
@@ -305,15 +303,15 @@ class TieredOwnership(Ownership):
         check_owner(store, takeover=self._takeover, emit=self._emit)
 
     def _check_remote(self) -> None:
-        """Raise `OwnedElsewhere` where a live process owns the run as the remote tier has it."""
+        """Raise `OwnedElsewhere` if a live process owns the run by the remote tier's claims."""
         epoch = Catalog(self._remote).highest_epoch()
         if not epoch or not self._is_same(epoch) or self._is_foreign(epoch):
             self._check(self._remote)
 
     def _expect_no_later_claim(self, claim: Claim) -> None:
-        """Raise `Superseded` where a machine with another local tier has claimed the run since.
+        """Raise `Superseded` if a machine with another local tier has claimed the run since.
 
-        Its claim is put into the local tier as well, so that saves of this process see it.
+        Its claim is copied into the local tier first, so that saves of this process see it.
         """
         try:
             check_ownership(self._remote, claim.epoch, committed=False)
@@ -329,7 +327,7 @@ class TieredOwnership(Ownership):
         weakref.finalize(self, self._remote_heartbeat.ask_to_stop)
 
     def _end_remotely(self, claim: Claim | None, timeout_s: float) -> None:
-        """End the remote heartbeat, and close the claim's epoch where everything of it was sent."""
+        """Stop the remote heartbeat; close the claim's epoch if all of its saves were uploaded."""
         heartbeat, self._remote_heartbeat = self._remote_heartbeat, None
         is_over = claim is not None and self.is_remote_over
         self._end(heartbeat, is_over=is_over, timeout_s=timeout_s, tier="remote")
@@ -352,15 +350,15 @@ def _remotely() -> Iterator[None]:
 
 
 def share_claims(local: Store, remote: Store, *, emit: Emitter = Emitter(())) -> None:
-    """Put each claim that only one of the tiers has into the other, oldest first.
+    """Copy each claim that only one of the tiers has into the other, oldest first.
 
-    Claims are only ever put after those before them, so it is enough to compare the newest that
-    both have. One that is damaged in one tier is put right from the other. Those that only held the
-    local root for a while, as to prune it, give way.
+    Claims are put in order, so it is enough to compare the newest that both have. A claim that is
+    damaged in one tier is repaired from the other. Local claims under which nothing was saved, as
+    to prune the root, are replaced by the remote ones of the same epoch.
 
     Raises:
-        Diverged: they hold different claims of one epoch, or the run went on locally from a
-            checkpoint than which the remote tier has a newer one, that nobody knew of ours.
+        Diverged: they hold different claims of one epoch, or the run continued locally from a
+            checkpoint while the remote tier has a newer one, unknown to the local tier.
     """
     ours, theirs = Catalog(local).claims(), Catalog(remote).claims()
     _give_way(local, remote, sorted({*ours} & {*theirs}, reverse=True), emit)
@@ -373,12 +371,12 @@ def share_claims(local: Store, remote: Store, *, emit: Emitter = Emitter(())) ->
             put_once(target, layout.writer_key(epoch), _document(source, epoch))
         except CommitConflict:
             raise _diverged(local, remote, epoch) from None
-    _expect_one_branch(local, remote, unseen)  # what was committed before these fenced it off
+    _expect_one_branch(local, remote, unseen)  # commits from before these claims fenced them off
 
 
 def _give_way(local: Store, remote: Store, common: list[int], emit: Emitter) -> None:
-    """Take over the remote tier's claims of `common` epochs, newest first, where others are here
-    in whose name nothing was saved. One that is damaged there replaces nothing."""
+    """Replace local claims that differ from the remote ones of `common` epochs (newest first), if
+    nothing was saved under them. Damaged remote claims replace none."""
     differing: list[int] = []
     for epoch in common:
         is_same = _document(local, epoch) == _document(remote, epoch)
@@ -396,8 +394,8 @@ def _give_way(local: Store, remote: Store, common: list[int], emit: Emitter) -> 
 
 
 def _mend(damaged: Store, sound: Store, epoch: int, emit: Emitter) -> bool:
-    """Put a damaged claim right from the other tier, where it is the same claim: it was cut short,
-    or what is left has the other's nonce or digest. Returns whether that was done."""
+    """Repair a damaged claim from the other tier, if it is the same claim: cut short, or with the
+    other's nonce or digest. Returns whether it was repaired."""
     try:
         claim = Catalog(sound).writer(epoch)
     except FormatError:
@@ -416,16 +414,16 @@ def _mend(damaged: Store, sound: Store, epoch: int, emit: Emitter) -> bool:
 
 
 def _counts(local: Store, epoch: int) -> bool:
-    """Whether something was saved in the name of a local claim, or may yet be."""
+    """Whether something was saved under a local claim, or still may be."""
     is_used = any(name.epoch == epoch for name in Catalog(local).attempts())
     return is_used or not nothing_in_flight(local, epoch)
 
 
 def _expect_one_branch(local: Store, remote: Store, unseen: list[int]) -> None:
-    """Raise `Diverged` where the first claim of `unseen` epochs, which the remote tier lacks, would
-    leave behind there what was committed before it and never was here.
+    """Raise `Diverged` if local claims would leave a remote commit behind that they did not know.
 
-    Whoever made it may have ended since, so that only the records tell what was known.
+    `unseen` are the epochs of claims that the remote tier lacks; the first that counts decides. Its
+    process may have ended, so only the records show what it knew.
     """
     epoch = next((epoch for epoch in unseen if _counts(local, epoch)), None)
     if epoch is None:

@@ -1,8 +1,8 @@
 """Notes on uploads in the local root, which outlive the process.
 
-The truth is in the two roots: what is committed here and not there. The notes say what somebody
-wants to be sent, so that nobody deletes it before; what was there once, so that it is not sent
-again after somebody has deleted it there; and how all that goes, for people.
+What is to be uploaded follows from the two roots: what is committed only locally. The notes record
+which checkpoints wait, so that nobody deletes them; which were uploaded, so that they are not
+uploaded again after they were deleted remotely; and the progress, for people.
 """
 
 from __future__ import annotations
@@ -18,40 +18,40 @@ MAX_ERROR_CHARS = 2000
 
 
 class Ledger:
-    """The notes of one local root. Every method does a few small store operations."""
+    """Reader and writer of the notes on uploads in one local root, by small store operations."""
 
     def __init__(self, local: Store) -> None:
         self._local = local
 
     def waiting(self) -> dict[str, UploadRecord | None]:
-        """The `notes` on what is not there yet."""
+        """Return the `notes` on checkpoints that are not yet uploaded."""
         notes = self.notes().items()
         return {name: note for name, note in notes if note is None or note.state != "uploaded"}
 
     def notes(self) -> dict[str, UploadRecord | None]:
-        """Folder → its note, oldest first; None where that cannot be read, which counts as one."""
+        """Read all notes: folder → its note, oldest first; None for a note that cannot be read."""
         names = map(layout.parse_upload, self._local.children(layout.UPLOADS))
         folders = [str(name) for name in sorted(name for name in names if name is not None)]
         found = ((folder, self._read(folder)) for folder in folders)
         return {folder: note for folder, (is_there, note) in found if is_there}
 
     def tiers(self) -> TiersRecord | None:
-        """Where this root is mirrored to; None when it never was, or that cannot be read."""
+        """Read the record of this root's remote tier; None if there is none or it is damaged."""
         try:
             return read_if_there(self._local, layout.TIERS, TiersRecord.decode)
         except FormatError:
             return None
 
     def note(self, folder: str, record: UploadRecord) -> None:
-        """Put or replace the note on a checkpoint."""
+        """Put or replace the note on the upload of a checkpoint."""
         self._put(layout.upload_key(folder), record.encode())
 
     def forget(self, folder: str) -> None:
-        """Remove the note: it is not wanted there, or the local copy is gone."""
+        """Remove the note on a checkpoint that is not to be uploaded, or has no local copy."""
         self._local.delete(layout.upload_key(folder))
 
     def note_tiers(self, record: TiersRecord) -> None:
-        """Put or replace what is said of both tiers."""
+        """Put or replace the record of the remote tier of this root."""
         self._put(layout.TIERS, record.encode())
 
     def _put(self, key: str, data: bytes) -> None:
@@ -67,14 +67,14 @@ class Ledger:
 
 
 class NotedUploads:
-    """Checkpoints that wait for their upload, as noted in the local root; for whoever has no part
-    in the uploads."""
+    """Checkpoints that wait for their upload, by the notes in the local root; for processes that
+    do not upload."""
 
     def __init__(self, local: Store) -> None:
         self._notes = Ledger(local).waiting()
 
     def holds(self, entry: Entry) -> str:
-        """Why it must not be deleted yet; empty where it may be."""
+        """Explain why a checkpoint must not be deleted yet; empty if it may be."""
         if entry.folder not in self._notes:
             return ""
         note = self._notes[entry.folder]

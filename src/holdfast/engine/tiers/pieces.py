@@ -1,7 +1,6 @@
-"""Files of a checkpoint as they lie in a store: how long they are, and digests to check them by.
+"""Stored files of a checkpoint as byte ranges with digests, for copies of the raw bytes.
 
-Whoever copies a checkpoint looks at files this way, and does not care what is in them; of a sealed
-one nothing is opened.
+The contents do not matter; nothing is decrypted.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ from holdfast.format.manifest import (
 from holdfast.store.base import Buffer, Store
 
 Listing: TypeAlias = Manifest | Visible
-"""What lists the files of a checkpoint as they lie there, by name; sealed ones have other names."""
+"""Document that lists the files of a checkpoint by stored name; `Visible` if encrypted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FilePiece:
-    """A stretch of a file, and the digest of its bytes."""
+    """A byte range of a file, and the digest of its bytes."""
 
     start: int
     stop: int
@@ -42,7 +41,7 @@ class FilePiece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PieceGroup:
-    """A stretch of a file as stores like to have it written, and the pieces in which it lies."""
+    """A byte range of a file that is written in one call, and the pieces that cover it."""
 
     start: int
     stop: int
@@ -50,9 +49,9 @@ class PieceGroup:
 
 
 def groups_of(pieces: Sequence[FilePiece]) -> Iterator[PieceGroup]:
-    """A whole file, in stretches of 8 MiB, the last may be shorter.
+    """Divide a whole file into groups of 8 MiB; the last may be shorter.
 
-    A piece that lies in two of them, as those of a compressed file do, is in both groups.
+    A piece that overlaps two groups, as those of a compressed file do, is in both.
     """
     first, nbytes = 0, pieces[-1].stop
     for start in range(0, nbytes, BLOCK_NBYTES):
@@ -66,15 +65,15 @@ def groups_of(pieces: Sequence[FilePiece]) -> Iterator[PieceGroup]:
 
 
 def length(entry: FileEntry) -> int:
-    """Bytes that a file has where it lies."""
+    """Return the bytes that a file has in the store."""
     return entry.stored_nbytes
 
 
 def decode_listing(data: Buffer, *, what: str) -> Listing | Aborted | Deleted:
-    """The value of a register, without opening what is sealed.
+    """Decode a register, without decrypting anything.
 
     Raises:
-        FormatError: the format does not allow it.
+        FormatError: it is not a valid document.
     """
     try:
         return decode_register(data, what=what)
@@ -83,10 +82,10 @@ def decode_listing(data: Buffer, *, what: str) -> Listing | Aborted | Deleted:
 
 
 def read_listing(store: Store, folder: str) -> Listing | Aborted | Deleted | None:
-    """Read the register of a folder in a store that does not seal; None while it is empty.
+    """Read the register of a folder in a store without encryption; None if it does not exist.
 
     Raises:
-        FormatError: something is there that is not a valid document.
+        FormatError: it is not a valid document.
     """
     key = f"{folder}/{layout.MANIFEST}"
     return read_if_there(store, key, decode_listing, max_nbytes=MAX_MANIFEST_NBYTES)
@@ -95,11 +94,13 @@ def read_listing(store: Store, folder: str) -> Listing | Aborted | Deleted | Non
 def pieces_of_sealed(
     entry: FileEntry, digests: Iterable[bytes], *, what: str
 ) -> tuple[FilePiece, ...]:
-    """A sealed file in pieces. Only the digest of the whole of it is recorded, so all of it is read
-    first: `digests` are those of the blocks into which `format.blocks.split` splits it.
+    """Divide an encrypted file into pieces.
+
+    Only a digest of the whole file is recorded, so the caller reads all of it first: `digests` are
+    those of the blocks into which `format.blocks.split` splits it.
 
     Raises:
-        CorruptData: they are not of the file that was written; names `what`.
+        CorruptData: they do not match the recorded digest; names `what`.
     """
     spans = split(entry.nbytes)
     joined = b"".join(digests)
@@ -111,12 +112,12 @@ def pieces_of_sealed(
 def pieces_of(
     manifest: Manifest, index_data: bytes, *, what: str
 ) -> Mapping[str, tuple[FilePiece, ...]]:
-    """Every file that a manifest lists, in pieces that are read and checked one by one.
+    """Divide every file that a manifest lists into pieces that can be checked one by one.
 
-    `index_data` is its index, which was compared with the manifest before.
+    `index_data` is its index, already checked against the manifest.
 
     Raises:
-        FormatError: it is no index of this manifest; names `what`.
+        FormatError: it is not the index of this manifest; names `what`.
     """
     index = decode_index(index_data, files=manifest.files, what=what)
     own = digest_blocks(index_data, manifest.block_nbytes)

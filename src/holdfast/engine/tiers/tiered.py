@@ -1,4 +1,4 @@
-"""Options of a run with two tiers, checked where they are given."""
+"""Options of a run with two tiers, checked at construction."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OnUploadFailure = Literal["warn", "raise"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lag:
-    """How far the remote tier may be behind: by training, or by bytes that wait."""
+    """Limit on how far the remote tier may be behind: training time, or bytes not uploaded."""
 
     time: Time | None = None
     nbytes: int | None = None
@@ -35,7 +35,7 @@ class Lag:
         """Parse a lag such as `2000step`, `30min` or `40GB`.
 
         Raises:
-            UsageError: it says nothing of the kind.
+            UsageError: the text is not a lag.
         """
         if isinstance(text, str) and text.strip().endswith("B"):
             return cls(nbytes=number_of_bytes(text.strip()))
@@ -45,7 +45,7 @@ class Lag:
         """Whether a run at `now` is too far ahead of `then`, the state that the remote tier has.
 
         Raises:
-            UsageError: it counts something that the loop does not tell.
+            UsageError: it is in a unit that this run does not count.
         """
         if self.nbytes is not None:
             return waiting_nbytes > self.nbytes
@@ -58,7 +58,7 @@ class Lag:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TieredOptions:
-    """How a run is mirrored; see `Tiered`."""
+    """Checked options of a run with two tiers; see the arguments of `Tiered`."""
 
     keep_local: Rule | Literal[0] | None
     keep_remote: Rule | None
@@ -72,7 +72,7 @@ class TieredOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """Retention rules of the two tiers of a run; where there is one tier, the first counts."""
+    """Retention rules of the two tiers of a run; with one tier, `local` counts."""
 
     local: Rule
     remote: Rule
@@ -85,12 +85,12 @@ class Rules:
         savers: Sequence[SideSaver],
         parts: Collection[str] | None = None,
     ) -> Rules:
-        """The rules of a manager with this root and `keep`, for a state of these components.
+        """Combine the rules of a root, `keep` and `savers`; check that they name only `parts`.
 
-        None: the components are not known yet, and not checked.
+        `parts=None`: the components of the state are not yet known, and not checked.
 
         Raises:
-            UsageError: no rule, or `keep` where the root has one for its local tier.
+            UsageError: not a rule, or `keep` beside a `Tiered` root's `keep_local`.
         """
         if not isinstance(root, Tiered):
             rule = combined_rule(keep, savers, parts)
@@ -107,28 +107,28 @@ class Rules:
 
 @dataclass(frozen=True, slots=True, init=False)
 class Tiered:
-    """A root in two tiers: saves commit in `local`, and go to `remote` in the background.
+    """A root in two tiers: saves commit in `local`, and are uploaded to `remote` in the background.
 
         CheckpointManager(Tiered("/nvme/gpt", "s3://bucket/gpt", keep_local=Last(2)), state)
 
     Args:
-        local: a path or a store that is fast, where each save commits.
-        remote: a path, a URL or a store that stays. It is a root like any other: others list it,
-            load from it, and a machine with an empty `local` goes on from it.
+        local: a fast path or store, where each save commits.
+        remote: a durable path, URL or store. It is a root like any other: other programs list it,
+            load from it, and a machine with an empty `local` resumes from it.
         keep_local: what retention keeps in `local` of what `remote` has; 0: only what is kept in
-            any case, such as the newest. None: what the manager's `keep` says.
-        keep_remote: what it keeps in `remote`; what this would delete at once is not sent. None:
-            everything.
-        max_lag: how far `remote` may be behind: "2000step", "30min" of training, or "40GB" that
-            wait. Beyond that the next save waits. None: no limit.
-        on_upload_failure: whether the save after `tries` failures in a row raises `UploadFailed`,
-            or training goes on and only events tell ("warn"). It is tried again in either case.
-        tries: how many failures in a row count as one that has to be told.
-        threads: how many blocks are on their way at once, of 8 MiB each.
-        read_back: fetch and compare each file before it counts as sent. For storage that does not
-            check by itself what arrives; it costs a download of everything.
-        close_timeout_s: how long `close` waits for what is not sent yet. What is left then stays
-            in `local`, and the next process of this root sends it.
+            any case, such as the newest. None: the manager's `keep` applies.
+        keep_remote: what it keeps in `remote`; what this would delete at once is not uploaded.
+            None: everything.
+        max_lag: how far `remote` may be behind: "2000step", "30min" of training, or "40GB" not
+            yet uploaded. Beyond that the next save waits. None: no limit.
+        on_upload_failure: whether the save after `tries` failures in a row raises `UploadFailed`
+            ("raise"), or events are emitted only ("warn"). The upload is retried in either case.
+        tries: how many failures in a row are reported as one.
+        threads: how many blocks of 8 MiB are uploaded at once.
+        read_back: download and compare each file before it counts as uploaded. For storage that
+            does not check by itself what arrives; it costs a download of everything.
+        close_timeout_s: how many seconds `close` waits for uploads. What is left then stays in
+            `local`, and the next process of this root uploads it.
 
     Raises:
         UsageError: an argument is wrong.

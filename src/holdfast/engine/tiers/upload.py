@@ -1,10 +1,10 @@
-"""Sending one checkpoint from one root to another: its bytes as they are, its manifest last.
+"""Upload of one checkpoint from one root to another: its stored bytes, its manifest last.
 
 Every block is compared with its digest between the disk and the network, so that damage is never
-sent. What is sealed is sent as it lies here, only its manifest is opened. A file is in the other
-root when it is whole: where a store shows files that are being written, they are written in a
-scratch folder and get their name at the end. So nothing in an attempt's folder is ever replaced or
-removed by an upload, and what is there need not be sent again.
+uploaded. Encrypted files are uploaded as stored; only the manifest is decrypted. A file appears in
+the other root once it is whole: if a store shows files that are being written, they are written in
+a scratch folder and get their name at the end. So an upload never replaces or removes anything in
+an attempt's folder, and files that exist need not be uploaded again.
 """
 
 from __future__ import annotations
@@ -65,28 +65,28 @@ from holdfast.store.base import BlockWriter, Store
 T = TypeVar("T")
 
 NICENESS = 10
-"""Threads that send make room for those that train and save, where the system has priorities."""
+"""Nice value of upload threads: less priority than training and saving, where supported."""
 
 
 class UploadInterrupted(HoldfastError):
-    """The process is closing; what was sent stays where it is."""
+    """An upload was stopped because the process is closing; files already sent stay."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Cost:
-    """Cost of sending one checkpoint so far."""
+    """Cost of the upload of one checkpoint so far."""
 
     nbytes: int = 0
     """Bytes of files and documents that were sent."""
     requests: int = 0
-    """Operations on the store; it may have tried some of them several times."""
+    """Operations on the store, which may have retried some of them."""
     seconds: float = 0.0
     is_all: bool = False
-    """Whether every file was read here, and nothing was there already."""
+    """Whether every file was uploaded, as none existed in the remote root already."""
 
 
 class Sender:
-    """Sends checkpoints from `local` to `remote`, a few blocks at a time."""
+    """Uploader of checkpoints from `local` to `remote`, a few blocks at a time."""
 
     def __init__(
         self,
@@ -97,8 +97,8 @@ class Sender:
         timeout_s: float,
         reads_back: bool = False,
     ) -> None:
-        """`timeout_s` is the longest that one block, or one end of a file, may take; with
-        `reads_back` each file is fetched and compared before the commit."""
+        """`timeout_s` limits the upload of one block, or the end of one file, in seconds; with
+        `reads_back` each file is downloaded and compared before the commit."""
         self._vouching = local
         self._local, self._remote = bare(local), bare(remote)
         self._reads_back = reads_back or not _shows_whole_files(self._remote)
@@ -114,33 +114,33 @@ class Sender:
         self._background.start()
 
     def interrupt(self) -> None:
-        """Let what is being sent end soon, with `UploadInterrupted`."""
+        """Stop the current upload soon, with `UploadInterrupted`; does not wait."""
         self._background.ask_to_stop()
 
     def proceed(self) -> None:
-        """Take back an `interrupt`."""
+        """Withdraw an `interrupt`."""
         self._background.proceed()
 
     def close(self) -> None:
-        """Let the threads end; what they still send is interrupted."""
+        """Close the threads; an upload under way is interrupted."""
         self._background.end()
 
     def send(
         self, folder: str, *, epoch: int, told: Callable[[Cost], None], unclear: set[str]
     ) -> Cost:
-        """Send a checkpoint to the other root, committed there by claim `epoch`.
+        """Upload a checkpoint to the remote root, and commit it there under claim `epoch`.
 
-        One that is committed there already is made durable and compared. `told` hears what was
-        sent so far, from several threads. The folder is added to `unclear` when a copy of the
-        manifest's put may still arrive.
+        One that is already committed there is made durable and compared. `told` is a callback for
+        the cost so far, called from several threads. The folder is added to `unclear` if a copy of
+        the manifest's put may still arrive.
 
         Raises:
-            NoCheckpoint: it is not here, or was deleted there; it is not to be sent again.
-            SealError: our keys do not open it, or it is not sealed where others are.
-            CommitConflict: gc has given it up there.
-            CorruptData: it is damaged here, or the other root has something else.
-            Superseded: a later writer owns the other root.
-            StoreError, DeadlineExceeded: it may work the next time.
+            NoCheckpoint: it is not committed locally, or was deleted remotely; do not retry.
+            SealError: the keys do not decrypt it, or it is unencrypted in an encrypted run.
+            CommitConflict: gc has aborted it in the remote root.
+            CorruptData: it is damaged locally, or the remote root has other bytes.
+            Superseded: a later writer owns the remote root.
+            StoreError, DeadlineExceeded: a retry may work.
             UploadInterrupted: `interrupt` was called.
         """
         began = time.perf_counter()
@@ -159,7 +159,7 @@ class Sender:
         return self._cost
 
     def _listing(self, folder: str) -> tuple[bytes, Listing]:
-        """Read the local manifest, of which the keys have said that nobody has changed it."""
+        """Read the local manifest; with encryption, the keys verify that nobody has changed it."""
         where = f"{self._local.url}/{folder}"
         try:
             data = vouched(self._vouching, folder)
@@ -173,7 +173,7 @@ class Sender:
         return data, listing
 
     def _is_there(self, folder: str) -> bool:
-        """Whether the other root has it committed."""
+        """Whether a checkpoint is committed in the remote root."""
         self._count()
         register = read_listing(self._remote, folder)
         if register is None:
@@ -186,8 +186,8 @@ class Sender:
         raise CommitConflict(error) if what == "aborted" else NoCheckpoint(error)
 
     def _expect_whole(self, folder: str, listing: Listing) -> None:
-        """Raise `CorruptData` where what is committed there lacks files that nobody has dropped, or
-        the keys: it may have been harmed since."""
+        """Raise `CorruptData` if the committed remote copy lacks its keys, or files and retention
+        has dropped no components: it may have been damaged since."""
         sizes = self._sizes_there(folder)
         is_thinned = any(layout.parse_thinned(name) is not None for name in sizes)
         wrong = [name for name, entry in listing.files.items() if sizes.get(name) != length(entry)]
@@ -214,7 +214,7 @@ class Sender:
         self._cost.is_all = not num_whole
 
     def _pieces(self, folder: str, listing: Listing) -> Callable[[str], tuple[FilePiece, ...]]:
-        """Function that gives the pieces of each file."""
+        """Return a function from the name of a file to its pieces."""
         if isinstance(listing, Visible):
             return partial(self._pieces_of_sealed, folder, listing.files)
         index_entry = listing.files[layout.INDEX]
@@ -239,11 +239,11 @@ class Sender:
         try:
             return pieces_of_sealed(files[name], digests(), what=what)
         except CorruptData:
-            # Once more: a passing error on the way is not damage.
+            # Retried once: a transient read error is not damage.
             return pieces_of_sealed(files[name], digests(), what=what)
 
     def _send_keys(self, folder: str, visible: Visible) -> None:
-        """The boxes of keys, as they are by now; those that are there already stay, too."""
+        """Upload the current key files; others that exist in the remote root stay."""
         for name, data in box_documents(self._local, folder, visible).items():
             key = f"{folder}/{name}"
             self._put(key, data)
@@ -273,12 +273,12 @@ class Sender:
         elif self._remote.has_links:
             self._send_aside(key, nbytes, pieces)
         else:
-            with suppress(AlreadyExists):  # whole, for it has its name when it is finished
+            with suppress(AlreadyExists):  # whole, as files get their names when finished
                 self._send_pieces(key, key, nbytes, pieces)
             self._expect_right(key, pieces)
 
     def _send_aside(self, key: str, nbytes: int, pieces: tuple[FilePiece, ...]) -> None:
-        """Write a file where nobody looks for it, and give it its name when it is whole."""
+        """Upload a file into a scratch folder, and link it to its key once it is whole."""
         scratch = layout.sending_folder(os.urandom(8))
         aside = f"{scratch}/{key.rpartition('/')[2]}"
         self._remote.make_folder(scratch, exclusive=True)
@@ -322,7 +322,7 @@ class Sender:
         self._count(len(sent))
 
     def _is_right(self, key: str, pieces: tuple[FilePiece, ...]) -> bool:
-        """Whether the other root has these bytes; assumed where it is not to be read back."""
+        """Whether the remote root has these bytes; assumed if it is not to be read back."""
         if not self._reads_back:
             return True
         answers = self._each((partial(self._digest_there, key, piece) for piece in pieces), key)
@@ -330,7 +330,7 @@ class Sender:
             return all(answers)
 
     def _each(self, jobs: Iterable[Callable[[], T]], key: str) -> Generator[T, None, None]:
-        """The results of jobs in their order, a few of which are under way at once."""
+        """Run jobs, a few at once, and yield their results in order."""
         waiting = deque[Future[T]]()
         try:
             for job in jobs:
@@ -354,7 +354,7 @@ class Sender:
             )
 
     def _read(self, key: str, piece: FilePiece) -> bytes:
-        """The bytes that were written; read once more where they differ."""
+        """Read a piece and check its digest; read once more if it differs."""
         for _ in range(2):
             data = self._local.get(key, piece.start, piece.stop - piece.start)
             if block_digest(data) == piece.digest:
@@ -365,7 +365,7 @@ class Sender:
         )
 
     def _whole(self, folder: str, name: str, entry: FileEntry, block_nbytes: int) -> bytes:
-        """A whole document of this root, compared with the digest that the manifest has."""
+        """Read a whole document of the local root, and check it against the manifest's digest."""
         key = f"{folder}/{name}"
         for _ in range(2):
             data = read_document(self._local, key, max_nbytes=MAX_JSON_FILE_NBYTES)
@@ -374,7 +374,7 @@ class Sender:
         raise CorruptData(f"{self._local.url}/{key}: not what was written, and is not sent")
 
     def _expect_time(self, key: str, *, done: str = "sent to its end") -> None:
-        """Raise `UploadInterrupted` once told to stop, before something of `key` is done."""
+        """Raise `UploadInterrupted` if `interrupt` was called; `key` names what is not `done`."""
         if self._background.is_stopping:
             raise UploadInterrupted(f"{key}: not {done}, for the process is closing")
 
@@ -425,7 +425,7 @@ class Sender:
         self._count(len(data), requests=3)
 
     def _confirm(self, folder: str, data: bytes) -> None:
-        """Make the checkpoint durable, as whoever relies on it does, and read its manifest back."""
+        """Make the remote checkpoint durable, and compare its manifest with the local one."""
         settle(self._remote, folder)
         key = f"{folder}/{layout.MANIFEST}"
         self._count(requests=2)
@@ -444,7 +444,7 @@ class Sender:
 
 
 def _shows_whole_files(remote: Store) -> bool:
-    """Whether a file that is there with its length is whole, as far as is known of this store."""
+    """Whether a file of the right length is known to be whole in this kind of store."""
     return remote.has_links or not remote.writes_in_place
 
 

@@ -1,4 +1,4 @@
-"""The store of a local or mounted file system, and what it is made of."""
+"""The store on a local or mounted file system, and its parts."""
 
 from holdfast.store.local.store import LocalStore
 

@@ -1,8 +1,8 @@
-"""Large file written in pieces by several threads, past the page cache where that works.
+"""Writing of large files in pieces by several threads, with direct writes where they work.
 
-A direct write (O_DIRECT) takes no copy, hardly any processor time, and leaves nothing for the
-fsync to wait for. Only whole pages go that way; since pieces do not overlap, two pieces never
-write one page in both ways, and the two ways cannot get out of step.
+A direct write (O_DIRECT) bypasses the page cache: it takes no copy, hardly any processor time, and
+leaves nothing for the fsync to wait for. Only whole pages are written so; since pieces do not
+overlap, no page is written both directly and through the cache, and the two stay consistent.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _REFUSED = "direct_io=True: this file system refuses O_DIRECT"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DirectFile:
-    """A second descriptor of the file, which takes only aligned writes.
+    """A second descriptor of a file, with O_DIRECT, which takes only aligned writes.
 
     Addresses must be multiples of `memory` bytes, offsets and lengths of `offset` bytes.
     """
@@ -48,12 +48,12 @@ class DirectFile:
     offset: int
 
     def takes(self, address: int, start: int) -> bool:
-        """Whether a write from `address` to byte `start` can begin here."""
+        """Whether memory at `address` can be written directly to byte `start` of the file."""
         return address % self.memory == 0 and start % self.offset == 0
 
 
 def open_direct(folder_fd: int, name: str) -> DirectFile | None:
-    """The file once more with O_DIRECT, or None where the file system refuses the flag."""
+    """Open the file with O_DIRECT; None if the file system refuses the flag."""
     flags = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC | getattr(os, "O_DIRECT", 0)
     if not hasattr(os, "O_DIRECT"):
         return None
@@ -71,7 +71,7 @@ def open_direct(folder_fd: int, name: str) -> DirectFile | None:
 
 
 def takes_direct_writes(direct: DirectFile) -> bool:
-    """Try it: write zeros over the beginning of a file that is still to be written."""
+    """Try a direct write: of zeros over the beginning of a file that is still to be written."""
     with mmap.mmap(-1, direct.offset) as zeros:
         try:
             os.pwrite(direct.fd, zeros, 0)
@@ -83,9 +83,9 @@ def takes_direct_writes(direct: DirectFile) -> bool:
 
 
 class DirectWrites:
-    """Whether the files of one store can be written directly: asked for, refused, or found out.
+    """Decides whether the files of one store are written directly, by option or by a trial.
 
-    `wanted` is None to find out: by `choose`, else with the first file that is long enough.
+    `wanted` is None for a trial: by `choose`, else with the first file that is long enough.
     """
 
     def __init__(self, wanted: bool | None) -> None:
@@ -95,7 +95,7 @@ class DirectWrites:
         self._lock = threading.Lock()
 
     def choose(self, folder_fd: int) -> str:
-        """Find out with a scratch file; says, for people, how files will be written from now on.
+        """Try direct writes with a scratch file; return a text on how files will be written.
 
         Raises:
             UnsupportedStore: as `open`, and also when the flag is taken and the write refused.
@@ -112,10 +112,10 @@ class DirectWrites:
         return "through the page cache, because this file system refuses O_DIRECT"
 
     def open(self, folder_fd: int, name: str, nbytes: int) -> DirectFile | None:
-        """A new file of `nbytes` bytes once more for direct writes, or None.
+        """Open a new file of `nbytes` bytes for direct writes; None if they do not work.
 
         Raises:
-            UnsupportedStore: direct writes were required and cannot be had.
+            UnsupportedStore: direct writes were required and do not work.
         """
         with self._lock:
             direct = None if self._works is False else open_direct(folder_fd, name)
@@ -133,8 +133,7 @@ class DirectWrites:
         return direct
 
     def warn(self, path: str, error: OSError) -> None:
-        """A write was refused although files take them, as from some kinds of memory: the page
-        cache takes that piece. Says so once."""
+        """Log once that a direct write was refused, as from some memory; the page cache is used."""
         with self._lock:
             has_warned, self._has_warned = self._has_warned, True
         if not has_warned:
@@ -147,7 +146,7 @@ class DirectWrites:
 
 
 def _tried_directly(folder_fd: int) -> DirectFile | None:
-    """Try direct writes with a scratch file in the folder, and delete it again."""
+    """Try direct writes with a scratch file in the folder; None if they do not work."""
     name = temporary_name()
     os.close(create_file(folder_fd, name, 0))
     try:
@@ -163,7 +162,7 @@ def _tried_directly(folder_fd: int) -> DirectFile | None:
 
 
 def create_file(folder_fd: int, name: str, nbytes: int) -> int:
-    """A new file with room for `nbytes` bytes; removed again when there is no room."""
+    """Create a file with `nbytes` bytes allocated; removed again if there is no space."""
     # Writable for now, because it may be opened once more for direct writes.
     fd = os.open(name, NEW_FILE, 0o666, dir_fd=folder_fd)
     try:
@@ -183,7 +182,7 @@ class _WriterState(enum.Enum):
 
 
 class LocalBlockWriter:
-    """The `BlockWriter` of a local file. Owns the descriptors that it is given."""
+    """`BlockWriter` of a local file. Owns the descriptors that are passed to it."""
 
     def __init__(
         self,
@@ -196,7 +195,7 @@ class LocalBlockWriter:
         at_most: bool = False,
         warn: Callable[[str, OSError], None],
     ) -> None:
-        """`warn` hears of the path and the error of direct writes that are made otherwise."""
+        """`warn` is called with path and error when a direct write is refused."""
         self._folder_fd = folder_fd
         self._fd = fd
         self._direct = direct
@@ -208,12 +207,12 @@ class LocalBlockWriter:
         self._state = _WriterState.WRITING
         self._calls_under_way = 0
         self._written_nbytes = 0
-        # Where a server gives files to another owner they stay writable, which is no harm.
+        # If a server gives files to another owner they stay writable, which does no harm.
         with suppress(PermissionError):
             os.fchmod(fd, stat.S_IMODE(os.fstat(fd).st_mode) & FILE_MODE)
 
     def write(self, start: int, data: memoryview) -> None:
-        """Write `data` at byte `start`; straight from its memory where that is aligned.
+        """Write `data` at byte `start`, directly from its memory where that is aligned.
 
         Raises:
             UsageError: the piece does not lie inside the object.
@@ -227,10 +226,10 @@ class LocalBlockWriter:
                 self._written_nbytes += len(piece)
 
     def finish(self, nbytes: int | None = None) -> None:
-        """Put everything on stable storage; room that was not needed is given back.
+        """Put everything on stable storage, and cut the file to its length.
 
         Raises:
-            UsageError: `nbytes` is missing, not wanted, or more than was planned.
+            UsageError: `nbytes` is missing, or not what was planned, or more.
             StoreError: not every byte was written, or the sync failed, which is final.
             NotFound: somebody removed the file.
             OutcomeUnknown: the file is durable, its name may not be.
@@ -254,7 +253,7 @@ class LocalBlockWriter:
                 self._state = _WriterState.FINISHED
 
     def abort(self) -> None:
-        """Give up and remove the file, unless `finish` succeeded. Calls under way may end."""
+        """Stop and remove the file, unless `finish` succeeded. Running calls may still end."""
         with self._lock:
             if self._state is _WriterState.FINISHED:
                 return
@@ -265,8 +264,8 @@ class LocalBlockWriter:
 
     @contextmanager
     def _call(self, operation: str, *, becomes: _WriterState) -> Iterator[Reporting]:
-        # Descriptors are closed by the last one out: a number closed under a running write could
-        # already belong to another file.
+        # The last call closes the descriptors: a number closed under a running write could already
+        # belong to another file.
         with self._lock:
             if self._state is not _WriterState.WRITING:
                 raise StoreError(f"{operation} {self._path}: this was finished or given up before")

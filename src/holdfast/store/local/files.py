@@ -1,6 +1,6 @@
-"""Files in an open folder: opened without following links, written aside and then named.
+"""Files in an open folder: opened without following links, written unnamed and then named.
 
-Knows descriptors and names, nothing of keys. Functions raise `OSError` unless they say
+This module handles descriptors and names, not keys. Functions raise `OSError` unless they say
 otherwise; `LocalStore` turns those into store errors.
 """
 
@@ -19,7 +19,7 @@ from holdfast.store.local.syscalls import rename_noreplace
 
 TEMPORARY_PREFIX = ".tmp-"
 FILE_MODE = 0o444
-"""Nothing is written twice, so nobody gets the right to write."""
+"""Mode of finished files: read-only, because no file is written twice."""
 
 _CLOEXEC = getattr(os, "O_CLOEXEC", 0)
 _NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
@@ -30,27 +30,27 @@ _UNNAMED = os.O_WRONLY | getattr(os, "O_TMPFILE", 0) | _CLOEXEC
 _NO_UNNAMED = UNSUPPORTED | {errno.EISDIR}
 _REMOVED = "the folder was removed"
 NO_LINKS = UNSUPPORTED | {errno.EPERM, errno.EACCES, errno.EMLINK, errno.EXDEV}
-"""How a file system says that a file cannot have a link."""
+"""Error numbers by which a file system refuses a link."""
 OWN_FDS = "/proc/self/fd"
-"""Where the system links each number to the file that is open under it; not everywhere."""
+"""Folder with a link from each descriptor number to its open file; not on every system."""
 
 
 def temporary_name() -> str:
-    """A new name that no key can have."""
+    """Make a random name that no key can have."""
     return TEMPORARY_PREFIX + secrets.token_hex(8)
 
 
 def open_file(folder_fd: int, name: str) -> int:
-    """A descriptor to read from whatever has that name; see `regular_nbytes`."""
+    """Open for reading whatever has that name; `regular_nbytes` checks that it is a file."""
     return os.open(name, _READ, dir_fd=folder_fd)
 
 
 def regular_nbytes(found: os.stat_result, *, what: str) -> int:
-    """The length of a regular file; errors call it `what`.
+    """Return the length of a regular file, which errors call `what`.
 
     Raises:
         FileNotFoundError: it is a folder.
-        StoreError: it is something else than a file.
+        StoreError: it is anything else than a file.
     """
     if stat.S_ISREG(found.st_mode):
         return found.st_size
@@ -69,16 +69,16 @@ def link_file(source_fd: int, source: str, folder_fd: int, name: str) -> None:
         FileNotFoundError: there is no such file, or it is something else than a file.
     """
     os.link(source, name, src_dir_fd=source_fd, dst_dir_fd=folder_fd, follow_symlinks=False)
-    # Looked at under the new name, which nobody else gives to something else.
+    # Checked under the new name, which no one else gives to another file.
     if not stat.S_ISREG(os.stat(name, dir_fd=folder_fd, follow_symlinks=False).st_mode):
         os.unlink(name, dir_fd=folder_fd)
         raise FileNotFoundError(errno.ENOENT, "not a regular file", source)
 
 
 def address_of(data: memoryview) -> int:
-    """Where in memory it is that a contiguous buffer begins."""
+    """Return the memory address of a contiguous buffer."""
     # ctypes would need a writable buffer.
-    # Imported here: commands only read documents, and numpy is slow to come.
+    # Imported here: commands only read documents, and numpy is slow to import.
     import numpy as np
 
     address: int = np.frombuffer(data, dtype=np.uint8).__array_interface__["data"][0]
@@ -86,10 +86,10 @@ def address_of(data: memoryview) -> int:
 
 
 def read_exactly(fd: int, buffer: memoryview, start: int, *, what: str) -> None:
-    """Fill `buffer` from byte `start`.
+    """Fill `buffer` from byte `start` of an open file.
 
     Raises:
-        CorruptData: the file ends before.
+        CorruptData: the file ends too early.
     """
     done = 0
     while done < len(buffer):
@@ -102,7 +102,7 @@ def read_exactly(fd: int, buffer: memoryview, start: int, *, what: str) -> None:
 
 
 def write_all(fd: int, data: memoryview, start: int) -> None:
-    """Write `data` at byte `start`, however many calls that takes."""
+    """Write all of `data` at byte `start`, in as many calls as that takes."""
     done = 0
     while done < len(data):
         done += os.pwrite(fd, data[done:], start + done)
@@ -117,7 +117,7 @@ class Draft:
         self._temporary = temporary
 
     def link(self, name: str) -> bool:
-        """Give it a name that is not taken; False where the file system has no hard links.
+        """Give the draft a new name; return False if the file system has no hard links.
 
         Raises:
             FileExistsError: the name is taken.
@@ -135,11 +135,11 @@ class Draft:
         return True
 
     def rename_new(self, name: str) -> None:
-        """Give a draft with a temporary name one that is not taken, without hard links.
+        """Rename a draft that has a temporary name to a new one, without hard links.
 
         Raises:
             FileExistsError: the name is taken.
-            UnsupportedStore: the file system cannot do that either.
+            UnsupportedStore: the file system cannot rename without replacing either.
         """
         assert self._temporary is not None
         try:
@@ -155,7 +155,7 @@ class Draft:
             raise
 
     def replace(self, name: str) -> bool:
-        """Give it a name, taken or not, as one step; False like `link` does."""
+        """Give the draft a name, replacing a file atomically; return False as `link` does."""
         source = self._temporary or temporary_name()
         if self._temporary is None and not self.link(source):
             return False
@@ -173,9 +173,9 @@ class Draft:
 
 @contextmanager
 def drafted(folder_fd: int, data: memoryview, *, unnamed: bool = True) -> Iterator[Draft]:
-    """`data` in a new file of the folder, synced; gone at the end unless it got a name.
+    """Write `data` to a new synced file in the folder, removed at the end unless it got a name.
 
-    With `unnamed` the file has no name at all where the system can do that. A failed fsync is
+    With `unnamed` the file has no name at all, where the system supports that. A failed fsync is
     final: the kernel may have dropped the pages, and a second one would report success.
     """
     fd, temporary = _create_aside(folder_fd, unnamed=unnamed)
@@ -190,7 +190,7 @@ def drafted(folder_fd: int, data: memoryview, *, unnamed: bool = True) -> Iterat
 
 
 def _is_removed(folder_fd: int) -> bool:
-    """Whether an open folder has no name any more."""
+    """Whether an open folder has been removed."""
     return os.fstat(folder_fd).st_nlink == 0
 
 
@@ -210,7 +210,7 @@ def _create_aside(folder_fd: int, *, unnamed: bool) -> tuple[int, str | None]:
 
 
 def replace_with(folder_fd: int, source: str, name: str) -> None:
-    """Rename `source` to `name`, taken or not, as one step; `source` is gone either way."""
+    """Rename `source` to `name`, replacing a file atomically; on failure `source` is removed."""
     try:
         os.replace(source, name, src_dir_fd=folder_fd, dst_dir_fd=folder_fd)
     except OSError:
@@ -219,6 +219,6 @@ def replace_with(folder_fd: int, source: str, name: str) -> None:
 
 
 def remove_quietly(folder_fd: int, name: str) -> None:
-    """Remove a file of ours that may be gone; what cannot be removed is left to `sweep`."""
+    """Remove a temporary file that may be missing; one that stays is left to `sweep`."""
     with suppress(OSError):
         os.unlink(name, dir_fd=folder_fd)

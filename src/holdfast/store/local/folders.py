@@ -1,6 +1,6 @@
-"""Folders below a root: opened one segment at a time without following links, made, emptied.
+"""Opens, makes and removes folders below a root, without following symbolic links.
 
-Knows descriptors and names, nothing of keys. Functions raise `OSError` unless they say
+This module handles descriptors and names, not keys. Functions raise `OSError` unless they say
 otherwise; `LocalStore` turns those into store errors.
 """
 
@@ -21,10 +21,10 @@ _NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
 
 @contextmanager
 def opened_folder(root: str, segments: Sequence[str]) -> Iterator[int]:
-    """The folder's descriptor. `root` may be a symbolic link; nothing below it may be one.
+    """Open a folder and yield its descriptor; only `root` may be a symbolic link, nothing below.
 
     Raises:
-        StoreError: the root is there and is not a folder, which is never a mere absence.
+        StoreError: the root exists and is not a folder, which must not count as missing.
     """
     try:
         fd = os.open(root, _FOLDER)
@@ -40,7 +40,7 @@ def opened_folder(root: str, segments: Sequence[str]) -> Iterator[int]:
 
 
 def enter_folder(folder_fd: int, name: str) -> int:
-    """The descriptor of a folder in an open one.
+    """Open a folder inside an open one; return its descriptor.
 
     Raises:
         OSError: ELOOP for a symbolic link, ENOTDIR for a file.
@@ -48,14 +48,14 @@ def enter_folder(folder_fd: int, name: str) -> int:
     try:
         return os.open(name, _FOLDER | _NOFOLLOW, dir_fd=folder_fd)
     except NotADirectoryError:
-        # The kernel says ENOTDIR of links too when O_DIRECTORY is asked for.
+        # With O_DIRECTORY the kernel says ENOTDIR of links too.
         if is_link(folder_fd, name):
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), name) from None
         raise
 
 
 def is_link(folder_fd: int, name: str) -> bool:
-    """Whether `name` is a symbolic link."""
+    """Whether `name` in an open folder is a symbolic link."""
     return stat.S_ISLNK(os.stat(name, dir_fd=folder_fd, follow_symlinks=False).st_mode)
 
 
@@ -79,10 +79,10 @@ def sync_folder_fd(fd: int) -> None:
 def make_root(path: str, report: Reporting, *, exclusive: bool, is_known: bool) -> None:
     """Make the folder `path` with its ancestors, each durable in its parent.
 
-    An existing one is made durable too, unless it `is_known` to be.
+    The name of an existing one is made durable too, unless it `is_known` to be.
 
     Raises:
-        FileExistsError: with `exclusive`, when it is there.
+        FileExistsError: with `exclusive`, if it exists.
     """
     path = os.path.realpath(path)
     missing = _missing_folders(path)
@@ -106,10 +106,10 @@ def make_root(path: str, report: Reporting, *, exclusive: bool, is_known: bool) 
 
 
 def make_folder_in(outer_fd: int, name: str, report: Reporting, *, exclusive: bool) -> None:
-    """Make one folder, durable in the open one; an existing one is made durable too.
+    """Make a folder inside an open one, durably; an existing one's name is made durable too.
 
     Raises:
-        FileExistsError: with `exclusive`, when it is there.
+        FileExistsError: with `exclusive`, if it exists.
     """
     is_new = True
     try:
@@ -138,8 +138,8 @@ def _missing_folders(path: str) -> list[str]:
 
 
 def _sync_name(path: str) -> None:
-    # Somebody else made it, perhaps a moment ago. A mount point has no name of its own to sync,
-    # and who may not read the parent has to trust who made the folder.
+    # Another process made it, perhaps just now. A mount point has no name of its own to sync, and
+    # without the right to read the parent the sync is left to whoever made the folder.
     parent = os.path.dirname(path)
     if os.stat(parent).st_dev == os.stat(path).st_dev:
         with suppress(PermissionError), opened_folder(parent, ()) as parent_fd:
@@ -161,10 +161,11 @@ def remove_tree(root: str, segments: Sequence[str]) -> None:
 
 
 def scan(folder_fd: int, *, sizes: bool) -> list[tuple[str, int]]:
-    """Name and length of the regular files; folders end with `/`. Devices are left out.
+    """List name and length of regular files and folders, whose names end with `/`.
 
     Lengths are 0 without `sizes`, which saves a call for each file. A symbolic link that leads out
-    of the folder then counts as a folder, so that reading it raises. Other links are left out.
+    of the folder then counts as a folder, so that reading it raises. Other links and devices are
+    left out.
     """
     found = []
     with os.scandir(folder_fd) as entries:
@@ -178,17 +179,17 @@ def scan(folder_fd: int, *, sizes: bool) -> list[tuple[str, int]]:
                 elif not sizes and entry.is_symlink() and _leads_out(folder_fd, entry.name):
                     found.append((entry.name + "/", 0))
             except FileNotFoundError:
-                continue  # it went while the folder was read
+                continue  # it was removed while the folder was read
     return found
 
 
 def _leads_out(folder_fd: int, name: str) -> bool:
-    """Whether a symbolic link points anywhere but to a name in its own folder."""
+    """Whether a symbolic link points out of its own folder."""
     return "/" in os.readlink(name, dir_fd=folder_fd)
 
 
 def _empty_folder(folder_fd: int) -> list[str]:
-    """Remove everything but the folders, whose names are returned. Links are not followed."""
+    """Remove all but the folders, whose names are returned; links are not followed."""
     with os.scandir(folder_fd) as entries:
         names = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
     for name, is_folder in names:

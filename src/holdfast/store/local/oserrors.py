@@ -1,4 +1,4 @@
-"""Translation of an `OSError` to our errors: the class, and a message worth reading."""
+"""Translation of an `OSError` to a `StoreError` with a helpful message."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from holdfast.errors import (
 from holdfast.store.base import FreeSpace
 
 UNSUPPORTED = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP})
-"""How a file system says that it does not have an operation."""
+"""Error numbers by which a file system says that it lacks an operation."""
 NO_DESCRIPTORS = frozenset({errno.EMFILE, errno.ENFILE})
-"""How the system says that too many files are open."""
+"""Error numbers by which the system says that too many files are open."""
 
 Effect = Literal["none", "maybe", "done"]
-"""What a failing operation has changed so far.
+"""What an operation has changed when it fails.
 
 `none`: nothing that can be seen. `maybe`: the call that makes the change visible is under way, and
-only an error that is a refusal proves that the change was not made. `done`: the change was made but
-may not be durable, so every error leaves the outcome open.
+only an error in `_REFUSALS` proves that the change was not made. `done`: the change was made but
+may not be durable, so every error leaves the outcome unknown.
 """
 
 _REFUSALS = UNSUPPORTED | {
@@ -46,8 +46,8 @@ _REFUSALS = UNSUPPORTED | {
     errno.ENOSPC,
     errno.EDQUOT,
 }
-"""Errors of link(2), rename(2) and unlink(2) that mean that the change was not made. Any other may
-come after it was made: from a medium, a network, or a file system in user space."""
+"""Errors of link(2), rename(2) and unlink(2) which prove that the change was not made. Any other
+may come after it was made: from a disk, a network, or a file system in user space."""
 _CLASSES: dict[int, type[StoreError]] = {
     errno.ENOENT: NotFound,
     errno.ENOTDIR: NotFound,
@@ -77,9 +77,9 @@ _HINTS = {
 
 
 class Reporting:
-    """Turns an `OSError` of the block into the `StoreError` of one operation.
+    """Context manager that turns an `OSError` into the `StoreError` of one operation.
 
-    The block keeps `effect` up to date as it goes.
+    The code in the `with` block keeps `effect` up to date.
     """
 
     def __init__(self, operation: str, path: str, *, nbytes: int | None = None) -> None:
@@ -124,10 +124,10 @@ class Reporting:
 
 
 def free_space(path: str) -> FreeSpace:
-    """Room on the file system where `path` is or, as long as it does not exist, would be.
+    """Return the free space of the file system that `path` is on or, if missing, would be on.
 
     Raises:
-        OSError: the system cannot tell.
+        OSError: the system does not say.
     """
     while True:
         try:
@@ -135,6 +135,6 @@ def free_space(path: str) -> FreeSpace:
             break
         except (FileNotFoundError, NotADirectoryError):
             path = os.path.dirname(path)
-    # Some file systems, btrfs for one, make inodes as they go and report none at all.
+    # Some file systems, btrfs for one, make inodes on demand and report none at all.
     inodes = found.f_favail if found.f_files else None
     return FreeSpace(nbytes=found.f_bavail * found.f_frsize, inodes=inodes)

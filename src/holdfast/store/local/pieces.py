@@ -1,11 +1,11 @@
-"""Copies of what was read from far away, in a folder that the processes of one host share.
+"""Cache of a remote store's bytes, in a folder that the processes of one host share.
 
 A copy holds one *piece* of an object. One process at a time fetches a piece, under a lock that the
-kernel takes back when that process dies, and the copy gets its name when it is whole. Knows pieces
-and their lengths, nothing of stores, and nothing of what the bytes mean: nothing is synced, so
-whoever reads a copy checks it, and forgets it when it is wrong.
+kernel releases when that process dies, and the copy gets its name when it is complete. This module
+handles pieces and their lengths, not stores or what the bytes mean. Nothing is synced, so the
+caller checks each copy that it reads, and calls `forget` on a wrong one.
 
-Copies are an advantage and never a condition: what goes wrong here ends in a plain fetch.
+The cache is never required: any failure here ends in a plain fetch.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from holdfast.store.local.files import write_all
 from holdfast.store.local.reads import OpenFile, Seen
 
 Fetch = Callable[[int, memoryview, Seen], None]
-"""Fills the memory from that byte of the object on, and shows it as it comes."""
+"""Callback that fills the memory from a byte of the object on, and reports each filled part."""
 
 PIECE_NBYTES = 8 * 1024 * 1024
-"""The longest piece."""
+"""Most bytes of one piece."""
 
 _PAGE = 4096
 _DRAFT = ".part"
@@ -40,40 +40,40 @@ _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # a pipe wou
 _WRITE = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.05
 _COUNT_WAIT_S = 10.0
-"""Longest wait for whoever counts copies, or clears old ones away."""
+"""Longest wait for another process that counts copies or removes old ones."""
 _CLEARED_SHARE = 10
-"""Each time that copies have to go, a tenth of the room is made free: to look at them all takes
+"""Each time that copies have to be removed, a tenth of the limit is freed: to list them all takes
 longer than to remove one."""
 
 _forking = threading.RLock()
-"""No process is forked while a descriptor is opened or closed that may have a lock."""
+"""Held in forks, and while a descriptor that may hold a file lock is opened or closed."""
 _lockable: set[int] = set()
-"""Those that are open."""
+"""Open descriptors that may hold a file lock."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Where a piece lies in its object, and where its copy is."""
+    """A piece of an object: its range of bytes, and the place of its copy."""
 
     place: str
     """Path of the copy inside the folder; the last segment is a number of 8 digits."""
     start: int
-    """Its first byte in the object."""
+    """First byte of the piece in the object."""
     nbytes: int
-    """Its length, at most `PIECE_NBYTES`."""
+    """Length of the piece, at most `PIECE_NBYTES`."""
 
 
 class LocalPieces:
-    """The copies in a folder. Safe against other threads and processes, and their sudden death.
+    """Cache of pieces in a folder. Safe with other threads and processes, and their sudden death.
 
     Args:
-        folder: where they are; made when the first one is kept. What else is in it stays.
-        max_nbytes: what they may take together, in bytes of the disk.
+        folder: where the copies are; made with the first one. Other files in it are kept.
+        max_nbytes: the most that the copies may take together, in bytes on the disk.
         wait_s: how long one process waits for another that fetches the same piece.
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, max_nbytes: int, wait_s: float) -> None:
-        # A folder of our own: what is cleared away here is ours, and one user's.
+        # A subfolder for this user: only copies of this cache are removed in it.
         name = f"holdfast-cache-{os.geteuid()}"
         self._folder = os.path.join(os.path.abspath(os.fspath(folder)), name)
         self._max_nbytes = max_nbytes
@@ -83,15 +83,15 @@ class LocalPieces:
     def read(
         self, piece: Piece, start: int, memory: memoryview, fetch: Fetch, *, seen: Seen
     ) -> None:
-        """Fill `memory` from byte `start` of the object, which lies in the piece.
+        """Fill `memory` from byte `start` of the object; all of it must lie in the piece.
 
-        From a copy, where there is one; else `fetch` gets the whole piece, and it is kept.
+        Reads the copy, if there is one; else `fetch` gets the whole piece, and a copy is kept.
         """
         done = self._read_copy(piece, start, memory, seen)
         end, pause_s = time.monotonic() + self._wait_s, _FIRST_PAUSE_S
         while not done:
             with self._begun(piece) as draft:
-                # It may have been finished since; and a draft that is nobody's is ours now.
+                # The copy may be complete by now. A draft without an owner is now ours.
                 done = self._read_copy(piece, start, memory, seen)
                 if draft is not None and not done:
                     self._fetch(piece, start, memory, fetch, seen, draft)
@@ -105,7 +105,7 @@ class LocalPieces:
             fetch(start + done, memory[done:], seen)
 
     def forget(self, place: str) -> None:
-        """Remove the copies at and under a place, as far as they can be."""
+        """Remove the copies at and under a place; errors are ignored."""
         path = self._path(place)
         with suppress(OSError):
             os.unlink(path)
@@ -116,7 +116,7 @@ class LocalPieces:
         return os.path.join(self._folder, place)
 
     def _read_copy(self, piece: Piece, start: int, memory: memoryview, seen: Seen) -> int:
-        """How many bytes of `memory` a copy has filled; 0 where there is none."""
+        """Fill `memory` from a copy; return the number of filled bytes, 0 if there is none."""
         path = self._path(piece.place)
         done = 0
 
@@ -133,12 +133,12 @@ class LocalPieces:
             return 0
         try:
             with suppress(OSError):
-                os.utime(file.fd)  # so that it is among the last to go
+                os.utime(file.fd)  # so that it is among the last to be removed
             reads.fill(
                 file, memory, start - piece.start, what=path, seen=count, direct=True, afresh=False
             )
         except (OSError, CorruptData):
-            self.forget(piece.place)  # what it did not give comes from the store
+            self.forget(piece.place)  # the missing bytes are read from the store
         finally:
             file.close()
         return done
@@ -170,7 +170,7 @@ class LocalPieces:
                 if has_room:
                     draft.rename(self._path(piece.place))
         except FileNotFoundError:
-            pass  # somebody emptied the folder meanwhile
+            pass  # another process emptied the folder meanwhile
         except OSError as error:
             self._keep_no_more(error)
 
@@ -178,7 +178,7 @@ class LocalPieces:
 
     @contextmanager
     def _begun(self, piece: Piece) -> Iterator[_PieceFile | None]:
-        """The draft of a piece; None while somebody else has it, or nothing is kept."""
+        """Begin the draft of a piece; None if another process has it, or nothing is kept."""
         draft = None
         try:
             if self._keeps and self._is_usable():
@@ -192,8 +192,8 @@ class LocalPieces:
                 draft.close()
 
     def _is_usable(self) -> bool:
-        """Whether the folder is there and nobody else's, who could put anything into it."""
-        # Asked each time: it may be removed at any time, and then be made by anybody.
+        """Whether the folder exists, or can be made, and belongs to this user alone."""
+        # Checked each time: it may be removed at any time, and made again by another user.
         try:
             os.makedirs(self._folder, mode=0o700, exist_ok=True)
             found = os.lstat(self._folder)
@@ -214,14 +214,14 @@ class LocalPieces:
                 error,
             )
 
-    # Room
+    # Space
 
     @contextmanager
     def _counted(self, nbytes: int) -> Iterator[bool]:
-        """Whether there is room for a copy; the least recently used ones go for it.
+        """Count a new copy under the lock; yield whether it fits after removing the oldest copies.
 
-        Copies get their names in here alone, so that counting them misses none; and they are
-        counted first, so that who dies in between leaves a count that is too high.
+        Copies get their names only within this block, so that the count misses none. They are
+        counted first, so that a process that dies in between leaves a count that is too high.
         """
         needed = _on_disk(nbytes)
         fd = _opened(self._path("count"), _WRITE | os.O_CREAT)
@@ -241,7 +241,7 @@ class LocalPieces:
             _unlock(fd)
 
     def _clear(self, limit: int) -> int:
-        """Remove copies until they take at most `limit` bytes; how many they take then."""
+        """Remove the least recently used copies down to `limit` bytes; return what is left."""
         copies, total = [], 0
         for path, found in self._found():
             if path.endswith(_DRAFT):
@@ -261,7 +261,7 @@ class LocalPieces:
         return total
 
     def _found(self) -> Iterator[tuple[str, os.stat_result]]:
-        """Every copy and every draft."""
+        """Yield path and status of every copy and every draft."""
         for folder, _, names in os.walk(self._folder):
             for name in filter(_NAME.fullmatch, names):
                 path = os.path.join(folder, name)
@@ -276,23 +276,23 @@ class LocalPieces:
 
 
 class _PieceFile:
-    """A file without its name, locked. Whoever has the lock may write, name or remove it."""
+    """Locked draft of a copy. Only the lock's owner may write, rename or remove it."""
 
     def __init__(self, fd: int, path: str) -> None:
         self._fd = fd
         self._path = path
 
     def write(self, data: memoryview) -> None:
-        """Give it its bytes."""
+        """Write the bytes of the whole piece."""
         write_all(self._fd, data, 0)
 
     def rename(self, path: str) -> None:
-        """Give it its name."""
+        """Rename the draft to the copy's path."""
         os.rename(self._path, path)
         self._path = ""
 
     def close(self) -> None:
-        """Remove it unless it has got its name, and let others have the lock."""
+        """Remove the draft unless it was renamed, and release the lock."""
         if self._path:
             with suppress(OSError):
                 os.unlink(self._path)
@@ -300,16 +300,16 @@ class _PieceFile:
 
 
 def _begin(path: str) -> _PieceFile | None:
-    """The draft at a path; None while somebody else has it."""
+    """Create and lock the draft at a path; None if another process has it, or on a race."""
     try:
         fd = _opened(path, _WRITE | os.O_CREAT)
     except FileNotFoundError:
         with suppress(FileNotFoundError):
             os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
-        return None  # the caller comes again: a folder that is empty may be removed at any time
+        return None  # the caller tries again: an empty folder may be removed at any time
     try:
         if _is_locked(fd) and _is_at(fd, path):
-            os.ftruncate(fd, 0)  # of somebody who died
+            os.ftruncate(fd, 0)  # left by a process that died
             draft, fd = _PieceFile(fd, path), -1
             return draft
         return None
@@ -319,7 +319,7 @@ def _begin(path: str) -> _PieceFile | None:
 
 
 def _remove_left(path: str) -> None:
-    """Remove a draft that nobody works on any more."""
+    """Remove a draft whose process has died; no-op if it is locked."""
     try:
         fd = _opened(path, _WRITE)
     except FileNotFoundError:
@@ -332,7 +332,7 @@ def _remove_left(path: str) -> None:
 
 
 def _opened(path: str, flags: int) -> int:
-    """A descriptor that may get a lock; for `_unlock`."""
+    """Open a descriptor that may be locked; `_unlock` closes it."""
     with _forking:
         fd = os.open(path, flags, 0o600)
         _lockable.add(fd)
@@ -340,7 +340,7 @@ def _opened(path: str, flags: int) -> int:
 
 
 def _is_locked(fd: int) -> bool:
-    """Whether this descriptor has the lock on its file now; another one has it otherwise."""
+    """Try to lock the file; return False if another descriptor has the lock."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -351,17 +351,16 @@ def _is_locked(fd: int) -> bool:
 def _unlock(fd: int) -> None:
     with _forking:
         if fd not in _lockable:
-            return  # it is that of the process that this one was forked from
+            return  # it belongs to the process that this one was forked from
         _lockable.discard(fd)
         try:
-            fcntl.flock(fd, fcntl.LOCK_UN)  # for whoever was forked without Python knowing
+            fcntl.flock(fd, fcntl.LOCK_UN)  # children forked by other than Python hold it too
         finally:
             os.close(fd)
 
 
 def _let_go() -> None:
-    """In a forked child: it has its parent's descriptors, too, and while it lived the locks would
-    be held, though the parent was killed."""
+    """Close inherited lock descriptors in a forked child, or it would hold its parent's locks."""
     while _lockable:
         os.close(_lockable.pop())
     _forking.release()
@@ -373,7 +372,7 @@ os.register_at_fork(
 
 
 def _is_at(fd: int, path: str) -> bool:
-    """Whether a path still leads to an open file: a lock on what was renamed is worth nothing."""
+    """Whether a path is still that of an open file; a lock on a renamed file is useless."""
     try:
         return os.path.samestat(os.fstat(fd), os.lstat(path))
     except FileNotFoundError:
@@ -385,8 +384,7 @@ def _on_disk(nbytes: int) -> int:
 
 
 def _counted_here(text: bytes) -> int | None:
-    """The count, if it was written since this machine started: what a power failure leaves of it
-    may be older than the copies."""
+    """Parse the count; None if from an earlier boot: a power failure may leave an old one."""
     number, _, boot = text.partition(b" ")
     return int(number) if re.fullmatch(rb"[0-9]{20}", number) and boot == _boot() else None
 

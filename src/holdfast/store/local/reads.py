@@ -1,12 +1,12 @@
-"""Bytes of an open file into the caller's memory: past the page cache, or out of it.
+"""Reads from an open file into the caller's memory: directly, or from the page cache.
 
-A direct read (O_DIRECT) takes no copy and hardly any processor time, so a file that is not in the
-page cache arrives as fast as the disk gives it, and the cache keeps what others have there. What
-is cached is copied in small pieces, so that whoever looks at each finds it in the processor's
-cache. Knows descriptors, nothing of keys; functions raise `OSError` unless they say otherwise.
+A direct read (O_DIRECT) takes no copy and hardly any processor time, so a file that is not cached
+is read as fast as the disk allows, and other files stay in the cache. Cached bytes are copied in
+small pieces, so that a digest finds each in the processor's cache. This module handles
+descriptors, not keys; functions raise `OSError` unless they say otherwise.
 
-Opening a file costs as much as a good part of reading a block of it, and threads that open take
-turns at it. So a file can stay open for as long as somebody reads much of it (`OpenFiles`).
+To open a file takes a good part of the time to read a block of it, and threads wait for each other
+there. So a file can stay open while many parts of it are read (`OpenFiles`).
 """
 
 from __future__ import annotations
@@ -27,35 +27,35 @@ from holdfast.store.local.syscalls import (
 )
 
 Seen = Callable[[memoryview], object]
-"""Called with each piece of the memory once its bytes are there, in order."""
+"""Callback with each piece of the memory, in order, once it is filled."""
 
 PIECE_NBYTES = 1 << 20
-"""What is copied from the page cache at a time. With the digest taken of each at once, 1 and 2 MiB
-are the fastest: 239 ms for 2.5 GB on two cores, beside 368 for 8 MiB and 331 for 512 KiB."""
+"""Bytes that are copied from the page cache at a time. If each piece is digested at once, 1 and
+2 MiB are fastest: 239 ms for 2.5 GB on two cores; 368 ms with 8 MiB and 331 ms with 512 KiB."""
 DIRECT_NBYTES_MIN = 256 * 1024
-"""Shorter reads are left to the page cache, whose read-ahead serves their neighbours too."""
+"""Least bytes of a direct read; shorter reads use the page cache and its read-ahead."""
 
 _NUM_OPEN = 32
-"""So many files stay open; loads read one after the other, a few at a time."""
+"""Most files that stay open; loads read few files at a time."""
 _PAGE = mmap.PAGESIZE
 _REFUSALS = UNSUPPORTED | {errno.EFAULT}
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 _NO_WAIT = getattr(os, "RWF_NOWAIT", 0)
 _MAX_PARTS = 1024
-"""IOV_MAX of Linux."""
+"""Most buffers of one preadv(2): IOV_MAX of Linux."""
 
 
 class OpenFile:
-    """A regular file open for reading, and once more for direct reads when the first one comes.
+    """A regular file that is open for reading, with a second descriptor for direct reads.
 
-    Owns the descriptor. Any number of threads may read; whoever drops the file last closes it, so
-    that no number is closed that a thread still reads from.
+    Owns its descriptors. Any number of threads may read; the last reference closes the file, so
+    that no descriptor is closed that a thread still reads from.
     """
 
     def __init__(self, fd: int, alignment: DirectAlignment | None = None) -> None:
         self.fd = fd
         self.alignment = alignment
-        """What reads must keep to; None of a file that is read through the page cache."""
+        """Alignment that reads must have; None if the file is read through the page cache."""
         self._direct: tuple[OpenFile | None] | None = None
 
     def __del__(self) -> None:
@@ -63,11 +63,11 @@ class OpenFile:
 
     @property
     def is_open(self) -> bool:
-        """Whether nobody closed it."""
+        """Whether the file was not closed."""
         return self.fd >= 0
 
     def close(self) -> None:
-        """For whoever knows that nobody else reads from it."""
+        """Close the file now; no other thread may be reading from it."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
@@ -75,8 +75,8 @@ class OpenFile:
             self._direct[0].close()
 
     def direct(self) -> OpenFile | None:
-        """The same file with O_DIRECT, or None where that is refused."""
-        # No lock, which a forked child could inherit locked: of two threads the later one's stays.
+        """Return the same file opened with O_DIRECT; None if that is refused."""
+        # No lock, as a forked child could inherit it locked: of two threads the later one wins.
         found = self._direct
         if found is None:
             found = self._direct = (_opened_directly(self.fd),)
@@ -84,7 +84,7 @@ class OpenFile:
 
 
 class OpenFiles:
-    """Files that stay open while anybody reads many parts of them, at most `_NUM_OPEN`."""
+    """Cache of at most `_NUM_OPEN` open files, used while a caller reads many parts of them."""
 
     def __init__(self) -> None:
         self._readers: set[object] = set()
@@ -92,19 +92,19 @@ class OpenFiles:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Keep open what is opened meanwhile, by any thread."""
+        """Keep files open that any thread opens within the `with` block."""
         reader = object()
         self._readers.add(reader)
         try:
             yield
         finally:
             self._readers.discard(reader)
-            # Whoever begins just now opens again what he needs.
+            # A reader that begins just now opens again what it needs.
             if not self._readers:
                 self._files.clear()
 
     def get(self, path: str) -> OpenFile | None:
-        """File that is still open, unless the path leads to another file now, or to none."""
+        """Return the file if it is kept open; None if not, or if the path is another file now."""
         file = self._files.get(path)
         if file is None or _is_at(path, file):
             return file
@@ -112,29 +112,30 @@ class OpenFiles:
         return None
 
     def keep(self, path: str, file: OpenFile) -> bool:
-        """Have a file stay open, where anybody wants that."""
+        """Keep a file open, if a caller is within `kept`; return whether it is kept."""
         if not self._readers:
             return False
         self._files[path] = file
         for oldest in list(self._files)[:-_NUM_OPEN]:
             self._files.pop(oldest, None)
         if not self._readers:
-            # The last one ended just now, and may have looked before. Others may read already.
+            # The last reader left just now, perhaps before the file was added. It is not closed
+            # here, because other threads may read from it already.
             self._files.clear()
         return True
 
     def forget(self, path: str) -> None:
-        """Have whoever reads next open the file anew."""
+        """Drop a file, so that the next read opens it again."""
         self._files.pop(path, None)
 
     def forget_all(self) -> None:
-        """Have all files be closed that nobody reads from right now."""
+        """Drop all files: those that no thread is reading from are closed."""
         self._files.clear()
 
 
 def _is_at(path: str, file: OpenFile) -> bool:
-    # Not by the number of its names: an unchanged file has one in every checkpoint that lists it.
-    with suppress(OSError):  # whoever opens it anew says what is wrong
+    # Not by the link count: an unchanged file has a name in every checkpoint that lists it.
+    with suppress(OSError):  # opening it again reports what is wrong
         return os.path.samestat(os.stat(path), os.fstat(file.fd))
     return False
 
@@ -149,13 +150,13 @@ def fill(
     direct: bool,
     afresh: bool,
 ) -> None:
-    """Fill `memory` from byte `start` of a file; errors call it `what`.
+    """Fill `memory` from byte `start` of a file, which errors call `what`.
 
-    With `direct`, whole pages that are not cached are read directly, where the file system does
-    that for memory like this. With `afresh` those that are cached are read from the disk again.
+    With `direct`, whole pages that are not cached are read directly, if the file system does that
+    for memory of this alignment. With `afresh` cached ones are read from the disk again.
 
     Raises:
-        CorruptData: the file ends before.
+        CorruptData: the file ends too early.
     """
     done = 0
     if (
@@ -177,15 +178,14 @@ def fill(
 
 
 def is_at_hand(file: OpenFile, start: int, nbytes: int) -> bool:
-    """Whether `fill_cached` may succeed. Asked before, because even a read that does not wait has
-    the kernel read ahead."""
+    """Whether all bytes are cached; else even a read that does not wait causes read-ahead."""
     return bool(_NO_WAIT and nbytes) and is_all_cached(file.fd, start, start + nbytes)
 
 
 def fill_cached(file: OpenFile, start: int, targets: Sequence[memoryview], seen: Seen) -> bool:
-    """Fill one target of bytes after the other from the page cache; whether all of it was there.
+    """Fill the targets, in order, from the page cache; return whether all bytes were cached.
 
-    The kernel refuses to wait for anything, or to do this, which is no error.
+    A read that would wait, or that the kernel does not support, is no error: it returns False.
     """
     for piece in _pieces(targets):
         try:
@@ -201,8 +201,7 @@ def fill_cached(file: OpenFile, start: int, targets: Sequence[memoryview], seen:
 
 
 def _pieces(targets: Iterable[memoryview]) -> Iterator[list[memoryview]]:
-    """Split targets into pieces small enough for the processor's cache, and of so few parts that
-    one call takes them."""
+    """Split targets into pieces that fit the processor's cache and one preadv(2) call each."""
     piece: list[memoryview] = []
     left = PIECE_NBYTES
     for target in targets:
@@ -218,13 +217,13 @@ def _pieces(targets: Iterable[memoryview]) -> Iterator[list[memoryview]]:
 
 
 def _is_cached(fd: int, start: int, nbytes: int) -> bool:
-    """Judged by the end of what is wanted: the beginning of a file is often there alone."""
+    """Whether most of the range's end is cached; often only the beginning of a file is."""
     stop = start + nbytes
     return is_cached(fd, max(start, stop - DIRECT_NBYTES_MIN), stop)
 
 
 def _opened_directly(fd: int) -> OpenFile | None:
-    """The file of a descriptor once more: by the link in /proc, so that it is the same one."""
+    """Open a descriptor's file again with O_DIRECT, by its link in /proc; None if refused."""
     if not _O_DIRECT:
         return None
     try:
@@ -237,7 +236,7 @@ def _opened_directly(fd: int) -> OpenFile | None:
 
 
 def _read_direct(file: OpenFile, memory: memoryview, start: int) -> int:
-    """Read what can be read directly; returns how many bytes of `memory` are filled."""
+    """Read directly as much as the alignment allows; return the number of filled bytes."""
     direct = file.direct()
     if direct is None or direct.alignment is None:
         return 0
@@ -258,15 +257,15 @@ def _read_aligned(fd: int, memory: memoryview, start: int, offset: int) -> int:
     while done < len(memory) and done % offset == 0:
         got = os.preadv(fd, [memory[done:]], start + done)
         if got == 0:
-            break  # whoever reads the rest through the cache says where the file ends
+            break  # the read of the rest, through the cache, reports where the file ends
         done += got
     return done
 
 
 def _read_around(file: OpenFile, memory: memoryview, start: int) -> int:
-    """The same of bytes that do not lie as direct reads want it, by way of other memory.
+    """Read unaligned bytes directly, through aligned memory; return the number of filled bytes.
 
-    What is cached cannot be dropped in part where the kernel keeps many pages as one.
+    Dropping them from the cache instead may fail: the kernel keeps many pages as one there.
     """
     direct = file.direct()
     if direct is None or direct.alignment is None or direct.alignment.memory > _PAGE:
@@ -293,9 +292,9 @@ def _read_around(file: OpenFile, memory: memoryview, start: int) -> int:
 
 
 def _forget(fd: int, start: int, nbytes: int) -> None:
-    """Drop clean pages from the cache, where the system takes such advice."""
+    """Drop clean pages from the page cache, if the system takes such advice."""
     if nbytes and hasattr(os, "posix_fadvise"):
-        # A page of which only a part is named stays.
+        # A page of which only a part is named would stay.
         first = start - start % _PAGE
         stop = -(-(start + nbytes) // _PAGE) * _PAGE
         with suppress(OSError):

@@ -1,8 +1,8 @@
-"""The store of a local or mounted file system.
+"""The store on a local or mounted file system.
 
-Every put is whole and durable when it returns, every name goes through a folder that was opened
-without following symbolic links, and nothing is touched before the first operation. What the
-file system must offer (folder syncs; hard links or renames that refuse to replace) is tried, not
+Every put is atomic, and durable when it returns. Every name is used in a folder that was opened
+without following symbolic links. Nothing is touched before the first operation. What the file
+system must support (folder syncs; hard links or renames that refuse to replace) is tried, not
 assumed: one that lacks it is refused with `UnsupportedStore`.
 """
 
@@ -50,13 +50,13 @@ from holdfast.store.local.syscalls import is_network
 
 
 class LocalStore(Store):
-    """Keys are paths below `root`, objects are regular files that nobody may write.
+    """Store of files in a folder: keys are paths below `root`, objects are read-only files.
 
     Args:
-        root: the folder. It need not exist, and may be a symbolic link; nothing in it may be.
-        direct_io: whether `create` writes past the page cache. None finds out with a first
-            write; True raises `UnsupportedStore` where that is impossible; False never does it.
-            Large reads of what is not cached go past it too, where they can, unless False.
+        root: the folder. It need not exist, and may be a symbolic link; nothing in it may be one.
+        direct_io: whether `create` writes past the page cache (O_DIRECT). None tries it with the
+            first write; True raises `UnsupportedStore` where that is impossible; False never does
+            it. Large reads of uncached files bypass the cache too, where possible, unless False.
 
     Thread-safe. Does nothing on disk until an operation is called.
     """
@@ -89,7 +89,7 @@ class LocalStore(Store):
 
     @override
     def put(self, key: str, data: Buffer, *, if_absent: bool = False) -> None:
-        """The file is written aside, synced, and then gets its name."""
+        """Write a temporary file, sync it, and give it its name."""
         folder, name = _split(key)
         content = flat(data)
         report = Reporting("put", self._path(key), nbytes=len(content))
@@ -103,7 +103,7 @@ class LocalStore(Store):
 
     @override
     def get(self, key: str, start: int = 0, nbytes: int | None = None) -> bytes:
-        """The length is checked before memory is taken."""
+        """Read bytes of a file; its length is checked before memory is allocated."""
         expect_positive("get", key, start=start, nbytes=nbytes)
         with self._reading(key) as (file, file_nbytes):
             wanted = max(file_nbytes - start, 0) if nbytes is None else nbytes
@@ -144,7 +144,7 @@ class LocalStore(Store):
 
     @override
     def cached(self, key: str, start: int, nbytes: int) -> FillCached | None:
-        """None for a subclass that overrides `read_into`, so that it sees all reads."""
+        """Return a copier of cached bytes; None also if `read_into` is overridden, to see reads."""
         expect_positive("cached", key, start=start, nbytes=nbytes)
         check_key(key)
         if type(self).read_into is not LocalStore.read_into:
@@ -169,21 +169,20 @@ class LocalStore(Store):
 
     @override
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """Objects below `prefix`; folders are read as the iteration comes to them."""
+        """Yield the objects below `prefix`; each folder is read when the iteration reaches it."""
         if prefix:
             check_key(prefix.removesuffix("/"))
         return self._walk(prefix)
 
     @override
     def children(self, folder: str = "") -> tuple[str, ...]:
-        """Names in a folder. A symbolic link that leads out of it is listed as a folder, but
-        reading through it is an error."""
+        """List names; a symbolic link out of the folder counts as a folder, but cannot be read."""
         check_folder(folder)
         return tuple(sorted(name for name, _ in self._entries(folder, sizes=False)))
 
     @override
     def delete(self, key: str) -> None:
-        """Symbolic links are removed, never followed."""
+        """Remove a file, or a folder with its contents; symbolic links are not followed."""
         if key.endswith("/"):
             check_key(key[:-1])
             self._delete_tree(key[:-1])
@@ -211,7 +210,7 @@ class LocalStore(Store):
 
     @override
     def refresh_folder(self, folder: str) -> None:
-        """Make names visible: on NFS a change of a folder makes the client look anew."""
+        """Make names visible, on a network file system by a change that invalidates its cache."""
         check_folder(folder)
         report = Reporting("refresh folder", self._path(folder))
         with suppress(NotFound), report, self._opened(folder) as folder_fd:
@@ -222,7 +221,7 @@ class LocalStore(Store):
 
     @override
     def sweep(self, folder: str) -> int:
-        """Remove leftovers; only for folders in which no put is under way."""
+        """Remove temporary files; only for folders in which no put is under way."""
         check_folder(folder)
         num_removed = 0
         report = Reporting("sweep", self._path(folder))
@@ -236,7 +235,7 @@ class LocalStore(Store):
 
     @override
     def create(self, key: str, nbytes: int, *, at_most: bool = False) -> BlockWriter:
-        """Begin a file, and take its room at once where the file system can."""
+        """Begin a file, and allocate its space at once if the file system can."""
         folder, name = _split(key)
         expect_positive("create", key, nbytes=nbytes)
         path = self._path(key)
@@ -263,7 +262,7 @@ class LocalStore(Store):
 
     @override
     def link(self, source: str, key: str) -> bool:
-        """Make a hard link."""
+        """Make a hard link `key` to the file `source`, durably; False if that is impossible."""
         (source_folder, source_name), (folder, name) = _split(source), _split(key)
         report = Reporting("link", self._path(key))
         with report, self._opened(folder) as folder_fd:
@@ -283,7 +282,7 @@ class LocalStore(Store):
 
     @override
     def point(self, name: str, target: str) -> None:
-        """Make a relative symbolic link, or a text file where there are none."""
+        """Make a relative symbolic link to `target`, or a text file if links are unsupported."""
         check_key(name)
         check_key(target)
         if "/" in name:
@@ -315,7 +314,7 @@ class LocalStore(Store):
 
     @override
     def free_space(self) -> FreeSpace:
-        """Room on the file system; the root need not exist yet."""
+        """Return the free space of the file system; the root need not exist yet."""
         with Reporting("free space of", self._root):
             return oserrors.free_space(self._root)
 
@@ -409,7 +408,7 @@ class LocalStore(Store):
             report.effect = "maybe"
             with suppress(FileNotFoundError, IsADirectoryError):
                 os.unlink(name, dir_fd=folder_fd)
-            # Also when it was gone: whoever removed it may not have come as far as this.
+            # Also if it was missing: whoever removed it may not have synced the folder yet.
             report.effect = "done"
             sync_folder_fd(folder_fd)
 

@@ -20,10 +20,10 @@ _STATX_NBYTES = 256
 _STX_DIO_MEM_ALIGN_AT = 152
 _STATFS_NBYTES = 512
 _SYS_CACHESTAT = 451
-"""The same number on every architecture but alpha, which answers that it does not know it."""
+"""Number of cachestat(2): the same on every architecture but alpha, which refuses this one."""
 _CACHESTAT_NBYTES = 40
 _NETWORK_KINDS = frozenset({0x6969, 0xFF534D42, 0xFE534D42, 0x517B})
-"""f_type of NFS and of three generations of SMB, from statfs(2)."""
+"""File system types of NFS and of three generations of SMB: `f_type` of statfs(2)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,10 +35,10 @@ class DirectAlignment:
 
 
 def rename_noreplace(folder_fd: int, source: str, target: str) -> None:
-    """Rename inside a folder unless `target` exists, as one step.
+    """Rename a file in its folder atomically, unless `target` exists.
 
     Raises:
-        OSError: EEXIST when `target` exists; one of `UNSUPPORTED` when this cannot be done here.
+        OSError: EEXIST if `target` exists; one of `UNSUPPORTED` if the system cannot do it.
     """
     call = _function("renameat2")
     if call is None:
@@ -50,12 +50,12 @@ def rename_noreplace(folder_fd: int, source: str, target: str) -> None:
 
 
 def preallocate(fd: int, nbytes: int) -> None:
-    """Reserve room for `nbytes` bytes, where the file system can; the file gets that length.
+    """Allocate `nbytes` bytes for a file, if the file system can; the file gets that length.
 
-    Not `os.posix_fallocate`: where the file system cannot, that one writes every block.
+    Not `os.posix_fallocate`: if the file system cannot, that one writes every block.
 
     Raises:
-        OSError: there is no room.
+        OSError: there is no space.
     """
     call = _function("fallocate64") or _function("fallocate")
     if call is None or nbytes == 0:
@@ -69,7 +69,7 @@ def preallocate(fd: int, nbytes: int) -> None:
 
 
 def is_network(fd: int) -> bool:
-    """Whether an open file or folder is on a file system whose names are cached by clients."""
+    """Whether an open file or folder is on a network file system, whose clients cache names."""
     call = _function("fstatfs")
     answer = ctypes.create_string_buffer(_STATFS_NBYTES)
     if call is None or call(fd, answer) != 0:
@@ -79,9 +79,9 @@ def is_network(fd: int) -> bool:
 
 
 def direct_alignment(fd: int) -> DirectAlignment | None:
-    """Alignment for O_DIRECT on the open file; None where the kernel (before 6.1) does not say.
+    """Return the alignment for O_DIRECT on an open file; None if the kernel is before 6.1.
 
-    Zeros mean that the file cannot be written with O_DIRECT.
+    None also if the file system does not say. Zeros: the file does not take O_DIRECT.
     """
     call = _function("statx")
     if call is None:
@@ -99,8 +99,8 @@ def direct_alignment(fd: int) -> DirectAlignment | None:
 def is_cached(fd: int, start: int, stop: int) -> bool:
     """Whether most of the pages from byte `start` of a file to `stop` are in the page cache.
 
-    True also where the system does not say: not every file can be mapped, and the kernel says
-    nothing true of files that the caller neither owns nor may write.
+    True also if the system does not say: not every file can be mapped, and the kernel gives false
+    answers for files that the caller neither owns nor may write.
     """
     first, num_pages = _pages(start, stop)
     found = _pages_told(fd, first, stop - first)
@@ -110,22 +110,22 @@ def is_cached(fd: int, start: int, stop: int) -> bool:
 
 
 def is_all_cached(fd: int, start: int, stop: int) -> bool:
-    """Whether all pages from byte `start` of a file to `stop` are in the page cache, for sure."""
+    """Whether all pages from byte `start` of a file to `stop` are certainly in the page cache."""
     first, num_pages = _pages(start, stop)
     return _pages_told(fd, first, stop - first) == num_pages
 
 
 def _pages(start: int, stop: int) -> tuple[int, int]:
-    """Where the first page begins, and how many there are."""
+    """Return the start of the first page of a range of bytes, and the number of its pages."""
     first = start - start % mmap.PAGESIZE
     return first, -(-(stop - first) // mmap.PAGESIZE)
 
 
 def _pages_told(fd: int, start: int, nbytes: int) -> int | None:
-    """Cached pages by cachestat(2), since Linux 6.5; None where it is not to be had.
+    """Count cached pages by cachestat(2), since Linux 6.5; None if it is not available.
 
-    It maps nothing. A mapping waits for the page faults of all other threads, and threads that
-    load fault in all the memory that they load into.
+    It maps nothing. A mapping waits for the page faults of all other threads, and loading threads
+    fault in all the memory that they load into.
     """
     call = _function("syscall")
     if call is None:
@@ -138,7 +138,7 @@ def _pages_told(fd: int, start: int, nbytes: int) -> int | None:
 
 
 def _pages_seen(fd: int, start: int, nbytes: int) -> int | None:
-    """Cached pages by mincore(2); None where it is not to be had."""
+    """Count cached pages by mincore(2); None if it is not available."""
     call = _function("mincore")
     before = start % mmap.ALLOCATIONGRANULARITY
     if call is None:
@@ -147,7 +147,7 @@ def _pages_seen(fd: int, start: int, nbytes: int) -> int | None:
         mapped = mmap.mmap(
             fd, before + nbytes, mmap.MAP_SHARED, mmap.PROT_READ, offset=start - before
         )
-    except (OSError, ValueError):  # no mappings here, or the file was cut meanwhile
+    except (OSError, ValueError):  # the file cannot be mapped, or was truncated meanwhile
         return None
     import numpy as np  # here, because commands that read documents do without
 

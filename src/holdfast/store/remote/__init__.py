@@ -1,6 +1,6 @@
-"""The store of a cloud's bucket, and what it is made of.
+"""The store in a cloud's bucket, and its parts.
 
-`RemoteStore` is resolved when it is first used: commands that only know the options do without.
+`RemoteStore` is imported when it is first used: commands that need only the options do without.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Requests to a cloud, one function each: obstore's calls, with our errors.
+"""Requests to a cloud by obstore, one method each, with retries and our errors.
 
-Knows places and clients, nothing of the store protocol. The clients are made when they are first
-needed, and belong to the process that made them.
+This module knows nothing of the `Store` class. The clients are made when they are first needed,
+and belong to the process that made them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _STAGGER_NBYTES = 8 * 1024 * 1024
 _JITTER = random.Random()
 
 _runtime_pid: int | None = None
-"""The process whose network threads obstore has."""
+"""Id of the process that has obstore's network threads; None before they are started."""
 
 
 def is_own_process() -> bool:
@@ -62,11 +62,11 @@ class Api:
         self._slots = threading.BoundedSemaphore(options.concurrency)
 
     def url(self, key: str) -> str:
-        """A key, for messages."""
+        """Return the URL of a key, for messages."""
         return f"{self.place.url}/{key}".rstrip("/")
 
     def clients(self) -> Clients:
-        """The clients, made once.
+        """Return the clients, which are made at the first call.
 
         Raises:
             UnsupportedStore: in a process that was forked from one that had used any.
@@ -75,7 +75,7 @@ class Api:
         self.expect_own_process()
         with self._lock:
             if self._clients is None:
-                # Before anything of it is there: another thread may fork in between.
+                # Set before the clients exist: another thread may fork in between.
                 _runtime_pid = os.getpid()
                 self._clients = open_clients(self.place, self.options)
             return self._clients
@@ -83,7 +83,7 @@ class Api:
     def expect_own_process(self) -> None:
         """Raise `UnsupportedStore` in a process that was forked from one that had used a store.
 
-        Asked before any lock or slot is taken: a thread that stayed behind may hold it for ever.
+        Called before any lock or slot is taken: a thread of the parent may hold it for ever.
         """
         if not is_own_process():
             raise UnsupportedStore(
@@ -93,7 +93,7 @@ class Api:
             )
 
     def put(self, key: str, content: memoryview) -> None:
-        """Put an object in one request, which is repeated after a failure."""
+        """Put an object in one request, which is retried after a failure."""
         self.expect_own_process()
         _wait(self.upload_pace, len(content))
         with self._slot(f"put {self.url(key)}"), self._request("put", key):
@@ -102,7 +102,7 @@ class Api:
     def put_new(self, key: str, content: memoryview) -> None:
         """Put an object under a key that must be absent.
 
-        Repeated only after a reply which says that nothing was done.
+        Retried only after a reply which says that the request had no effect.
 
         Raises:
             AlreadyExists: the key is taken, perhaps by an earlier put of ours with a lost reply.
@@ -126,7 +126,7 @@ class Api:
             patience.pause()
 
     async def stream(self, key: str, pieces: AsyncIterator[memoryview], part_nbytes: int) -> None:
-        """One object in parts; when `pieces` raises, the upload is aborted. Raises obstore's."""
+        """Upload an object in parts; aborts if `pieces` raises. Raises obstore's errors."""
         await self._obs.put_async(
             self.clients().plain,
             key,
@@ -137,27 +137,27 @@ class Api:
         )
 
     def nbytes(self, key: str) -> int:
-        """The length of an object."""
+        """Return the length of an object in bytes."""
         with self._request("head", key):
             found: int = self._ask(lambda store: self._obs.head(store, key)["size"])
         return found
 
     def whole(self, key: str, *, max_nbytes: int | None = None) -> bytes:
-        """All bytes of one version of an object.
+        """Read all bytes of one version of an object.
 
         Raises:
-            LimitExceeded: it has more than `max_nbytes`; nothing but its length was read.
+            LimitExceeded: it has more than `max_nbytes`; only its length was read.
         """
         self.expect_own_process()
         nbytes, data = self._repeated("get", key, lambda store: self._get(store, key, max_nbytes))
         if len(data) != nbytes:
             raise CorruptData(f"get {self.url(key)}: has {nbytes} bytes, {len(data)} came")
-        # Afterwards: the service waits for nobody to read on, and before its length is not known.
+        # Paced afterwards: before, the length is unknown; in between, the service would not wait.
         _wait(self._download_pace, len(data))
         return data
 
     def _get(self, store: Any, key: str, max_nbytes: int | None) -> tuple[int, bytes]:
-        """The length of an object, and what came of it."""
+        """Get an object; return its stated length and the received bytes."""
         result = self._obs.get(store, key)
         nbytes: int = result.meta["size"]
         if max_nbytes is not None:
@@ -165,10 +165,10 @@ class Api:
         return nbytes, bytes(memoryview(result.bytes()))
 
     def read(self, key: str, start: int, stop: int) -> Any:
-        """A buffer with exactly the bytes of a range, which is not empty.
+        """Read a range that is not empty; return a buffer with exactly its bytes.
 
         Raises:
-            CorruptData: the object is shorter, or other than the asked bytes came.
+            CorruptData: the object is shorter, or the reply has another length.
         """
         self.expect_own_process()
         _wait(self._download_pace, stop - start)
@@ -186,7 +186,7 @@ class Api:
         return result.bytes()
 
     def list(self, folder: str) -> Iterator[ObjectInfo]:
-        """The objects in a folder ("" is the root) and below, as the service orders them."""
+        """Yield the objects in a folder ("" is the root) and below, in the service's order."""
         patience = Patience(self.options)
         last: str | None = None
         while True:
@@ -195,7 +195,7 @@ class Api:
                 for page in self._pages(folder, last):
                     found = [ObjectInfo(key=item["path"], nbytes=item["size"]) for item in page]
                     if self.place.scheme == "az":
-                        unordered += found  # so it cannot go on from where a list broke off
+                        unordered += found  # so a broken list cannot be resumed
                         continue
                     for info in found:
                         yield info
@@ -203,13 +203,13 @@ class Api:
                 yield from unordered
                 return
             except TransientStoreError:
-                # For a first answer `_ask` has waited already.
+                # Until the first answer `_ask` has retried already.
                 if not self._has_answered or patience.is_over():
                     raise
             patience.pause()
 
     def _pages(self, folder: str, after: str | None) -> Iterator[Any]:
-        """Pages of a list. obstore repeats what got no reply, not what broke off in a reply."""
+        """Yield the pages of a list; obstore does not retry one whose reply breaks off."""
 
         def begin(store: Any) -> tuple[Iterator[Any], Any]:
             pages = self._obs.list(store, folder or None, offset=after, chunk_size=_PAGE)
@@ -223,7 +223,7 @@ class Api:
                 page = next(pages, None)
 
     def names(self, folder: str) -> set[str]:
-        """Names directly in a folder ("" is the root); those of folders end with a slash."""
+        """Return the names directly in a folder ("" is the root); folders end with a slash."""
         found = self._repeated(
             "list", folder, lambda store: self._obs.list_with_delimiter(store, folder or None)
         )
@@ -233,30 +233,29 @@ class Api:
         return names | {key[len(inside) :] for key in keys if key.startswith(inside)}
 
     def delete(self, keys: Sequence[str]) -> None:
-        """Delete objects; those that are missing are fine."""
+        """Delete objects; missing ones are no error."""
         asked = [*keys] if len(keys) > 1 else keys[0]
         try:
             self._repeated("delete", keys[0], lambda store: self._obs.delete(store, asked))
         except NotFound:
-            # One of them was gone already, and what became of the others is not told.
+            # One of them was missing, and the reply does not say what became of the others.
             for key in keys if len(keys) > 1 else ():
                 self.delete([key])
 
     def delete_quietly(self, key: str) -> None:
-        """Delete an object; a failure leaves junk."""
+        """Delete an object; ignores a failure, which leaves the object as junk."""
         with suppress(StoreError):
             self.delete([key])
 
     def has(self, key: str, nbytes: int) -> bool:
-        """Whether an object of that length is there."""
+        """Whether an object of that length exists."""
         try:
             return self.nbytes(key) == nbytes
         except NotFound:
             return False
 
     def _repeated(self, operation: str, key: str, request: Callable[[Any], T]) -> T:
-        """Make a request until it works: obstore repeats what got no reply, and not what broke off
-        in one."""
+        """Retry a request until it works, also if the reply breaks off, unlike obstore."""
         patience, what = Patience(self.options), f"{operation} {self.url(key)}"
         while True:
             try:
@@ -264,24 +263,24 @@ class Api:
                 with slot, self._request(operation, key):
                     return self._ask(request)
             except TransientStoreError:
-                # For a first answer `_ask` has waited already.
+                # Until the first answer `_ask` has retried already.
                 if not self._has_answered or patience.is_over():
                     raise
             patience.pause()
 
     def _ask(self, request: Callable[[Any], T]) -> T:
-        """The reply to a request that may be repeated, which is made with the client it is given.
+        """Call `request` with a client and return the reply; retried until the first answer.
 
-        obstore repeats without a word and deaf to Ctrl-C. That serves where the service has
-        answered before. Until it has, the address may be wrong: then it is repeated here, and
-        what is wrong is told after the first time.
+        obstore retries without a message and ignores Ctrl-C. That is fine if the service has
+        answered before. Until it has, the address may be wrong: then the request is retried here,
+        and a warning is logged after the first failure.
         """
         clients, patience = self.clients(), Patience(self.options)
         while not self._has_answered:
             try:
                 found = request(clients.once)
             except HoldfastError:
-                self._has_answered = True  # it judges what came
+                self._has_answered = True  # such an error is about a reply
                 raise
             except Exception as error:
                 failure = read_failure(error)
@@ -299,7 +298,7 @@ class Api:
         return request(clients.plain)
 
     def _note_answer(self, failure: Failure) -> None:
-        """A refusal is an answer too; that there are no credentials, say, is none."""
+        """Record that the service has answered: a refusal counts, missing credentials do not."""
         if failure.is_answer:
             self._has_answered = True
 
@@ -324,7 +323,7 @@ class Api:
             raise self.refused(operation, key, error) from error
 
     def refused(self, operation: str, key: str, error: Exception) -> HoldfastError:
-        """The error of ours for one of obstore's."""
+        """Translate an error of obstore into ours, with advice if the service never answered."""
         who = self._clients.who if self._clients is not None else "nothing yet"
         failure = read_failure(error)
         self._note_answer(failure)
@@ -335,7 +334,7 @@ class Api:
 
     @contextmanager
     def _slot(self, what: str) -> Iterator[None]:
-        """Take one of the slots for requests with data, which bound how many are under way."""
+        """Hold one of the slots that limit the number of concurrent requests with data."""
         timeout_s = self.options.timeout_s + self.options.retry_s
         if not self._slots.acquire(timeout=timeout_s):
             raise TransientStoreError(
@@ -348,7 +347,7 @@ class Api:
 
 
 class Patience:
-    """How often, and until when, a request is repeated that obstore does not repeat."""
+    """Retry limits of a request that obstore does not retry: number, time, growing pauses."""
 
     def __init__(self, options: RemoteOptions) -> None:
         self._end = time.monotonic() + options.retry_s
@@ -356,23 +355,23 @@ class Patience:
         self._longest_s = _FIRST_PAUSE_S
 
     def is_over(self) -> bool:
-        """Whether it is not to be repeated any more."""
+        """Whether the retries are used up, or their time is."""
         return not self._left or time.monotonic() + self._longest_s > self._end
 
     def next_pause_s(self) -> float:
-        """Seconds to wait before the next time, each time more."""
+        """Count a retry; return the seconds to wait before it, random and growing."""
         pause_s = _JITTER.uniform(0, self._longest_s)
         self._left -= 1
         self._longest_s = min(2 * self._longest_s, _LONGEST_PAUSE_S)
         return pause_s
 
     def pause(self) -> None:
-        """Wait before the next time."""
+        """Sleep before the next retry."""
         time.sleep(self.next_pause_s())
 
 
 def _pace(options: RemoteOptions, mb_s: float | None) -> Pace:
-    """The pace of this rank, which begins a part of a turn after the rank before."""
+    """Make the rate limit of this rank, offset from the other ranks of the host."""
     nbytes_per_s = options.nbytes_per_s(mb_s)
     if nbytes_per_s is None:
         return Pace(None)

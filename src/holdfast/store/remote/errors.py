@@ -1,7 +1,7 @@
-"""Translation of an object store's refusals: from the errors of obstore to ours.
+"""Translation of object stores' errors: from those of obstore to ours.
 
-obstore tells the status, the service's own code and the kind of a network failure in the text of
-its errors only, so that text is what is read here.
+obstore gives the status, the service's error code and the kind of a network failure only in the
+text of its errors, so that text is parsed here.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from holdfast.errors import (
 _STATUS = re.compile(r"status code: (\d{3}) ([A-Za-z ]*)")
 _CODE = re.compile(r"<Code>\s*([A-Za-z0-9]+)\s*</Code>")
 _CODE_OF_ONE = re.compile(r"DeleteObjects request failed for key .* \(code: ([A-Za-z0-9]+)\)")
-"""S3 refuses single objects of a bulk delete in a reply of status 200."""
+"""Error for one object of a bulk delete, which S3 reports in a reply of status 200."""
 _MESSAGE = re.compile(r"<Message>(.*?)</Message>", re.DOTALL)
 _NETWORK = re.compile(r"HttpError \{\s*kind: (\w+)")
 _CAUSE = re.compile(r'(?:message|error): "([^"]{1,200})"')
-"""What the operating system said of it."""
+"""Message of the operating system about a network failure."""
 _MAX_REASON = 400
 _MAX_READ = 4096
 
@@ -54,13 +54,13 @@ _NO_RIGHTS = {
     "TokenRefreshRequired",
 }
 _RACE = {"ConditionalRequestConflict", "OperationAborted"}
-"""S3's answer to one of two puts at once: it says of neither that it won."""
+"""Codes of S3 for one of two concurrent puts; they do not say which one won."""
 _BUSY = {"SlowDown", "ServiceUnavailable", "ServerBusy"}
-"""With status 503: the service itself says that it did not begin. A gateway on the way says 503 of
-what it has sent on, too, and 500 is also said of what took too long and may still be done."""
+"""Codes which say, with status 503, that the service itself did not begin the request. Without them
+a gateway may have forwarded it; and after a 500 a slow request may still take effect."""
 
 _PASSING = {408, 409, 425, 429}
-"""Too slow, at the same time as another, too early, too often."""
+"""Statuses worth a retry: timeout, conflict with another request, too early, too many."""
 
 _PERMISSIONS = {
     "s3": {
@@ -87,23 +87,23 @@ _AZURE_PERMISSION = "the role Storage Blob Data Contributor on the container"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """Facts that an error of obstore states."""
+    """Facts parsed from an error of obstore, boto3 or requests."""
 
     error: Exception
     status: int | None
-    """HTTP status of the reply; None when there was none."""
+    """HTTP status of the reply; None if there was no reply."""
     code: str
-    """The service's own word for it."""
+    """The service's error code; empty if it gave none."""
     network: str
-    """The kind of a network failure: `Connect`, `Timeout`, `Interrupted`, …"""
+    """Kind of a network failure, such as `Connect`, `Timeout`, `Interrupted`; else empty."""
     reason: str
-    """For people."""
+    """Description of the failure, for messages."""
 
     @property
     def was_refused(self) -> bool:
-        """Whether the request certainly had no effect, and may have one when it is sent again.
+        """Whether the request certainly had no effect, and a retry may work.
 
-        A reply that says so, or a connection that was never made.
+        A reply says so, or the connection was never made.
         """
         if self.code in _RACE:
             return True
@@ -113,33 +113,33 @@ class Failure:
 
     @property
     def is_unclear(self) -> bool:
-        """Whether the request may have had its effect: no reply, or that of something between."""
+        """Whether the request may have had its effect: no reply, or one from a gateway."""
         return self.status is None or self.status >= 500
 
     @property
     def is_answer(self) -> bool:
-        """Whether the service was reached: a reply has come, or the beginning of one."""
+        """Whether the service was reached: a reply, or the beginning of one, was received."""
         return self.status is not None or "response body" in self.reason
 
     @property
     def is_silence(self) -> bool:
-        """Whether it was a failure of the network, and nothing says that anybody is there."""
+        """Whether the network failed, with no sign that the service was reached."""
         return bool(self.network) and not self.is_answer
 
     @property
     def is_final(self) -> bool:
-        """Whether the reply says that the request itself is wrong: again it would get the same."""
+        """Whether the reply says that the request itself is wrong, so that a retry is useless."""
         return self.status in range(400, 500) and self.status not in _PASSING
 
     @property
     def is_past_the_end(self) -> bool:
-        """The range that was asked for begins after the end of the object."""
-        # The second is obstore's own, where a service answers such a range with status 206.
+        """Whether the requested range begins after the end of the object."""
+        # The second is obstore's text if a service answers such a range with status 206.
         return self.status == 416 or "Wanted range starting at" in self.reason
 
 
 def read_failure(error: Exception) -> Failure:
-    """Read an error of obstore, or of its provider of credentials."""
+    """Parse an error of obstore, or of its credential provider."""
     text = str(error)
     told, _, details = text.partition("Debug source")
     status = _STATUS.search(told)
@@ -155,7 +155,7 @@ def read_failure(error: Exception) -> Failure:
 
 
 def read_failure_of_python(error: Exception) -> Failure:
-    """Read an error of boto3 or of requests."""
+    """Parse an error of boto3 or of requests."""
     response = getattr(error, "response", None)
     if isinstance(response, dict):
         told = response.get("Error", {})
@@ -197,10 +197,10 @@ def _reason(
 
 
 def as_store_error(failure: Failure, operation: str, url: str, *, who: str) -> HoldfastError:
-    """The error of ours for a failed `operation` on `url`; `who` says whose credentials were used.
+    """Build our error for a failed `operation` on `url`; `who` names the used credentials.
 
-    What is not known is `TransientStoreError`: nothing on the way to a cloud condemns the bytes
-    that lie there.
+    Unknown failures become `TransientStoreError`: a fault on the way to a cloud does not mean that
+    the stored bytes are damaged.
     """
     what = f"{operation} {url}: {failure.reason}"
     kind = type(failure.error).__name__

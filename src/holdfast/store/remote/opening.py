@@ -1,8 +1,8 @@
-"""From a URL to clients of a cloud: places, options, endpoints, credentials.
+"""Makes the clients of a cloud from a URL: parses it, and finds endpoint and credentials.
 
-Endpoints and credentials come from where the cloud's own tools find them (variables, profiles,
-metadata services), so that a run needs none of its own. This is the one module of the library
-that looks at variables of the environment, and only at those of the clouds.
+Endpoints and credentials are found where the cloud's own tools find them (environment variables,
+profiles, metadata services), so that a run needs none of its own. This is the only module of the
+library that reads environment variables, and only those of the clouds.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ _ENDPOINTS = {
 _EXTRAS = {"s3": "s3", "gs": "gcs", "az": "azure"}
 _BUCKET = re.compile(r"[A-Za-z0-9$][A-Za-z0-9._\-]{1,221}", re.ASCII)
 _MAX_PREFIX = 120
-"""With the longest key that makes 1,021 of the 1,024 bytes that clouds allow."""
+"""Most characters of a prefix; with the longest key 1,021 of the 1,024 bytes that clouds allow."""
 _CREDENTIALS_TTL = timedelta(minutes=5)
-"""boto renews credentials ten minutes before they end, so none is used after its end."""
+"""How long obstore keeps boto's credentials: less than the ten minutes by which boto renews them
+before their end, so none is used after it."""
 _GCS = "https://storage.googleapis.com"
 _GCS_SCOPES = ("https://www.googleapis.com/auth/devstorage.read_write",)
 _GCS_KEY_FILES = ("GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT_PATH")
@@ -48,40 +49,40 @@ _AZURE_NATIVE = (
     "AZURE_SKIP_SIGNATURE",
     "AZURE_STORAGE_USE_EMULATOR",
 )
-"""Credentials that obstore finds by itself; they win over those of the cloud's login."""
+"""Variables of credentials that obstore reads itself; they override those of a login."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteOptions:
-    """How a remote store works; checked at construction.
+    """Limits, timeouts and retries of a remote store; checked at construction.
 
     Limits are those of the host: each of its `ranks_on_host` ranks takes an equal share.
     """
 
     max_upload_mb_s: float | None = None
-    """Megabytes (10^6 bytes) a second that the host uploads at most; None is without limit."""
+    """Most megabytes (10^6 bytes) per second that the host uploads; None: no limit."""
     max_download_mb_s: float | None = None
-    """Megabytes a second that the host downloads at most; None is without limit."""
+    """Most megabytes (10^6 bytes) per second that the host downloads; None: no limit."""
     max_concurrency: int = 10
-    """Requests with data under way at once, each of up to 16 MiB, which an upload keeps in memory
-    until they are done. Clouds give one connection 50 to 100 MB/s."""
+    """Most concurrent requests with data, each of up to 16 MiB, which an upload keeps in memory
+    until they are done. One connection to a cloud gets 50 to 100 MB/s."""
     ranks_on_host: int = 1
-    """How many processes of this host share its limits."""
+    """Number of processes of this host that share its limits."""
     rank_on_host: int = 0
-    """Which of them this is; each begins a little after the one before."""
+    """This process's number on the host, from 0; each begins a little after the one before."""
     timeout_s: float = 60.0
-    """Seconds until a request, with its body of at most 16 MiB, has failed."""
+    """Timeout of a request with its body of at most 16 MiB, in seconds."""
     connect_timeout_s: float = 10.0
-    """Seconds until a connection has failed."""
+    """Timeout for making a connection, in seconds."""
     max_retries: int = 30
-    """How often a request that may be repeated is repeated."""
+    """Most retries of a request that may be retried."""
     retry_s: float = 120.0
-    """Seconds after which it is repeated no more."""
+    """Seconds after which a request is not retried any more."""
     unsigned_payload: bool | None = None
-    """S3 only: leave the bytes of an upload out of its signature, which saves their SHA-256.
-    None does so over https, where TLS protects them."""
+    """S3 only: whether signatures omit the bytes of an upload, which saves their SHA-256. None:
+    they do over https, where TLS protects the bytes."""
     checksums: bool = False
-    """S3 only: send the SHA-256 of each upload for the service to check and to keep."""
+    """S3 only: whether to send the SHA-256 of each upload, which the service checks and stores."""
 
     def __post_init__(self) -> None:
         for name in ("max_upload_mb_s", "max_download_mb_s"):
@@ -104,70 +105,70 @@ class RemoteOptions:
 
     @property
     def concurrency(self) -> int:
-        """This rank's share of the requests."""
+        """This rank's share of the concurrent requests, at least 1."""
         return max(self.max_concurrency // self.ranks_on_host, 1)
 
     def nbytes_per_s(self, mb_s: float | None) -> float | None:
-        """This rank's share of a rate."""
+        """Return this rank's share of a rate, in bytes per second; None: no limit."""
         return None if mb_s is None else mb_s * 1e6 / self.ranks_on_host
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a root is: a bucket and the beginning of every key in it."""
+    """Location of a store: a bucket, and the prefix of all its keys."""
 
     scheme: Scheme
     bucket: str
     prefix: str
     endpoint: str | None
-    """The service's address; None where the cloud's own settings say it."""
+    """The service's address; None: as in the cloud's own settings."""
 
     @property
     def url(self) -> str:
-        """As a person writes it."""
+        """The URL, as given by the user, without a slash at its end."""
         inside = f"/{self.prefix}" if self.prefix else ""
         return f"{self.scheme}://{self.bucket}{inside}"
 
     @property
     def advice(self) -> str:
-        """Advice for the message when the endpoint does not answer."""
+        """Advice for the error message if the endpoint does not answer."""
         said_by = "endpoint=" if self.endpoint else _ENDPOINTS[self.scheme]
         return f"Check the address ({said_by}), the network, and that the service runs"
 
     def key(self, key: str) -> str:
-        """The key in the bucket."""
+        """Return the key in the bucket: with the prefix."""
         return f"{self.prefix}/{key}" if self.prefix else key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GcsUploads:
-    """Where Google Cloud Storage is asked for uploads that nobody completed."""
+    """HTTP session and URL for listing incomplete uploads in Google Cloud Storage."""
 
     session: Any
-    """Of requests, with credentials."""
+    """Session of the `requests` library, with credentials."""
     bucket_url: str
     timeout_s: tuple[float, float]
-    """To connect, and to read."""
+    """Timeouts to connect and to read, in seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clients:
-    """The clients of one place, in one process."""
+    """The clients of one bucket, in one process."""
 
     plain: Any
-    """Repeats what failed, as often as the options say."""
+    """Client of obstore that retries failed requests, as often as the options say."""
     once: Any
-    """Repeats nothing: for puts of which exactly one may win."""
+    """Client of obstore that never retries: for puts of which exactly one may win."""
     who: str
-    """Whose credentials these are, for messages."""
+    """Description of the credentials, for messages."""
     s3: Any | None = None
-    """boto3's client, for S3 only."""
+    """Client of boto3; for S3 only."""
     gcs: GcsUploads | None = None
-    """For Google Cloud Storage only."""
+    """Access to the list of incomplete uploads; for Google Cloud Storage only."""
 
 
 def parse_place(url: str, endpoint: str | None) -> Place:
-    """The place that a URL names.
+    """Parse the URL of a remote store.
 
     Raises:
         UsageError: it is not `s3://`, `gs://` or `az://` with a bucket and a plain prefix.
@@ -190,10 +191,10 @@ def parse_place(url: str, endpoint: str | None) -> Place:
 
 
 def needed(module: str, scheme: str) -> Any:
-    """A library that this cloud needs.
+    """Import a library that this cloud needs.
 
     Raises:
-        UsageError: it is not installed; says which extra brings it.
+        UsageError: it is not installed; the message names the extra that has it.
     """
     try:
         return importlib.import_module(module)
@@ -205,7 +206,7 @@ def needed(module: str, scheme: str) -> Any:
 
 
 def open_clients(place: Place, options: RemoteOptions) -> Clients:
-    """Clients for a place. Asks the cloud nothing yet, but may ask for credentials.
+    """Make the clients for a bucket; sends it no request yet, but may request credentials.
 
     Raises:
         AccessDenied: there are no credentials.
@@ -299,7 +300,7 @@ def _open_gcs(place: Place, options: RemoteOptions) -> Clients:
 
 
 def _service_account() -> dict[str, Any]:
-    """The key of a service account, where variables name one; emulators put their address there."""
+    """Read the service account key that variables name; {} if none. Emulators' has their URL."""
     path = _set(_GCS_KEY_FILES)
     try:
         text = os.environ.get("GOOGLE_SERVICE_ACCOUNT_KEY") or "{}"
@@ -340,7 +341,7 @@ def _google_provider(found: Any) -> Callable[[], dict[str, Any]]:
 
 
 def _google_session(found: Any | None, options: RemoteOptions) -> Any:
-    """For what obstore cannot ask; repeats what failed."""
+    """Make an HTTP session, with retries, for requests that obstore does not support."""
     requests = needed("requests", "gs")
     if found is not None:
         session = needed("google.auth.transport.requests", "gs").AuthorizedSession(found)
@@ -395,7 +396,7 @@ def _azure_provider(found: Any) -> Callable[[], dict[str, Any]]:
 
 
 def _set(names: Iterable[str]) -> str:
-    """The first of the variables that is set."""
+    """Return the first of the environment variables that is set; "" if none is."""
     return next((name for name in names if os.environ.get(name)), "")
 
 
@@ -406,9 +407,9 @@ def _pair(
     settings: dict[str, Any],
     endpoint: str,
 ) -> tuple[Any, Any]:
-    """obstore's clients: one that repeats what failed, and one that repeats nothing."""
+    """Make two clients of obstore: one that retries, and one that does not."""
     client_options = {
-        # Bytes in the clear only where the address asks for that.
+        # Unencrypted connections only if the address asks for that.
         "allow_http": endpoint.startswith("http:"),
         "timeout": timedelta(seconds=options.timeout_s),
         "connect_timeout": timedelta(seconds=options.connect_timeout_s),
@@ -421,7 +422,7 @@ def _pair(
             "backoff": {
                 "init_backoff": timedelta(milliseconds=100),
                 "max_backoff": timedelta(seconds=15),
-                # A pause is drawn between the first one and so many times the one before. Below
+                # Each pause is drawn between the first one and `base` times the one before. Below
                 # e, the base of logarithms, pauses do not grow, and ten are over in three seconds.
                 "base": 6,
             },

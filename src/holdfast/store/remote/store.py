@@ -1,8 +1,8 @@
-"""The store of a cloud's bucket: S3, Google Cloud Storage, Azure, and what speaks like them.
+"""The store in a cloud's bucket: S3, Google Cloud Storage, Azure, and compatible services.
 
 obstore moves the bytes. This adds what a commit needs and obstore does not do: puts of which
 exactly one wins and whose lost reply is never taken for a refusal, exact ranges, errors by what can
-be done about them, bounded memory, and an end to uploads that nobody completed.
+be done about them, bounded memory, and the removal of incomplete uploads.
 """
 
 from __future__ import annotations
@@ -40,24 +40,24 @@ from holdfast.store.remote.opening import RemoteOptions, parse_place
 from holdfast.store.remote.writes import PART_NBYTES, UploadResources, copy_bytes
 
 _READ_NBYTES = 8 * 1024 * 1024
-"""One request reads at most so much."""
+"""Most bytes that one request reads."""
 _SEEN_NBYTES = 1024 * 1024
 _DELETED_AT_ONCE = 1000
 
 
 class RemoteStore(Store):
-    """Keys and bytes in a bucket, below a prefix.
+    """Store of objects in a cloud's bucket, below a prefix.
 
     Args:
         url: `s3://bucket/prefix`, `gs://bucket/prefix` or `az://container/prefix`.
         endpoint: the address of a service that is not the cloud's own; by default what the
             cloud's own settings say (`AWS_ENDPOINT_URL`, `GOOGLE_BASE_URL`,
-            `AZURE_STORAGE_ENDPOINT`). Not encrypted when it begins with `http://`.
+            `AZURE_STORAGE_ENDPOINT`). Connections to `http://` addresses are not encrypted.
         options: limits, timeouts and retries.
 
-    Thread-safe. Asks the cloud nothing until an operation is called. A process that was forked
-    from one which had used a remote store cannot use any, which it is told at once: start it with
-    spawn or forkserver. A store may be pickled for it.
+    Thread-safe. No request is sent until an operation is called. A process that was forked from
+    one which had used a remote store cannot use any, and gets an error at once: start it with spawn
+    or forkserver. A store may be pickled for it.
     """
 
     reads_origin = True
@@ -75,30 +75,30 @@ class RemoteStore(Store):
         return f"RemoteStore({self.url!r})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickled, it is what it was made from: another process opens the place for itself."""
+        """Pickle the constructor's arguments: another process opens its own connections."""
         url, endpoint, options = self._given
         return partial(RemoteStore, url, endpoint=endpoint, options=options), ()
 
     @property
     @override
     def url(self) -> str:
-        """The URL, without a slash at its end."""
+        """The store's URL, without a slash at its end."""
         return self._place.url
 
     @override
     def put(self, key: str, data: Buffer, *, if_absent: bool = False) -> None:
-        """Send one request.
+        """Put an object in one request.
 
-        A plain put is repeated after a failure. One with `if_absent` is repeated only after a
-        reply that says that it had no effect; after any other failure it is `OutcomeUnknown`, and
-        `AlreadyExists` may speak of this very put.
+        A plain put is retried after a failure. One with `if_absent` is retried only after a reply
+        which says that it had no effect; any other failure raises `OutcomeUnknown`, and
+        `AlreadyExists` may be about this same put.
         """
         check_key(key)
         (self._api.put_new if if_absent else self._api.put)(key, flat(data))
 
     @override
     def get(self, key: str, start: int = 0, nbytes: int | None = None) -> bytes:
-        """The length is checked before memory is taken."""
+        """Read bytes of an object; its length is checked before memory is allocated."""
         check_key(key)
         expect_positive("get", key, start=start, nbytes=nbytes)
         if start == 0 and nbytes is None:
@@ -112,7 +112,7 @@ class RemoteStore(Store):
 
     @override
     def get_whole(self, key: str, *, max_nbytes: int, afresh: bool = False) -> bytes:
-        """Read in one request, and afresh as far as that can be had."""
+        """Read all bytes in one request; always afresh, as there is no cache on the way."""
         check_key(key)
         return self._api.whole(key, max_nbytes=max_nbytes)
 
@@ -126,7 +126,7 @@ class RemoteStore(Store):
         seen: Callable[[memoryview], object] = ignore,
         afresh: bool = False,
     ) -> None:
-        """Read in requests of 8 MiB at most; there is no cache on the way."""
+        """Fill `buffer` by requests of at most 8 MiB; there is no cache on the way."""
         check_key(key)
         expect_positive("read_into", key, start=start)
         if buffer.nbytes > _READ_NBYTES or not buffer.nbytes:
@@ -141,7 +141,7 @@ class RemoteStore(Store):
 
     @override
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """Stream where the service lists in order; Azure's is sorted here."""
+        """Yield objects in order of keys; Azure's are sorted here, as it lists them unordered."""
         if prefix:
             check_key(prefix.removesuffix("/"))
         if self._place.scheme == "az":
@@ -155,7 +155,7 @@ class RemoteStore(Store):
 
     @override
     def delete(self, key: str) -> None:
-        """Remove an object, or a folder with the uploads in it that nobody completed."""
+        """Remove an object, or a folder with its objects and incomplete uploads."""
         check_key(key.removesuffix("/"))
         if not key.endswith("/"):
             self._api.delete([key])
@@ -166,7 +166,7 @@ class RemoteStore(Store):
 
     @override
     def delete_many(self, keys: Sequence[str]) -> None:
-        """Send one request for a thousand keys, where the service has that."""
+        """Remove objects, a thousand per request if the service supports that."""
         for key in keys:
             check_key(key)
         self._delete_all(iter(keys))
@@ -177,7 +177,7 @@ class RemoteStore(Store):
 
     @override
     def create(self, key: str, nbytes: int, *, at_most: bool = False) -> BlockWriter:
-        """Begin an object that goes in one request, or a multipart upload when it is long."""
+        """Begin an object: sent in one request, or by a multipart upload if it is long."""
         check_key(key)
         expect_positive("create", key, nbytes=nbytes)
         with suppress(NotFound):
@@ -187,7 +187,7 @@ class RemoteStore(Store):
 
     @override
     def uploads(self, folder: str = "") -> Iterator[str]:
-        """Keys of multipart uploads that were not completed; Azure has none."""
+        """Yield the keys of incomplete multipart uploads; Azure has none."""
         check_folder(folder)
         inside = f"{folder}/" if folder else ""
         found = sweep.uploads(self._place, self._api.clients(), inside)
@@ -204,7 +204,7 @@ class RemoteStore(Store):
 
     @override
     def probe(self) -> str:
-        """Find out whether broken uploads can be listed; writes nothing."""
+        """Check whether incomplete uploads can be listed; writes nothing."""
         self._api.expect_own_process()
         options = self._api.options
         size = f"{PART_NBYTES >> 20} MiB"
@@ -219,7 +219,7 @@ class RemoteStore(Store):
         return text
 
     def _rest(self, key: str, start: int, nbytes: int) -> int:
-        """Bytes of an object from `start` on, which must be at least `nbytes`."""
+        """Return the number of bytes from `start` on; raise `CorruptData` if below `nbytes`."""
         found = self._api.nbytes(key)
         expect_at_least(found, start + nbytes, what=f"get {self._api.url(key)}")
         return found - start

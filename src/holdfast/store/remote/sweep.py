@@ -1,8 +1,7 @@
-"""Multipart uploads that nobody completed: bytes that are paid for and that no list of objects
-shows. obstore cannot list them, so each cloud is asked in its own way.
+"""Lists and aborts incomplete multipart uploads, whose bytes are paid for but not listed.
 
-S3 is asked through boto3, Google Cloud Storage through its XML API. Azure has no uploads: blocks
-that were not committed belong to no one, cannot be listed, and go by themselves after a week.
+obstore cannot list them: for S3 boto3 is used, for Google Cloud Storage its XML API. Azure has no
+such uploads: uncommitted blocks cannot be listed, and are deleted by the service after a week.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from holdfast.store.remote.opening import Clients, GcsUploads, Place
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Upload:
-    """An upload that was begun and not completed."""
+    """A multipart upload that was begun and not completed."""
 
     key: str
     upload_id: str
 
 
 def uploads(place: Place, clients: Clients, folder: str) -> Iterator[Upload]:
-    """The uploads whose keys are under a folder (with a slash; "" is the root)."""
+    """Yield the incomplete uploads with keys under a folder (with a slash; "" is the root)."""
     inside = place.key(folder)
     cut = len(place.key(""))
     try:
@@ -44,7 +43,7 @@ def uploads(place: Place, clients: Clients, folder: str) -> Iterator[Upload]:
 
 
 def abort(place: Place, clients: Clients, upload: Upload) -> None:
-    """End an upload; one that has ended already is fine."""
+    """Abort an upload; one that has ended already is no error."""
     key = place.key(upload.key)
     try:
         if clients.s3 is not None:

@@ -1,6 +1,6 @@
-"""How fast bytes may leave or enter: a share of a host's limit, in turns.
+"""Rate limit for uploads or downloads: tells callers how long to wait.
 
-Knows numbers only; whoever asks does the waiting, and can be woken.
+It only computes; the caller does the waiting, and can be woken.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Callable
 
 
 class Pace:
-    """A stream of bytes that is given its turns, for all threads of a process.
+    """Limits the bytes per second of all threads of a process.
 
-    Pieces get their turns one after the other, each as long as the piece takes at this rate; time
-    in which nobody asked is not saved up. Whoever asks after a pause waits `offset_s` first, so
-    that the ranks of a host, each with an offset of its own, do not begin at the same moment.
+    Pieces get turns one after the other, each as long as the piece takes at this rate; unused time
+    is not saved up. The first piece after a pause waits `offset_s`, so that the ranks of a host,
+    each with its own offset, do not begin at the same moment.
 
     Args:
         nbytes_per_s: the rate; None is without limit.
@@ -37,11 +37,11 @@ class Pace:
         self._lock = threading.Lock()
 
     def seconds(self, nbytes: int) -> float:
-        """How long so many bytes take at this rate."""
+        """Return the seconds that `nbytes` take at this rate."""
         return nbytes / self._nbytes_per_s if self._nbytes_per_s else 0.0
 
     def reserve(self, nbytes: int) -> float:
-        """Take the next turn for a piece; gives the seconds until it begins."""
+        """Take the next turn for a piece; return the seconds until it begins."""
         if not self._nbytes_per_s:
             return 0.0
         with self._lock:

@@ -1,8 +1,8 @@
-"""Large objects in pieces: from writer threads, through bounded memory, to a multipart upload.
+"""Writers of remote objects: from threads that write pieces to a multipart upload.
 
-Pieces are copied as they come and handed on in order, so that whoever writes gets its memory back
-at once, and parts of the size that the network likes are cut from them. All uploads of a store
-run in one event loop on one thread.
+Pieces are copied to bounded memory as they come, so that callers can reuse theirs at once. They
+are sent in order, in parts of a size that suits the network. All uploads of a store run in one
+event loop on one thread.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from holdfast.store.remote.opening import RemoteOptions
 from holdfast.store.remote.throttle import Pace
 
 PART_NBYTES = 16 * 1024 * 1024
-"""Objects up to this length go in one request, longer ones in parts of it."""
+"""Objects up to this length are sent in one request, longer ones in parts of it."""
 COPY_NBYTES = 8 * 1024 * 1024
-"""Copies are made and counted in pieces of at most this length; none reaches over a multiple of it.
-Where many objects are begun at once it is the length of parts, too: then each such piece goes out
-by itself, and no object keeps memory for which the others wait."""
+"""Most bytes of one copy in memory; none crosses a multiple of it. If many objects are begun at
+once it is also the length of parts: then each copy is sent by itself, and no object keeps memory
+that others wait for."""
 _MAX_PARTS = 10_000
 _LOOK_S = 1.0
 _ABORT_S = 10.0
 
 
 class UploadResources:
-    """Event loop and memory for copies, shared by the uploads of one store."""
+    """Event loop and memory for copies, shared by all uploads of one store."""
 
     def __init__(self, api: Api, options: RemoteOptions, pace: Pace) -> None:
         self.api = api
         self.pace = pace
-        # Reentrant: memory that comes back may come back in the middle of anything.
+        # Reentrant: a finalizer may return memory at any point of the program.
         self.changed = threading.Condition(threading.RLock())
         self._num_buffers = options.concurrency * PART_NBYTES // COPY_NBYTES + 2
         self._num_taken = 0
@@ -57,61 +57,63 @@ class UploadResources:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def create(self, key: str, nbytes: int, *, at_most: bool) -> BlockWriter:
-        """Begin an object."""
+        """Begin an object: sent in one request, or by a multipart upload if it is long."""
         self._started()
         writer = SinglePut if nbytes <= PART_NBYTES else MultipartPut
         return writer(self, key, nbytes, at_most=at_most)
 
     def run(self, upload: Coroutine[Any, Any, None]) -> Future[None]:
-        """Start an upload in the event loop."""
+        """Start an upload's coroutine in the event loop."""
         return asyncio.run_coroutine_threadsafe(upload, self._started())
 
     def call(self, callback: Callable[[], None]) -> None:
-        """Have something called in the event loop."""
+        """Schedule a callback in the event loop. From any thread."""
         self._started().call_soon_threadsafe(callback)
 
     def has_room(self) -> bool:
-        """Whether there is memory for a copy; asked with `changed` held."""
+        """Whether there is memory for a copy; the caller holds `changed`."""
         return self._num_taken < self._num_buffers
 
     def admits(self) -> bool:
-        """Whether a piece without which its object cannot go on may come although there is no room:
-        one at a time, until it is handed on or is seen not to help. Beside it, an object with parts
-        longer than a piece may keep what has come of one. With `changed` held."""
+        """Whether a piece that its object needs next may exceed the memory limit.
+
+        One at a time may, until it is passed to the upload or its object has ended. Besides it, an
+        object with long parts may keep an incomplete one. The caller holds `changed`.
+        """
         admitted = self._admitted() if self._admitted is not None else None
         return not self.is_sending() and (admitted is None or admitted.is_over())
 
     def admit(self, writer: MultipartPut | None) -> None:
-        """Keep in mind whose piece came without room; None: it has been handed on."""
+        """Record whose piece exceeds the memory limit; None: it was passed to the upload."""
         self._admitted = None if writer is None else weakref.ref(writer)
 
     def is_admitted(self, writer: MultipartPut) -> bool:
-        """Whether the piece that came without room is one of this object's."""
+        """Whether the piece that exceeds the memory limit is one of this object's."""
         return self._admitted is not None and self._admitted() is writer
 
     def begin(self, writer: MultipartPut) -> int:
-        """Length of the parts of an object whose first piece comes, with `changed` held."""
+        """Register an object at its first piece; return its part length. Caller holds `changed`."""
         others = sum(not other.has_come() for other in self._begun)
         self._begun.add(writer)
         return PART_NBYTES if others < self._most_in_large_parts else COPY_NBYTES
 
     def note(self, writer: MultipartPut, *, is_sending: bool) -> None:
-        """Keep in mind whether an object is sending; with `changed` held."""
+        """Record whether an object is sending; the caller holds `changed`."""
         (self._sending.add if is_sending else self._sending.discard)(writer)
 
     def is_sending(self) -> bool:
-        """Whether any object is sending; with `changed` held."""
+        """Whether any object is sending; the caller holds `changed`."""
         return bool(self._sending)
 
     def take(self) -> mmap.mmap:
-        """Memory for a copy, of `COPY_NBYTES`; with `changed` held."""
-        # Mapped, and used again: it costs no page faults, and goes back to the system as a whole.
+        """Take memory for a copy, of `COPY_NBYTES`; the caller holds `changed`."""
+        # Mapped, and reused: that costs no page faults, and it is freed as a whole.
         buffer = self._free.pop() if self._free else _new_buffer()
         self._num_taken += 1
         return buffer
 
     def give_back(self, buffer: mmap.mmap) -> None:
-        """Return memory whose bytes were sent or are not needed any more. Any thread."""
+        """Return memory whose bytes were sent or are not needed any more. From any thread."""
         with self.changed:
             self._num_taken -= 1
             self._free.append(buffer)
@@ -120,15 +122,15 @@ class UploadResources:
             self.progress()
 
     def progress(self) -> None:
-        """Something went on: wake whoever waits for it. With `changed` held."""
+        """Record progress, and wake all waiting threads; the caller holds `changed`."""
         self._progress_at = time.monotonic()
         self.changed.notify_all()
 
     def wait_for(self, is_done: Callable[[], bool], what: str) -> None:
-        """Wait with `changed` held.
+        """Wait until `is_done()`; the caller holds `changed`.
 
         Raises:
-            TransientStoreError: nothing moved for `patience_s` seconds.
+            TransientStoreError: there was no progress for `patience_s` seconds.
         """
         self._progress_at = max(self._progress_at, time.monotonic())
         while not is_done():
@@ -139,7 +141,7 @@ class UploadResources:
         """Wait for the end of an upload; raises its error.
 
         Raises:
-            TransientStoreError: nothing moved for `patience_s` seconds.
+            TransientStoreError: there was no progress for `patience_s` seconds.
         """
         with self.changed:
             self._progress_at = time.monotonic()
@@ -170,10 +172,10 @@ class UploadResources:
 
 
 def copy_bytes(target: memoryview, source: memoryview) -> None:
-    """Copy between views of bytes of the same length.
+    """Copy between views of bytes of the same length, while other threads run.
 
-    Unlike an assignment this lets other threads run, which new memory makes them wait for: a page
-    that is touched for the first time takes longer than its copy.
+    An assignment would block them, for long with new memory: the first touch of a page takes longer
+    than its copy.
     """
     import numpy as np  # here, because commands that read documents do without
 
@@ -183,7 +185,7 @@ def copy_bytes(target: memoryview, source: memoryview) -> None:
 def _new_buffer() -> mmap.mmap:
     found = mmap.mmap(-1, COPY_NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if sys.platform == "linux" and hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # only advice: they cost a hundredth of the faults
+        with suppress(OSError):  # only advice: huge pages cost a hundredth of the faults
             found.madvise(mmap.MADV_HUGEPAGE)
     return found
 
@@ -207,15 +209,15 @@ class _UploadState(enum.Enum):
 
 
 class _Writer:
-    """Checks and state that both writers share."""
+    """Base of both writers: their common checks and state."""
 
     def __init__(self, uploads: UploadResources, key: str, nbytes: int, *, at_most: bool) -> None:
         self._uploads = uploads
         self._key = key
         self._nbytes = nbytes
-        """The most that may come."""
+        """Most bytes that the object may have."""
         self._length = None if at_most else nbytes
-        """What is to come; None until `finish` says it."""
+        """Length of the object; None until `finish` gives it."""
         self._written_nbytes = 0
         self._state = _UploadState.WRITING
 
@@ -240,7 +242,7 @@ class _Writer:
         self._length = length
 
     def _expect_there(self, error: Exception) -> None:
-        """After a failure: the reply may have been lost. The key is nobody else's."""
+        """Raise a failed upload's error unless only the reply was lost; no one else has the key."""
         api = self._uploads.api
         with suppress(HoldfastError):
             if self._length is not None and api.has(self._key, self._length):
@@ -251,7 +253,7 @@ class _Writer:
 
 
 class SinglePut(_Writer):
-    """A short object: gathered, and sent by the write that completes it."""
+    """Writer of a short object: gathers the pieces, and sends them in one request."""
 
     def __init__(self, uploads: UploadResources, key: str, nbytes: int, *, at_most: bool) -> None:
         super().__init__(uploads, key, nbytes, at_most=at_most)
@@ -260,7 +262,7 @@ class SinglePut(_Writer):
         self._was_sent = self._is_there = False
 
     def write(self, start: int, data: memoryview) -> None:
-        """Keep a piece; the last one sends the object, if its length is known by then."""
+        """Copy a piece; the last one sends the object, if its length is known by then."""
         piece = self._checked(start, data)
         with self._lock:
             self._check_open("write")
@@ -280,19 +282,19 @@ class SinglePut(_Writer):
         self._is_there = True
 
     def finish(self, nbytes: int | None = None) -> None:
-        """Send the object in one request, unless that was done by the last `write`."""
+        """Send the object in one request, unless the last `write` has done that."""
         with self._lock:
             self._check_complete(nbytes)
             if self._was_sent and not self._is_there:
                 raise StoreError(f"finish {self._key}: it was not stored; the write before failed")
             self._state = _UploadState.FINISHED
-        if not self._was_sent:  # nothing came, or nobody knew that it was all
+        if not self._was_sent:  # no write knew that it was the last
             gathered = memoryview(b"") if self._gathered is None else self._gathered
             self._send(gathered[: self._length])
             self._gathered = None
 
     def abort(self) -> None:
-        """Forget the pieces; nothing was sent."""
+        """Discard the pieces, and delete the object if it was sent already."""
         with self._lock:
             if self._state is not _UploadState.WRITING:
                 return
@@ -309,27 +311,27 @@ class SinglePut(_Writer):
 
 
 class _GivenUp(Exception):
-    """Makes an upload end without an object."""
+    """Raised inside an upload to end it without an object."""
 
 
 class MultipartPut(_Writer):
-    """A long object: its bytes are sent in order, while later ones are still to come."""
+    """Writer of a long object: sends its bytes in order, while later ones are being written."""
 
     def __init__(self, uploads: UploadResources, key: str, nbytes: int, *, at_most: bool) -> None:
         super().__init__(uploads, key, nbytes, at_most=at_most)
         self._pieces: dict[int, memoryview] = {}
-        """By first byte: copies that are still to be sent."""
+        """Copies that are still to be sent, by first byte."""
         self._position = 0
-        """Everything before this byte has been handed to the upload."""
+        """All bytes before this one were passed to the upload."""
         self._in_flight_nbytes = 0
-        """Of that, what was not sent yet."""
+        """Bytes that were passed to the upload and are not sent yet."""
         self._part_nbytes = PART_NBYTES
         self._upload: Future[None] | None = None
         self._arrived = asyncio.Event()
         self._given_up = asyncio.Event()
 
     def write(self, start: int, data: memoryview) -> None:
-        """Copy a piece for the upload in the background; waits while the memory is full."""
+        """Copy a piece, which is uploaded in the background; waits while the memory is full."""
         piece = self._checked(start, data)
         self._uploads.api.expect_own_process()
         self._check_open("write")
@@ -339,7 +341,7 @@ class MultipartPut(_Writer):
             start, piece = start + length, piece[length:]
 
     def finish(self, nbytes: int | None = None) -> None:
-        """Wait for the upload's end; after a failure, check whether the object exists."""
+        """Wait for the upload to end; after a failure, check whether the object exists."""
         self._uploads.api.expect_own_process()
         with self._uploads.changed:
             self._check_complete(nbytes)
@@ -355,7 +357,7 @@ class MultipartPut(_Writer):
         self._state = _UploadState.FINISHED
 
     def abort(self) -> None:
-        """End the upload, and wait up to some seconds until the store has ended it."""
+        """Abort the upload, and wait some seconds until the service has ended it."""
         if not is_own_process():
             return  # the upload is that of the process that this one was forked from
         with self._uploads.changed:
@@ -375,7 +377,7 @@ class MultipartPut(_Writer):
         self._uploads.api.delete_quietly(self._key)
 
     def _take(self, start: int, piece: memoryview) -> None:
-        """Copy a piece, and hand it on when everything before it has come."""
+        """Copy a piece into memory for the upload; waits for memory if needed."""
         uploads = self._uploads
         with uploads.changed:
             try:
@@ -401,8 +403,10 @@ class MultipartPut(_Writer):
         uploads.call(self._arrived.set)
 
     def _expect_next_to_have_come(self, start: int, error: TransientStoreError) -> None:
-        """Tell the service's silence from that of whoever writes: the same again would end so, too.
-        With `changed` held."""
+        """Raise a final `StoreError` if the next byte was not written, as a retry is useless.
+
+        The caller holds `changed`.
+        """
         has_come = start == self._position or self._position in self._pieces
         if not has_come and not self._uploads.is_sending():
             raise StoreError(
@@ -414,23 +418,23 @@ class MultipartPut(_Writer):
     def _may_come(self, start: int) -> bool:
         if self.is_over() or self._uploads.has_room():
             return True
-        # All memory may be held by what can only go after pieces like this one: it needs none,
-        # unless a whole part of any object is on its way, which gives some back.
+        # All memory may be held by copies that are sent after this piece: so it may exceed the
+        # limit, unless any object is sending a whole part, which frees some memory.
         return start == self._position and self._uploads.admits()
 
     def is_over(self) -> bool:
-        """Whether no piece of it will be handed on any more."""
+        """Whether the upload has ended, so that it takes no more pieces."""
         has_ended = self._upload is not None and self._upload.done()
         return has_ended or self._state is not _UploadState.WRITING
 
     def has_come(self) -> bool:
-        """Whether it keeps no memory for what is still to come."""
+        """Whether all bytes were passed to the upload, or it has ended."""
         return self.is_over() or self._position == self._length
 
     def _note(self) -> None:
-        """Whether a whole part is on its way, or all that is left. With `changed` held."""
+        """Record whether a whole part, or the rest, is being sent; the caller holds `changed`."""
         nbytes = self._in_flight_nbytes
-        # Pieces do not reach over the end of a part, so what waits for more is less than a part.
+        # Pieces do not cross the end of a part, so what waits for more is less than a part.
         is_end = self._position == self._length and nbytes > 0
         self._uploads.note(self, is_sending=nbytes >= self._part_nbytes or is_end)
 
@@ -450,7 +454,7 @@ class MultipartPut(_Writer):
             except _GivenUp:
                 raise
             except Exception as error:
-                # obstore does not try again to begin an upload; no byte has gone yet.
+                # obstore does not retry the begin of an upload; no byte was sent yet.
                 refused = self._uploads.api.refused("create", self._key, error)
                 is_transient = isinstance(refused, TransientStoreError)
                 if self._position or not is_transient or patience.is_over():
@@ -461,7 +465,7 @@ class MultipartPut(_Writer):
         return self
 
     async def __anext__(self) -> memoryview:
-        """The next piece in order, when it has come and may go; for obstore."""
+        """Return, to obstore, the next piece in order, when it is there and the rate allows it."""
         while True:
             self._arrived.clear()
             with self._uploads.changed:
@@ -489,14 +493,14 @@ class MultipartPut(_Writer):
 
     def _sent(self, buffer: mmap.mmap, nbytes: int) -> None:
         if not is_own_process():
-            return  # whoever held the lock when this process was forked is not here
+            return  # a thread of the parent may have held the lock when this process was forked
         with self._uploads.changed:
             self._in_flight_nbytes -= nbytes
             self._note()
             self._uploads.give_back(buffer)
 
     def _copied(self, piece: memoryview, buffer: mmap.mmap) -> memoryview:
-        """A copy whose memory goes back when nobody holds it any more: when it was sent."""
+        """Copy a piece into `buffer`, which is returned when the copy is released: once sent."""
         copy = memoryview(buffer)[: len(piece)]
         released = weakref.finalize(copy, self._sent, buffer, len(piece))
         released.atexit = False

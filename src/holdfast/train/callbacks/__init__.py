@@ -1,1 +1,1 @@
-"""Callbacks: the hooks of a training, who calls them, and ready-made ones."""
+"""Callbacks: the hooks of a training, their registry, and ready-made callbacks."""

@@ -1,4 +1,4 @@
-"""Registry of a training's callbacks: checks them, and calls their hooks in order."""
+"""Registry of a training's callbacks, which checks them and calls their hooks in order."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ class Callbacks:
         self._names = _names(given)
         self._all = sorted(given, key=lambda item: (isinstance(item, Logger), -item.priority))
         self._told = {hook: [item for item in self._all if _has(item, hook)] for hook in HOOKS}
-        # There for what others log as they start.
+        # Ready for what other callbacks log as they start.
         self._told["fit_start"].sort(key=lambda item: not isinstance(item, Logger))
 
     @property
     def components(self) -> dict[str, Any]:
-        """Callbacks with a state, by the name of their component."""
+        """Callbacks with a state to save, by component name."""
         return {
             f"callback-{name}": callback
             for name, callback in self._names.items()
@@ -136,7 +136,7 @@ class Callbacks:
         try:
             getattr(callback, hook)(self._training, *arguments, **named)
         except HookFailed:
-            raise  # of a hook that this one told
+            raise  # already wrapped, by a hook called from this one
         except Exception as error:
             raise HookFailed(callback, hook, error) from error
 
@@ -191,7 +191,7 @@ def _takes(signature: inspect.Signature, hook: str) -> bool:
 
 
 def _names(given: list[Callback]) -> dict[str, Callback]:
-    """Map names to callbacks: a callback's own name, or one after its class."""
+    """Map names to callbacks: a callback's own name, or one derived from its class."""
     names: dict[str, Callback] = {}
     for callback in given:
         if callback.name is None:

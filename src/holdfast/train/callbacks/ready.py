@@ -33,15 +33,15 @@ class StopWhen(Callback):
         StopWhen(lambda training, metrics: metrics.get("val/loss", 1.0) < 0.01)
 
     The condition is called after each step, with the metrics of the step, and after each
-    validation, with those of the validation. Looking at a metric of a step waits for the
-    accelerator. A rerun asks it about the checkpoint, with all metrics of its step: what was
-    stopped stays so, unless the condition is another one by then.
+    validation, with those of the validation. Reading a metric of a step waits for the
+    accelerator. A rerun calls it for the checkpoint, with all metrics of its step: a stopped
+    run stays stopped, unless the condition has changed by then.
     """
 
     def __init__(
         self, condition: Callable[[Training, Metrics], bool], reason: str = "its condition holds"
     ) -> None:
-        """`reason` is the `detail` of the outcome.
+        """Stop when `condition` holds; `reason` becomes the `detail` of the outcome.
 
         Raises:
             UsageError: `condition` cannot be called.
@@ -72,9 +72,8 @@ class StopWhen(Callback):
 class EarlyStopping(Callback):
     """Ends `fit` when a metric of validations has stopped improving.
 
-    Its best value and the count are in the checkpoints: a run that is resumed ends where one that
-    was never killed does, and a rerun of a run that was ended trains nothing, unless `patience`
-    was raised by then.
+    The best value and the count are in the checkpoints: a resumed run ends at the same step as an
+    undisturbed one, and a rerun of an ended run trains nothing, unless `patience` was raised.
     """
 
     def __init__(
@@ -86,7 +85,8 @@ class EarlyStopping(Callback):
         min_delta: float = 0.0,
         name: str | None = None,
     ) -> None:
-        """
+        """Watch `metric`.
+
         Args:
             metric: its full name, as in the log.
             mode: whether low or high values are good.
@@ -109,7 +109,7 @@ class EarlyStopping(Callback):
         self.best: float | None = None
         """The best value so far."""
         self.num_waited = 0
-        """Validations in a row that had no better one."""
+        """Number of validations in a row without a better value."""
         self._sign = 1 if mode == "min" else -1
         self._min_delta = min_delta
         self._seen: set[str] = set()
@@ -123,7 +123,7 @@ class EarlyStopping(Callback):
         """Compare the metric with the best value, if the validation has it."""
         self._seen |= set(metrics)
         if training.manager is None or self.metric not in metrics:
-            return  # a validation outside of `fit` says nothing about its course
+            return  # a validation outside of `fit` is not part of its course
         value = metrics[self.metric]
         if self._is_better(value):
             self.best, self.num_waited = value, 0
@@ -174,13 +174,13 @@ _WEIGHT, _MASK = "weight", "weight_mask"
 
 
 class Pruning(Callback):
-    """Prunes weights of modules, by steps, to a growing part of them.
+    """Prunes a growing part of the weights of modules, at given steps.
 
         Pruning({1_000: 0.2, 2_000: 0.5, 3_000: 0.8})
 
     The modules are rebuilt before the optimizer is made, by `torch.nn.utils.prune`: a `weight`
     becomes `weight_orig`, which is trained, and `weight_mask`. Both are in every checkpoint, from
-    the first one on, so that a resume goes on with the masks; a checkpoint without masks is
+    the first one on, so that a resume continues with the masks; a checkpoint without masks is
     refused, and so is one with masks where nothing is pruned (`MismatchError`). The average of
     the weights gets the same masks.
 
@@ -188,7 +188,7 @@ class Pruning(Callback):
     """
 
     priority = 100
-    """Masks are new before other callbacks see the end of the step."""
+    """High priority: masks are updated before other callbacks see the end of the step."""
 
     def __init__(
         self,
@@ -197,7 +197,8 @@ class Pruning(Callback):
         method: Method = "l1_unstructured",
         modules: Collection[str] | None = None,
     ) -> None:
-        """
+        """Prune by the schedule `amounts`.
+
         Args:
             amounts: after which step (0: before the first) which part of each module's weights is
                 pruned; steps and parts must grow.

@@ -1,1 +1,1 @@
-"""Validation during training, and the checkpoints that are validated afterwards."""
+"""Validation: during training, and of saved checkpoints."""

@@ -40,7 +40,7 @@ class Validated:
 
     checkpoint: Checkpoint
     metrics: Mapping[str, float]
-    """As a checkpoint of that step would get them."""
+    """Metrics by name, as a checkpoint of that step would record them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ class Target:
         return (self.entry.step, self.entry.order, self.store.url)
 
     def load(self, weights: Mapping[str, nn.Module], edit: Edit | None) -> Checkpoint:
-        """Load modules by the names of their components, verified; claims nothing.
+        """Load and verify weights into modules, by component name; claims nothing.
 
         `edit` may change the stored state before it is compared with the modules.
 
@@ -187,7 +187,7 @@ def _at_path(text: str) -> list[Target]:
     found: list[Target] = []
     for folder in sorted(glob.glob(path, recursive=True)):
         if _is_checkpoint(folder) or (os.path.isdir(folder) and is_root(open_store(folder))):
-            with suppress(NoCheckpoint):  # others of the pattern may have some
+            with suppress(NoCheckpoint):  # other roots that match the pattern may have some
                 found += _in_folder(folder, which)
     if not found:
         raise NoCheckpoint(f"{text}: no checkpoint matches")

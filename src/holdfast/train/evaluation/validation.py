@@ -1,7 +1,7 @@
 """Validation during training: its schedule, its loaders and checks, and its metrics.
 
-It restores the training's state: modes of modules, random generators, and its own loaders at
-their beginning.
+Restores the training's state afterwards: modes of modules, random generators, and the positions of
+its own loaders, to their beginning.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ _NONE = object()
 class Downstream:
     """A check of the weights without a loader, such as the quality of generated text.
 
-    It runs after the loaders of the `Validation` that it is given to, in eval mode and without
+    Runs after the loaders of the `Validation` that it belongs to, in eval mode and without
     gradients. Its metrics are `val/<name>/<metric>`, in the log and in the checkpoint of the step.
     """
 
     name: str
-    """What it is called among loaders and checks."""
+    """Name of the check, unique among loaders and checks."""
     run: Callable[[nn.Module], Mapping[str, Any]]
-    """Gives the metrics of the model that is validated, each of them one number."""
+    """Function from the validated model to metrics, each of them one number."""
     every_n_vals: int = 1
-    """Runs at each n-th of the regular validations, and always at the last one, when the
+    """Run at each n-th of the regular validations, and always at the last one, when the
     goal is reached."""
 
     def __post_init__(self) -> None:
@@ -64,21 +64,21 @@ class Validation:
     data: Any
     """A loader, or several by name; each is iterated from its beginning every time."""
     every: str | Time | float = "1ep"
-    """Between two validations, such as "500step"; a number in (0, 1] is a part of the goal, as is
+    """Interval, such as "500step"; a number in (0, 1] is a part of the goal, as is
     "0.25dur"."""
     batches: int | None = None
-    """At most so many batches of each loader; None: all."""
+    """Limit of the batches of each loader; None: all."""
     at_end: bool = True
     """Whether to validate when the goal is reached, also if it is not due."""
     loss: LossFunction | None = None
-    """Gives a batch's mean loss and metrics; None: the Trainer's."""
+    """Function that computes a batch's mean loss and metrics; None: the Trainer's."""
     use_ema: bool = True
     """Whether the averaged weights are validated where the Trainer keeps some."""
     weigh: Callable[[Any], float] | None = None
-    """The weight of a batch in the means; None: its samples, as the Trainer counts them, or else
+    """Weight of a batch in the means; None: its samples, as the Trainer counts them, or else
     the first dimension of its first tensor."""
     name: str = ""
-    """Tells several apart: metrics are then `val/<name>/…`."""
+    """Name that distinguishes several validations: metrics are then `val/<name>/…`."""
     downstream: Sequence[Downstream] = ()
     """Further checks at each, or each n-th, of these validations."""
 
@@ -116,13 +116,13 @@ class ValidationPart:
 
     plan: Validation
     names: tuple[str, ...]
-    """The scopes of its metrics, below `val/`."""
+    """Scopes of its metrics, below `val/`."""
     every_n_vals: int
     run: Callable[[nn.Module], dict[str, float]]
 
     @property
     def name(self) -> str:
-        """The first of its metric scopes, which no other part has."""
+        """Unique name of the part: the first of its metric scopes."""
         return self.names[0]
 
     def on(self, model: nn.Module, live: nn.Module) -> dict[str, float]:
@@ -138,14 +138,14 @@ class ValidationPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Validator:
-    """Runs a `Validation`."""
+    """Runs one `Validation`: its loaders and its checks."""
 
     plan: Validation
     update: Update
     """The training's update, whose loss, precision and device it uses."""
     weigh: Callable[[Any], float]
     waiting: Callable[[], AbstractContextManager[Any]] = nullcontext
-    """Makes the block around what may be given up in its middle: a fetch, a forward pass."""
+    """Context for operations that a stop may interrupt: a fetch, a forward pass."""
     _loaders: dict[str, _Restarting] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -243,10 +243,10 @@ def plans_of(given: Any) -> list[Validation]:
 
 
 class Validations:
-    """All validations of a Trainer; decides which are due and not yet known."""
+    """All validations of a Trainer; decides which are due and not done yet."""
 
     def __init__(self, validators: Sequence[Validator]) -> None:
-        """Raises `UsageError` if metrics of two validators would have the same names."""
+        """Combine validators; raises `UsageError` if two would give metrics of the same names."""
         self.parts = tuple(part for validator in validators for part in validator.parts)
         counts = Counter(name for part in self.parts for name in part.names)
         twice = [name for name, count in counts.items() if count > 1]
@@ -282,7 +282,7 @@ class Validations:
         return [self.parts[at].name for at in self._due_numbers(before, now, is_last)]
 
     def made_up(self, names: Sequence[str], step: int) -> list[ValidationPart]:
-        """Return the parts of these names, and count them as done at `step`."""
+        """Return the parts with these names, and count them as done at `step`."""
         missed = [at for at, part in enumerate(self.parts) if part.name in names]
         self._done.update(dict.fromkeys(missed, step))
         return [self.parts[at] for at in missed]

@@ -18,15 +18,15 @@ class Outcome:
     """Result of a `fit`: the reason of its end and the step."""
 
     reason: EndReason
-    """The goal was reached, the time was over, a signal came, or a callback asked to stop.
+    """Cause of the end: the goal, the time limit, a signal, or the request of a callback.
 
     After a signal `fit` raises what ends the program, and this is not seen."""
     step: int
-    """Steps of the whole run that are done."""
+    """Completed steps of the whole run."""
     detail: str = ""
-    """What the callback gave as its reason, or the signal's name."""
+    """Reason given by the callback, or the signal's name."""
     notes: tuple[str, ...] = ()
-    """What the resume did not load, left as it was (new), or could not restore exactly."""
+    """Notes of the resume: what was not loaded, stayed as it was, or is not restored exactly."""
 
     @property
     def exit_code(self) -> int:
@@ -42,7 +42,7 @@ class FitEnding:
     ) -> None:
         self.goal = goal
         self.reason: EndReason | None = None
-        """Why it ended; None while it goes on."""
+        """Reason of the end; None while training continues."""
         self._counters = counters
         self._counter = argument_name(goal.unit)
         self._stop = stop

@@ -1,4 +1,4 @@
-"""The course of a call of `fit`, from the resume to the last save, as docs/trainer.md tells it.
+"""The course of a call of `fit`, from the resume to the last save (docs/trainer.md).
 
 `loop` does a step, `saving` decides when to save, `ending` when to end.
 """
@@ -40,7 +40,7 @@ logger = logging.getLogger("holdfast")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gear:
-    """Parts of a Trainer that all its fits use."""
+    """Parts of a Trainer that all its calls of `fit` share."""
 
     model: nn.Module
     ema: Average | None
@@ -53,7 +53,7 @@ class Gear:
     """Steps whose batches are not trained on."""
     validations: Validations
     validated: Callable[[Sequence[ValidationPart]], dict[str, float]]
-    """Validates, and gives the metrics."""
+    """Function that validates and returns the metrics."""
     way_back: WayBack
     accumulate: int
     """Batches of a step."""
@@ -74,8 +74,10 @@ class Fit:
         saves: Saves,
         start: Callable[[], Checkpoint] | None = None,
     ) -> None:
-        """`saves` are those of the manager. `start` loads the checkpoint of another root; it is
-        called if the run has none of its own."""
+        """Prepare a call of `fit`; `saves` are those of the manager.
+
+        `start` loads the checkpoint of another root. It is called if the run has none of its own.
+        """
         self._gear = gear
         self._start = start
         self._ending = ending
@@ -89,12 +91,12 @@ class Fit:
         self._logged_step: int | None = None
         self._looked_step: int | None = None
         self._before = self._now = gear.counters.timestamp
-        """Where the last step that was done began and ended."""
+        """Timestamps before and after the last completed step."""
         self._batches = Batches(gear.data)
         self._given_up: Interrupted | None = None
-        """Both are kept to the end: it may take long to end workers, and the save comes first."""
+        """Kept to the end, as `_batches`: ending workers may take long; the save comes first."""
         self._metrics = LazyMetrics({})
-        """What is known of the last step that was done."""
+        """Metrics known of the last completed step."""
 
     def run(self) -> Outcome:
         """Resume, train and save, as `Trainer.fit` does."""
@@ -119,7 +121,7 @@ class Fit:
         is_saved = found is not None and is_here and found.save_class == "permanent"
         is_complete = is_saved and not self._counters.unvalidated
         if self._ending.is_at_goal():
-            # Starting a finished run again is no mistake; a goal that was passed may be one.
+            # Starting a finished run again is normal; a goal that was passed may be a mistake.
             level = logging.WARNING if self._ending.is_beyond_goal() else logging.INFO
             text = "%s is reached already, at step %d"
             logger.log(level, text, self._ending.goal, self._counters.step)
@@ -214,7 +216,7 @@ class Fit:
             if not is_over:
                 saver.at(self._events(), metrics)
         if not is_over:
-            # It ended after the look at the last step: by its hooks, or as the data came to an end.
+            # Training ended after the last step was handled: by hooks, or at the end of the data.
             metrics = self._looked(metrics, self._now, is_over=True)
         events = self._events() if self._counters.step > begun_at else []
         if self._counters.step == begun_at:
@@ -225,10 +227,10 @@ class Fit:
             reason = "final" if self._ending.reason == "goal" else str(self._ending.reason)
             saver.finish(events, metrics, reason)
         self._tell(Callback.fit_end)
-        saver.settle(metrics)  # what was saved in that hook
+        saver.settle(metrics)  # saves that the hook began
 
     def _steps(self) -> Iterator[LazyMetrics]:
-        """Do the steps up to the goal; yields the metrics of each when it is done and counted."""
+        """Do the steps up to the goal; yields the metrics of each after it is counted."""
         tell = self._tell
         while not self._ending.is_here():
             begun_at = self._counters.batch
@@ -237,7 +239,7 @@ class Fit:
                 tell(Callback.epoch_start)
             self._batches.begin()
             epoch, goes_on = self._counters.epoch, True
-            while goes_on:  # at least one step: `epoch_start` is not to be called for it again
+            while goes_on:  # at least one step, so that `epoch_start` is called once an epoch
                 self._begin_step()
                 tell(Callback.before_data)
                 self._place.has_begun = True
@@ -256,12 +258,12 @@ class Fit:
                         self._batches.ended_late(self._counters.batch, self._counters.step)
                     self._counters.end_epoch()
                     self._place.leave_step()
-                    # Unless training is over, a resume from the step before comes by here again.
+                    # Unless training is over, a resume from the step before runs this hook again.
                     self._place.is_under_way = not self._ending.is_here()
                     tell(Callback.epoch_end)
                 goes_on = not self._ending.is_here() and self._counters.epoch == epoch
         if not self._place.is_between:
-            self._way_back.go()  # it ended where a step had begun
+            self._way_back.go()  # training ended after a step had begun
         self._place.leave_step()
 
     def _begin_step(self) -> None:
@@ -278,7 +280,7 @@ class Fit:
         if self._gear.ema is not None:
             self._gear.ema.follow(self._gear.model)
         self._counters.add_step(len(window), *self._gear.counts.totals(window))
-        # What is saved after the epoch's last step is to say that the epoch is over.
+        # A save after the epoch's last step must record that the epoch is over.
         is_cut = len(window) < self._gear.accumulate
         is_over = is_cut or self._batches.are_over(self._counters.batch)
         if is_over:
@@ -296,7 +298,7 @@ class Fit:
         return metrics
 
     def _looked(self, metrics: LazyMetrics, before: Timestamp, is_over: bool) -> LazyMetrics:
-        """Validate and log as is due at this step; returns all its metrics."""
+        """Run the validations and logs due at this step; returns all its metrics."""
         step, due = self._counters.step, []
         self._looked_step = step
         if self._gear.validations:
@@ -306,7 +308,7 @@ class Fit:
             metrics = self._joined(metrics, due)
         if self._counters.unvalidated:
             return metrics  # logged by the resume that validates
-        # A run that is stopped is to have the log of one that is not.
+        # The log must be the same whether or not the run is stopped.
         is_due = step % self._gear.log_every == 0 or (is_over and self._ending.reason != "signal")
         if due or (is_due and metrics and self._logged_step != step):
             self._logged_step = step
@@ -365,7 +367,7 @@ class Fit:
             logger.exception("after %r the state could not be saved: %s", error, failure)
 
     def _lost(self) -> str:
-        """Go back to the boundary before the failed step; returns why that is impossible, or ""."""
+        """Restore the state before the failed step; returns why that is impossible, or ""."""
         if not self._way_back.go():
             return "in its update"
         changed = ", ".join(self._way_back.changed())

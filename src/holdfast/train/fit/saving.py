@@ -61,7 +61,7 @@ class Saves:
 
 
 class StepSaver:
-    """Saves at the ends of steps.
+    """Saves at the ends of steps, and retries failed saves.
 
     Logs a warning when a save failed, tries again at the next step, and raises at the third
     failure in a row.
@@ -77,8 +77,8 @@ class StepSaver:
         *,
         saved_step: int | None,
     ) -> None:
-        """`saves` are those of the manager; `saved_step` is the step that has a permanent
-        checkpoint already."""
+        """Make the saver. `saves` are those of the manager; `saved_step` is the step that has a
+        permanent checkpoint already."""
         self._manager = manager
         self._saves = saves
         self._begun = saves.begun
@@ -87,7 +87,7 @@ class StepSaver:
         self._callbacks = callbacks
         self._saved_step = saved_step
         self._own: PendingSave | None = None
-        """The newest that no callback began."""
+        """Newest save that no callback began."""
         self._num_failures = 0
         self._retry: Due | None = None
         self._failed_step: int | None = None
@@ -178,7 +178,7 @@ class StepSaver:
 
     def _await(self) -> None:
         with suppress(SaveFailed):
-            # The manager's wait, because it has a deadline.
+            # Not the save's own wait: only the manager's has a deadline.
             self._manager.wait()
         self._look()
 
@@ -218,20 +218,20 @@ class StepSaver:
 
 
 class StepPosition:
-    """Whether training is between two steps, where the state is consistent."""
+    """Tracks whether training is between two steps, where the state is consistent."""
 
     def __init__(self, counters: Counters) -> None:
         self._counters = counters
         self.is_between = False
         """Whether a save can be begun."""
         self.is_under_way = False
-        """Whether what is logged belongs to the next step."""
+        """Whether logged metrics belong to the next step."""
         self.has_begun = False
         """Whether any data was taken since the Trainer was made."""
 
     @property
     def present_step(self) -> int:
-        """The step under way, or between steps the last completed one."""
+        """The step under way; between steps, the last completed one."""
         return self._counters.step + self.is_under_way
 
     def enter_step(self) -> None:
@@ -269,7 +269,7 @@ class StepPosition:
 
 Policy = Literal["warn", "skip", "raise"]
 
-# So many the manifest records of a model of which every weight may be wrong.
+# Limit of weights that the manifest names, as every weight of a model may be wrong.
 _MAX_REASONS = 10
 
 
@@ -316,7 +316,7 @@ def _wrong_weights(model: nn.Module) -> list[str]:
     devices = {check.device for check in checks}
     if len(devices) > 1:
         checks = [check.cpu() for check in checks]
-    # One answer for all of them, so that an accelerator is waited for once.
+    # One result for all tensors, so that an accelerator is waited for once.
     if not checks or bool(torch.stack(checks).all()):
         return []
     return [

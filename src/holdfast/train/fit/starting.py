@@ -1,4 +1,4 @@
-"""A fit that does not begin in a root of its own: from another root's checkpoint, or without any.
+"""Start of a fit that does not resume a root of its own: from another root, or without any.
 
 `StartingPoint` is `start_from="old@step=3"`; `Unsaved` is the manager for `checkpoints=None`.
 """
@@ -63,7 +63,7 @@ class StartingPoint:
     def load(
         self, state: Mapping[str, Any], hooks: StateHooks, encryption: Encryption | None
     ) -> Checkpoint:
-        """Load the whole state in place; claims nothing.
+        """Load the whole state into the live objects; claims nothing.
 
         Raises:
             HoldfastError: as for `CheckpointManager.load`.
@@ -73,7 +73,7 @@ class StartingPoint:
 
 
 class _NoRoot(UsageError, AttributeError):
-    """A call of a manager that has no root; for `hasattr` an attribute that does not exist."""
+    """Use of a manager without a root; an `AttributeError`, so that `hasattr` returns False."""
 
 
 class Unsaved(CheckpointManager):
@@ -83,7 +83,7 @@ class Unsaved(CheckpointManager):
     """
 
     def __init__(self) -> None:
-        """No-op: attributes of a manager stay unset, so that using one ends in `__getattr__`."""
+        """Set no attributes of a manager, so that using one calls `__getattr__`."""
 
     def __getattr__(self, name: str) -> Any:
         raise _NoRoot(

@@ -22,16 +22,16 @@ if TYPE_CHECKING:
     from holdfast.engine.checkpoint import Checkpoint
 
 FLUSH_S = 0.5
-"""Lines of fast steps are written together, at most so many seconds later."""
+"""Longest delay, in seconds, of lines of fast steps, which are written together."""
 
 _encode = msgspec.json.Encoder().encode
 
 
 class JsonLines(Logger):
-    """Writes one JSON object for each logged step: one consistent history of the run.
+    """Logger that writes one JSON object for each logged step: a consistent history of the run.
 
     When training begins or resumes, lines of steps after the checkpoint are dropped: those steps
-    will be done again. A line is written to the system before its step's checkpoint is
+    will be done again. A line is flushed to the system before its step's checkpoint is
     begun, so a kill loses none that a resume needs; a power cut may lose the last ones.
 
     Members: `step` (within a step the one under way), `epoch`, `samples`, `tokens`, `time` (ISO
@@ -102,8 +102,8 @@ class JsonLines(Logger):
 def drop_beyond(path: Path, step: int, *, is_validated: bool = True) -> int:
     """Remove lines of steps after `step`, and invalid lines; returns how many there were.
 
-    A validation of `step` that is still to be done (not `is_validated`) was logged already where
-    a process was killed between this and its save; it will be logged again.
+    A validation of `step` that is still to be done (not `is_validated`) may have been logged, by a
+    process killed before the save; its line is removed, as it will be logged again.
     The file is replaced as a whole, or not changed if nothing is to be removed.
     """
     if not path.exists():
@@ -142,7 +142,7 @@ def _finite(value: float) -> float | str:
 
 
 class ProgressBar(Logger):
-    """Shows the progress of training. No-op where the console is not a terminal."""
+    """Progress bar of training. No-op where the console is not a terminal."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(stderr=True)

@@ -43,10 +43,10 @@ _POSITION = re.compile(r"([0-9]{1,18})/([0-9]{1,18})", re.ASCII)
 
 
 class Replays:
-    """Distinguishes new records from those that an earlier process logged already.
+    """Distinguishes new records from those that an earlier process logged.
 
-    A resume does the steps after its checkpoint again, in the same order. So a position in the
-    sequence of records, kept with the records, is enough. Where training differs after a resume,
+    A resume does the steps after its checkpoint again, in the same order. So it is enough to keep
+    a position in the sequence of records, with the records. Where training differs after a resume,
     say by its learning rate, the earlier records stay.
 
     >>> before = Replays()
@@ -58,7 +58,7 @@ class Replays:
     """
 
     def __init__(self, position: str = "0/0", *, resumed_step: int = 0) -> None:
-        """`position` is that of an earlier process; `resumed_step` is done and will not be done
+        """Start after an earlier process's `position`; `resumed_step` is done and will not be done
         again, so that later records of it are new.
 
         Raises:
@@ -100,7 +100,7 @@ class RunLogger(Logger):
     def log(self, training: Training, metrics: Metrics) -> None:
         """Log the metrics of the step."""
         step = training.present_step
-        # `validate` alone has no step to log at.
+        # Outside of `fit`, `validate` has no step to log at.
         if self._service is not None and self._replays.is_new(step):
             self._log(metrics, step, self._replays.position)
 
@@ -132,11 +132,11 @@ class RunLogger(Logger):
 
 
 _POSITION_TAG = "holdfast.position"
-"""The tag of a run that says how far it was logged."""
+"""Tag of a run with the position of its newest record."""
 
 
 class MLflow(RunLogger):
-    """Logs to one run of MLflow, and continues it after a resume.
+    """Logger to one run of MLflow, which a resume continues.
 
     The run's id is in the checkpoints. The position of the log is in a tag of the run, written
     together with the metrics, so that steps done again are logged once. Each record is one call
@@ -150,7 +150,7 @@ class MLflow(RunLogger):
         tracking_uri: str | None = None,
         run_name: str | None = None,
     ) -> None:
-        """`tracking_uri` is a server or "sqlite:///path.db"; None: as MLflow is configured.
+        """Make the logger; `tracking_uri` is a server or "sqlite:///path.db", None: as configured.
 
         Raises:
             UsageError: the extra is not installed.
@@ -205,14 +205,14 @@ class MLflow(RunLogger):
 
 
 class TensorBoard(Logger):
-    """Writes metrics, and the costs of saves and loads, as scalars of their steps.
+    """Logger of metrics, and of the costs of saves and loads, as scalars of their steps.
 
-    When training begins or resumes, TensorBoard is told to purge later steps, which will be done
+    When training begins or resumes, TensorBoard is asked to purge later steps, which will be done
     again.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        """`folder` is the argument of `tensorboard --logdir`, or a folder in it.
+        """Log to `folder`: the argument of `tensorboard --logdir`, or a folder in it.
 
         Raises:
             UsageError: the extra is not installed.
@@ -246,14 +246,14 @@ class TensorBoard(Logger):
             self._writer = None
 
     def _write(self, metrics: Metrics, step: int) -> None:
-        if self._writer is None:  # `validate` alone has no step to write at
+        if self._writer is None:  # outside of `fit`, `validate` has no step to write at
             return
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
 
 
 class WeightsAndBiases(RunLogger):
-    """Logs to one run of Weights & Biases, and continues it after a resume.
+    """Logger to one run of Weights & Biases, which a resume continues.
 
     The run's id is in the checkpoints. Every value is logged with its `step`, which is the axis
     of all charts. Steps that are done again are skipped: the position of the log is in a file in
@@ -262,7 +262,7 @@ class WeightsAndBiases(RunLogger):
     """
 
     def __init__(self, **settings: Any) -> None:
-        """`settings` are those of `wandb.init`, such as `project` and `mode="offline"`.
+        """Make the logger; `settings` are those of `wandb.init`, such as `mode="offline"`.
 
         Raises:
             UsageError: the extra is not installed, or a setting is one that this class decides.

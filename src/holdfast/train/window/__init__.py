@@ -1,1 +1,1 @@
-"""The optimizer window: batches, loss, gradients, step, and the boundary before the next."""
+"""One training step: batches, loss, gradients, update, and the boundary before the next."""

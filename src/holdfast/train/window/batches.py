@@ -1,7 +1,7 @@
 """Batches of consecutive epochs, and detection of the end of an epoch.
 
-A checkpoint after an epoch's last step must say that the epoch is over, so its end must be known as
-soon as its last batch was taken.
+A checkpoint after an epoch's last step must record that the epoch is over, so its end must be
+detected as soon as its last batch was taken.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _END = object()
 
 
 class Batches:
-    """Batches of data whose iteration gives the rest of an epoch."""
+    """Batches for steps, from data whose iteration gives the rest of an epoch."""
 
     def __init__(self, data: Any) -> None:
         self._data = data
@@ -31,29 +31,28 @@ class Batches:
     def begin(self) -> None:
         """Begin an iteration of the rest of the current epoch, or of the next one."""
         with preserved():
-            # Beginning an iteration of torch's own loaders draws from the global generator.
+            # Starting an iteration of torch's own loaders draws from the global generator.
             self._rest = iter(self._data)
 
     def drop(self) -> None:
-        """Drop the iteration; ending its workers may take long."""
+        """Drop the iteration and its workers, whose end may take long."""
         self._rest = iter(())
 
     def window(self, size: int) -> list[Any]:
         """Take the next `size` batches: fewer at the end of an epoch, none after it.
 
-        They are taken before the first one is trained on, so that the position of the data is at a
-        window's end whenever a step is.
+        All are taken before the first one is trained on, so that between steps the position of the
+        data is at the end of a step's batches.
         """
         return list(islice(self._rest, size))
 
     def are_over(self, num_taken: int) -> bool:
         """Whether the last batch of the epoch was taken.
 
-        If so, the data is asked for one more, so that it ends the epoch.
-
-        `at_epoch_end` of the data says so, or else its length, compared with the `num_taken`
-        batches that were taken. Where there is one more batch after all, the data's position is put
-        back, a warning is logged, and neither is trusted again.
+        Judged by `at_epoch_end` of the data, or else by its length and the `num_taken` batches that
+        were taken. If so, another batch is requested, so that the data ends the epoch. If there is
+        one after all, the data's position is restored, a warning is logged, and neither sign is
+        trusted again.
         """
         if not self._is_trusted or not self._says_end(num_taken):
             return False
@@ -91,7 +90,7 @@ class Batches:
 
     def _could_tell(self, num_taken: int) -> bool:
         if not self._is_trusted:
-            return True  # a warning was given
+            return True  # a warning was logged
         return hasattr(self._data, "at_epoch_end") or self._length() == num_taken
 
     def _length(self) -> int | None:

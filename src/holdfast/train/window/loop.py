@@ -1,4 +1,4 @@
-"""The optimizer window: its batches, its gradients, its precision, its step.
+"""One step of training: its batches, its gradients, its precision, the update of the weights.
 
 Knows nothing about saving, counting or validating.
 """
@@ -32,7 +32,7 @@ class Clip:
     norm: float | None = None
     """Largest norm of all gradients together."""
     value: float | None = None
-    """Largest absolute value in them."""
+    """Largest absolute value of a gradient element."""
 
     def __post_init__(self) -> None:
         for name, value in (("norm", self.norm), ("value", self.value)):
@@ -52,27 +52,27 @@ class Clip:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """Does a step of the optimizer: forward, backward, clipping and update."""
+    """Runs a training step: forward, backward, clipping and the optimizer's update."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     schedulers: Sequence[Any]
-    """Each has `step()`, called once a window, in order."""
+    """Schedulers, each with `step()`, called once a step, in order."""
     loss: LossFunction
-    """Gives the mean loss of a batch, and metrics of it if it likes."""
+    """Function that computes the mean loss of a batch, and optionally metrics."""
     clip: Clip
     numerics: Numerics
     device: torch.device | None
-    """Where batches go; None: they stay where they are."""
+    """Device to move batches to; None: they are not moved."""
     callbacks: Callbacks
     numbers: Numbers
     begin_update: Callable[[], None] = lambda: None
-    """Called right before anything changes that cannot be put back."""
+    """Callback right before the first change that cannot be undone."""
 
     def __call__(self, window: Sequence[Any]) -> LazyMetrics:
-        """Train on the batches of a window, each with the same weight; returns mean metrics.
+        """Train on the batches of one step, each with the same weight; returns mean metrics.
 
-        Metrics beside `loss` are those of the loss function, and `grad_norm` (before clipping)
+        Metrics besides `loss` are those of the loss function, and `grad_norm` (before clipping)
         when gradients are clipped by their norm.
 
         Raises:
@@ -80,7 +80,7 @@ class Update:
         """
         tell = self.callbacks.tell
         if any(weight.grad is not None for weight in _parameters(self.optimizer)):
-            self.optimizer.zero_grad(set_to_none=True)  # what others have left there
+            self.optimizer.zero_grad(set_to_none=True)  # gradients that other code has left
         mean = Mean()
         for batch in window:
             mean.add(self.numbers(self._train_on(batch, 1 / len(window))), 1.0)
@@ -203,9 +203,9 @@ class Precision:
     """Precision setting: forward passes run under torch's autocast; weights are not converted."""
 
     dtype: Name = "fp32"
-    """`fp32` is as the model is, without autocast."""
+    """Type of the forward pass; `fp32` is the model's own, without autocast."""
     loss_scale: float = 2.0**16
-    """For fp16: what the loss is multiplied by, at first if the scale is dynamic."""
+    """For fp16: factor of the loss, initial if the scale is dynamic."""
     dynamic: bool = True
     """Whether the scale is halved after an update that was not finite, and grows."""
     growth_interval: int = 2000
@@ -232,7 +232,7 @@ class Numerics:
         self._device_type = device_type
         self._dtype = _DTYPES.get(precision.dtype)
         self.scaler: torch.amp.GradScaler | None = None
-        """A component of the state, with fp16; its step waits for the accelerator."""
+        """Scaler of the loss for fp16, a component of the state; its step waits for the device."""
         if precision.dtype == "fp16":
             self.scaler = torch.amp.GradScaler(
                 device_type,
@@ -256,7 +256,7 @@ class Numerics:
         """Divide the gradients by the loss scale, if there is a scaler."""
         if self.scaler is None:
             return
-        if self._is_unscaled:  # an error cut that update short, and the scaler remembers it
+        if self._is_unscaled:  # an error interrupted an update, which the scaler remembers
             self.scaler.update(self.scaler.get_scale())
         self._is_unscaled = True
         self.scaler.unscale_(optimizer)

@@ -1,8 +1,8 @@
-"""Return to the last boundary after an interrupted fetch or validation, or a failed step.
+"""Undo of an interrupted fetch or validation, or of a failed step, from a snapshot.
 
-Work that is given up half-way leaves traces: the data and generators have moved on, callbacks have
-counted, buffers were updated. Restoring the `Boundary` makes the state that of the last step again,
-so that it can be saved. Parameters and optimizers are not kept: `Weights` detects their changes.
+Work that is interrupted leaves traces: data and generators have advanced, callbacks have counted,
+buffers were updated. Restoring the `Boundary` makes the state that of the last step again, so that
+it can be saved. Parameters and optimizers are not kept: `Weights` detects their changes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _AS_IT_IS: AbstractContextManager[None] = nullcontext()
 
 
 class WayBack:
-    """Keeps the last boundary between steps while the state can go back to it."""
+    """Keeps the snapshot of the last step boundary, while the state can be restored from it."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class WayBack:
         state: Mapping[str, Any],
         callbacks: Callbacks,
     ) -> None:
-        """`is_exact`: keep all that a step may change before its update, for errors."""
+        """Start without a snapshot; `is_exact`: take complete ones, for a save after an error."""
         self.is_exact = is_exact
         self._stop = stop
         self._data = data
@@ -52,13 +52,13 @@ class WayBack:
         self._boundary: Boundary | None = None
         self._weights: Weights | None = None
         self._is_validating = False
-        # One block for all waits: it keeps nothing of its own.
+        # One context for all waits, as it has no state of its own.
         self._interruptible: AbstractContextManager[None] = (
             _AS_IT_IS if stop is None else stop.interruptible()
         )
 
     def begin_step(self) -> None:
-        """Keep the boundary, as the step that begins will change the state."""
+        """Take the snapshot, as the step that begins will change the state."""
         if self.is_exact:
             self._boundary = Boundary(
                 data=self._data, components=self._small, modules=self._modules
@@ -69,18 +69,18 @@ class WayBack:
             self._boundary = Boundary(data=self._data, components=components)
 
     def begin_update(self) -> None:
-        """Drop the boundary, as the update that begins cannot be undone."""
+        """Drop the snapshot, as the update that begins cannot be undone."""
         self._boundary = self._weights = None
 
     def changed(self) -> list[str]:
-        """Names of components whose weights, which are not kept, differ from the boundary.
+        """List components whose weights, which the snapshot lacks, have changed since it.
 
         For errors, after `go`.
         """
         return [] if self._weights is None else self._weights.changed()
 
     def go(self) -> bool:
-        """Go back to the boundary; False if none is kept."""
+        """Restore the snapshot; False if none is kept."""
         boundary, self._boundary = self._boundary, None
         if boundary is not None:
             boundary.put_back()
@@ -153,7 +153,7 @@ class Boundary:
         self._depth, self._num_threads = randomness.depth(), torch.get_num_threads()
         self._data = data
         self._position = None if data is None else data.state_dict()
-        # Generators come with any component.
+        # A capture of any component includes the generators.
         self._live = None if components is None else components or {"nothing": {}}
         captured = {} if self._live is None else capture(self._live).components
         self._stored = {name: part.stored for name, part in captured.items()}
@@ -203,7 +203,7 @@ class Weights:
     """
 
     def __init__(self, components: Mapping[str, Any]) -> None:
-        """Take the fingerprint; other components are ignored."""
+        """Compute the fingerprint; other components are ignored."""
         self._components = {
             name: value
             for name, value in components.items()
@@ -243,7 +243,7 @@ def _noted(value: Any) -> Any:
         version = None if value.is_inference() else value._version
         return (id(value), value.data_ptr(), version)
     if isinstance(value, Mapping):
-        # The weights of a group are those of modules.
+        # The parameters of a group are covered by the modules.
         return {
             key: [*map(id, item)] if key == "params" else _noted(item)
             for key, item in value.items()
