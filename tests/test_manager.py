@@ -25,6 +25,7 @@ from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.saving import save as save_module
 from holdfast.engine.staging.arena import Arena
 from holdfast.engine.staging.inmemory import ImageTransfer
+from holdfast.engine.staging.staged import Staged
 from holdfast.engine.staging.waves import Pool
 from holdfast.format import layout
 from holdfast.format.records import Retired
@@ -472,6 +473,23 @@ def test_a_closed_manager_holds_no_copy_of_the_state(
         assert num_held() == before
     finally:
         gc.enable()
+
+
+def test_a_deletion_that_failed_holds_no_copy_of_the_state(tmp_path: Path) -> None:
+    """As an error would that is kept, with the frames of the save after which it was raised."""
+
+    def num_held() -> int:
+        return sum(type(found) is Staged for found in gc.get_objects())
+
+    fault = Fault(kind="fail", op="put", key="*/retired-*", times=None)
+    store, before = FaultyStore(LocalStore(tmp_path), [fault]), num_held()
+    manager = CheckpointManager(store, {"model": {"weights": torch.ones(9)}}, keep=Last(1))
+    for step in (1, 2):
+        manager.save(step).wait()
+    manager.close()
+    gc.collect()
+    assert [entry.step for entry in Catalog(store).checkpoints()] == [2, 1]
+    assert num_held() == before
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -241,6 +241,7 @@ def test_a_real_child_is_started_again_until_it_succeeds(tmp_path: object) -> No
     with ChildProcess([sys.executable, "-S", "-c", script], grace_s=1) as process:
         result = supervise(process, Limits(backoff_s=0))
     assert [life.ending.returncode for life in result.lives] == [7, 7, 0]
+    assert all(life.ending.duration_s > 0 for life in result.lives)
 
 
 @pytest.mark.parametrize("number", FORWARDED, ids=lambda number: number.name)

@@ -6,8 +6,7 @@ Sends nothing, and makes no request to the remote tier.
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 
 from msgspec import structs
 
@@ -308,8 +307,11 @@ class Backlog:
             tries=self._tries.get(entry.folder, 0),
             error=error[:MAX_ERROR_CHARS] or None,
         )
-        with self._noting():
+        try:
             self._ledger.note(entry.folder, record)
+        except HoldfastError as error:
+            self._tell_failed(error)
+        else:
             self._notes()[entry.folder] = state
 
     def note_tiers(
@@ -339,8 +341,10 @@ class Backlog:
                 upload_s=cost.seconds,
                 requests=cost.requests,
             )
-        with self._noting():
+        try:
             self._ledger.note_tiers(record)
+        except HoldfastError as error:
+            self._tell_failed(error)
 
     def _was_sent(self, entry: Entry) -> bool:
         """Whether the notes say that a checkpoint was uploaded."""
@@ -356,14 +360,13 @@ class Backlog:
         return self._noted
 
     def _forget(self, folder: str) -> None:
-        with self._noting():
+        try:
             self._ledger.forget(folder)
+        except HoldfastError as error:
+            self._tell_failed(error)
+        else:
             self._notes().pop(folder, None)
 
-    @contextmanager
-    def _noting(self) -> Iterator[None]:
-        """Emit a warning for an error of a change of notes, instead of raising it."""
-        try:
-            yield
-        except HoldfastError as error:
-            self._emit("housekeeping_failed", f"notes on uploads: {error}")
+    def _tell_failed(self, error: HoldfastError) -> None:
+        """Emit a warning for a change of notes that failed, instead of raising the error."""
+        self._emit("housekeeping_failed", f"notes on uploads: {error}")

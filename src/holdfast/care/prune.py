@@ -14,7 +14,7 @@ from holdfast.engine.claims.leases import Readers
 from holdfast.engine.claims.owner import Ownership
 from holdfast.engine.roots.catalog import Catalog, Entry
 from holdfast.engine.tiers.ledger import NotedUploads
-from holdfast.errors import FormatError, NotSealed, OutcomeUnknown, UsageError
+from holdfast.errors import FormatError, NotSealed, UsageError
 from holdfast.events import Emitter
 from holdfast.format.manifest import Manifest
 from holdfast.policy.retention import Rule, unmet
@@ -79,8 +79,7 @@ def prune(store: Store, rule: Rule, *, emit: Emitter, watch: Wait | None = None)
         assert owner.claim is not None
         deleter.carry_out(owner.claim, has_committed=False)
     finally:
-        failures = (error for _, error in deleter.report.failed)
-        owner.is_clean = not any(isinstance(error, OutcomeUnknown) for error in failures)
+        owner.is_clean = deleter.report.is_clean
         owner.release()
     return deleter.report
 

@@ -21,6 +21,7 @@ from holdfast.errors import (
     FormatError,
     HoldfastError,
     NoCheckpoint,
+    OutcomeUnknown,
     StoreError,
     Superseded,
 )
@@ -141,8 +142,10 @@ class Pruned:
     """Folders that were deleted."""
     thinned: list[str] = field(default_factory=list)
     """Folders that lost components."""
-    failed: list[tuple[str, HoldfastError]] = field(default_factory=list)
-    """(folder, error) of deletions that failed, and of checkpoints that were found damaged."""
+    failed: list[tuple[str, str]] = field(default_factory=list)
+    """(folder, why) of deletions that failed, and of checkpoints that were found damaged."""
+    is_clean: bool = True
+    """Whether every put is known to have ended."""
     postponed: list[tuple[str, str]] = field(default_factory=list)
     """(folder, why) of checkpoints that are being read or uploaded; they stay until the next time.
     """
@@ -393,7 +396,9 @@ class Deleter:
                 self._postpone(entry, f"{lease.who} reads it")
 
     def _tell_failed(self, entry: Entry, error: HoldfastError) -> None:
-        self.report.failed.append((entry.folder, error))
+        # The error itself is not kept: with its frames, it would hold a copy of the state.
+        self.report.failed.append((entry.folder, str(error)))
+        self.report.is_clean = self.report.is_clean and not isinstance(error, OutcomeUnknown)
         text = f"retention of {entry.folder}: {error}"
         self._emit("housekeeping_failed", text, step=entry.step)
 

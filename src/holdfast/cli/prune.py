@@ -64,7 +64,7 @@ def clean(root: str, *, keep: str, dry_run: bool) -> Answer:
         "checkpoints": [told for _, told in checkpoints],
         "deleted": report.deleted,
         "thinned": report.thinned,
-        "failed": [{"folder": folder, "why": str(error)} for folder, error in report.failed],
+        "failed": [{"folder": folder, "why": why} for folder, why in report.failed],
         "postponed": [{"folder": folder, "why": why} for folder, why in report.postponed],
         **unread_documents(unread),
         "nbytes": nbytes,
@@ -77,7 +77,7 @@ def clean(root: str, *, keep: str, dry_run: bool) -> Answer:
     )
     lines = [f"kept, {unread_line(folder, error)}" for folder, error in unread]
     lines += [f"kept, {why}: {folder}" for folder, why in report.postponed]
-    lines += [f"FAILED {folder}: {error}" for folder, error in report.failed]
+    lines += [f"FAILED {folder}: {why}" for folder, why in report.failed]
     lines.append(f"{size(nbytes)} {'to give' if dry_run else 'given'} back")
     code = Code.FOUND if report.failed else Code.OK
     return Answer(document=document, parts=[table, *lines], code=code)
