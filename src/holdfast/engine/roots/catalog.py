@@ -129,8 +129,8 @@ class Catalog:
         """Return the store that a checkpoint is read from: one of the tiers, if there are two."""
         return self.store
 
-    def turn(self, folder: str) -> bool:
-        """Read a damaged checkpoint from the other tier from now on. False if that has none."""
+    def switch_tier(self, folder: str) -> bool:
+        """Read a damaged checkpoint from the other tier from now on; False if that has no copy."""
         return False
 
     def copies(self, entry: Entry) -> Iterator[tuple[Store, Entry]]:

@@ -102,7 +102,7 @@ class TieredCatalog(Catalog):
         return self._homes[folder]
 
     @override
-    def turn(self, folder: str) -> bool:
+    def switch_tier(self, folder: str) -> bool:
         if folder in self.turned:
             return False
         try:
