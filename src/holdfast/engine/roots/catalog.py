@@ -139,16 +139,16 @@ class Catalog:
 
     def look_again(self) -> None:
         """Begin a new query: clear caches, and retry what could not be reached before."""
-        self._forget()
+        self._clear_caches()
 
-    def _forget(self) -> None:
+    def _clear_caches(self) -> None:
         self._known_records = None
         if not self._keeps_claims:
             self._known_claims.clear()
 
     def attempts(self) -> tuple[AttemptName, ...]:
         """List every attempt, newest first, from the folder names alone."""
-        self._forget()
+        self._clear_caches()
         names = self.store.children()
         known_ended(self.store).take(self.store, names)
         parsed = (layout.parse_attempt(name[:-1]) for name in names if name.endswith("/"))

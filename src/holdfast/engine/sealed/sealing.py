@@ -102,7 +102,7 @@ def vouched(store: Store, folder: str) -> bytes:
         SealError, FormatError: it cannot be decrypted.
     """
     if (sealing_store := sealed(store)) is not None:
-        return sealing_store.vouched(folder)
+        return sealing_store.read_authenticated(folder)
     return read_document(store, f"{folder}/{layout.MANIFEST}", max_nbytes=MAX_MANIFEST_NBYTES)
 
 
@@ -260,7 +260,7 @@ class SealedStore(WrappedStore):
             self.inner.delete(f"{folder}/{self._stored_name(folder, name)}")
             return
         self.inner.delete(key)
-        self._forget(key.rstrip("/"))
+        self._drop_state(key.rstrip("/"))
 
     @override
     def delete_many(self, keys: Sequence[str]) -> None:
@@ -344,7 +344,7 @@ class SealedStore(WrappedStore):
             told = Deleted(save_id=register.save_id, by=register.by, reason=NOT_TOLD)
             data = told.encode()
         self.inner.put(key, data, if_absent=if_absent)
-        self._forget(folder)
+        self._drop_state(folder)
 
     def _put_manifest(
         self, folder: str, manifest: Manifest, data: bytes, *, if_absent: bool
@@ -415,7 +415,7 @@ class SealedStore(WrappedStore):
                 return known
         return None
 
-    def vouched(self, folder: str) -> bytes:
+    def read_authenticated(self, folder: str) -> bytes:
         """Read the stored manifest document, authenticated; see the function `vouched`."""
         plain, contents = self._register(folder)
         return plain if contents is None else contents.document
@@ -510,7 +510,7 @@ class SealedStore(WrappedStore):
         seal = self._seals(folder).get(name)
         return seal.name if seal is not None else name
 
-    def _forget(self, folder: str) -> None:
+    def _drop_state(self, folder: str) -> None:
         with self._lock:
             self._attempts.pop(folder, None)
             self._opened.pop(folder, None)
