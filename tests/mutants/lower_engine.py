@@ -445,7 +445,7 @@ OTHERS = (
         name="reason-of-a-deletion-in-clear",
         promise="R34: what is sealed is nowhere stored in clear",
         file="engine/sealed/sealing.py",
-        before="by=register.by, reason=NOT_TOLD)",
+        before="by=register.by, reason=REDACTED)",
         after="by=register.by, reason=register.reason)",
         near=(SEALING,),
     ),
