@@ -52,7 +52,7 @@ class Captured:
 
     @property
     def not_saved(self) -> tuple[str, ...]:
-        """Messages about buffers and attributes of modules that checkpoints do not hold."""
+        """Messages about buffers and attributes of modules that are not saved."""
         elsewhere = {id(value) for value in self.state.values()}
         live = ((name, one) for name, one in self.state.items() if isinstance(one, nn.Module))
         return tuple(line for name, one in live for line in modules.not_saved(name, one, elsewhere))

@@ -258,6 +258,6 @@ def structure(wrapped: nn.Module) -> list[Any]:
     for raw, inner in module.named_modules(remove_duplicate=False):
         parameters = inner._parameters
         if not isinstance(parameters, dict):
-            return [object()]  # a scripted module's are made anew each time
+            return [object()]  # a scripted module makes new ones on each access
         outline += (raw, type(inner), *parameters, *map(id, parameters.values()))
     return outline

@@ -144,7 +144,7 @@ def edited_load(
 ) -> EditedLoad:
     """Apply a hook's edit to a stored state, before it is compared with the live one.
 
-    `read(component)` gives all tensors of a component, verified, on the CPU; it is called when
+    `read(component)` returns all tensors of a component, verified, on the CPU; it is called when
     the first of them is read. `where` names the checkpoint.
 
     Raises:

@@ -211,7 +211,7 @@ class Leaves:
         if reason is not None:
             return Refused(reason)
         # Not `is_set_to`: it is False for a conjugate view and itself.
-        who = identity(tensor)  # holds while the tensor lives, in `originals`
+        who = identity(tensor)  # valid while the tensor lives, in `originals`
         ref = self._refs.get(who)
         if ref is None:
             ref = self._refs[who] = self._new(tensor, path)

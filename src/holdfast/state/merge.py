@@ -117,7 +117,7 @@ class Claims:
     def take_memories(self, tensors: Sequence[Tensor], component: str, keys: Sequence[str]) -> bool:
         """Claim the memory of plain tensors (see `copying.are_plain`), all or none.
 
-        False if some have no storage of their own, or one is claimed or protected.
+        False if some have no memory or share it, or if any is claimed or protected.
         """
         storages = [*map(Tensor.untyped_storage, tensors)]
         if not all(map(torch.UntypedStorage.nbytes, storages)):
@@ -325,7 +325,7 @@ class Merge:
     ) -> Sequence[Any] | None:
         """Plan the merge of many plain tensors at once; returns them if all fit.
 
-        Returns None, and plans nothing, if any of them needs a decision of its own.
+        Returns None, and plans nothing, if any of them must be decided separately.
         """
         is_worth_it = len(stored) >= _MANY and place is _STORED_PLACE
         if not is_worth_it or {*map(type, stored)} != {TensorRef}:

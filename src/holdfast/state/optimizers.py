@@ -510,7 +510,7 @@ class OptimizerPlan(LoadPlan):
         """Return the placement of a slot's tensor, for when a new one must be made.
 
         That is its parameter's device if it was saved from there, else the CPU. For `step`, torch
-        has a rule of its own: two flags mean that a kernel reads it on the device.
+        has a separate rule: two flags mean that a kernel reads it on the device.
         """
         home = self._stored.devices.get(old, "cpu")
         if slot == "step" and (options.get("capturable") or options.get("fused")):

@@ -5,7 +5,7 @@ functions of every submodule, which is most of the cost of a capture: where only
 decides the result, reading the same attributes is enough. A walk over the plain containers of a
 component finds its tensors and everything else in its tree. If all of that is unchanged, so are
 names, specs and tree; changed numbers are put into the tree. A component with anything that the
-walk does not support is captured anew.
+walk does not support is captured without a cache.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class _Scan:
         own, kind = module.__dict__, type(module)
         parameters, buffers, children = map(own.get, _MEMBERS)
         if not (type(parameters) is type(buffers) is type(children) is dict):
-            return False  # a scripted module's are made anew each time
+            return False  # a scripted module makes new ones on each access
         if own.get("_state_dict_hooks") or own.get("_state_dict_pre_hooks"):
             return False
         if not own.keys().isdisjoint(_SHADOWED):
