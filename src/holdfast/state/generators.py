@@ -128,7 +128,11 @@ def kind_of(value: object) -> str | None:
 
 def is_global(generator: Any) -> bool:
     """Whether the generator is a global one of the CPU, which checkpoints save in `rng`."""
-    return generator in (random, np.random, torch.default_generator)
+    # The functions of the modules `random` and `numpy.random` are methods of hidden objects.
+    functions: Any = (random.random, np.random.random)
+    hidden = (function.__self__ for function in functions)
+    known = (random, np.random, torch.default_generator, *torch.cuda.default_generators, *hidden)
+    return any(generator is one for one in known)
 
 
 def read(generator: Any) -> tuple[str, dict[str, Any]]:
