@@ -51,7 +51,7 @@ class Spacing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedStart:
-    """Recorded start of the run: its claim, and how it ended."""
+    """Recorded start of a process of the run: its claim, and how it ended."""
 
     epoch: int
     created: str
