@@ -233,7 +233,7 @@ class Backlog:
     # What is being uploaded
 
     def next(self, *, tries: int) -> Entry | None:
-        """Return the next to upload: fewest failed rounds of `tries` attempts, then newest."""
+        """Return the next checkpoint to upload: fewest failed rounds of `tries`, then newest."""
         with self.changed:
             waiting = self._sendable()
             rounds = {e.folder: self._tries.get(e.folder, 0) // tries for e in waiting}

@@ -93,7 +93,7 @@ class Housekeeper:
                 )
 
     def after_claim(self, *, spared: Collection[str] = ()) -> None:
-        """Run garbage collection of earlier writers' files, except in the `spared` folders."""
+        """Remove unfinished saves of earlier writers by gc, except in the `spared` folders."""
         claim = self._owner.claim
         with self._trying("gc"):
             report = collect(

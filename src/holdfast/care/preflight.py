@@ -366,7 +366,7 @@ class Beginning:
             yield Choice(point=None)
 
     def _refuse_accidental_restart(self, standing: Entry | None) -> None:
-        """Raise `UsageError` on a fresh start in a root that has ever had a checkpoint."""
+        """Raise `UsageError` on a fresh start over a saved run, which retention would delete."""
         if standing is None and self._catalog.ever_committed():
             raise UsageError(
                 f"{self._store.url} holds the checkpoints of a run. Call resume() to go on with "

@@ -98,7 +98,7 @@ class Sending:
         *,
         replaces: bool,
     ) -> None:
-        """Create without starting threads (`proceed` does). `replaces` is as for `Housekeeper`."""
+        """Start no thread yet (`proceed` does). `replaces` is as for `Housekeeper`."""
         self._owner = owner
         self._catalog = owner.catalog
         self._local, self._remote = self._catalog.store, self._catalog.remote.store
