@@ -74,7 +74,7 @@ def collect(
     report = GcReport()
     is_put_once = ends_with_its_put(store, is_sent_to=is_sent_to)
     judge = _Judge(store, frozenset(dead_epochs), own_epoch, is_put_once, emit or Emitter())
-    with_uploads = _with_uploads(store, report)
+    with_uploads = _broken_off(store, report)
     attempts = Catalog(store).attempts()
     ended = known_ended(store)
     for name in dict.fromkeys((*attempts, *with_uploads)):
@@ -119,7 +119,7 @@ def _recording_failure(what: str, report: GcReport) -> Iterator[None]:
         report.failed.append((what, str(error)))
 
 
-def _with_uploads(store: Store, report: GcReport) -> tuple[AttemptName, ...]:
+def _broken_off(store: Store, report: GcReport) -> tuple[AttemptName, ...]:
     """List attempts with unfinished multipart uploads; they may have no other files."""
     try:
         folders = {key.partition("/")[0] for key in store.uploads()}
