@@ -13,7 +13,7 @@ import msgspec
 from holdfast.errors import UsageError
 
 Line = dict[str, Any]
-"""A report of a training process."""
+"""Report of a training process, decoded from a line of JSON."""
 
 
 @dataclass(slots=True, kw_only=True)

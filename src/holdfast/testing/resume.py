@@ -64,7 +64,7 @@ def assert_resume_equivalent(
 
     Every run is a process of its own, whose global random generators start from the same seeds.
     After each step every leaf of the state and these generators are compared with those of the
-    run in one go. The run must really resume: one that begins anew after a kill fails, too.
+    run in one go. The run must really resume: one that starts from step 1 after a kill fails, too.
 
         def run(root, steps, report):
             model = Net()

@@ -321,7 +321,7 @@ class _OneGroup(torch.optim.Optimizer):
     """View of an optimizer with only one of its parameter groups, for schedulers."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, group: int) -> None:
-        # Without the base's, which would take the group over; this is only a view.
+        # Without super().__init__(), which would set up the group as its own; this is a view.
         self._optimizer = optimizer
         self.group = group
         self.defaults = optimizer.defaults

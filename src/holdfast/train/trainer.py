@@ -151,7 +151,7 @@ class Trainer:
             clip: the largest norm of all gradients together, or a `Clip`.
             ema: decay of an average of the weights, which is saved, and used for validation.
             unhealthy: what to do when loss or weights are not finite at a save.
-            seed: of the global generators, when training begins afresh.
+            seed: of the global generators, when a run starts without a checkpoint.
             device: where the model and batches are moved; None: not at all.
             callbacks: see `Callback`.
             counts: what is counted besides steps and epochs: samples, tokens, cycles.

@@ -59,7 +59,7 @@ class Training(Protocol):
 
     @property
     def state(self) -> Mapping[str, Any]:
-        """The components of a checkpoint."""
+        """Components that checkpoints save, by name."""
 
     @property
     def manager(self) -> CheckpointManager | None:

@@ -23,7 +23,7 @@ _STATE = ("state_dict", "load_state_dict")
 
 
 class HookFailed(HoldfastError):
-    """Error that a hook of a callback failed; the error that it raised is the cause."""
+    """Error raised when a callback's hook fails; its cause is the error that the hook raised."""
 
     def __init__(self, callback: Callback, hook: str, error: Exception) -> None:
         self.callback = callback

@@ -142,7 +142,7 @@ class Validator:
 
     plan: Validation
     update: Update
-    """The training's update, whose loss, precision and device it uses."""
+    """Training step, whose loss function, precision and device are used."""
     weigh: Callable[[Any], float]
     waiting: Callable[[], AbstractContextManager[Any]] = nullcontext
     """Context for operations that a stop may interrupt: a fetch, a forward pass."""

@@ -53,7 +53,7 @@ class Gear:
     """Steps whose batches are not trained on."""
     validations: Validations
     validated: Callable[[Sequence[ValidationPart]], dict[str, float]]
-    """Function that validates and returns the metrics."""
+    """Function that runs parts of validations, and returns their metrics."""
     way_back: WayBack
     accumulate: int
     """Number of batches of a step."""
@@ -94,7 +94,7 @@ class Fit:
         """Timestamps before and after the last completed step."""
         self._batches = Batches(gear.data)
         self._interruption: Interrupted | None = None
-        """Kept until after the save, as `_batches`: to drop it may take long, as workers end."""
+        """Error kept until after the save, as `_batches`: dropping it may wait for data workers."""
         self._metrics = LazyMetrics({})
         """Known metrics of the last completed step."""
 
@@ -287,7 +287,7 @@ class Fit:
             self._counters.end_epoch()
         self._metrics = metrics
         self._before, self._now = self._now, self._counters.timestamp
-        # For saves in the hooks that follow, and for errors in them.
+        # Set before the hooks that follow, as they may save or fail.
         self._counters.unvalidated = self._gear.validations.names_due(
             self._before, self._now, is_last=self._ending.is_at_goal()
         )
@@ -307,7 +307,7 @@ class Fit:
         if due:
             metrics = self._validate(metrics, due)
         if self._counters.unvalidated:
-            return metrics  # logged by the resume that validates
+            return metrics  # the resume that validates will log them
         # The log must be the same whether or not the run is stopped.
         is_due = step % self._gear.log_every == 0 or (is_over and self._ending.reason != "signal")
         if due or (is_due and metrics and self._logged_step != step):

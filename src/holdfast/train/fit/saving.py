@@ -225,7 +225,7 @@ class StepPosition:
         self.is_under_way = False
         """Whether a step has begun, to which logged metrics belong."""
         self.has_begun = False
-        """Whether any data was taken since the Trainer was made."""
+        """Whether data was fetched, or a load failed halfway, since the Trainer was made."""
 
     @property
     def present_step(self) -> int:
