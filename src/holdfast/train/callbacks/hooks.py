@@ -187,7 +187,7 @@ class Callback:
         """Called when an error ends the training; it is raised afterwards whatever a hook does."""
 
     def fit_end(self, training: Training) -> None:
-        """Called when `fit` has trained to its end and the last checkpoint is durable."""
+        """Called when training ends without an error, once its last checkpoint is durable."""
 
     def close(self, training: Training) -> None:
         """Called last, however training ended, to release what `setup` or `fit_start` acquired."""
