@@ -515,8 +515,8 @@ OTHERS = (
         name="request-honoured-at-every-look",
         promise="D54: one request is one save",
         file="engine/control/requests.py",
-        before="            self._known.update(fresh)\n",
-        after="            self._known.update(fresh[:0])\n",
+        before="            self._known.update(new)\n",
+        after="            self._known.update(new[:0])\n",
         near=("tests/engine/control/test_requests.py",),
     ),
     Mutant(

@@ -66,7 +66,7 @@ class EndedAttempts:
             self._listed |= {*found.aborted, *found.deleted} - latest
 
     def write(self, store: Store, epoch: int, there: Iterable[str]) -> None:
-        """Record which of `there` are aborted or deleted, in place of old records, if enough are new."""
+        """Record which of `there` are aborted or deleted, if enough are new; remove old records."""
         here = {*there}
         if len(self._unlisted(here)) < _WORTH_A_RECORD:
             return
