@@ -129,7 +129,7 @@ def _may_have_committed(store: Store, attempt: SaveAttempt, error: StoreError) -
 
 
 def abandon(store: Store, attempt: SaveAttempt) -> bool:
-    """Remove a failed attempt's folder; False, and no-op, if its manifest's put may take effect."""
+    """Remove a failed attempt's folder; return False instead if its manifest may have been put."""
     if attempt.put_sent:
         return False
     store.delete(f"{attempt.folder}/")
