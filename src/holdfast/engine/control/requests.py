@@ -187,7 +187,7 @@ class _Tray:
         return [job for job in jobs if job is not None]
 
     def settle(self, name: str, answer: AnswerRecord | None) -> None:
-        """Write the answer unless the request was withdrawn; remove the request; retry on errors."""
+        """Write the answer, unless withdrawn meanwhile, and remove the request; retry on errors."""
         problem = ""
         for _ in range(_TRIES):
             try:
