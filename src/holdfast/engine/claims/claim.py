@@ -1,4 +1,4 @@
-"""Claims on a run: check for a live owner, heartbeats, clean closes (docs/design.md, rule 2).
+"""Claims on a run: check for a live owner, heartbeats, closes (docs/design.md, rules 2 and 3).
 
 `check_owner` prevents accidents; `engine.roots.commit.check_ownership` makes two writers safe.
 """

@@ -364,7 +364,7 @@ class Readers:
         """
         first = {lease.key: lease for lease in self._of_unknown_state(folders)}
         for lease in first.values():
-            self._may_live(lease)
+            self._may_live(lease)  # records the time, from which it is unchanged
             emit(
                 "warning",
                 f"{lease.folder} is read by {lease.who}; watching its lease for up to "
