@@ -278,8 +278,8 @@ SAVING = (
         name="newest-two-share-one-file",
         promise="I10: the newest two never share a file",
         file="engine/saving/links.py",
-        before="        if any(map(partial(self._is_one_file, origin), self._apart)):\n",
-        after="        if not self._apart:\n",
+        before="        if any(map(partial(self._is_one_file, origin), self._excluded)):\n",
+        after="        if not self._excluded:\n",
         near=("tests/test_links.py",),
     ),
     Mutant(
