@@ -314,12 +314,12 @@ STAGING = (
         promise="R14: what is written is what was staged",
         file="engine/staging/waves.py",
         before=(
-            "                self._done.add(number)\n"
+            "                self._half_done.add(number)\n"
             "                return\n"
             "            buffer = self._buffers.pop(number)\n"
         ),
         after=(
-            "                self._done.add(number)\n            buffer = self._buffers[number]\n"
+            "                self._half_done.add(number)\n            buffer = self._buffers[number]\n"
         ),
         near=("tests/engine/staging/test_waves.py",),
     ),
