@@ -319,7 +319,8 @@ STAGING = (
             "            buffer = self._buffers.pop(number)\n"
         ),
         after=(
-            "                self._half_done.add(number)\n            buffer = self._buffers[number]\n"
+            "                self._half_done.add(number)\n"
+            "            buffer = self._buffers[number]\n"
         ),
         near=("tests/engine/staging/test_waves.py",),
     ),
