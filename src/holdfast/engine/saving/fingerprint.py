@@ -50,7 +50,7 @@ def _cuda() -> dict[str, Any]:
 
 
 def _setting(read: Callable[[], Any]) -> Any:
-    """Read a setting; a text if torch refuses, as for one that was set through newer names."""
+    """Read a setting; "set per operator" if torch refuses, as after use of its newer names."""
     try:
         return read()
     except RuntimeError:

@@ -133,7 +133,7 @@ def write(
 
 
 def _clean_up(store: Store, attempt: SaveAttempt, error: BaseException) -> None:
-    """Remove the files of a failed attempt; an error of this becomes context of `error`."""
+    """Remove the files of a failed attempt; an error in that becomes the context of `error`."""
     if not isinstance(error, Exception):
         return  # the process is exiting: gc removes the folder later
     try:

@@ -103,9 +103,9 @@ class Saver:
         self.standing: Entry | None = None
 
     def prepare(self, captured: Captured, *, is_awaited: bool = False) -> Staged:
-        """Allocate memory for a captured state and plan its copies, while no save is under way.
+        """Allocate memory for a captured state, copy small tensors, and plan the other copies.
 
-        `is_awaited`: training waits for the commit anyway.
+        No save may be under way. `is_awaited`: training waits for the commit anyway.
 
         Raises:
             OutOfMemory: there is none.
@@ -123,7 +123,7 @@ class Saver:
         return self._stager.prepare(captured, overlapped=keys, is_awaited=is_awaited)
 
     def start(self, staged: Staged, request: SaveRequest, due: Due) -> PendingSave:
-        """Copy the prepared state, and start to write and commit it in the background.
+        """Copy the rest of a prepared state, and start to write and commit it in the background.
 
         Writing starts before the copy if that ends the caller's wait sooner, else after it.
         Overlapped tensors may still be being copied when this returns; optimizer steps wait.

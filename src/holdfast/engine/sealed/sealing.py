@@ -121,7 +121,7 @@ class _Attempt:
 
 
 class SealedStore(WrappedStore):
-    """Encrypting store over `inner`. Thread-safe; a checkpoint's writing process commits it."""
+    """Encrypts and decrypts checkpoints in `inner`; only their writer may commit. Thread-safe."""
 
     def __init__(
         self, inner: Store, encryption: Encryption, *, twin: SealedStore | None = None

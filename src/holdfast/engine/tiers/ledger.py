@@ -24,7 +24,7 @@ class Ledger:
         self._local = local
 
     def waiting(self) -> dict[str, UploadRecord | None]:
-        """Read the notes on checkpoints that are not yet uploaded; the result is as of `notes`."""
+        """Read the notes, as `notes` does, but only on checkpoints that are not yet uploaded."""
         notes = self.notes().items()
         return {name: note for name, note in notes if note is None or note.state != "uploaded"}
 
