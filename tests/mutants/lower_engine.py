@@ -278,8 +278,8 @@ SAVING = (
         name="newest-two-share-one-file",
         promise="I10: the newest two never share a file",
         file="engine/saving/links.py",
-        before="        if any(map(partial(self._is_one_file, origin), self._apart)):\n",
-        after="        if not self._apart:\n",
+        before="        if any(map(partial(self._is_one_file, origin), self._excluded)):\n",
+        after="        if not self._excluded:\n",
         near=("tests/test_links.py",),
     ),
     Mutant(
@@ -314,12 +314,13 @@ STAGING = (
         promise="R14: what is written is what was staged",
         file="engine/staging/waves.py",
         before=(
-            "                self._done.add(number)\n"
+            "                self._half_done.add(number)\n"
             "                return\n"
             "            buffer = self._buffers.pop(number)\n"
         ),
         after=(
-            "                self._done.add(number)\n            buffer = self._buffers[number]\n"
+            "                self._half_done.add(number)\n"
+            "            buffer = self._buffers[number]\n"
         ),
         near=("tests/engine/staging/test_waves.py",),
     ),
