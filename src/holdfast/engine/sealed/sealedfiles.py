@@ -94,8 +94,8 @@ class SealedFile:
             segment = sealed[first - base : last - base + TAG_NBYTES]
             while not self._try_open(number, segment, tags, plain, or_raise=not retries):
                 if retries.pop() == "bytes":
-                    piece = sealed[first - base : end - base]
-                    self._inner.read_into(self.key, first, piece, afresh=True)
+                    rest = sealed[first - base : end - base]
+                    self._inner.read_into(self.key, first, rest, afresh=True)
                 else:
                     tags = self._checked_tags(afresh=True)
             if not is_whole:
