@@ -215,7 +215,7 @@ def own_loggers(
     if log is True:
         if not isinstance(root, str | os.PathLike) or not may_log:
             raise UsageError(
-                "log=True needs a local root that is not sealed: name a file, or pass log=False"
+                "log=True needs a local root without encryption: name a file, or pass log=False"
             )
         loggers.append(JsonLines(Path(root) / "log" / "train.jsonl"))
     elif log is not False:

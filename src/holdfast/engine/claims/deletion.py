@@ -93,6 +93,8 @@ def retract_unreadable(
         return "its folder is gone"
     name = layout.parse_attempt(folder)
     why = "somebody reads it" if readers.of(folder) else _why_sound(store, folder)
+    if name is None:
+        why = why or "its name is not that of a checkpoint"
     if why or name is None:
         if is_ours:
             store.delete(f"{folder}/{layout.retired_name(claim.epoch)}")

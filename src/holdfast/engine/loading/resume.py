@@ -206,7 +206,7 @@ class Reader:
         if options.strict:
             self._expect_saved(entry, wanted)
             self._expect_not_dropped(entry, wanted, gone)
-        one_sided = options.sides.one_sided(self.state, entry.manifest, gone, options.is_asked)
+        one_sided = options.sides.one_sided(self.state, entry.manifest, options.is_asked)
         try:
             components = [name for name in wanted if name not in {*gone, *one_sided.without}]
             candidate = self._read(store, entry, options, components, unsaved, one_sided)

@@ -45,13 +45,12 @@ class Sides:
         self,
         state: Mapping[str, Any],
         manifest: Manifest,
-        gone: Collection[str],
         is_asked: Callable[[str], bool],
     ) -> OneSided:
         """Find the allowed components that only the state or only a checkpoint has.
 
-        `gone`: components that were dropped from the checkpoint. Neither they nor those that it
-        omitted are ever new. `is_asked`: whether a component is to be loaded.
+        Components that were dropped from the checkpoint, or that it omitted, are never new.
+        `is_asked`: whether a component is to be loaded.
         """
         stored = manifest.components
         live, known = {*state, RNG}, {*stored, *manifest.left_out}

@@ -146,7 +146,7 @@ class Fit:
         try:
             self._train(saver, found)
         except Exception as error:
-            if self._way_back.is_exact and not isinstance(error, OwnershipError):
+            if self._way_back.allows_save and not isinstance(error, OwnershipError):
                 self._save_after(error, saver)
             raise
         finally:

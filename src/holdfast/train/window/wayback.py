@@ -41,7 +41,9 @@ class WayBack:
         callbacks: Callbacks,
     ) -> None:
         """Start without a snapshot; `is_exact`: take ones that allow a save after an error."""
-        self.is_exact = is_exact
+        self._is_exact = is_exact
+        self.allows_save = is_exact
+        """Whether the state can be saved after an error, once `go` was called."""
         self._stop = stop
         self._data = data
         self._can_interrupt = stop is not None and isinstance(data, Loader)
@@ -59,7 +61,8 @@ class WayBack:
 
     def begin_step(self) -> None:
         """Take the snapshot, as the step that begins will change the state."""
-        if self.is_exact:
+        self.allows_save = self._is_exact
+        if self._is_exact:
             self._boundary = Boundary(
                 data=self._data, components=self._small, modules=self._modules
             )
@@ -101,11 +104,11 @@ class WayBack:
         Raises:
             Interrupted: a stop was requested.
         """
-        if self._stop is None and not self.is_exact:
+        if self._stop is None and not self._is_exact:
             yield
             return
         kept = Boundary(components=self._small, modules=self._modules)
-        weights = Weights(self._state if self.is_exact else {})
+        weights = Weights(self._state if self._is_exact else {})
         self._is_validating = self._stop is not None
         try:
             yield
@@ -120,17 +123,17 @@ class WayBack:
 
     def _after_error(self, kept: Boundary, weights: Weights) -> None:
         """Restore the state after an error, if it will be saved; the error is raised anyway."""
-        if not self.is_exact:
+        if not self._is_exact:
             return
         try:
             kept.put_back()
             changed = weights.changed()
         except Exception:
-            self.is_exact = False
+            self.allows_save = False
             logger.exception("the state before the validation cannot be put back, nor saved")
             return
         if changed:
-            self.is_exact = False
+            self.allows_save = False
             logger.error(
                 "a validation failed when it had changed %s, whose state from before it is not "
                 "kept, so nothing is saved",
