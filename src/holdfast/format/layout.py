@@ -142,7 +142,7 @@ def ended_name(epoch: int) -> str:
 
 
 parse_ended = _number_in(r"ended-([0-9]{8,12})\.json")
-"""Parse the writer epoch of such a record's name; None for any other name."""
+"""Parse the writer epoch of an `ended_name`; None for any other name."""
 
 
 def lease_key(folder: str, nonce: str) -> str:
@@ -158,17 +158,17 @@ def parse_lease(name: str) -> tuple[AttemptName, str] | None:
 
 
 def scratch_folder(number: bytes) -> str:
-    """Return the name of the folder in which preflight tries the store, from 8 random bytes."""
+    """Return the name of preflight's temporary folder in a root, from 8 random bytes."""
     return f"preflight-{number.hex()}"
 
 
 def sending_folder(number: bytes) -> str:
-    """Return the name of the folder in which an upload writes a file until it is complete."""
+    """Return the name of the temporary folder of an upload or a repair, from 8 random bytes."""
     return f"sending-{number.hex()}"
 
 
 def is_scratch(name: str) -> bool:
-    """Whether a folder in the root is temporary, of preflight or an upload.
+    """Whether a folder in the root is temporary: of preflight, an upload or a repair.
 
     A killed process may leave it behind.
     """

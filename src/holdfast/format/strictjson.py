@@ -80,7 +80,7 @@ def loads_as(
     """Decode a record fast if it is written canonically; None: use `loads` and `convert`.
 
     A text is accepted only if encoding the record gives the same bytes. So it has no duplicate
-    name, no unknown member, no odd number, and is no deeper than the type. The type or the
+    name, no unknown member, no unusual number, and is no deeper than the type. The type or the
     caller bounds integers; msgspec itself reads none of more than 4,300 digits.
     """
     text = bytes(data)
@@ -180,7 +180,7 @@ def _parse(text: bytes, *, what: str) -> Any:
     if not has_long_number:
         try:
             value = msgspec.json.decode(text)
-            # Text that encodes to itself again has no duplicate name and no odd number.
+            # Text that encodes to itself again has no duplicate name and no unusual number.
             again = msgspec.json.encode(value)
             if again in (text, msgspec.json.format(text, indent=-1)):
                 return value

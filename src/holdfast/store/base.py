@@ -134,7 +134,7 @@ class Store(ABC):
 
     @abstractmethod
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """Yield every object whose key starts with `prefix`, by key; may miss recent changes."""
+        """Yield all objects whose keys start with `prefix`, ordered by key; may lag behind puts."""
 
     @abstractmethod
     def children(self, folder: str = "") -> tuple[str, ...]:
@@ -346,7 +346,7 @@ class Store(ABC):
 
 
 class WrappedStore(Store):
-    """Wrapper that delegates to the store `inner`; a subclass overrides operations to change.
+    """Wrapper that delegates operations to the store `inner`; subclasses override some.
 
     It delegates the seven required members, folders, pointers, uploads, and operations on the root.
     All bytes pass through `put` and `get`, and all removals through `delete`: so a subclass that

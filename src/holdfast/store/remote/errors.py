@@ -141,16 +141,16 @@ class Failure:
 def read_failure(error: Exception) -> Failure:
     """Parse an error of obstore, or of its credential provider."""
     text = str(error)
-    told, _, details = text.partition("Debug source")
-    status = _STATUS.search(told)
-    code = _CODE.search(told) or _CODE_OF_ONE.search(told)
+    head, _, details = text.partition("Debug source")
+    status = _STATUS.search(head)
+    code = _CODE.search(head) or _CODE_OF_ONE.search(head)
     network = _NETWORK.search(details)
     return Failure(
         error=error,
         status=int(status[1]) if status else None,
         code=code[1] if code else "",
         network=network[1] if network else "",
-        reason=_describe(told, status, code, _describe_network(network, details)),
+        reason=_describe(head, status, code, _describe_network(network, details)),
     )
 
 
@@ -158,8 +158,8 @@ def read_failure_of_python(error: Exception) -> Failure:
     """Parse an error of boto3 or of requests."""
     response = getattr(error, "response", None)
     if isinstance(response, dict):
-        told = response.get("Error", {})
-        status, code = response.get("ResponseMetadata", {}).get("HTTPStatusCode"), told.get("Code")
+        body = response.get("Error", {})
+        status, code = response.get("ResponseMetadata", {}).get("HTTPStatusCode"), body.get("Code")
     elif response is not None:
         found = _CODE.search(response.text[:_MAX_READ])
         status, code = response.status_code, found[1] if found else ""
@@ -182,15 +182,15 @@ def _describe_network(network: re.Match[str] | None, details: str) -> str:
 
 
 def _describe(
-    told: str,
+    head: str,
     status: re.Match[str] | None,
     code: re.Match[str] | None,
     network: str,
 ) -> str:
     if status is None:
-        plain = " ".join(told.split())
+        plain = " ".join(head.split())
         return f"{plain[:_MAX_REASON]} ({network})" if network else plain[:_MAX_REASON]
-    message = _MESSAGE.search(told)
+    message = _MESSAGE.search(head)
     words = [f"{status[1]} {status[2].strip()}", code[1] if code else ""]
     words.append(" ".join(message[1].split()) if message else "")
     return ": ".join(word for word in words if word)[:_MAX_REASON]

@@ -33,7 +33,7 @@ COPY_NBYTES = 8 * 1024 * 1024
 once it is also the length of parts: then each copy is sent by itself, and no object keeps memory
 that others wait for."""
 _MAX_PARTS = 10_000
-_LOOK_S = 1.0
+_POLL_S = 1.0
 _ABORT_S = 10.0
 
 
@@ -134,7 +134,7 @@ class UploadResources:
         """
         self._progress_at = max(self._progress_at, time.monotonic())
         while not is_done():
-            self.changed.wait(_LOOK_S)
+            self.changed.wait(_POLL_S)
             self._expect_progress(what)
 
     def result(self, upload: Future[None], what: str) -> None:
@@ -147,7 +147,7 @@ class UploadResources:
             self._progress_at = time.monotonic()
         while True:
             try:
-                return upload.result(timeout=_LOOK_S)
+                return upload.result(timeout=_POLL_S)
             except FutureTimeout:
                 if upload.done():
                     raise  # an error of the upload itself
