@@ -147,7 +147,7 @@ def leaf_digests(state: Mapping[str, Any]) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Leg:
-    """One process of a run: from the newest checkpoint to a planned kill, or to the end."""
+    """Process of a run: from the newest checkpoint to a planned kill, or to the end."""
 
     run: Run
     folder: Path

@@ -310,7 +310,7 @@ class SinglePut(_Writer):
             self._raise_unless_stored(error)
 
 
-class _Aborted(Exception):
+class _UploadAborted(Exception):
     """Raised inside an upload to abort it."""
 
 
@@ -451,7 +451,7 @@ class MultipartPut(_Writer):
         while True:
             try:
                 return await self._uploads.api.stream(self._key, self, self._part_nbytes)
-            except _Aborted:
+            except _UploadAborted:
                 raise
             except Exception as error:
                 # obstore does not retry the begin of an upload; no byte was sent yet.
@@ -470,7 +470,7 @@ class MultipartPut(_Writer):
             self._arrived.clear()
             with self._uploads.changed:
                 if self._state is _UploadState.ABORTED:
-                    raise _Aborted
+                    raise _UploadAborted
                 if self._position == self._length:
                     raise StopAsyncIteration
                 copy = self._pieces.pop(self._position, None)
@@ -481,7 +481,7 @@ class MultipartPut(_Writer):
         if delay_s > 0:
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._aborted.wait(), delay_s)
-                raise _Aborted
+                raise _UploadAborted
         with self._uploads.changed:
             self._position += len(copy)
             self._in_flight_nbytes += len(copy)
