@@ -230,10 +230,10 @@ class FileCipher:
         self._tags: dict[int, bytes] = {}
 
     def seal(self, start: int, plain: Buffer, out: memoryview) -> None:
-        """Encrypt `plain`, whole segments from byte `start` on, into `out`, 16 bytes longer.
+        """Encrypt whole segments, from byte `start` on, into `out`; keep tags for `close`.
 
-        Only the last segment of the file is shorter. The last 16 bytes of `out` are undefined
-        afterwards; the tags are kept.
+        Only the last segment of the file is shorter. The last 16 bytes of `out`, which `plain`
+        lacks, are undefined afterwards.
 
         Raises:
             UsageError: a nonce would be used twice, or the pieces are not whole segments.

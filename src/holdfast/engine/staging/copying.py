@@ -30,7 +30,7 @@ class Work(Protocol):
 
     @property
     def blocks(self) -> Sequence[int]:
-        """Numbers of the blocks that the copies fill, in whole or in part; one for each copy."""
+        """Numbers of the blocks that each copy fills, in whole or in part, copy by copy."""
         ...
 
     def tasks(self) -> Iterable[CopyTask]:
@@ -116,7 +116,7 @@ class Runs:
     def __init__(
         self, image: Image, places: Sequence[tuple[int, int]], addresses: Sequence[int]
     ) -> None:
-        """`places`: for each tensor, its position in the file and its number in `addresses`."""
+        """`places`: each tensor's number in the file, and its number in `addresses`."""
         # Nothing is done for each tensor here: there are many, and training waits.
         self.image = image
         self._places = places
@@ -140,7 +140,7 @@ class SmallRuns:
     """
 
     def __init__(self, image: Image, places: Sequence[tuple[int, int]]) -> None:
-        """`places`: for each tensor, its position in the file and its number in the component."""
+        """`places`: each tensor's number in the file, and its number in the component."""
         self.image = image
         self.blocks = sorted({n for position, _ in places for n in image.blocks_of(position)})
         """Numbers of the blocks that the tensors lie in."""
@@ -216,7 +216,7 @@ class Arrival:
 
 
 def arrivals_of(image: Image, sources: Mapping[int, Tensor]) -> list[Arrival]:
-    """Begin copies of tensors, by position in the file, from CUDA devices; a task per device."""
+    """Begin copies of tensors, by number in the file, from CUDA devices; a task per device."""
     blocks = sorted({number for position in sources for number in image.blocks_of(position)})
     begun = begin_copies(image.overwritten_by_device(*pair) for pair in sources.items())
     return [Arrival(image, blocks, device_copy) for device_copy in begun]
