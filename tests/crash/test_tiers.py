@@ -243,6 +243,7 @@ def manifest_first(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def send_files(self: Any, folder: str, manifest: Any) -> None:
         data, _ = self._listing(folder)
+        self._remote.make_folder(folder)
         self._remote.put(f"{folder}/manifest.json", data)
         real(self, folder, manifest)
 
@@ -253,7 +254,7 @@ def manifest_first(monkeypatch: pytest.MonkeyPatch) -> None:
 def in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """Mutant: large files are written under their final names."""
 
-    def send_aside(self: Any, remote: Any, key: str, nbytes: int, pieces: Any) -> None:
+    def send_aside(self: Any, key: str, nbytes: int, pieces: Any) -> None:
         self._send_pieces(key, key, nbytes, pieces)
 
     monkeypatch.setattr(upload_module.Sender, "_send_aside", send_aside)
@@ -267,8 +268,9 @@ def test_the_check_catches(
 ) -> None:
     """R1, D8: our own code with its order broken does not pass."""
     mutant(monkeypatch)
-    with pytest.raises((AssertionError, errors.HoldfastError)):
+    with pytest.raises((AssertionError, errors.HoldfastError)) as caught:
         stop_at_every_operation(large_worlds, "stop_before", only="s*.safetensors")
+    assert not isinstance(caught.value, errors.DeadlineExceeded)  # a mutant that cannot send at all
 
 
 @pytest.mark.full
