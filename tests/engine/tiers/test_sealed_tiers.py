@@ -550,7 +550,7 @@ def test_a_local_copy_stays_while_the_remote_one_lacks_files(
         assert manager.resume() is not None
         manager.wait()
     assert "lacks" in noted.of("warning")[0].message
-    assert opened_steps(local, encrypt) == [3, 2]
+    assert opened_steps(local, encrypt) == [3, 2], noted.events
 
 
 def test_what_waits_for_its_upload_does_so_while_other_keys_are_in_use(
