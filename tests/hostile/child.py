@@ -119,9 +119,6 @@ class Watch:
         is_safe = flags & (os.O_NOFOLLOW | getattr(os, "O_TMPFILE", 0)) != 0
         if path == os.path.dirname(self.root):
             return flags & os.O_DIRECTORY != 0  # to make the root's own name durable
-        folder, _, name = path.rpartition("/") if isinstance(path, str) else ("", "", "")
-        if folder == self.root and name not in ("", ".", ".."):
-            return flags & os.O_NOFOLLOW != 0  # only the root may be a link, or lie behind one
         return self._is_inside(path) and (path in (self.root, 0) or is_safe)
 
     def _is_inside(self, path: Any) -> bool:
