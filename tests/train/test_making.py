@@ -107,7 +107,7 @@ def test_times_are_seconds() -> None:
 def test_a_sealed_run_goes_on_and_writes_no_log_beside_its_checkpoints(tmp_path: Path) -> None:
     """R34: metrics would be in it."""
     encrypt = Encryption(keys=generate())
-    with pytest.raises(UsageError, match="not sealed"):
+    with pytest.raises(UsageError, match="without encryption"):
         make(tmp_path / "root", encrypt=encrypt)
     make(tmp_path / "root", encrypt=encrypt, log=False).fit("4step")
     make(tmp_path / "root", encrypt=encrypt, log=False).fit("6step")
