@@ -105,6 +105,9 @@ def _in_rank(
         patience = timedelta(seconds=timeout_s)
         store = dist.TCPStore("127.0.0.1", port, timeout=patience, wait_for_workers=False)
         open_group("gloo", timeout_s=timeout_s, store=store, rank=rank, world_size=num_ranks)
+        if store.add("connected", 1) == num_ranks:
+            store.set("go", "")
+        store.wait(["go"])  # else a rank that is done would disconnect from one that connects
         writing.send((function(rank), None))
         dist.destroy_process_group()
     except BaseException:

@@ -1,4 +1,4 @@
-"""Rounds of processes over the store of their process group, and what happens to some of them."""
+"""R38: rounds of processes over the store of their group, and what happens to some of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Facts of torch's stores on which `C10d` rests, and its ways around each; with real servers."""
+"""R38 and invariant 9: what torch's stores do, and what `C10d` makes of it; with real servers."""
 
 from __future__ import annotations
 
@@ -160,18 +160,42 @@ def test_a_process_ends_while_a_stopped_server_holds_its_thread(server: Server) 
     assert (out, err, process.returncode) == ("DeadlineExceeded\n", "", 0)
 
 
-def test_a_process_that_hosts_the_store_ends_while_it_waits_for_others() -> None:
-    """Its threads are not in a call of torch, which would end it with SIGABRT."""
+HOST = """\
+import threading
+import torch.distributed as dist
+from holdfast.ranks.c10d import C10d
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+"""
+
+
+def test_a_process_ends_in_peace_while_its_threads_use_the_store() -> None:
+    """Python 3.11 aborts it when a thread returns from torch while the interpreter ends."""
     code = (
-        "import threading; import torch.distributed as dist\n"
-        "from holdfast.ranks.c10d import C10d\n"
-        "store = dist.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)\n"
-        "wait = lambda: C10d(store, 0, 2, timeout_s=60)\n"
-        "threading.Thread(target=wait, daemon=True).start()\n"
-        "while not store.check(['holdfast/leader']): pass\n"
+        "leader = C10d(store, 0, 1)\n"
+        "def look():\n"
+        "    while True: leader.collect('save', timeout_s=0.01)\n"
+        "for _ in range(4): threading.Thread(target=look, daemon=True).start()\n"
+        "leader.post('other', bytes(2**20), timeout_s=60)\n"
     )
-    done = warm.run(["-c", code])
-    assert (done.stderr, done.returncode) == ("", 0)
+    for _ in range(5):
+        done = warm.run(["-c", HOST + code])
+        assert (done.stderr, done.returncode) == ("", 0)
+
+
+def test_a_save_that_is_finished_at_exit_still_has_its_coordinator() -> None:
+    """The last turn is taken after the exit handlers of managers, also of a later import."""
+    code = (
+        "from holdfast.engine.control import exits\n"
+        "class Manager:\n"
+        "    def finish_at_exit(self):\n"
+        "        leader.post('save', b'', timeout_s=60)\n"
+        "        return str(leader.collect('save', timeout_s=60).came)\n"
+        "manager = Manager()\n"
+        "exits.register(manager)\n"
+        "leader = C10d(store, 0, 1)\n"
+    )
+    done = warm.run(["-c", HOST + code])
+    assert (done.stderr, done.returncode) == ("holdfast: {0: b''}\n", 0)
 
 
 def test_a_dead_server_is_an_error_at_once(server: Server) -> None:
@@ -257,7 +281,7 @@ def test_the_store_does_not_grow() -> None:
     ],
 )
 def test_a_value_that_is_no_message_is_refused(store: dist.Store, value: bytes) -> None:
-    """A number of pieces is not believed before it is compared with the most there may be."""
+    """R29: a number of pieces is not believed before it is compared with the most there may be."""
     leader, _ = pair(store)
     nonce = store.get("holdfast/leader").decode()
     store.set(f"holdfast/{nonce}/0/1/save", value)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Contract of every coordinator: for one process, for threads, and over torch's stores."""
+"""R38: the contract of every coordinator, for one process, threads, and torch's stores."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Coordinator over the store of a process group of torch.distributed; uses no collective.
 
-Known of torch 2.13, and shown by tests/ranks/test_c10d.py:
+Known of torch 2.13 (docs/decisions/0034):
 
 * A wait blocks all other calls of its client. So nothing here waits in the store: it looks.
 * A store whose server is stopped does not keep its own timeouts. So deadlines are kept here, and a
@@ -18,12 +18,13 @@ from __future__ import annotations
 
 import secrets
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from threading import Lock, Thread
+from threading import Condition, Lock, Thread
 from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch.distributed as dist
@@ -38,7 +39,7 @@ from holdfast.errors import (
     UsageError,
 )
 from holdfast.ranks.coordinator import LEADER, Collected, Coordinator, Failure
-from holdfast.ranks.messages import Store, delete, get, get_present, has, put
+from holdfast.ranks.messages import Store, delete, get, has, put, take_present
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store as TorchStore
@@ -50,6 +51,8 @@ NUM_KEPT_ROUNDS = 16
 READ_S = 5.0
 """Seconds after the deadline in which `collect` may read what came."""
 _GET_S = 5.0
+"""Limit of a `get`, which is only called for keys that are there."""
+_EXIT_S = 1.0
 _SHORTEST_PAUSE_S = 0.001
 _PAUSE_A_RANK_S = 50e-6
 """Pause between two looks for each rank of the group, which spares the one server of the store."""
@@ -106,9 +109,12 @@ class C10d(Coordinator):
         self, store: TorchStore, rank: int, world_size: int, *, timeout_s: float = 60.0
     ) -> None:
         super().__init__(rank, world_size)
+        self._turn = Condition(Lock())
+        """Held by the thread that uses the store, so that no other is inside torch."""
+        weakref.finalize(self, _stop_calls, self._turn)
         absent = [*range(1, world_size)] if self.is_leader else [LEADER]
         try:
-            self._store = _within(timeout_s, partial(self._meet, store, absent, timeout_s))
+            self._store = self._within(timeout_s, partial(self._meet, store, absent, timeout_s))
         except DeadlineExceeded:
             raise RanksSilent("meeting of all ranks", absent) from None
         self._late: dict[str, Sequence[int]] = {}
@@ -130,28 +136,28 @@ class C10d(Coordinator):
 
     @override
     def post(self, tag: str, data: bytes, *, timeout_s: float) -> None:
-        _within(timeout_s, partial(self._post, tag, data))
+        self._within(timeout_s, partial(self._post, tag, data))
 
     @override
     def fail(self, tag: str, failure: Failure, *, timeout_s: float) -> None:
         say = self._announce if self.is_leader else self._post
-        _within(timeout_s, partial(say, tag, failure))
+        self._within(timeout_s, partial(say, tag, failure))
 
     @override
     def collect(self, tag: str, *, timeout_s: float) -> Collected:
         self.expect_leader()
-        return _within(timeout_s + READ_S, partial(self._collect, tag, timeout_s))
+        return self._within(timeout_s + READ_S, partial(self._collect, tag, timeout_s))
 
     @override
     def announce(self, tag: str, data: bytes, *, timeout_s: float) -> None:
         self.expect_leader()
-        _within(timeout_s, partial(self._announce, tag, data))
+        self._within(timeout_s, partial(self._announce, tag, data))
 
     @override
     def hear(self, tag: str, *, timeout_s: float) -> bytes:
         self.expect_follower()
         try:
-            said = _within(timeout_s, partial(self._hear, tag, timeout_s))
+            said = self._within(timeout_s, partial(self._hear, tag, timeout_s))
         except DeadlineExceeded:
             raise RanksSilent(tag, [LEADER]) from None
         if isinstance(said, Failure):
@@ -187,9 +193,7 @@ class C10d(Coordinator):
 
     def _take_posts(self, tag: str) -> dict[int, bytes | Failure]:
         names = {_post_name(rank, tag): rank for rank in range(self.world_size)}
-        found = get_present(self._store, [*names])
-        for name in found:
-            delete(self._store, name)
+        found = take_present(self._store, [*names])
         return {names[name]: said for name, said in found.items()}
 
     def _retire(self, tag: str, late: Sequence[int]) -> None:
@@ -207,9 +211,7 @@ class C10d(Coordinator):
     def _meet(self, store: TorchStore, absent: list[int], timeout_s: float) -> Store:
         """Agree on a nonce; return a clone of the store in which all keys begin with it."""
         own = _prefixed("holdfast", store).clone()
-        own.set_timeout(
-            timedelta(seconds=_GET_S)
-        )  # for keys that are there: a `get` should not wait
+        own.set_timeout(timedelta(seconds=_GET_S))
         if self.is_leader:
             return _prefixed(self._invite(own, absent, timeout_s), own)
         return _prefixed(self._join(own, timeout_s), own)
@@ -247,8 +249,40 @@ class C10d(Coordinator):
         store.delete_key(f"welcome/{token}")
         return nonce
 
+    def _within(self, timeout_s: float, job: Callable[[], T]) -> T:
+        """Run a job in a new thread, which is left behind if the store holds it longer than that.
+
+        Raises:
+            DeadlineExceeded: the job is still running.
+            Disconnected: the store cannot be reached.
+        """
+        future: Future[T] = Future()
+        Thread(target=self._do, args=(future, job), name="holdfast-ranks", daemon=True).start()
+        if not wait([future], timeout_s).done:
+            raise DeadlineExceeded(
+                f"the store of torch.distributed did not answer within {timeout_s:.1f} s"
+            )
+        return future.result()
+
+    def _do(self, future: Future[T], job: Callable[[], T]) -> None:
+        try:
+            with self._turn:
+                result = job()
+        except dist.DistNetworkError as error:
+            lost = Disconnected(
+                f"the store of torch.distributed cannot be reached: {error}. The process that "
+                "hosts it, rank 0 or torchrun, has probably ended"
+            )
+            lost.__cause__ = error
+            future.set_exception(lost)
+        except BaseException as error:  # noqa: BLE001 - the future carries it to its owner
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
     def _await(self, is_so: Callable[[], bool], timeout_s: float) -> None:
-        """Look again and again, more and more rarely, until it is so or the time is over."""
+        """Look more and more rarely until it is so or the time is over; others use the store
+        between two looks."""
         begin = time.monotonic()
         least_s = max(_SHORTEST_PAUSE_S, self.world_size * _PAUSE_A_RANK_S)
         while not is_so():
@@ -256,37 +290,16 @@ class C10d(Coordinator):
             if waited_s >= timeout_s:
                 raise DeadlineExceeded(f"nothing came within {timeout_s:.1f} s")
             pause_s = min(max(least_s, waited_s / 8), _LONGEST_PAUSE_S)
-            time.sleep(min(pause_s, timeout_s - waited_s))
+            self._turn.wait(min(pause_s, timeout_s - waited_s))
 
 
-def _within(timeout_s: float, job: Callable[[], T]) -> T:
-    """Run a job in a new thread, which is left behind if the store holds it longer than that.
+def _stop_calls(turn: Condition) -> None:
+    """Take the turn of a coordinator for good, when the interpreter exits.
 
-    Raises:
-        DeadlineExceeded: the job is still running.
-        Disconnected: the store cannot be reached.
+    A thread that returned from torch later would abort the process. One that is held by a store
+    whose server is stopped does not return.
     """
-    future: Future[T] = Future()
-    Thread(target=_do, args=(future, job), name="holdfast-ranks", daemon=True).start()
-    if not wait([future], timeout_s).done:
-        raise DeadlineExceeded(
-            f"the store of torch.distributed did not answer within {timeout_s:.1f} s"
-        )
-    return future.result()
-
-
-def _do(future: Future[T], job: Callable[[], T]) -> None:
-    try:
-        future.set_result(job())
-    except dist.DistNetworkError as error:
-        lost = Disconnected(
-            f"the store of torch.distributed cannot be reached: {error}. The process that hosts "
-            "it, rank 0 or torchrun, has probably ended"
-        )
-        lost.__cause__ = error
-        future.set_exception(lost)
-    except BaseException as error:  # noqa: BLE001 - the future carries it to its owner
-        future.set_exception(error)
+    turn.acquire(timeout=_EXIT_S)
 
 
 def _prefixed(prefix: str, store: TorchStore | Store) -> Store:

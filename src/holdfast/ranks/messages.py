@@ -81,8 +81,8 @@ def get(store: Store, name: str) -> bytes | Failure:
     return _read(store, name, store.get(_key(name)))
 
 
-def get_present(store: Store, names: Sequence[str]) -> dict[str, bytes | Failure]:
-    """Read those of the named messages that have come, without waiting for others.
+def take_present(store: Store, names: Sequence[str]) -> dict[str, bytes | Failure]:
+    """Read and delete those of the named messages that have come, without waiting for others.
 
     Raises:
         FormatError: a value is not a message.
@@ -93,14 +93,14 @@ def get_present(store: Store, names: Sequence[str]) -> dict[str, bytes | Failure
         heads = store.multi_get([_key(name) for name in present]) if present else []
         for name, head in zip(present, heads, strict=True):
             found[name] = _read(store, name, head)
+            _drop(store, name, head)
     return found
 
 
 def delete(store: Store, name: str) -> None:
     """Delete a message, if it has come."""
     if has(store, name):
-        for number in range(_decode(name, store.get(_key(name))).num_more + 1):
-            store.delete_key(_key(name, number))
+        _drop(store, name, store.get(_key(name)))
 
 
 class _Head(msgspec.Struct, frozen=True, kw_only=True):
@@ -121,6 +121,11 @@ def _read(store: Store, name: str, head: bytes) -> bytes | Failure:
     first = _decode(name, head)
     more = [store.get(_key(name, number + 1)) for number in range(first.num_more)]
     return first.failure or b"".join([first.data, *more])
+
+
+def _drop(store: Store, name: str, head: bytes) -> None:
+    for number in range(_decode(name, head).num_more + 1):
+        store.delete_key(_key(name, number))
 
 
 def _decode(name: str, head: bytes) -> _Head:
