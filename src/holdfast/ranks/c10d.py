@@ -9,6 +9,8 @@ Known of torch 2.13 (docs/decisions/0034):
   that has a reply.
 * A new connection may take seconds, because both ends look up its name. So there is one, and none
   is made later.
+* A thread that returns from a call while the interpreter ends aborts the process. So threads take
+  turns, and the last turn is taken at exit.
 * Keys outlive the processes that wrote them. So all keys of a life of the group have its nonce.
 
 Needs `Store.clone`, which torch has since 2.8.
@@ -119,7 +121,6 @@ class C10d(Coordinator):
             raise RanksSilent("meeting of all ranks", absent) from None
         self._late: dict[str, Sequence[int]] = {}
         """Tag of each round that may have keys left → ranks whose posts may be among them."""
-        self._lock = Lock()
         self._group_store = store  # in rank 0 it may host the server, and end that with itself
 
     @classmethod
@@ -198,11 +199,9 @@ class C10d(Coordinator):
 
     def _retire(self, tag: str, late: Sequence[int]) -> None:
         """Note a round and its late ranks, and delete what is left of those before the last few."""
-        with self._lock:
-            self._late[tag] = [*self._late.pop(tag, ()), *late]
-            old = [*self._late][:-NUM_KEPT_ROUNDS]
-            rounds = [(tag, self._late.pop(tag)) for tag in old]
-        for old_tag, ranks in rounds:
+        self._late[tag] = [*self._late.pop(tag, ()), *late]
+        for old_tag in [*self._late][:-NUM_KEPT_ROUNDS]:
+            ranks = self._late.pop(old_tag)
             for name in (_announcement_name(old_tag), *(_post_name(r, old_tag) for r in ranks)):
                 delete(self._store, name)
             self._store.delete_key(_count_key(old_tag))

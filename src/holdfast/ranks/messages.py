@@ -27,7 +27,7 @@ class Store(Protocol):
         """Make a client with a connection of its own."""
 
     def set_timeout(self, timeout: timedelta, /) -> None:
-        """Set how long `get` and `wait` wait."""
+        """Set how long `get` waits."""
 
     def set(self, key: str, value: bytes, /) -> None:
         """Send a value; returns before it has arrived."""
