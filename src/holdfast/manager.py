@@ -14,10 +14,9 @@ from types import TracebackType
 from typing import Any, Literal
 
 from holdfast.arguments import checked
-from holdfast.care.beginning import Beginning
-from holdfast.care.chores import ManagerChores
+from holdfast.care.housekeeping import ManagerChores, Tuning
 from holdfast.care.mirror import ownership
-from holdfast.care.tuning import Tuning
+from holdfast.care.preflight import Beginning
 from holdfast.engine.checkpoint import Checkpoint, CheckpointList, PendingSave, describe, parse_seen
 from holdfast.engine.claims.notes import annotate, checked_metrics, checked_reasons, checked_tags
 from holdfast.engine.claims.owner import left_s
@@ -376,7 +375,7 @@ class CheckpointManager:
         limit_s = timeout_s if timeout_s is not None else self._saver.timeout_s
         end = time.monotonic() + limit_s
         self._saver.settle(limit_s)
-        exits.told(self)
+        exits.record_raised(self)
         self._saver.raise_failure()
         self._uploads.settle(max(end - time.monotonic(), 0))
         self._uploads.raise_failure()
@@ -651,7 +650,7 @@ class CheckpointManager:
         finally:
             self._closed = True
             self._outside.close()
-            exits.forget(self)
+            exits.unregister(self)
             self._overlap.step_guard.close()
             try:
                 self._uploads.close(left_s(end))
@@ -779,7 +778,7 @@ class CheckpointManager:
         """Wait for the previous save, and raise its error."""
         wait = self._saver.wait_for_arenas if but_housekeeping else self._saver.settle
         wait(self._saver.timeout_s)
-        exits.told(self)
+        exits.record_raised(self)
         self._raise_failure()
 
     def _raise_failure(self) -> None:

@@ -68,7 +68,7 @@ _ShardLists: TypeAlias = Sequence[tuple[ShardEntry, ...]]
 
 
 class Places(msgspec.Struct, frozen=True):
-    """Positions of whole tensors in files, as columns with an entry for each tensor."""
+    """Positions of tensors or shards in files, as columns with an entry for each."""
 
     files: Sequence[str]
     """The tensor files of the component."""
@@ -128,7 +128,7 @@ class TensorTable(Mapping[str, TensorEntry]):
 
 
 class StoredBlocks(msgspec.Struct, frozen=True):
-    """Consecutive stored blocks of one file: their lengths and joined digests."""
+    """Consecutive blocks of a compressed file as stored: their lengths and joined digests."""
 
     lengths: tuple[int, ...]
     digests: bytes
@@ -196,7 +196,7 @@ def encode_index(
     *,
     stored: Mapping[str, StoredBlocks] = types.MappingProxyType({}),
 ) -> bytes:
-    """Encode the index of whole tensors. `files`: component → its tensor files, in order.
+    """Encode the index of unsharded tensors. `files`: component → its tensor files, in order.
 
     `blocks` has the digests of every file of the manifest except the index itself; `stored` has
     the stored blocks of compressed files.
@@ -355,13 +355,13 @@ def _decode_component(
         raise FormatError(f"{what}: a tensor's name appears twice")
     kinds = [*zip(component.dtypes, component.shapes, strict=True)]
     shards = _decode_shards(component, _Sizes(what).of(names, kinds), what=what)
-    places = shards if isinstance(shards, Places) else _flat(shards, component.files)
+    places = shards if isinstance(shards, Places) else _places_of_shards(shards, component.files)
     _check_places(places, files, what=what)
     return TensorTable(specs_by_key, shards)
 
 
 class _Sizes(dict[_Kind, int]):
-    """Cache of the bytes of tensors by dtype and shape, as most occur often."""
+    """Cache of tensors' sizes in bytes by dtype and shape, as most occur often."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -373,7 +373,7 @@ class _Sizes(dict[_Kind, int]):
         return nbytes
 
     def of(self, names: Iterable[str], kinds: Sequence[_Kind]) -> list[int]:
-        """Compute the bytes of each tensor; an error names the tensor."""
+        """Compute each tensor's size in bytes; an error names the tensor."""
         try:
             return [*map(self.__getitem__, kinds)]
         except FormatError:
@@ -444,7 +444,7 @@ def _whole_tensors(component: _Component, sizes: list[int], *, what: str) -> Pla
     return Places(component.files, file, start, np.array(sizes, np.int64))
 
 
-def _flat(shards: _ShardLists, files: Sequence[str]) -> Places:
+def _places_of_shards(shards: _ShardLists, files: Sequence[str]) -> Places:
     """Collect the positions of all shards of all tensors."""
     numbers = {name: number for number, name in enumerate(files)}
     rows = [(numbers[s.file], s.start, s.nbytes) for of_one in shards for s in of_one]
@@ -459,17 +459,17 @@ def _check_places(places: Places, files: Mapping[str, FileEntry], *, what: str) 
     # Not by their sum, which may be beyond 64 bits.
     outside = (places.start > lengths) | (places.nbytes > lengths - places.start)
     if outside.any():
-        name, start = _first(places, outside)
+        name, start = _first_wrong(places, outside)
         raise FormatError(f"{what}: a shard from byte {start:,} on ends behind the end of {name}")
     stop = places.start + places.nbytes
     shared = places.start < layout.DATA_ALIGNMENT
     shared[1:] |= (places.file[1:] == places.file[:-1]) & (places.start[1:] < stop[:-1])
     if shared.any():
-        name, start = _first(places, shared)
+        name, start = _first_wrong(places, shared)
         raise FormatError(f"{what}: shards overlap at byte {start:,} of {name}")
 
 
-def _first(places: Places, wrong: np.ndarray[Any, np.dtype[np.bool_]]) -> tuple[str, int]:
+def _first_wrong(places: Places, wrong: np.ndarray[Any, np.dtype[np.bool_]]) -> tuple[str, int]:
     """Return file and first byte of the first wrong entry."""
     number = int(np.argmax(wrong))
     return places.files[places.file[number]], int(places.start[number])
@@ -486,13 +486,13 @@ def tiles(shape: Sequence[int], boxes: Sequence[_Box]) -> bool:
     """
     measures = [_Measure() for _ in shape]
 
-    def mass(offsets: Sequence[int], sizes: Sequence[int]) -> int:
+    def measure_of(offsets: Sequence[int], sizes: Sequence[int]) -> int:
         product = 1
         for measure, start, size in zip(measures, offsets, sizes, strict=True):
             product = product * (measure[start + size] - measure[start]) % _PRIME
         return product
 
-    return sum(mass(*box) for box in boxes) % _PRIME == mass([0] * len(shape), shape)
+    return sum(measure_of(*box) for box in boxes) % _PRIME == measure_of([0] * len(shape), shape)
 
 
 class _Measure(dict[int, int]):

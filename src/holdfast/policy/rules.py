@@ -52,7 +52,7 @@ class All(Rule):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Nothing(Rule):
-    """Keep only what is kept in any case, such as the newest: another tier has the rest.
+    """Keep only what no rule may delete, such as the newest checkpoint; another tier has the rest.
 
     Applies to the checkpoints of every saver, also of those without a rule.
     """
@@ -196,7 +196,7 @@ class EveryNth(Rule):
         object.__setattr__(self, "interval", parse(interval, what="EveryNth: interval"))
 
     def picks(self, newest_first: Sequence[Candidate]) -> Mapping[int, str]:
-        """Pick the milestones among those that count towards quotas."""
+        """Pick, of those that count towards quotas, the first at or after each multiple."""
         first: dict[int, tuple[int | float, int]] = {}
         for position in counting(newest_first):
             count = self.interval.unit.of(newest_first[position].timestamp)
@@ -357,7 +357,7 @@ class Budget(Rule):
         return dict.fromkeys(chosen, str(self))
 
     def missing(self, counting: Sequence[Candidate]) -> str:
-        """Name a size that fits into the budget, if every checkpoint is larger."""
+        """Name the budget's limit, if every checkpoint is larger than it."""
         smallest = min(entry.nbytes for entry in counting)
         if smallest <= self.nbytes:
             return ""
@@ -419,7 +419,7 @@ def _first_of_each(newest_first: Sequence[Candidate], period: str) -> list[int]:
     """
     oldest: dict[str, int] = {}
     for position in counting(newest_first):
-        created = _recorded_time(newest_first[position].created)
+        created = recorded_time(newest_first[position].created)
         if created is not None:
             oldest[created.strftime(period)] = position  # later positions are older
     return sorted(oldest.values())  # positions are newest first
@@ -431,7 +431,7 @@ def _missing_counter(counting: Sequence[Candidate], time: Time) -> str:
     return f"the counter {argument_name(time.unit)!r}"
 
 
-def _recorded_time(created: str) -> datetime | None:
+def recorded_time(created: str) -> datetime | None:
     """Parse the recorded time, in UTC; None where it cannot be parsed."""
     try:
         moment = datetime.fromisoformat(created)

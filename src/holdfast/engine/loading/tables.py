@@ -41,7 +41,7 @@ class PackedSource(TensorSource, Protocol):
 
 
 class _Columns(LazyTensors[S_co]):
-    """Stored tensors as columns, with an entry for each tensor in the order of `parts`."""
+    """Stored tensors as columns, in the order of `parts`: file → its wanted tensors."""
 
     def __init__(self, parts: Mapping[str, Wanted]) -> None:
         for part in parts.values():
