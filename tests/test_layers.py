@@ -24,7 +24,7 @@ LAYERS = (
     ("arguments",),
     ("store",),
     ("format",),
-    ("state", "policy", "keys"),
+    ("state", "policy", "ranks", "keys"),
     ("engine",),
     ("care",),
     ("manager", "weights"),
@@ -37,6 +37,11 @@ INNER: dict[str, tuple[tuple[str, ...], ...]] = {
     "store": (
         ("base",),
         ("local", "memory", "remote"),
+    ),
+    "ranks": (
+        ("coordinator",),
+        ("alone", "messages"),
+        ("c10d",),
     ),
     "engine": (
         ("memory", "pause", "roots", "workers"),
@@ -65,7 +70,15 @@ INNER: dict[str, tuple[tuple[str, ...], ...]] = {
 }
 RANK = {folder: rank for rank, folders in enumerate(LAYERS) for folder in folders}
 WITHOUT_TORCH = ("errors", "events", "arguments", "store", "format", "policy", "care", "cli")
-WITHOUT_TORCH_MODULES = ("holdfast.engine.roots.catalog", "holdfast.engine.control.stop")
+WITHOUT_TORCH_MODULES = (
+    "holdfast.engine.roots.catalog",
+    "holdfast.engine.control.stop",
+    "holdfast.ranks.alone",
+    "holdfast.ranks.messages",
+    "holdfast.testing.ranks",
+)
+# The only module that speaks to other ranks.
+SPEAKER = "holdfast.ranks.c10d"
 
 # The package's own lazy table may name everything; whoever drives a whole job may use it.
 ROOT_USERS = ("cli", "demo", "testing")
@@ -277,6 +290,12 @@ def test_no_folder_holds_a_circle(tree: Tree) -> None:
 def test_storage_format_policy_care_and_cli_do_not_import_torch(tree: Tree) -> None:
     """Design, section 7: a listing on a machine without an accelerator pays for no torch."""
     assert torch_breaches(tree) == []
+
+
+def test_one_module_speaks_to_other_ranks(tree: Tree) -> None:
+    """Everything else is given a coordinator."""
+    found = {m for m in tree.modules for i in tree.imports(m) if "distributed" in i.target}
+    assert found == {SPEAKER}
 
 
 def test_the_layers_are_those_of_the_design() -> None:

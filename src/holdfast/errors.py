@@ -39,12 +39,16 @@ HoldfastError
 ├── RequestFailed              a save that was asked for from outside was not made
 ├── PreflightFailed            the first save would fail; lists every problem
 ├── ManagerUnusable            the manager is closed, forked, or half-loaded
-└── DeadlineExceeded           a wait took longer than it may (also a TimeoutError)
+├── DeadlineExceeded           a wait took longer than it may (also a TimeoutError)
+└── RanksError                 the ranks of a run did not come to an agreement
+    ├── RanksFailed            some ranks failed; says which, in which phase and why
+    ├── RanksSilent            some ranks did not answer in time (also a DeadlineExceeded)
+    └── Disconnected           the ranks can no longer reach each other
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 
 class HoldfastError(Exception):
@@ -281,6 +285,32 @@ class ManagerUnusable(HoldfastError):
 
 class DeadlineExceeded(HoldfastError, TimeoutError):
     """A wait reached its time limit; the message says what was waited for."""
+
+
+class RanksError(HoldfastError):
+    """The ranks of a run did not come to an agreement."""
+
+
+class RanksFailed(RanksError):
+    """Some ranks failed. `failed` has the phase and the reason of each, by rank."""
+
+    def __init__(self, what: str, failed: Mapping[int, tuple[str, str]]) -> None:
+        self.failed = dict(failed)
+        lines = [f"rank {rank}, in {phase}: {why}" for rank, (phase, why) in failed.items()]
+        super().__init__(f"{what} failed in:\n" + listing(lines))
+
+
+class RanksSilent(RanksError, DeadlineExceeded):
+    """Some ranks did not answer by the deadline; `ranks` lists them."""
+
+    def __init__(self, what: str, ranks: Sequence[int]) -> None:
+        self.ranks = list(ranks)
+        lines = listing(f"rank {rank}" for rank in ranks)
+        super().__init__(f"{what}: nothing came by the deadline from\n" + lines)
+
+
+class Disconnected(RanksError):
+    """The ranks can no longer reach each other; the message has the system's reason."""
 
 
 def is_damage(error: BaseException) -> bool:

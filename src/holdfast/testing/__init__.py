@@ -1,6 +1,7 @@
-"""Test tools for users: a contract for stores, a faulty store, a test of exact resumes.
+"""Test tools for users: contract of stores, faulty store, test of exact resumes, ranks as threads.
 
-Names are imported at first use: the tools for stores need no torch, the contract needs pytest.
+Names are imported at first use: those for stores and ranks need no torch, the contract needs
+pytest.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     from holdfast.testing.faulty import Fault as Fault
     from holdfast.testing.faulty import FaultyStore as FaultyStore
     from holdfast.testing.faulty import Stopped as Stopped
+    from holdfast.testing.ranks import ThreadCoordinator as ThreadCoordinator
     from holdfast.testing.resume import StepReporter as StepReporter
     from holdfast.testing.resume import assert_resume_equivalent as assert_resume_equivalent
     from holdfast.testing.store_contract import StoreContract as StoreContract
@@ -22,6 +24,7 @@ _HOMES = {
     "StepReporter": "holdfast.testing.resume",
     "Stopped": "holdfast.testing.faulty",
     "StoreContract": "holdfast.testing.store_contract",
+    "ThreadCoordinator": "holdfast.testing.ranks",
     "assert_resume_equivalent": "holdfast.testing.resume",
 }
 """Public name → the module that defines it."""

@@ -1,0 +1,327 @@
+"""Coordinator over the store of a process group of torch.distributed; uses no collective.
+
+Known of torch 2.13 (docs/decisions/0034):
+
+* A wait blocks all other calls of its client. So nothing here waits in the store: it looks.
+* A store whose server is stopped does not keep its own timeouts. So deadlines are kept here, and a
+  thread that the store holds is left behind as a daemon.
+* A `set` is not acknowledged: it succeeds when the server is dead. So a message ends with a call
+  that has a reply.
+* A new connection may take seconds, because both ends look up its name. So there is one, and none
+  is made later.
+* A thread that returns from a call while the interpreter ends aborts the process. So threads take
+  turns, and the last turn is taken at exit.
+* Keys outlive the processes that wrote them. So all keys of a life of the group have its nonce.
+
+Needs `Store.clone`, which torch has since 2.8.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from threading import Condition, Lock, Thread
+from typing import TYPE_CHECKING, TypeVar, cast
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+from typing_extensions import override
+
+from holdfast.errors import (
+    DeadlineExceeded,
+    Disconnected,
+    RanksFailed,
+    RanksSilent,
+    UsageError,
+)
+from holdfast.ranks.coordinator import LEADER, Collected, Coordinator, Failure
+from holdfast.ranks.messages import Store, delete, get, has, put, take_present
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store as TorchStore
+
+T = TypeVar("T")
+
+NUM_KEPT_ROUNDS = 16
+"""Rounds after which the leader deletes what a late rank did not hear, or has posted too late."""
+READ_S = 5.0
+"""Seconds after the deadline in which `collect` may read what came."""
+_GET_S = 5.0
+"""Limit of a `get`, which is only called for keys that are there."""
+_EXIT_S = 1.0
+_SHORTEST_PAUSE_S = 0.001
+_PAUSE_A_RANK_S = 50e-6
+"""Pause between two looks for each rank of the group, which spares the one server of the store."""
+_LONGEST_PAUSE_S = 1.0
+
+
+def open_group(
+    backend: str,
+    *,
+    timeout_s: float,
+    store: TorchStore | None = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
+    """Initialise the default process group, from torchrun's environment if no store is given.
+
+    Raises:
+        Disconnected: the ranks cannot connect to each other.
+    """
+    timeout = timedelta(seconds=timeout_s)
+    try:
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=world_size, timeout=timeout
+        )
+    except RuntimeError as error:
+        if not isinstance(error, dist.DistNetworkError) and "connectFullMesh" not in str(error):
+            raise
+        raise Disconnected(
+            f"the ranks cannot connect to each other: {error}. After a restart by torchrun, gloo "
+            "may find the addresses of processes that have ended: start torchrun with "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment"
+        ) from error
+
+
+class C10d(Coordinator):
+    """Coordinator of the ranks of a process group, through a clone of the group's store.
+
+    It works beside the group's collectives: neither waits for the other. All ranks make theirs at
+    the same point of the program, where the leader gives each follower the nonce of this life of
+    the group.
+
+    Args:
+        store: that of the group; it is cloned, and kept alive.
+        rank: number of this rank in the group.
+        world_size: number of ranks of the group.
+        timeout_s: seconds to wait until all ranks have come.
+
+    Raises:
+        RanksSilent: some ranks did not come.
+        Disconnected: the store cannot be reached.
+    """
+
+    def __init__(
+        self, store: TorchStore, rank: int, world_size: int, *, timeout_s: float = 60.0
+    ) -> None:
+        super().__init__(rank, world_size)
+        self._turn = Condition(Lock())
+        """Held by the thread that uses the store, so that no other is inside torch."""
+        weakref.finalize(self, _stop_calls, self._turn)
+        absent = [*range(1, world_size)] if self.is_leader else [LEADER]
+        try:
+            self._store = self._within(timeout_s, partial(self._meet, store, absent, timeout_s))
+        except DeadlineExceeded:
+            raise RanksSilent("meeting of all ranks", absent) from None
+        self._late: dict[str, Sequence[int]] = {}
+        """Tag of each round that may have keys left → ranks whose posts may be among them."""
+        self._group_store = store  # in rank 0 it may host the server, and end that with itself
+
+    @classmethod
+    def of_default_group(cls, *, timeout_s: float = 60.0) -> C10d:
+        """Make the coordinator of this rank in the default process group.
+
+        Raises:
+            UsageError: there is none yet.
+        """
+        group = dist.group.WORLD
+        if group is None:
+            raise UsageError("torch.distributed has no default process group: initialise it first")
+        return cls(group.get_group_store(), group.rank(), group.size(), timeout_s=timeout_s)
+
+    @override
+    def post(self, tag: str, data: bytes, *, timeout_s: float) -> None:
+        self._within(timeout_s, partial(self._post, tag, data))
+
+    @override
+    def fail(self, tag: str, failure: Failure, *, timeout_s: float) -> None:
+        say = self._announce if self.is_leader else self._post
+        self._within(timeout_s, partial(say, tag, failure))
+
+    @override
+    def collect(self, tag: str, *, timeout_s: float) -> Collected:
+        self.expect_leader()
+        return self._within(timeout_s + READ_S, partial(self._collect, tag, timeout_s))
+
+    @override
+    def announce(self, tag: str, data: bytes, *, timeout_s: float) -> None:
+        self.expect_leader()
+        self._within(timeout_s, partial(self._announce, tag, data))
+
+    @override
+    def hear(self, tag: str, *, timeout_s: float) -> bytes:
+        self.expect_follower()
+        try:
+            said = self._within(timeout_s, partial(self._hear, tag, timeout_s))
+        except DeadlineExceeded:
+            raise RanksSilent(tag, [LEADER]) from None
+        if isinstance(said, Failure):
+            raise RanksFailed(tag, {LEADER: said})
+        return said
+
+    def _post(self, tag: str, said: bytes | Failure) -> None:
+        put(self._store, _post_name(self.rank, tag), said)
+        num_posts = self._store.add(_count_key(tag), 1)
+        if isinstance(said, Failure) or num_posts == self.world_size:
+            self._store.set(_over_key(tag), b"")
+
+    def _announce(self, tag: str, said: bytes | Failure) -> None:
+        self._retire(tag, ())
+        put(self._store, _announcement_name(tag), said)
+
+    def _hear(self, tag: str, timeout_s: float) -> bytes | Failure:
+        name = _announcement_name(tag)
+        self._await(lambda: has(self._store, name), timeout_s)
+        return get(self._store, name)
+
+    def _collect(self, tag: str, timeout_s: float) -> Collected:
+        with suppress(DeadlineExceeded):
+            self._await(lambda: self._store.check([_over_key(tag)]), timeout_s)
+        posts = self._take_posts(tag)
+        silent = [rank for rank in range(self.world_size) if rank not in posts]
+        self._retire(tag, silent)
+        return Collected(
+            came={rank: said for rank, said in posts.items() if isinstance(said, bytes)},
+            failed={rank: said for rank, said in posts.items() if isinstance(said, Failure)},
+            silent=silent,
+        )
+
+    def _take_posts(self, tag: str) -> dict[int, bytes | Failure]:
+        names = {_post_name(rank, tag): rank for rank in range(self.world_size)}
+        found = take_present(self._store, [*names])
+        return {names[name]: said for name, said in found.items()}
+
+    def _retire(self, tag: str, late: Sequence[int]) -> None:
+        """Note a round and its late ranks, and delete what is left of those before the last few."""
+        self._late[tag] = [*self._late.pop(tag, ()), *late]
+        for old_tag in [*self._late][:-NUM_KEPT_ROUNDS]:
+            ranks = self._late.pop(old_tag)
+            for name in (_announcement_name(old_tag), *(_post_name(r, old_tag) for r in ranks)):
+                delete(self._store, name)
+            self._store.delete_key(_count_key(old_tag))
+            self._store.delete_key(_over_key(old_tag))
+
+    def _meet(self, store: TorchStore, absent: list[int], timeout_s: float) -> Store:
+        """Agree on a nonce; return a clone of the store in which all keys begin with it."""
+        own = _prefixed("holdfast", store).clone()
+        own.set_timeout(timedelta(seconds=_GET_S))
+        if self.is_leader:
+            return _prefixed(self._invite(own, absent, timeout_s), own)
+        return _prefixed(self._join(own, timeout_s), own)
+
+    def _invite(self, store: Store, absent: list[int], timeout_s: float) -> str:
+        """Give a new nonce to each follower that says hello, and take it off `absent`."""
+        nonce = secrets.token_hex(16)
+        store.set("leader", nonce.encode())
+
+        def are_all_here() -> bool:
+            for rank in [r for r in absent if store.check([f"hello/{nonce}/{r}"])]:
+                token = store.get(f"hello/{nonce}/{rank}").decode()
+                store.delete_key(f"hello/{nonce}/{rank}")
+                store.set(f"welcome/{token}", nonce.encode())
+                absent.remove(rank)
+            return not absent
+
+        self._await(are_all_here, timeout_s)
+        return nonce
+
+    def _join(self, store: Store, timeout_s: float) -> str:
+        """Say hello to the leader, again to each newer one, until one answers with its nonce."""
+        token, greeted = secrets.token_hex(16), b""
+
+        def is_welcome() -> bool:
+            nonlocal greeted
+            leader = store.get("leader") if store.check(["leader"]) else greeted
+            if leader != greeted:
+                store.set(f"hello/{leader.decode()}/{self.rank}", token.encode())
+                greeted = leader
+            return store.check([f"welcome/{token}"])
+
+        self._await(is_welcome, timeout_s)
+        nonce = store.get(f"welcome/{token}").decode()
+        store.delete_key(f"welcome/{token}")
+        return nonce
+
+    def _within(self, timeout_s: float, job: Callable[[], T]) -> T:
+        """Run a job in a new thread, which is left behind if the store holds it longer than that.
+
+        Raises:
+            DeadlineExceeded: the job is still running.
+            Disconnected: the store cannot be reached.
+        """
+        future: Future[T] = Future()
+        Thread(target=self._do, args=(future, job), name="holdfast-ranks", daemon=True).start()
+        if not wait([future], timeout_s).done:
+            raise DeadlineExceeded(
+                f"the store of torch.distributed did not answer within {timeout_s:.1f} s"
+            )
+        return future.result()
+
+    def _do(self, future: Future[T], job: Callable[[], T]) -> None:
+        try:
+            with self._turn:
+                result = job()
+        except dist.DistNetworkError as error:
+            lost = Disconnected(
+                f"the store of torch.distributed cannot be reached: {error}. The process that "
+                "hosts it, rank 0 or torchrun, has probably ended"
+            )
+            lost.__cause__ = error
+            future.set_exception(lost)
+        except BaseException as error:  # noqa: BLE001 - the future carries it to its owner
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    def _await(self, is_so: Callable[[], bool], timeout_s: float) -> None:
+        """Look more and more rarely until it is so or the time is over; others use the store
+        between two looks."""
+        begin = time.monotonic()
+        least_s = max(_SHORTEST_PAUSE_S, self.world_size * _PAUSE_A_RANK_S)
+        while not is_so():
+            waited_s = time.monotonic() - begin
+            if waited_s >= timeout_s:
+                raise DeadlineExceeded(f"nothing came within {timeout_s:.1f} s")
+            pause_s = min(max(least_s, waited_s / 8), _LONGEST_PAUSE_S)
+            self._turn.wait(min(pause_s, timeout_s - waited_s))
+
+
+def _stop_calls(turn: Condition) -> None:
+    """Take the turn of a coordinator for good, when the interpreter exits.
+
+    A thread that returned from torch later would abort the process. One that is held by a store
+    whose server is stopped does not return.
+    """
+    turn.acquire(timeout=_EXIT_S)
+
+
+def _prefixed(prefix: str, store: TorchStore | Store) -> Store:
+    """Return a view of a store, in which each key begins with `prefix`."""
+    return cast(Store, PrefixStore(prefix, cast("TorchStore", store)))
+
+
+# Parts of a round in the store: the posts and the announcement are messages, the others keys.
+
+
+def _post_name(rank: int, tag: str) -> str:
+    return f"{rank}/{tag}"
+
+
+def _announcement_name(tag: str) -> str:
+    return f"announced/{tag}"
+
+
+def _count_key(tag: str) -> str:
+    """Key of the number of posts."""
+    return f"posted/{tag}"
+
+
+def _over_key(tag: str) -> str:
+    """Key that exists when all ranks have posted, or one has failed."""
+    return f"over/{tag}"

@@ -1,0 +1,129 @@
+"""Coordinator: rounds in which every rank posts to the leader and hears what it announces."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from holdfast.errors import RanksFailed, RanksSilent, UsageError
+
+LEADER = 0
+_MAX_REASON_LENGTH = 2000
+
+
+class Failure(NamedTuple):
+    """Phase in which a rank failed, and why."""
+
+    phase: str
+    reason: str
+
+    @classmethod
+    def of(cls, error: BaseException, *, phase: str) -> Failure:
+        """Describe an error that was raised in `phase`; a long message is cut."""
+        return cls(phase, f"{type(error).__name__}: {error}"[:_MAX_REASON_LENGTH])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collected:
+    """Posts of one round, by rank, as the leader got them."""
+
+    came: Mapping[int, bytes]
+    failed: Mapping[int, Failure]
+    silent: Sequence[int]
+    """Ranks that had posted nothing by the deadline, or by the first failure."""
+
+    def expect_all(self, what: str) -> list[bytes]:
+        """Return the posts in the order of ranks; `what` names the round in errors.
+
+        Raises:
+            RanksFailed: a rank failed.
+            RanksSilent: none failed, but some were silent.
+        """
+        if self.failed:
+            raise RanksFailed(what, self.failed)
+        if self.silent:
+            raise RanksSilent(what, self.silent)
+        return [self.came[rank] for rank in sorted(self.came)]
+
+
+class Coordinator(ABC):
+    """Way for the ranks of a run to agree, one object in each rank.
+
+    They meet in *rounds*. In a round every rank, the leader too, posts one message to the leader,
+    or says that it failed; the leader collects, and announces one message to the followers. Either
+    half may be left out. A round has a `tag`, the same in all ranks, which is used once. Several
+    rounds may be under way at a time, in several threads.
+
+    Every verb raises `Disconnected` where the ranks can no longer reach each other. No verb takes
+    longer than its `timeout_s`, but for a few seconds in which `collect` reads what came. A message
+    whose verb raised `DeadlineExceeded` may still arrive.
+    """
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        if not 0 <= rank < world_size:
+            raise UsageError(f"rank={rank} must be from 0 to {world_size - 1}")
+        self.rank = rank
+        self.world_size = world_size
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this rank decides."""
+        return self.rank == LEADER
+
+    @abstractmethod
+    def post(self, tag: str, data: bytes, *, timeout_s: float) -> None:
+        """Send the message of this rank to the leader; returns when it is on its way.
+
+        Raises:
+            DeadlineExceeded: the message could not be handed over in time.
+        """
+
+    @abstractmethod
+    def fail(self, tag: str, failure: Failure, *, timeout_s: float) -> None:
+        """Say that this rank failed, in place of its next message of the round.
+
+        In a follower that is its post: `collect` returns at once. In the leader it is the
+        announcement: `hear` raises.
+
+        Raises:
+            DeadlineExceeded: the message could not be handed over in time.
+        """
+
+    @abstractmethod
+    def collect(self, tag: str, *, timeout_s: float) -> Collected:
+        """Wait, in the leader, until every rank has posted, one has failed, or the deadline.
+
+        Raises:
+            DeadlineExceeded: the posts could not be read.
+            FormatError: a post is not a message of a coordinator.
+        """
+
+    @abstractmethod
+    def announce(self, tag: str, data: bytes, *, timeout_s: float) -> None:
+        """Send the leader's message to all followers; returns when it is on its way.
+
+        Raises:
+            DeadlineExceeded: the message could not be handed over in time.
+        """
+
+    @abstractmethod
+    def hear(self, tag: str, *, timeout_s: float) -> bytes:
+        """Wait, in a follower, for what the leader announces.
+
+        Raises:
+            RanksFailed: the leader failed.
+            RanksSilent: the leader announced nothing by the deadline.
+            FormatError: the announcement is not a message of a coordinator.
+        """
+
+    def expect_leader(self) -> None:
+        """Raise `UsageError` in a follower."""
+        if not self.is_leader:
+            raise UsageError(f"rank {self.rank} is a follower: only the leader does this")
+
+    def expect_follower(self) -> None:
+        """Raise `UsageError` in the leader."""
+        if self.is_leader:
+            raise UsageError("the leader hears no announcement: it makes them")

@@ -1,0 +1,100 @@
+"""Coordinators for tests whose ranks are threads of one process."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from threading import Condition
+
+from typing_extensions import override
+
+from holdfast.errors import RanksFailed, RanksSilent
+from holdfast.ranks.coordinator import LEADER, Collected, Coordinator, Failure
+
+
+class ThreadCoordinator(Coordinator):
+    """Coordinator of a rank that is a thread; `for_ranks` makes those of all ranks.
+
+    >>> leader, follower = ThreadCoordinator.for_ranks(2)
+    >>> follower.fail("save 1", Failure(phase="write", reason="disk full"), timeout_s=1)
+    >>> leader.collect("save 1", timeout_s=60).failed
+    {1: Failure(phase='write', reason='disk full')}
+    """
+
+    def __init__(self, rank: int, world_size: int, board: _Board) -> None:
+        super().__init__(rank, world_size)
+        self._board = board
+
+    @classmethod
+    def for_ranks(cls, world_size: int) -> list[ThreadCoordinator]:
+        """Make the coordinators of all ranks of a run, in the order of ranks."""
+        board = _Board()
+        return [cls(rank, world_size, board) for rank in range(world_size)]
+
+    @override
+    def post(self, tag: str, data: bytes, *, timeout_s: float) -> None:
+        self._board.put_post(tag, self.rank, data)
+
+    @override
+    def fail(self, tag: str, failure: Failure, *, timeout_s: float) -> None:
+        if self.is_leader:
+            self._board.put_announcement(tag, failure)
+        else:
+            self._board.put_post(tag, self.rank, failure)
+
+    @override
+    def collect(self, tag: str, *, timeout_s: float) -> Collected:
+        self.expect_leader()
+        posts = self._board.take_posts(tag, self.world_size, timeout_s)
+        return Collected(
+            came={rank: said for rank, said in posts.items() if isinstance(said, bytes)},
+            failed={rank: said for rank, said in posts.items() if isinstance(said, Failure)},
+            silent=[rank for rank in range(self.world_size) if rank not in posts],
+        )
+
+    @override
+    def announce(self, tag: str, data: bytes, *, timeout_s: float) -> None:
+        self.expect_leader()
+        self._board.put_announcement(tag, data)
+
+    @override
+    def hear(self, tag: str, *, timeout_s: float) -> bytes:
+        self.expect_follower()
+        said = self._board.read_announcement(tag, timeout_s)
+        if said is None:
+            raise RanksSilent(tag, [LEADER])
+        if isinstance(said, Failure):
+            raise RanksFailed(tag, {LEADER: said})
+        return said
+
+
+class _Board:
+    """Messages of all rounds, which the threads of a run share."""
+
+    def __init__(self) -> None:
+        self._changed = Condition()
+        self._posts: defaultdict[str, dict[int, bytes | Failure]] = defaultdict(dict)
+        self._announced: dict[str, bytes | Failure] = {}
+
+    def put_post(self, tag: str, rank: int, said: bytes | Failure) -> None:
+        with self._changed:
+            self._posts[tag][rank] = said
+            self._changed.notify_all()
+
+    def take_posts(self, tag: str, world_size: int, timeout_s: float) -> dict[int, bytes | Failure]:
+        def is_over() -> bool:
+            posts = self._posts[tag]
+            return len(posts) == world_size or any(isinstance(p, Failure) for p in posts.values())
+
+        with self._changed:
+            self._changed.wait_for(is_over, timeout_s)
+            return dict(sorted(self._posts.pop(tag).items()))
+
+    def put_announcement(self, tag: str, said: bytes | Failure) -> None:
+        with self._changed:
+            self._announced[tag] = said
+            self._changed.notify_all()
+
+    def read_announcement(self, tag: str, timeout_s: float) -> bytes | Failure | None:
+        with self._changed:
+            self._changed.wait_for(lambda: tag in self._announced, timeout_s)
+            return self._announced.get(tag)

@@ -1,0 +1,88 @@
+"""Mutants of `ranks/`: rounds, lives of a group, deadlines and pieces."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+MUTANTS: tuple[Mutant, ...] = (
+    Mutant(
+        name="all-lives-of-a-group-share-their-keys",
+        promise="R38: nothing of an earlier life of a group is read",
+        file="ranks/c10d.py",
+        before="nonce = secrets.token_hex(16)\n        store.set(",
+        after='nonce = "life"\n        store.set(',
+        near=("tests/ranks/test_c10d.py",),
+    ),
+    Mutant(
+        name="a-follower-takes-the-nonce-that-it-finds",
+        promise="R38: a follower joins the life of the leader that answers it",
+        file="ranks/c10d.py",
+        before='return store.check([f"welcome/{token}"])',
+        after='store.set(f"welcome/{token}", leader)\n            return True',
+        near=("tests/ranks/test_c10d.py",),
+    ),
+    Mutant(
+        name="a-failure-waits-for-the-other-ranks",
+        promise="R38: a rank that failed is named at once",
+        file="ranks/c10d.py",
+        before="if isinstance(said, Failure) or num_posts == self.world_size:",
+        after="if num_posts == self.world_size:",
+        near=("tests/ranks/test_contract.py",),
+    ),
+    Mutant(
+        name="a-silent-rank-is-not-named",
+        promise="R38: who is silent is named at the deadline",
+        file="ranks/coordinator.py",
+        before="        if self.silent:\n            raise RanksSilent(what, self.silent)\n",
+        after="",
+        near=("tests/ranks/test_contract.py",),
+    ),
+    Mutant(
+        name="deadline-left-to-the-store",
+        promise="I9: no wait without a deadline",
+        file="ranks/c10d.py",
+        before="if not wait([future], timeout_s).done:",
+        after="if not wait([future]).done:",
+        near=("tests/ranks/test_c10d.py",),
+    ),
+    Mutant(
+        name="message-without-a-reply",
+        promise="R38: a message that the store does not have is an error",
+        file="ranks/messages.py",
+        before="    store.check([_key(name)])\n\n\ndef has",
+        after="    _key(name)\n\n\ndef has",
+        near=("tests/ranks/test_c10d.py",),
+    ),
+    Mutant(
+        name="number-of-pieces-is-believed",
+        promise="R29: a claimed number of pieces is bounded before anything is read",
+        file="ranks/messages.py",
+        before="num_more: Annotated[int, Meta(ge=0, lt=MAX_NUM_PIECES)]",
+        after="num_more: int",
+        near=("tests/ranks/test_c10d.py",),
+    ),
+    Mutant(
+        name="value-longer-than-a-connection-takes",
+        promise="R38: a long message arrives",
+        file="ranks/messages.py",
+        before="PIECE_NBYTES = 256 * 1024",
+        after="PIECE_NBYTES = 256 * 1024 * 1024",
+        near=("tests/ranks/test_c10d.py",),
+    ),
+    Mutant(
+        name="what-late-ranks-post-stays",
+        promise="R38: the store does not grow",
+        file="ranks/c10d.py",
+        before="*(_post_name(r, old_tag) for r in ranks)",
+        after="*()",
+        near=("tests/ranks/test_c10d.py",),
+    ),
+    Mutant(
+        name="threads-use-the-store-while-the-interpreter-ends",
+        promise="I8: a process that ends with rounds under way is not aborted",
+        file="ranks/c10d.py",
+        before="        weakref.finalize(self, _stop_calls, self._turn)\n",
+        after="        weakref.finalize(self, int)\n",
+        near=("tests/ranks/test_c10d.py",),
+    ),
+)
