@@ -1,0 +1,239 @@
+"""Which boxes of the global tensors a rank holds, beside torch's own chunking."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from holdfast.errors import UnsupportedState
+from holdfast.format.objects import Refused
+from holdfast.state.shards import Box, Shards, boxes_of, in_order, read_shards, shards_of, spans_of
+from state.layouts import Layout, chunked_in, layouts, orders, region
+
+
+def check_boxes(layout: Layout, local: Tensor, boxes: list[Box]) -> None:
+    """The boxes are those elements of the global tensor that the local one has, in its order."""
+    for box in boxes:
+        starts = zip(box.local, box.sizes, strict=True)
+        view = local[tuple(slice(start, start + size) for start, size in starts)]
+        assert torch.equal(view, region(layout.whole, box))
+    assert sum(math.prod(box.sizes) for box in boxes) == local.numel()
+
+
+def check_geometry(layout: Layout) -> None:
+    found: list[int] = []
+    for coordinate in layout.coordinates():
+        local = layout.scattered(coordinate)
+        spans = spans_of(layout.shape, layout.mesh, coordinate, layout.splits)
+        assert tuple(sum(b - a for a, b in of_dim) for of_dim in spans) == tuple(local.shape)
+        check_boxes(layout, local, boxes_of(spans) if local.numel() else [])
+        found += local.flatten().tolist()
+    copies = [len(found) // max(1, layout.whole.numel())] * layout.whole.numel()
+    assert sorted(found) == sorted(n for n, k in enumerate(copies) for _ in range(k))
+
+
+def check_order(layout: Layout, order: list[int]) -> None:
+    splits = in_order(layout.splits, layout.mesh)
+    for coordinate in layout.coordinates():
+        spans = spans_of(layout.shape, layout.mesh, coordinate, splits)
+        local = chunked_in(layout, order, coordinate)
+        check_boxes(layout, local, boxes_of(spans) if local.numel() else [])
+
+
+@given(layouts())
+def test_every_rank_holds_what_torch_gives_it_and_together_they_hold_every_element(
+    layout: Layout,
+) -> None:
+    check_geometry(layout)
+
+
+@given(orders())
+def test_the_factors_of_strided_shards_tell_the_order_of_sharding(case: Any) -> None:
+    check_order(*case)
+
+
+@pytest.mark.full
+@settings(max_examples=1_000)
+@given(layouts())
+def test_a_thousand_layouts_are_as_torch_makes_them(layout: Layout) -> None:
+    check_geometry(layout)
+
+
+@pytest.mark.full
+@settings(max_examples=1_000)
+@given(orders())
+def test_a_thousand_orders_are_read_from_the_factors(case: Any) -> None:
+    check_order(*case)
+
+
+@given(layouts())
+def test_a_dtensor_is_read_right_on_every_rank_or_refused_on_one(layout: Layout) -> None:
+    """Only a strided placement whose chunks are uneven means different things to parts of torch."""
+    read, refused = [], 0
+    for coordinate in layout.coordinates():
+        local = layout.scattered(coordinate)
+        shards = shards_of(layout.dtensor(coordinate, local))
+        refused += isinstance(shards, Refused)
+        read.append((local, shards))
+    if refused:
+        assert any(isinstance(placement, _StridedShard) for placement in layout.placements)
+        return
+    for local, shards in read:
+        assert isinstance(shards, Shards)
+        assert shards.shape == layout.shape
+        check_views(layout, local, shards)
+
+
+@given(orders())
+def test_a_dtensor_sharded_in_another_order_is_read_right(case: Any) -> None:
+    layout, order = case
+    for coordinate in layout.coordinates():
+        local = chunked_in(layout, order, coordinate)
+        shards = shards_of(layout.dtensor(coordinate, local))
+        assert isinstance(shards, Shards)
+        check_views(layout, local, shards)
+
+
+def check_views(layout: Layout, local: Tensor, shards: Shards) -> None:
+    for box, view in zip(shards.boxes, shards.views, strict=True):
+        assert torch.equal(view, region(layout.whole, box))
+        assert view.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
+    if layout.whole.numel():
+        check_boxes(layout, local, list(shards.boxes))
+    else:
+        assert [box.sizes for box in shards.boxes] == [layout.shape]
+
+
+def test_a_lone_strided_shard_is_several_boxes() -> None:
+    """torch's own helper gives the first of them only."""
+    layout = Layout((16, 3), (4,), (_StridedShard(0, split_factor=2),))
+    shards = shards_of(layout.dtensor((0,), layout.scattered((0,))))
+    assert isinstance(shards, Shards)
+    assert shards.boxes == (Box((0, 0), (2, 3), (0, 0)), Box((8, 0), (2, 3), (2, 0)))
+    assert [view.tolist() for view in shards.views] == [
+        layout.whole[:2].tolist(),
+        layout.whole[8:10].tolist(),
+    ]
+
+
+def test_the_placements_of_fsdp2_over_tp_are_one_box() -> None:
+    layout = Layout((8, 2), (2, 2), (_StridedShard(0, split_factor=2), Shard(0)))
+    held = [shards_of(layout.dtensor(at, layout.scattered(at))) for at in layout.coordinates()]
+    offsets = [[box.offsets[0] for box in it.boxes] for it in held if isinstance(it, Shards)]
+    assert offsets == [[0], [4], [2], [6]]
+
+
+def test_an_uneven_sharding_in_the_order_of_fsdp2_is_read_in_that_order() -> None:
+    """Seven rows, TP over 2 and then FSDP2 over 3: from left to right the last row would be that of
+    another rank."""
+    layout = Layout((7,), (3, 2), (_StridedShard(0, split_factor=2), Shard(0)))
+    local = chunked_in(layout, [1, 0], (2, 1))
+    shards = shards_of(layout.dtensor((2, 1), local))
+    assert isinstance(shards, Shards)
+    assert [box.offsets for box in shards.boxes] == [(6,)]
+    assert layout.scattered((2, 1)).tolist() == []
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 0), (2, 3, 4)])
+def test_a_plain_tensor_is_one_box(shape: tuple[int, ...]) -> None:
+    tensor = nn.Parameter(torch.ones(shape))
+    shards = shards_of(tensor)
+    assert isinstance(shards, Shards)
+    assert shards.shape == shape
+    assert shards.boxes == (Box((0,) * len(shape), shape, (0,) * len(shape)),)
+    assert shards.views[0].data_ptr() == tensor.data_ptr()
+
+
+def test_a_whole_local_tensor_is_itself() -> None:
+    """So that a later save recognises its memory."""
+    layout = Layout((4, 2), (2,), (Shard(0),))
+    local = layout.scattered((1,))
+    tensor = layout.dtensor((1,), local)
+    shards = shards_of(tensor)
+    assert isinstance(shards, Shards)
+    assert shards.views[0] is tensor._local_tensor
+
+
+def test_a_view_of_a_parameter_records_nothing_for_autograd() -> None:
+    layout = Layout((8,), (2,), (_StridedShard(0, split_factor=2),))
+    local = layout.scattered((0,)).double().requires_grad_()
+    shards = shards_of(layout.dtensor((0,), local))
+    assert isinstance(shards, Shards)
+    assert [view.grad_fn for view in shards.views] == [None, None]
+
+
+def test_a_rank_without_a_row_has_no_box() -> None:
+    layout = Layout((2, 3), (4,), (Shard(0),))
+    shards = shards_of(layout.dtensor((3,), layout.scattered((3,))))
+    assert shards == Shards(shape=(2, 3), boxes=(), views=())
+
+
+def test_a_rank_outside_of_the_mesh_has_no_box() -> None:
+    mesh = torch.distributed.device_mesh.DeviceMesh("cpu", [1, 2], _init_backend=False, _rank=0)
+    shape = torch.Size((4, 3))
+    tensor = DTensor.from_local(
+        torch.ones(0), mesh, [Shard(0)], run_check=False, shape=shape, stride=(3, 1)
+    )
+    assert shards_of(tensor) == Shards(shape=(4, 3), boxes=(), views=())
+
+
+def test_sums_that_are_not_reduced_are_refused_by_path() -> None:
+    layout = Layout((4,), (2, 2), (Replicate(), Partial()))
+    with pytest.raises(UnsupportedState) as caught:
+        read_shards({"good": torch.ones(2), "layer.weight": layout.dtensor((0, 0), torch.ones(4))})
+    assert caught.value.paths == ["layer.weight"]
+    assert "Partial(sum) of mesh dimension 1 holds sums that are not reduced" in str(caught.value)
+
+
+def test_every_tensor_that_cannot_be_saved_is_listed() -> None:
+    layout = Layout((4,), (2,), (Partial(),))
+    tensors = {"a": layout.dtensor((0,), torch.ones(4)), "b": torch.ones(2, device="meta")}
+    with pytest.raises(UnsupportedState) as caught:
+        read_shards(tensors)
+    assert caught.value.paths == ["a", "b"]
+
+
+def test_a_local_tensor_of_another_shape_is_refused_with_mesh_and_placements() -> None:
+    layout = Layout((4, 3), (2,), (Shard(0),))
+    with pytest.raises(UnsupportedState) as caught:
+        read_shards({"w": layout.dtensor((1,), torch.ones(3, 3))})
+    message = str(caught.value)
+    assert "w: the local tensor has the shape (3, 3)" in message
+    assert "(Shard(dim=0),)" in message
+    assert "DeviceMesh((2,)" in message
+    assert "(2, 3) at (1,) of a tensor of shape (4, 3)" in message
+
+
+def test_a_local_tensor_that_cannot_be_saved_is_refused() -> None:
+    layout = Layout((4,), (2,), (Shard(0),))
+    found = shards_of(layout.dtensor((0,), torch.ones(2, device="meta")))
+    assert isinstance(found, Refused)
+    assert "meta" in found.reason
+
+
+def test_a_sharded_tensor_is_refused_with_what_to_use() -> None:
+    from torch.distributed._shard.sharded_tensor import ShardedTensor
+
+    found = shards_of(torch.Tensor._make_subclass(ShardedTensor, torch.ones(2)))
+    assert isinstance(found, Refused)
+    assert "fully_shard" in found.reason
+
+
+def test_plain_tensors_import_nothing_of_torch_distributed() -> None:
+    import warm
+
+    code = (
+        "import sys, torch\n"
+        "from holdfast.state.shards import read_shards\n"
+        "before = set(sys.modules)\n"
+        "read_shards({'w': torch.ones(2)})\n"
+        "print(sorted(set(sys.modules) - before))\n"
+    )
+    assert warm.run(["-c", code]).stdout.strip() == "[]"
