@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from holdfast.state.shards import Box, Split
+from holdfast.state.boxes import Box, Split
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,5 +109,5 @@ def chunked_in(layout: Layout, order: Sequence[int], coordinate: Sequence[int]) 
 
 
 def region(whole: Tensor, box: Box) -> Tensor:
-    """A box of the global tensor."""
-    return whole[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))]
+    """A view of a box of a tensor."""
+    return whole[tuple(slice(start, start + size) for start, size in zip(*box, strict=True))]

@@ -110,7 +110,7 @@ def told(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     for path, shards in read_shards(tensors).items():
         tensor = tensors[path]
         full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        boxes = [(box.offsets, box.sizes) for box in shards.boxes]
+        boxes = [tuple(box) for box in shards.boxes]
         views = [view.detach().clone() for view in shards.views]
         found[path] = (shards.shape, boxes, views, full.detach())
     return found

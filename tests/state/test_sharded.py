@@ -12,7 +12,9 @@ from torch import Tensor
 
 import marks
 import warm
-from holdfast.state.shardplan import BoxTable, LeafTable, box_at, plan_writes
+from holdfast.state.boxes import box_at
+from holdfast.state.shardplan import BoxTable, LeafTable, plan_writes
+from state.layouts import region
 
 SCRIPT = Path(__file__).with_name("sharded.py")
 
@@ -37,8 +39,7 @@ def put_together(ranks: list[dict[str, Any]]) -> dict[str, Tensor]:
         leaf = boxes.leaf[row]
         box = box_at(shapes[leaf], int(boxes.first[row]), int(boxes.last[row]))
         _, held, views, _ = ranks[boxes.rank[row]][paths[leaf]]
-        at = tuple(slice(start, start + size) for start, size in zip(*box, strict=True))
-        wholes[leaf][at] = views[held.index(box)]
+        region(wholes[leaf], box).copy_(views[held.index(box)])
     return dict(zip(paths, wholes, strict=True))
 
 

@@ -7,8 +7,7 @@ of messages between ranks or of bytes on disk.
 from __future__ import annotations
 
 import heapq
-import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any, TypeAlias
@@ -19,11 +18,9 @@ from blake3 import blake3
 
 from holdfast.errors import UnsupportedState
 from holdfast.format.layout import MAX_TENSOR_FILE_NBYTES, MAX_TENSORS_PER_FILE
+from holdfast.state.boxes import Box, box_at, box_of, corners, whole_box
 
 Ints: TypeAlias = np.ndarray[Any, np.dtype[np.signedinteger[Any]]]
-Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
-"""(offsets, sizes) in the global tensor."""
-
 _NUM_EXPLAINED = 10
 _BLOCK_ROWS = 1_000_000
 """Rows whose geometry is computed at once: bounds the memory for it."""
@@ -47,11 +44,11 @@ class LeafTable:
 class BoxTable:
     """Boxes that ranks hold, those of one rank or of all.
 
-    A box is two numbers, whatever its dimensions: the positions of its first and its last element
-    in the row-major global tensor. In a tensor without elements these are 0 and -1.
+    A box is its two `corners`, whatever its dimensions.
     """
 
     leaf: Ints
+    """Number of the leaf."""
     rank: Ints
     first: Ints
     last: Ints
@@ -62,17 +59,14 @@ class BoxTable:
     ) -> BoxTable:
         """Make the table of one rank from its boxes of each leaf."""
         counts = [len(of_leaf) for of_leaf in boxes]
-        corners = [
-            _corners(shape, box)
-            for shape, of_leaf in zip(shapes, boxes, strict=True)
-            for box in of_leaf
-        ]
-        ends = np.array(corners, np.int64).reshape(-1, 2)
+        by_leaf = zip(shapes, boxes, strict=True)
+        ends = [corners(shape, box) for shape, of_leaf in by_leaf for box in of_leaf]
+        columns = np.array(ends, np.int64).reshape(-1, 2)
         return cls(
             leaf=np.repeat(np.arange(len(counts), dtype=np.int32), counts),
-            rank=np.full(len(corners), rank, np.int32),
-            first=ends[:, 0],
-            last=ends[:, 1],
+            rank=np.full(len(ends), rank, np.int32),
+            first=columns[:, 0],
+            last=columns[:, 1],
         )
 
     @classmethod
@@ -130,36 +124,6 @@ def digest_input(shares: Sequence[bytes], hosts: Ints) -> bytes:
     While it stays the same the plan does, too.
     """
     return blake3(msgspec.msgpack.encode((shares, hosts.tolist()))).digest()
-
-
-def box_at(shape: Sequence[int], first: int, last: int) -> Box:
-    """Compute offsets and sizes of a box from its corners."""
-    if math.prod(shape) == 0:
-        return (0,) * len(shape), tuple(shape)
-    sides = []
-    for extent in shape[:0:-1]:
-        first, start = divmod(first, extent)
-        last, end = divmod(last, extent)
-        sides.append((start, end - start + 1))
-    if shape:  # the first dimension shows what is beyond the end
-        sides.append((first, last - first + 1))
-    return _box(reversed(sides))
-
-
-def _box(sides: Iterable[tuple[int, int]]) -> Box:
-    """Make a box of (offset, size) in each dimension."""
-    pairs = [*sides]
-    return tuple(offset for offset, _ in pairs), tuple(size for _, size in pairs)
-
-
-def _corners(shape: Sequence[int], box: Box) -> tuple[int, int]:
-    if math.prod(shape) == 0:
-        return 0, -1
-    first = last = 0
-    for extent, offset, size in zip(shape, *box, strict=True):
-        first = first * extent + offset
-        last = last * extent + offset + size - 1
-    return first, last
 
 
 def _choose(leaves: LeafTable, boxes: BoxTable, hosts: Ints) -> tuple[Ints, Ints]:
@@ -282,33 +246,34 @@ def _not_tiled(
     for number, at in enumerate(wrong[:_NUM_EXPLAINED]):
         shape, of_leaf = leaves.shapes[at], rows[leaf == at]
         ends = zip(boxes.first[of_leaf].tolist(), boxes.last[of_leaf].tolist(), strict=True)
-        reasons[number] = _explain(shape, [box_at(shape, *corners) for corners in ends])
+        reasons[number] = _explain(shape, [box_at(shape, *of_box) for of_box in ends])
     return UnsupportedState([*zip((leaves.paths[at] for at in wrong), reasons, strict=True)])
 
 
 def _explain(shape: Sequence[int], boxes: Sequence[Box]) -> str:
     """Explain why boxes do not tile a shape, by a box that overlaps or one that is missing."""
     if not boxes:
-        return _say("no rank holds its box", ((0,) * len(shape), tuple(shape)))
+        return _say("no rank holds its box", whole_box(shape))
     sides = []
     for dim, extent in enumerate(shape):
-        held = {(offsets[dim], sizes[dim]): (offsets, sizes) for offsets, sizes in boxes}
+        held = {(box.offsets[dim], box.offsets[dim] + box.sizes[dim]): box for box in boxes}
         covered = 0
-        for start, size in [*sorted(held), (extent, 0)]:
+        for start, stop in [*sorted(held), (extent, extent)]:
             if start > covered:
                 hole = [(0, whole) for whole in shape]
-                hole[dim] = (covered, start - covered)
-                return _say("no rank holds its box", _box(hole))
-            if start < covered or start + size > extent:
-                return _say("overlap, or beyond the end: its box", held[start, size])
-            covered = start + size
+                hole[dim] = (covered, start)
+                return _say("no rank holds its box", box_of(hole))
+            if start < covered or stop > extent:
+                return _say("overlap, or beyond the end: its box", held[start, stop])
+            covered = stop
         sides.append(sorted(held))
-    missing = (cell for cell in map(_box, product(*sides)) if cell not in set(boxes))
+    known = set(boxes)
+    missing = (box for box in map(box_of, product(*sides)) if box not in known)
     return _say("no rank holds its box", next(missing))
 
 
 def _say(what: str, box: Box) -> str:
-    return f"{what} with offsets {box[0]} and sizes {box[1]}"
+    return f"{what} with offsets {box.offsets} and sizes {box.sizes}"
 
 
 def _alike(rows: Ints) -> Iterator[Ints]:

@@ -1,7 +1,7 @@
 """Shards of a state: of each tensor the global shape, and the boxes of it that this rank holds.
 
-The geometry is integers and needs no process group (`spans_of`, `boxes_of`). Knows the placements
-of DTensors; knows nothing of files, components or what other ranks hold.
+Knows the placements of DTensors; the geometry is that of `boxes`. Knows nothing of files,
+components and what other ranks hold.
 """
 
 from __future__ import annotations
@@ -9,43 +9,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, product
-from operator import mul
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from holdfast.errors import UnsupportedState
 from holdfast.format.objects import Refused
+from holdfast.state.boxes import Box, Span, Split, boxes_of, in_order, packed, spans_of, whole_box
 from holdfast.state.leaves import refusal
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
-
-Span: TypeAlias = tuple[int, int]
-"""Indices [start, stop) in one dimension of the global tensor."""
-
-
-class Box(NamedTuple):
-    """An axis-aligned part of a tensor, in elements."""
-
-    offsets: tuple[int, ...]
-    """Its first element in the global tensor."""
-    sizes: tuple[int, ...]
-    local: tuple[int, ...]
-    """Its first element in the local tensor of this rank."""
-
-
-class Split(NamedTuple):
-    """Sharding of tensor dimension `dim` over mesh dimension `over`, in chunks as of `torch.chunk`.
-
-    A `factor` above 1 cuts the dimension into so many chunks first and shards each of them: the
-    placement `_StridedShard`.
-    """
-
-    dim: int
-    over: int
-    factor: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,86 +60,6 @@ def shards_of(tensor: Tensor) -> Shards | Refused:
     if reason is not None:
         return Refused(reason)
     return _held(tuple(tensor.shape), [[(0, size)] for size in tensor.shape], tensor)
-
-
-def spans_of(
-    shape: Sequence[int],
-    mesh_shape: Sequence[int],
-    coordinate: Sequence[int],
-    splits: Sequence[Split],
-) -> list[list[Span]]:
-    """Compute the indices that one rank holds in each dimension, in the order of its local tensor.
-
-    Args:
-        shape: Shape of the global tensor.
-        mesh_shape: Number of ranks in each dimension of the mesh.
-        coordinate: Position of the rank in the mesh.
-        splits: In the order in which they are applied.
-    """
-    spans = [[(0, size)] for size in shape]
-    for dim, over, factor in splits:
-        chunks = (_chunk(spans[dim], factor, number) for number in range(factor))
-        parts = (_chunk(chunk, mesh_shape[over], coordinate[over]) for chunk in chunks)
-        spans[dim] = [span for part in parts for span in part]
-    return [_joined(of_dim) for of_dim in spans]
-
-
-def boxes_of(spans: Sequence[Sequence[Span]]) -> list[Box]:
-    """Make the boxes of a rank from its indices in each dimension."""
-    sides = []
-    for of_dim in spans:
-        sizes = [stop - start for start, stop in of_dim]
-        starts = [start for start, _ in of_dim]
-        sides.append([*zip(starts, sizes, accumulate(sizes, initial=0), strict=False)])
-    corners = (zip(*corner, strict=True) if corner else ((), (), ()) for corner in product(*sides))
-    return [Box(*map(tuple, corner)) for corner in corners]
-
-
-def in_order(splits: Sequence[Split], mesh_shape: Sequence[int]) -> list[Split]:
-    """Turn `_StridedShard` placements into plain shardings in the order in which they were made.
-
-    FSDP2 shards what tensor parallelism has sharded already, over mesh dimensions further right.
-    torch notes this by a factor: the number of shards that existed before. A factor that is no
-    such number stays.
-    """
-    ordered: list[Split] = []
-    for dim in sorted({split.dim for split in splits}):
-        own = [split for split in splits if split.dim == dim]
-        ordered += _decoded(own, mesh_shape) or own
-    return ordered
-
-
-def _decoded(splits: Sequence[Split], mesh_shape: Sequence[int]) -> list[Split] | None:
-    order: list[Split] = []
-    for split in reversed(splits):
-        shards_before = accumulate((mesh_shape[it.over] for it in order), mul, initial=1)
-        place = next((n for n, shards in enumerate(shards_before) if shards == split.factor), None)
-        if place is None:
-            return None
-        order.insert(place, split._replace(factor=1))
-    return order
-
-
-def _chunk(spans: Sequence[Span], num_chunks: int, number: int) -> list[Span]:
-    """Select one chunk of consecutive spans as `torch.chunk` does: the last ones may be empty."""
-    size = -(-sum(stop - start for start, stop in spans) // num_chunks)
-    kept, skip = [], size * number
-    for start, stop in spans:
-        first, last = max(start, start + skip), min(stop, start + skip + size)
-        if first < last:
-            kept.append((first, last))
-        skip -= stop - start
-    return kept
-
-
-def _joined(spans: Sequence[Span]) -> list[Span]:
-    """Join spans that continue each other."""
-    joined: list[Span] = []
-    for start, stop in spans:
-        if joined and joined[-1][1] == start:
-            start = joined.pop()[0]
-        joined.append((start, stop))
-    return joined
 
 
 def _of_dtensor(tensor: DTensor) -> Shards | Refused:
@@ -212,18 +106,15 @@ def _splits(tensor: DTensor) -> list[Split] | Refused:
 
 def _held(shape: tuple[int, ...], spans: Sequence[Sequence[Span]], local: Tensor) -> Shards:
     if math.prod(shape) == 0:
-        nowhere = (0,) * len(shape)
-        return Shards(
-            shape=shape, boxes=(Box(nowhere, shape, nowhere),), views=(local.detach().view(shape),)
-        )
-    boxes = tuple(boxes_of(spans))
-    return Shards(shape=shape, boxes=boxes, views=tuple(_view(local, box) for box in boxes))
+        return Shards(shape=shape, boxes=(whole_box(shape),), views=(local.detach().view(shape),))
+    views = tuple(_view(local, box) for box in boxes_of(packed(spans)))
+    return Shards(shape=shape, boxes=tuple(boxes_of(spans)), views=views)
 
 
 def _view(local: Tensor, box: Box) -> Tensor:
     if box.sizes == tuple(local.shape):
         return local  # itself, so that it is recognised in the next save
     view = local.detach()
-    for dim, (start, size) in enumerate(zip(box.local, box.sizes, strict=True)):
+    for dim, (start, size) in enumerate(zip(*box, strict=True)):
         view = view.narrow(dim, start, size)
     return view
