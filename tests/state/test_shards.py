@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from holdfast.errors import UnsupportedState
 from holdfast.format.objects import Refused
 from holdfast.state.boxes import Box, boxes_of, in_order, packed, spans_of, whole_box
-from holdfast.state.shards import Shards, read_shards, shards_of
+from holdfast.state.shards import LocalShards, read_shards, shards_of
 from state.layouts import Layout, chunked_in, layouts, orders, region
 
 
@@ -83,7 +83,7 @@ def test_a_dtensor_is_read_right_on_every_rank_or_refused_on_one(layout: Layout)
         assert any(isinstance(placement, _StridedShard) for placement in layout.placements)
         return
     for local, shards in read:
-        assert isinstance(shards, Shards)
+        assert isinstance(shards, LocalShards)
         assert shards.shape == layout.shape
         check_views(layout, local, shards)
 
@@ -94,11 +94,11 @@ def test_a_dtensor_sharded_in_another_order_is_read_right(case: Any) -> None:
     for coordinate in layout.coordinates():
         local = chunked_in(layout, order, coordinate)
         shards = shards_of(layout.dtensor(coordinate, local))
-        assert isinstance(shards, Shards)
+        assert isinstance(shards, LocalShards)
         check_views(layout, local, shards)
 
 
-def check_views(layout: Layout, local: Tensor, shards: Shards) -> None:
+def check_views(layout: Layout, local: Tensor, shards: LocalShards) -> None:
     for box, view in zip(shards.boxes, shards.views, strict=True):
         assert torch.equal(view, region(layout.whole, box))
         assert view.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
@@ -110,7 +110,7 @@ def test_a_lone_strided_shard_is_several_boxes() -> None:
     """torch's own helper gives the first of them only."""
     layout = Layout((16, 3), (4,), (_StridedShard(0, split_factor=2),))
     shards = shards_of(layout.dtensor((0,), layout.scattered((0,))))
-    assert isinstance(shards, Shards)
+    assert isinstance(shards, LocalShards)
     assert shards.boxes == (Box((0, 0), (2, 3)), Box((8, 0), (2, 3)))
     assert [view.tolist() for view in shards.views] == [
         layout.whole[:2].tolist(),
@@ -121,7 +121,7 @@ def test_a_lone_strided_shard_is_several_boxes() -> None:
 def test_the_placements_of_fsdp2_over_tp_are_one_box() -> None:
     layout = Layout((8, 2), (2, 2), (_StridedShard(0, split_factor=2), Shard(0)))
     held = [shards_of(layout.dtensor(at, layout.scattered(at))) for at in layout.coordinates()]
-    offsets = [[box.offsets[0] for box in it.boxes] for it in held if isinstance(it, Shards)]
+    offsets = [[box.offsets[0] for box in it.boxes] for it in held if isinstance(it, LocalShards)]
     assert offsets == [[0], [4], [2], [6]]
 
 
@@ -131,7 +131,7 @@ def test_an_uneven_sharding_in_the_order_of_fsdp2_is_read_in_that_order() -> Non
     layout = Layout((7,), (3, 2), (_StridedShard(0, split_factor=2), Shard(0)))
     local = chunked_in(layout, [1, 0], (2, 1))
     shards = shards_of(layout.dtensor((2, 1), local))
-    assert isinstance(shards, Shards)
+    assert isinstance(shards, LocalShards)
     assert [box.offsets for box in shards.boxes] == [(6,)]
     assert layout.scattered((2, 1)).tolist() == []
 
@@ -143,7 +143,7 @@ def test_an_order_of_sharding_that_torch_records_is_followed() -> None:
         tensor = layout.dtensor(coordinate, local)
         tensor._spec.shard_order = (ShardOrderEntry(0, (1, 0)),)
         shards = shards_of(tensor)
-        assert isinstance(shards, Shards)
+        assert isinstance(shards, LocalShards)
         check_views(layout, local, shards)
 
 
@@ -151,7 +151,7 @@ def test_an_order_of_sharding_that_torch_records_is_followed() -> None:
 def test_a_plain_tensor_is_one_box(shape: tuple[int, ...]) -> None:
     tensor = nn.Parameter(torch.ones(shape))
     shards = shards_of(tensor)
-    assert isinstance(shards, Shards)
+    assert isinstance(shards, LocalShards)
     assert shards.shape == shape
     assert shards.boxes == (whole_box(shape),)
     assert shards.views[0].data_ptr() == tensor.data_ptr()
@@ -163,7 +163,7 @@ def test_a_whole_local_tensor_is_itself() -> None:
     local = layout.scattered((1,))
     tensor = layout.dtensor((1,), local)
     shards = shards_of(tensor)
-    assert isinstance(shards, Shards)
+    assert isinstance(shards, LocalShards)
     assert shards.views[0] is tensor._local_tensor
 
 
@@ -171,14 +171,14 @@ def test_a_view_of_a_parameter_records_nothing_for_autograd() -> None:
     layout = Layout((8,), (2,), (_StridedShard(0, split_factor=2),))
     local = layout.scattered((0,)).double().requires_grad_()
     shards = shards_of(layout.dtensor((0,), local))
-    assert isinstance(shards, Shards)
+    assert isinstance(shards, LocalShards)
     assert [view.grad_fn for view in shards.views] == [None, None]
 
 
 def test_a_rank_without_a_row_has_no_box() -> None:
     layout = Layout((2, 3), (4,), (Shard(0),))
     shards = shards_of(layout.dtensor((3,), layout.scattered((3,))))
-    assert shards == Shards(shape=(2, 3), boxes=(), views=())
+    assert shards == LocalShards(shape=(2, 3), boxes=(), views=())
 
 
 def test_a_rank_outside_of_the_mesh_has_no_box() -> None:
@@ -187,7 +187,7 @@ def test_a_rank_outside_of_the_mesh_has_no_box() -> None:
     tensor = DTensor.from_local(
         torch.ones(0), mesh, [Shard(0)], run_check=False, shape=shape, stride=(3, 1)
     )
-    assert shards_of(tensor) == Shards(shape=(4, 3), boxes=(), views=())
+    assert shards_of(tensor) == LocalShards(shape=(4, 3), boxes=(), views=())
 
 
 def test_sums_that_are_not_reduced_are_refused_by_path() -> None:
@@ -195,7 +195,7 @@ def test_sums_that_are_not_reduced_are_refused_by_path() -> None:
     with pytest.raises(UnsupportedState) as caught:
         read_shards({"good": torch.ones(2), "layer.weight": layout.dtensor((0, 0), torch.ones(4))})
     assert caught.value.paths == ["layer.weight"]
-    assert "Partial(sum) of mesh dimension 1 holds sums that are not reduced" in str(caught.value)
+    assert "Partial(sum) of mesh dimension 1 holds values that are not reduced" in str(caught.value)
 
 
 def test_every_tensor_that_cannot_be_saved_is_listed() -> None:

@@ -23,18 +23,18 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shards:
+class LocalShards:
     """The boxes of one tensor that this rank holds, and their memory."""
 
     shape: tuple[int, ...]
     """Shape of the global tensor."""
     boxes: tuple[Box, ...]
-    """None if the rank holds nothing of it. A tensor without elements is one box on every rank."""
+    """Empty if the rank holds nothing of it. A tensor without elements is one box on every rank."""
     views: tuple[Tensor, ...]
     """The elements of each box, as views of the local tensor."""
 
 
-def read_shards(tensors: Mapping[str, Tensor]) -> dict[str, Shards]:
+def read_shards(tensors: Mapping[str, Tensor]) -> dict[str, LocalShards]:
     """Read what this rank holds of each tensor, by path.
 
     Raises:
@@ -44,10 +44,10 @@ def read_shards(tensors: Mapping[str, Tensor]) -> dict[str, Shards]:
     refused = [(path, it.reason) for path, it in found.items() if isinstance(it, Refused)]
     if refused:
         raise UnsupportedState(refused)
-    return {path: it for path, it in found.items() if isinstance(it, Shards)}
+    return {path: it for path, it in found.items() if isinstance(it, LocalShards)}
 
 
-def shards_of(tensor: Tensor) -> Shards | Refused:
+def shards_of(tensor: Tensor) -> LocalShards | Refused:
     """Read what this rank holds of a tensor; a plain tensor is one box, the same on every rank."""
     name = type(tensor).__name__
     if name == "DTensor":
@@ -62,7 +62,7 @@ def shards_of(tensor: Tensor) -> Shards | Refused:
     return _held(tuple(tensor.shape), [[(0, size)] for size in tensor.shape], tensor)
 
 
-def _of_dtensor(tensor: DTensor) -> Shards | Refused:
+def _of_dtensor(tensor: DTensor) -> LocalShards | Refused:
     mesh, local, shape = tensor.device_mesh, tensor._local_tensor, tuple(tensor.shape)
     reason = refusal(local)
     if reason is not None:
@@ -72,7 +72,7 @@ def _of_dtensor(tensor: DTensor) -> Shards | Refused:
         return splits
     coordinate = mesh.get_coordinate()
     if coordinate is None:
-        return Shards(shape=shape, boxes=(), views=())
+        return LocalShards(shape=shape, boxes=(), views=())
     spans = spans_of(shape, mesh.shape, coordinate, splits)
     expected = tuple(sum(stop - start for start, stop in of_dim) for of_dim in spans)
     if tuple(local.shape) == expected:
@@ -95,7 +95,7 @@ def _splits(tensor: DTensor) -> list[Split] | Refused:
         elif type(placement) is Shard:
             splits[over] = Split(placement.dim, over)
         elif type(placement) is not Replicate:
-            kind = "holds sums that are not reduced" if placement.is_partial() else "is unknown"
+            kind = "holds values that are not reduced" if placement.is_partial() else "is unknown"
             return Refused(f"placement {placement!r} of mesh dimension {over} {kind}")
     # Only newer torch records an order, and none where a factor tells it.
     order = getattr(tensor._spec, "shard_order", None)
@@ -104,11 +104,13 @@ def _splits(tensor: DTensor) -> list[Split] | Refused:
     return [splits[over] for entry in order for over in entry.mesh_dims]
 
 
-def _held(shape: tuple[int, ...], spans: Sequence[Sequence[Span]], local: Tensor) -> Shards:
+def _held(shape: tuple[int, ...], spans: Sequence[Sequence[Span]], local: Tensor) -> LocalShards:
     if math.prod(shape) == 0:
-        return Shards(shape=shape, boxes=(whole_box(shape),), views=(local.detach().view(shape),))
+        return LocalShards(
+            shape=shape, boxes=(whole_box(shape),), views=(local.detach().view(shape),)
+        )
     views = tuple(_view(local, box) for box in boxes_of(packed(spans)))
-    return Shards(shape=shape, boxes=tuple(boxes_of(spans)), views=views)
+    return LocalShards(shape=shape, boxes=tuple(boxes_of(spans)), views=views)
 
 
 def _view(local: Tensor, box: Box) -> Tensor:
