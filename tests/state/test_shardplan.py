@@ -182,6 +182,27 @@ def test_what_all_hold_fills_what_the_shards_of_some_leave() -> None:
     assert imbalance(found) <= 1.1
 
 
+def holding(num_ranks: int, holders: Sequence[Sequence[int]]) -> list[Rank]:
+    """Ranks of which some hold all of each leaf."""
+    whole = Box((0, 0), (10, 10))
+    return [[[whole] if rank in of else [] for of in holders] for rank in range(num_ranks)]
+
+
+@pytest.mark.parametrize(
+    "holders",
+    [
+        [*[[0]] * 20, *[[0, 1]] * 20, *[[2, 3]] * 20, *[[3]] * 20],
+        [*[[0, 1]] * 20, *[[0, 1, 2, 3]] * 20],
+    ],
+    ids=["each set of holders has its own", "few holders first"],
+)
+def test_replicas_go_to_the_holders_with_the_least(holders: Sequence[Sequence[int]]) -> None:
+    shapes = [(10, 10)] * len(holders)
+    boxes = box_table(shapes, holding(4, holders))
+    found = loads(boxes, plan_writes(leaf_table(shapes), boxes, one_host(4)), 4)
+    assert imbalance(found) <= 1.1
+
+
 def test_few_large_replicas_are_spread_over_hosts_first() -> None:
     shapes = [(64, 64)] * 4
     boxes = box_table(shapes, hsdp(shapes, replicas=8, parts=1))
@@ -251,6 +272,12 @@ def refusals(shape: tuple[int, ...], *boxes: Box) -> str:
         ((0, 3), [], "no rank holds its box with offsets (0, 0) and sizes (0, 3)"),
         ((4,), [Box((0,), (3,))], "no rank holds its box with offsets (3,) and sizes (1,)"),
         ((4,), [Box((1,), (3,))], "no rank holds its box with offsets (0,) and sizes (1,)"),
+        ((4,), [Box((4,), (4,))], "no rank holds its box with offsets (0,) and sizes (4,)"),
+        (
+            (4,),
+            [Box((0,), (4,)), Box((4,), (0,))],
+            "empty, overlapping or beyond the end is its box with offsets (4,) and sizes (0,)",
+        ),
         (
             (6, 2),
             [Box((0, 0), (2, 2)), Box((4, 0), (2, 2))],
@@ -264,17 +291,17 @@ def refusals(shape: tuple[int, ...], *boxes: Box) -> str:
         (
             (4, 2),
             [Box((0, 0), (3, 2)), Box((2, 0), (2, 2))],
-            "overlap, or beyond the end: its box with offsets (2, 0) and sizes (2, 2)",
+            "empty, overlapping or beyond the end is its box with offsets (2, 0) and sizes (2, 2)",
         ),
         (
             (4, 2),
             [Box((0, 0), (4, 2)), Box((0, 0), (2, 2))],
-            "overlap, or beyond the end: its box with offsets (0, 0) and sizes (4, 2)",
+            "empty, overlapping or beyond the end is its box with offsets (0, 0) and sizes (4, 2)",
         ),
         (
             (4,),
             [Box((0,), (2,)), Box((2,), (3,))],
-            "overlap, or beyond the end: its box with offsets (2,) and sizes (3,)",
+            "empty, overlapping or beyond the end is its box with offsets (2,) and sizes (3,)",
         ),
     ],
 )

@@ -53,7 +53,7 @@ def spans_of(
         chunks = (_chunk(spans[dim], factor, number) for number in range(factor))
         parts = (_chunk(chunk, mesh_shape[over], coordinate[over]) for chunk in chunks)
         spans[dim] = [span for part in parts for span in part]
-    return [_joined(of_dim) for of_dim in spans]
+    return spans
 
 
 def _chunk(spans: Sequence[Span], num_chunks: int, number: int) -> list[Span]:
@@ -66,16 +66,6 @@ def _chunk(spans: Sequence[Span], num_chunks: int, number: int) -> list[Span]:
             kept.append((first, last))
         skip -= stop - start
     return kept
-
-
-def _joined(spans: Sequence[Span]) -> list[Span]:
-    """Join spans that continue each other."""
-    joined: list[Span] = []
-    for start, stop in spans:
-        if joined and joined[-1][1] == start:
-            start = joined.pop()[0]
-        joined.append((start, stop))
-    return joined
 
 
 def in_order(splits: Sequence[Split], mesh_shape: Sequence[int]) -> list[Split]:

@@ -258,13 +258,13 @@ def _explain(shape: Sequence[int], boxes: Sequence[Box]) -> str:
     for dim, extent in enumerate(shape):
         held = {(box.offsets[dim], box.offsets[dim] + box.sizes[dim]): box for box in boxes}
         covered = 0
-        for start, stop in [*sorted(held), (extent, extent)]:
+        for start, stop in [*sorted(held), (extent, extent + 1)]:
             if start > covered:
                 hole = [(0, whole) for whole in shape]
                 hole[dim] = (covered, start)
                 return _say("no rank holds its box", box_of(hole))
-            if start < covered or stop > extent:
-                return _say("overlap, or beyond the end: its box", held[start, stop])
+            if (start, stop) in held and not covered <= start < stop <= extent:
+                return _say("empty, overlapping or beyond the end is its box", held[start, stop])
             covered = stop
         sides.append(sorted(held))
     known = set(boxes)
