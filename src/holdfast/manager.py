@@ -376,7 +376,7 @@ class CheckpointManager:
         limit_s = timeout_s if timeout_s is not None else self._saver.timeout_s
         end = time.monotonic() + limit_s
         self._saver.settle(limit_s)
-        exits.told(self)
+        exits.record_raised(self)
         self._saver.raise_failure()
         self._uploads.settle(max(end - time.monotonic(), 0))
         self._uploads.raise_failure()
@@ -651,7 +651,7 @@ class CheckpointManager:
         finally:
             self._closed = True
             self._outside.close()
-            exits.forget(self)
+            exits.unregister(self)
             self._overlap.step_guard.close()
             try:
                 self._uploads.close(left_s(end))
@@ -779,7 +779,7 @@ class CheckpointManager:
         """Wait for the previous save, and raise its error."""
         wait = self._saver.wait_for_arenas if but_housekeeping else self._saver.settle
         wait(self._saver.timeout_s)
-        exits.told(self)
+        exits.record_raised(self)
         self._raise_failure()
 
     def _raise_failure(self) -> None:

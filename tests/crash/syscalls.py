@@ -293,7 +293,7 @@ SCENARIOS = {
 
 def files_first() -> None:
     """Mutant: a deletion removes files while the manifest still says that they are there."""
-    deletion._bury = lambda *_: None
+    deletion._put_tombstone = lambda *_: None
 
 
 MUTANTS = {**storm.MUTANTS, "files_first": files_first}

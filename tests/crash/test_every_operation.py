@@ -230,7 +230,7 @@ def delete_first(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def files_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Mutant: a deletion removes files before it has put the tombstone."""
-    monkeypatch.setattr(deletion, "_bury", no_tombstone)
+    monkeypatch.setattr(deletion, "_put_tombstone", no_tombstone)
 
 
 def gc_forgets(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,13 +88,13 @@ def no_folder_sync() -> None:
 
 def tombstone_last() -> None:
     """Files go while the manifest still says that they are there."""
-    real = deletion._bury
+    real = deletion._put_tombstone
 
-    def bury(store: Any, folder: str, tombstone: Deleted) -> None:
+    def put_tombstone(store: Any, folder: str, tombstone: Deleted) -> None:
         commit_module.remove_files(store, folder, whole=False)
         real(store, folder, tombstone)
 
-    deletion._bury = bury
+    deletion._put_tombstone = put_tombstone
 
 
 def acknowledge_early() -> None:
@@ -116,7 +116,7 @@ def delete_before_commit() -> None:
     def commit(store: Any, attempt: Any, manifest: Any) -> None:
         for entry in Catalog(store).checkpoints():
             gone = Deleted(save_id=entry.manifest.save_id, by="mutant", reason="room")
-            deletion._bury(store, entry.folder, gone)
+            deletion._put_tombstone(store, entry.folder, gone)
         real(store, attempt, manifest)
 
     save_module.commit = commit

@@ -93,10 +93,10 @@ ROOTS = (
         name="files-removed-before-the-tombstone",
         promise="R11: a reader sees whole checkpoints only",
         file="engine/claims/deletion.py",
-        before=("_bury(store, folder, Deleted(save_id=register.save_id, by=by, reason=reason))\n"),
+        before="        _put_tombstone(store, folder, Deleted(save_id=register.save_id",
         after=(
-            "remove_files(store, folder, whole=False)\n        "
-            "_bury(store, folder, Deleted(save_id=register.save_id, by=by, reason=reason))\n"
+            "        remove_files(store, folder, whole=False)\n"
+            "        _put_tombstone(store, folder, Deleted(save_id=register.save_id"
         ),
         near=(COMMIT,),
     ),
@@ -386,7 +386,7 @@ LOADING = (
         name="wrong-copy-on-the-host-is-kept",
         promise="R17: a copy that proves wrong is dropped and read anew",
         file="engine/loading/caching.py",
-        before="                self._pieces.forget(piece.place)\n        if afresh or start",
+        before="                self._pieces.remove(piece.place)\n        if afresh or start",
         after="                assert piece.place\n        if afresh or start",
         near=("tests/engine/loading/test_caching.py",),
     ),
@@ -445,7 +445,7 @@ OTHERS = (
         name="reason-of-a-deletion-in-clear",
         promise="R34: what is sealed is nowhere stored in clear",
         file="engine/sealed/sealing.py",
-        before="by=register.by, reason=NOT_TOLD)",
+        before="by=register.by, reason=REDACTED)",
         after="by=register.by, reason=register.reason)",
         near=(SEALING,),
     ),

@@ -98,8 +98,8 @@ MUTANTS: tuple[Mutant, ...] = (
         name="generators-are-set-before-foreign-code-runs",
         promise="I7: generators are restored last, after code that may draw from them",
         file="state/plans.py",
-        before="    turn = 1\n",
-        after="    turn = -1\n",
+        before="    finish_order = 1\n",
+        after="    finish_order = -1\n",
         near=("tests/state/test_apply.py",),
     ),
     Mutant(

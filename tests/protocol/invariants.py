@@ -57,7 +57,7 @@ def _broken_in_folder(folder: Folder) -> Iterator[str]:
 
 def _broken_records(world: World) -> Iterator[str]:
     """V14: what shows that a manifest was lost shows it of no attempt that never had one."""
-    named = {claim.goes_on_from for claim in world.claims}
+    named = {claim.resumes_from for claim in world.claims}
     for attempt, folder in zip(ATTEMPTS, world.folders, strict=True):
         never = folder.register == ABSENT and not folder.appeared
         is_shown = attempt in named or folder.epoch in world.closed
@@ -111,4 +111,4 @@ def _is_allowed(world: World, point: str | None) -> bool:
 def _is_rolled_back_to(world: World, point: str, *, above: int) -> bool:
     """Whether a person has had the run rolled back to `point` since."""
     later = world.claims[above:]
-    return any(claim.is_rollback and claim.goes_on_from == point for claim in later)
+    return any(claim.is_rollback and claim.resumes_from == point for claim in later)

@@ -26,7 +26,7 @@ def head(
         if commits:
             return commits[-1]
         claim = world.claims[epoch - 1]
-        point = claim.goes_on_from
+        point = claim.resumes_from
         if point is None or not rules.claim_names_resume_point:
             continue
         if rules.latest_claim_is_transparent and not claim.is_rollback:

@@ -60,7 +60,7 @@ class Claim(NamedTuple):
     """One record in `writers/`. `is_rollback`: a person named the resume point."""
 
     process: str
-    goes_on_from: str | None
+    resumes_from: str | None
     is_rollback: bool
 
 

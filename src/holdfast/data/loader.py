@@ -27,11 +27,12 @@ from holdfast.errors import UsageError, listing
 
 logger = logging.getLogger("holdfast")
 
-_Spec = tuple[int, int, Sequence[int]]
-_SHAPE = ("num_samples", "batch_size", "shuffle", "drop_last")
+_BatchSpec = tuple[int, int, Sequence[int]]
+"""(epoch, batch, indices of its samples)."""
+_SETTINGS = ("num_samples", "batch_size", "shuffle", "drop_last")
 _PER_EPOCH = "batches_per_epoch"
 """Member of the position that is stored only if the option is given."""
-_begun: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+_iterators: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 """torch's iterators with workers -> id of the process that started them."""
 
 
@@ -110,8 +111,8 @@ class Loader:
         self._seed = seed
         self._epoch = 0
         self._batch = 0
-        self._turn = 0
-        self._begun = -1
+        self._generation = 0
+        self._begun_epoch = -1
         """Epoch that an iterator was made for since the position was loaded."""
         self._plan = _PlannedBatches()
         try:
@@ -119,7 +120,7 @@ class Loader:
                 _Fetcher(dataset, collate_fn or default_collate),
                 batch_size=None,
                 sampler=self._plan,
-                collate_fn=_as_it_is,
+                collate_fn=_identity,
                 # A separate generator, because the start of an iteration draws from it.
                 generator=torch.Generator(),
                 num_workers=num_workers,
@@ -158,9 +159,9 @@ class Loader:
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over the rest of this epoch, or the next one if this one is at its end."""
-        if self.at_epoch_end and self._begun == self._epoch:
+        if self.at_epoch_end and self._begun_epoch == self._epoch:
             self._end_epoch()
-        self._begun = self._epoch
+        self._begun_epoch = self._epoch
         return self._rest()
 
     def until(self, step: int, *, start: int = 0, batches_per_step: int = 1) -> Iterator[Any]:
@@ -191,12 +192,12 @@ class Loader:
             "epoch": self._epoch,
             "batch": self._batch,
             "seed": self._seed,
-            **self._shape(),
+            **self._settings(),
         }
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raise the errors of `load_state_dict`; a load calls it before it changes anything."""
-        self._translated(_checked(state))
+        """Raise the errors of `load_state_dict`, and change nothing; a resume calls it first."""
+        self._batch_from(_checked(state))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a stored position. A stored seed that differs replaces this one, with a warning.
@@ -207,7 +208,7 @@ class Loader:
                 stored position is the very first. Nothing is changed then.
         """
         stored = _checked(state)
-        batch = self._translated(stored)
+        batch = self._batch_from(stored)
         if stored["seed"] != self._seed:
             logger.warning(
                 "the loader's seed is %d, the stored one %d: the stored one is used",
@@ -215,11 +216,11 @@ class Loader:
                 stored["seed"],
             )
         self._seed, self._epoch, self._batch = stored["seed"], stored["epoch"], batch
-        self._turn += 1
-        self._begun = -1
+        self._generation += 1
+        self._begun_epoch = -1
 
     def _rest(self) -> Iterator[Any]:
-        epoch = self._begun = self._epoch
+        epoch = self._begun_epoch = self._epoch
         yield from self._take(len(self) - self._batch)
         if self._epoch == epoch:  # otherwise a later iterator has ended it
             self._end_epoch()
@@ -228,8 +229,8 @@ class Loader:
         self._epoch, self._batch = self._epoch + 1, 0
 
     def _take(self, count: int) -> Iterator[Any]:
-        self._turn += 1
-        turn = self._turn
+        self._generation += 1
+        generation = self._generation
         if not count:
             return
         if len(self.dataset) != self._num_samples:
@@ -239,17 +240,17 @@ class Loader:
             )
         self._plan.specs = self._specs(self._epoch, self._batch, count)
         batches = iter(self._batches)
-        _begun[batches] = os.getpid()
+        _iterators[batches] = os.getpid()
         for epoch, batch, samples in batches:
             self._epoch, self._batch = epoch, batch + 1
             yield samples
-            if turn != self._turn:
+            if generation != self._generation:
                 raise UsageError(
                     "this iterator of the loader has ended: another one began, or the position "
                     "was loaded; iterate over the loader anew"
                 )
 
-    def _specs(self, epoch: int, batch: int, count: int) -> Iterator[tuple[bytes, _Spec]]:
+    def _specs(self, epoch: int, batch: int, count: int) -> Iterator[tuple[bytes, _BatchSpec]]:
         first = epoch * len(self) + batch
         order, ordered_lap = torch.empty(0), -1
         for number in range(first, first + count):
@@ -267,28 +268,28 @@ class Loader:
         own = randomness.generator(randomness.derive(self._seed, "order", lap))
         return torch.randperm(self._num_samples, generator=own)
 
-    def _shape(self) -> dict[str, int | bool]:
-        shape: dict[str, int | bool] = {
+    def _settings(self) -> dict[str, int | bool]:
+        settings: dict[str, int | bool] = {
             "num_samples": self._num_samples,
             "batch_size": self._batch_size,
             "shuffle": self._shuffle,
             "drop_last": self._drop_last,
         }
         if self._batches_per_epoch is not None:
-            shape[_PER_EPOCH] = self._batches_per_epoch
-        return shape
+            settings[_PER_EPOCH] = self._batches_per_epoch
+        return settings
 
-    def _translated(self, stored: Mapping[str, int]) -> int:
-        """Convert a position of other settings, if it is at the beginning or end of a lap."""
-        batch, shape = stored["batch"], self._shape()
+    def _batch_from(self, stored: Mapping[str, int]) -> int:
+        """Return the stored batch; other settings are allowed only at an epoch's start or end."""
+        batch, settings = stored["batch"], self._settings()
         differing = [
-            f"{name}: stored {stored.get(name)}, here {shape.get(name)}"
-            for name in (*_SHAPE, _PER_EPOCH)
-            if stored.get(name) != shape.get(name)
+            f"{name}: stored {stored.get(name)}, here {settings.get(name)}"
+            for name in (*_SETTINGS, _PER_EPOCH)
+            if stored.get(name) != settings.get(name)
         ]
         if not differing or stored["epoch"] == batch == 0:
             return batch
-        are_laps = _PER_EPOCH not in stored and _PER_EPOCH not in shape
+        are_laps = _PER_EPOCH not in stored and _PER_EPOCH not in settings
         if are_laps and batch == _epoch_length(stored):
             return len(self)
         if batch or not are_laps:
@@ -312,9 +313,9 @@ class _PlannedBatches:
     """Batch sampler for torch's DataLoader: yields the batches that were planned."""
 
     def __init__(self) -> None:
-        self.specs: Iterator[tuple[bytes, _Spec]] = iter(())
+        self.specs: Iterator[tuple[bytes, _BatchSpec]] = iter(())
 
-    def __iter__(self) -> Iterator[tuple[bytes, _Spec]]:
+    def __iter__(self) -> Iterator[tuple[bytes, _BatchSpec]]:
         return self.specs
 
 
@@ -325,7 +326,7 @@ class _Fetcher(torch.utils.data.Dataset[Any]):
         self._dataset = dataset
         self._collate_fn = collate_fn
 
-    def __getitem__(self, planned: tuple[bytes, _Spec]) -> tuple[int, int, Any]:
+    def __getitem__(self, planned: tuple[bytes, _BatchSpec]) -> tuple[int, int, Any]:
         entropy, (epoch, batch, indices) = planned
         with randomness.seeded(entropy):
             return epoch, batch, self._collate_fn(self._samples(indices))
@@ -355,7 +356,7 @@ def _end_with_training() -> None:
 
 
 def _outlive_signals() -> None:
-    """Let a worker ignore signals to its whole process group, as supervisors send.
+    """Make this worker ignore signals that supervisors send to its whole process group.
 
     The signals are meant for the training process, which ends its workers itself. If a worker died
     of one, the training process would raise an error, at an arbitrary line.
@@ -372,7 +373,7 @@ def _end_workers() -> None:
     multiprocessing would send each a single SIGTERM, which workers ignore (it may have been sent to
     the whole process group), and then wait for them forever.
     """
-    ours = [batches for batches, pid in _begun.items() if pid == os.getpid()]  # not a parent's
+    ours = [batches for batches, pid in _iterators.items() if pid == os.getpid()]  # not a parent's
     workers = [worker for batches in ours for worker in getattr(batches, "_workers", ())]
     if workers:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise
@@ -392,7 +393,7 @@ def _ignore_once(number: int, frame: Any) -> None:
     signal.signal(number, signal.SIG_DFL)
 
 
-def _as_it_is(batch: Any) -> Any:
+def _identity(batch: Any) -> Any:
     return batch
 
 
@@ -430,7 +431,7 @@ def _checked(state: Mapping[str, Any]) -> dict[str, int]:
     least = {"epoch": 0, "batch": 0, "seed": 0, "num_samples": 1, "batch_size": 1}
     if _PER_EPOCH in state:
         least[_PER_EPOCH] = 1
-    if set(state) != {*least, *_SHAPE}:
+    if set(state) != {*least, *_SETTINGS}:
         raise UsageError(f"not the position of a Loader: it has {sorted(state)}")
     for name, at_least in least.items():
         _check_whole(f"stored {name}", state[name], at_least=at_least)

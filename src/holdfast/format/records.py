@@ -26,10 +26,10 @@ class Process(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WriterRecord(Record, frozen=True, kw_only=True, omit_defaults=True):
-    """Claim of an epoch. `resumed_from` is the checkpoint that it continues from.
+    """Record of a writer's claim to the run; `epoch` numbers the claims.
 
-    `rollback`: a person chose that checkpoint by name. A claim without it, of the latest, counts
-    only once it has committed.
+    It continues from `resumed_from`. `rollback`: a person chose that checkpoint by name. A claim
+    without it, of the latest, counts only once it has committed.
     """
 
     kind: ClassVar = "writer"
@@ -49,7 +49,7 @@ class WriterRecord(Record, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Closed(Record, frozen=True, kw_only=True):
-    """Record that an epoch ended cleanly."""
+    """Record that the writer of an epoch released the run cleanly."""
 
     kind: ClassVar = "closed"
     epoch: Positive
@@ -66,7 +66,7 @@ class Alive(Record, frozen=True, kw_only=True):
 
 
 class Ended(Record, frozen=True, kw_only=True):
-    """Record of attempts whose registers are final, so that they need not be read again.
+    """Record of aborted and deleted attempts, whose manifests need not be read again.
 
     An optimisation only: nothing else depends on it.
     """

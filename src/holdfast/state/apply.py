@@ -95,7 +95,7 @@ class Prepared:
         for name, plan in plans.items():
             with _failing_as(name):
                 plan.apply()
-        for name, plan in sorted(plans.items(), key=lambda item: item[1].turn):
+        for name, plan in sorted(plans.items(), key=lambda item: item[1].finish_order):
             with _failing_as(name):
                 plan.finish()
 

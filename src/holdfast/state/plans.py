@@ -34,7 +34,7 @@ class LoadPlan(ABC):
         self._live = live
         self._specs = specs
 
-    turn = 0
+    finish_order = 0
     """Order of `finish`: 0 foreign code, 1 generators, 2 the global generators."""
 
     _wanted: Any = None
@@ -148,7 +148,7 @@ class ObjectPlan(LoadPlan):
 class GeneratorPlan(LoadPlan):
     """A load into one generator."""
 
-    turn = 1
+    finish_order = 1
     _members: Any = None
 
     def check(self, skeleton: Skeleton, wishes: Wishes, problems: Problems) -> None:
@@ -179,7 +179,7 @@ class GeneratorPlan(LoadPlan):
 class RngPlan(LoadPlan):
     """A load into the global generators that were stored and exist in this process."""
 
-    turn = 2
+    finish_order = 2
 
     def __init__(self, specs: Mapping[str, TensorSpec]) -> None:
         super().__init__(RNG, None, specs)

@@ -24,7 +24,7 @@ from holdfast.care.prune import preview
 from holdfast.care.verify import verify, verify_root
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.roots.commit import mark_aborted
-from holdfast.engine.sealed.discretion import NOT_TOLD, discreet
+from holdfast.engine.sealed.redaction import REDACTED, redact_record
 from holdfast.engine.sealed.sealing import SealedStore, sealing
 from holdfast.format import layout, suites
 from holdfast.format.layout import BLOCK_NBYTES
@@ -704,9 +704,9 @@ def test_answers_to_requests_tell_no_names() -> None:
     """R34: an error may name parts of the state."""
     told = {"folder": None, "error": CANARY, "created": "now", "asker": None}
     answer = AnswerRecord(**told).encode()
-    data = discreet("requests/x.answer", answer)
+    data = redact_record("requests/x.answer", answer)
     assert CANARY not in json.dumps(bytes(data).decode())
-    assert discreet("requests/x.json", answer) == answer
+    assert redact_record("requests/x.json", answer) == answer
 
 
 def test_what_is_no_part_of_a_checkpoint_is_neither_sealed_for_nobody_nor_stored_in_clear() -> None:
@@ -841,7 +841,7 @@ def test_a_tombstone_does_not_tell_in_clear_why_a_checkpoint_went() -> None:
     assert retracted(sealed, folder)
     register = decode_register(store.get(f"{folder}/{layout.MANIFEST}"), what="register")
     assert isinstance(register, Deleted)
-    assert register.reason == NOT_TOLD
+    assert register.reason == REDACTED
 
 
 def test_options_that_cannot_be_are_refused() -> None:

@@ -16,7 +16,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from holdfast.engine.staging import guard as guard_module
 from holdfast.engine.staging.guard import Overlapped, StepGuard, guard
-from holdfast.engine.staging.overlap import why_not
+from holdfast.engine.staging.overlap import why_not_overlap
 from holdfast.engine.workers import Workers
 from holdfast.errors import DeadlineExceeded, UsageError
 
@@ -294,13 +294,13 @@ def test_a_captured_step_is_let_through_and_remembered(
     """Nobody may wait while a graph is captured, and its replays call no hook."""
     parameters, held = weights(), Held()
     optimizer = torch.optim.SGD(parameters, lr=1.0)
-    assert why_not({"optimizer": optimizer}, step_guard) is None
+    assert why_not_overlap({"optimizer": optimizer}, step_guard) is None
     step_guard.hold_for(overlapped(parameters, held))
     monkeypatch.setattr(guard_module, "is_capturing", lambda: True)
     optimizer.step()
     monkeypatch.undo()
     held.gate.set()
-    assert "CUDA graph" in (why_not({"optimizer": optimizer}, step_guard) or "")
+    assert "CUDA graph" in (why_not_overlap({"optimizer": optimizer}, step_guard) or "")
 
 
 class Foreign:
@@ -325,10 +325,10 @@ class Unhooked(torch.optim.SGD):
 
 def test_overlap_is_refused_where_steps_call_no_hooks() -> None:
     step_guard = StepGuard(timeout_s=1.0)
-    assert "not torch's" in (why_not({"mine": Foreign()}, step_guard) or "")
+    assert "not torch's" in (why_not_overlap({"mine": Foreign()}, step_guard) or "")
     unhooked = Unhooked(weights(), lr=1.0)
-    assert why_not({"optimizer": unhooked}, step_guard) is None
+    assert why_not_overlap({"optimizer": unhooked}, step_guard) is None
     Unhooked.step = lambda self, closure=None: None  # type: ignore[assignment]
-    assert "calls no hooks" in (why_not({"optimizer": unhooked}, step_guard) or "")
+    assert "calls no hooks" in (why_not_overlap({"optimizer": unhooked}, step_guard) or "")
     capturable = torch.optim.Adam(weights(), capturable=True)
-    assert "replayed" in (why_not({"optimizer": capturable}, step_guard) or "")
+    assert "replayed" in (why_not_overlap({"optimizer": capturable}, step_guard) or "")

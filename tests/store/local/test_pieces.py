@@ -387,9 +387,9 @@ def test_what_is_forgotten_is_fetched_again(tmp_path: Path) -> None:
     reader = Reader(tmp_path)
     for number in (1, 2, 3):
         reader(number)
-    reader.pieces.forget(piece(1).place)
+    reader.pieces.remove(piece(1).place)
     assert set(files(tmp_path)) == names(2, 3)
-    reader.pieces.forget("object")
+    reader.pieces.remove("object")
     assert files(tmp_path) == {}
     reader(2)
     assert reader.fetched[2] == 2

@@ -142,7 +142,7 @@ def test_afresh_drops_what_is_cached_where_direct_reads_are_refused(
     """A damaged page of the cache does not answer twice."""
     cool(fd)
     warm(fd)
-    localreads._forget(fd, 0, len(arena))
+    localreads._drop_pages(fd, 0, len(arena))
     assert not is_cached(fd, 0, len(arena))
     assert read(fd, arena, 0, direct=False, afresh=True) == bytes(arena)
 
@@ -174,7 +174,7 @@ def test_pages_of_which_a_part_is_to_be_forgotten_are_forgotten(
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # no reading ahead, so pages of their own
     for at in range(0, 4 * MIB, 4096):
         os.pread(fd, 1, at)
-    localreads._forget(fd, start, nbytes)
+    localreads._drop_pages(fd, start, nbytes)
     assert not any(is_cached(fd, at, at + 1) for at in (start, start + nbytes - 1))
 
 

@@ -4,7 +4,6 @@ import errno
 import mmap
 import os
 import re
-import shutil
 import stat
 import tempfile
 from pathlib import Path
@@ -582,8 +581,6 @@ def unprivileged():
         os.seteuid(NOBODY)
         try:
             yield folder
-            shutil.rmtree(folder)
-            os.mkdir(folder)
         finally:
             os.seteuid(0)
 

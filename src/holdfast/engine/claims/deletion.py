@@ -66,7 +66,7 @@ def retract(
             return _STAYS
         if leases := readers.of(folder):
             return Removal(is_done=False, leases=leases)
-        _bury(store, folder, Deleted(save_id=register.save_id, by=by, reason=reason))
+        _put_tombstone(store, folder, Deleted(save_id=register.save_id, by=by, reason=reason))
     name = layout.parse_attempt(folder)
     whole = False
     if name is not None and folder not in unclear:
@@ -98,7 +98,7 @@ def retract_unreadable(
             store.delete(f"{folder}/{layout.retired_name(claim.epoch)}")
         return why
     save_id = name.id8.ljust(32, "0")  # no more of it is known
-    _bury(store, folder, Deleted(save_id=save_id, by=by, reason=reason))
+    _put_tombstone(store, folder, Deleted(save_id=save_id, by=by, reason=reason))
     whole = may_remove_whole(store, claim, name.epoch, is_sent_to=True)
     remove_files(store, folder, whole=whole)
     return ""
@@ -180,7 +180,7 @@ def is_held(manifest: Manifest, marks: Marks) -> bool:
     return marks.pinned or bool(marks.tags) or bool(manifest.tags)
 
 
-def _bury(store: Store, folder: str, tombstone: Deleted) -> None:
+def _put_tombstone(store: Store, folder: str, tombstone: Deleted) -> None:
     store.put(f"{folder}/{layout.MANIFEST}", tombstone.encode())
 
 

@@ -34,13 +34,13 @@ def register(manager: Finishes) -> None:
     _open.add(manager)
 
 
-def forget(manager: Finishes) -> None:
+def unregister(manager: Finishes) -> None:
     """Unregister a manager that was closed."""
     _open.discard(manager)
     _failed.discard(manager)
 
 
-def told(manager: Finishes) -> None:
+def record_raised(manager: Finishes) -> None:
     """Record that the error of a manager's failed save was raised."""
     _failed.discard(manager)
 

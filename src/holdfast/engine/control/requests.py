@@ -243,19 +243,19 @@ class _Tray:
         try:
             request = _read_request(self._store, name)
         except NotFound:
-            self._forget(name)  # withdrawn meanwhile
+            self._mark_unread(name)  # withdrawn meanwhile
         except (FormatError, UsageError, AccessDenied) as error:
             self._emit("warning", f"a request for a save cannot be honoured: {error}")
             return partial(self.settle, name, _answer(None, None, str(error)))
         except StoreError as error:
-            self._forget(name)  # tried again at the next look
+            self._mark_unread(name)  # tried again at the next look
             self._trouble = str(error)
         else:
             with self._lock:
                 self._waiting.append(request)
         return None
 
-    def _forget(self, name: str) -> None:
+    def _mark_unread(self, name: str) -> None:
         with self._lock:
             self._known.discard(name)
 

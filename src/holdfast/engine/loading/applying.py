@@ -99,9 +99,9 @@ class Applying:
         try:
             self._apply(candidate)
         except OpaqueLoadFailed as error:
-            goes_on = search.goes_on_after(error)
+            may_retry = search.record_failure(error)
             self._announce(search)  # under the claim that found it
-            if not goes_on:
+            if not may_retry:
                 raise
             return False
         return True

@@ -77,7 +77,7 @@ class CachedStore(WrappedStore):
     @override
     def put(self, key: str, data: Buffer, *, if_absent: bool = False) -> None:
         self.inner.put(key, data, if_absent=if_absent)
-        self._forget(key)
+        self._remove_copies(key)
 
     @override
     def get_whole(self, key: str, *, max_nbytes: int, afresh: bool = False) -> bytes:
@@ -104,7 +104,7 @@ class CachedStore(WrappedStore):
         pieces = self._pieces_of(key, length, start, start + len(memory))
         if afresh:
             for piece in pieces:
-                self._pieces.forget(piece.place)
+                self._pieces.remove(piece.place)
         if afresh or start + len(memory) > length:
             self.inner.read_into(key, start, memory, seen=seen, afresh=afresh)
             return
@@ -147,13 +147,13 @@ class CachedStore(WrappedStore):
     @override
     def delete(self, key: str) -> None:
         self.inner.delete(key)
-        self._forget(key)
+        self._remove_copies(key)
 
     @override
     def delete_many(self, keys: Sequence[str]) -> None:
         self.inner.delete_many(keys)
         for key in keys:
-            self._forget(key)
+            self._remove_copies(key)
 
     def _pieces_of(self, key: str, length: int, start: int, stop: int) -> Iterator[Piece]:
         """Yield the pieces of an object that hold the bytes from `start` to `stop`."""
@@ -164,7 +164,7 @@ class CachedStore(WrappedStore):
                 nbytes=min(PIECE_NBYTES, length - at),
             )
 
-    def _forget(self, key: str) -> None:
+    def _remove_copies(self, key: str) -> None:
         """Drop the cached copies of a checkpoint file, or of all files in its folder."""
         folder, _, name = key.partition("/")
         if layout.parse_attempt(folder) is None or (name and not _is_lasting(key)):
@@ -172,7 +172,7 @@ class CachedStore(WrappedStore):
         for known in tuple(self._lengths):
             if known.startswith(key):
                 self._lengths.pop(known, None)
-        self._pieces.forget(f"{self._place}/{key.rstrip('/')}")
+        self._pieces.remove(f"{self._place}/{key.rstrip('/')}")
 
 
 def _is_lasting(key: str) -> bool:

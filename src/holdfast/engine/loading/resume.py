@@ -344,23 +344,23 @@ class Reader:
                         expect_kept(catalog.home(entry.folder), entry.folder, entry.marks)
                     return self.read(entry, options)
                 except BeingDeleted:
-                    if not catalog.turn(entry.folder):
+                    if not catalog.switch_tier(entry.folder):
                         raise
                 except Dropped:
-                    if entry.manifest.left_out or not catalog.turn(entry.folder):
+                    if entry.manifest.left_out or not catalog.switch_tier(entry.folder):
                         raise  # the other tier does not keep what was dropped here
                 except (FormatError, StoreError) as error:
-                    if is_damage(error) and catalog.turn(entry.folder):
+                    if is_damage(error) and catalog.switch_tier(entry.folder):
                         continue
                     is_gone = isinstance(error, FormatError | NotFound)
                     if not is_gone or catalog.entry(entry.name) is not None:
                         raise
         raise NoCheckpoint(f"{catalog.store.url}: {which!r} was deleted while it was read")
 
-    def turns(self, candidate: LoadCandidate, error: Exception) -> bool:
+    def switch_tier(self, candidate: LoadCandidate, error: Exception) -> bool:
         """Switch to the other tier after a read error; return whether that was possible."""
-        cause = candidate.cause_of(error)
-        return cause is not None and is_damage(cause) and self.catalog.turn(candidate.entry.folder)
+        cause, folder = candidate.cause_of(error), candidate.entry.folder
+        return cause is not None and is_damage(cause) and self.catalog.switch_tier(folder)
 
     @contextmanager
     def _kept(self, which: str | int) -> Iterator[Entry]:
@@ -458,8 +458,8 @@ class Reader:
         try:
             return self._read_candidate(catalog, name, options, unhealthy)
         except (StoreError, FormatError) as error:
-            is_turned = is_damage(error) and catalog.turn(str(name))
-            if not is_turned and not isinstance(error, StoreError | CorruptData):
+            is_switched = is_damage(error) and catalog.switch_tier(str(name))
+            if not is_switched and not isinstance(error, StoreError | CorruptData):
                 raise
             return self._read_candidate(catalog, name, options, unhealthy)
 
@@ -472,7 +472,7 @@ class Reader:
         try:
             expect_kept(catalog.home(entry.folder), entry.folder, entry.marks)
         except BeingDeleted as error:
-            if catalog.turn(entry.folder):
+            if catalog.switch_tier(entry.folder):
                 return self._read_candidate(catalog, name, options, unhealthy)
             raise PassedOver(str(error)) from error
         self._expect_saved(entry, self._lacks(entry, but=(RNG,)))
@@ -598,13 +598,13 @@ class Search:
                 # Before the claim: a run must not resume from a state that an object refuses.
                 self.candidate.prepared.ready(self.candidate.tensors)
             except (FormatError, StoreError) as error:
-                if not self.goes_on_after(error):
+                if not self.record_failure(error):
                     raise
                 return False
         return True
 
-    def goes_on_after(self, error: Exception) -> bool:
-        """Whether to choose again, after reading the chosen checkpoint has failed.
+    def record_failure(self, error: Exception) -> bool:
+        """Record that the chosen checkpoint could not be read; return whether to choose again.
 
         The same one is retried first, as errors may be transient; then an older one. Until one is
         applied, the state may be partly old and partly stored.
@@ -615,7 +615,7 @@ class Search:
         cause, folder = self.candidate.cause_of(error), self.candidate.entry.folder
         is_first = folder not in self._failed
         self._failed.add(folder)
-        if cause is None or self._reader.turns(self.candidate, error):
+        if cause is None or self._reader.switch_tier(self.candidate, error):
             return cause is not None
         if not self._walks or not (is_first or is_damage(cause)):
             return False

@@ -19,7 +19,8 @@ from typing_extensions import override
 
 from holdfast.engine.loading.plan import DIRECT_NBYTES, Packed, Wanted, batches
 from holdfast.engine.staging.arena import Arena, check_aligned
-from holdfast.format.index import Column, Places
+from holdfast.format.boxes import Column
+from holdfast.format.index import Places
 from holdfast.format.tensors import TensorSpec
 from holdfast.state.copying import LazyTensors, S_co, TensorSource, Unread, copy_bytes
 
@@ -41,7 +42,7 @@ class PackedSource(TensorSource, Protocol):
 
 
 class _Columns(LazyTensors[S_co]):
-    """Stored tensors as columns, with an entry for each tensor in the order of `parts`."""
+    """Stored tensors as columns, in the order of `parts`: file → its wanted tensors."""
 
     def __init__(self, parts: Mapping[str, Wanted]) -> None:
         for part in parts.values():

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from holdfast.engine.roots.documents import read_if_there
 from holdfast.engine.roots.ended import known_ended
-from holdfast.engine.roots.lost import Records, latest_of
+from holdfast.engine.roots.lost import Evidence, latest_of
 from holdfast.errors import (
     CorruptData,
     FormatError,
@@ -116,7 +116,7 @@ class Catalog:
         self._known_claims = claims if claims is not None else {}
         self._keeps_claims = claims is not None
         self._skips_ended = True
-        self._known_records: Records | None = None
+        self._known_evidence: Evidence | None = None
         self.vanished = ""
         """Folder of the newest rollback's checkpoint, if `lineage` found that it no longer exists.
 
@@ -129,8 +129,8 @@ class Catalog:
         """Return the store that a checkpoint is read from: one of the tiers, if there are two."""
         return self.store
 
-    def turn(self, folder: str) -> bool:
-        """Read a damaged checkpoint from the other tier from now on. False if that has none."""
+    def switch_tier(self, folder: str) -> bool:
+        """Read a damaged checkpoint from the other tier from now on; False if that has no copy."""
         return False
 
     def copies(self, entry: Entry) -> Iterator[tuple[Store, Entry]]:
@@ -139,16 +139,16 @@ class Catalog:
 
     def look_again(self) -> None:
         """Begin a new query: clear caches, and retry what could not be reached before."""
-        self._forget()
+        self._clear_caches()
 
-    def _forget(self) -> None:
-        self._known_records = None
+    def _clear_caches(self) -> None:
+        self._known_evidence = None
         if not self._keeps_claims:
             self._known_claims.clear()
 
     def attempts(self) -> tuple[AttemptName, ...]:
         """List every attempt, newest first, from the folder names alone."""
-        self._forget()
+        self._clear_caches()
         names = self.store.children()
         known_ended(self.store).take(self.store, names)
         parsed = (layout.parse_attempt(name[:-1]) for name in names if name.endswith("/"))
@@ -177,7 +177,7 @@ class Catalog:
         """
         register = self._register(folder)
         name = layout.parse_attempt(folder) if register is None else None
-        why = self._records().of_commit(name) if name is not None else ""
+        why = self._evidence().of_commit(name) if name is not None else ""
         if why:
             register = self._register(folder)  # it may have been put since, before those records
             if register is None:
@@ -208,11 +208,11 @@ class Catalog:
                 "a root that no run has been started in"
             )
 
-    def _records(self) -> Records:
-        """Return the cached `Records` of the current query; `attempts` begins the next one."""
-        if self._known_records is None:
-            self._known_records = Records(self.store)
-        return self._known_records
+    def _evidence(self) -> Evidence:
+        """Return the cached `Evidence` of the current query; `attempts` begins the next one."""
+        if self._known_evidence is None:
+            self._known_evidence = Evidence(self.store)
+        return self._known_evidence
 
     def marks(self, folder: str) -> Marks:
         """Read the marks of a checkpoint from its sidecar files; damaged ones are skipped."""

@@ -17,8 +17,8 @@ from holdfast.format.records import WriterRecord
 from holdfast.store.base import Store
 
 
-class Records:
-    """Evidence in the records of one root about attempts whose register is missing.
+class Evidence:
+    """Evidence in the records of one root about attempts that have no manifest.
 
     Each record is read once, when it is first needed, so use an instance for one query only.
     """
@@ -30,13 +30,13 @@ class Records:
         """Folder → an epoch whose writer resumed from it, of the claims that were read."""
         self._epochs: list[int] | None = None
         """Epochs whose claims were not read yet, oldest first; None: not listed yet."""
-        self._ended_here: dict[int, bool] = {}
+        self._closed_cleanly: dict[int, bool] = {}
         """Epoch → whether its writer recorded a clean close, in a run with one root."""
         self._uploads: Collection[str] | None = None
         """Names of the notes on uploads; None: not listed yet."""
 
     def of_commit(self, name: AttemptName) -> str:
-        """Find evidence, as text, that an attempt without a register was committed; else empty.
+        """Describe the evidence that an attempt without a manifest was committed; empty if none.
 
         `latest`, a note on its upload, or a pin or mark beside its files was put after the commit.
         Claims, manifests of later writers, and a clean close prove it only if no other file is
@@ -50,25 +50,25 @@ class Records:
         sidecar = next(filter(layout.is_sidecar, names), None)
         if sidecar is not None:
             return f"{sidecar} was put beside it"
-        if self._named_latest() == folder:
+        if self._latest_folder() == folder:
             return f"{layout.LATEST!r} names it"
-        if self._is_to_be_sent(folder):
+        if self._has_upload_note(folder):
             return "it was to be sent to the other tier"
-        why = self._gone_on_from(name)
+        why = self._continuation(name)
         return why if why and self._has_all(folder, names) else ""
 
-    def _gone_on_from(self, name: AttemptName) -> str:
+    def _continuation(self, name: AttemptName) -> str:
         """Describe how the run continued after an attempt; empty if no record says so."""
-        epoch = self._went_on(name)
+        epoch = self._resumed_by(name)
         if epoch:
             return f"writer {epoch} went on from it"
-        if name.epoch not in self._ended_here:
+        if name.epoch not in self._closed_cleanly:
             is_closed = is_there(self._store, layout.closed_key(name.epoch))
-            self._ended_here[name.epoch] = is_closed and not self._is_tiered(name.epoch)
-        is_ended = self._ended_here[name.epoch]
+            self._closed_cleanly[name.epoch] = is_closed and not self._is_tiered(name.epoch)
+        is_ended = self._closed_cleanly[name.epoch]
         return "all of its files are there, and its writer has ended cleanly" if is_ended else ""
 
-    def _is_to_be_sent(self, folder: str) -> bool:
+    def _has_upload_note(self, folder: str) -> bool:
         if self._uploads is None:
             self._uploads = frozenset(self._store.children(layout.UPLOADS))
         return layout.upload_key(folder).removeprefix(f"{layout.UPLOADS}/") in self._uploads
@@ -79,24 +79,24 @@ class Records:
             return claim is not None and claim.tiered
         return False
 
-    def _named_latest(self) -> str:
+    def _latest_folder(self) -> str:
         if self._latest is None:
             self._latest = latest_of(self._store)
         return self._latest
 
-    def _went_on(self, name: AttemptName) -> int:
+    def _resumed_by(self, name: AttemptName) -> int:
         """Return an epoch whose writer resumed from an attempt; 0 if there is none."""
         if self._epochs is None:
             claims = map(layout.parse_writer, self._store.children(layout.WRITERS))
             self._epochs = sorted({*filter(None, claims), *(n.epoch for n in self._attempts())})
         while self._epochs and self._epochs[-1] > name.epoch:
             epoch = self._epochs.pop()
-            point = self._point_of(epoch)
+            point = self._resumed_from(epoch)
             if point is not None:
                 self._points.setdefault(point.folder, epoch)
         return self._points.get(str(name), 0)
 
-    def _point_of(self, epoch: int) -> Reference | None:
+    def _resumed_from(self, epoch: int) -> Reference | None:
         """Return the checkpoint that an epoch resumed from, by its claim or a manifest of it."""
         with suppress(FormatError):
             claim = read_if_there(self._store, layout.writer_key(epoch), WriterRecord.decode)
@@ -117,10 +117,9 @@ class Records:
         return [name for name in listed if name is not None]
 
     def _has_all(self, folder: str, names: Collection[str]) -> bool:
-        """Whether no file but the manifest is missing; for an encrypted checkpoint, whether its
-        keys exist, which are put right before the manifest."""
+        """Whether no file but the manifest is missing; an encrypted one needs only its keys."""
         if any(layout.parse_keys(name) is not None for name in names):
-            return True
+            return True  # the keys are put right before the manifest
         from holdfast.format.index import MAX_INDEX_NBYTES, files_of_index  # takes numpy
 
         if layout.INDEX not in names:

@@ -142,7 +142,7 @@ class Chooser:
         self._num_saves = 0
 
     def begin(self) -> None:
-        """Start a save: forget the samples of the save before."""
+        """Start a save: discard the samples of the save before."""
         self._samples.clear()
         self._is_plain = self._num_saves == 0
 

@@ -200,7 +200,7 @@ class Links:
             return True
 
     def _verified(self, files: dict[str, _Origin], name: str, digests: bytes) -> _Origin | None:
-        """Verify the file of this name; if it is damaged, forget it and return None."""
+        """Verify the file of this name; if it is damaged, drop it and return None."""
         origin = files[name]
         if not origin.is_verified:
             if not self._is_sound(origin, digests):

@@ -130,7 +130,7 @@ class Saver:
         """
         pending = PendingSave(request.timestamp.step, due, timeout_s=self.timeout_s)
         self.pending = pending
-        tell = partial(
+        on_success = partial(
             self._emit,
             "staged",
             f"staged step {pending.step}",
@@ -138,7 +138,7 @@ class Saver:
             nbytes=staged.nbytes,
         )
         guarded, self._guarded = self._guarded, Guarded(keys={})
-        overlapped = self._overlap.begin(guarded, staged, pending.step, tell)
+        overlapped = self._overlap.begin(guarded, staged, pending.step, on_success)
         self._overlapped = overlapped
         if overlapped is not None:
             pending.staged = overlapped.copied
@@ -169,7 +169,7 @@ class Saver:
             raise
         if overlapped is None:
             pending.staged.set_result(None)
-            tell()
+            on_success()
         return pending
 
     def _not_begun(self, pending: PendingSave, staged: Staged, error: BaseException) -> None:

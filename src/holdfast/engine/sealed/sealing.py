@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.roots.documents import read_document
-from holdfast.engine.sealed.discretion import NOT_TOLD, blank, blank_beside_plain, discreet
+from holdfast.engine.sealed.redaction import REDACTED, redact_mark, redact_record, redact_sidecar
 from holdfast.engine.sealed.sealedfiles import SealedFile, SealedWriter, plain_nbytes
 from holdfast.engine.sealed.unsealing import boxes_of, opened
 from holdfast.errors import (
@@ -102,7 +102,7 @@ def vouched(store: Store, folder: str) -> bytes:
         SealError, FormatError: it cannot be decrypted.
     """
     if (sealing_store := sealed(store)) is not None:
-        return sealing_store.vouched(folder)
+        return sealing_store.read_authenticated(folder)
     return read_document(store, f"{folder}/{layout.MANIFEST}", max_nbytes=MAX_MANIFEST_NBYTES)
 
 
@@ -171,7 +171,7 @@ class SealedStore(WrappedStore):
     def put(self, key: str, data: Buffer, *, if_absent: bool = False) -> None:
         place = _place(key)
         if place is None:
-            self.inner.put(key, discreet(key, data), if_absent=if_absent)
+            self.inner.put(key, redact_record(key, data), if_absent=if_absent)
             return
         folder, name = place
         if name == layout.MANIFEST:
@@ -260,7 +260,7 @@ class SealedStore(WrappedStore):
             self.inner.delete(f"{folder}/{self._stored_name(folder, name)}")
             return
         self.inner.delete(key)
-        self._forget(key.rstrip("/"))
+        self._drop_state(key.rstrip("/"))
 
     @override
     def delete_many(self, keys: Sequence[str]) -> None:
@@ -341,10 +341,10 @@ class SealedStore(WrappedStore):
             self._put_manifest(folder, register, data, if_absent=if_absent)
             return
         if isinstance(register, Deleted):
-            told = Deleted(save_id=register.save_id, by=register.by, reason=NOT_TOLD)
-            data = told.encode()
+            redacted = Deleted(save_id=register.save_id, by=register.by, reason=REDACTED)
+            data = redacted.encode()
         self.inner.put(key, data, if_absent=if_absent)
-        self._forget(folder)
+        self._drop_state(folder)
 
     def _put_manifest(
         self, folder: str, manifest: Manifest, data: bytes, *, if_absent: bool
@@ -415,7 +415,7 @@ class SealedStore(WrappedStore):
                 return known
         return None
 
-    def vouched(self, folder: str) -> bytes:
+    def read_authenticated(self, folder: str) -> bytes:
         """Read the stored manifest document, authenticated; see the function `vouched`."""
         plain, contents = self._register(folder)
         return plain if contents is None else contents.document
@@ -510,7 +510,7 @@ class SealedStore(WrappedStore):
         seal = self._seals(folder).get(name)
         return seal.name if seal is not None else name
 
-    def _forget(self, folder: str) -> None:
+    def _drop_state(self, folder: str) -> None:
         with self._lock:
             self._attempts.pop(folder, None)
             self._opened.pop(folder, None)
@@ -530,13 +530,13 @@ class SealedStore(WrappedStore):
                 decode_register(register, what=name), Manifest
             )
         except (FormatError, NotFound):
-            return name, blank(name, data)  # the manifest is damaged or lost
+            return name, redact_mark(name, data)  # the manifest is damaged or lost
         if is_plain:
             if layout.parse_notes(name) is not None:
                 self._expect_no_new_tags(folder, Notes.decode(data, what=name))
-            return name, blank_beside_plain(name, data)
+            return name, redact_sidecar(name, data)
         if contents is None:
-            return name, blank(name, data)
+            return name, redact_mark(name, data)
         stored = self._stored_name(folder, name)
         return stored, encode_mark(contents, stored, data)
 

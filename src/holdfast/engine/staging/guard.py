@@ -134,10 +134,10 @@ class Overlapped:
         step: int,
         on_device: Sequence[DeviceCopy] = (),
         places: Mapping[Place, Tensor] | None = None,
-        tell: Callable[[], None] = lambda: None,
+        on_success: Callable[[], None] = lambda: None,
     ) -> None:
         """Prepare a copy. `on_device`: those of `copies` that a device makes; `places`: their
-        targets, if samples of them are compared too; `tell`: callback after a success."""
+        targets, if samples of them are compared too; `on_success`: callback after a success."""
         self.step = step
         self.copied: Future[None] = Future()
         """Resolves when all is copied and no tensor was changed meanwhile; else has the error."""
@@ -149,7 +149,7 @@ class Overlapped:
         # The tensors are checked only if a device copies any: there are many.
         self._is_all_on_device = bool(on_device) and all(one.is_cuda for one in guarded.tensors)
         self._places = places or {}
-        self._tell = tell
+        self._on_success = on_success
         self._lock = threading.Lock()
         self._is_begun = False
         self._was_given_up = False
@@ -246,7 +246,7 @@ class Overlapped:
         # Dropped before waiters wake up: training may need the memory of old tensors at once.
         self._guarded = Guarded(keys={})
         if self._error is None:
-            self._tell()
+            self._on_success()
             self.copied.set_result(None)
         else:
             self.copied.set_exception(self._error)

@@ -56,11 +56,11 @@ class KnownFile:
         version = -1 if source.is_inference() else source._version
         self._versions[position] = (source.data_ptr(), version)
 
-    def forget_versions(self) -> None:
+    def clear_versions(self) -> None:
         """Begin a staging: clear the recorded versions."""
         self._versions = {}
 
-    def forget(self, numbers: Iterable[int]) -> None:
+    def clear_digests(self, numbers: Iterable[int]) -> None:
         """Clear the digests of blocks into which bytes were, or will be, copied."""
         for number in numbers:
             self.digests[number] = None
@@ -168,8 +168,8 @@ class Image(KnownFile):
     def expect(self) -> None:
         """Begin a staging: clear the versions, and the digests of blocks with small tensors."""
         # Small tensors are not compared: that would take longer than to copy all of them.
-        self.forget_versions()
-        self.forget(self._small_blocks)
+        self.clear_versions()
+        self.clear_digests(self._small_blocks)
 
     def overwrite_small(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy all small tensors in one call, except those on a CUDA device."""
@@ -191,13 +191,13 @@ class Image(KnownFile):
             self._is_pinned = pin(memory, self, source.device)
         if self.file.specs[position].nbytes >= LARGE_NBYTES:
             self.note_version(position, source)
-        self.forget(self.blocks_of(position))
+        self.clear_digests(self.blocks_of(position))
         return self.views[position], source
 
     def overwrite(self, position: int, source: Tensor) -> None:
         """Copy a tensor of any strides, on any device, into the image."""
         self.note_version(position, source)
-        self.forget(self.blocks_of(position))
+        self.clear_digests(self.blocks_of(position))
         self.views[position].copy_(source)
 
     def digest(self, number: int) -> bytes:

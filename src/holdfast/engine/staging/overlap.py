@@ -28,7 +28,7 @@ NUM_THREADS = 2
 
 @dataclass(frozen=True, slots=True)
 class _Eligible:
-    """The tensors of a component that overlap; valid while its structure stays the same."""
+    """Tensors of a component to copy beside training; valid while its structure stays the same."""
 
     specs: tuple[TensorSpec, ...]
     may_overlap: frozenset[str]
@@ -40,7 +40,7 @@ class _Eligible:
 
 
 class Overlap:
-    """Chooses the tensors that overlap, and holds optimizer steps until they are copied."""
+    """Chooses tensors to copy beside training, and delays optimizer steps until they are copied."""
 
     def __init__(
         self, mode: Mode, state: Mapping[str, Any], emit: Emitter, *, timeout_s: float
@@ -49,7 +49,7 @@ class Overlap:
         self._mode = mode
         self._state = state
         self._emit = emit
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
         self._eligible: dict[str, _Eligible] = {}
         self.step_guard = StepGuard(timeout_s=timeout_s)
         if mode:
@@ -64,25 +64,25 @@ class Overlap:
         """
         if not self._mode:
             return Guarded(keys={})
-        reason = why_not(self._state, self.step_guard)
+        reason = why_not_overlap(self._state, self.step_guard)
         if reason is not None:
-            self._tell(f"saves do not overlap with training: {reason}")
+            self._warn_once(f"saves do not overlap with training: {reason}")
             return Guarded(keys={})
         components = captured.components.values()
         is_alone = not any(map(_is_on_device, components))
-        chosen = {one.name: self._eligible_of(one, takes_small=is_alone) for one in components}
-        guarded = self._guarded(components, chosen)
+        chosen = {one.name: self._choose(one, takes_small=is_alone) for one in components}
+        guarded = self._try_guard(components, chosen)
         if guarded is None:
             # Inference tensors are rare, so they are looked for only after a failure.
-            chosen = {one.name: _with_versions(one, chosen[one.name]) for one in components}
-            guarded = self._guarded(components, chosen)
+            chosen = {one.name: _without_inference(one, chosen[one.name]) for one in components}
+            guarded = self._try_guard(components, chosen)
         assert guarded is not None, "all have versions"
         return guarded
 
-    def _guarded(
+    def _try_guard(
         self, components: Collection[CapturedComponent], chosen: Mapping[str, _Eligible]
     ) -> Guarded | None:
-        """Record the chosen tensors; None if one of them has no version."""
+        """Record the chosen tensors; None if torch keeps no version counter for one of them."""
         tensors: list[Tensor] = []
         addresses: list[int] = []
         for component in components:
@@ -102,8 +102,8 @@ class Overlap:
                 raise
             return None
 
-    def _eligible_of(self, component: CapturedComponent, *, takes_small: bool) -> _Eligible:
-        """Choose the tensors of a component that may overlap and are worth it; cached."""
+    def _choose(self, component: CapturedComponent, *, takes_small: bool) -> _Eligible:
+        """Choose the tensors of a component that are worth copying beside training; cached."""
         # Tensors that are copied by address are all worth it: a small one costs nothing extra.
         # Small tensors that torch copies are not, nor are small host tensors beside ones on a
         # device: with device tensors alone a step need not wait on the host.
@@ -122,7 +122,7 @@ class Overlap:
             for number, (key, tensor) in enumerate(component.tensors.items())
             if key in component.may_overlap and (takes_small or _is_worth_it(tensor))
         ]
-        eligible = self._eligible[component.name] = _chosen(component, chosen, takes_small)
+        eligible = self._eligible[component.name] = _as_eligible(component, chosen, takes_small)
         return eligible
 
     def begin(
@@ -130,11 +130,11 @@ class Overlap:
         guarded: Guarded,
         staged: Staged,
         step: int,
-        tell: Callable[[], None],
+        on_success: Callable[[], None],
     ) -> Overlapped | None:
         """Prepare the copy of the guarded tensors, which the caller starts; None if there are none.
 
-        Optimizer steps are held until it is done; on success the callback `tell` is called.
+        Optimizer steps are held until it is done; on success the callback `on_success` is called.
         """
         transfer = staged.transfer
         if not guarded.tensors or not isinstance(transfer, ImageTransfer):
@@ -144,19 +144,19 @@ class Overlap:
             transfer,
             step=step,
             on_device=transfer.on_device,
-            places=_places(staged) if self._mode == "check" else None,
-            tell=tell,
+            places=_targets(staged) if self._mode == "check" else None,
+            on_success=on_success,
         )
         self.step_guard.hold_for(overlapped)
         return overlapped
 
-    def _tell(self, message: str) -> None:
-        if message not in self._told:
-            self._told.add(message)
+    def _warn_once(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
             self._emit("warning", message)
 
 
-def why_not(state: Mapping[str, Any], step_guard: StepGuard) -> str | None:
+def why_not_overlap(state: Mapping[str, Any], step_guard: StepGuard) -> str | None:
     """Return why a state must not be copied beside training; None if it may be."""
     if step_guard.has_seen_capture:
         return "an optimizer's step was captured in a CUDA graph, and replays call no hooks"
@@ -171,18 +171,18 @@ def why_not(state: Mapping[str, Any], step_guard: StepGuard) -> str | None:
     return None
 
 
-def _chosen(
+def _as_eligible(
     component: CapturedComponent, chosen: Collection[tuple[int, str]], takes_small: bool
 ) -> _Eligible:
     keys, numbers = tuple(key for _, key in chosen), tuple(number for number, _ in chosen)
     return _Eligible(component.specs, component.may_overlap, takes_small, keys, numbers)
 
 
-def _with_versions(component: CapturedComponent, eligible: _Eligible) -> _Eligible:
+def _without_inference(component: CapturedComponent, eligible: _Eligible) -> _Eligible:
     """Drop inference tensors, whose changes torch does not count, from the chosen ones."""
     live, pairs = component.tensors, zip(eligible.numbers, eligible.keys, strict=True)
     counted = [(i, key) for i, key in pairs if not live[key].is_inference()]
-    return _chosen(component, counted, eligible.takes_small)
+    return _as_eligible(component, counted, eligible.takes_small)
 
 
 def _is_on_device(component: CapturedComponent) -> bool:
@@ -190,7 +190,7 @@ def _is_on_device(component: CapturedComponent) -> bool:
     return any(tensor.is_cuda for tensor in tensors)
 
 
-def _places(staged: Staged) -> dict[tuple[str, str], Tensor]:
+def _targets(staged: Staged) -> dict[tuple[str, str], Tensor]:
     return {
         (component, spec.key): view
         for component, images in staged.files.items()

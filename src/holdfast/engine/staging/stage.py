@@ -94,7 +94,7 @@ class Stager:
         self._specs: dict[str, tuple[TensorSpec, ...]] = {}
         self._groups: dict[str, Grouping] = {}
         self._files: dict[str, tuple[KnownFile, ...]] = {}
-        self._turns: dict[str, _Turns] = {}
+        self._plans: dict[str, _CopyPlan] = {}
 
     def takes_waves(self, captured: Captured) -> bool:
         """Whether the state is staged in waves, because it is larger than the memory budget.
@@ -142,15 +142,15 @@ class Stager:
                 # A device may be copying them already, and training may drop them.
                 held += (tensor for tensor in component.tensors.values() if tensor.is_cuda)
                 continue
-            turns = self._turns_of(component, keys, images)
+            plan = self._plan_of(component, keys, images)
             for image in images:
                 image.expect()
-            for runs in turns.small_now:
+            for runs in plan.small_now:
                 runs.copy(component.addresses)
-            later += (SmallCopy(runs, component.addresses) for runs in turns.small_later)
-            now += (Runs(*some, component.addresses) for some in turns.now)
-            held += _storages(turns, component.tensors)
-            later += (Runs(*some, component.addresses) for some in turns.later)
+            later += (SmallCopy(runs, component.addresses) for runs in plan.small_later)
+            now += (Runs(*some, component.addresses) for some in plan.now)
+            held += _storages(plan, component.tensors)
+            later += (Runs(*some, component.addresses) for some in plan.later)
         held += (work.storage for work in now if isinstance(work, TensorCopy))
         # Files apart are compared and linked rather than written, so they come last.
         for works in (now, later):
@@ -166,12 +166,12 @@ class Stager:
             transfer=transfer,
         )
 
-    def _turns_of(
+    def _plan_of(
         self, component: CapturedComponent, keys: Collection[str], images: Sequence[Image]
-    ) -> _Turns:
-        known = self._turns.get(component.name)
+    ) -> _CopyPlan:
+        known = self._plans.get(component.name)
         if known is None or known.keys is not keys or known.images is not images:
-            known = self._turns[component.name] = _turns(component.specs, keys, images)
+            known = self._plans[component.name] = _plan(component.specs, keys, images)
         return known
 
     def _in_waves(self, captured: Captured) -> Staged:
@@ -180,7 +180,7 @@ class Stager:
             self._is_in_waves = True
             self._specs.clear()
             self._files.clear()
-            self._turns.clear()
+            self._plans.clear()
         if self._pool is None:
             self._pool = Pool(self._budget)
         components = captured.components
@@ -212,7 +212,7 @@ class Stager:
         self._specs.clear()
         self._groups.clear()
         self._files.clear()
-        self._turns.clear()
+        self._plans.clear()
 
     def _fit(self, component: CapturedComponent, make: type[KnownFile]) -> None:
         """Plan the files of a component if its structure or its grouping has changed."""
@@ -222,7 +222,7 @@ class Stager:
         elif not self._groups[name].has_moved:
             return
         self._files.pop(name, None)
-        self._turns.pop(name, None)
+        self._plans.pop(name, None)
         # Set last: if there is no memory for the new files, the next call plans again.
         self._specs.pop(name, None)
         apart = self._groups[name].settle()
@@ -234,7 +234,7 @@ class Stager:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Turns:
+class _CopyPlan:
     """When the tensors of a component are copied: now, or later beside training.
 
     By image: the position of each tensor in the file, and its number in the component.
@@ -249,7 +249,7 @@ class _Turns:
     later: Sequence[tuple[Image, Sequence[tuple[int, int]]]]
 
 
-def _turns(specs: Sequence[TensorSpec], keys: Collection[str], images: Sequence[Image]) -> _Turns:
+def _plan(specs: Sequence[TensorSpec], keys: Collection[str], images: Sequence[Image]) -> _CopyPlan:
     numbers = {spec.key: number for number, spec in enumerate(specs)}
     overlapped = frozenset(keys)
 
@@ -265,7 +265,7 @@ def _turns(specs: Sequence[TensorSpec], keys: Collection[str], images: Sequence[
         by_image = ((image, places(image, image.large, is_later=is_later)) for image in images)
         return [pair for pair in by_image if pair[1]]
 
-    return _Turns(
+    return _CopyPlan(
         keys=keys,
         images=images,
         small_now=small(is_later=False),
@@ -275,10 +275,10 @@ def _turns(specs: Sequence[TensorSpec], keys: Collection[str], images: Sequence[
     )
 
 
-def _storages(turns: _Turns, tensors: Mapping[str, Tensor]) -> Iterator[UntypedStorage]:
+def _storages(plan: _CopyPlan, tensors: Mapping[str, Tensor]) -> Iterator[UntypedStorage]:
     """Yield the storages of the tensors that are copied now by address, to be kept alive."""
-    live = list(tensors.values()) if turns.now else []
-    return (live[number].untyped_storage() for _, places in turns.now for _, number in places)
+    live = list(tensors.values()) if plan.now else []
+    return (live[number].untyped_storage() for _, places in plan.now for _, number in places)
 
 
 def _any_apart(files: Iterable[tuple[KnownFile, ...]]) -> bool:

@@ -94,7 +94,7 @@ class WaveTransfer(Transfer):
     @override
     def content(self, known: KnownFile) -> WaveContent:
         tensors = self._tensors[known.file.name]
-        known.forget_versions()
+        known.clear_versions()
         for position in known.large:
             known.note_version(position, tensors[known.file.specs[position].key])
         return WaveContent(known, tensors, self)

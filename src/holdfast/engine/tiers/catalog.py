@@ -102,7 +102,7 @@ class TieredCatalog(Catalog):
         return self._homes[folder]
 
     @override
-    def turn(self, folder: str) -> bool:
+    def switch_tier(self, folder: str) -> bool:
         if folder in self.turned:
             return False
         try:
@@ -131,7 +131,7 @@ class TieredCatalog(Catalog):
     @override
     def open_attempts(self) -> tuple[AttemptName, ...]:
         # From both tiers: an attempt that has ended in one may be committed in the other.
-        self._forget()
+        self._clear_caches()
         there = self._asked(self.remote.open_attempts, ())
         return tuple(sorted({*self._local.open_attempts(), *there}, reverse=True))
 

@@ -24,7 +24,7 @@ class Ledger:
         self._local = local
 
     def waiting(self) -> dict[str, UploadRecord | None]:
-        """Return the `notes` on checkpoints that are not yet uploaded."""
+        """Read the notes, as `notes` does, on checkpoints that are not yet uploaded."""
         notes = self.notes().items()
         return {name: note for name, note in notes if note is None or note.state != "uploaded"}
 
@@ -67,8 +67,7 @@ class Ledger:
 
 
 class NotedUploads:
-    """Checkpoints that wait for their upload, by the notes in the local root; for processes that
-    do not upload."""
+    """Checkpoints not yet uploaded, by the local notes, for processes that do not upload."""
 
     def __init__(self, local: Store) -> None:
         self._notes = Ledger(local).waiting()

@@ -99,7 +99,7 @@ class Sender:
     ) -> None:
         """`timeout_s` limits the upload of one block, or the end of one file, in seconds; with
         `reads_back` each file is downloaded and compared before the commit."""
-        self._vouching = local
+        self._verifying_local = local
         self._local, self._remote = bare(local), bare(remote)
         self._reads_back = reads_back or not _shows_whole_files(self._remote)
         self._num_threads = num_threads
@@ -162,13 +162,13 @@ class Sender:
         """Read the local manifest; with encryption, the keys verify that nobody has changed it."""
         where = f"{self._local.url}/{folder}"
         try:
-            data = vouched(self._vouching, folder)
+            data = vouched(self._verifying_local, folder)
         except NotFound as error:
             raise NoCheckpoint(f"{where}: it is not committed") from error
         listing = decode_listing(data, what=f"{where}/{layout.MANIFEST}")
         if isinstance(listing, Aborted | Deleted):
             raise NoCheckpoint(f"{where}: it was deleted")
-        if isinstance(listing, Manifest) and sealed(self._vouching) is not None:
+        if isinstance(listing, Manifest) and sealed(self._verifying_local) is not None:
             raise NotSealed(f"{where}: it is from before the run was sealed, and not sent in clear")
         return data, listing
 

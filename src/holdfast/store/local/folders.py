@@ -17,6 +17,8 @@ from holdfast.store.local.oserrors import UNSUPPORTED, Reporting
 
 _FOLDER = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_CLOEXEC", 0)
 _NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
+_UNCLEAR = (errno.ENOTDIR, errno.ENAMETOOLONG)
+"""Of a root and a name in one call: either of the two may be at fault."""
 
 
 @contextmanager
@@ -26,15 +28,32 @@ def opened_folder(root: str, segments: Sequence[str]) -> Iterator[int]:
     Raises:
         StoreError: the root exists and is not a folder, which must not count as missing.
     """
+    fd = _open_first(root, segments[:1])
+    try:
+        for segment in segments[1:]:
+            outer, fd = fd, enter_folder(fd, segment)
+            os.close(outer)
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _open_first(root: str, segment: Sequence[str]) -> int:
+    """Open the root, or the folder of one segment in it: by one call, as a rule."""
+    if segment:
+        try:
+            return os.open(os.path.join(root, *segment), _FOLDER | _NOFOLLOW)
+        except OSError as err:
+            if err.errno not in _UNCLEAR:
+                raise
     try:
         fd = os.open(root, _FOLDER)
     except NotADirectoryError as err:
         raise StoreError(f"{root}: not a folder, so it cannot be a root") from err
+    if not segment:
+        return fd
     try:
-        for segment in segments:
-            outer, fd = fd, enter_folder(fd, segment)
-            os.close(outer)
-        yield fd
+        return enter_folder(fd, *segment)
     finally:
         os.close(fd)
 

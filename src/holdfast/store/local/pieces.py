@@ -3,7 +3,7 @@
 A copy holds one *piece* of an object. One process at a time fetches a piece, under a lock that the
 kernel releases when that process dies, and the copy gets its name when it is complete. This module
 handles pieces and their lengths, not stores or what the bytes mean. Nothing is synced, so the
-caller checks each copy that it reads, and calls `forget` on a wrong one.
+caller checks each copy that it reads, and calls `remove` on a wrong one.
 
 The cache is never required: any failure here ends in a plain fetch.
 """
@@ -104,7 +104,7 @@ class LocalPieces:
         if done < len(memory):
             fetch(start + done, memory[done:], seen)
 
-    def forget(self, place: str) -> None:
+    def remove(self, place: str) -> None:
         """Remove the copies at and under a place; errors are ignored."""
         path = self._path(place)
         with suppress(OSError):
@@ -138,7 +138,7 @@ class LocalPieces:
                 file, memory, start - piece.start, what=path, seen=count, direct=True, afresh=False
             )
         except (OSError, CorruptData):
-            self.forget(piece.place)  # the missing bytes are read from the store
+            self.remove(piece.place)  # the missing bytes are read from the store
         finally:
             file.close()
         return done

@@ -108,7 +108,7 @@ class OpenFiles:
         file = self._files.get(path)
         if file is None or _is_at(path, file):
             return file
-        self.forget(path)
+        self.drop(path)
         return None
 
     def keep(self, path: str, file: OpenFile) -> bool:
@@ -124,11 +124,11 @@ class OpenFiles:
             self._files.clear()
         return True
 
-    def forget(self, path: str) -> None:
+    def drop(self, path: str) -> None:
         """Drop a file, so that the next read opens it again."""
         self._files.pop(path, None)
 
-    def forget_all(self) -> None:
+    def drop_all(self) -> None:
         """Drop all files: those that no thread is reading from are closed."""
         self._files.clear()
 
@@ -170,7 +170,7 @@ def fill(
         around = _read_around(file, memory[done:], start + done) if direct else 0
         seen(memory[done : done + around])
         done += around
-        _forget(file.fd, start + done, len(memory) - done)
+        _drop_pages(file.fd, start + done, len(memory) - done)
     for at in range(done, len(memory), PIECE_NBYTES):
         piece = memory[at : at + PIECE_NBYTES]
         read_exactly(file.fd, piece, start + at, what=what)
@@ -291,7 +291,7 @@ def _read_around(file: OpenFile, memory: memoryview, start: int) -> int:
     return done
 
 
-def _forget(fd: int, start: int, nbytes: int) -> None:
+def _drop_pages(fd: int, start: int, nbytes: int) -> None:
     """Drop clean pages from the page cache, if the system takes such advice."""
     if nbytes and hasattr(os, "posix_fadvise"):
         # A page of which only a part is named would stay.

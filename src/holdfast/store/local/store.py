@@ -128,7 +128,7 @@ class LocalStore(Store):
     ) -> None:
         expect_positive("read_into", key, start=start)
         if afresh:
-            self._files.forget(self._path(key))
+            self._files.drop(self._path(key))
         with self._reading(key) as (file, file_nbytes):
             expect_at_least(file_nbytes, start + buffer.nbytes, what=f"get {self._path(key)}")
             if buffer.nbytes:
@@ -355,7 +355,7 @@ class LocalStore(Store):
             except OSError as err:
                 if err.errno not in oserrors.NO_DESCRIPTORS:
                     raise
-                self._files.forget_all()
+                self._files.drop_all()
                 file = self._open(key)
             is_kept = False
             try:

@@ -27,23 +27,23 @@ class Upload:
 
 def uploads(place: Place, clients: Clients, folder: str) -> Iterator[Upload]:
     """Yield the incomplete uploads with keys under a folder (with a slash; "" is the root)."""
-    inside = place.key(folder)
+    prefix = place.key(folder)
     cut = len(place.key(""))
     try:
         if clients.s3 is not None:
-            found = _of_s3(clients.s3, place.bucket, inside)
+            found = _list_s3(clients.s3, place.bucket, prefix)
         elif clients.gcs is not None:
-            found = _of_gcs(clients.gcs, inside)
+            found = _list_gcs(clients.gcs, prefix)
         else:
             return
         for key, upload_id in found:
             yield Upload(key=key[cut:], upload_id=upload_id)
     except Exception as error:
-        raise _refused(place, clients, folder, error) from error
+        raise _as_error(place, clients, folder, error) from error
 
 
 def abort(place: Place, clients: Clients, upload: Upload) -> None:
-    """Abort an upload; one that has ended already is no error."""
+    """Abort an upload; no-op if it has already ended."""
     key = place.key(upload.key)
     try:
         if clients.s3 is not None:
@@ -52,43 +52,43 @@ def abort(place: Place, clients: Clients, upload: Upload) -> None:
             )
         elif clients.gcs is not None:
             url = f"{clients.gcs.bucket_url}/{quote(key)}"
-            _ask_gcs(clients.gcs, "DELETE", url, {"uploadId": upload.upload_id})
+            _call_gcs(clients.gcs, "DELETE", url, {"uploadId": upload.upload_id})
     except Exception as error:
         failure = read_failure_of_python(error)
         if failure.code != "NoSuchUpload":
-            raise _refused(place, clients, upload.key, error) from error
+            raise _as_error(place, clients, upload.key, error) from error
 
 
-def _of_s3(client: Any, bucket: str, prefix: str) -> Iterator[tuple[str, str]]:
+def _list_s3(client: Any, bucket: str, prefix: str) -> Iterator[tuple[str, str]]:
     pages = client.get_paginator("list_multipart_uploads")
     for page in pages.paginate(Bucket=bucket, Prefix=prefix):
         for found in page.get("Uploads", ()):
             yield found["Key"], found["UploadId"]
 
 
-def _of_gcs(gcs: GcsUploads, prefix: str) -> Iterator[tuple[str, str]]:
-    after: dict[str, str] = {}
+def _list_gcs(gcs: GcsUploads, prefix: str) -> Iterator[tuple[str, str]]:
+    markers: dict[str, str] = {}
     while True:
-        answer = _ask_gcs(gcs, "GET", gcs.bucket_url, {"uploads": "", "prefix": prefix, **after})
+        answer = _call_gcs(gcs, "GET", gcs.bucket_url, {"uploads": "", "prefix": prefix, **markers})
         page = ElementTree.fromstring(answer)
         for found in page.findall("{*}Upload"):
             yield found.findtext("{*}Key", ""), found.findtext("{*}UploadId", "")
         if page.findtext("{*}IsTruncated") != "true":
             return
-        after = {
+        markers = {
             "key-marker": page.findtext("{*}NextKeyMarker", ""),
             "upload-id-marker": page.findtext("{*}NextUploadIdMarker", ""),
         }
 
 
-def _ask_gcs(gcs: GcsUploads, method: str, url: str, params: dict[str, str]) -> bytes:
+def _call_gcs(gcs: GcsUploads, method: str, url: str, params: dict[str, str]) -> bytes:
     reply = gcs.session.request(method, url, params=params, timeout=gcs.timeout_s)
     reply.raise_for_status()
     content: bytes = reply.content
     return content
 
 
-def _refused(place: Place, clients: Clients, key: str, error: Exception) -> HoldfastError:
+def _as_error(place: Place, clients: Clients, key: str, error: Exception) -> HoldfastError:
     failure = read_failure_of_python(error)
     url = f"{place.url}/{key}"
     return as_store_error(failure, "uploads", url, who=clients.who)

@@ -19,43 +19,42 @@ from holdfast.format.records import (
 )
 from holdfast.store.base import Buffer
 
-NOT_TOLD = "not told: the checkpoints here are sealed"
+REDACTED = "not told: the checkpoints here are sealed"
 
 
-def blank(name: str, data: bytes) -> bytes:
-    """Remove the texts from a mark of a checkpoint that cannot be decrypted, or is deleted."""
+def redact_mark(name: str, data: bytes) -> bytes:
+    """Replace the reasons in a mark of a deleted or undecryptable checkpoint by a fixed text."""
     if name == layout.REJECTED:
         rejected = Rejected.decode(data, what=name)
-        return Rejected(by=rejected.by, reasons=(NOT_TOLD,)).encode()
+        return Rejected(by=rejected.by, reasons=(REDACTED,)).encode()
     if layout.parse_retired(name) is not None:
-        return Retired(by=Retired.decode(data, what=name).by, reason=NOT_TOLD).encode()
+        return Retired(by=Retired.decode(data, what=name).by, reason=REDACTED).encode()
     raise NotFound(f"{name}: there is no checkpoint that can be opened beside it")
 
 
-def blank_beside_plain(name: str, data: bytes) -> bytes:
-    """Remove the texts of reasons from a sidecar of a checkpoint that is not encrypted."""
+def redact_sidecar(name: str, data: bytes) -> bytes:
+    """Replace the reason in a sidecar of an unencrypted checkpoint; notes stay as they are."""
     if layout.parse_notes(name) is not None:
         return data
     if layout.parse_thinned(name) is not None:
         thinned = Thinned.decode(data, what=name)
-        return msgspec.structs.replace(thinned, reason=NOT_TOLD).encode()
-    return blank(name, data)
+        return msgspec.structs.replace(thinned, reason=REDACTED).encode()
+    return redact_mark(name, data)
 
 
-def discreet(key: str, data: Buffer) -> Buffer:
-    """Remove the text of an error from a record that is stored unencrypted."""
+def redact_record(key: str, data: Buffer) -> Buffer:
+    """Replace the error text in an answer, upload or tiers record; others stay as they are."""
     if key.startswith(f"{layout.REQUESTS}/") and layout.is_answer(key):
         answer = AnswerRecord.decode(data, what=key)
         if answer.error is None:
             return data
-        told = AnswerRecord(folder=None, error=NOT_TOLD, created=answer.created, asker=answer.asker)
-        return told.encode()
+        return msgspec.structs.replace(answer, error=REDACTED).encode()
     if key == layout.TIERS:
         tiers = TiersRecord.decode(data, what=key)
-        error = None if tiers.error is None else NOT_TOLD
+        error = None if tiers.error is None else REDACTED
         return msgspec.structs.replace(tiers, error=error).encode()
     if key.startswith(f"{layout.UPLOADS}/"):
         upload = UploadRecord.decode(data, what=key)
-        error = None if upload.error is None else NOT_TOLD
+        error = None if upload.error is None else REDACTED
         return msgspec.structs.replace(upload, error=error).encode()
     return data
