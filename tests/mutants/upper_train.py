@@ -179,6 +179,6 @@ MUTANTS: tuple[Mutant, ...] = (
         file="train/loggers/jsonlines.py",
         before="        drop_beyond(self.path, now.step, is_validated=not now.unvalidated)\n",
         after="",
-        near=("tests/train/loggers/test_loggers.py",),
+        near=("tests/train/fit/test_saving.py",),
     ),
 )
