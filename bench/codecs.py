@@ -30,9 +30,8 @@ from bench.machine import drop_cache
 from bench.report import megabytes, number, percent, results_table, seconds, table, times
 from bench.results import Figures, Outcome, Results
 from holdfast import CheckpointManager, Compression, Last
-from holdfast.demo.model import GPT
-from holdfast.demo.plan import Shape
-from holdfast.demo.text import Windows, standard_library_text
+from holdfast.demo.model import GPT, Windows, standard_library_text
+from holdfast.demo.record import Shape
 from holdfast.events import Event
 from holdfast.format.layout import BLOCK_NBYTES
 from holdfast.store.local import LocalStore

@@ -25,6 +25,7 @@ from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.saving import save as save_module
 from holdfast.engine.staging.arena import Arena
 from holdfast.engine.staging.inmemory import ImageTransfer
+from holdfast.engine.staging.staged import Staged
 from holdfast.engine.staging.waves import Pool
 from holdfast.format import layout
 from holdfast.format.records import Retired
@@ -473,6 +474,23 @@ def test_a_closed_manager_holds_no_copy_of_the_state(
         assert num_held() == before
     finally:
         gc.enable()
+
+
+def test_a_deletion_that_failed_holds_no_copy_of_the_state(tmp_path: Path) -> None:
+    """As an error would that is kept, with the frames of the save after which it was raised."""
+
+    def held() -> list[object]:
+        gc.collect()
+        return [found for found in gc.get_objects() if type(found) is Staged]
+
+    fault = Fault(kind="fail", op="put", key="*/retired-*", times=None)
+    store, of_others = FaultyStore(LocalStore(tmp_path), [fault]), held()
+    manager = CheckpointManager(store, {"model": {"weights": torch.ones(9)}}, keep=Last(1))
+    for step in (1, 2):
+        manager.save(step).wait()
+    manager.close()
+    assert [entry.step for entry in Catalog(store).checkpoints()] == [2, 1]
+    assert all(any(found is other for other in of_others) for found in held())
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -14,10 +14,9 @@ from types import TracebackType
 from typing import Any, Literal
 
 from holdfast.arguments import checked
-from holdfast.care.beginning import Beginning
-from holdfast.care.chores import ManagerChores
+from holdfast.care.housekeeping import ManagerChores, Tuning
 from holdfast.care.mirror import ownership
-from holdfast.care.tuning import Tuning
+from holdfast.care.preflight import Beginning
 from holdfast.engine.checkpoint import Checkpoint, CheckpointList, PendingSave, describe, parse_seen
 from holdfast.engine.claims.notes import annotate, checked_metrics, checked_reasons, checked_tags
 from holdfast.engine.claims.owner import left_s

@@ -332,7 +332,7 @@ def test_pins_and_tags_are_in_both_tiers(local: LocalStore, remote: Store) -> No
         manager.wait()
         assert manager.list()[-1].tags == ("good",)
         manager.tag(3, "last")
-        assert Catalog(remote).resolve("step=3").tags == ("last",)  # at once, not at the next upload
+        assert Catalog(remote).resolve("step=3").tags == ("last",)  # at once, before any upload
         saved(manager, tiny, 4, 5)
     assert steps_in(remote) == [5, 3, 1]
     assert steps_in(local) == [5, 3, 1]

@@ -8,16 +8,18 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.care.child import FORWARDED, ChildProcess
 from holdfast.care.supervise import (
+    FORWARDED,
     REQUEUE_CODE,
     ChildEnding,
     ChildLife,
+    ChildProcess,
     Limits,
     Supervised,
     SupervisionOutcome,
@@ -39,6 +41,13 @@ def _signals_are_not_ignored() -> Iterator[None]:
         signal.signal(number, handler)
 
 
+class Zeros(random.Random):
+    """Dice without jitter."""
+
+    def random(self) -> float:
+        return 0.0
+
+
 class Script:
     """A child that ends as written, at steps as written; time passes only in its lives."""
 
@@ -53,12 +62,10 @@ class Script:
         self._steps = iter(steps)
         self._seconds = iter(seconds)
         self._signals = iter(signals)
-        self.now = 0.0
         self.pauses: list[float] = []
 
     def live(self) -> ChildEnding:
-        self.now += next(self._seconds, 1.0)
-        return next(self._endings)
+        return replace(next(self._endings), duration_s=next(self._seconds, 1.0))
 
     def pause(self, delay_s: float) -> int | None:
         self.pauses.append(delay_s)
@@ -68,7 +75,7 @@ class Script:
         return next(self._steps)
 
     def supervised(self, limits: Limits, **options: object) -> Supervised:
-        return supervise(self, limits, clock=lambda: self.now, jitter=lambda: 0.0, **options)  # type: ignore[arg-type]
+        return supervise(self, limits, dice=Zeros(), **options)  # type: ignore[arg-type]
 
 
 def test_a_success_is_the_end() -> None:
@@ -111,7 +118,7 @@ def test_without_a_root_a_long_life_is_progress() -> None:
     script = Script([CRASH] * 9, seconds=[10, 600, 10, 599])
     result = script.supervised(Limits(max_failures=2))
     assert [life.has_progressed for life in result.lives] == [False, True, False, False]
-    assert [life.duration_s for life in result.lives] == [10, 600, 10, 599]
+    assert [life.ending.duration_s for life in result.lives] == [10, 600, 10, 599]
 
 
 @pytest.mark.parametrize(
@@ -232,8 +239,9 @@ def test_a_real_child_is_started_again_until_it_succeeds(tmp_path: object) -> No
     script = f"import os\nos.chdir({str(tmp_path)!r})\n"
     script += "open(str(len(os.listdir())), 'x')\nos._exit(0 if len(os.listdir()) == 3 else 7)"
     with ChildProcess([sys.executable, "-S", "-c", script], grace_s=1) as process:
-        result = supervise(process, Limits(backoff_s=0), jitter=random.random)
+        result = supervise(process, Limits(backoff_s=0))
     assert [life.ending.returncode for life in result.lives] == [7, 7, 0]
+    assert all(life.ending.duration_s > 0 for life in result.lives)
 
 
 @pytest.mark.parametrize("number", FORWARDED, ids=lambda number: number.name)
@@ -362,6 +370,6 @@ def test_no_command_and_no_time_are_refused() -> None:
 
 
 def test_supervision_does_not_pay_for_torch() -> None:
-    code = "import sys, holdfast.care.child, holdfast.care.supervise; print('torch' in sys.modules)"
+    code = "import sys, holdfast.care.supervise; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"

@@ -17,7 +17,7 @@ from blake3 import blake3
 from tests.engine.sealed.test_sealing import SEALS, folders
 
 from holdfast.care import reading
-from holdfast.care.findings import Problem, VerifyReport
+from holdfast.care.reading import Problem, VerifyReport
 from holdfast.care.verify import verify, verify_root
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.roots.commit import mark_aborted

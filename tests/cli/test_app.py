@@ -16,7 +16,7 @@ import pytest
 from tests.cli.roots import Result
 
 from holdfast.cli.app import app
-from holdfast.cli.declaring import Argument
+from holdfast.cli.options import Argument
 from holdfast.cli.output import Code, json_safe, printable, size
 
 Command = Callable[..., Result]

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 from tests.cli.roots import Result
 
-from holdfast.care.child import FORWARDED
-from holdfast.care.supervise import Limits
+from holdfast.care.supervise import FORWARDED, Limits
 from holdfast.cli.app import app
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.policy.clock import parse

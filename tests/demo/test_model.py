@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from holdfast.demo.model import GPT
-from holdfast.demo.plan import Shape
+from holdfast.demo.record import Shape
 
 TINY = Shape(width=16, num_heads=2, num_layers=2, context=12, dropout=0.0)
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 import msgspec
 import pytest
 
-from holdfast.demo.plan import DemoPlan, draw_kills, fast_plan
+from holdfast.demo.record import DemoPlan, draw_kills, fast_plan
 from holdfast.errors import UsageError
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from holdfast.demo import figure, report
+from holdfast.demo import report
 from holdfast.demo.record import DemoRecord, ProcessRecord, RunRecord
 
 
@@ -99,7 +99,7 @@ def test_the_table_says_loudly_when_the_runs_differ(record: DemoRecord) -> None:
 
 def test_the_picture_is_a_png_small_enough_for_a_readme(record: DemoRecord, tmp_path: Path) -> None:
     path = tmp_path / "demo.png"
-    figure.draw(record, path)
+    report.draw(record, path)
     data = path.read_bytes()
     assert data.startswith(b"\x89PNG")
     assert 10_000 < len(data) < 150_000

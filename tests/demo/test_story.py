@@ -15,10 +15,9 @@ import psutil
 import pytest
 
 import holdfast
-from holdfast.demo import main, story
-from holdfast.demo.plan import Kill, fast_plan
-from holdfast.demo.process import Worker, WorkerFailed
-from holdfast.demo.record import RunRecord
+from holdfast.demo import story
+from holdfast.demo.record import Kill, RunRecord, fast_plan
+from holdfast.demo.story import Worker, WorkerFailed
 from holdfast.demo.worker import make_state
 from holdfast.errors import FormatError, NoCheckpoint, UsageError
 
@@ -36,7 +35,7 @@ class Told:
 def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
     out = tmp_path_factory.mktemp("demo") / "out"
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        code = main.run(out, seed=11, fast=True, as_json=True)
+        code = story.run(out, seed=11, fast=True, as_json=True)
     return Told(code, out, printed.getvalue())
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from holdfast.demo.text import Windows, standard_library_text
+from holdfast.demo.model import Windows, standard_library_text
 
 
 def test_the_text_is_python_source_and_the_same_each_time() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.demo.plan import fast_plan
+from holdfast.demo.record import fast_plan
 from holdfast.demo.worker import digest, make_state
 
 

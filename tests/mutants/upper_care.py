@@ -203,7 +203,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="fresh-start-over-an-existing-run",
         promise="D11: a run that was not resumed cannot save over the checkpoints of another",
-        file="care/beginning.py",
+        file="care/preflight.py",
         before="if standing is None and self._catalog.ever_committed():",
         after="if standing is not None and self._catalog.ever_committed():",
         near=("tests/test_manager.py",),

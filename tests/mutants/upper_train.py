@@ -32,7 +32,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="save-inside-an-accumulation-window",
         promise="D69: no save inside an accumulation window, where gradients would be lost",
-        file="train/fit/place.py",
+        file="train/fit/saving.py",
         before="        if not self.is_between:\n            raise",
         after="        if not self.has_begun:\n            raise",
         near=("tests/train/fit/test_saving.py",),
@@ -40,7 +40,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="batches-of-a-window-are-not-counted",
         promise="I7: the batch counter says where in the epoch training stands",
-        file="train/counters.py",
+        file="train/training.py",
         before="self.batch += num_batches",
         after="self.batch += 1",
         near=("tests/train/test_counters.py",),
@@ -80,7 +80,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="patience-begins-anew-after-a-resume",
         promise="I7: early stopping ends a resumed run where an undisturbed one ends",
-        file="train/callbacks/early.py",
+        file="train/callbacks/ready.py",
         before='self.best, self.num_waited = state["best"], state["num_waited"]',
         after='self.best = state["best"]',
         near=("tests/train/callbacks/test_early.py",),
@@ -88,7 +88,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="validation-that-was-cut-short-is-forgotten",
         promise="I7: a validation that a signal cut short is done after the resume",
-        file="train/counters.py",
+        file="train/training.py",
         before='{**state, "unvalidated": list(self.unvalidated)} if self.unvalidated else state',
         after="state",
         near=("tests/train/test_counters.py",),
@@ -152,7 +152,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="buffers-are-not-put-back",
         promise="I7: a step that was given up leaves buffers as they were",
-        file="train/window/boundary.py",
+        file="train/window/wayback.py",
         before="            buffer.copy_(kept)\n",
         after="            pass\n",
         near=("tests/train/window/test_boundary.py",),
@@ -176,7 +176,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="lines-of-steps-done-again-stay",
         promise="I7: no step is in the log twice after a resume",
-        file="train/loggers/jsonlines.py",
+        file="train/loggers/default.py",
         before="        drop_beyond(self.path, now.step, is_validated=not now.unvalidated)\n",
         after="",
         near=("tests/train/fit/test_saving.py",),

@@ -153,7 +153,7 @@ def _work(store: Store, claim: Claim, record: Record, *, first: int, num_saves: 
 
 
 def _retain(store: Store, claim: Claim, *, has_committed: bool, rule: Rule = _NEWEST) -> None:
-    deleter = Deleter(store, rule, lambda event: None)
+    deleter = Deleter(store, rule, Emitter(()))
     for entry in Catalog(store).checkpoints():
         deleter.trust(entry)  # the files here are dummies that no reading back would accept
     deleter.carry_out(claim, has_committed=has_committed)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from itertools import pairwise
 from statistics import median
 from typing import Literal
@@ -19,6 +18,7 @@ from holdfast.errors import FormatError
 from holdfast.format.manifest import Reference
 from holdfast.format.records import Process, WriterRecord
 from holdfast.policy.costs import MAX_S, NUM_RECENT, History, SaveCost, recent
+from holdfast.policy.rules import recorded_time
 from holdfast.store.base import Store
 
 Ending = Literal["closed", "failed", "running", "continued", "unknown"]
@@ -292,16 +292,7 @@ def _lost(
     left_behind = max(0, of_failed[-1].step - found.step)
     if point.epoch != failed.epoch:
         return left_behind, None
-    since, until = _moment(found.manifest.created), _moment(following.created)
+    since, until = recorded_time(found.manifest.created), recorded_time(following.created)
     if since is None or until is None or until < since:
         return left_behind, None
     return left_behind, (until - since).total_seconds()
-
-
-def _moment(created: str) -> datetime | None:
-    """Parse a recorded time; None where it is no time or has no time zone."""
-    try:
-        moment = datetime.fromisoformat(created)
-        return moment.astimezone(timezone.utc) if moment.tzinfo is not None else None
-    except (ValueError, OverflowError):
-        return None

@@ -6,7 +6,7 @@ Sends nothing, and makes no request to the remote tier.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 
 from msgspec import structs
 
@@ -308,7 +308,11 @@ class Backlog:
             tries=self._tries.get(entry.folder, 0),
             error=error[:MAX_ERROR_CHARS] or None,
         )
-        if self._noted_down(lambda: self._ledger.note(entry.folder, record)):
+        try:
+            self._ledger.note(entry.folder, record)
+        except HoldfastError as error:
+            self._tell_failed(error)
+        else:
             self._notes()[entry.folder] = state
 
     def note_tiers(
@@ -338,7 +342,10 @@ class Backlog:
                 upload_s=cost.seconds,
                 requests=cost.requests,
             )
-        self._noted_down(lambda: self._ledger.note_tiers(record))
+        try:
+            self._ledger.note_tiers(record)
+        except HoldfastError as error:
+            self._tell_failed(error)
 
     def _was_sent(self, entry: Entry) -> bool:
         """Whether the notes say that a checkpoint was uploaded."""
@@ -354,14 +361,13 @@ class Backlog:
         return self._noted
 
     def _forget(self, folder: str) -> None:
-        if self._noted_down(lambda: self._ledger.forget(folder)):
+        try:
+            self._ledger.forget(folder)
+        except HoldfastError as error:
+            self._tell_failed(error)
+        else:
             self._notes().pop(folder, None)
 
-    def _noted_down(self, job: Callable[[], None]) -> bool:
-        """Run a change of notes; on an error, emit a warning and return False."""
-        try:
-            job()
-        except HoldfastError as error:
-            self._emit("housekeeping_failed", f"notes on uploads: {error}")
-            return False
-        return True
+    def _tell_failed(self, error: HoldfastError) -> None:
+        """Emit a warning for a change of notes that failed, instead of raising the error."""
+        self._emit("housekeeping_failed", f"notes on uploads: {error}")

@@ -1,4 +1,8 @@
-"""Retention and garbage collection after a commit or claim; errors are logged (invariant 8)."""
+"""Maintenance that a manager does after its claims and saves; errors are logged (invariant 8).
+
+`ManagerChores` has its order, in the thread that saves: retention and garbage collection by the
+`Housekeeper`, `Uploads` to a second root, and measurements for `every="auto"` (`Tuning`).
+"""
 
 from __future__ import annotations
 
@@ -7,13 +11,19 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
+from holdfast.care.advise import gather
 from holdfast.care.gc import collect
-from holdfast.care.retention import Deleter, RetentionEvent, Waiting
+from holdfast.care.retention import Deleter, Waiting
 from holdfast.engine.claims.claim import Claim
+from holdfast.engine.claims.owner import Ownership
+from holdfast.engine.control import exits
 from holdfast.engine.roots.catalog import Catalog, Entry
 from holdfast.engine.roots.commit import name_latest
-from holdfast.errors import Superseded
+from holdfast.errors import HoldfastError, Superseded
 from holdfast.events import Emitter
+from holdfast.format.manifest import Timestamp
+from holdfast.policy.auto import Auto
+from holdfast.policy.costs import SaveCost
 from holdfast.policy.rule import Rule
 from holdfast.store.base import Store
 
@@ -60,83 +70,47 @@ class Housekeeper:
         self._owner = owner
         self._emit = emit
         self._deleter = Deleter(
-            store, rule, self._tell, replaces=replaces, is_sent_to=is_sent_to, waiting=waiting
+            store, rule, emit, replaces=replaces, is_sent_to=is_sent_to, waiting=waiting
         )
 
     def after_commit(self, entry: Entry) -> None:
         """Point `latest` to a new checkpoint if a run would resume from it, then run retention."""
         if not entry.manifest.lacks:
             with self._trying("latest"):
-                self._point_latest(entry)
+                latest = Catalog(self._store).latest() if entry.manifest.unhealthy else entry
+                if latest is not None and latest.folder == entry.folder:
+                    name_latest(self._store, entry.folder)
         self.retain()
 
     def retain(self) -> None:
         """Delete what the retention rule does not keep. Thread-safe."""
+        owner = self._owner
         with self._lock, self._trying("retention"):
-            self._retain()
+            claim = owner.claim
+            if claim is not None:
+                self._deleter.carry_out(
+                    claim, has_committed=owner.has_committed, unclear=owner.unclear
+                )
 
     def after_claim(self, *, spared: Collection[str] = ()) -> None:
         """Remove what earlier writers left unfinished, except in the `spared` folders."""
+        claim = self._owner.claim
         with self._trying("gc"):
-            self._collect(spared)
+            report = collect(
+                self._store,
+                own_epoch=claim.epoch if claim is not None else None,
+                spared=spared,
+                is_sent_to=self._is_sent_to,
+                emit=self._emit,
+            )
+            for folder, why in report.removed:
+                self._emit("gc", f"removed {folder}: {why}", folder=folder)
+            for folder, why in report.failed:
+                self._emit("housekeeping_failed", f"gc of {folder}: {why}", folder=folder)
 
     def trust(self, entry: Entry) -> None:
         """Mark a checkpoint as verified: the caller has read every byte and found it right."""
         self._deleter.trust(entry)
-
-    def _point_latest(self, entry: Entry) -> None:
-        latest = Catalog(self._store).latest() if entry.manifest.unhealthy else entry
-        if latest is None or latest.folder != entry.folder:
-            return
-        name_latest(self._store, entry.folder)
-
-    def _retain(self) -> None:
-        claim = self._owner.claim
-        if claim is None:
-            return
-        owner = self._owner
-        self._deleter.carry_out(claim, has_committed=owner.has_committed, unclear=owner.unclear)
-
-    def _collect(self, spared: Collection[str]) -> None:
-        claim = self._owner.claim
-        own_epoch = claim.epoch if claim is not None else None
-        report = collect(
-            self._store,
-            own_epoch=own_epoch,
-            spared=spared,
-            is_sent_to=self._is_sent_to,
-            emit=self._emit,
-        )
-        for folder, why in report.removed:
-            self._emit("gc", f"removed {folder}: {why}", folder=folder)
-        for folder, why in report.failed:
-            self._emit("housekeeping_failed", f"gc of {folder}: {why}", folder=folder)
-
-    def _tell(self, event: RetentionEvent) -> None:
-        subject, step, why = event.subject, event.step, event.why
-        match event.kind:
-            case "retracted":
-                text = f"deleted {subject}: {why}"
-                self._emit("retracted", text, step=step, folder=subject)
-            case "thinned":
-                parts = event.components
-                text = f"dropped {', '.join(parts)} of {subject}: {why}"
-                self._emit("thinned", text, step=step, folder=subject, components=parts)
-            case "postponed":
-                text = f"{subject} is deleted or thinned later: {why}"
-                self._emit("postponed", text, step=step, folder=subject)
-            case "failed":
-                self._emit("housekeeping_failed", f"retention of {subject}: {why}", step=step)
-            case "unread":
-                text = f"{subject} stays, whatever the rule says, because it cannot be read: {why}"
-                self._emit("warning", text, folder=subject)
-            case "unmet":
-                self._emit(
-                    "warning",
-                    f"the rule {subject!r} needs {why}, which no checkpoint has. It keeps "
-                    "everything until one has: correct the rule, or pass the missing value to a "
-                    "save",
-                )
 
     @contextmanager
     def _trying(self, what: str) -> Iterator[None]:
@@ -147,3 +121,153 @@ class Housekeeper:
             self._emit("warning", f"{what}: {error}")
         except Exception as error:  # noqa: BLE001 - also a fault in a user's rule (invariant 8)
             self._emit("housekeeping_failed", f"{what}: {error!r}")
+
+
+class Uploads:
+    """The manager's interface to uploads; this default, for one root, is a no-op.
+
+    `care.mirror.Mirror` uploads to a second root.
+    """
+
+    def committed(self) -> None:
+        """Queue a new checkpoint of the local root, before anything there is deleted."""
+
+    def mend_now(self) -> None:
+        """Request repairs of damaged local checkpoints from the remote tier, in the background."""
+
+    def expect_room(self, now: Timestamp) -> None:
+        """Block until the remote tier is no further behind a run at `now` than the options allow.
+
+        Raises:
+            DeadlineExceeded: the remote tier does not catch up.
+        """
+
+    def raise_failure(self) -> None:
+        """Raise the error of a failed upload, once, if the options say so.
+        That another process has claimed the run is raised at every call."""
+
+    def settle(self, timeout_s: float) -> None:
+        """Block until the queue of uploads is empty, or has only uploads that cannot succeed.
+
+        Raises:
+            DeadlineExceeded: lists the uploads that still wait.
+        """
+
+    def close(self, timeout_s: float) -> None:
+        """Upload what is queued, up to a deadline, and stop for good.
+
+        Raises:
+            UploadFailed: something was not uploaded, and the options ask for the error.
+            OwnershipError: another process claimed the run, and that was not raised yet.
+        """
+
+
+class Tuning:
+    """Passes measured costs to the `Auto` of one manager; without one, all methods are no-ops.
+
+    They are recorded ones of the root, and new ones of this process. Owns when and in which thread
+    they are passed; `holdfast.policy.auto` computes the interval.
+    """
+
+    def __init__(self, store: Store, owner: Ownership, emit: Emitter, auto: Auto | None) -> None:
+        self._store = store
+        self._owner = owner
+        self._emit = emit
+        self._auto = auto
+        self._learnt_epoch: int | None = None
+        self._last_id = ""
+
+    # In the background
+
+    def after_claim(self) -> None:
+        """Read the recorded costs of the run, once per claim, from all manifests and claims."""
+        claim = self._owner.claim
+        if self._auto is None or claim is None:
+            return
+        try:
+            history = gather(self._store).history
+        except HoldfastError as error:
+            # The next commit retries; until then only costs measured by this process count.
+            self._emit("housekeeping_failed", f'every="auto" cannot read the record: {error}')
+            return
+        self._auto.learn(history)
+        self._learnt_epoch = claim.epoch
+        self._tell()
+
+    def after_commit(self, entry: Entry) -> None:
+        """Pass on the cost of a new checkpoint, unless an unchanged save returned an old one."""
+        manifest = entry.manifest
+        if self._auto is None or manifest.lacks or manifest.save_id == self._last_id:
+            return
+        self._last_id = manifest.save_id
+        if self._learnt_epoch != manifest.epoch:
+            self.after_claim()
+            if self._learnt_epoch == manifest.epoch:
+                return  # this save is in the record already
+        cost = SaveCost.read(manifest.timings, is_first=manifest.sequence == 1)
+        if cost is not None:
+            self._auto.observe(cost, manifest.timestamp)
+            self._tell()
+
+    # In the training thread
+
+    def look(self, now: Timestamp, *, is_writing: bool) -> None:
+        """Pass on that training is at `now`; `is_writing`: the newest save is not committed yet."""
+        if self._auto is not None:
+            self._auto.look(now, is_writing=is_writing)
+
+    def saved(self, stall_s: float) -> None:
+        """Pass on that a save has just stopped training for `stall_s`, and is being written."""
+        if self._auto is not None:
+            self._auto.saved(stall_s)
+
+    def resumed(self, resume_s: float) -> None:
+        """Pass on that training resumed from a checkpoint, and that this took `resume_s`."""
+        if self._auto is not None:
+            self._auto.restarted(resume_s)
+
+    def timings(self) -> dict[str, float]:
+        """Return timings, in seconds, that the next whole save records beside its own cost."""
+        return {} if self._auto is None else self._auto.timings()
+
+    def _tell(self) -> None:
+        if self._auto is None:
+            return
+        text, plan = self._auto.news(), self._auto.plan
+        if text is not None and plan is not None:
+            self._emit("interval", text, interval_s=plan.interval_s, limit=plan.limit)
+
+
+class ManagerChores:
+    """Calls a manager's maintenance tasks (retention, tuning, uploads) in the right order."""
+
+    def __init__(
+        self,
+        manager: exits.Finishes,
+        owner: Ownership,
+        housekeeper: Housekeeper,
+        uploads: Uploads,
+        tuning: Tuning,
+    ) -> None:
+        self._manager = manager
+        self._owner = owner
+        self._housekeeper = housekeeper
+        self._uploads = uploads
+        self._tuning = tuning
+
+    def after_claim(self) -> None:
+        """Remove leftovers of earlier writers, read recorded costs, repair damaged checkpoints."""
+        self._housekeeper.after_claim()
+        self._tuning.after_claim()
+        self._uploads.mend_now()
+
+    def after_commit(self, entry: Entry) -> None:
+        """Queue the upload of a new checkpoint before anything is deleted because of it."""
+        self._tuning.after_commit(entry)
+        self._uploads.committed()
+        self._housekeeper.after_commit(entry)
+
+    def after_failure(self) -> None:
+        """Keep the manager until its failure is raised; let later managers claim the run."""
+        exits.hold(self._manager)
+        self._owner.let_others_claim()

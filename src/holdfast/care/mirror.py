@@ -15,9 +15,8 @@ from enum import Enum, auto
 
 from typing_extensions import override
 
-from holdfast.care.housekeeping import Housekeeper
+from holdfast.care.housekeeping import Housekeeper, Uploads
 from holdfast.care.sending import Sending
-from holdfast.care.uploads import Uploads
 from holdfast.engine.claims.claim import Choice
 from holdfast.engine.claims.owner import Ownership
 from holdfast.engine.roots.catalog import Catalog, Entry
@@ -86,17 +85,18 @@ class Mirror(Uploads):
 
     @override
     def expect_room(self, now: Timestamp) -> None:
-        if self._options.max_lag is None:
+        lag, sending = self._options.max_lag, self._sending
+        if lag is None:
             return
         end = time.monotonic() + self._timeout_s
         with self._held(self._timeout_s):
-            while self._is_too_far_behind(now):
+            while sending.failures.lost is None and self._backlog.is_too_far_behind(now, lag):
                 left_s = end - time.monotonic()
                 if left_s <= 0:
                     raise DeadlineExceeded(
                         f"{self._remote_url} is further behind than max_lag allows, and did not "
                         f"catch up in {self._timeout_s:.0f} s: {self._backlog}"
-                    ) from self._sending.failures.last
+                    ) from sending.failures.last
                 self._changed.wait(left_s)
 
     @override
@@ -175,12 +175,6 @@ class Mirror(Uploads):
         self._emit("upload_failed", text, tier="remote", waiting=len(self._backlog.folders))
         if self._options.on_upload_failure == "raise":
             raise UploadFailed(text) from self._sending.failures.last
-
-    def _is_too_far_behind(self, now: Timestamp) -> bool:
-        lag = self._options.max_lag
-        if lag is None or self._sending.failures.lost is not None:
-            return False
-        return self._backlog.is_too_far_behind(now, lag)
 
     # The thread
 

@@ -7,36 +7,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 
-from holdfast.care.retention import Deleter, Planned, RetentionEvent, plan
+from holdfast.care.retention import Deleter, Planned, Pruned, plan
 from holdfast.engine.claims.claim import Choice, Wait, dropped, is_being_deleted
 from holdfast.engine.claims.leases import Readers
 from holdfast.engine.claims.owner import Ownership
 from holdfast.engine.roots.catalog import Catalog, Entry
 from holdfast.engine.tiers.ledger import NotedUploads
-from holdfast.errors import FormatError, NotSealed, OutcomeUnknown, UsageError
+from holdfast.errors import FormatError, NotSealed, UsageError
 from holdfast.events import Emitter
 from holdfast.format.manifest import Manifest
 from holdfast.policy.retention import unmet
 from holdfast.policy.rule import MAIN, Rule, savers_of
 from holdfast.store.base import Store
-
-
-@dataclass(slots=True, kw_only=True)
-class Pruned:
-    """Result of `prune`: the decisions for every checkpoint, newest first, and what was done."""
-
-    planned: tuple[Planned, ...] = ()
-    deleted: list[str] = field(default_factory=list)
-    """Folders that were deleted."""
-    thinned: list[str] = field(default_factory=list)
-    """Folders that lost components."""
-    failed: list[tuple[str, str]] = field(default_factory=list)
-    """(folder, why) of deletions that failed, and of checkpoints that were found damaged."""
-    postponed: list[tuple[str, str]] = field(default_factory=list)
-    """(folder, why) of checkpoints that are being read or uploaded; they stay until the next prune.
-    """
 
 
 def preview(
@@ -83,42 +66,22 @@ def prune(store: Store, rule: Rule, *, emit: Emitter, watch: Wait | None = None)
         OwnedElsewhere: a live process owns the run; its own rule prunes.
         Superseded: another process claimed the run meanwhile; it decides from now on.
     """
-    report = Pruned(planned=preview(store, rule))
-    work = {
-        item.entry.folder for item in report.planned if item.decision.drop or not item.decision.keep
-    }
+    planned = preview(store, rule)
+    work = {item.entry.folder for item in planned if item.decision.drop or not item.decision.keep}
     if not work:
-        return report
+        return Pruned(planned=planned)
     readers = Readers(store)
     readers.watch(work, wait=watch or threading.Event().wait, emit=emit)
     owner = Ownership(store, takeover=False, emit=emit)
-
-    def note(event: RetentionEvent) -> None:
-        _note(event, report)
-        if isinstance(event.error, OutcomeUnknown):
-            owner.is_clean = False
-
-    deleter = Deleter(store, rule, note, readers=readers, waiting=NotedUploads(store))
+    deleter = Deleter(store, rule, Emitter(()), readers=readers, waiting=NotedUploads(store))
     owner.take(_standings(store))
     try:
         assert owner.claim is not None
         deleter.carry_out(owner.claim, has_committed=False)
-        report.planned = deleter.planned
     finally:
+        owner.is_clean = deleter.report.is_clean
         owner.release()
-    return report
-
-
-def _note(event: RetentionEvent, report: Pruned) -> None:
-    match event.kind:
-        case "retracted":
-            report.deleted.append(event.subject)
-        case "thinned":
-            report.thinned.append(event.subject)
-        case "failed":
-            report.failed.append((event.subject, event.why))
-        case "postponed":
-            report.postponed.append((event.subject, event.why))
+    return deleter.report
 
 
 def _standings(store: Store) -> Iterator[Choice]:

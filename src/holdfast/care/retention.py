@@ -5,9 +5,9 @@ Whole checkpoints are deleted first, then components of some that stay. A dry ru
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol, TypeAlias
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from holdfast.engine.claims.claim import Claim, dropped
 from holdfast.engine.claims.deletion import retract, thin
@@ -21,9 +21,11 @@ from holdfast.errors import (
     FormatError,
     HoldfastError,
     NoCheckpoint,
+    OutcomeUnknown,
     StoreError,
     Superseded,
 )
+from holdfast.events import Emitter
 from holdfast.format.manifest import Deleted, Manifest, encode_manifest
 from holdfast.format.records import WriterRecord
 from holdfast.policy.retention import Decision, decide, stands_in, unmet
@@ -132,25 +134,22 @@ def candidate(store: Store, entry: Entry) -> Candidate:
     )
 
 
-RetentionKind: TypeAlias = Literal["retracted", "thinned", "failed", "postponed", "unread", "unmet"]
+@dataclass(slots=True, kw_only=True)
+class Pruned:
+    """Result of carrying out a rule: the decisions, newest first, and what was done."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RetentionEvent:
-    """A deletion that was done, failed or was postponed, or a rule that could not be met."""
-
-    kind: RetentionKind
-    """What happened. "unread": the checkpoint stays because it cannot be read. "unmet": a part of
-    the rule needs what no checkpoint has."""
-    subject: str
-    """The checkpoint's folder; for "unmet" the part of the rule."""
-    step: int | None = None
-    why: str = ""
-    """Reason, in words; for "unmet": what is needed."""
-    components: tuple[str, ...] = ()
-    """Components that were deleted, for "thinned"."""
-    error: HoldfastError | None = None
-    """Error of a deletion, for "failed"."""
+    planned: tuple[Planned, ...] = ()
+    deleted: list[str] = field(default_factory=list)
+    """Folders that were deleted."""
+    thinned: list[str] = field(default_factory=list)
+    """Folders that lost components."""
+    failed: list[tuple[str, str]] = field(default_factory=list)
+    """(folder, why) of deletions that failed, and of checkpoints that were found damaged."""
+    is_clean: bool = True
+    """Whether every put is known to have ended."""
+    postponed: list[tuple[str, str]] = field(default_factory=list)
+    """(folder, why) of checkpoints that are being read or uploaded; they stay until the next time.
+    """
 
 
 class Waiting(Protocol):
@@ -174,19 +173,19 @@ class Deleter:
         self,
         store: Store,
         rule: Rule,
-        tell: Callable[[RetentionEvent], None],
+        emit: Emitter,
         *,
         replaces: bool = False,
         is_sent_to: bool = True,
         readers: Readers | None = None,
         waiting: Waiting | None = None,
     ) -> None:
-        """Delete nothing yet; `tell` is called with each later event.
-        `is_sent_to`: whether the root may be the remote tier of a run, where uploads put manifests.
-        `waiting` says what must not be deleted yet, though the rule would delete it."""
+        """Delete nothing yet. `is_sent_to`: whether the root may be the remote tier of a run,
+        where uploads put manifests. `waiting` says what must not be deleted yet, though the rule
+        would delete it."""
         self._store = store
         self._rule = rule
-        self._tell = tell
+        self._emit = emit
         self._replaces = replaces
         self._is_sent_to = is_sent_to
         self._readers = readers if readers is not None else Readers(store)
@@ -203,8 +202,8 @@ class Deleter:
         self._claimed = 0
         self._failures: dict[str, Planned] = {}
         """Deletions that failed or did not finish, by folder."""
-        self.planned: tuple[Planned, ...] = ()
-        """Decisions of the last `carry_out` call."""
+        self.report = Pruned()
+        """Result of the last `carry_out` call."""
 
     def trust(self, entry: Entry) -> None:
         """Mark a checkpoint as verified: the caller has read every byte and found it right."""
@@ -231,8 +230,9 @@ class Deleter:
         entries, unread = catalog.survey(known=self._known)
         for folder, error in unread:
             if self._is_news(folder):
-                self._tell(RetentionEvent(kind="unread", subject=folder, why=str(error)))
-        planned = self.planned = plan(
+                text = f"{folder} stays, whatever the rule says, because it cannot be read: {error}"
+                self._emit("warning", text, folder=folder)
+        planned = plan(
             catalog,
             entries,
             self._rule,
@@ -240,11 +240,17 @@ class Deleter:
             resumed_from=keep,
             replaces=self._replaces,
         )
+        self.report = Pruned(planned=planned)
         self._known = {item.entry.folder: item.entry.manifest for item in planned}
         lacks = unmet([item.decision.entry for item in planned], self._rule)
         for part, what in lacks.items():
             if self._is_news(part):
-                self._tell(RetentionEvent(kind="unmet", subject=part, why=what))
+                self._emit(
+                    "warning",
+                    f"the rule {part!r} needs {what}, which no checkpoint has. It keeps "
+                    "everything until one has: correct the rule, or pass the missing value to a "
+                    "save",
+                )
         self._finish(claim, catalog)
         # Check before any mark is written: a mark stays, and blocks new readers.
         due = [item for item in reversed(planned) if item.decision.drop or not item.decision.keep]
@@ -352,8 +358,10 @@ class Deleter:
         )
         self._tell_readers(entry, removal.leases)
         if removal.is_done:
-            self._tell_of(entry, "retracted", why)
-            self._readers.tidy(entry.folder)
+            folder = entry.folder
+            self.report.deleted.append(folder)
+            self._emit("retracted", f"deleted {folder}: {why}", step=entry.step, folder=folder)
+            self._readers.tidy(folder)
 
     def _thin(self, claim: Claim, item: Planned) -> None:
         entry, why, components = item.entry, item.decision.reason, item.decision.drop
@@ -367,13 +375,16 @@ class Deleter:
         )
         self._tell_readers(entry, removal.leases)
         if removal.is_done:
-            self._tell_of(entry, "thinned", why, components=components)
+            folder, step = entry.folder, entry.step
+            self.report.thinned.append(folder)
+            text = f"dropped {', '.join(components)} of {folder}: {why}"
+            self._emit("thinned", text, step=step, folder=folder, components=components)
 
     def _must_stay(self, entry: Entry) -> bool:
         """Whether a checkpoint is still needed by an upload or a reader; reported once."""
         why = self._waiting.holds(entry) if self._waiting is not None else ""
         if why and self._is_news(entry.folder):
-            self._tell_of(entry, "postponed", why)
+            self._postpone(entry, why)
         if why:
             return True
         leases = self._readers.of(entry.folder)
@@ -383,14 +394,20 @@ class Deleter:
     def _tell_readers(self, entry: Entry, leases: Iterable[FoundLease]) -> None:
         for lease in leases:
             if self._is_news(lease.key):
-                self._tell_of(entry, "postponed", f"{lease.who} reads it")
+                self._postpone(entry, f"{lease.who} reads it")
 
     def _tell_failed(self, entry: Entry, error: HoldfastError) -> None:
-        self._tell_of(entry, "failed", str(error), error=error)
+        # The error itself is not kept: with its frames, it would hold a copy of the state.
+        self.report.failed.append((entry.folder, str(error)))
+        self.report.is_clean = self.report.is_clean and not isinstance(error, OutcomeUnknown)
+        text = f"retention of {entry.folder}: {error}"
+        self._emit("housekeeping_failed", text, step=entry.step)
 
-    def _tell_of(self, entry: Entry, kind: RetentionKind, why: str, **more: Any) -> None:
-        folder, step = entry.folder, entry.step
-        self._tell(RetentionEvent(kind=kind, subject=folder, step=step, why=why, **more))
+    def _postpone(self, entry: Entry, why: str) -> None:
+        folder = entry.folder
+        self.report.postponed.append((folder, why))
+        text = f"{folder} is deleted or thinned later: {why}"
+        self._emit("postponed", text, step=entry.step, folder=folder)
 
     def _is_news(self, subject: str) -> bool:
         """Whether this is the first call with this subject."""

@@ -8,15 +8,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 
-from holdfast.care.findings import Problem, VerifyReport, problem_of
-from holdfast.care.reading import BlockToCheck, FolderReader, Progress, Tally, look_at
-from holdfast.errors import (
-    FormatError,
-    HoldfastError,
-    MissingKey,
-    NotFound,
-    StoreError,
+from holdfast.care.reading import (
+    BlockToCheck,
+    FolderReader,
+    Problem,
+    Progress,
+    Tally,
+    VerifyReport,
+    look_at,
+    problem_of,
 )
+from holdfast.errors import FormatError, HoldfastError, MissingKey, NotFound, StoreError
 from holdfast.format import layout
 from holdfast.format.blocks import file_digest, split
 from holdfast.format.envelope import (
@@ -165,12 +167,8 @@ def _sidecars(reader: FolderReader, names: tuple[str, ...]) -> Iterator[Problem]
     if not boxes:
         yield Problem(file=layout.keys_name(1), message="is missing: nothing opens this checkpoint")
     for name in (*boxes, *filter(layout.is_sidecar, names)):
-        try:
-            reader.decoded(name, MAX_MARK_NBYTES, _check_box if name in boxes else _check_sidecar)
-        except NotFound:
-            continue
-        except (FormatError, StoreError) as error:
-            yield problem_of(name, error)
+        check = _check_box if name in boxes else _check_sidecar
+        yield from reader.problems(name, MAX_MARK_NBYTES, check)
 
 
 def _check_box(data: bytes, *, what: str) -> None:

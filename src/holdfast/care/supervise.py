@@ -1,19 +1,24 @@
 """Supervision of a training: when to restart it, after what pause, and when to give up.
 
-Counts failures. Knows nothing of processes, roots or clocks: the caller passes a child to start, a
-callback that gives the run's newest step, and a clock. Without torch.
+`supervise` counts failures and knows nothing of processes, roots or clocks: the caller passes a
+child to start, and a callback that gives the run's newest step. `ChildProcess` owns processes,
+sessions and signals: it forwards signals to a child and kills it with its helpers. Without torch.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 import random
+import select
 import signal
+import subprocess
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol
+from typing import Any, Protocol
 
 from holdfast.errors import UsageError
 
@@ -77,6 +82,7 @@ class ChildEnding:
     """The first signal that asked the child to stop."""
     error: str = ""
     """Why the command could not be started."""
+    duration_s: float = field(default=0.0, compare=False)
 
     def __str__(self) -> str:
         if self.returncode is None:
@@ -113,7 +119,6 @@ class ChildLife:
     number: int
     """Number of the life, from 1."""
     ending: ChildEnding
-    duration_s: float
     from_step: int | None
     """Step of the run's newest checkpoint before the life; None: there was none, or not known."""
     to_step: int | None
@@ -153,36 +158,34 @@ def supervise(
     *,
     head: Callable[[], int | None] | None = None,
     tell: Callable[[ChildLife], None] = lambda life: None,
-    clock: Callable[[], float] = time.monotonic,
-    jitter: Callable[[], float] = random.random,
+    dice: random.Random | None = None,
 ) -> Supervised:
     """Restart the child until it succeeds, is asked to stop, or makes no more progress.
 
     `head` gives the step of the run's newest checkpoint, or None where there is none. A life has
     made progress when that step is higher than ever before: so there are at most `max_failures`
     lives for each checkpoint, also for a run that is rolled back again and again. Without `head`,
-    a long life counts (`Limits.progress_after_s`). `tell` is called after each life.
+    a long life counts (`Limits.progress_after_s`). `tell` is called after each life. `dice` draw
+    the jitter of pauses.
     """
+    dice = dice or random.Random()
     lives: list[ChildLife] = []
     step = None if head is None else head()
     highest, failures = -1 if step is None else step, 0
     while True:
-        began = clock()
         ending = child.live()
-        duration_s = clock() - began
         before, step = step, None if head is None else head()
         if head is None:
-            has_progressed = duration_s >= limits.progress_after_s
+            has_progressed = ending.duration_s >= limits.progress_after_s
         else:
             has_progressed = step is not None and step > highest
         highest = max(highest, -1 if step is None else step)
         failures = 0 if has_progressed or ending.returncode == 0 else failures + 1
         outcome = _outcome(ending, limits, failures)
-        pause_s = limits.pause_s(failures, jitter())
+        pause_s = limits.pause_s(failures, dice.random())
         life = ChildLife(
             number=len(lives) + 1,
             ending=ending,
-            duration_s=duration_s,
             from_step=before,
             to_step=step,
             has_progressed=has_progressed,
@@ -216,3 +219,187 @@ def _outcome(ending: ChildEnding, limits: Limits, failures: int) -> SupervisionO
     if ending.asked is not None:
         return SupervisionOutcome.STOPPED
     return SupervisionOutcome.GAVE_UP if failures >= limits.max_failures else None
+
+
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+"""Signals that ask to stop. Those that were ignored when the supervisor began stay ignored."""
+_LEFTOVERS_S = 10.0
+"""How long to wait for killed processes to end, in seconds."""
+_POLL_S = 0.05
+"""Pause between checks of processes that are not our children, for which no wait exists."""
+
+
+class ChildProcess:
+    """Runs a command as a child and forwards signals to it; a context manager, main thread only.
+
+    Owns this process's signal handlers. Each run is a session of its own: a terminal's Ctrl-C
+    reaches it once, through us, and its helpers can be found. Standard streams are inherited.
+    """
+
+    def __init__(self, command: Sequence[str], *, grace_s: float) -> None:
+        if not command:
+            raise UsageError("command: must not be empty")
+        if grace_s < 0:
+            raise UsageError(f"grace_s={grace_s}: must be a number of seconds, not below 0")
+        self._command = list(command)
+        self._grace_s = grace_s
+        self._has_lived = False
+        self._undo = contextlib.ExitStack()
+        self._reader = -1
+
+    def __enter__(self) -> ChildProcess:
+        reader, writer = os.pipe()
+        self._undo.callback(os.close, reader)
+        self._undo.callback(os.close, writer)
+        os.set_blocking(reader, False)
+        os.set_blocking(writer, False)
+        self._undo.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(writer))
+        for number in FORWARDED:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._handle(number)
+        # An ignored SIGCHLD, which is inherited, would reap children unseen.
+        self._handle(signal.SIGCHLD)
+        self._reader = reader
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._undo.close()
+
+    def live(self) -> ChildEnding:
+        """Start the command and wait for its end; forward signals meanwhile.
+
+        The first signal begins the time of grace, at whose end the whole process group is killed.
+        After a failure no process of the group is left running.
+
+        Raises:
+            UsageError: at the first start, there is no such command, or it may not be run.
+        """
+        began_s = time.monotonic()
+        try:
+            process = subprocess.Popen(self._command, start_new_session=True)
+        except OSError as error:
+            is_wrong = isinstance(error, FileNotFoundError | PermissionError)
+            if is_wrong and not self._has_lived:
+                raise UsageError(f"command {self._command[0]!r}: {error.strerror}") from error
+            return ChildEnding(
+                returncode=None, error=str(error), duration_s=time.monotonic() - began_s
+            )
+        finally:
+            self._has_lived = True
+        group, stop = _ProcessGroup(process.pid), _Grace(self._grace_s)
+        self._wait_for_leader(process.pid, group, stop)
+        how = _ended(process.pid)
+        died_asked = stop.first is not None and how.si_code != os.CLD_EXITED
+        has_succeeded = how.si_code == os.CLD_EXITED and how.si_status == 0
+        if not has_succeeded and not died_asked:
+            # Before the leader is reaped: its number cannot be another's yet.
+            group.send(signal.SIGKILL)
+        returncode = process.wait()
+        if not has_succeeded:
+            self._wait_for_others(group, stop, is_graceful=died_asked)
+        return ChildEnding(
+            returncode=returncode, asked=stop.first, duration_s=time.monotonic() - began_s
+        )
+
+    def pause(self, delay_s: float) -> int | None:
+        """Wait for `delay_s` seconds or until a stop signal; return that signal's number."""
+        until = time.monotonic() + delay_s
+        while True:
+            left_s = until - time.monotonic()
+            for number in self._signals(max(left_s, 0.0)):
+                return number
+            if left_s <= 0:
+                return None
+
+    def _wait_for_leader(self, pid: int, group: _ProcessGroup, stop: _Grace) -> None:
+        while _ended(pid) is None:
+            if stop.is_over:
+                group.send(signal.SIGKILL)
+                os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+            else:
+                self._forward(group, stop, stop.left_s)
+
+    def _wait_for_others(self, group: _ProcessGroup, stop: _Grace, *, is_graceful: bool) -> None:
+        """Wait for the other processes of the group: a shell dies at once, its training saves."""
+        while is_graceful and not group.is_gone() and not stop.is_over:
+            self._forward(group, stop, _POLL_S)
+        if not group.is_gone():
+            group.send(signal.SIGKILL)
+        until = time.monotonic() + _LEFTOVERS_S
+        while not group.is_gone() and time.monotonic() < until:
+            self._forward(group, stop, _POLL_S)
+
+    def _forward(self, group: _ProcessGroup, stop: _Grace, timeout_s: float | None) -> None:
+        for number in self._signals(timeout_s):
+            stop.begin(number)
+            group.send(number)
+
+    def _signals(self, timeout_s: float | None) -> Iterator[int]:
+        """Wait for a signal of any kind; return the stop signals since the last call."""
+        waiting = select.poll()  # `select` itself takes no descriptor above 1023
+        waiting.register(self._reader, select.POLLIN)
+        ready = waiting.poll(None if timeout_s is None else math.ceil(timeout_s * 1000))
+        data = os.read(self._reader, 4096) if ready else b""
+        return (number for number in data if number != signal.SIGCHLD)
+
+    def _handle(self, number: signal.Signals) -> None:
+        self._undo.callback(signal.signal, number, signal.signal(number, _ignore) or signal.SIG_DFL)
+
+
+class _Grace:
+    """Time that the child has left to stop by itself after the first signal."""
+
+    def __init__(self, grace_s: float) -> None:
+        self._grace_s = grace_s
+        self._until = math.inf
+        self.first: int | None = None
+
+    def begin(self, number: int) -> None:
+        """Start the time of grace at the first signal; later ones change nothing."""
+        if self.first is None:
+            self.first = number
+            self._until = time.monotonic() + self._grace_s
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the time of grace has ended."""
+        return time.monotonic() >= self._until
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds left of the time of grace; None before the first signal."""
+        return None if self.first is None else max(0.0, self._until - time.monotonic())
+
+
+class _ProcessGroup:
+    """The process group of a child."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def send(self, number: int) -> None:
+        """Send a signal to all processes left in the group."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._number, number)
+
+    def is_gone(self) -> bool:
+        """Whether no process is left; reaps orphans that became our children, as in a container."""
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-self._number, os.WNOHANG) != (0, 0):
+                pass
+        try:
+            os.killpg(self._number, 0)
+        except ProcessLookupError:
+            return True
+        except PermissionError:
+            return False
+        return False
+
+
+def _ended(pid: int) -> Any:
+    """Return how a child ended, without reaping it; None while it runs."""
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+
+
+def _ignore(*_: object) -> None:
+    """No-op signal handler: the signal's number arrives through the wakeup pipe."""

@@ -15,15 +15,18 @@ from typing import Any
 
 import msgspec
 
-from holdfast.care.findings import Problem, RootReport, VerifyReport, problem_of
 from holdfast.care.reading import (
     BlockToCheck,
     CheckedBlock,
     FolderReader,
+    Problem,
     Progress,
+    RootReport,
     Tally,
+    VerifyReport,
     again,
     look_at,
+    problem_of,
     transient_note,
 )
 from holdfast.care.scrub import scrub
@@ -46,11 +49,7 @@ from holdfast.format import layout
 from holdfast.format.blocks import DIGEST_NBYTES, digest_blocks, file_digest, split
 from holdfast.format.envelope import MAX_MARK_NBYTES, check_mark, decode_box, is_mark
 from holdfast.format.index import Index, decode_index
-from holdfast.format.manifest import (
-    MAX_JSON_FILE_NBYTES,
-    FileEntry,
-    Manifest,
-)
+from holdfast.format.manifest import MAX_JSON_FILE_NBYTES, FileEntry, Manifest
 from holdfast.format.nodes import ArrayRef, TensorRef
 from holdfast.format.objects import decode_tree
 from holdfast.format.records import Alive, Closed, Notes, Rejected, Retired, Thinned, WriterRecord
@@ -172,12 +171,9 @@ def _check_claims(store: Store) -> Iterator[Problem]:
             decode = Alive.decode
         else:
             continue
-        try:
-            reader.decoded(name, _MAX_RECORD_NBYTES, decode)
-        except NotFound:
-            continue  # A heartbeat is deleted when its epoch closes.
-        except (FormatError, StoreError) as error:
-            yield replace(problem_of(name, error), file=f"{layout.WRITERS}/{name}")
+        # A heartbeat is deleted when its epoch closes.
+        for problem in reader.problems(name, _MAX_RECORD_NBYTES, decode):
+            yield replace(problem, file=f"{layout.WRITERS}/{name}")
 
 
 class _OtherBytes(CorruptData):
@@ -222,6 +218,8 @@ class _Inspection:
         self._others(manifest)
         if self._problems and manifest is not None:
             self._manifest()  # What was deleted meanwhile is not damaged: NoCheckpoint.
+        components = () if self._here is None else self._here.components
+        tensors = {} if index is None else index.components
         return VerifyReport(
             folder=self._folder,
             step=None if manifest is None else manifest.timestamp.step,
@@ -229,7 +227,7 @@ class _Inspection:
             notes=tuple(self._notes),
             nbytes=self._tally.nbytes,
             num_files=0 if self._here is None else len(self._here.files),
-            num_tensors=0 if index is None else self._num_tensors(index),
+            num_tensors=sum(len(tensors.get(name, ())) for name in components),
         )
 
     def lost_parts(self) -> bool:
@@ -256,10 +254,6 @@ class _Inspection:
     def _parts(self, manifest: Manifest) -> Parts:
         marks = again(lambda: Catalog(self._store).marks(self._folder))
         return again(lambda: parts_of(self._store, self._folder, manifest, marks))
-
-    def _num_tensors(self, index: Index) -> int:
-        here = self._here.components if self._here is not None else {}
-        return sum(len(index.components.get(name, ())) for name in here)
 
     def _manifest(self) -> Manifest | None:
         try:
@@ -506,12 +500,7 @@ class _Inspection:
             decode = _sidecar_decoder(name)
             if decode is not None:
                 check = partial(_unless_mark, decode)
-                try:
-                    self._reader.decoded(name, MAX_MARK_NBYTES, check)
-                except NotFound:
-                    continue
-                except (FormatError, StoreError) as error:
-                    self._problem(name, error)
+                self._problems += self._reader.problems(name, MAX_MARK_NBYTES, check)
             elif manifest is not None and name not in (layout.MANIFEST, *manifest.files):
                 self._notes.append(f"{name} is not listed in the manifest")
 

@@ -126,7 +126,9 @@ def advise_root(root: str, options: Options) -> Answer:
     return Answer(
         document={
             **_document(store.url, rows, facts, advice, today),
-            "auto": None if auto is None else _auto_document(auto),
+            "auto": None
+            if auto is None
+            else {"interval_s": auto.interval_s, "limit": auto.limit, "text": str(auto)},
             "notes": notes,
         },
         parts=[
@@ -374,10 +376,6 @@ def _document(
         "trained_s": facts.trained_s,
         "unreadable": list(facts.unreadable),
     }
-
-
-def _auto_document(auto: IntervalPlan) -> dict[str, Any]:
-    return {"interval_s": auto.interval_s, "limit": auto.limit, "text": str(auto)}
 
 
 def _start_document(start: RecordedStart) -> dict[str, Any]:

@@ -12,10 +12,9 @@ from typing import Any, NoReturn
 import click
 
 from holdfast.cli import options
-from holdfast.cli.declaring import Commands, Parameter, taking
+from holdfast.cli.options import Commands, Parameter, taking
 from holdfast.cli.output import Answer, Code, give, give_error
-from holdfast.cli.target import PATIENCE
-from holdfast.cli.unlocking import NAMED, KeySources
+from holdfast.cli.target import NAMED, PATIENCE, KeySources
 from holdfast.errors import HoldfastError, UsageError
 
 
@@ -33,26 +32,13 @@ def run() -> NoReturn:
     sys.exit(code)
 
 
-def _show_version(ctx: click.Context, _parameter: click.Parameter, wanted: bool) -> None:
-    if wanted:
-        import holdfast
-
-        click.echo(f"holdfast {holdfast.__version__}")
-        ctx.exit()
-
-
 @click.group(
     cls=Commands,
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"], "show_default": True},
 )
-@click.option(
-    "--version",
-    is_flag=True,
-    is_eager=True,
-    expose_value=False,
-    callback=_show_version,
-    help="Print the version and exit.",
+@click.version_option(
+    package_name="holdfast", message="holdfast %(version)s", help="Print the version and exit."
 )
 @taking(
     options.key_files,
@@ -174,25 +160,25 @@ def prune(root: str, keep: str, dry_run: bool) -> Answer:
 @_answering(options.one)
 def pin(target: str) -> Answer:
     """Protect a checkpoint from deletion by retention rules."""
-    from holdfast.cli.pin import pin as set_pin
+    from holdfast.cli.pin import mark
 
-    return set_pin(target, pinned=True)
+    return mark(target, pinned=True)
 
 
 @_answering(options.one)
 def unpin(target: str) -> Answer:
     """Remove the pin of a checkpoint, so that retention rules apply to it again."""
-    from holdfast.cli.pin import pin as set_pin
+    from holdfast.cli.pin import mark
 
-    return set_pin(target, pinned=False)
+    return mark(target, pinned=False)
 
 
 @_answering(options.one, options.new_tags)
 def tag(target: str, tags: Sequence[str]) -> Answer:
     """Add tags to a checkpoint, which also protect it from deletion."""
-    from holdfast.cli.pin import tag as add_tags
+    from holdfast.cli.pin import mark
 
-    return add_tags(target, tags)
+    return mark(target, tags=tags)
 
 
 @_answering(options.root, options.save_tags, options.reason, options.timeout)
@@ -288,6 +274,6 @@ def rotate(
 def demo(out: Path, seed: int | None, fast: bool, as_json: bool) -> int:
     """Train, get killed at random moments, resume, and compare with the undisturbed run."""
 
-    from holdfast.demo.main import run as run_demo
+    from holdfast.demo.story import run as run_demo
 
     return run_demo(out, seed=seed, fast=fast, as_json=as_json)

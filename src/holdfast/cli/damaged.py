@@ -7,9 +7,9 @@ from contextlib import suppress
 from holdfast.care.damaged import Damaged, delete, examine
 from holdfast.cli.output import Answer, Code, say_event, size
 from holdfast.cli.target import open_root, opened
-from holdfast.cli.unlocking import inner
 from holdfast.engine.roots.catalog import Catalog, is_root
 from holdfast.engine.roots.documents import read_if_there
+from holdfast.engine.sealed.sealing import bare
 from holdfast.engine.tiers.pieces import read_listing
 from holdfast.errors import (
     FormatError,
@@ -41,7 +41,7 @@ def remove(root: str, folder: str, *, is_sure: bool) -> Answer:
     folder = folder.rstrip("/")
     store = open_root(root)
     damaged = examine(store, folder)
-    warnings = _other_tier(inner(store), folder)
+    warnings = _other_tier(bare(store), folder)
     why = delete(store, folder, emit=Emitter((say_event,))) if is_sure else None
     has_marker = bool(store.children(folder)) and why == ""
     document = {

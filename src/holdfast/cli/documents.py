@@ -15,7 +15,7 @@ from holdfast.format.manifest import Manifest
 from holdfast.store.base import Store
 
 if TYPE_CHECKING:
-    from holdfast.care.findings import Problem, VerifyReport
+    from holdfast.care.reading import Problem, VerifyReport
 
 
 def checkpoint_document(store: Store, entry: Entry) -> dict[str, Any]:

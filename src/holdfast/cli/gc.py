@@ -7,10 +7,10 @@ from collections.abc import Collection, Sequence
 from holdfast.care.gc import GcReport, collect
 from holdfast.cli.output import Answer, Code, say_event, size
 from holdfast.cli.target import open_root
-from holdfast.cli.unlocking import inner
 from holdfast.engine.claims.claim import is_closed, is_live
 from holdfast.engine.claims.process import liveness
 from holdfast.engine.roots.catalog import Catalog
+from holdfast.engine.sealed.sealing import bare
 from holdfast.errors import FormatError, UsageError
 from holdfast.events import Emitter
 from holdfast.store.base import Store
@@ -23,7 +23,7 @@ def clean(root: str, *, dry_run: bool, dead_epochs: Collection[int]) -> Answer:
         NoCheckpoint: not a root.
         UsageError: an epoch named as dead is alive on this host, or never existed.
     """
-    store = inner(open_root(root))  # no key is needed to see what is not committed
+    store = bare(open_root(root))  # no key is needed to see what is not committed
     for epoch in dead_epochs:
         _check_dead(store, epoch)
     report = collect(store, dry_run=dry_run, dead_epochs=dead_epochs, emit=Emitter((say_event,)))

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from holdfast.care.rekey import Rekeyed, Sealed, sealed_in
 from holdfast.care.rekey import rotate as rotate_root
 from holdfast.cli.output import Answer, Code
-from holdfast.cli.target import open_root
-from holdfast.cli.unlocking import NAMED, KeySources, inner, keys_of
+from holdfast.cli.target import NAMED, KeySources, keys_of, open_root
+from holdfast.engine.sealed.sealing import bare
 from holdfast.errors import UsageError
 from holdfast.keys import PrivateKey
 from holdfast.keys import generate as new_key
@@ -40,7 +41,7 @@ def list_recipients(root: str) -> Answer:
     Raises:
         NoCheckpoint: not a root.
     """
-    store = inner(open_root(root))
+    store = bare(open_root(root))
     items = [*sealed_in(store)]
     lines = [
         f"{item.folder}  {item.visible.suite}  {', '.join(item.recipients)}"
@@ -51,7 +52,7 @@ def list_recipients(root: str) -> Answer:
     document = {
         "root": store.url,
         "checkpoints": [_described(item) for item in items if isinstance(item, Sealed)],
-        "failed": [_outcome(item) for item in items if isinstance(item, Rekeyed)],
+        "failed": [asdict(item) for item in items if isinstance(item, Rekeyed)],
     }
     code = Code.FOUND if document["failed"] else Code.OK
     return Answer(document=document, parts=lines or ["nothing here is sealed"], code=code)
@@ -70,7 +71,7 @@ def rotate(root: str, to: KeySources, *, keep_old: bool) -> Answer:
         raise UsageError("keys rotate: name the keys of now with --key-file before the command")
     if not new:
         raise UsageError("keys rotate: name the new keys with --to-file, --to-env or --to-command")
-    store = inner(open_root(root))
+    store = bare(open_root(root))
     done = [*rotate_root(store, old, new, keeps_old=keep_old)]
     lines = [f"{item.outcome:<6}  {item.folder}  {item.reason}".rstrip() for item in done]
     failed = any(item.outcome == "failed" for item in done)
@@ -79,7 +80,7 @@ def rotate(root: str, to: KeySources, *, keep_old: bool) -> Answer:
         if failed
         else f"{len(done)} checkpoints: opened by {', '.join(key.name for key in new)}"
     )
-    document = {"root": store.url, "checkpoints": [_outcome(item) for item in done]}
+    document = {"root": store.url, "checkpoints": [asdict(item) for item in done]}
     return Answer(document=document, parts=lines, code=Code.FOUND if failed else Code.OK)
 
 
@@ -107,7 +108,3 @@ def _described(item: Sealed) -> dict[str, Any]:
         "recipients": [*item.recipients],
         "boxes": sorted(item.boxes),
     }
-
-
-def _outcome(item: Rekeyed) -> dict[str, str]:
-    return {"folder": item.folder, "outcome": item.outcome, "reason": item.reason}

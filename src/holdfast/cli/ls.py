@@ -17,7 +17,6 @@ from holdfast.cli.documents import (
 )
 from holdfast.cli.output import Answer, Code, TextTable, number, size
 from holdfast.cli.target import open_root
-from holdfast.cli.unlocking import inner
 from holdfast.engine.claims.claim import is_closed
 from holdfast.engine.claims.leases import FoundLease, find_leases
 from holdfast.engine.claims.process import liveness
@@ -106,7 +105,9 @@ def _missing(store: Store, entry: Entry) -> list[str]:
     Empty for a checkpoint that is being deleted, and for an encrypted one, which `verify` checks.
     Components that retention deleted are left out.
     """
-    if entry.marks.retired or inner(store) is not store:
+    from holdfast.engine.sealed.sealing import bare
+
+    if entry.marks.retired or bare(store) is not store:
         return []
     nbytes = {info.key.rpartition("/")[2]: info.nbytes for info in store.list(f"{entry.folder}/")}
     files = entry.manifest.files

@@ -7,42 +7,24 @@ from collections.abc import Sequence
 from holdfast.cli.output import Answer
 from holdfast.cli.target import open_target, read_entry
 from holdfast.engine.claims.notes import annotate
-from holdfast.engine.roots.catalog import Entry
 from holdfast.engine.roots.sources import split_folder, split_source
 from holdfast.errors import UsageError
 from holdfast.store.base import Store
 
 
-def pin(target: str, *, pinned: bool) -> Answer:
-    """Pin or unpin a checkpoint; a pinned one is kept whatever the retention rule says.
-
-    Raises:
-        UsageError: `target` names no single checkpoint.
-        NoCheckpoint: no checkpoint matches, or its deletion has begun.
-    """
-    store, entry = _named(target)
-    annotate(store, entry, pinned=pinned)
-    return _answer(store, entry.folder)
-
-
-def tag(target: str, tags: Sequence[str]) -> Answer:
-    """Add tags to a checkpoint; retention keeps a tagged one.
+def mark(target: str, *, pinned: bool | None = None, tags: Sequence[str] = ()) -> Answer:
+    """Pin or unpin a checkpoint, and add tags; retention keeps what is pinned or tagged.
 
     Raises:
         UsageError: `target` names no single checkpoint, or a tag is not allowed.
         NoCheckpoint: no checkpoint matches, or its deletion has begun.
     """
-    store, entry = _named(target)
-    annotate(store, entry, add_tags=tags)
-    return _answer(store, entry.folder)
-
-
-def _named(target: str) -> tuple[Store, Entry]:
     root, which = split_source(target)
     if which is None and not split_folder(root)[1]:
         raise UsageError(f"{target!r}: name one checkpoint, as ROOT@WHICH")
     store, folder = open_target(target)
-    return store, read_entry(store, folder)
+    annotate(store, read_entry(store, folder), add_tags=tags, pinned=pinned)
+    return _answer(store, folder)
 
 
 def _answer(store: Store, folder: str) -> Answer:

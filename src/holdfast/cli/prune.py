@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from holdfast.care.prune import Pruned, preview, prune
-from holdfast.care.retention import Planned
+from holdfast.care.prune import preview, prune
+from holdfast.care.retention import Planned, Pruned
 from holdfast.cli.documents import (
     expect_something_opened,
     nbytes_left,
@@ -22,20 +21,8 @@ from holdfast.engine.roots.catalog import Catalog, Entry
 from holdfast.errors import NoCheckpoint
 from holdfast.events import Emitter
 from holdfast.policy.rules import parse_rule
-from holdfast.store.base import Store
 
 _OTHER_RUN = "copied here from another run, which this one does not judge"
-
-
-@dataclass(frozen=True, slots=True)
-class _Judged:
-    """A checkpoint of the root, what retention did with it or would do, and why."""
-
-    entry: Entry
-    action: str
-    why: str
-    nbytes: int
-    drop: Sequence[str] = ()
 
 
 def clean(root: str, *, keep: str, dry_run: bool) -> Answer:
@@ -59,14 +46,22 @@ def clean(root: str, *, keep: str, dry_run: bool) -> Answer:
         else prune(store, rule, emit=Emitter((say_event,)))
     )
     judged = {item.entry.folder for item in report.planned}
-    checkpoints = [_judged(item, _action(item, report, dry_run=dry_run)) for item in report.planned]
-    checkpoints += [_other(store, entry) for entry in entries if entry.folder not in judged]
+    checkpoints = []
+    for item in report.planned:
+        action, made = _action(item, report, dry_run=dry_run), item.decision
+        told = _document(item.entry, action, made.reason, made.entry.nbytes, made.drop)
+        checkpoints.append((item.entry, told))
+    checkpoints += [
+        (entry, _document(entry, "keep", _OTHER_RUN, nbytes_left(store, entry)))
+        for entry in entries
+        if entry.folder not in judged
+    ]
     nbytes = sum(item.nbytes for item in report.planned if dry_run or _is_done(item, report))
     document = {
         "root": store.url,
         "dry_run": dry_run,
         "keep": str(rule),
-        "checkpoints": [_document(checkpoint) for checkpoint in checkpoints],
+        "checkpoints": [told for _, told in checkpoints],
         "deleted": report.deleted,
         "thinned": report.thinned,
         "failed": [{"folder": folder, "why": why} for folder, why in report.failed],
@@ -76,7 +71,7 @@ def clean(root: str, *, keep: str, dry_run: bool) -> Answer:
     }
     table = TextTable(
         columns=("step", "folder", "size", "what", "why"),
-        rows=[_row(checkpoint) for checkpoint in checkpoints],
+        rows=[_row(entry, told) for entry, told in checkpoints],
         right=frozenset({0, 2}),
         whole=frozenset({0, 1, 2, 3}),
     )
@@ -101,30 +96,22 @@ def _action(item: Planned, report: Pruned, *, dry_run: bool) -> str:
     return "thin" if item.decision.keep else "delete"
 
 
-def _judged(item: Planned, action: str) -> _Judged:
-    made = item.decision
-    return _Judged(item.entry, action, made.reason, made.entry.nbytes, drop=made.drop)
-
-
-def _other(store: Store, entry: Entry) -> _Judged:
-    return _Judged(entry, "keep", _OTHER_RUN, nbytes_left(store, entry))
-
-
-def _document(checkpoint: _Judged) -> dict[str, Any]:
-    entry = checkpoint.entry
+def _document(
+    entry: Entry, action: str, why: str, nbytes: int, drop: Sequence[str] = ()
+) -> dict[str, Any]:
     return {
         "folder": entry.folder,
         "step": entry.step,
-        "action": checkpoint.action,
-        "drop": list(checkpoint.drop),
-        "why": checkpoint.why,
-        "nbytes": checkpoint.nbytes,
+        "action": action,
+        "drop": list(drop),
+        "why": why,
+        "nbytes": nbytes,
         **origin_document(entry.manifest),
     }
 
 
-def _row(checkpoint: _Judged) -> tuple[str, ...]:
-    entry, action = checkpoint.entry, checkpoint.action
-    what = f"drop {', '.join(checkpoint.drop)}" if action == "thin" else action
-    why = "; ".join([checkpoint.why, *origin_marks(entry.manifest)])
-    return (str(entry.step), entry.folder, size(checkpoint.nbytes), what, why)
+def _row(entry: Entry, document: Mapping[str, Any]) -> tuple[str, ...]:
+    action = document["action"]
+    what = f"drop {', '.join(document['drop'])}" if action == "thin" else action
+    why = "; ".join([document["why"], *origin_marks(entry.manifest)])
+    return (str(entry.step), entry.folder, size(document["nbytes"]), what, why)

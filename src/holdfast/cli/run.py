@@ -7,9 +7,9 @@ from typing import Any
 
 import click
 
-from holdfast.care.child import ChildProcess
 from holdfast.care.supervise import (
     ChildLife,
+    ChildProcess,
     Limits,
     Supervised,
     SupervisionOutcome,
@@ -17,7 +17,7 @@ from holdfast.care.supervise import (
     supervise,
 )
 from holdfast.cli.output import Code, TextTable, aligned, give_line, say
-from holdfast.cli.unlocking import inner, unlocked
+from holdfast.cli.target import unlocked
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.roots.sources import split_source
 from holdfast.errors import FormatError, SealError, StoreError, UsageError
@@ -78,8 +78,10 @@ def _open(root: str) -> Store:
     name, which = split_source(root)
     if which is not None:
         raise UsageError(f"--root {root!r}: must be a whole root, without @{which}")
+    from holdfast.engine.sealed.sealing import bare
+
     store = unlocked(open_store(name))
-    if isinstance(inner(store), MemoryStore):
+    if isinstance(bare(store), MemoryStore):
         raise UsageError(f"--root {root!r}: another process cannot see it; use a folder or a URL")
     return store
 
@@ -101,7 +103,7 @@ def _tell(life: ChildLife) -> None:
         return
     progress = "" if life.has_progressed else f", no progress ({life.failures} in a row)"
     say(
-        f"life {life.number} ended: {life.ending}, after {life.duration_s:.1f} s, "
+        f"life {life.number} ended: {life.ending}, after {life.ending.duration_s:.1f} s, "
         f"{_steps(life)}{progress}; next in {life.restart_in_s:.1f} s"
     )
 
@@ -129,7 +131,7 @@ def _document(life: ChildLife) -> dict[str, Any]:
         "signal": signal_name(-returncode) if returncode is not None and is_signal else None,
         "asked": None if life.ending.asked is None else signal_name(life.ending.asked),
         "error": life.ending.error or None,
-        "duration_s": life.duration_s,
+        "duration_s": life.ending.duration_s,
         "from_step": life.from_step,
         "to_step": life.to_step,
         "has_progressed": life.has_progressed,
@@ -163,7 +165,7 @@ def _row(life: ChildLife) -> tuple[str, ...]:
     return (
         str(life.number),
         str(life.ending),
-        f"{life.duration_s:.1f}",
+        f"{life.ending.duration_s:.1f}",
         _step(life.from_step),
         _step(life.to_step),
         "yes" if life.has_progressed else "no",

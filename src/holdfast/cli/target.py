@@ -1,13 +1,18 @@
-"""Resolution of typed targets to a store and a checkpoint: `ROOT`, `ROOT@which`, a folder."""
+"""Resolution of typed targets to a store and a checkpoint: `ROOT`, `ROOT@which`, a folder.
+
+Stores are opened with the keys that were named before the command.
+"""
 
 from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Sequence
 from contextlib import suppress
 from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from holdfast.cli.unlocking import unlocked
 from holdfast.engine.roots.catalog import Catalog, Entry, is_root, standalone
 from holdfast.engine.roots.sources import split_folder, split_source
 from holdfast.errors import NoCheckpoint, NotFound, UsageError
@@ -17,6 +22,9 @@ from holdfast.store import open_store
 from holdfast.store.base import Store
 from holdfast.store.local import LocalStore
 from holdfast.store.remote.opening import SCHEMES, RemoteOptions
+
+if TYPE_CHECKING:
+    from holdfast.keys import Key
 
 PATIENCE: ContextVar[str] = ContextVar("patience", default="20s")
 """Value of `--timeout`: how long an object store may leave requests unanswered."""
@@ -109,3 +117,46 @@ def _expect_folder(path: str) -> None:
         return  # The store's own error says why it cannot be read.
     if not stat.S_ISDIR(mode):
         raise NoCheckpoint(f"{path}: not a folder")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeySources:
+    """Files, environment variables and commands that give keys; read only when needed."""
+
+    files: Sequence[str] = ()
+    variables: Sequence[str] = ()
+    commands: Sequence[str] = ()
+    accepts_plain: bool = False
+
+
+NAMED: ContextVar[KeySources] = ContextVar("named keys")
+"""Key sources given before the command, such as `--key-file`."""
+
+
+def unlocked(store: Store) -> Store:
+    """Wrap `store` so that it decrypts with the given keys; returned as it is without keys.
+
+    Raises:
+        KeyUnavailable: a key cannot be obtained.
+    """
+    sources = NAMED.get(KeySources())
+    if not (sources.files or sources.variables or sources.commands):
+        return store
+    from holdfast.engine.sealed.sealing import sealing
+    from holdfast.keys import Encryption
+
+    return sealing(store, Encryption(keys=keys_of(sources), accept_plain=sources.accepts_plain))
+
+
+def keys_of(sources: KeySources) -> tuple[Key, ...]:
+    """Read the keys from all given files, variables and commands.
+
+    Raises:
+        KeyUnavailable: a key cannot be obtained.
+    """
+    from holdfast.keys import from_command, from_environment, from_file
+
+    groups = [from_file(path) for path in sources.files]
+    groups += [from_environment(name) for name in sources.variables]
+    groups += [from_command(command) for command in sources.commands]
+    return tuple(key for keys in groups for key in keys)

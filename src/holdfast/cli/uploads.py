@@ -6,13 +6,13 @@ Needs no key: of encrypted checkpoints it reads the part of the manifest in clea
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from holdfast.cli.output import Answer, Code, TextTable, size
 from holdfast.cli.target import open_root, opened
-from holdfast.cli.unlocking import inner
 from holdfast.engine.roots.catalog import Catalog
+from holdfast.engine.sealed.sealing import bare
 from holdfast.engine.tiers.ledger import Ledger
 from holdfast.engine.tiers.pieces import length, read_listing
 from holdfast.errors import FormatError, HoldfastError, NoCheckpoint
@@ -32,7 +32,11 @@ class _Line:
     nbytes: int
     state: str
     """State: `uploaded`, `deleted` (remotely), `unwanted`, `unknown`, or that in its note."""
-    note: UploadRecord | None
+    sent_nbytes: int | None = None
+    tries: int | None = None
+    error: str | None = None
+    changed: str | None = None
+    """These are from its note, if there is one."""
 
 
 def show_uploads(root: str) -> Answer:
@@ -41,7 +45,7 @@ def show_uploads(root: str) -> Answer:
     Raises:
         NoCheckpoint: not a root, or not one that is mirrored to another.
     """
-    store = inner(open_root(root))
+    store = bare(open_root(root))
     ledger = Ledger(store)
     tiers = ledger.tiers()
     if tiers is None:
@@ -57,7 +61,7 @@ def show_uploads(root: str) -> Answer:
         "error": tiers.error,
         "changed": tiers.changed,
         "last": _last(tiers),
-        "checkpoints": [_document(line) for line in lines],
+        "checkpoints": [asdict(line) for line in lines],
         "waiting": len(waiting),
         "waiting_nbytes": sum(line.nbytes for line in waiting),
     }
@@ -96,8 +100,13 @@ def _lines(
             step=listing.timestamp.step if isinstance(listing, Manifest) else None,
             nbytes=sum(map(length, listing.files.values())),
             state=_remote_state(folder, remote, noted) or noted or "unknown",
-            note=note,
+            **_noted(note),
         )
+
+
+def _noted(note: UploadRecord | None) -> dict[str, Any]:
+    names = ("sent_nbytes", "tries", "error", "changed")
+    return {} if note is None else {name: getattr(note, name) for name in names}
 
 
 def _remote_state(folder: str, remote: Store | None, noted: str) -> str:
@@ -126,20 +135,6 @@ def _last(tiers: TiersRecord) -> dict[str, Any] | None:
     }
 
 
-def _document(line: _Line) -> dict[str, Any]:
-    note = line.note
-    return {
-        "folder": line.folder,
-        "step": line.step,
-        "nbytes": line.nbytes,
-        "state": line.state,
-        "sent_nbytes": note.sent_nbytes if note is not None else None,
-        "tries": note.tries if note is not None else None,
-        "error": note.error if note is not None else None,
-        "changed": note.changed if note is not None else None,
-    }
-
-
 _WAITING = ("waiting", "sending", "failed", "refused")
 _WORDS: Mapping[str, str] = {
     "unwanted": "not wanted there",
@@ -160,9 +155,9 @@ def _parts(document: Mapping[str, Any], lines: list[_Line]) -> list[str | TextTa
         )
     ]
     parts += [
-        f"{line.folder}: {line.note.error}"
+        f"{line.folder}: {line.error}"
         for line in lines
-        if line.note is not None and line.note.error and line.state in ("failed", "refused")
+        if line.error and line.state in ("failed", "refused")
     ]
     parts.append(
         f"to {document['remote']}: {document['waiting']} waiting, "
@@ -183,12 +178,12 @@ def _parts(document: Mapping[str, Any], lines: list[_Line]) -> list[str | TextTa
 
 
 def _row(line: _Line) -> tuple[str, ...]:
-    note = line.note
+    is_sent = line.sent_nbytes is not None and line.state in _WAITING
     return (
         "sealed" if line.step is None else str(line.step),
         line.folder,
         size(line.nbytes),
         _WORDS.get(line.state, line.state),
-        size(note.sent_nbytes) if note is not None and line.state in _WAITING else "",
-        str(note.tries) if note is not None and note.tries else "",
+        size(line.sent_nbytes or 0) if is_sent else "",
+        str(line.tries or ""),
     )

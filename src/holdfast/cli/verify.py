@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from holdfast.care.findings import RootReport, VerifyReport
+from holdfast.care.reading import RootReport, VerifyReport
 from holdfast.care.scrub import NOTE
 from holdfast.care.verify import verify_kept, verify_root
 from holdfast.cli.documents import (

@@ -1,30 +1,82 @@
 """Course of the demo: train undisturbed, train again with three kills, record both.
 
-The training happens in `worker` processes; this one starts them, reads their reports and kills.
+The training happens in `worker` processes, which this one starts and kills; their reports come
+through a pipe. `run` is what `holdfast demo` calls.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import random
+import secrets
+import selectors
 import shutil
+import signal
+import subprocess
+import sys
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
-from holdfast.demo.plan import DemoPlan, Kill, draw_kills
-from holdfast.demo.process import Line, Worker
-from holdfast.demo.record import DemoRecord, ProcessRecord, RunRecord
+from rich.console import Console
+
+from holdfast.demo import report
+from holdfast.demo.record import (
+    DemoPlan,
+    DemoRecord,
+    Kill,
+    Line,
+    ProcessRecord,
+    RunRecord,
+    draw_kills,
+    fast_plan,
+)
 from holdfast.engine.roots.catalog import Catalog
-from holdfast.errors import NoCheckpoint, UsageError
+from holdfast.errors import DeadlineExceeded, HoldfastError, NoCheckpoint, UsageError
 from holdfast.store import open_store
 
 SILENCE_S = 120.0
 MAX_TRIES = 4
 MARKER = "demo.json"
+PICTURE = "demo.png"
 
 Watch = Callable[[RunRecord, Line], None]
+
+
+def run(out: Path, *, seed: int | None = None, fast: bool = False, as_json: bool = False) -> int:
+    """Run the demo in the folder `out`; returns 0 if both runs are the same, bit for bit, else 1.
+
+    Writes `demo.json` (the record), `demo.png` (the plot), and the roots and logs of both
+    runs. An earlier demo in `out` is removed. With `as_json` the record also goes to standard
+    output, and all else to standard error. None draws a seed; `fast` takes a tiny model.
+
+    Raises:
+        UsageError: `out` holds something else, or matplotlib is not installed.
+        WorkerFailed: a training process failed without being killed.
+        DeadlineExceeded: a training process reported nothing for two minutes.
+    """
+    report.check_library()
+    prepare(out)
+    seed = secrets.randbelow(1_000_000) if seed is None else seed
+    plan = fast_plan(seed) if fast else DemoPlan(seed=seed)
+    console = Console(stderr=as_json)
+    console.print(
+        f"A small GPT learns the source of Python's standard library in {plan.num_steps} steps: "
+        f"once undisturbed,\nand once killed at three random moments (seed {seed}).",
+        highlight=False,
+    )
+    shown = report.Live(console, plan)
+    with shown.progress:
+        record = tell(out, plan, shown.watch)
+    report.draw(record, out / PICTURE)
+    report.show(console, record)
+    console.print(f"Picture: {out / PICTURE}   took {record.took_s:.0f} s", highlight=False)
+    if as_json:
+        print(json.dumps(record.to_json()))
+    return 0 if record.is_identical else 1
 
 
 def prepare(out: Path) -> None:
@@ -168,3 +220,90 @@ def _note(life: ProcessRecord, line: Line, saving: dict[int, float]) -> None:
             life.checkpoint_nbytes = line["nbytes"] or life.checkpoint_nbytes
         case "ends":
             life.digest = line["digest"]
+
+
+class WorkerFailed(HoldfastError):
+    """A training process ended with an error; the message ends with its log."""
+
+
+class Worker:
+    """A running `holdfast.demo.worker` with its data workers, in their own process group.
+
+    A context manager: at its end, what is left of the group is killed.
+    """
+
+    def __init__(self, root: Path, plan: DemoPlan, *, num_workers: int, log: Path) -> None:
+        command = [sys.executable, "-m", "holdfast.demo.worker", str(root), plan.encoded()]
+        self._log = log
+        with log.open("wb") as stderr:
+            self._process = subprocess.Popen(
+                [*command, str(num_workers)],
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        assert self._process.stdout is not None
+        self._pipe = self._process.stdout
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._pipe, selectors.EVENT_READ)
+        self._partial = b""
+        self._lines: deque[Line] = deque()
+
+    @property
+    def group(self) -> int:
+        """Id of the process group."""
+        return self._process.pid
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._kill_group()
+        self._selector.close()
+        self._pipe.close()
+
+    def next_line(self, *, timeout_s: float) -> Line | None:
+        """Wait for the next report of the process; None when it has ended.
+
+        Raises:
+            WorkerFailed: the process ended with an error.
+            DeadlineExceeded: it reported nothing for `timeout_s` seconds.
+        """
+        deadline = time.monotonic() + timeout_s
+        while not self._lines:
+            if not self._selector.select(max(0.0, deadline - time.monotonic())):
+                raise DeadlineExceeded(
+                    f"the training process reported nothing for {timeout_s:g} s; see {self._log}"
+                )
+            if not self._read():
+                self._check_end(timeout_s)
+                return None
+        return self._lines.popleft()
+
+    def kill(self) -> list[Line]:
+        """Send SIGKILL to the whole group; returns what was reported before."""
+        self._kill_group()
+        while self._read():
+            pass
+        rest = list(self._lines)
+        self._lines.clear()
+        return rest
+
+    def _read(self) -> bool:
+        """Wait for data on the pipe and read it; False at the end of the pipe."""
+        data = os.read(self._pipe.fileno(), 1 << 16)
+        *whole, self._partial = (self._partial + data).split(b"\n")
+        self._lines.extend(json.loads(line) for line in whole)
+        return bool(data)
+
+    def _kill_group(self) -> None:
+        if self._process.poll() is None:
+            os.killpg(self.group, signal.SIGKILL)
+            self._process.wait()
+
+    def _check_end(self, timeout_s: float) -> None:
+        code = self._process.wait(timeout_s)
+        if code:
+            tail = self._log.read_text("utf-8", "replace")[-2000:]
+            raise WorkerFailed(f"the training process ended with exit code {code}:\n{tail}")

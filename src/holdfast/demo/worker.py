@@ -22,9 +22,8 @@ import torch
 from torch import Tensor
 
 import holdfast
-from holdfast.demo.model import GPT
-from holdfast.demo.plan import DemoPlan
-from holdfast.demo.text import Windows, standard_library_text
+from holdfast.demo.model import GPT, Windows, standard_library_text
+from holdfast.demo.record import DemoPlan
 from holdfast.events import Event
 
 

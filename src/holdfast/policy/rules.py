@@ -419,7 +419,7 @@ def _first_of_each(newest_first: Sequence[Candidate], period: str) -> list[int]:
     """
     oldest: dict[str, int] = {}
     for position in counting(newest_first):
-        created = _recorded_time(newest_first[position].created)
+        created = recorded_time(newest_first[position].created)
         if created is not None:
             oldest[created.strftime(period)] = position  # later positions are older
     return sorted(oldest.values())  # positions are newest first
@@ -431,7 +431,7 @@ def _missing_counter(counting: Sequence[Candidate], time: Time) -> str:
     return f"the counter {argument_name(time.unit)!r}"
 
 
-def _recorded_time(created: str) -> datetime | None:
+def recorded_time(created: str) -> datetime | None:
     """Parse the recorded time, in UTC; None where it cannot be parsed."""
     try:
         moment = datetime.fromisoformat(created)

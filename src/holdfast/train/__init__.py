@@ -5,24 +5,18 @@ from __future__ import annotations
 from holdfast.engine.control.stop import REQUEUE_EXIT_CODE
 from holdfast.train.asked import Counts
 from holdfast.train.callbacks.calling import HookFailed
-from holdfast.train.callbacks.early import EarlyStopping, StopWhen
 from holdfast.train.callbacks.hooks import HOOKS, Callback, Logger
-from holdfast.train.callbacks.sparsity import Pruning
-from holdfast.train.counters import Counters
+from holdfast.train.callbacks.ready import EarlyStopping, Pruning, StopWhen
 from holdfast.train.evaluation.targets import Validated
 from holdfast.train.evaluation.validation import Downstream, Validation
-from holdfast.train.fit.health import UnhealthyState
-from holdfast.train.fit.outcome import Outcome
-from holdfast.train.loggers.jsonlines import JsonLines
-from holdfast.train.loggers.mlflow import MLflow
-from holdfast.train.loggers.progress import ProgressBar
-from holdfast.train.loggers.tensorboard import TensorBoard
-from holdfast.train.loggers.wandb import WeightsAndBiases
+from holdfast.train.fit.ending import Outcome
+from holdfast.train.fit.saving import UnhealthyState
+from holdfast.train.loggers.default import JsonLines, ProgressBar
+from holdfast.train.loggers.services import MLflow, TensorBoard, WeightsAndBiases
+from holdfast.train.making import for_group
 from holdfast.train.trainer import Trainer
-from holdfast.train.training import Metrics, Training
-from holdfast.train.window.loop import Clip
-from holdfast.train.window.precision import Precision
-from holdfast.train.window.schedulers import for_group
+from holdfast.train.training import Counters, Metrics, Training
+from holdfast.train.window.loop import Clip, Precision
 
 __all__ = [
     "HOOKS",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,15 +10,7 @@ from holdfast.arguments import checked
 from holdfast.errors import UsageError
 from holdfast.policy.clock import Time, Unit, argument_name, parse
 from holdfast.policy.savers import SavePolicy, as_trigger
-from holdfast.policy.triggers import (
-    At,
-    Event,
-    Every,
-    On,
-    SaveFunction,
-    Trigger,
-    parts_of,
-)
+from holdfast.policy.triggers import At, Event, Every, On, SaveFunction, Trigger, parts_of
 
 EVENTS = ("start", "step", "epoch", "cycle", "evaluation", "exception", "signal", "demand")
 """Events at which the Trainer evaluates triggers; `signal` only if it handles signals, `cycle`
@@ -80,6 +72,14 @@ class Counts:
             UsageError: `cycle` is no time.
         """
         return None if self.cycle is None else parse(self.cycle, what="cycle")
+
+    def totals(self, batches: Sequence[Any]) -> tuple[int | None, int | None]:
+        """Numbers of samples and of tokens in batches; None for what is not counted."""
+        samples, tokens = (
+            None if count is None else sum(map(count, batches))
+            for count in (self.samples, self.tokens)
+        )
+        return samples, tokens
 
     @property
     def units(self) -> frozenset[Unit]:

@@ -17,13 +17,13 @@ import torch
 from torch import nn
 
 from holdfast.arguments import checked
-from holdfast.engine.checkpoint import Checkpoint, PendingSave
+from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.control.stop import Stop
 from holdfast.engine.hooks import StateHooks
 from holdfast.engine.loading.sides import Sides
 from holdfast.engine.options import Checkpoints
 from holdfast.engine.tiers.tiered import Tiered
-from holdfast.errors import SaveSkipped, UsageError
+from holdfast.errors import UsageError
 from holdfast.format.manifest import Timestamp
 from holdfast.manager import CheckpointManager
 from holdfast.policy.clock import Time
@@ -36,8 +36,6 @@ from holdfast.train import making
 from holdfast.train.asked import Counts, asks_for, check_counted, check_range, checked_every
 from holdfast.train.callbacks.calling import Callbacks, HookFailed
 from holdfast.train.callbacks.hooks import Callback
-from holdfast.train.counters import Counters
-from holdfast.train.ema import Average
 from holdfast.train.evaluation.targets import Target, Validated, Which, borrowed, kept_all, select
 from holdfast.train.evaluation.validation import (
     ValidationPart,
@@ -46,20 +44,22 @@ from holdfast.train.evaluation.validation import (
     plans_of,
     size_of,
 )
-from holdfast.train.fit.ending import FitEnding
+from holdfast.train.fit.ending import FitEnding, Outcome
 from holdfast.train.fit.fitting import Fit, Gear
-from holdfast.train.fit.health import HealthGate, Policy, UnhealthyState
-from holdfast.train.fit.outcome import Outcome
-from holdfast.train.fit.place import StepPosition
-from holdfast.train.fit.saving import SaveCosts
-from holdfast.train.fit.starting import StartingPoint
-from holdfast.train.fit.unsaved import Unsaved
-from holdfast.train.training import Metrics, Training
-from holdfast.train.window.loop import Clip, LossFunction, Update
+from holdfast.train.fit.saving import Policy, Saves, StepPosition, check_health
+from holdfast.train.fit.starting import StartingPoint, Unsaved
+from holdfast.train.making import make_schedulers
+from holdfast.train.training import Average, Counters, Metrics, Training
+from holdfast.train.window.loop import (
+    Clip,
+    LossFunction,
+    Numerics,
+    Precision,
+    Update,
+    checked_precision,
+    checked_skips,
+)
 from holdfast.train.window.metrics import LazyMetrics, Numbers
-from holdfast.train.window.precision import Numerics, Precision, checked_precision
-from holdfast.train.window.schedulers import make_schedulers
-from holdfast.train.window.skipping import without_steps
 from holdfast.train.window.wayback import WayBack
 
 logger = logging.getLogger("holdfast")
@@ -200,7 +200,7 @@ class Trainer:
         self._stop = stop
         self._place = StepPosition(self.counters)
         self._numbers = Numbers()
-        self._gate = HealthGate(unhealthy)
+        self._unhealthy = unhealthy
         self._numerics = Numerics(checked_precision(precision), making.device_type(self.model, on))
         self._way_back: WayBack
         self._update = Update(
@@ -235,7 +235,8 @@ class Trainer:
             counters=self.counters,
             place=self._place,
             callbacks=self._callbacks,
-            train_on=without_steps(skip_steps, self._update, self),
+            update=self._update,
+            skip_steps=checked_skips(skip_steps),
             validations=self._validations,
             validated=self._validated,
             way_back=self._way_back,
@@ -402,22 +403,22 @@ class Trainer:
     def _fit_to(
         self, ending: FitEnding, without: Collection[str], start: StartingPoint | None
     ) -> Outcome:
-        costs, begun = SaveCosts(), list[PendingSave]()
+        saves = Saves()
         may_be_new = self.state.keys() - _IN_EVERY_RUN
         hooks = StateHooks(
             before_save=self._before_save,
             edit_save=self._editing(Callback.edit_save),
-            save_begun=begun.append,
+            save_begun=saves.begun.append,
             edit_load=self._editing(Callback.edit_load),
             one_sided=lambda name: name in may_be_new or name in without,
         )
         with self._closing():
-            manager = self._make_manager(ending.goal, hooks, costs)
+            manager = self._make_manager(ending.goal, hooks, saves)
             begin = None if start is None else partial(self._begin_from, start, hooks)
             with manager, self._managed(manager):
-                return Fit(self._gear, ending, manager, begun, begin).run(costs)
+                return Fit(self._gear, ending, manager, saves, begin).run()
 
-    def _make_manager(self, goal: Time, hooks: StateHooks, costs: SaveCosts) -> CheckpointManager:
+    def _make_manager(self, goal: Time, hooks: StateHooks, saves: Saves) -> CheckpointManager:
         if self.root is None:
             logger.warning("checkpoints=None: nothing of this training is saved")
             return Unsaved()
@@ -426,7 +427,7 @@ class Trainer:
                 self.checkpoints,
                 every=self._every,
                 overlap=self._overlap,
-                sinks=(*self.checkpoints.sinks, costs),
+                sinks=(*self.checkpoints.sinks, saves),
             ),
             self.state,
             max_duration=goal,
@@ -504,12 +505,7 @@ class Trainer:
         """Check the health and call `before_save`; returns reasons why the state is unhealthy."""
         self._place.check(now.step)
         with self._place.left():
-            try:
-                found = self._gate.check(now.step, self.model, metrics)
-            except UnhealthyState as error:
-                if self._gate.policy == "skip":
-                    raise SaveSkipped(f"{error}\nno checkpoint is made of it") from error
-                raise
+            found = check_health(self._unhealthy, now.step, self.model, metrics)
             self._callbacks.tell(Callback.before_save)
         return found
 

@@ -1,19 +1,24 @@
-"""Interface of a training, as callbacks use it."""
+"""Interface of a training, as callbacks use it, with its counters and the average of weights.
+
+Counters and average are components of the run: checkpoints hold them and a resume restores them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import copy
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from holdfast.policy.clock import Time
-from holdfast.train.counters import Counters
+from holdfast.errors import UsageError
+from holdfast.format.manifest import Timestamp
+from holdfast.policy.clock import Time, argument_name
 
 if TYPE_CHECKING:
     from holdfast.manager import CheckpointManager
-    from holdfast.train.ema import Average
 
 Metrics = Mapping[str, float]
 
@@ -71,3 +76,147 @@ class Training(Protocol):
 
     def log(self, metrics: Metrics, *, to: Collection[str] | None = None) -> None:
         """Log metrics of the current step to all loggers, or to those named in `to`."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Counters:
+    """Totals of the run over all resumes. Only the Trainer changes them."""
+
+    step: int = 0
+    """Completed optimizer windows."""
+    epoch: int = 0
+    """Epochs that have ended."""
+    batch: int = 0
+    """Batches of the current epoch that were trained on."""
+    samples: int | None = None
+    """Samples trained on; None: not counted."""
+    tokens: int | None = None
+    """Tokens trained on; None: not counted."""
+    unvalidated: list[str] = field(default_factory=list)
+    """Names of validations that are due at this step and are not done; stored only if any are."""
+    cycle_length: Time | None = None
+    """Length of a cycle, in a counted unit. Not stored: it is an argument of the Trainer."""
+    were_loaded: bool = field(default=False, init=False, compare=False, repr=False)
+    """Whether a checkpoint was loaded into these counters."""
+
+    @property
+    def cycle(self) -> int | None:
+        """Number of cycles that have ended; None when the training has no cycles."""
+        if self.cycle_length is None:
+            return None
+        count: int | None = getattr(self, argument_name(self.cycle_length.unit))
+        return (count or 0) // int(self.cycle_length.value)
+
+    @property
+    def timestamp(self) -> Timestamp:
+        """The counters as a checkpoint's manifest records them."""
+        return Timestamp(
+            step=self.step,
+            epoch=self.epoch,
+            samples=self.samples,
+            tokens=self.tokens,
+            cycle=self.cycle,
+        )
+
+    @property
+    def totals(self) -> dict[str, int | None]:
+        """Totals that a save records in addition to its step."""
+        return {
+            "epoch": self.epoch,
+            "cycle": self.cycle,
+            "samples": self.samples,
+            "tokens": self.tokens,
+        }
+
+    def add_step(self, num_batches: int, samples: int | None, tokens: int | None) -> None:
+        """Count a completed step. Counts are added unless they or their total are None."""
+        self.step += 1
+        self.batch += num_batches
+        if self.samples is not None and samples is not None:
+            self.samples += samples
+        if self.tokens is not None and tokens is not None:
+            self.tokens += tokens
+
+    def end_epoch(self) -> None:
+        """Count a completed epoch."""
+        self.epoch, self.batch = self.epoch + 1, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all counters by name."""
+        state: dict[str, Any] = {name: getattr(self, name) for name in _STORED}
+        return {**state, "unvalidated": list(self.unvalidated)} if self.unvalidated else state
+
+    def check_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raise `UsageError` if a stored counter is missing, unknown or not a count."""
+        if set(state) - {"unvalidated"} != set(_STORED):
+            raise UsageError(f"not the counters of a Trainer: {sorted(state)}")
+        unvalidated = state.get("unvalidated", [])
+        if not _are_texts(unvalidated):
+            raise UsageError(f"stored unvalidated={unvalidated!r}: must be a list of names")
+        for name, value in state.items():
+            if name == "unvalidated" or (value is None and name in ("samples", "tokens")):
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise UsageError(f"stored {name}={value!r}: must be a whole number, 0 or above")
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore stored counters.
+
+        Raises:
+            UsageError: a counter is missing, unknown or not a count; nothing is changed then.
+        """
+        self.check_state_dict(state)
+        for name, value in {**state, "unvalidated": [*state.get("unvalidated", [])]}.items():
+            setattr(self, name, value)
+        self.were_loaded = True
+
+
+_STORED = ("step", "epoch", "batch", "samples", "tokens")
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+
+class Average:
+    """Exponential moving average of a model's weights, in a copy of the model.
+
+    `average = decay * average + (1 - decay) * weight`, for parameters and buffers of floating
+    point; other buffers are copied. The copy is the component `ema`, so that `load_weights` with
+    `component="ema"` gives the averaged weights.
+    """
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        """Copy `model`, which is never changed.
+
+        Raises:
+            UsageError: `decay` is not between 0 and 1.
+        """
+        if isinstance(decay, bool) or not 0 < decay < 1:
+            raise UsageError(f"ema={decay!r}: must be between 0 and 1, such as 0.999")
+        self.decay = decay
+        self.model: nn.Module = copy.deepcopy(model).requires_grad_(False).eval()
+        """The averaged model."""
+
+    @torch.no_grad()
+    def begin(self, model: nn.Module) -> None:
+        """Start the average from the current weights of the model."""
+        for average, live in self._pairs(model):
+            average.copy_(live)
+
+    @torch.no_grad()
+    def follow(self, model: nn.Module) -> None:
+        """Update the average with the current weights of the model."""
+        averages, weights = [], []
+        for average, live in self._pairs(model):
+            if average.is_floating_point() or average.is_complex():
+                averages.append(average)
+                weights.append(live)
+            else:
+                average.copy_(live)
+        if averages:
+            torch._foreach_lerp_(averages, weights, 1 - self.decay)
+
+    def _pairs(self, model: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
+        yield from zip(self.model.parameters(), model.parameters(), strict=True)
+        yield from zip(self.model.buffers(), model.buffers(), strict=True)

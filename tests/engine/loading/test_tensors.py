@@ -589,6 +589,7 @@ def test_a_read_that_comes_back_after_the_load_was_given_up_writes_nothing(
     armed = False
     live = Large(seed=2)
     file = "model-00000.safetensors"
+    of_others = {*threading.enumerate()}
     with live.manager(Hanging(tmp_path), save_timeout_s=1.0) as manager:
         armed = True
         with pytest.raises(errors.HoldfastError):
@@ -597,9 +598,10 @@ def test_a_read_that_comes_back_after_the_load_was_given_up_writes_nothing(
         before = live.bits()
         back.set()
         manager._saver.threads.close()
-        for thread in threading.enumerate():
+        for thread in {*threading.enumerate()} - of_others:
             if thread.name.startswith(("holdfast-io", "holdfast-disk")):
                 thread.join(60)
+                assert not thread.is_alive()
         assert live.bits() == before
 
 

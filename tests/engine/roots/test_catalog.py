@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.care.retention import Deleter, RetentionEvent
+from holdfast.care.retention import Deleter
 from holdfast.engine.claims.claim import Claim, claim_run
 from holdfast.engine.loading.resume import Reader, Search
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.roots.commit import begin
 from holdfast.engine.threads import Threads
 from holdfast.errors import CorruptData
-from holdfast.events import Emitter
+from holdfast.events import Emitter, Event
 from holdfast.format import layout
 from holdfast.format.records import Retired
 from holdfast.policy.rules import All, Last
@@ -131,8 +131,8 @@ def test_claims_are_read_again_once_the_run_was_claimed_anew() -> None:
         with new_run().manager(store, preflight=False) as manager:
             manager.resume()
             manager.save(1).wait()
-    events: list[RetentionEvent] = []
-    deleter = Deleter(store, All(), events.append)
+    events: list[Event] = []
+    deleter = Deleter(store, All(), Emitter((events.append,)))
 
     def num_read(epoch: int) -> int:
         before = len(store.ops)

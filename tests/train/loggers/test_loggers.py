@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.train.loggers.jsonlines import JsonLines, drop_beyond
+from holdfast.train.loggers.default import JsonLines, drop_beyond
 from train.small import make
 
 

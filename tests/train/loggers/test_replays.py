@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.errors import FormatError
-from holdfast.train.loggers.replays import Replays
+from holdfast.train.loggers.services import Replays
 
 
 @given(

@@ -16,8 +16,7 @@ from holdfast.data import Loader, randomness
 from holdfast.engine.control.stop import Interrupted
 from holdfast.train import Callback
 from holdfast.train.callbacks.calling import Callbacks
-from holdfast.train.window.boundary import Boundary, small
-from holdfast.train.window.wayback import WayBack
+from holdfast.train.window.wayback import Boundary, WayBack, small
 
 
 class Count:

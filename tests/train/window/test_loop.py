@@ -13,9 +13,8 @@ from holdfast.errors import UsageError
 from holdfast.train import Callback, Precision
 from holdfast.train.callbacks.calling import Callbacks
 from holdfast.train.window.batches import Batches
-from holdfast.train.window.loop import Clip, Update
+from holdfast.train.window.loop import Clip, Numerics, Update
 from holdfast.train.window.metrics import Numbers
-from holdfast.train.window.precision import Numerics
 
 
 def update(*callbacks: Callback, **options: Any) -> Update:

@@ -17,7 +17,7 @@ from holdfast.policy.triggers import Every, On
 from holdfast.testing.resume import leaf_digests
 from holdfast.train import Callback, Trainer, Training, Validation
 from holdfast.train.callbacks.calling import HookFailed
-from holdfast.train.window.weights import Weights
+from holdfast.train.window.wayback import Weights
 from train.small import make, network
 
 FAILING = Every("3step") | On("exception")

@@ -167,7 +167,7 @@ def _problems(callback: Callback) -> list[str]:
     found = []
     for name, method in inspect.getmembers(type(callback), inspect.isfunction):
         if name in HOOKS:
-            if not _takes(method, name):
+            if not _takes(inspect.signature(method), name):
                 expected = ", ".join(_parameters(name))
                 found.append(f"{name}: must take ({expected})")
         elif not name.startswith("_"):
@@ -182,9 +182,9 @@ def _parameters(hook: str) -> list[str]:
     return list(inspect.signature(getattr(Callback, hook)).parameters)
 
 
-def _takes(method: Callable[..., Any], hook: str) -> bool:
+def _takes(signature: inspect.Signature, hook: str) -> bool:
     try:
-        inspect.signature(method).bind(*_parameters(hook))
+        signature.bind(*_parameters(hook))
     except TypeError:
         return False
     return True

@@ -179,21 +179,20 @@ class Validator:
     def _on_loaders(self, model: nn.Module) -> dict[str, float]:
         found: dict[str, float] = {}
         for name, loader in self._loaders.items():
-            found |= self._told(name, partial(self._means, loader, model))
+            self.update.callbacks.tell(Callback.validation_start, name)
+            found |= self._ended(name, self._means(loader, model))
         return found
 
     def _check(self, check: Downstream, model: nn.Module) -> dict[str, float]:
-        def run() -> Mapping[str, Any]:
-            with self.waiting():
-                found = check.run(model)
-            return self.update.numbers(found)
-
-        return self._told(self._name(check.name), run)
-
-    def _told(self, name: str, run: Callable[[], Mapping[str, Any]]) -> dict[str, float]:
-        """Run a validation between its hooks; returns the metrics under their full names."""
+        name = self._name(check.name)
         self.update.callbacks.tell(Callback.validation_start, name)
-        values = LazyMetrics(run())
+        with self.waiting():
+            found = check.run(model)
+        return self._ended(name, self.update.numbers(found))
+
+    def _ended(self, name: str, found: Mapping[str, Any]) -> dict[str, float]:
+        """Call the hooks at the end of a loader or a check; returns its metrics by full names."""
+        values = LazyMetrics(found)
         if not values:
             raise UsageError(f"validation data {name!r} gave no batch, or a check no metric")
         metrics = {f"{_scope(name)}{metric}": value for metric, value in values.items()}

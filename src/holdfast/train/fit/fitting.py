@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from holdfast.engine.checkpoint import Checkpoint, PendingSave
+from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.control.stop import Interrupted
 from holdfast.errors import OwnershipError, UsageError
 from holdfast.format.manifest import Timestamp
@@ -26,17 +26,13 @@ from holdfast.train import making
 from holdfast.train.asked import Counts
 from holdfast.train.callbacks.calling import Callbacks, HookFailed
 from holdfast.train.callbacks.hooks import Callback
-from holdfast.train.counters import Counters
-from holdfast.train.ema import Average
 from holdfast.train.evaluation.validation import ValidationPart, Validations
-from holdfast.train.fit.ending import FitEnding
-from holdfast.train.fit.outcome import Outcome
-from holdfast.train.fit.place import StepPosition
-from holdfast.train.fit.saving import SaveCosts, StepSaver
-from holdfast.train.training import Metrics
+from holdfast.train.fit.ending import FitEnding, Outcome
+from holdfast.train.fit.saving import Saves, StepPosition, StepSaver
+from holdfast.train.training import Average, Counters, Metrics
 from holdfast.train.window.batches import Batches
+from holdfast.train.window.loop import Update
 from holdfast.train.window.metrics import LazyMetrics
-from holdfast.train.window.skipping import Train
 from holdfast.train.window.wayback import WayBack
 
 logger = logging.getLogger("holdfast")
@@ -52,7 +48,9 @@ class Gear:
     counters: Counters
     place: StepPosition
     callbacks: Callbacks
-    train_on: Train
+    update: Update
+    skip_steps: Sequence[range]
+    """Steps whose batches are not trained on."""
     validations: Validations
     validated: Callable[[Sequence[ValidationPart]], dict[str, float]]
     """Function that validates and returns the metrics."""
@@ -73,10 +71,10 @@ class Fit:
         gear: Gear,
         ending: FitEnding,
         manager: CheckpointManager,
-        begun: list[PendingSave],
+        saves: Saves,
         start: Callable[[], Checkpoint] | None = None,
     ) -> None:
-        """Prepare a call of `fit`; every save that the manager begins is appended to `begun`.
+        """Prepare a call of `fit`; `saves` are those of the manager.
 
         `start` loads the checkpoint of another root. It is called if the run has none of its own.
         """
@@ -84,7 +82,7 @@ class Fit:
         self._start = start
         self._ending = ending
         self._manager = manager
-        self._begun_saves = begun
+        self._saves = saves
         self._counters = gear.counters
         self._place = gear.place
         self._way_back = gear.way_back
@@ -100,8 +98,8 @@ class Fit:
         self._metrics = LazyMetrics({})
         """Metrics known of the last completed step."""
 
-    def run(self, costs: SaveCosts) -> Outcome:
-        """Resume, train and save, as `Trainer.fit` does. `costs` receives the manager's events."""
+    def run(self) -> Outcome:
+        """Resume, train and save, as `Trainer.fit` does."""
         self._tell(Callback.before_load)
         began_s = time.monotonic()
         found = self._manager.resume()
@@ -132,11 +130,10 @@ class Fit:
                 return self._ending.outcome(notes)
         saver = StepSaver(
             self._manager,
-            self._begun_saves,
+            self._saves,
             self._place,
             self._counters,
             self._gear.callbacks,
-            costs,
             saved_step=self._counters.step if is_complete else None,
         )
         self._tell(Callback.fit_start)
@@ -277,14 +274,12 @@ class Fit:
     def _step(self, window: list[Any]) -> LazyMetrics:
         tell = self._tell
         tell(Callback.step_start)
-        metrics = self._gear.train_on(window)
+        update, step = self._gear.update, self._place.present_step
+        is_skipped = any(step in steps for steps in self._gear.skip_steps)
+        metrics = update.leave_out() if is_skipped else update(window)
         if self._gear.ema is not None:
             self._gear.ema.follow(self._gear.model)
-        self._counters.add_step(
-            len(window),
-            _total(self._gear.counts.samples, window),
-            _total(self._gear.counts.tokens, window),
-        )
+        self._counters.add_step(len(window), *self._gear.counts.totals(window))
         # A save after the epoch's last step must record that the epoch is over.
         is_cut = len(window) < self._gear.accumulate
         is_over = is_cut or self._batches.are_over(self._counters.batch)
@@ -402,7 +397,3 @@ class Fit:
         if self._validated_step == now.step:
             events.append("evaluation")
         return events
-
-
-def _total(count: Callable[[Any], int] | None, window: list[Any]) -> int | None:
-    return None if count is None else sum(map(count, window))

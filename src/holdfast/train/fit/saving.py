@@ -1,13 +1,22 @@
-"""Saves of the Trainer, and handling of failed ones (docs/design.md, invariant 8)."""
+"""Saves of the Trainer: when they may begin, of which state, and handling of failed ones.
+
+`StepPosition` says when, `check_health` of which state; failures are those of invariant 8 in
+docs/design.md.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
-from contextlib import suppress
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Literal
+
+import torch
+from torch import nn
 
 from holdfast.engine.checkpoint import PendingSave
-from holdfast.errors import SaveFailed, SaveSkipped
+from holdfast.errors import HoldfastError, SaveFailed, SaveSkipped, UsageError, listing
 from holdfast.events import Event as Told
 from holdfast.manager import CheckpointManager
 from holdfast.policy.savers import Due
@@ -15,9 +24,7 @@ from holdfast.policy.schedule import covers, together
 from holdfast.policy.triggers import Event
 from holdfast.train.callbacks.calling import Callbacks
 from holdfast.train.callbacks.hooks import Callback
-from holdfast.train.counters import Counters
-from holdfast.train.fit.place import StepPosition
-from holdfast.train.training import Metrics
+from holdfast.train.training import Counters, Metrics
 
 logger = logging.getLogger("holdfast")
 
@@ -25,10 +32,15 @@ MAX_FAILURES_IN_A_ROW = 3
 _PLAIN: Sequence[Event] = ["step"]
 
 
-class SaveCosts:
-    """Sink of events that records how long saves took in the background."""
+class Saves:
+    """Saves that a manager has begun, in order, and how long they took in the background.
+
+    A sink of the manager's events.
+    """
 
     def __init__(self) -> None:
+        self.begun: list[PendingSave] = []
+        """Those whose end was not reported yet."""
         self._durations_s: dict[int, float] = {}
 
     def __call__(self, event: Told) -> None:
@@ -58,22 +70,21 @@ class StepSaver:
     def __init__(
         self,
         manager: CheckpointManager,
-        begun: list[PendingSave],
+        saves: Saves,
         place: StepPosition,
         counters: Counters,
         callbacks: Callbacks,
-        costs: SaveCosts,
         *,
         saved_step: int | None,
     ) -> None:
-        """Make the saver. `begun` gets every save of the manager, in order; `saved_step` is the
-        step that has a permanent checkpoint already."""
+        """Make the saver. `saves` are those of the manager; `saved_step` is the step that has a
+        permanent checkpoint already."""
         self._manager = manager
-        self._begun = begun
+        self._saves = saves
+        self._begun = saves.begun
         self._place = place
         self._counters = counters
         self._callbacks = callbacks
-        self._costs = costs
         self._saved_step = saved_step
         self._own: PendingSave | None = None
         """Newest save that no callback began."""
@@ -187,7 +198,7 @@ class StepSaver:
             is_whole = begun.due.components is None
             if begun is self._own and is_whole and checkpoint.save_class == "permanent":
                 self._saved_step = checkpoint.step
-            cost = self._costs.of(begun, checkpoint.nbytes)
+            cost = self._saves.of(begun, checkpoint.nbytes)
             with self._place.left():
                 self._callbacks.tell(Callback.checkpoint_saved, checkpoint, cost)
 
@@ -204,3 +215,112 @@ class StepSaver:
             self._num_failures,
             MAX_FAILURES_IN_A_ROW,
         )
+
+
+class StepPosition:
+    """Tracks whether training is between two steps, where the state is consistent."""
+
+    def __init__(self, counters: Counters) -> None:
+        self._counters = counters
+        self.is_between = False
+        """Whether a save can be begun."""
+        self.is_under_way = False
+        """Whether logged metrics belong to the next step."""
+        self.has_begun = False
+        """Whether any data was taken since the Trainer was made."""
+
+    @property
+    def present_step(self) -> int:
+        """The step under way; between steps, the last completed one."""
+        return self._counters.step + self.is_under_way
+
+    def enter_step(self) -> None:
+        """Record that a step has begun."""
+        self.is_between, self.is_under_way = False, True
+
+    def leave_step(self) -> None:
+        """Record that the step is complete and counted, and the state consistent."""
+        self.is_between, self.is_under_way = True, False
+
+    @contextmanager
+    def left(self) -> Iterator[None]:
+        """Refuse saves during the block."""
+        before, self.is_between = self.is_between, False
+        try:
+            yield
+        finally:
+            self.is_between = before
+
+    def check(self, step: int) -> None:
+        """Check that a save of `step` may begin.
+
+        Raises:
+            UsageError: within a step, a validation or a save, or of another step.
+        """
+        if not self.is_between:
+            raise UsageError(
+                "a checkpoint can be made between steps only, where all parts of the state belong "
+                "together: in fit_start, step_end, epoch_end, log or fit_end, and in none of them "
+                "within a validation"
+            )
+        if step != self._counters.step:
+            raise UsageError(f"step={step!r}: the state is that of step {self._counters.step}")
+
+
+Policy = Literal["warn", "skip", "raise"]
+
+# Limit of weights that the manifest names, as every weight of a model may be wrong.
+_MAX_REASONS = 10
+
+
+class UnhealthyState(HoldfastError):
+    """The loss or the weights to be saved are not finite; nothing was saved."""
+
+
+def check_health(
+    policy: Policy, step: int, model: nn.Module, metrics: Mapping[str, float]
+) -> tuple[str, ...]:
+    """Check a state before its save; returns the reasons why it is unhealthy, for the manifest.
+
+    Reads every weight once, and waits for the accelerator.
+
+    Raises:
+        UnhealthyState: the state is unhealthy, and the policy is `raise`.
+        SaveSkipped: the state is unhealthy, and the policy is `skip`.
+    """
+    reasons = (*_wrong_loss(metrics), *_wrong_weights(model))
+    if not reasons:
+        return ()
+    error = UnhealthyState(f"step {step} is not healthy:\n{listing(reasons)}")
+    if policy == "raise":
+        raise error
+    if policy == "skip":
+        raise SaveSkipped(f"{error}\nno checkpoint is made of it") from error
+    logger.warning("%s", error)
+    more = (f"and {len(reasons) - _MAX_REASONS} more",) if len(reasons) > _MAX_REASONS else ()
+    return reasons[:_MAX_REASONS] + more
+
+
+def _wrong_loss(metrics: Mapping[str, float]) -> list[str]:
+    loss = metrics.get("loss", 0.0)
+    return [] if math.isfinite(loss) else [f"the loss is {loss}"]
+
+
+@torch.no_grad()
+def _wrong_weights(model: nn.Module) -> list[str]:
+    names, checks = [], []
+    for name, weight in model.named_parameters():
+        if weight.is_floating_point() or weight.is_complex():
+            names.append(name)
+            checks.append(weight.isfinite().all())
+    devices = {check.device for check in checks}
+    if len(devices) > 1:
+        checks = [check.cpu() for check in checks]
+    # One result for all tensors, so that an accelerator is waited for once.
+    if not checks or bool(torch.stack(checks).all()):
+        return []
+    return [
+        f"weight {name} is not finite"
+        for name, is_fine in zip(names, checks, strict=True)
+        if not is_fine
+    ]

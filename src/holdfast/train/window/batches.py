@@ -12,7 +12,7 @@ from itertools import islice
 from typing import Any
 
 from holdfast.data.randomness import preserved
-from holdfast.train.window.boundary import Boundary
+from holdfast.train.window.wayback import Boundary
 
 logger = logging.getLogger("holdfast")
 

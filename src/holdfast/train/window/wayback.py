@@ -1,22 +1,29 @@
-"""Undo of an interrupted fetch or validation, or of a failed step, from a snapshot."""
+"""Undo of an interrupted fetch or validation, or of a failed step, from a snapshot.
+
+Work that is interrupted leaves traces: data and generators have advanced, callbacks have counted,
+buffers were updated. Restoring the `Boundary` makes the state that of the last step again, so that
+it can be saved. Parameters and optimizers are not kept: `Weights` detects their changes.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
-from holdfast.data import Loader
+from holdfast.data import Loader, randomness
 from holdfast.engine.control.stop import Interrupted, Stop
+from holdfast.state.apply import prepare
+from holdfast.state.capture import capture
 from holdfast.train.callbacks.calling import Callbacks
-from holdfast.train.window.boundary import Boundary, small
-from holdfast.train.window.weights import Weights
 
 logger = logging.getLogger("holdfast")
-
 
 _AS_IT_IS: AbstractContextManager[None] = nullcontext()
 
@@ -129,3 +136,157 @@ class WayBack:
                 "kept, so nothing is saved",
                 ", ".join(changed),
             )
+
+
+class Boundary:
+    """Snapshot that `put_back` restores, without parameters and optimizers."""
+
+    def __init__(
+        self,
+        *,
+        data: Any = None,
+        components: Mapping[str, Any] | None = None,
+        modules: Iterable[nn.Module] = (),
+    ) -> None:
+        """Copy the position of `data`, all of the small `components` and with them the global
+        generators, and the buffers of `modules`."""
+        self._depth, self._num_threads = randomness.depth(), torch.get_num_threads()
+        self._data = data
+        self._position = None if data is None else data.state_dict()
+        # A capture of any component includes the generators.
+        self._live = None if components is None else components or {"nothing": {}}
+        captured = {} if self._live is None else capture(self._live).components
+        self._stored = {name: part.stored for name, part in captured.items()}
+        self._tensors = {
+            name: {key: tensor.to("cpu", copy=True) for key, tensor in part.tensors.items()}
+            for name, part in captured.items()
+        }
+        self._buffers = [
+            (buffer, buffer.detach().clone()) for module in modules for buffer in module.buffers()
+        ]
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Restore the snapshot."""
+        randomness.end_blocks(self._depth)
+        if torch.get_num_threads() != self._num_threads:  # a fetch runs with one
+            torch.set_num_threads(self._num_threads)
+        for buffer, kept in self._buffers:
+            buffer.copy_(kept)
+        if self._data is not None:
+            self._data.load_state_dict(self._position)
+        if self._live is not None:
+            ready = prepare(self._live, self._stored, where="the state before the step")
+            ready.apply(self._tensors)
+
+
+def small(state: Mapping[str, Any], *without: str) -> dict[str, Any]:
+    """Select the components that are neither modules nor optimizers, such as callbacks."""
+    large = (nn.Module, torch.optim.Optimizer)
+    return {
+        name: value
+        for name, value in state.items()
+        if name not in without and not isinstance(value, large)
+    }
+
+
+_SMALL_NBYTES = 2**20
+"""Smaller tensors are copied together and summed with one call."""
+
+
+class Weights:
+    """Fingerprint of a state's modules and optimizers, without the buffers of modules.
+
+    One pass over the weights, no copy: the bytes of parameters are summed, because torch does not
+    count a write through `.data`. Changes of optimizers' slots, which only steps change, are
+    detected by their addresses and versions.
+    """
+
+    def __init__(self, components: Mapping[str, Any]) -> None:
+        """Compute the fingerprint; other components are ignored."""
+        self._components = {
+            name: value
+            for name, value in components.items()
+            if isinstance(value, nn.Module | Optimizer)
+        }
+        self._marks = {name: _mark(value) for name, value in self._components.items()}
+
+    def changed(self) -> list[str]:
+        """List the components that have changed since. Waits for their devices."""
+        return [
+            name
+            for name, value in self._components.items()
+            if not _are_equal(self._marks[name], _mark(value))
+        ]
+
+
+def _mark(value: nn.Module | Optimizer) -> list[Any]:
+    if isinstance(value, nn.Module):
+        return _of_module(value)
+    return [_noted(value.param_groups), _noted([*value.state.values()])]
+
+
+def _of_module(module: nn.Module) -> list[Any]:
+    trees = [] if _is_plain(module) else [capture({"module": module}).components["module"].tree]
+    return [*trees, *_sums(module.parameters())]
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether a module's state has only tensors."""
+    own = nn.Module.get_extra_state
+    return all(type(inner).get_extra_state is own for inner in module.modules())
+
+
+def _noted(value: Any) -> Any:
+    """Return a value that stays equal only while no slot and no option changes."""
+    if isinstance(value, Tensor):
+        version = None if value.is_inference() else value._version
+        return (id(value), value.data_ptr(), version)
+    if isinstance(value, Mapping):
+        # The parameters of a group are covered by the modules.
+        return {
+            key: [*map(id, item)] if key == "params" else _noted(item)
+            for key, item in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [_noted(item) for item in value]
+    return value if isinstance(value, bool | int | float | str | None) else id(value)
+
+
+@torch.no_grad()
+def _sums(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Sum all bytes as 64-bit integers that overflow: exact for any values."""
+    sums: list[Tensor] = []
+    small: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        if is_lazy(tensor):
+            sums.append(torch.zeros((), dtype=torch.int64))
+        elif tensor.nbytes < _SMALL_NBYTES:
+            small.setdefault((tensor.device, tensor.dtype), []).append(tensor.reshape(-1))
+        else:
+            sums += _sum(tensor.reshape(-1))
+    for together in small.values():
+        sums += _sum(torch.cat(together))
+    return sums
+
+
+def _sum(flat: Tensor) -> list[Tensor]:
+    """Sum the words of 8 bytes, and the remaining bytes."""
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).view(-1)
+    if flat.data_ptr() % 8 or flat.storage_offset() * flat.element_size() % 8:
+        flat = flat.clone()
+    data = flat.view(torch.uint8)
+    whole = len(data) // 8 * 8
+    return [data[:whole].view(torch.int64).sum(), data[whole:].sum(dtype=torch.int64)]
+
+
+def _are_equal(before: list[Any], now: list[Any]) -> bool:
+    pairs = zip(before, now, strict=False)
+    return len(before) == len(now) and all(_is_same(*pair) for pair in pairs)
+
+
+def _is_same(before: Any, now: Any) -> bool:
+    if isinstance(before, Tensor) and isinstance(now, Tensor):
+        return before.device == now.device and torch.equal(before, now)
+    return bool(before == now)

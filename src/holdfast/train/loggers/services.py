@@ -1,0 +1,310 @@
+"""Loggers that need an optional library: MLflow, TensorBoard, Weights & Biases.
+
+`Replays` skips steps that are done again, where a service cannot delete records.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+import uuid
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
+
+from holdfast.data.randomness import preserved
+from holdfast.errors import FormatError, UsageError
+from holdfast.train.callbacks.hooks import Logger
+from holdfast.train.training import Metrics, Training
+
+if TYPE_CHECKING:
+    from holdfast.engine.checkpoint import Checkpoint
+
+
+def import_extra(module: str, extra: str) -> Any:
+    """Import a module that an extra of Holdfast installs.
+
+    Raises:
+        UsageError: the module is not installed.
+    """
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise UsageError(
+            f"{module} cannot be imported ({error}): pip install 'holdfast[{extra}]'"
+        ) from error
+
+
+_POSITION = re.compile(r"([0-9]{1,18})/([0-9]{1,18})", re.ASCII)
+
+
+class Replays:
+    """Distinguishes new records from those that an earlier process logged.
+
+    A resume does the steps after its checkpoint again, in the same order. So it is enough to keep
+    a position in the sequence of records, with the records. Where training differs after a resume,
+    say by its learning rate, the earlier records stay.
+
+    >>> before = Replays()
+    >>> [before.is_new(step) for step in (1, 2, 2)], before.position
+    ([True, True, True], '2/2')
+    >>> after = Replays(before.position)
+    >>> [after.is_new(step) for step in (2, 2, 2, 3)]
+    [False, False, True, True]
+    """
+
+    def __init__(self, position: str = "0/0", *, resumed_step: int = 0) -> None:
+        """Start after an earlier process's `position`; `resumed_step` is done and will not be done
+        again, so that later records of it are new.
+
+        Raises:
+            FormatError: `position` is invalid.
+        """
+        match = _POSITION.fullmatch(position)
+        if match is None:
+            raise FormatError(f"{position!r} is no position of a log such as '120/2'")
+        self._reached = (int(match[1]), int(match[2]))
+        self._now = self._reached if self._reached[0] == resumed_step else (0, 0)
+
+    @property
+    def position(self) -> str:
+        """Position of the newest record: its step, and its number within that step."""
+        step, count = max(self._now, self._reached)
+        return f"{step}/{count}"
+
+    def is_new(self, step: int) -> bool:
+        """Count a record of `step`; returns whether it is new."""
+        last, count = self._now
+        self._now = (step, count + 1 if step == last else 1)
+        return self._now > self._reached
+
+
+class RunLogger(Logger):
+    """Logs to one run of a service, and continues it after a resume.
+
+    The run's id is in the checkpoints. Steps that are done again are logged once, where the
+    service kept the position of the log.
+    """
+
+    _id: str | None = None
+
+    def __init__(self) -> None:
+        self._service: Any = None
+        """The library's object to log with while `fit` runs."""
+        self._replays = Replays()
+
+    def log(self, training: Training, metrics: Metrics) -> None:
+        """Log the metrics of the step."""
+        step = training.present_step
+        # Outside of `fit`, `validate` has no step to log at.
+        if self._service is not None and self._replays.is_new(step):
+            self._log(metrics, step, self._replays.position)
+
+    def checkpoint_loaded(self, training: Training, checkpoint: Checkpoint, cost: Metrics) -> None:
+        """Log the cost of the load."""
+        self._log(cost, checkpoint.step)
+
+    def checkpoint_saved(self, training: Training, checkpoint: Checkpoint, cost: Metrics) -> None:
+        """Log the cost of the save."""
+        self._log(cost, checkpoint.step)
+
+    def state_dict(self) -> dict[str, str | None]:
+        """Return the id of the run."""
+        return {"id": self._id}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the id of a run.
+
+        Raises:
+            UsageError: the members are not those of this state.
+        """
+        if set(state) != {"id"} or not isinstance(state["id"], str | None):
+            raise UsageError(f"not the state of {type(self).__name__}: {sorted(state)}")
+        self._id = state["id"]
+
+    def _log(self, metrics: Metrics, step: int, position: str | None = None) -> None:
+        """Log metrics, and with them the position of the log."""
+        raise NotImplementedError
+
+
+_POSITION_TAG = "holdfast.position"
+"""Tag of a run with the position of its newest record."""
+
+
+class MLflow(RunLogger):
+    """Logger to one run of MLflow, which a resume continues.
+
+    The run's id is in the checkpoints. The position of the log is in a tag of the run, written
+    together with the metrics, so that steps done again are logged once. Each record is one call
+    of the tracking server, which training waits for.
+    """
+
+    def __init__(
+        self,
+        experiment: str = "Default",
+        *,
+        tracking_uri: str | None = None,
+        run_name: str | None = None,
+    ) -> None:
+        """Make the logger; `tracking_uri` is a server or "sqlite:///path.db", None: as configured.
+
+        Raises:
+            UsageError: the extra is not installed.
+        """
+        self._library = import_extra("mlflow", "mlflow")
+        self._experiment = experiment
+        self._tracking_uri = tracking_uri
+        self._run_name = run_name
+        self._status = "FINISHED"
+        super().__init__()
+
+    def fit_start(self, training: Training) -> None:
+        """Begin the run, or continue it."""
+        with preserved():
+            self._service = self._library.MlflowClient(tracking_uri=self._tracking_uri)
+            if self._id is None:
+                self._id = self._new_run()
+            else:
+                self._service.update_run(self._id, status="RUNNING")
+            tags = self._service.get_run(self._id).data.tags
+        self._replays = Replays(tags.get(_POSITION_TAG, "0/0"), resumed_step=training.counters.step)
+        self._status = "FINISHED"
+
+    def exception(self, training: Training, error: BaseException) -> None:
+        """Record the status with which the run ends."""
+        self._status = "FAILED" if isinstance(error, Exception) else "KILLED"
+
+    def close(self, training: Training) -> None:
+        """End the run; a resume continues it."""
+        if self._service is not None:
+            self._service.set_terminated(self._id, self._status)
+            self._service = None
+
+    def _new_run(self) -> str:
+        found = self._service.get_experiment_by_name(self._experiment)
+        experiment = (
+            self._service.create_experiment(self._experiment)
+            if found is None
+            else found.experiment_id
+        )
+        run_id: str = self._service.create_run(experiment, run_name=self._run_name).info.run_id
+        return run_id
+
+    @override
+    def _log(self, metrics: Metrics, step: int, position: str | None = None) -> None:
+        now_ms, entities = int(time.time() * 1000), self._library.entities
+        self._service.log_batch(
+            self._id,
+            metrics=[entities.Metric(name, value, now_ms, step) for name, value in metrics.items()],
+            tags=[] if position is None else [entities.RunTag(_POSITION_TAG, position)],
+        )
+
+
+class TensorBoard(Logger):
+    """Logger of metrics, and of the costs of saves and loads, as scalars of their steps.
+
+    When training begins or resumes, TensorBoard is asked to purge later steps, which will be done
+    again.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        """Log to `folder`: the argument of `tensorboard --logdir`, or a folder in it.
+
+        Raises:
+            UsageError: the extra is not installed.
+        """
+        self.folder = os.fspath(folder)
+        import_extra("tensorboard", "tensorboard")
+        self._make = import_extra("torch.utils.tensorboard", "tensorboard").SummaryWriter
+        self._writer: Any = None
+
+    def fit_start(self, training: Training) -> None:
+        """Open a file of events."""
+        self._writer = self._make(self.folder, purge_step=training.counters.step + 1)
+
+    def log(self, training: Training, metrics: Metrics) -> None:
+        """Write the metrics of the step."""
+        self._write(metrics, training.present_step)
+
+    def checkpoint_loaded(self, training: Training, checkpoint: Checkpoint, cost: Metrics) -> None:
+        """Write the cost of the load."""
+        self._write(cost, checkpoint.step)
+
+    def checkpoint_saved(self, training: Training, checkpoint: Checkpoint, cost: Metrics) -> None:
+        """Write the cost of the save, and flush the file."""
+        self._write(cost, checkpoint.step)
+        self._writer.flush()
+
+    def close(self, training: Training) -> None:
+        """Close the file."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def _write(self, metrics: Metrics, step: int) -> None:
+        if self._writer is None:  # outside of `fit`, `validate` has no step to write at
+            return
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+
+class WeightsAndBiases(RunLogger):
+    """Logger to one run of Weights & Biases, which a resume continues.
+
+    The run's id is in the checkpoints. Every value is logged with its `step`, which is the axis
+    of all charts. Steps that are done again are skipped: the position of the log is in a file in
+    the run's `wandb` folder. Where a resume does not find that folder, as on another machine,
+    they are logged twice.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        """Make the logger; `settings` are those of `wandb.init`, such as `mode="offline"`.
+
+        Raises:
+            UsageError: the extra is not installed, or a setting is one that this class decides.
+        """
+        taken = [name for name in ("id", "resume") if name in settings]
+        if taken:
+            raise UsageError(f"WeightsAndBiases: {taken} come from the checkpoint")
+        self._settings = settings
+        self._library = import_extra("wandb", "wandb")
+        super().__init__()
+
+    def fit_start(self, training: Training) -> None:
+        """Begin the run, or continue it."""
+        self._id = self._id or uuid.uuid4().hex[:12]
+        with preserved():
+            self._service = self._library.init(**self._settings, id=self._id, resume="allow")
+        self._replays = self._replays_of_before(training.counters.step)
+        self._service.define_metric("step")
+        self._service.define_metric("*", step_metric="step")
+
+    def close(self, training: Training) -> None:
+        """End the run; a resume continues it."""
+        if self._service is not None:
+            self._service.finish()
+            self._service = None
+
+    @property
+    def _position_file(self) -> Path:
+        return Path(self._service.settings.wandb_dir) / f"holdfast-{self._id}.position"
+
+    def _replays_of_before(self, resumed_step: int) -> Replays:
+        try:
+            position = self._position_file.read_text("utf-8")
+        except FileNotFoundError:
+            return Replays()
+        return Replays(position, resumed_step=resumed_step)
+
+    @override
+    def _log(self, metrics: Metrics, step: int, position: str | None = None) -> None:
+        self._service.log({**metrics, "step": step})
+        if position is None or self._service.disabled:  # then it has no folder
+            return
+        aside = self._position_file.with_suffix(".new")
+        aside.write_text(position, "utf-8")
+        aside.replace(self._position_file)
