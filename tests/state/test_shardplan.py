@@ -242,8 +242,19 @@ def test_a_writer_with_many_bytes_has_a_range_of_numbers(monkeypatch: pytest.Mon
     boxes = box_table(shapes, hsdp(shapes, replicas=1, parts=2))
     plan = plan_writes(leaf_table(shapes), boxes, one_host(2))
     files = [(writer, file) for *_, writer, file in chosen(boxes, plan)]
-    assert sorted(set(files)) == [(0, 0), (0, 1), (1, 2), (1, 3)]
-    assert [file for writer, file in files if writer == 0] == [0, 0, 0, 1, 1]
+    assert sorted(set(files)) == [(0, 0), (0, 1), (0, 2), (1, 3), (1, 4), (1, 5)]
+    assert [file for writer, file in files if writer == 0] == [0, 0, 1, 1, 2]
+
+
+@given(st.lists(st.integers(0, 60), max_size=30))
+def test_no_file_has_too_many_bytes_unless_a_box_has_them_alone(widths: list[int]) -> None:
+    shapes = [(width,) for width in widths]
+    boxes = box_table(shapes, [[[whole_box(shape)] for shape in shapes]])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shardplan, "MAX_TENSOR_FILE_NBYTES", 100)
+        plan = plan_writes(leaf_table(shapes), boxes, one_host(1))
+    files = [plan.nbytes[plan.file == number] for number in range(plan.file.max(initial=-1) + 1)]
+    assert all(held.sum() <= 100 or len(held[held > 0]) == 1 for held in files)
 
 
 def test_a_file_has_no_more_tensors_than_the_format_allows() -> None:

@@ -338,8 +338,18 @@ def _number_files(leaves: LeafTable, boxes: BoxTable, row: Ints, nbytes: Ints) -
         component = int(writer[some[0]]) // num_ranks
         if component != of_component:
             number, of_component = 0, component
-        before = (np.cumsum(nbytes[some]) - nbytes[some]) // MAX_TENSOR_FILE_NBYTES
-        before += np.arange(len(some)) // MAX_TENSORS_PER_FILE
-        file[some] = number + np.cumsum(np.diff(before, prepend=0) != 0)
-        number = int(file[some[-1]]) + 1
+        for part in _files(nbytes[some]):
+            file[some[part]] = number
+            number += 1
     return file
+
+
+def _files(nbytes: Ints) -> Iterator[slice]:
+    """Cut the boxes of a writer into runs that fit one file by bytes and by number."""
+    stops = np.cumsum(nbytes)
+    begin = 0
+    while begin < len(nbytes):
+        most = stops[begin] - nbytes[begin] + MAX_TENSOR_FILE_NBYTES
+        end = min(int(np.searchsorted(stops, most, side="right")), begin + MAX_TENSORS_PER_FILE)
+        yield slice(begin, max(begin + 1, end))
+        begin = max(begin + 1, end)
