@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tests.each import each
 from tests.format.samples import SPECS, is_refused, make_manifest, model_files, mutate
 
-from holdfast.errors import CorruptData, FormatError, UnsupportedVersion
+from holdfast.errors import CorruptData, FormatError, LimitExceeded, UnsupportedVersion
 from holdfast.format import blocks, index, tensors
 from holdfast.format.boxes import Boxes, Ragged, Unfit, check_boxes
 from holdfast.format.index import Places, ShardEntry, TensorTable, decode_index, encode_index
@@ -221,6 +221,18 @@ def many_boxes(num: int) -> tuple[TensorTable, dict[str, int]]:
     places = Places(names, file, 4096 + nbytes * tensor, np.full(num * num, nbytes))
     specs = {key: TensorSpec(key, "BF16", (4 * num, 512)) for key in map("w{}".format, range(num))}
     return TensorTable(specs, places, boxes), dict.fromkeys(names, 4096 + num * nbytes)
+
+
+def test_an_index_that_no_reader_would_accept_is_not_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    table, _ = many_boxes(3)
+    num_values = 1 + sum(map(encode_index({"model": table}, {}).count, (b"[", b"{", b",")))
+    monkeypatch.setitem(index._LIMITS, "max_values", num_values)
+    encode_index({"model": table}, {})
+    monkeypatch.setitem(index._LIMITS, "max_values", num_values - 1)
+    with pytest.raises(LimitExceeded, match=r"index\.json: more than"):
+        encode_index({"model": table}, {})
 
 
 @pytest.mark.parametrize("num", [100, pytest.param(1000, marks=pytest.mark.full)])

@@ -20,14 +20,14 @@ from holdfast.format import layout, strictjson
 from holdfast.format.blocks import max_stored_nbytes
 from holdfast.format.boxes import Boxes, Column, Ragged, Unfit, check_boxes
 from holdfast.format.codec import CodecName
-from holdfast.format.layout import BLOCK_NBYTES, FORMAT_VERSION
+from holdfast.format.layout import BLOCK_NBYTES, FORMAT_VERSION, MAX_INDEX_NBYTES
 from holdfast.format.manifest import FileEntry, StoredEntry, check_block_nbytes
 from holdfast.format.tensors import ITEM_NBYTES, MAX_DIMS, TensorFile, TensorSpec, check_shape
 from holdfast.store.base import Buffer
 
-MAX_INDEX_NBYTES = 128 * 1024 * 1024
 MAX_INDEX_VALUES = 16_000_000
 
+_LIMITS = {"max_nbytes": MAX_INDEX_NBYTES, "max_values": MAX_INDEX_VALUES}
 _MAX_KINDS = 100
 # Hashes of shapes are predictable: with many more, collisions could slow a dict to quadratic time.
 _HEX = re.compile(r"[0-9a-f]*", re.ASCII)
@@ -201,6 +201,9 @@ def encode_index(
 
     `blocks` has the digests of every file of the manifest except the index itself; `stored` has
     the stored blocks of compressed files.
+
+    Raises:
+        LimitExceeded: no reader would accept it.
     """
     document: dict[str, Any] = {
         "holdfast": FORMAT_VERSION,
@@ -213,7 +216,9 @@ def encode_index(
             name: {"nbytes": blocks_of.lengths, "digests": blocks_of.digests.hex()}
             for name, blocks_of in stored.items()
         }
-    return msgspec.json.encode(document)
+    data = msgspec.json.encode(document)
+    strictjson.check_limits(data, what=layout.INDEX, **_LIMITS)
+    return data
 
 
 def decode_index(data: Buffer, *, files: Mapping[str, FileEntry], what: str) -> Index:
@@ -247,11 +252,10 @@ def files_of_index(data: Buffer, *, what: str) -> tuple[str, ...]:
 
 
 def _decode_document(data: Buffer, *, what: str) -> _IndexDocument:
-    limits = {"max_nbytes": MAX_INDEX_NBYTES, "max_values": MAX_INDEX_VALUES}
-    document = strictjson.loads_as(data, _IndexDocument, **limits)
+    document = strictjson.loads_as(data, _IndexDocument, **_LIMITS)
     if document is not None and document.holdfast == FORMAT_VERSION:
         return document
-    value = strictjson.loads(data, what=what, **limits)
+    value = strictjson.loads(data, what=what, **_LIMITS)
     strictjson.check_version(value, what=what)
     return strictjson.convert(value, _IndexDocument, what=what)
 
