@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-# The same table for type checkers, which read no other; tests/test_public.py compares the two.
+# `_HOMES` once more, for type checkers; tests/test_public.py compares the two.
 if TYPE_CHECKING:
     from holdfast import data as data
     from holdfast import errors as errors

@@ -97,7 +97,7 @@ def shown(value: object) -> str:
 
 
 def written(record: Any) -> str:
-    """Format the call that makes a dataclass, with only the arguments that are not defaults.
+    """Format the constructor call of a dataclass instance, without arguments at their defaults.
 
     Values that need a name after a default was left out are given by name.
     """
@@ -136,7 +136,7 @@ def _fits(value: object, hint: Any) -> bool:
 
 
 def _unnamed(value: object, hint: Any) -> str:
-    """Advise to derive from an abstract class that the value only resembles; empty otherwise."""
+    """Return advice to derive from an abstract class whose methods the value has; else empty."""
     for part in get_args(hint) or (hint,):
         asked = getattr(part, "__abstractmethods__", ()) if inspect.isabstract(part) else ()
         if asked and all(hasattr(value, name) for name in asked):

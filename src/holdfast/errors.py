@@ -1,7 +1,7 @@
 """The exception tree: errors that a caller would handle alike share a class.
 
 HoldfastError
-├── UsageError                 the call is wrong: mend it (also a ValueError)
+├── UsageError                 the call is wrong: correct it (also a ValueError)
 │   ├── InvalidKey             a key that no store accepts
 │   ├── UnsupportedState       something in the state cannot be saved; lists every path
 │   └── MismatchError          stored and live state differ; lists every leaf
@@ -56,7 +56,7 @@ class UsageError(HoldfastError, ValueError):
 
 
 class InvalidKey(UsageError):
-    """A key that no store accepts: absolute, with `..`, or with odd characters."""
+    """An object key that no store accepts: absolute, with `..`, or with odd characters."""
 
 
 class UnsupportedState(UsageError):
@@ -107,11 +107,11 @@ class MismatchError(UsageError):
         super().__init__("\n".join(parts))
 
     def beside(self, mixed_by: str) -> MismatchError:
-        """This error, extended by `mixed_by`: the earlier load that left the state mixed."""
+        """Return this error with `mixed_by`: the earlier load that left the state half-loaded."""
         return self._with(self._hint, mixed_by)
 
     def hinting(self, hint: str) -> MismatchError:
-        """This error with `hint` appended to its hints."""
+        """Return this error with `hint` appended to its hints."""
         return self._with("\n".join(filter(None, (self._hint, hint))))
 
     def _with(self, hint: str, mixed_by: str = "") -> MismatchError:
@@ -131,7 +131,7 @@ class StoreError(HoldfastError):
 
 
 class NotFound(StoreError):
-    """There is no object under that key."""
+    """The store has no object under the key."""
 
 
 class AlreadyExists(StoreError):
@@ -155,7 +155,7 @@ class TransientStoreError(StoreError):
 
 
 class OutcomeUnknown(StoreError):
-    """The operation may or may not have taken effect, and reading back did not tell."""
+    """The operation may or may not have taken effect; reading back did not show which."""
 
 
 class FormatError(HoldfastError):
@@ -171,11 +171,11 @@ class Tampered(CorruptData):
 
 
 class UnsupportedVersion(FormatError):
-    """Written by a newer Holdfast, or with a feature that this one does not know."""
+    """The data was written by a newer Holdfast, or with a feature unknown to this one."""
 
 
 class LimitExceeded(FormatError):
-    """Larger, deeper or more numerous than the format allows."""
+    """A document or file is larger, deeper or has more items than the format allows."""
 
 
 class SealError(HoldfastError):
@@ -228,7 +228,7 @@ class NotOwned(OwnershipError):
 
 
 class Superseded(OwnershipError):
-    """A later writer took the run over. `committed`: this save's commit is known to stand."""
+    """A later writer took the run over. `committed`: this save is known to be committed."""
 
     def __init__(self, message: str, *, committed: bool = False) -> None:
         self.committed = committed
@@ -240,7 +240,7 @@ class Diverged(OwnershipError):
 
 
 class CommitConflict(HoldfastError):
-    """Another save, or gc, has put its mark under the manifest's key."""
+    """Another writer was first to put an object under the same key, such as the manifest's."""
 
 
 class SaveFailed(HoldfastError):
@@ -284,7 +284,7 @@ class DeadlineExceeded(HoldfastError, TimeoutError):
 
 
 def is_damage(error: BaseException) -> bool:
-    """Whether an error means that a checkpoint's bytes are damaged, so that an older one may do.
+    """Whether an error means that a checkpoint is damaged or lost, so that an older one may do.
 
     A newer format, a state that does not fit, missing rights and temporary failures are not damage.
     """
@@ -294,7 +294,7 @@ def is_damage(error: BaseException) -> bool:
 
 
 def listing(items: Iterable[str], limit: int = 10) -> str:
-    """The first `limit` items as indented lines, then how many more there are."""
+    """Format the first `limit` items as indented lines, with the number of further ones."""
     everything = list(items)
     lines = [f"  {item}" for item in everything[:limit]]
     if len(everything) > limit:

@@ -1,7 +1,7 @@
 """Encryption keys: where they come from, and how they wrap the data key of a checkpoint.
 
 Each checkpoint is encrypted with a data key of its own, which is wrapped for each user's key.
-Knows nothing of files; secrets are never shown in a `repr` or in an error.
+Secrets are never shown in a `repr` or in an error.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class Passphrase:
                     passes=_PASSES,
                     lanes=_LANES,
                 )
-        secret = self._stretched(self._ours)
+        secret = self._derived_key(self._ours)
         salt, wrapped = _wrap(secret, data_key, suite)
         key_id = _id_of(secret)
         return Recipient(
@@ -136,12 +136,12 @@ class Passphrase:
     def unwrap(self, recipient: Recipient, commitment: bytes, suite: Suite) -> bytes | None:
         if recipient.kind != "passphrase" or recipient.argon2 is None:
             return None
-        secret = self._stretched(recipient.argon2)
+        secret = self._derived_key(recipient.argon2)
         if recipient.id != _id_of(secret):
             return None
         return _unwrap(secret, recipient, commitment, suite)
 
-    def _stretched(self, how: Argon2) -> bytes:
+    def _derived_key(self, how: Argon2) -> bytes:
         with self._lock:
             if how not in self._known:
                 argon2 = cryptography_part("hazmat.primitives.kdf.argon2")
@@ -259,16 +259,16 @@ class ServiceKey:
         return f"service {self._name}" + (" (to wrap only)" if self._unwrap is None else "")
 
     def wrap(self, data_key: bytes, suite: Suite) -> Recipient:
-        wrapped = self._called(self._wrap, data_key, suite.commitment(data_key))
+        wrapped = self._call_service(self._wrap, data_key, suite.commitment(data_key))
         return Recipient(kind="service", id=self._name, wrapped=wrapped.hex())
 
     def unwrap(self, recipient: Recipient, commitment: bytes, suite: Suite) -> bytes | None:
         if self._unwrap is None or (recipient.kind, recipient.id) != ("service", self._name):
             return None
-        data_key = self._called(self._unwrap, bytes.fromhex(recipient.wrapped), commitment)
+        data_key = self._call_service(self._unwrap, bytes.fromhex(recipient.wrapped), commitment)
         return _fitting(data_key, commitment, suite, self.name)
 
-    def _called(self, function: Wrap, data: bytes, commitment: bytes) -> bytes:
+    def _call_service(self, function: Wrap, data: bytes, commitment: bytes) -> bytes:
         context = {"purpose": "holdfast 1 data key", "commitment": commitment.hex()}
         try:
             answer = function(data, context)

@@ -74,7 +74,7 @@ from holdfast.state.selection import listed
 from holdfast.state.settings import Rates, Settings
 from holdfast.store.base import Store
 
-_NEVER_QUIET = (0, 0.0)
+_NEVER_QUIET = (0, 0.0)  # (step, monotonic seconds) until which `maybe_save` is a no-op
 
 
 class _Before:
@@ -217,7 +217,7 @@ class CheckpointManager:
         )
         self._applying = Applying(self.store, self._owner, self._emit)
         self._tuning = Tuning(self.store, self._owner, self._emit, self._schedule.auto)
-        self._outside = Outside(Requests(self.store, emit=self._emit), stop, self._promote)
+        self._outside = Outside(Requests(self.store, emit=self._emit), stop, self._finish_at_stop)
         self._overlap = Overlap(
             checkpoints.overlap or False, state, self._emit, timeout_s=checkpoints.save_timeout_s
         )
@@ -330,7 +330,7 @@ class CheckpointManager:
         now = self._moments.now(step, epoch=epoch, cycle=cycle, samples=samples, tokens=tokens)
         self._check_usable()
         if self._first_look_due and isinstance(event, str):
-            self._look_first()
+            self._warn_of_setup()
         self._uploads.raise_failure()
         pending = self._saver.pending
         if pending is not None and pending.failure() is not None:
@@ -457,8 +457,8 @@ class CheckpointManager:
         found = self._applying.apply(search, claims=True)
         self._is_unused = found is None
         if found is not None:
-            self._expect_nothing_trained(found.entry, is_rollback=search.is_rollback)
-            self._went_on_from(found, before, is_rollback=search.is_rollback)
+            self._warn_of_lost_steps(found.entry, is_rollback=search.is_rollback)
+            self._continue_from(found, before, is_rollback=search.is_rollback)
         else:
             self._beginning.look_around()
         if self._refuses_existing and which == "latest":
@@ -535,7 +535,7 @@ class CheckpointManager:
             found = self._applying.apply(search, claims=False)
         assert found is not None, "what is named is there, or an error says why not"
         self._is_unused = False
-        self._went_on_from(found, before, is_rollback=search.is_rollback)
+        self._continue_from(found, before, is_rollback=search.is_rollback)
         self._emit(
             "loaded",
             f"loaded {found.entry.folder}",
@@ -638,7 +638,7 @@ class CheckpointManager:
             return None
         return f"save of step {pending.step} was committed while the program ended"
 
-    # Parts of the above, in the caller's thread
+    # Steps of the methods above, in the caller's thread
 
     def _close(self, timeout_s: float) -> None:
         if self._closed or os.getpid() != self._pid:
@@ -751,8 +751,8 @@ class CheckpointManager:
         self._outside.tell(asked, pending.committed)
         return pending
 
-    def _promote(self, timeout_s: float) -> str:
-        """Finish the save under way when a stop's time is over; name the newest checkpoint."""
+    def _finish_at_stop(self, timeout_s: float) -> str:
+        """Finish the save under way when a stop's time is over; return a text on the outcome."""
         try:
             self._saver.settle(timeout_s)
         except DeadlineExceeded as error:
@@ -836,8 +836,8 @@ class CheckpointManager:
         sides.check(self.state)
         return sides
 
-    def _went_on_from(self, found: LoadCandidate, before: _Before, *, is_rollback: bool) -> None:
-        """Log notes of a successful load; after a full one, continue the run from there."""
+    def _continue_from(self, found: LoadCandidate, before: _Before, *, is_rollback: bool) -> None:
+        """Log notes of a successful load; after a full load, continue the run from it."""
         note_loaded(self.state.get(name) for name in found.prepared.needed)
         before.rates.put_back(found.one_sided.new)
         lost, replaced = found.prepared.lost, before.settings.replaced()
@@ -851,17 +851,17 @@ class CheckpointManager:
         if found.is_proof:
             self._housekeeper.trust(found.entry)
 
-    def _expect_nothing_trained(self, entry: Entry, *, is_rollback: bool) -> None:
+    def _warn_of_lost_steps(self, entry: Entry, *, is_rollback: bool) -> None:
         """Warn if a resume has discarded steps that were trained since the last save."""
-        told = self._moments.unsaved
-        if told is not None and told != entry.step and not is_rollback:
+        step = self._moments.unsaved
+        if step is not None and step != entry.step and not is_rollback:
             self._emit(
                 "warning",
-                f"resume() has replaced the state of step {told}, which was not saved, by that of "
+                f"resume() has replaced the state of step {step}, which was not saved, by that of "
                 f"step {entry.step}",
             )
 
-    def _look_first(self) -> None:
+    def _warn_of_setup(self) -> None:
         """Warn, at the first `maybe_save`, if no interval is set or signals are not handled."""
         if not self._schedule.policies and self._stop is None:
             self._emit(

@@ -69,7 +69,7 @@ ROOTS = (
         name="one-mended-meanwhile-is-deleted",
         promise="R20: no checkpoint with a sound manifest is deleted but by a rule",
         file="engine/claims/deletion.py",
-        before='"somebody reads it" if readers.of(folder) else _readable(store, folder)\n',
+        before='"somebody reads it" if readers.of(folder) else _why_sound(store, folder)\n',
         after='"somebody reads it" if readers.of(folder) else ""\n',
         near=("tests/care/test_damaged.py",),
     ),
@@ -77,8 +77,8 @@ ROOTS = (
         name="pin-not-looked-for-before-a-deletion",
         promise="R20: retention never removes a pinned checkpoint",
         file="engine/claims/deletion.py",
-        before="        if is_held(register, marks):\n            return _STAYS\n",
-        after="        if not marks:\n            return _STAYS\n",
+        before="        if is_held(register, marks):\n            return _NOT_REMOVED\n",
+        after="        if not marks:\n            return _NOT_REMOVED\n",
         near=(COMMIT,),
     ),
     Mutant(
@@ -278,8 +278,8 @@ SAVING = (
         name="newest-two-share-one-file",
         promise="I10: the newest two never share a file",
         file="engine/saving/links.py",
-        before="        if any(map(partial(self._is_one_file, origin), self._apart)):\n",
-        after="        if not self._apart:\n",
+        before="        if any(map(partial(self._is_one_file, origin), self._excluded)):\n",
+        after="        if not self._excluded:\n",
         near=("tests/test_links.py",),
     ),
     Mutant(
@@ -314,12 +314,13 @@ STAGING = (
         promise="R14: what is written is what was staged",
         file="engine/staging/waves.py",
         before=(
-            "                self._done.add(number)\n"
+            "                self._half_done.add(number)\n"
             "                return\n"
             "            buffer = self._buffers.pop(number)\n"
         ),
         after=(
-            "                self._done.add(number)\n            buffer = self._buffers[number]\n"
+            "                self._half_done.add(number)\n"
+            "            buffer = self._buffers[number]\n"
         ),
         near=("tests/engine/staging/test_waves.py",),
     ),
@@ -515,8 +516,8 @@ OTHERS = (
         name="request-honoured-at-every-look",
         promise="D54: one request is one save",
         file="engine/control/requests.py",
-        before="            self._known.update(fresh)\n",
-        after="            self._known.update(fresh[:0])\n",
+        before="            self._known.update(new)\n",
+        after="            self._known.update(new[:0])\n",
         near=("tests/engine/control/test_requests.py",),
     ),
     Mutant(

@@ -58,8 +58,8 @@ MUTANTS: tuple[Mutant, ...] = (
         name="retention-trusts-what-it-never-read",
         promise="R17: what stays is read back before anything older is deleted",
         file="care/retention.py",
-        before="self._stands(entry) if entry in known else self._reads_back_well(entry)",
-        after="self._stands(entry)",
+        before="self._is_unchanged(entry) if entry in known else self._reads_back_well(entry)",
+        after="self._is_unchanged(entry)",
         near=("tests/cli/test_prune_command.py",),
     ),
     Mutant(

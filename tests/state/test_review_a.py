@@ -306,6 +306,8 @@ class Attributes(nn.Module):
         self.nothing: Tensor | None = None
         self.everywhere = [random, torch.default_generator]
         self.of_python, self.of_torch = random, torch.default_generator
+        hidden: Any = (random.random, np.random.random)
+        self.behind_random, self.behind_numpy = (function.__self__ for function in hidden)
 
 
 def test_tensors_and_generators_that_are_plain_attributes_are_named_as_not_saved() -> None:

@@ -26,12 +26,12 @@ Ending = Literal["closed", "failed", "running", "continued", "unknown"]
 another host, or was taken over."""
 
 _MIN_STEP_S = 1e-9
-"""Shortest length of a step that is believed: a nanosecond."""
+"""Shortest plausible duration of a step, in seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """A median in seconds and the number of readings that it is of."""
+    """Median of measured times, in seconds, and the number of measurements."""
 
     seconds: float
     count: int
@@ -39,7 +39,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spacing:
-    """Distance between consecutive saves of one kind: medians over all pairs."""
+    """Median training time and steps between consecutive saves."""
 
     interval_s: float
     """Seconds of training from the end of one save's stall to the next save."""
@@ -51,7 +51,7 @@ class Spacing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedStart:
-    """Recorded start of the run: its claim, and how it ended."""
+    """Recorded start of a process of the run: its claim, and how it ended."""
 
     epoch: int
     created: str
@@ -112,7 +112,7 @@ class RecordedFacts:
 
 
 def gather(store: Store) -> RecordedFacts:
-    """Read the facts that a run has recorded, without a claim and without writing.
+    """Read the recorded save costs, spacing and starts of a run; claims and writes nothing.
 
     Raises:
         StoreError: the store cannot be read.
@@ -185,7 +185,7 @@ def _neighbours(entries: Sequence[Entry]) -> Iterator[tuple[Entry, Entry]]:
 
 
 def _work_s(before: Entry, after: Entry) -> float:
-    """Compute the training time between two saves of one start, without the first's stall.
+    """Compute the training time between two saves of one start, less the stall of the first.
     A Timestamp is taken as its save begins.
     """
     wall_s = after.manifest.timestamp.wall_s - before.manifest.timestamp.wall_s
@@ -194,7 +194,7 @@ def _work_s(before: Entry, after: Entry) -> float:
 
 
 def _is_apart(before: Entry, after: Entry) -> bool:
-    """Whether steps and a plausible time lie between two saves; a manual save may repeat a step."""
+    """Whether `after` has a later step than `before`, after a plausible training time."""
     num_steps = after.step - before.step
     return num_steps > 0 and num_steps * _MIN_STEP_S < _work_s(before, after) < MAX_S
 
@@ -216,7 +216,7 @@ def _spacing(entries: Sequence[Entry], *, by_interval: bool) -> Spacing | None:
 
 
 def _consecutive(entries: Sequence[Entry], *, by_interval: bool) -> Iterator[tuple[Entry, Entry]]:
-    """Pair consecutive saves of one kind between which no sequence number is missing."""
+    """Pair consecutive saves, or those by interval, with no missing sequence number between."""
     before: Entry | None = None
     last = (0, 0)
     for entry in entries:
@@ -279,7 +279,7 @@ def _is_same(one: Process, other: Process) -> bool:
 def _lost(
     failed: WriterRecord, following: WriterRecord, entries: Mapping[tuple[int, int], Entry]
 ) -> tuple[int | None, float | None]:
-    """Compute the steps left behind and the seconds from the commit that was resumed from.
+    """Compute what a failure cost: steps not resumed, and seconds from resumed commit to restart.
 
     Seconds only where the next start resumed from a checkpoint of `failed`. Where it resumed from
     an older start, all existing commits of `failed` were left behind.

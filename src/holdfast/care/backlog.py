@@ -1,6 +1,6 @@
-"""The queue of uploads, computed from what both tiers have and recorded in the local tier.
+"""Queue of checkpoints to upload to the remote tier; computed from the contents of both tiers.
 
-Sends nothing, and makes no request to the remote tier.
+Makes no request to the remote tier. Upload states are recorded in the local tier.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Backlog:
 
     def clear(self) -> None:
         """Drop all cached state of both tiers, because another process may have changed them."""
-        self._there: dict[str, Candidate] | None = None
+        self._remote: dict[str, Candidate] | None = None
         """Checkpoints of the remote tier, by folder; None: not listed yet."""
         self._lineage: set[tuple[int, int]] = set()
         self._waiting: dict[str, Entry] = {}
@@ -71,11 +71,11 @@ class Backlog:
         self._sending = ""
         """The folder that is being uploaded. It is kept even if no longer wanted: where saves come
         faster than uploads end, no upload would ever end."""
-        self._over: set[str] = set()
+        self._given_up: set[str] = set()
         """Folders whose upload was given up; their local copies may be deleted."""
-        self._noted: dict[str, UploadState] | None = None
+        self._states: dict[str, UploadState] | None = None
         """Upload states recorded in the local root, by folder; None: not read yet."""
-        self._known: dict[str, Manifest] = {}
+        self._manifests: dict[str, Manifest] = {}
         self._tries: dict[str, int] = {}
 
     # What the remote tier has
@@ -83,7 +83,7 @@ class Backlog:
     @property
     def has_seen(self) -> bool:
         """Whether the remote tier has been listed since the last `clear`."""
-        return self._there is not None
+        return self._remote is not None
 
     def see(self, remote: Mapping[str, Candidate], lineage: Collection[tuple[int, int]]) -> None:
         """Store the listing of the remote tier, by folder, and recompute the queue.
@@ -94,7 +94,7 @@ class Backlog:
             StoreError, FormatError: the local root cannot be read.
         """
         with self.changed:
-            self._there, self._lineage = dict(remote), {*lineage}
+            self._remote, self._lineage = dict(remote), {*lineage}
             self.refresh()
 
     def found(self, entry: Entry, *, suspect: str) -> None:
@@ -109,17 +109,17 @@ class Backlog:
     def gone(self, folder: str) -> None:
         """Record that retention has deleted a folder in the remote tier."""
         with self.changed:
-            if self._there is not None:
-                self._there.pop(folder, None)
+            if self._remote is not None:
+                self._remote.pop(folder, None)
 
     @property
     def resumable_there(self) -> list[Candidate]:
         """Checkpoints of the remote tier, in the run's lineage, that the run could resume from."""
-        remote = (self._there or {}).values()
+        remote = (self._remote or {}).values()
         return [one for one in remote if one.is_resumable and one.order in self._lineage]
 
     def is_on_line(self, entry: Entry) -> bool:
-        """Whether a checkpoint is in the run's lineage, as far as the listings tell."""
+        """Whether a checkpoint is in the run's lineage, as it was last listed."""
         return entry.order in self._lineage
 
     # What is queued
@@ -131,12 +131,12 @@ class Backlog:
             StoreError, FormatError: the local root cannot be read.
         """
         with self.changed:
-            entries, unread = Catalog(self._local).survey(known=self._known)
-            self._known = {entry.folder: entry.manifest for entry in entries}
+            entries, unread = Catalog(self._local).survey(known=self._manifests)
+            self._manifests = {entry.folder: entry.manifest for entry in entries}
             self._unread = {folder for folder, _ in unread}
             local = {entry.folder: entry for entry in entries}
             noted = {f: state for f, state in self._notes().items() if f not in self._unread}
-            self._waiting = {folder: local[folder] for folder in self._wanted(local)}
+            self._waiting = {folder: local[folder] for folder in self._to_upload(local)}
             self.is_sure = True
             for folder in [f for f in noted if f not in local]:
                 self._forget(folder)
@@ -152,15 +152,15 @@ class Backlog:
         """Block local deletion until the next `refresh`: the queue could not be computed."""
         self.is_sure = False
 
-    def _wanted(self, local: Mapping[str, Entry]) -> list[str]:
-        """List folders that only the local root has and that the remote rule would keep.
+    def _to_upload(self, local: Mapping[str, Entry]) -> list[str]:
+        """List folders to upload: the remote tier lacks them, and its retention would keep them.
         Where the remote listing is incomplete, more folders are listed, never fewer.
         """
-        remote = self._there or {}
+        remote = self._remote or {}
         new = {
             folder: candidate(self._local, entry)
             for folder, entry in local.items()
-            if folder not in remote and folder not in self._over and not self._was_sent(entry)
+            if folder not in remote and folder not in self._given_up and not self._was_sent(entry)
         }
         new = {
             folder: one
@@ -180,7 +180,7 @@ class Backlog:
 
     @property
     def waiting(self) -> tuple[Entry, ...]:
-        """Queued checkpoints: only the local root has them, and the remote one is to have them."""
+        """Checkpoints in the upload queue."""
         return tuple(self._waiting.values())
 
     @property
@@ -202,7 +202,7 @@ class Backlog:
             return entry.folder in self._waiting
 
     def holds(self, entry: Entry) -> str:
-        """Say why the local copy must not be deleted yet; empty where it may be."""
+        """Return why the local copy of a checkpoint must not be deleted yet; empty if it may be."""
         claim = self._owner.claim
         with self.changed:
             # Under this claim no other process has uploaded or deleted anything.
@@ -215,7 +215,7 @@ class Backlog:
             return self._suspect.get(entry.folder, "")
 
     def is_too_far_behind(self, now: Timestamp, lag: Lag) -> bool:
-        """Whether the remote tier is further behind a run at `now` than `lag` allows."""
+        """Whether the remote tier lags the run, which is at `now`, by more than `lag` allows."""
         waiting = self._sendable()
         if not waiting:
             return False
@@ -233,7 +233,7 @@ class Backlog:
     # What is being uploaded
 
     def next(self, *, tries: int) -> Entry | None:
-        """Return the newest of the checkpoints that failed the fewest rounds of `tries` uploads."""
+        """Return the next checkpoint to upload: fewest failed rounds of `tries`, then newest."""
         with self.changed:
             waiting = self._sendable()
             rounds = {e.folder: self._tries.get(e.folder, 0) // tries for e in waiting}
@@ -265,9 +265,9 @@ class Backlog:
             StoreError, FormatError: the local root cannot be read.
         """
         with self.changed:
-            assert self._there is not None, "nothing is sent before the remote tier was seen"
+            assert self._remote is not None, "nothing is sent before the remote tier was seen"
             self.note(entry, "uploaded", sent_nbytes=entry.manifest.nbytes)
-            self._there[entry.folder] = candidate(self._local, entry)
+            self._remote[entry.folder] = candidate(self._local, entry)
             if entry.order in {name.order for name in Catalog(self._local).lineage()}:
                 self._lineage.add(entry.order)
             self._tries.pop(entry.folder, None)
@@ -277,7 +277,7 @@ class Backlog:
     def give_up(self, folder: str) -> None:
         """Take a checkpoint off the queue for good; its local copy may then be deleted."""
         with self.changed:
-            self._over.add(folder)
+            self._given_up.add(folder)
             self._forget(folder)
             self._remove(folder)
 
@@ -311,7 +311,7 @@ class Backlog:
         try:
             self._ledger.note(entry.folder, record)
         except HoldfastError as error:
-            self._tell_failed(error)
+            self._log_failure(error)
         else:
             self._notes()[entry.folder] = state
 
@@ -323,7 +323,7 @@ class Backlog:
         cost: Cost | None = None,
         error: str = "",
     ) -> None:
-        """Record the remote tier, its claim and the last upload's cost in the local root.
+        """Record the remote tier's URL and claim and the last upload's cost in the local root.
         Without `epoch`, or without `entry` and `cost`, the values recorded before stay."""
         before = self._ledger.tiers()
         if before is None or before.remote != self._where:
@@ -345,29 +345,29 @@ class Backlog:
         try:
             self._ledger.note_tiers(record)
         except HoldfastError as error:
-            self._tell_failed(error)
+            self._log_failure(error)
 
     def _was_sent(self, entry: Entry) -> bool:
-        """Whether the notes say that a checkpoint was uploaded."""
+        """Whether the recorded state of a checkpoint is `uploaded`."""
         return self._notes().get(entry.folder) == "uploaded"
 
     def _notes(self) -> dict[str, UploadState]:
-        if self._noted is None:
+        if self._states is None:
             notes = self._ledger.notes().items()
-            self._noted = {
+            self._states = {
                 folder: note.state if note is not None and note.remote == self._where else "waiting"
                 for folder, note in notes
             }
-        return self._noted
+        return self._states
 
     def _forget(self, folder: str) -> None:
         try:
             self._ledger.forget(folder)
         except HoldfastError as error:
-            self._tell_failed(error)
+            self._log_failure(error)
         else:
             self._notes().pop(folder, None)
 
-    def _tell_failed(self, error: HoldfastError) -> None:
-        """Emit a warning for a change of notes that failed, instead of raising the error."""
+    def _log_failure(self, error: HoldfastError) -> None:
+        """Log that an upload state could not be recorded, instead of raising the error."""
         self._emit("housekeeping_failed", f"notes on uploads: {error}")

@@ -115,7 +115,7 @@ def _expect_its_own(store: Store, folder: str) -> None:
 
 
 def _expect_nothing_left_behind(catalog: Catalog, folder: str) -> None:
-    """Raise `UsageError` if resume would then take a checkpoint that a rollback abandoned."""
+    """Raise `UsageError` if, without `folder`, resume would use an abandoned checkpoint."""
     left = [entry.folder for entry in catalog.checkpoints() if not entry.manifest.lacks]
     if left:
         raise UsageError(
@@ -126,7 +126,7 @@ def _expect_nothing_left_behind(catalog: Catalog, folder: str) -> None:
 
 
 def delete(store: Store, folder: str, *, emit: Emitter, watch: Wait | None = None) -> str:
-    """Delete a checkpoint that `examine` accepts; return why not, or an empty text.
+    """Delete a checkpoint whose manifest is damaged; return why it was kept, or an empty text.
 
     Claims the run meanwhile and watches leases of readers on other hosts, as `prune` does. After
     the deletion the run resumes from `goes_on_from`, also where it had been rolled back to the
@@ -167,18 +167,18 @@ def delete(store: Store, folder: str, *, emit: Emitter, watch: Wait | None = Non
 
 
 def _choices(store: Store, folder: str) -> Iterator[Choice]:
-    """Yield the checkpoint that the run continues from once `folder` is deleted.
+    """Yield, for each try to claim, the checkpoint to resume from once `folder` is deleted.
 
     Marked as a rollback if the run's latest was `folder`, so that checkpoints which a rollback to
     `folder` abandoned stay abandoned.
     """
     while True:
         choice = standing(store)
-        stands_on_it = choice.point is not None and _first_of_lineage(store) == folder
+        stands_on_it = choice.point is not None and _newest_of_lineage(store) == folder
         yield replace(choice, is_rollback=True) if stands_on_it else choice
 
 
-def _first_of_lineage(store: Store) -> str | None:
+def _newest_of_lineage(store: Store) -> str | None:
     """Return the newest folder of the lineage that holds a checkpoint, damaged or not."""
     catalog = Catalog(store)
     for name in map(str, catalog.lineage()):

@@ -1,7 +1,7 @@
-"""Garbage collection: removes attempts that never committed, and what deletions left behind.
+"""Garbage collection: removes saves that never committed, and leftovers of deletions.
 
-Before an undecided attempt is touched, gc puts an abort marker in its register, if absent, so that
-a paused writer can no longer commit it (docs/design.md, rule 1).
+An attempt is the folder of one save. Before gc removes an uncommitted one, it puts an abort
+marker under its manifest's key, so that a paused writer cannot commit it (docs/design.md, rule 1).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Outcome = Literal["remove", "mark", "keep"]
 
 @dataclass(slots=True, kw_only=True)
 class GcReport:
-    """Report of a garbage collection, done or planned: (folder, why) each, and the bytes freed."""
+    """Result of a garbage collection or its dry run: (folder, why) of each, and bytes freed."""
 
     removed: list[tuple[str, str]] = field(default_factory=list)
     marked: list[tuple[str, str]] = field(default_factory=list)
@@ -47,7 +47,7 @@ class GcReport:
     damaged: list[str] = field(default_factory=list)
     """Folders among the `failed` whose manifest is damaged or lost."""
     markers: dict[int, int] = field(default_factory=dict)
-    """Counts, by writer epoch, of markers and tombstones kept until a person declares it dead."""
+    """Counts, by writer epoch, of markers and tombstones kept until a user declares it dead."""
     bare: list[str] = field(default_factory=list)
     """Folders that contained only the marker."""
     nbytes: int = 0
@@ -63,7 +63,7 @@ def collect(
     is_sent_to: bool = True,
     emit: Emitter | None = None,
 ) -> GcReport:
-    """Remove uncommitted attempts and leftovers of deleted ones; keep committed checkpoints.
+    """Remove uncommitted attempts and leftovers of deletions; keep committed checkpoints.
 
     Attempts of a live writer, the caller's own too, are left alone. `dead_epochs` are epochs that
     a person declares dead. `own_epoch` is the caller's claim: it has no other work in flight but
@@ -74,44 +74,44 @@ def collect(
     report = GcReport()
     is_put_once = ends_with_its_put(store, is_sent_to=is_sent_to)
     judge = _Judge(store, frozenset(dead_epochs), own_epoch, is_put_once, emit or Emitter())
-    broken_off = _broken_off(store, report)
+    with_uploads = _broken_off(store, report)
     attempts = Catalog(store).attempts()
     ended = known_ended(store)
-    for name in dict.fromkeys((*attempts, *broken_off)):
+    for name in dict.fromkeys((*attempts, *with_uploads)):
         folder = str(name)
-        if own_epoch is not None and ended.is_listed(folder) and name not in broken_off:
+        if own_epoch is not None and ended.is_listed(folder) and name not in with_uploads:
             continue  # an earlier owner found only its marker; `holdfast gc` looks again
         if folder in spared:
             report.kept.append((folder, "it is being sent"))
             continue
         try:
-            has_uploads = name in broken_off
+            has_uploads = name in with_uploads
             _visit(store, name, judge, report, has_uploads=has_uploads, dry_run=dry_run)
             if has_uploads and not dry_run and _is_committed(store, folder):
                 with suppress(AccessDenied, UnsupportedStore):
                     store.abort_uploads(folder)  # committed: all of its files exist
             if ended.is_listed(folder) and not dry_run:
-                _check_listed(store, folder, ended, report)
+                _drop_stale_record(store, folder, ended, report)
         except (StoreError, FormatError) as error:
             report.failed.append((folder, str(error)))
             if isinstance(error, FormatError) and not isinstance(error, UnsupportedVersion):
                 report.damaged.append(folder)
     if own_epoch is not None and not dry_run:
-        with _told("ended attempts", report):
+        with _recording_failure("ended attempts", report):
             listed = (str(name) for name in attempts if ended.is_listed(str(name)))
             ended.write(store, own_epoch, {*listed, *report.bare})
             _sweep_heartbeats(store, own_epoch)
-    with _told(layout.REQUESTS, report):
+    with _recording_failure(layout.REQUESTS, report):
         _sweep_answers(store, judge, report, own_epoch=own_epoch, dry_run=dry_run)
-    with _told(layout.READERS, report):
+    with _recording_failure(layout.READERS, report):
         _sweep_leases(store, report, dry_run=dry_run)
-    with _told("root", report):
-        _sweep(store, judge, report, own_epoch=own_epoch, dry_run=dry_run)
+    with _recording_failure("root", report):
+        _sweep_temporary(store, judge, report, own_epoch=own_epoch, dry_run=dry_run)
     return report
 
 
 @contextmanager
-def _told(what: str, report: GcReport) -> Iterator[None]:
+def _recording_failure(what: str, report: GcReport) -> Iterator[None]:
     """Record a store error of the `with` block in the report, and continue after the block."""
     try:
         yield
@@ -130,7 +130,7 @@ def _broken_off(store: Store, report: GcReport) -> tuple[AttemptName, ...]:
 
 
 class _Judge:
-    """Decides, once for each writer epoch, whether that writer is live or dead."""
+    """Decides whether the writer of an epoch is live or dead; caches the answers."""
 
     def __init__(
         self,
@@ -149,7 +149,7 @@ class _Judge:
         self._live: dict[int, bool] = dict.fromkeys(dead_epochs, False)
 
     def is_dead(self, epoch: int) -> bool:
-        """Whether no request of that epoch can be in flight."""
+        """Whether no store request of that epoch's writer can be in flight."""
         if epoch not in self._dead:
             self._dead[epoch] = nothing_in_flight(self._store, epoch)
         return self._dead[epoch]
@@ -203,7 +203,7 @@ def _visit(
         register = Catalog(store).read(folder)
         is_committed = isinstance(register, Manifest)
     except SealError:
-        register, is_committed = None, True  # whatever is in it
+        register, is_committed = None, True  # encrypted for other keys
     if is_committed:
         for key in _marks_of_dead(store, folder, register, judge.named):
             if not dry_run:
@@ -249,7 +249,7 @@ def _marks_of_dead(
     return [f"{folder}/{name}" for name in dead]
 
 
-def _check_listed(store: Store, folder: str, ended: EndedAttempts, report: GcReport) -> None:
+def _drop_stale_record(store: Store, folder: str, ended: EndedAttempts, report: GcReport) -> None:
     """Remove the record of ended attempts if it lists a committed or a just removed folder.
     An uploader may create a removed folder again."""
     if _is_committed(store, folder):
@@ -270,8 +270,8 @@ def _sweep_heartbeats(store: Store, own_epoch: int) -> None:
 def _sweep_answers(
     store: Store, judge: _Judge, report: GcReport, *, own_epoch: int | None, dry_run: bool
 ) -> None:
-    """Remove answers to requests whose asker is dead.
-    Also where no live process owns the root and the asker's state is unknown."""
+    """Remove answers to save requests whose requesting process is dead.
+    Also where no live process owns the root and that process's state is unknown."""
     for name in filter(layout.is_answer, store.children(layout.REQUESTS)):
         key = layout.request_key(name)
         try:
@@ -300,15 +300,15 @@ def _is_owned(store: Store, judge: _Judge, own_epoch: int | None) -> bool:
 
 def _sweep_leases(store: Store, report: GcReport, *, dry_run: bool) -> None:
     """Remove leases of dead processes, and leases on deleted checkpoints.
-    A lease that was not renewed in time is for deleters to judge."""
+    Leases that were not renewed in time stay: retention decides about them."""
     for lease in find_leases(store):
         why = "a lease of a process that is gone" if lease.state == "dead" else ""
         if not why and not _is_committed(store, lease.folder):
             why = "a lease on a checkpoint that is gone"
         if why and not dry_run:
             store.delete(lease.key)
-        told = report.removed if why else report.kept
-        told.append((lease.key, why or f"{lease.who} reads {lease.folder}, or may"))
+        target = report.removed if why else report.kept
+        target.append((lease.key, why or f"{lease.who} reads {lease.folder}, or may"))
 
 
 def _is_committed(store: Store, folder: str) -> bool:
@@ -330,7 +330,7 @@ def _is_bare(store: Store, folder: str) -> bool:
     return store.children(folder) == (layout.MANIFEST,)
 
 
-def _sweep(
+def _sweep_temporary(
     store: Store, judge: _Judge, report: GcReport, *, own_epoch: int | None, dry_run: bool
 ) -> None:
     """Remove temporary files of killed preflights and puts unless another process owns the root."""
@@ -340,7 +340,7 @@ def _sweep(
         name = key.rstrip("/")
         if not layout.is_scratch(name):
             continue
-        with _told(name, report):
+        with _recording_failure(name, report):
             store.delete(key)
             what = "a preflight" if layout.is_preflight(name) else "an upload"
             report.removed.append((name, f"{what} that did not end"))
@@ -349,13 +349,13 @@ def _sweep(
     # The caller's own heartbeat may be in flight among the claims, and requests of others to it.
     claims = [layout.WRITERS, layout.REQUESTS] if own_epoch is None else []
     for folder in ("", *claims):
-        with _told(folder or "root", report):
+        with _recording_failure(folder or "root", report):
             store.sweep(folder)
     # A reader may be renewing its lease among the others.
-    with _told(layout.READERS, report):
+    with _recording_failure(layout.READERS, report):
         if not any(find_leases(store)):
             store.sweep(layout.READERS)
     for folder in map(str, Catalog(store).open_attempts()):
-        with _told(folder, report):
+        with _recording_failure(folder, report):
             if _is_committed(store, folder):
                 store.sweep(folder)

@@ -1,6 +1,6 @@
 """Maintenance that a manager does after its claims and saves; errors are logged (invariant 8).
 
-`ManagerChores` has its order, in the thread that saves: retention and garbage collection by the
+`ManagerChores` calls it in order, in the thread that saves: retention and garbage collection by the
 `Housekeeper`, `Uploads` to a second root, and measurements for `every="auto"` (`Tuning`).
 """
 
@@ -61,7 +61,7 @@ class Housekeeper:
         is_sent_to: bool = True,
         waiting: Waiting | None = None,
     ) -> None:
-        """Delete nothing yet. With `replaces` a checkpoint replaces older ones of its step.
+        """Create an idle housekeeper. With `replaces` a checkpoint replaces older ones of its step.
         `is_sent_to`: whether the root may be the remote tier of a run, where uploads put manifests.
         `waiting` says what must not be deleted yet."""
         self._is_sent_to = is_sent_to
@@ -93,7 +93,7 @@ class Housekeeper:
                 )
 
     def after_claim(self, *, spared: Collection[str] = ()) -> None:
-        """Remove what earlier writers left unfinished, except in the `spared` folders."""
+        """Remove unfinished saves of earlier writers by gc, except in the `spared` folders."""
         claim = self._owner.claim
         with self._trying("gc"):
             report = collect(
@@ -130,21 +130,21 @@ class Uploads:
     """
 
     def committed(self) -> None:
-        """Queue a new checkpoint of the local root, before anything there is deleted."""
+        """Queue the upload of a new local checkpoint; call before local retention runs."""
 
     def mend_now(self) -> None:
         """Request repairs of damaged local checkpoints from the remote tier, in the background."""
 
     def expect_room(self, now: Timestamp) -> None:
-        """Block until the remote tier is no further behind a run at `now` than the options allow.
+        """Block while the remote tier lags the run, which is at `now`, by more than `max_lag`.
 
         Raises:
             DeadlineExceeded: the remote tier does not catch up.
         """
 
     def raise_failure(self) -> None:
-        """Raise the error of a failed upload, once, if the options say so.
-        That another process has claimed the run is raised at every call."""
+        """Raise the error of a failed upload, once, if `on_upload_failure` is `raise`.
+        Raises an `OwnershipError` at every call once another process has claimed the run."""
 
     def settle(self, timeout_s: float) -> None:
         """Block until the queue of uploads is empty, or has only uploads that cannot succeed.
@@ -154,7 +154,7 @@ class Uploads:
         """
 
     def close(self, timeout_s: float) -> None:
-        """Upload what is queued, up to a deadline, and stop for good.
+        """Upload queued checkpoints until a deadline, then stop the upload thread.
 
         Raises:
             UploadFailed: something was not uploaded, and the options ask for the error.
@@ -163,10 +163,10 @@ class Uploads:
 
 
 class Tuning:
-    """Passes measured costs to the `Auto` of one manager; without one, all methods are no-ops.
+    """Passes measured save costs to the automatic interval (`Auto`); no-op without one.
 
-    They are recorded ones of the root, and new ones of this process. Owns when and in which thread
-    they are passed; `holdfast.policy.auto` computes the interval.
+    Costs are those recorded in the root, and new ones of this process. Owns when and in which
+    thread they are passed; `holdfast.policy.auto` computes the interval.
     """
 
     def __init__(self, store: Store, owner: Ownership, emit: Emitter, auto: Auto | None) -> None:
@@ -180,7 +180,7 @@ class Tuning:
     # In the background
 
     def after_claim(self) -> None:
-        """Read the recorded costs of the run, once per claim, from all manifests and claims."""
+        """Pass the costs recorded in all manifests and claims to the `Auto`."""
         claim = self._owner.claim
         if self._auto is None or claim is None:
             return
@@ -192,10 +192,10 @@ class Tuning:
             return
         self._auto.learn(history)
         self._learnt_epoch = claim.epoch
-        self._tell()
+        self._emit_interval()
 
     def after_commit(self, entry: Entry) -> None:
-        """Pass on the cost of a new checkpoint, unless an unchanged save returned an old one."""
+        """Pass a new checkpoint's cost to the `Auto`; skip an old one of an unchanged save."""
         manifest = entry.manifest
         if self._auto is None or manifest.lacks or manifest.save_id == self._last_id:
             return
@@ -207,22 +207,22 @@ class Tuning:
         cost = SaveCost.read(manifest.timings, is_first=manifest.sequence == 1)
         if cost is not None:
             self._auto.observe(cost, manifest.timestamp)
-            self._tell()
+            self._emit_interval()
 
     # In the training thread
 
     def look(self, now: Timestamp, *, is_writing: bool) -> None:
-        """Pass on that training is at `now`; `is_writing`: the newest save is not committed yet."""
+        """Pass training's position to the `Auto`; `is_writing`: the newest save is uncommitted."""
         if self._auto is not None:
             self._auto.look(now, is_writing=is_writing)
 
     def saved(self, stall_s: float) -> None:
-        """Pass on that a save has just stopped training for `stall_s`, and is being written."""
+        """Report to the `Auto` that a save stopped training for `stall_s` and is being written."""
         if self._auto is not None:
             self._auto.saved(stall_s)
 
     def resumed(self, resume_s: float) -> None:
-        """Pass on that training resumed from a checkpoint, and that this took `resume_s`."""
+        """Report to the `Auto` that a resume from a checkpoint took `resume_s`."""
         if self._auto is not None:
             self._auto.restarted(resume_s)
 
@@ -230,7 +230,7 @@ class Tuning:
         """Return timings, in seconds, that the next whole save records beside its own cost."""
         return {} if self._auto is None else self._auto.timings()
 
-    def _tell(self) -> None:
+    def _emit_interval(self) -> None:
         if self._auto is None:
             return
         text, plan = self._auto.news(), self._auto.plan
@@ -262,12 +262,12 @@ class ManagerChores:
         self._uploads.mend_now()
 
     def after_commit(self, entry: Entry) -> None:
-        """Queue the upload of a new checkpoint before anything is deleted because of it."""
+        """Record a new checkpoint's cost, queue its upload, then run local retention."""
         self._tuning.after_commit(entry)
         self._uploads.committed()
         self._housekeeper.after_commit(entry)
 
     def after_failure(self) -> None:
-        """Keep the manager until its failure is raised; let later managers claim the run."""
+        """Keep the manager alive until its error is raised; let later managers claim the run."""
         exits.hold(self._manager)
         self._owner.let_others_claim()

@@ -74,7 +74,7 @@ def _expect_same(listing: Listing, folder: str, *, where: str) -> None:
 
 
 def _pieces_of_sealed(remote: Store, key: str, file: FileEntry) -> tuple[FilePiece, ...]:
-    """Compute the pieces of an encrypted file by reading all of it."""
+    """Read all of an encrypted remote file to compute the ranges and digests of its pieces."""
     spans = split(file.nbytes)
     digests = (block_digest(remote.get(key, start, stop - start)) for start, stop in spans)
     return pieces_of_sealed(file, digests, what=f"{remote.url}/{key}")
@@ -92,7 +92,7 @@ def _pieces_of_plain(
 
 
 def _mend_keys(local: Store, remote: Store, folder: str, listing: Listing, epoch: int) -> list[str]:
-    """Write a new box of keys for an encrypted checkpoint if none of its boxes can be read.
+    """Write a new key box for an encrypted local checkpoint if none of its boxes can be read.
 
     The box is for the run's current keys: boxes of the remote tier may be for keys that were
     since changed in the local tier.

@@ -1,4 +1,4 @@
-"""Mirrors the checkpoints of a local root to a remote one, beside training (design.md, rule 9).
+"""Uploads checkpoints of a local root to a remote one in the background (design.md, rule 9).
 
 Owns the upload thread, the only one that makes requests to the remote tier, and the interface of
 the training threads to it; the work of that thread is in `care.sending`.
@@ -41,7 +41,7 @@ class Turn(Enum):
 
 
 class Mirror(Uploads):
-    """Uploads checkpoints to the remote tier in a thread of its own, and runs retention there.
+    """Uploads checkpoints to the remote tier in its own thread, and runs retention there.
     Paused until the run is claimed, and while it is being claimed again.
     """
 
@@ -54,7 +54,7 @@ class Mirror(Uploads):
         *,
         timeout_s: float,
     ) -> None:
-        """Stay paused until `go_on`. `timeout_s` is the longest that callers wait."""
+        """Create a mirror, paused until `go_on`. `timeout_s` is the longest that callers wait."""
         self._owner = owner
         self._local_url, self._remote_url = owner.catalog.store.url, owner.catalog.remote.store.url
         self._sending = sending
@@ -89,7 +89,7 @@ class Mirror(Uploads):
         if lag is None:
             return
         end = time.monotonic() + self._timeout_s
-        with self._held(self._timeout_s):
+        with self._locked(self._timeout_s):
             while sending.failures.lost is None and self._backlog.is_too_far_behind(now, lag):
                 left_s = end - time.monotonic()
                 if left_s <= 0:
@@ -113,7 +113,7 @@ class Mirror(Uploads):
     @override
     def settle(self, timeout_s: float) -> None:
         end = time.monotonic() + timeout_s
-        with self._held(timeout_s):
+        with self._locked(timeout_s):
             if not self._changed.wait_for(self._is_settled, max(end - time.monotonic(), 0)):
                 raise DeadlineExceeded(
                     f"{self._remote_url}: not all was sent after {timeout_s:.0f} s: {self._backlog}"
@@ -123,8 +123,8 @@ class Mirror(Uploads):
             job.result()
 
     @contextmanager
-    def _held(self, timeout_s: float) -> Iterator[None]:
-        """Hold the queue's lock; another thread may hold it while it waits for a disk or a key.
+    def _locked(self, timeout_s: float) -> Iterator[None]:
+        """Hold the queue's lock in the `with` block; a thread that has it may wait for slow I/O.
 
         Raises:
             DeadlineExceeded: the lock was not free within `timeout_s` seconds.
@@ -153,7 +153,7 @@ class Mirror(Uploads):
         end = time.monotonic() + limit_s
         try:
             try:
-                with self._held(limit_s + _END_S):
+                with self._locked(limit_s + _END_S):
                     self._changed.wait_for(self._is_resting, max(end - time.monotonic(), 0))
             finally:
                 self.pause(_END_S)
@@ -165,9 +165,9 @@ class Mirror(Uploads):
         if failures.lost is not None and not failures.is_lost_told:
             raise failures.lost
         if self._backlog.folders:
-            self._tell_left()
+            self._report_unsent()
 
-    def _tell_left(self) -> None:
+    def _report_unsent(self) -> None:
         text = (
             f"{self._remote_url}: not sent: {self._backlog}. It stays in {self._local_url}; the "
             "next process that resumes there sends what can be sent"
@@ -179,7 +179,7 @@ class Mirror(Uploads):
     # The thread
 
     def go_on(self) -> None:
-        """Start uploading after a claim, with all cached state of both tiers dropped."""
+        """Drop cached state of both tiers and start uploading; called after each claim."""
         self._sending.forget()
         self._sending.proceed()
         self._background.proceed()
@@ -201,7 +201,7 @@ class Mirror(Uploads):
                 f"{self._remote_url}: an upload does not end after {limit_s:.0f} s"
             )
         if not self._backlog.is_sure or any(map(self._is_ours, self._backlog.waiting)):
-            # A later upload commits in this epoch, so it must not be recorded as ended.
+            # A later upload commits in this epoch, so the epoch must not be recorded as ended.
             self._owner.remote_is_clean = False
 
     def _is_ours(self, entry: Entry) -> bool:

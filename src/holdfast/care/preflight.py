@@ -1,4 +1,4 @@
-"""Checks before a manager's first save: no accidental restart, saves that will work, the claim.
+"""Checks before the first save (accidental restart, free space, store operations); the claim.
 
 `preflight` tries the operations of a save on a few bytes instead of trusting what a file system
 claims to be, and reports every problem.
@@ -90,7 +90,7 @@ def _lack_of_room(
         free = store.free_space()
         if free == FreeSpace(None, None):
             return
-        held_nbytes, held_files = _held(store)
+        held_nbytes, held_files = _usage(store)
     except StoreError as error:
         yield f"room: {error}"
         return
@@ -107,8 +107,8 @@ def _lack_of_room(
             yield f"room: {store.url} needs {needed} more {unit} ({saves}); {left} are free"
 
 
-def _held(store: Store) -> tuple[int, int]:
-    """Count the bytes and files of attempts that have not ended: retention will free them."""
+def _usage(store: Store) -> tuple[int, int]:
+    """Count bytes and files of present checkpoints and saves, which retention will free."""
     nbytes = num_files = 0
     for name in Catalog(store).open_attempts():
         with suppress(StoreError):  # a symbolic link: retention frees nothing there
@@ -176,7 +176,7 @@ def _read_refusals(store: Store, key: str, expected: bytes) -> Iterator[str]:
 
 def _race_refusals(store: Store, folder: str) -> Iterator[str]:
     """Check that of several concurrent puts with `if_absent` exactly one succeeds.
-    It fails on services that first check a key and then write it."""
+    Services that first check a key and then write it fail."""
     workers = Workers(_RACERS, "holdfast-preflight")
     try:
         for number in range(_RACES):
@@ -354,7 +354,7 @@ class Beginning:
             )
 
     def _is_part_of_this_pass(self, entry: Entry) -> bool:
-        """Whether a checkpoint is a part of the state that another saver of this process saved."""
+        """Whether a checkpoint of this claim is partial: another saver of this process made it."""
         claim = self._owner.claim
         is_ours = claim is not None and entry.name.epoch == claim.epoch
         return is_ours and bool(entry.manifest.lacks)
@@ -366,7 +366,7 @@ class Beginning:
             yield Choice(point=None)
 
     def _refuse_accidental_restart(self, standing: Entry | None) -> None:
-        """Raise `UsageError` on a fresh start where retention would then delete checkpoints."""
+        """Raise `UsageError` on a fresh start over a saved run, which retention would delete."""
         if standing is None and self._catalog.ever_committed():
             raise UsageError(
                 f"{self._store.url} holds the checkpoints of a run. Call resume() to go on with "

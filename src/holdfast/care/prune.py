@@ -25,7 +25,7 @@ from holdfast.store.base import Store
 def preview(
     store: Store, rule: Rule, *, known: Mapping[str, Manifest] | None = None
 ) -> tuple[Planned, ...]:
-    """Decide what `prune` would delete now. Claims and writes nothing.
+    """Plan which checkpoints `prune` would delete now. Claims and writes nothing.
 
     `known`: manifests that were read before, by folder.
 

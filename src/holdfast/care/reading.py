@@ -210,7 +210,7 @@ class FolderReader:
     def problems(
         self, file: str, max_nbytes: int, decode: Callable[..., object]
     ) -> Iterator[Problem]:
-        """The problem with a document, if there is one; none where the document is gone."""
+        """Yield the problem with a document, if any; nothing if the document does not exist."""
         try:
             self.decoded(file, max_nbytes, decode)
         except NotFound:

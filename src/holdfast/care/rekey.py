@@ -37,7 +37,7 @@ _MAX_RACES = 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sealed:
-    """Encrypted checkpoint: its folder, the part in clear, and its boxes of keys, newest first."""
+    """Encrypted checkpoint: folder, unencrypted part of the manifest, key boxes newest first."""
 
     folder: str
     visible: Visible
@@ -54,7 +54,7 @@ class Sealed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rekeyed:
-    """Outcome of a key rotation for one checkpoint: `done`, `was so` before, or `failed`."""
+    """Outcome of key rotation for a checkpoint: `done`, `was so` (a no-op), or `failed`."""
 
     folder: str
     outcome: str
@@ -62,7 +62,7 @@ class Rekeyed:
 
 
 def sealed_in(store: Store) -> Iterator[Sealed | Rekeyed]:
-    """Yield the encrypted checkpoints of a root, newest first; a failure for an unreadable one."""
+    """Yield a root's encrypted checkpoints, newest first; a failed `Rekeyed` if unreadable."""
     for name in Catalog(store).attempts():
         try:
             found = look(store, str(name))
@@ -74,7 +74,7 @@ def sealed_in(store: Store) -> Iterator[Sealed | Rekeyed]:
 
 
 def look(store: Store, folder: str) -> Sealed | None:
-    """Read the part in clear of an encrypted checkpoint; None if the folder holds none.
+    """Read the unencrypted manifest part and key boxes of a checkpoint; None if not encrypted.
 
     Raises:
         FormatError: it is damaged.
@@ -94,7 +94,7 @@ def look(store: Store, folder: str) -> Sealed | None:
 def rotate(
     store: Store, opening: Sequence[Key], sealing: Sequence[Key], *, keeps_old: bool = False
 ) -> Iterator[Rekeyed]:
-    """Wrap the data key of every encrypted checkpoint of a root for the keys `sealing`.
+    """Encrypt the data key of every encrypted checkpoint of a root for the new keys `sealing`.
 
     Boxes of the old keys are deleted, unless `keeps_old`. May be run again after it was cut short,
     and beside a training, which continues to encrypt for the keys that it was given.
@@ -142,7 +142,7 @@ def _rotate_one(
 
 
 def _is_for(box: KeyBox, keys: Sequence[Key], found: Sealed) -> bool:
-    """Whether all these keys decrypt a box, and nothing in it is for another key."""
+    """Whether each of these keys decrypts a key box, and no other key does."""
     each = [KeyBox(commitment=box.commitment, recipients=(one,)) for one in box.recipients]
     return all(_opens([key], box, found) for key in keys) and all(
         _opens(keys, one, found) for one in each
@@ -172,10 +172,10 @@ def _expect_opens(box: KeyBox, keys: Sequence[Key], found: Sealed) -> None:
 
 
 def put_box(store: Store, folder: str, newest: int, box: KeyBox) -> int:
-    """Put a box under the first free number after `newest`, read it back and return the number.
+    """Store a key box under the first free number after `newest`; return the number.
 
     Raises:
-        CommitConflict: something else is read back, or no number is free.
+        CommitConflict: reading back gives something else, or no number is free.
     """
     data = encode_box(box)
     stop = min(newest + 1 + _MAX_RACES, layout.MAX_BOX_NUMBER + 1)

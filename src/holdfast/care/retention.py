@@ -58,7 +58,7 @@ def plan(
     resumed_from: tuple[int, int] | None,
     replaces: bool = False,
 ) -> tuple[Planned, ...]:
-    """Decide which of the committed checkpoints of this run stay, newest first.
+    """Decide for each committed checkpoint of this run whether it stays, newest first.
     Leaves out checkpoints of epochs after `epoch`, the caller's: a later writer decides on them.
     """
     by_order = {entry.order: entry for entry in entries if entry.name.epoch <= epoch}
@@ -136,7 +136,7 @@ def candidate(store: Store, entry: Entry) -> Candidate:
 
 @dataclass(slots=True, kw_only=True)
 class Pruned:
-    """Result of carrying out a rule: the decisions, newest first, and what was done."""
+    """Result of applying a retention rule: its decisions, newest first, and the deletions."""
 
     planned: tuple[Planned, ...] = ()
     deleted: list[str] = field(default_factory=list)
@@ -153,10 +153,10 @@ class Pruned:
 
 
 class Waiting(Protocol):
-    """Interface that tells which checkpoints must not be deleted yet."""
+    """Interface that vetoes deletions, such as those of checkpoints not uploaded yet."""
 
     def holds(self, entry: Entry) -> str:
-        """Say why a checkpoint must not be deleted yet; empty where it may be."""
+        """Return why a checkpoint must not be deleted yet; empty if it may be."""
         ...
 
 
@@ -180,9 +180,9 @@ class Deleter:
         readers: Readers | None = None,
         waiting: Waiting | None = None,
     ) -> None:
-        """Delete nothing yet. `is_sent_to`: whether the root may be the remote tier of a run,
-        where uploads put manifests. `waiting` says what must not be deleted yet, though the rule
-        would delete it."""
+        """Create a deleter that has deleted nothing yet.
+        `is_sent_to`: whether the root may be the remote tier of a run, where uploads put manifests.
+        `waiting` vetoes deletions that the rule asks for."""
         self._store = store
         self._rule = rule
         self._emit = emit
@@ -190,11 +190,11 @@ class Deleter:
         self._is_sent_to = is_sent_to
         self._readers = readers if readers is not None else Readers(store)
         self._waiting = waiting
-        self._told: set[str] = set()
-        """Subjects and lease keys whose event was sent already, as it is sent once."""
+        self._reported: set[str] = set()
+        """Subjects and lease keys that were reported, as each is reported once."""
         self._unclear: frozenset[str] = frozenset()
         self._verified: set[str] = set()
-        self._known: dict[str, Manifest] = {}
+        self._manifests: dict[str, Manifest] = {}
         """Cached manifests by folder; they do not change until their deletion begins."""
         self._claims: dict[int, WriterRecord] = {}
         """Claims read under the claim `_claimed`, by epoch. They change only when a run is claimed
@@ -227,9 +227,9 @@ class Deleter:
         if self._claimed != claim.epoch:
             self._claimed, self._claims = claim.epoch, {}
         catalog = Catalog(self._store, claims=self._claims)
-        entries, unread = catalog.survey(known=self._known)
+        entries, unread = catalog.survey(known=self._manifests)
         for folder, error in unread:
-            if self._is_news(folder):
+            if self._is_first_time(folder):
                 text = f"{folder} stays, whatever the rule says, because it cannot be read: {error}"
                 self._emit("warning", text, folder=folder)
         planned = plan(
@@ -241,10 +241,10 @@ class Deleter:
             replaces=self._replaces,
         )
         self.report = Pruned(planned=planned)
-        self._known = {item.entry.folder: item.entry.manifest for item in planned}
+        self._manifests = {item.entry.folder: item.entry.manifest for item in planned}
         lacks = unmet([item.decision.entry for item in planned], self._rule)
         for part, what in lacks.items():
-            if self._is_news(part):
+            if self._is_first_time(part):
                 self._emit(
                     "warning",
                     f"the rule {part!r} needs {what}, which no checkpoint has. It keeps "
@@ -264,7 +264,7 @@ class Deleter:
             if base.folder not in settled:
                 settle(self._store, base.folder)
                 settled.add(base.folder)
-            self._do(claim, item)
+            self._execute(claim, item)
 
     def _finish(self, claim: Claim, catalog: Catalog) -> None:
         """Retry deletions that stopped half-way; their folders are in no plan any more."""
@@ -274,15 +274,15 @@ class Deleter:
             except FormatError:
                 # It cannot be read any more: give the retry up; later plans leave it out.
                 del self._failures[folder]
-                self._known.pop(folder, None)
+                self._manifests.pop(folder, None)
                 continue
             if is_gone:
-                self._do(claim, item)
+                self._execute(claim, item)
 
     def _proven_base(
         self, item: Planned, planned: Sequence[Planned], damaged: set[str]
     ) -> Entry | None:
-        """Find a newer checkpoint that stays, stands in for `item` and is verified as whole.
+        """Find a newer verified checkpoint that stays and can replace `item`.
 
         Where none is verified yet, reads them back, newest first, until one is. Adds the folders
         of those that fail to `damaged`.
@@ -292,12 +292,12 @@ class Deleter:
         for entry in (*known, *newer):
             if entry.folder in damaged:
                 continue
-            if self._stands(entry) if entry in known else self._reads_back_well(entry):
+            if self._is_unchanged(entry) if entry in known else self._reads_back_well(entry):
                 return entry
             damaged.add(entry.folder)
         return None
 
-    def _stands(self, entry: Entry) -> bool:
+    def _is_unchanged(self, entry: Entry) -> bool:
         """Whether the manifest of a verified checkpoint is still as it was when read back."""
         try:
             register = Catalog(self._store).read(entry.folder)
@@ -307,13 +307,13 @@ class Deleter:
             ):
                 return True
         except FormatError as error:
-            self._tell_failed(entry, error)
+            self._report_failure(entry, error)
         self._verified.discard(entry.manifest.save_id)
-        self._known.pop(entry.folder, None)
+        self._manifests.pop(entry.folder, None)
         return False
 
     def _reads_back_well(self, entry: Entry) -> bool:
-        from holdfast.care.verify import verify  # takes numpy, without which a dry run does
+        from holdfast.care.verify import verify  # needs numpy; a dry run does not
 
         try:
             report = verify(self._store, entry.folder)
@@ -325,13 +325,13 @@ class Deleter:
         problems = "; ".join(str(problem) for problem in report.problems[:3])
         if not any(problem.is_damage for problem in report.problems):
             # A mark would stay; what could not be read may well be read the next time.
-            self._tell_failed(entry, StoreError(f"it cannot be read back now: {problems}"))
+            self._report_failure(entry, StoreError(f"it cannot be read back now: {problems}"))
             return False
-        self._tell_failed(entry, CorruptData(f"read back, it is damaged: {problems}"))
+        self._report_failure(entry, CorruptData(f"read back, it is damaged: {problems}"))
         reject(self._store, entry.folder, by="retention", reason=f"read back: {problems}")
         return False
 
-    def _do(self, claim: Claim, item: Planned) -> None:
+    def _execute(self, claim: Claim, item: Planned) -> None:
         self._failures.pop(item.entry.folder, None)
         try:
             if item.decision.keep:
@@ -342,11 +342,11 @@ class Deleter:
             raise
         except HoldfastError as error:
             self._failures[item.entry.folder] = item
-            self._tell_failed(item.entry, error)
+            self._report_failure(item.entry, error)
 
     def _retract(self, claim: Claim, item: Planned) -> None:
         entry, why = item.entry, item.decision.reason
-        self._known.pop(entry.folder, None)
+        self._manifests.pop(entry.folder, None)
         removal = retract(
             self._store,
             entry.folder,
@@ -356,7 +356,7 @@ class Deleter:
             is_sent_to=self._is_sent_to,
             unclear=self._unclear,
         )
-        self._tell_readers(entry, removal.leases)
+        self._report_readers(entry, removal.leases)
         if removal.is_done:
             folder = entry.folder
             self.report.deleted.append(folder)
@@ -373,7 +373,7 @@ class Deleter:
             reason=why,
             readers=self._readers,
         )
-        self._tell_readers(entry, removal.leases)
+        self._report_readers(entry, removal.leases)
         if removal.is_done:
             folder, step = entry.folder, entry.step
             self.report.thinned.append(folder)
@@ -383,20 +383,20 @@ class Deleter:
     def _must_stay(self, entry: Entry) -> bool:
         """Whether a checkpoint is still needed by an upload or a reader; reported once."""
         why = self._waiting.holds(entry) if self._waiting is not None else ""
-        if why and self._is_news(entry.folder):
+        if why and self._is_first_time(entry.folder):
             self._postpone(entry, why)
         if why:
             return True
         leases = self._readers.of(entry.folder)
-        self._tell_readers(entry, leases)
+        self._report_readers(entry, leases)
         return bool(leases)
 
-    def _tell_readers(self, entry: Entry, leases: Iterable[FoundLease]) -> None:
+    def _report_readers(self, entry: Entry, leases: Iterable[FoundLease]) -> None:
         for lease in leases:
-            if self._is_news(lease.key):
+            if self._is_first_time(lease.key):
                 self._postpone(entry, f"{lease.who} reads it")
 
-    def _tell_failed(self, entry: Entry, error: HoldfastError) -> None:
+    def _report_failure(self, entry: Entry, error: HoldfastError) -> None:
         # The error itself is not kept: with its frames, it would hold a copy of the state.
         self.report.failed.append((entry.folder, str(error)))
         self.report.is_clean = self.report.is_clean and not isinstance(error, OutcomeUnknown)
@@ -409,11 +409,11 @@ class Deleter:
         text = f"{folder} is deleted or thinned later: {why}"
         self._emit("postponed", text, step=entry.step, folder=folder)
 
-    def _is_news(self, subject: str) -> bool:
+    def _is_first_time(self, subject: str) -> bool:
         """Whether this is the first call with this subject."""
-        is_news = subject not in self._told
-        self._told.add(subject)
-        return is_news
+        is_first = subject not in self._reported
+        self._reported.add(subject)
+        return is_first
 
 
 def _is_base(base: Planned, item: Planned) -> bool:

@@ -51,11 +51,11 @@ def scrub(store: Store, folder: str, *, progress: Progress | None = None) -> Ver
             reader.manifest()
         report = _scrubbed(reader, folder, names, progress)
         # Files that retention deleted meanwhile are not damaged: check again without them.
-        if report.ok or not _has_gone(reader, names):
+        if report.ok or not _has_lost_components(reader, names):
             return report
 
 
-def _has_gone(reader: FolderReader, names: Sequence[str]) -> bool:
+def _has_lost_components(reader: FolderReader, names: Sequence[str]) -> bool:
     with suppress(MissingKey):
         reader.manifest()
     return _dropped(reader.names()) != _dropped(names)
@@ -111,17 +111,17 @@ def _files(
         tally.add(entry.nbytes)
     looks = _digests(reader, whole, tally)
     # Read files that differ a second time: a transient error is not damage.
-    other = {name: whole[name] for name, look in looks.items() if _is_other(look, whole[name])}
+    other = {name: whole[name] for name, look in looks.items() if _differs(look, whole[name])}
     looks |= _digests(reader, other, Tally("", None))
     for name, look in looks.items():
         if isinstance(look, HoldfastError):
             yield from _unread(name, look, may_be_gone=may_be_gone)
-        elif _is_other(look, whole[name]):
+        elif _differs(look, whole[name]):
             message = "other bytes than written"
             yield Problem(file=name, message=message, expected=whole[name].digest, found=look)
 
 
-def _is_other(look: str | HoldfastError, entry: FileEntry) -> bool:
+def _differs(look: str | HoldfastError, entry: FileEntry) -> bool:
     return isinstance(look, str) and look != entry.digest
 
 

@@ -87,7 +87,7 @@ class Failures:
 
 
 class Sending:
-    """Runs uploads, housekeeping and repairs of two tiers, in one thread of the mirror."""
+    """Runs uploads, housekeeping and repairs of two tiers, in the thread of the mirror."""
 
     def __init__(
         self,
@@ -98,13 +98,13 @@ class Sending:
         *,
         replaces: bool,
     ) -> None:
-        """Start nothing yet; see `proceed`. `replaces` is as for `Housekeeper`."""
+        """Start no thread yet (`proceed` does). `replaces` is as for `Housekeeper`."""
         self._owner = owner
         self._catalog = owner.catalog
         self._local, self._remote = self._catalog.store, self._catalog.remote.store
         self._options = options
         self._emit = emit
-        self._told = remote_emitter(emit, self._remote.url)
+        self._emit_remote = remote_emitter(emit, self._remote.url)
         self.background = Background("holdfast-mirror")
         """Thread that runs the rounds; a request to stop ends the present round."""
         self.backlog = Backlog(
@@ -125,7 +125,7 @@ class Sending:
             self._remote,
             _RemoteSide(owner),
             rules.remote,
-            Emitter((self._heard,)),
+            Emitter((self._forward,)),
             replaces=replaces,
             waiting=self,
         )
@@ -145,7 +145,7 @@ class Sending:
         """Discard cached facts about both tiers, since other processes may change them."""
         self.backlog.clear()
         self._is_behind = True
-        """Whether, since the claim, there was never a moment without waiting uploads."""
+        """Whether the queue was never empty since the claim, so that local retention is due."""
         self._begun: set[str] = set()
         """Folders that may have uncommitted files in the remote tier."""
         self.failures = Failures()
@@ -164,7 +164,7 @@ class Sending:
         self._sender.close()
 
     def holds(self, entry: Entry) -> str:
-        """Return why the remote copy must not be deleted yet; empty if it may be.
+        """Return why the remote copy must not be deleted yet, and copy pins to it; else empty.
 
         Its pins may not be copied yet, or it was pinned since by the command line, which knows
         only the local tier.
@@ -178,7 +178,7 @@ class Sending:
         return "it is pinned or tagged in the local tier"
 
     def round(self) -> bool:
-        """Run one round, and log its errors; return whether a retry is needed."""
+        """Run a round of uploads and upkeep, log its errors; return whether a retry is needed."""
         self._must_retry = False
         try:
             self._round()
@@ -231,7 +231,7 @@ class Sending:
                 self.backlog.found(entry, suspect=self._what_lacks(entry, remote[entry.folder]))
         for folder, error in unread:
             if folder in local and is_damage(error):
-                self._told("warning", str(error), step=local[folder].step, folder=folder)
+                self._emit_remote("warning", str(error), step=local[folder].step, folder=folder)
                 self.backlog.found(local[folder], suspect=str(error))
         with self._changed:
             self.backlog.see(remote, lineage)
@@ -259,7 +259,7 @@ class Sending:
         if not wrong:
             return ""
         text = f"{self._remote.url}/{entry.folder} lacks {', '.join(wrong)}"
-        self._told("warning", text, step=entry.step, folder=entry.folder)
+        self._emit_remote("warning", text, step=entry.step, folder=entry.folder)
         return text
 
     def _upload(self, entry: Entry) -> None:
@@ -289,7 +289,7 @@ class Sending:
         except NoCheckpoint as error:
             if self.backlog.waits(entry):
                 text = f"{folder} is not sent: {error}"
-                self._told("warning", text, step=entry.step, folder=folder)
+                self._emit_remote("warning", text, step=entry.step, folder=folder)
             self.backlog.give_up(folder)
             self._end(entry)
         except (CommitConflict, FormatError, NotSealed) as error:
@@ -319,7 +319,7 @@ class Sending:
     def _progress_of(self, entry: Entry) -> Callable[[Cost], None]:
         lock, last_s = threading.Lock(), [time.monotonic()]
 
-        def tell(cost: Cost) -> None:
+        def note_progress(cost: Cost) -> None:
             if time.monotonic() - last_s[0] < _NOTE_EVERY_S or not lock.acquire(blocking=False):
                 return
             try:
@@ -328,7 +328,7 @@ class Sending:
             finally:
                 lock.release()
 
-        return tell
+        return note_progress
 
     def _arrived(self, entry: Entry, claim: Claim) -> None:
         is_good = not (entry.manifest.lacks or entry.manifest.unhealthy)
@@ -350,7 +350,7 @@ class Sending:
 
     def _follow_up(self, entry: Entry, cost: Cost, *, retries: int) -> None:
         """Log a finished upload and run retention in both tiers; failures do not undo it."""
-        self._told(
+        self._emit_remote(
             "uploaded",
             f"{entry.folder} is there",
             step=entry.step,
@@ -409,7 +409,7 @@ class Sending:
                 self._emit("mended", text, folder=folder, files=files)
 
     def _copy_pins(self, entry: Entry) -> None:
-        """Add pins and tags that were given locally before the checkpoint was in the remote tier.
+        """Copy a checkpoint's local pins and tags to its remote copy, if that exists.
 
         A pin is set in the local tier first, and then in the remote one if that has a copy, so
         that either the pin or the upload sees the other. Pins of the remote copy alone stay.
@@ -433,12 +433,12 @@ class Sending:
             self._owner.remote_is_clean = False
         self.failures.count += 1
         pause_s = min(BACKOFF_S * 2 ** min(self.failures.count - 1, 10), BACKOFF_MAX_S)
-        pause_s *= _RANDOM.uniform(0.5, 1.0)  # many machines must not come back in step
+        pause_s *= _RANDOM.uniform(0.5, 1.0)  # many machines must not retry at once
         what = "the remote tier" if entry is None else entry.folder
         text = f"{what}: {error}" if isinstance(error, HoldfastError) else f"{what}: {error!r}"
         if self.failures.count >= self._options.tries:
             self._remember(text, error)
-        self._told(
+        self._emit_remote(
             "upload_failed",
             f"{text}; tried again in {pause_s:.0f} s",
             step=None if entry is None else entry.step,
@@ -455,7 +455,7 @@ class Sending:
         text = f"{entry.folder} cannot be sent: {error}"
         self._remember(text, error)
         self.failures.is_refusal = True
-        self._told("upload_failed", text, step=entry.step, folder=entry.folder)
+        self._emit_remote("upload_failed", text, step=entry.step, folder=entry.folder)
         self._record_failure(entry, str(error), "refused")
 
     def _remember(self, text: str, error: BaseException) -> None:
@@ -470,7 +470,7 @@ class Sending:
         with self._changed:
             self.failures.lost = error
             self._changed.notify_all()
-        self._told("upload_failed", f"nothing is sent any more: {error}")
+        self._emit_remote("upload_failed", f"nothing is sent any more: {error}")
 
     def _record_failure(self, entry: Entry | None, text: str, state: UploadState) -> None:
         if entry is not None:
@@ -482,8 +482,8 @@ class Sending:
         claim = self._owner.remote_claim
         return None if claim is None else claim.epoch
 
-    def _heard(self, event: Event) -> None:
+    def _forward(self, event: Event) -> None:
         """Callback that forwards events of the remote tier's housekeeping."""
         if event.kind == "retracted":
             self.backlog.gone(str(event.fields.get("folder")))
-        self._told(event.kind, event.message, step=event.step, **event.fields)
+        self._emit_remote(event.kind, event.message, step=event.step, **event.fields)

@@ -100,7 +100,7 @@ class ChildEnding:
 
 
 class SupervisionOutcome(Enum):
-    """How the supervision ended."""
+    """Reason why the supervision of a command ended."""
 
     FINISHED = "finished"
     """The child ended with status 0."""
@@ -268,7 +268,7 @@ class ChildProcess:
     def live(self) -> ChildEnding:
         """Start the command and wait for its end; forward signals meanwhile.
 
-        The first signal begins the time of grace, at whose end the whole process group is killed.
+        The first signal starts the grace period, at whose end the whole process group is killed.
         After a failure no process of the group is left running.
 
         Raises:
@@ -320,7 +320,7 @@ class ChildProcess:
                 self._forward(group, stop, stop.left_s)
 
     def _wait_for_others(self, group: _ProcessGroup, stop: _Grace, *, is_graceful: bool) -> None:
-        """Wait for the other processes of the group: a shell dies at once, its training saves."""
+        """Wait for the group's other processes, as a shell's training; kill those that stay."""
         while is_graceful and not group.is_gone() and not stop.is_over:
             self._forward(group, stop, _POLL_S)
         if not group.is_gone():
@@ -347,7 +347,7 @@ class ChildProcess:
 
 
 class _Grace:
-    """Time that the child has left to stop by itself after the first signal."""
+    """Grace period: time that the child has to stop by itself after the first signal."""
 
     def __init__(self, grace_s: float) -> None:
         self._grace_s = grace_s
@@ -355,19 +355,19 @@ class _Grace:
         self.first: int | None = None
 
     def begin(self, number: int) -> None:
-        """Start the time of grace at the first signal; later ones change nothing."""
+        """Start the grace period at the first signal; no-op at later ones."""
         if self.first is None:
             self.first = number
             self._until = time.monotonic() + self._grace_s
 
     @property
     def is_over(self) -> bool:
-        """Whether the time of grace has ended."""
+        """Whether the grace period has ended."""
         return time.monotonic() >= self._until
 
     @property
     def left_s(self) -> float | None:
-        """Seconds left of the time of grace; None before the first signal."""
+        """Seconds left of the grace period; None before the first signal."""
         return None if self.first is None else max(0.0, self._until - time.monotonic())
 
 

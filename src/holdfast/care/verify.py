@@ -177,7 +177,7 @@ def _check_claims(store: Store) -> Iterator[Problem]:
 
 
 class _OtherBytes(CorruptData):
-    """Raised where a file's digest is not the recorded one; `digest` is that of the file."""
+    """A file's digest is not the recorded one; `digest` is that of the file."""
 
     def __init__(self, digest: str) -> None:
         super().__init__(digest)
@@ -214,8 +214,8 @@ class _Inspection:
             self._places = _places(index)
             damaged = self._contents(here, index)
             if index is not None:
-                self._meanings(here, index, damaged)
-        self._others(manifest)
+                self._check_documents(here, index, damaged)
+        self._check_sidecars(manifest)
         if self._problems and manifest is not None:
             self._manifest()  # What was deleted meanwhile is not damaged: NoCheckpoint.
         components = () if self._here is None else self._here.components
@@ -238,7 +238,7 @@ class _Inspection:
         return manifest is not None and self._parts(manifest).whole != tuple(self._here.components)
 
     def _without_dropped(self, manifest: Manifest) -> Manifest:
-        """Return the manifest without the components that retention deleted, and note those."""
+        """Return the manifest without components deleted by retention; add notes on those."""
         parts = self._parts(manifest)
         dropped = (*parts.begun, *parts.gone)
         self._notes += [f"component {name} was dropped by retention" for name in dropped]
@@ -316,7 +316,7 @@ class _Inspection:
             jobs += self._blocks_to_read(file, listed, index, manifest.block_nbytes)
         found = {file: bytearray() for file in files}
         for seen in look_at(self._reader, jobs):
-            self._judge(seen)
+            self._record(seen)
             found[seen.block.file] += seen.digest
         damaged = {problem.file for problem in self._problems[num_before:]}
         if index is None:
@@ -413,7 +413,7 @@ class _Inspection:
             )
         return nbytes
 
-    def _judge(self, seen: CheckedBlock) -> None:
+    def _record(self, seen: CheckedBlock) -> None:
         block = seen.block
         self._tally.add(block.stop - block.start)
         if seen.was_transient:
@@ -432,8 +432,8 @@ class _Inspection:
             found=seen.digest.hex(),
         )
 
-    def _meanings(self, manifest: Manifest, index: Index, damaged: set[str]) -> None:
-        """Check that trees and headers can be read and fit the index; skip damaged files."""
+    def _check_documents(self, manifest: Manifest, index: Index, damaged: set[str]) -> None:
+        """Check that state trees and tensor headers match the index; skip damaged files."""
         for name, component in manifest.components.items():
             tensors: Collection[str] = index.components.get(name, ())
             if len(tensors) != component.num_tensors:
@@ -447,14 +447,14 @@ class _Inspection:
                 listed = manifest.files[file]
                 if file in damaged or (listed.stored is not None and file not in self._made_by):
                     continue
-                found = self._meaning(name, file, listed, index)
+                found = self._inspect(name, file, listed, index)
                 if found:
-                    found = self._meaning(name, file, listed, index)
+                    found = self._inspect(name, file, listed, index)
                     if not found:
                         self._notes.append(transient_note(file))
                 self._problems += found
 
-    def _meaning(self, component: str, file: str, listed: FileEntry, index: Index) -> list[Problem]:
+    def _inspect(self, component: str, file: str, listed: FileEntry, index: Index) -> list[Problem]:
         """List the problems in the tree or the header of a file."""
         look = self._tree if layout.plain_file(file).endswith(".json") else self._header
         try:
@@ -494,7 +494,7 @@ class _Inspection:
                     found=str(found.get(key, "nothing")),
                 )
 
-    def _others(self, manifest: Manifest | None) -> None:
+    def _check_sidecars(self, manifest: Manifest | None) -> None:
         """Check the sidecars, and note files that the manifest does not list."""
         for name in self._reader.names():
             decode = _sidecar_decoder(name)

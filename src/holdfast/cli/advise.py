@@ -77,7 +77,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class _Input:
-    """A number that the advice follows from, and its source."""
+    """An input of the advice, such as a cost or a failure rate, and its source."""
 
     name: str
     value: float
@@ -334,8 +334,8 @@ def _notes(facts: RecordedFacts, advice: Advice, today: _Today | None) -> list[s
 
 def _start_notes(starts: Sequence[RecordedStart]) -> list[str]:
     endings = Counter(start.ending for start in starts)
-    told = ", ".join(f"{endings[e]} {text}" for e, text in _ENDINGS.items() if endings[e])
-    notes = [f"{_count(len(starts), 'start')}: {told}"] if starts else ["no start is recorded"]
+    counts = ", ".join(f"{endings[e]} {text}" for e, text in _ENDINGS.items() if endings[e])
+    notes = [f"{_count(len(starts), 'start')}: {counts}"] if starts else ["no start is recorded"]
     if endings["closed"]:
         notes.append(
             "a program that ends with an exception ends cleanly too: where that was a failure, "

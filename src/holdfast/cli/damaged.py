@@ -71,7 +71,7 @@ def remove(root: str, folder: str, *, is_sure: bool) -> Answer:
 
 
 def _other_tier(store: Store, folder: str) -> list[str]:
-    """Return warnings for a run with two tiers; raise if the other may have it undamaged."""
+    """Check the run's other tier; return warnings, or raise if it has or may have `folder`."""
     tiers = read_if_there(store, layout.TIERS, TiersRecord.decode)
     if tiers is None:
         return [_TIERED] if _is_tiered(store) else []

@@ -74,7 +74,7 @@ def codecs(manifest: Manifest) -> list[str]:
 
 
 def nbytes_left(store: Store, entry: Entry) -> int:
-    """Sum the bytes of the files that still exist: retention may have deleted some."""
+    """Sum the bytes of a checkpoint's files that retention has not deleted."""
     return parts_of(store, entry.folder, entry.manifest, entry.marks).nbytes
 
 
@@ -116,7 +116,7 @@ def unread_line(folder: str, error: HoldfastError) -> str:
 
 
 def expect_something_opened(opened: Sized, unread: Sequence[tuple[str, HoldfastError]]) -> None:
-    """Raise the newest `SealError` if the keys decrypt no checkpoint."""
+    """Raise the newest checkpoint's `SealError` if the keys decrypt no checkpoint."""
     errors = [error for _, error in unread if isinstance(error, SealError)]
     if errors and not opened:
         raise errors[0]

@@ -1,4 +1,4 @@
-"""`holdfast gc`: remove files that no manifest lists."""
+"""`holdfast gc`: remove uncommitted attempts and leftovers of deletions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def clean(root: str, *, dry_run: bool, dead_epochs: Collection[int]) -> Answer:
         NoCheckpoint: not a root.
         UsageError: an epoch named as dead is alive on this host, or never existed.
     """
-    store = bare(open_root(root))  # no key is needed to see what is not committed
+    store = bare(open_root(root))  # gc needs no key
     for epoch in dead_epochs:
         _check_dead(store, epoch)
     report = collect(store, dry_run=dry_run, dead_epochs=dead_epochs, emit=Emitter((say_event,)))

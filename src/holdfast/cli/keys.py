@@ -59,7 +59,7 @@ def list_recipients(root: str) -> Answer:
 
 
 def rotate(root: str, to: KeySources, *, keep_old: bool) -> Answer:
-    """Rotate every encrypted checkpoint of a root to the keys `to`.
+    """Encrypt the data keys of all encrypted checkpoints of a root for the new keys `to`.
 
     Raises:
         UsageError: no keys were named, old or new.

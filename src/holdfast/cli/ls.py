@@ -55,7 +55,7 @@ def list_root(root: str) -> Answer:
     contents = _read(store)
     expect_something_opened(contents.entries, contents.unread)
     if not contents.entries and not contents.unread:
-        raise NoCheckpoint(f"{store.url}: no checkpoints yet{_aside(contents)}")
+        raise NoCheckpoint(f"{store.url}: no checkpoints yet{_unfinished_note(contents)}")
     document = {
         "root": store.url,
         "head": contents.head,
@@ -139,7 +139,7 @@ def _owner(store: Store, catalog: Catalog) -> Mapping[str, Any] | None:
 
 
 def _reader(found: FoundLease) -> Mapping[str, Any]:
-    """Describe a reader for JSON; of a lease that cannot be read only the folder is known."""
+    """Describe a reader for JSON; only its folder and state if its lease cannot be read."""
     lease = found.lease
     return {
         "folder": found.folder,
@@ -204,7 +204,7 @@ def _row(store: Store, entry: Entry, contents: _RootContents) -> tuple[str, ...]
     )
 
 
-def _aside(contents: _RootContents) -> str:
+def _unfinished_note(contents: _RootContents) -> str:
     if not contents.unfinished:
         return ""
     return f" ({len(contents.unfinished)} not committed: under way, or left for gc)"

@@ -1,6 +1,6 @@
 """Arguments and options of the command line: names, types and help texts.
 
-Before them stands how they, and groups of commands, are declared with click.
+The functions and click classes that declare them, and groups of commands, come first.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import click
 
 Parameter: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
-"""Decorator that gives a command an argument or an option."""
+"""Decorator that adds an argument or an option to a command."""
 
 
 class Argument(click.Argument):
@@ -49,7 +49,7 @@ class Commands(click.Group):
 
 
 def taking(*parameters: Parameter) -> Parameter:
-    """Combine the declarations of a command's arguments and options, in the order of its help."""
+    """Decorator that adds several arguments and options to a command, in the order of its help."""
 
     def take(command: Callable[..., Any]) -> Callable[..., Any]:
         for parameter in reversed(parameters):

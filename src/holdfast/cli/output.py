@@ -96,12 +96,12 @@ def give_error(error: HoldfastError, *, as_json: bool) -> Code:
 
 
 def say(text: str) -> None:
-    """Write a message of this program to standard error, beside the answer."""
+    """Write a message to standard error, after the program's name."""
     click.echo(printable(f"holdfast: {text}"), err=True)
 
 
 def say_event(event: Event) -> None:
-    """Write the message of an event to standard error; skip events that the run was claimed."""
+    """Write the message of an event to standard error; skip `claimed` events."""
     if event.kind != "claimed":
         click.echo(printable(event.message), err=True)
 
@@ -136,7 +136,7 @@ def size(nbytes: int) -> str:
 
 
 def number(value: float) -> str:
-    """Format a metric for people."""
+    """Format a metric for people, to six significant digits."""
     return f"{value:.6g}"
 
 
@@ -154,7 +154,7 @@ def aligned(table: TextTable) -> Iterator[str]:
 
 @contextmanager
 def progress_bar() -> Iterator[Callable[[str, int, int], None] | None]:
-    """Yield a callback (what, done bytes, all bytes) that draws on a terminal; None elsewhere."""
+    """Show a progress bar; yield its callback (what, done bytes, all bytes), None off terminals."""
     if not sys.stderr.isatty():
         yield None
         return

@@ -1,4 +1,4 @@
-"""`holdfast prune`: apply a retention rule, and report what it keeps, and why."""
+"""`holdfast prune`: apply a retention rule; report the action and reason per checkpoint."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def clean(root: str, *, keep: str, dry_run: bool) -> Answer:
     checkpoints = []
     for item in report.planned:
         action, made = _action(item, report, dry_run=dry_run), item.decision
-        told = _document(item.entry, action, made.reason, made.entry.nbytes, made.drop)
-        checkpoints.append((item.entry, told))
+        described = _document(item.entry, action, made.reason, made.entry.nbytes, made.drop)
+        checkpoints.append((item.entry, described))
     checkpoints += [
         (entry, _document(entry, "keep", _OTHER_RUN, nbytes_left(store, entry)))
         for entry in entries
@@ -61,7 +61,7 @@ def clean(root: str, *, keep: str, dry_run: bool) -> Answer:
         "root": store.url,
         "dry_run": dry_run,
         "keep": str(rule),
-        "checkpoints": [told for _, told in checkpoints],
+        "checkpoints": [described for _, described in checkpoints],
         "deleted": report.deleted,
         "thinned": report.thinned,
         "failed": [{"folder": folder, "why": why} for folder, why in report.failed],
@@ -71,7 +71,7 @@ def clean(root: str, *, keep: str, dry_run: bool) -> Answer:
     }
     table = TextTable(
         columns=("step", "folder", "size", "what", "why"),
-        rows=[_row(entry, told) for entry, told in checkpoints],
+        rows=[_row(entry, described) for entry, described in checkpoints],
         right=frozenset({0, 2}),
         whole=frozenset({0, 1, 2, 3}),
     )

@@ -56,7 +56,7 @@ def run_command(
         progress_after_s=_seconds(progress_after or "10min", "--progress-after"),
     )
     head = None if root is None else _head_of(_open(root))
-    tell = _tell_json if as_json else _tell
+    tell = _report_json if as_json else _report
     with ChildProcess(command, grace_s=_seconds(grace, "--grace")) as child:
         result = supervise(child, limits, head=head, tell=tell)
     code = Code.GAVE_UP if result.outcome is SupervisionOutcome.GAVE_UP else result.code
@@ -74,7 +74,7 @@ def _seconds(text: str, option: str) -> float:
 
 
 def _open(root: str) -> Store:
-    """Open the store of a root, which the command may only create when it runs."""
+    """Open the store of a root that may not exist yet: the command may create it."""
     name, which = split_source(root)
     if which is not None:
         raise UsageError(f"--root {root!r}: must be a whole root, without @{which}")
@@ -98,7 +98,7 @@ def _head_of(store: Store) -> Callable[[], int | None]:
     return head
 
 
-def _tell(life: ChildLife) -> None:
+def _report(life: ChildLife) -> None:
     if life.restart_in_s is None:
         return
     progress = "" if life.has_progressed else f", no progress ({life.failures} in a row)"
@@ -118,7 +118,7 @@ def _step(step: int | None) -> str:
     return "-" if step is None else str(step)
 
 
-def _tell_json(life: ChildLife) -> None:
+def _report_json(life: ChildLife) -> None:
     give_line(_document(life))
 
 

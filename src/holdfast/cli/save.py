@@ -61,7 +61,7 @@ def save(root: str, *, tags: Sequence[str], reason: str, timeout: str) -> Answer
         say("the request is withdrawn; a save that has begun goes on")
         raise
     finally:
-        # However the wait ended, the answer is not needed any more.
+        # However the wait ended, remove the request and its answer.
         with suppress(StoreError):
             withdraw(store, name)
     if answer.folder is None:
@@ -78,8 +78,8 @@ def _saved(store: Store, folder: str, tags: Sequence[str], *, waited_s: float) -
         "tags": list(tags),
         "waited_s": waited_s,
     }
-    told = "" if step is None else f"  step {step}"
-    return Answer(document=document, parts=[f"{folder}{told}"])
+    suffix = "" if step is None else f"  step {step}"
+    return Answer(document=document, parts=[f"{folder}{suffix}"])
 
 
 def _step(store: Store, folder: str) -> int | None:
@@ -118,7 +118,7 @@ def _wait(store: Store, name: str, owner: _RunOwner, *, timeout_s: float) -> Ans
 
 
 def _look_at_owner(store: Store, name: str, owner: _RunOwner) -> AnswerRecord | None:
-    """Check the owner; return its last answer if it has ended, None while it may be alive."""
+    """Check the owner; return None while it may be alive, its answer if it has ended, or raise."""
     with suppress(TransientStoreError):
         store.refresh_folder(layout.REQUESTS)
     try:
@@ -139,7 +139,7 @@ def _answer(store: Store, name: str) -> AnswerRecord | None:
 
 
 class _RunOwner:
-    """The process that owns the run, and whether it is alive; a later owner inherits requests."""
+    """Watches whether the process that owns the run is alive; a later owner inherits requests."""
 
     def __init__(self, store: Store) -> None:
         self._store = store

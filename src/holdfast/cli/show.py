@@ -89,8 +89,8 @@ def _size(store: Store, entry: Entry) -> str:
 
 def _position(at: Timestamp) -> str:
     counters = {"epoch": at.epoch, "samples": at.samples, "tokens": at.tokens}
-    told = [f"{name} {value}" for name, value in counters.items() if value is not None]
-    return ", ".join([*told, f"{at.wall_s:.1f} s of training"])
+    texts = [f"{name} {value}" for name, value in counters.items() if value is not None]
+    return ", ".join([*texts, f"{at.wall_s:.1f} s of training"])
 
 
 def _pairs(values: Mapping[str, Any]) -> str:

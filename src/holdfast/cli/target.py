@@ -134,7 +134,7 @@ NAMED: ContextVar[KeySources] = ContextVar("named keys")
 
 
 def unlocked(store: Store) -> Store:
-    """Wrap `store` so that it decrypts with the given keys; returned as it is without keys.
+    """Wrap a store so that it decrypts with the given keys; return it unchanged without keys.
 
     Raises:
         KeyUnavailable: a key cannot be obtained.

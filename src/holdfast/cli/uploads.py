@@ -1,6 +1,6 @@
 """`holdfast uploads`: list the upload state of each checkpoint of a local root.
 
-Needs no key: of encrypted checkpoints it reads the part of the manifest in clear.
+Needs no key: of encrypted checkpoints it reads the unencrypted part of the manifest.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Line:
     tries: int | None = None
     error: str | None = None
     changed: str | None = None
-    """These are from its note, if there is one."""
+    """Like the three above, from the note on the upload; None without a note."""
 
 
 def show_uploads(root: str) -> Answer:

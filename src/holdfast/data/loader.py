@@ -39,10 +39,10 @@ _iterators: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 class Loader:
     """Loader of a map-style dataset whose order and position resume exactly.
 
-    `for batch in loader` gives the rest of the current epoch, then stops; the next loop gives
+    `for batch in loader` yields the rest of the current epoch, then stops; the next loop yields
     the next epoch: one lap through the data, or `batches_per_epoch` batches of it. An epoch ends
-    when the loop asks for a batch beyond its last one, or for the next iterator. A position saved
-    after the last batch is still in that epoch: after a resume the first iterator gives no batch,
+    when the loop requests a batch beyond its last one, or for the next iterator. A position saved
+    after the last batch is still in that epoch: after a resume the first iterator yields no batch,
     and the loop does what it does at the end of an epoch. A loop that counts takes
     `len(loader) - loader.batch` batches from each iterator.
 
@@ -87,10 +87,10 @@ class Loader:
             shuffle: draw a new order for each lap through the data; otherwise the dataset's own.
             drop_last: leave out a lap's last batch when it is not full.
             batches_per_epoch: an epoch is so many batches, fewer or more than a lap, and the next
-                one goes on where it ended; None: one lap.
+                one continues where it ended; None: one lap.
 
         Raises:
-            UsageError: an iterable, an empty dataset, or one with no full batch to give.
+            UsageError: an iterable, an empty dataset, or one without a full batch.
         """
         _check_dataset(dataset)
         _check_whole("batch_size", batch_size, at_least=1)
@@ -196,7 +196,7 @@ class Loader:
         }
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raise the errors of `load_state_dict`, and change nothing; a resume calls it first."""
+        """Validate a position as `load_state_dict` does, without changes; resumes call it first."""
         self._batch_from(_checked(state))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -280,7 +280,7 @@ class Loader:
         return settings
 
     def _batch_from(self, stored: Mapping[str, int]) -> int:
-        """Return the stored batch; other settings are allowed only at an epoch's start or end."""
+        """Return the batch to resume at. Settings may differ only at an epoch's start or end."""
         batch, settings = stored["batch"], self._settings()
         differing = [
             f"{name}: stored {stored.get(name)}, here {settings.get(name)}"

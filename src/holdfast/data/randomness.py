@@ -1,7 +1,7 @@
 """Global random generators: deriving seeds, and seeding or restoring them for a block.
 
 Has no state of its own. Handles the CPU generators only: what a fetch draws from an
-accelerator's generator is drawn in the order of the loop, and a checkpoint holds that generator.
+accelerator's generator is drawn in the order of the loop, and a checkpoint saves that generator.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ def standard_library_text(max_nbytes: int) -> bytes:
 
 
 class Windows(Dataset[Tensor]):
-    """Windows of `length + 1` bytes, each at a random offset near its own place.
+    """Dataset of text windows of `length + 1` bytes, each shifted by a random offset.
 
     The offset is drawn from torch's global generator, as augmentation is in real training: an
     exact resume must bring back the draws as well as the position.

@@ -1,4 +1,4 @@
-"""Plan of the demo and records of its course: filled by `story`, shown by `report`."""
+"""Settings of the demo, and records of its runs: filled by `story`, shown by `report`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import msgspec
 from holdfast.errors import UsageError
 
 Line = dict[str, Any]
-"""A report of a training process."""
+"""Report of a training process, decoded from a line of JSON."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -24,19 +24,19 @@ class ProcessRecord:
     """Number of data workers: varied between processes, as it must not change the result."""
     began_s: float
     began_at: int = 0
-    """Step of the checkpoint that it resumed from, or 0."""
+    """Step of the checkpoint that the process resumed from, or 0."""
     rejected: list[tuple[str, str]] = field(default_factory=list)
     """(folder, reason) of each checkpoint that resume rejected, newest first."""
     reached: int = 0
-    """Last step that it completed."""
+    """Last completed step."""
     killed_in_save: int | None = None
-    """Step of the save that was under way when it was killed."""
+    """Step of the save that was under way at the kill, if any."""
     was_killed: bool = False
     ended_s: float = 0.0
     digest: str | None = None
     """Digest of the whole state at the end; None after a kill."""
     flipped: str | None = None
-    """Description of the bit flipped before it began, if any."""
+    """Description of the bit that was flipped before the process began, if any."""
     steps: list[tuple[float, int, float]] = field(default_factory=list)
     """(time, step, loss) of each step."""
     saves: list[tuple[float, int]] = field(default_factory=list)
@@ -63,7 +63,7 @@ class RunRecord:
 
     @property
     def losses(self) -> dict[int, float]:
-        """Loss by step; for a step that was done again, the last loss."""
+        """Loss by step; for a step that was repeated, the last loss."""
         return {step: loss for life in self.lives for _, step, loss in life.steps}
 
     @property
@@ -73,7 +73,7 @@ class RunRecord:
 
     @property
     def num_redone(self) -> int:
-        """Number of steps that were done again."""
+        """Number of steps that were repeated after resumes."""
         return sum(before.reached - after.began_at for before, after in pairwise(self.lives))
 
     @property
@@ -173,7 +173,7 @@ def fast_plan(seed: int) -> DemoPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kill:
-    """A planned SIGKILL: once `after_step` is done, at the time given by `moment`."""
+    """A planned SIGKILL: during the step or save after `after_step`, at the time `moment`."""
 
     after_step: int
     inside_save: bool

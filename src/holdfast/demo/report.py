@@ -146,7 +146,7 @@ def _damage(run: RunRecord) -> Iterator[str]:
 
 
 _SMOOTHING = 0.9
-_CALM, _DARK, _RED, _GREEN = "#9ecae1", "#08306b", "#cb181d", "#238b45"
+_LIGHT, _DARK, _RED, _GREEN = "#9ecae1", "#08306b", "#cb181d", "#238b45"
 
 
 def check_library() -> None:
@@ -173,7 +173,7 @@ def draw(record: DemoRecord, path: Path) -> None:
 
 
 def _draw_losses(axes: Axes, record: DemoRecord) -> None:
-    styles = ((record.undisturbed, _CALM, 5.0), (record.killed, _DARK, 1.2))
+    styles = ((record.undisturbed, _LIGHT, 5.0), (record.killed, _DARK, 1.2))
     for run, color, width in styles:
         steps = sorted(run.losses)
         losses = _smoothed([run.losses[step] for step in steps])

@@ -1,4 +1,4 @@
-"""Course of the demo: train undisturbed, train again with three kills, record both.
+"""Runs the demo: train undisturbed, train again with three kills, record both.
 
 The training happens in `worker` processes, which this one starts and kills; their reports come
 through a pipe. `run` is what `holdfast demo` calls.
@@ -51,7 +51,7 @@ def run(out: Path, *, seed: int | None = None, fast: bool = False, as_json: bool
 
     Writes `demo.json` (the record), `demo.png` (the plot), and the roots and logs of both
     runs. An earlier demo in `out` is removed. With `as_json` the record also goes to standard
-    output, and all else to standard error. None draws a seed; `fast` takes a tiny model.
+    output, and all else to standard error. A seed of None is drawn; `fast` takes a tiny model.
 
     Raises:
         UsageError: `out` holds something else, or matplotlib is not installed.
@@ -115,7 +115,7 @@ def tell(out: Path, plan: DemoPlan, watch: Watch) -> DemoRecord:
     flipped: str | None = None
     for kill in draw_kills(plan, [chance.random() for _ in range(6)]):
         delay_s = kill.moment * (save_s if kill.inside_save else step_s)
-        _kill_until_it_fits(killed, root, plan, kill, delay_s, watch)
+        _kill_as_planned(killed, root, plan, kill, delay_s, watch)
         flipped = flip_one_bit(root, chance) if kill.flip_bit else None
     live(killed, root, plan, flipped=flipped, watch=watch)
     record.took_s = time.monotonic() - began_s
@@ -123,10 +123,10 @@ def tell(out: Path, plan: DemoPlan, watch: Watch) -> DemoRecord:
     return record
 
 
-def _kill_until_it_fits(
+def _kill_as_planned(
     run: RunRecord, root: Path, plan: DemoPlan, kill: Kill, delay_s: float, watch: Watch
 ) -> None:
-    """Kill once; if a save ended before its kill, try again without a delay."""
+    """Train until a kill; if it was to strike a save and came too late, try again at once."""
     for _ in range(MAX_TRIES):
         life = live(run, root, plan, kill=kill, delay_s=delay_s, watch=watch)
         if not kill.inside_save or life.killed_in_save is not None:
@@ -166,7 +166,7 @@ def live(
     flipped: str | None = None,
     watch: Watch = lambda _run, _line: None,
 ) -> ProcessRecord:
-    """Train in one process until it ends, or until `delay_s` after its kill is due.
+    """Train in one process until it ends, or kill it `delay_s` after the kill is due.
 
     `flipped` describes the damage done before, for the record.
 
@@ -180,12 +180,12 @@ def live(
     with Worker(root, plan, num_workers=life.num_workers, log=log) as worker:
         saving: dict[int, float] = {}
         while (line := worker.next_line(timeout_s=SILENCE_S)) is not None:
-            _note(life, line, saving)
+            _record_line(life, line, saving)
             watch(run, line)
-            if kill is not None and _is_time(kill, line):
+            if kill is not None and _is_due(kill, line):
                 time.sleep(delay_s)
                 for last in worker.kill():
-                    _note(life, last, saving)
+                    _record_line(life, last, saving)
                 life.was_killed, life.ended_s = True, time.monotonic()
                 life.killed_in_save = min(saving, default=None)
                 watch(run, {"kind": "killed", "step": life.reached})
@@ -196,13 +196,13 @@ def live(
     return life
 
 
-def _is_time(kill: Kill, line: Line) -> bool:
+def _is_due(kill: Kill, line: Line) -> bool:
     wanted = "save_started" if kill.inside_save else "step"
     return bool(line["kind"] == wanted and line["step"] >= kill.after_step)
 
 
-def _note(life: ProcessRecord, line: Line, saving: dict[int, float]) -> None:
-    """Add one report to the record. `saving` holds the start times of saves under way."""
+def _record_line(life: ProcessRecord, line: Line, saving: dict[int, float]) -> None:
+    """Add a report to the process record; `saving` holds the start times of saves under way."""
     match line["kind"]:
         case "begins":
             life.began_at = life.reached = line["step"]
@@ -229,7 +229,7 @@ class WorkerFailed(HoldfastError):
 class Worker:
     """A running `holdfast.demo.worker` with its data workers, in their own process group.
 
-    A context manager: at its end, what is left of the group is killed.
+    A context manager: at its end the group is killed, if it still runs.
     """
 
     def __init__(self, root: Path, plan: DemoPlan, *, num_workers: int, log: Path) -> None:

@@ -1,4 +1,4 @@
-"""Resolve a checkpoint named by a user; keep it from deletion while it is read."""
+"""Access to a checkpoint that a user names: resolve it, and lease it while it is read."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from holdfast.store.base import Store
 
 
 def place_of(source: str | os.PathLike[str]) -> tuple[Store, str, str]:
-    """Split a source into its opened store, the choice of a checkpoint, and a folder.
+    """Open the store of a source; return (store, which, folder), the last two naming a checkpoint.
 
-    The choice is empty for the folder of one checkpoint, the folder for a root or `root@which`.
+    `which` is empty for the folder of one checkpoint, `folder` for a root or `root@which`.
 
     Raises:
         UsageError: it is not a valid source, or its kind of store is unknown.

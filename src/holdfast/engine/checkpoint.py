@@ -152,7 +152,7 @@ def describe(
 
 
 class Phase:
-    """Text that says what a save is doing now, for `repr` and time-out errors."""
+    """Holder of a text that says what a save is doing now, for `repr` and time-out errors."""
 
     def __init__(self) -> None:
         self.text = "waiting to start"
@@ -207,7 +207,7 @@ class PendingSave:
         return self.committed.done()
 
     def wait(self, timeout_s: float | None = None) -> Checkpoint:
-        """Block until the checkpoint is durable, or `timeout_s` (default: the manager's deadline).
+        """Block until the checkpoint is durable, or `timeout_s` are over (default: the manager's).
 
         Raises:
             SaveFailed: it did not commit; the cause is chained.
@@ -234,7 +234,7 @@ _TEXT = re.compile(r"([0-9]{4,10})-([0-9]{6,12})-([0-9a-f]{32})", re.ASCII)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """Order and save id of a commit known to an earlier start, to detect a rolled-back root."""
+    """Order and save id of a known commit, to detect at resume that the root was rolled back."""
 
     order: tuple[int, int]
     save_id: str

@@ -19,7 +19,7 @@ _ADVICE = (
 
 
 def take(nbytes: int) -> mmap.mmap:
-    """Allocate `nbytes` of private memory, at least one byte.
+    """Allocate `nbytes` of page-aligned private memory, at least one byte.
 
     A forked child has its own copy, filled with zeros, which costs nothing until it is used. If it
     were missing there (MADV_DONTFORK), the child could map other memory at the same address, and

@@ -1,4 +1,4 @@
-"""Training progress of a run: its counters now, and at the last save of each of its savers."""
+"""Training progress of a run: its counters and training time, continued at a resume."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Moments:
         samples: int | None,
         tokens: int | None,
     ) -> Timestamp:
-        """Build the current timestamp from the counters, with those within epoch and cycle.
+        """Build the current timestamp: the counters, also those within the epoch and the cycle.
 
         Raises:
             UsageError: a counter is unknown, or not a whole number of at least 0.
@@ -74,11 +74,11 @@ class Moments:
             wall_s=self._wall_before_s + time.monotonic() - self._started,
         )
         if self._before is not None and not self._has_warned:
-            self._expect_no_less(self._before, now)
+            self._warn_if_less(self._before, now)
         self._before, self.unsaved = now, step
         return self._odometer.look(now)
 
-    def _expect_no_less(self, before: Timestamp, now: Timestamp) -> None:
+    def _warn_if_less(self, before: Timestamp, now: Timestamp) -> None:
         """Warn, once, if a counter decreased: each must be a total over the whole run."""
         for name in _TOTALS:
             was, is_ = getattr(before, name), getattr(now, name)
@@ -94,21 +94,21 @@ class Moments:
         """Continue counters, training time and save intervals from a checkpoint."""
         now = entry.manifest.timestamp
         self._odometer.stand_on(now)
-        self._go_on(now, (save.manifest for save in self._saves_up_to(entry)))
+        self._continue_from(now, (save.manifest for save in self._saves_up_to(entry)))
 
     def count_from(self, now: Timestamp) -> None:
         """Continue counters and training time from `now`, with no earlier saves in this root."""
         if now.step:  # at step 0 the new odometer is right already
             self._odometer.stand_on(now)
-        self._go_on(now, ())
+        self._continue_from(now, ())
 
-    def _go_on(self, now: Timestamp, saves: Iterable[Manifest]) -> None:
+    def _continue_from(self, now: Timestamp, saves: Iterable[Manifest]) -> None:
         self._before, self.unsaved = now, None
         self._schedule.stand_on(now, saves)
         self._wall_before_s, self._started = now.wall_s, time.monotonic()
 
     def _saves_up_to(self, entry: Entry) -> Iterable[Entry]:
-        """Return a checkpoint and, if the schedule needs them, those before it in the lineage."""
+        """Return a checkpoint and, if the schedule needs them, the older ones of the lineage."""
         if not self._schedule.looks_back():
             return [entry]
         found = self._catalog.lineage_entries(opens_all=False)

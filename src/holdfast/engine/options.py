@@ -1,4 +1,4 @@
-"""`Checkpoints`: options of a run's checkpoints, their location included, in one record."""
+"""`Checkpoints`: record of the options of a run's checkpoints, among them the root."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class Checkpoints:
         given: str | os.PathLike[str] | Store | Tiered | Checkpoints | None,
         options: Mapping[str, Any],
     ) -> Checkpoints:
-        """Return a given record, or create one of a root with `options`.
+        """Return `given` if it is a `Checkpoints`; else create one of that root with `options`.
 
         Raises:
             UsageError: an argument is wrong, or options are given beside a record.
@@ -147,7 +147,7 @@ class Checkpoints:
         return nbytes
 
     def check_components(self, components: Collection[str]) -> None:
-        """Check the components that the options name against those of a state.
+        """Raise `UsageError` unless the components that the options name are among `components`.
 
         Raises:
             UsageError: savers, `keep` or `compress` name others.

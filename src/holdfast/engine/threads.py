@@ -1,4 +1,4 @@
-"""Thread pools of a reader or writer of checkpoints: one for the cores, one for the store."""
+"""Thread pools that read or write checkpoints: one for compute, one to wait for the store."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Threads:
         return self._begin(read, threading.Semaphore(1))
 
     def read_all(self, reads: Iterable[Read], *, timeout_s: float, what: str) -> None:
-        """Run all reads and their uses, and wait; errors and time-outs are as in `gather`.
+        """Run all reads and their uses, and wait for them; raises as `gather` does.
 
         A disk that reads several blocks at once has them ready at nearly the same time. It would be
         idle while the reading threads used them, so other threads do; at most `NUM_AHEAD` are being
@@ -80,7 +80,7 @@ class Threads:
 
 
 class _Reading:
-    """A read and its use, with one Future for both."""
+    """Job of a read and then its use in another pool, with one Future for both."""
 
     def __init__(self, read: Read, workers: Workers, room: threading.Semaphore) -> None:
         self.future: Future[Any] = Future()

@@ -71,8 +71,8 @@ class Workers:
             raise ManagerUnusable(f"{self._name}: these threads were told to end")
 
     def grow(self) -> None:
-        """Start one more thread, unless all run, for a job that waits for no other: to start all
-        takes longer than a short job. A failure to start any but the first is ignored."""
+        """Start one more thread, unless all run: enough for a job that waits for no other job."""
+        # To start all takes longer than a short job. Only a failure of the first is raised.
         with self._lock:
             if len(self._threads) < self._num_threads:
                 with suppress(RuntimeError) if self._threads else nullcontext():
@@ -122,7 +122,7 @@ def do(future: Future[Any], job: Job) -> None:
 
 
 def hand_over(*jobs: tuple[Workers, Job]) -> list[Future[Any]]:
-    """Queue jobs of several workers, and wake one thread of the first, which wakes the others.
+    """Queue jobs in several pools; wake one thread of the first pool, which wakes the others.
 
     To wake a thread takes longer than to queue many jobs, and may cost the caller its core. Jobs
     that were accepted are done, even if workers are closed before they are woken.
@@ -143,7 +143,7 @@ def hand_over(*jobs: tuple[Workers, Job]) -> list[Future[Any]]:
 
 
 def _pass_on(tasks: Sequence[tuple[Workers, _Task]]) -> None:
-    """Queue all tasks but the first, which wakes their workers, then run the first."""
+    """Queue all tasks but the first, so that their pools wake; then run the first here."""
     (_, first), *others = tasks
     own = [first]
     for workers, task in others:
@@ -200,7 +200,7 @@ class Background(Workers):
         return self._signal.is_set()
 
     def sleep(self, seconds: float) -> bool:
-        """Wait inside a job until the time or the stop signal; return whether that is set."""
+        """Wait inside a job for `seconds` or the stop signal; return whether the signal is set."""
         return self._signal.wait(seconds)
 
     def ask_to_stop(self) -> None:

@@ -21,7 +21,7 @@ Shuffle = Literal["byte", "bit", "none"]
 Inner = Literal["zstd", "lz4"]
 Encode: TypeAlias = Callable[[memoryview, int, int, Shuffle, Inner], Buffer]
 """Function that compresses a block to at most `blocks.max_stored_nbytes`, from the plain block,
-the level, the size of the items in the block, and its filter. Thread-safe."""
+the level, the bytes of one tensor element, and the filter. Thread-safe."""
 Decode: TypeAlias = Callable[[memoryview, memoryview], None]
 """Function that decompresses the first argument into the second, as long as the plain block.
 
@@ -94,7 +94,7 @@ class Compression:
     level: int | None = None
     """A level of the codec (docs/compression.md). None: the codec's default, which is fast."""
     shuffle: Shuffle | None = None
-    """For blosc2: whether bytes or bits of equal weight are grouped first. None: bytes."""
+    """For blosc2: group bytes or bits of equal significance first, or not. None: bytes."""
     inner: Inner | None = None
     """For blosc2: codec that compresses the shuffled bytes. None: zstd."""
 
@@ -115,7 +115,7 @@ class Compression:
             first, last = codec.levels[0], codec.levels[-1]
             raise UsageError(f"level={self.level}: {self.codec} has {first} to {last}")
         if not is_installed(self.codec):
-            raise UsageError(f"compression by {self.codec} {_lacking(codec)}")
+            raise UsageError(f"compression by {self.codec} {_install_hint(codec)}")
 
     def __str__(self) -> str:
         text = self.codec if self.level is None else f"{self.codec} level {self.level}"
@@ -126,14 +126,14 @@ class Compression:
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """Compression of the blocks of one file: the settings and the size of its items."""
+    """Compression of the blocks of one file: the settings and its tensors' element sizes."""
 
     compression: Compression
     item_nbytes: Sequence[int]
-    """Size of the items in each block."""
+    """Bytes of one tensor element, for each block."""
 
     def encode(self, number: int, plain: memoryview) -> Buffer:
-        """Compress the plain block of that number. Thread-safe."""
+        """Compress `plain`, which is block `number` of the file. Thread-safe."""
         asked = self.compression
         codec = CODECS[asked.codec]
         level = codec.default_level if asked.level is None else asked.level
@@ -148,7 +148,7 @@ def decoder(name: CodecName) -> Decode:
         UnsupportedVersion: the package that it needs is not installed.
     """
     if not is_installed(name):
-        raise UnsupportedVersion(f"it is compressed by {name}, which {_lacking(CODECS[name])}")
+        raise UnsupportedVersion(f"it is compressed by {name}, which {_install_hint(CODECS[name])}")
     return CODECS[name].decode
 
 
@@ -157,5 +157,5 @@ def is_installed(name: CodecName) -> bool:
     return find_spec(CODECS[name].library) is not None
 
 
-def _lacking(codec: Codec) -> str:
+def _install_hint(codec: Codec) -> str:
     return f"needs the package {codec.library}: pip install '{codec.install}'"

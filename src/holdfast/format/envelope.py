@@ -1,4 +1,4 @@
-"""Encrypted manifests, their sidecars, and boxes of wrapped keys (docs/format.md, section 10).
+"""Encrypted manifests and sidecars, and boxes of wrapped keys (docs/format.md, section 10).
 
 Identifiers and the format say "sealed" for encrypted and authenticated. The plain members of an
 encrypted manifest are authenticated with it. Keys are bytes; other modules wrap them.
@@ -95,7 +95,7 @@ class KeyBox(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def stretching_kib(self) -> int:
-        """Cost of trying a passphrase: memory times passes, in KiB."""
+        """Cost of trying a passphrase on all recipients: memory times passes, in KiB."""
         each = {r.argon2 for r in self.recipients if r.argon2 is not None}
         return sum(how.memory_kib * how.passes for how in each)
 
@@ -112,7 +112,7 @@ class Contents:
     manifest: bytes
     """The decrypted manifest document, as of a plain checkpoint."""
     files: Mapping[str, FileSeal]
-    """Plain name -> encryption of the file."""
+    """Encryption of each file, by its plain name."""
     components: Sequence[str]
     """Names of the components; names of marks hold positions in this list."""
 
@@ -126,7 +126,7 @@ def encode_sealed(
     suite: Suite,
     data_key: bytes,
 ) -> Contents:
-    """Encrypt a manifest. `files`: by plain name; `stored`: stored name → length and digest.
+    """Encrypt a manifest, given as object and encoded; `stored`: file entries by stored name.
 
     Raises:
         UsageError: the manifest is too large.
@@ -183,7 +183,7 @@ def decode_visible(data: Buffer, *, what: str) -> Visible:
 
 
 def open_sealed(data: bytes, visible: Visible, data_key: bytes, *, what: str) -> Contents:
-    """Decrypt a manifest.
+    """Decrypt and decode the encrypted manifest in `data`.
 
     Raises:
         Tampered: the plain or the encrypted part was changed.
@@ -225,7 +225,7 @@ def encode_mark(contents: Contents, name: str, document: bytes) -> bytes:
 
 
 def decode_mark(contents: Contents, name: str, data: Buffer, *, what: str) -> bytes:
-    """Decrypt a sidecar.
+    """Decrypt the sidecar that is stored as `name`.
 
     Raises:
         Tampered: the sidecar was not encrypted for this checkpoint under this name.
@@ -238,7 +238,7 @@ def decode_mark(contents: Contents, name: str, data: Buffer, *, what: str) -> by
 
 
 def check_mark(data: Buffer, name: str, *, what: str) -> str:
-    """Check an encrypted sidecar as far as possible without a key; returns its salt.
+    """Check an encrypted sidecar as far as possible without a key; return its salt.
 
     Raises:
         FormatError: the document is damaged, or not encrypted.
@@ -334,6 +334,6 @@ def _decode_files(table: bytes, visible: Visible, *, what: str) -> dict[str, Fil
 
 
 def new_file_seal(number: int, nbytes: int) -> FileSeal:
-    """Make stored name and secret of a new encrypted file, the n-th of its attempt from 0."""
+    """Make the stored name and a new secret for an attempt's file `number`, counted from 0."""
     secret = fresh_secret(SECRET_NBYTES).hex()
     return FileSeal(name=layout.stored_name(number), nbytes=nbytes, secret=secret)

@@ -1,9 +1,9 @@
-"""Compression of blocks: Zstandard and LZ4 frames, which the usual tools can read, Blosc2 chunks.
+"""Compression of blocks as Zstandard frames, LZ4 frames or Blosc2 chunks.
 
-Each block is one frame, with its content size in the header. A block that does not shrink is
-stored raw inside the frame. In a chunk, bytes of equal weight are grouped, then compressed. Only
-the filters and codecs of docs/format.md, section 8, are passed to the Blosc2 library: for others
-it would look for plug-ins, and run them.
+Each block is one frame with its content size in the header, which the usual tools can read. A block
+that does not shrink is stored raw inside the frame. In a chunk, bytes of equal significance are
+grouped, then compressed. Only the filters and codecs of docs/format.md, section 8, are passed to
+the Blosc2 library: for others it would look for plug-ins, and run them.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def encode_blosc2(
     shuffle: Literal["byte", "bit", "none"],
     inner: Literal["zstd", "lz4"],
 ) -> Buffer:
-    """Encode a block as a Blosc2 chunk, which copies it if it does not shrink."""
+    """Encode a block as a Blosc2 chunk; one that does not shrink is stored raw inside it."""
     blosc2 = _library()
     filters = {
         "byte": blosc2.Filter.SHUFFLE,
@@ -132,7 +132,7 @@ def decode_blosc2(stored: memoryview, plain: memoryview) -> None:
 def _library() -> Any:
     import blosc2
 
-    # A setting of the whole process: without it all other threads wait meanwhile.
+    # A setting of the whole process: without it the library keeps the GIL while it works.
     blosc2.set_releasegil(True)
     return blosc2
 

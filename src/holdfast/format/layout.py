@@ -1,4 +1,4 @@
-"""Making and parsing of the names of all keys in a root (docs/format.md, section 1)."""
+"""Makes and parses the names of all keys in a root (docs/format.md, section 1)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ INDEX = "index.json"
 REJECTED = "rejected.json"
 LATEST = "latest"
 RNG = "rng"
-"""The component of the global generators."""
+"""Name of the component that holds the global random generators."""
 WRITERS = "writers"
 READERS = "readers"
 REQUESTS = "requests"
@@ -45,15 +45,15 @@ _ANSWER = ".answer"
 _STORED = re.compile(r"file-[0-9]{5,7}\.sealed", re.ASCII)
 _LEASE = re.compile(r"(.+)\.([0-9a-f]{16})\.json", re.ASCII)
 _FILE = re.compile(r"([a-z0-9_\-]{1,64})-([0-9]{5,7})\.(json|safetensors)", re.ASCII)
-# The checkpoints of a root have files and sidecars of the same few names.
-_repeated = lru_cache(maxsize=1024)
+# A cache, as the checkpoints of a root have files and sidecars of the same few names.
+_cached = lru_cache(maxsize=1024)
 
 
 def _number_in(pattern: str) -> Callable[[str], int | None]:
     """Make a function that parses the number in names of this pattern; None for other names."""
     compiled = re.compile(pattern, re.ASCII)
 
-    @_repeated
+    @_cached
     def parse(name: str) -> int | None:
         match = compiled.fullmatch(name)
         return int(match[1]) if match else None
@@ -112,39 +112,39 @@ def check_component(name: str, *, what: str = "") -> None:
 
 
 def writer_key(epoch: int) -> str:
-    """Return the key of the claim of an epoch."""
+    """Return the key of the claim of a writer epoch."""
     return f"{WRITERS}/{epoch:08d}.json"
 
 
 def closed_key(epoch: int) -> str:
-    """Return the key of the record of an epoch's clean end."""
+    """Return the key of the record that the writer of an epoch released the run."""
     return f"{WRITERS}/{epoch:08d}.closed.json"
 
 
 def alive_key(epoch: int) -> str:
-    """Return the key of an epoch's heartbeat."""
+    """Return the key of the heartbeat of a writer epoch."""
     return f"{WRITERS}/{epoch:08d}.alive.json"
 
 
 parse_alive = _number_in(r"([0-9]{8,12})\.alive\.json")
-"""Parse the epoch of a heartbeat's name inside `writers/`; None for any other name."""
+"""Parse the writer epoch of a heartbeat's name in `writers/`; None for any other name."""
 
 
 parse_closed = _number_in(r"([0-9]{8,12})\.closed\.json")
-"""Parse the epoch of a clean end's name inside `writers/`; None for any other name."""
+"""Parse the writer epoch of a release's name in `writers/`; None for any other name."""
 
 
 parse_writer = _number_in(r"([0-9]{8,12})\.json")
-"""Parse the epoch of a claim's name inside `writers/`; None for any other name."""
+"""Parse the writer epoch of a claim's name in `writers/`; None for any other name."""
 
 
 def ended_name(epoch: int) -> str:
-    """Return the name in the root of the record in which a writer epoch lists ended attempts."""
+    """Return the name of a writer epoch's record of aborted and deleted attempts, in the root."""
     return f"ended-{epoch:08d}.json"
 
 
 parse_ended = _number_in(r"ended-([0-9]{8,12})\.json")
-"""Parse the writer epoch of a record of ended attempts; None for any other name."""
+"""Parse the writer epoch of an `ended_name`; None for any other name."""
 
 
 def lease_key(folder: str, nonce: str) -> str:
@@ -153,24 +153,24 @@ def lease_key(folder: str, nonce: str) -> str:
 
 
 def parse_lease(name: str) -> tuple[AttemptName, str] | None:
-    """Parse a lease's name: the checkpoint, and the begin of the nonce; None for other names."""
+    """Parse a lease's name: checkpoint, and first 16 digits of the nonce; None for other names."""
     match = _LEASE.fullmatch(name)
     attempt = parse_attempt(match[1]) if match else None
     return (attempt, match[2]) if match and attempt else None
 
 
 def scratch_folder(number: bytes) -> str:
-    """Return the name of the folder in which preflight tries the store, from 8 random bytes."""
+    """Return the name of preflight's temporary folder in a root, from 8 random bytes."""
     return f"preflight-{number.hex()}"
 
 
 def sending_folder(number: bytes) -> str:
-    """Return the name of the folder in which an upload writes a file until it is complete."""
+    """Return the name of the temporary folder of an upload or a repair, from 8 random bytes."""
     return f"sending-{number.hex()}"
 
 
 def is_scratch(name: str) -> bool:
-    """Whether a folder in the root is temporary, of preflight or an upload.
+    """Whether a folder in the root is temporary: of preflight, an upload or a repair.
 
     A killed process may leave it behind.
     """
@@ -178,7 +178,7 @@ def is_scratch(name: str) -> bool:
 
 
 def is_preflight(name: str) -> bool:
-    """Whether a folder in the root is one of preflight's, which holds no state."""
+    """Whether a folder in the root is a temporary one of preflight, which holds no state."""
     return is_scratch(name) and name.startswith("preflight-")
 
 
@@ -204,12 +204,12 @@ def is_answer(name: str) -> bool:
 
 
 def upload_key(folder: str) -> str:
-    """Return the key of the upload note of a checkpoint, in the local root."""
+    """Return the key of the upload record of a checkpoint, in the local root."""
     return f"{UPLOADS}/{folder}.json"
 
 
 def parse_upload(name: str) -> AttemptName | None:
-    """Parse the checkpoint of a name inside `uploads/`; None for any other name."""
+    """Parse the checkpoint of an upload record's name in `uploads/`; None for any other name."""
     return parse_attempt(name.removesuffix(".json")) if name.endswith(".json") else None
 
 
@@ -232,7 +232,7 @@ def thinned_name(component: str, epoch: int) -> str:
     return f"thinned-{component}-{epoch:08d}.json"
 
 
-@_repeated
+@_cached
 def parse_thinned(name: str) -> tuple[str, int] | None:
     """Parse component and epoch of a mark that begins a drop; None for any other name.
 
@@ -307,9 +307,9 @@ def is_data_name(name: str) -> bool:
     return name == INDEX or is_stored_name(name) or _FILE.fullmatch(plain) is not None
 
 
-@_repeated
+@_cached
 def check_file_name(name: str) -> None:
-    """Raise `FormatError` unless `name` is valid for a file of a manifest."""
+    """Raise `FormatError` unless a manifest may list a file called `name`."""
     plain = plain_file(name)
     if name != INDEX and _FILE.fullmatch(plain) is None:
         raise FormatError(f"a manifest may not list a file named {name[:80]!r}")

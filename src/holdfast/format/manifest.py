@@ -17,7 +17,7 @@ from holdfast.store.base import Buffer
 
 MAX_MANIFEST_NBYTES = 16 * 1024 * 1024
 MAX_STORED_BLOCK_NBYTES = 64 * 1024 * 1024
-"""Limit of compressed blocks, by plain size, as each is decompressed as a whole."""
+"""Limit of the plain size of a compressed block, which is decompressed as a whole."""
 
 _REGISTER_KINDS = ("checkpoint", "aborted", "deleted", strictjson.SEALED)
 _MAX_INT = 2**63 - 1
@@ -74,7 +74,7 @@ _OPTIONAL_MEMBERS = ("writer", "savers", "left_out", "unhealthy")
 
 
 def needed_of(left_out: Sequence[str]) -> tuple[str, ...]:
-    """List the components of `left_out` that a resume needs: all but the generators."""
+    """List the components of `left_out` that a resume needs: all but the random generators."""
     return tuple(name for name in left_out if name != RNG)
 
 
@@ -192,7 +192,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
     is_stored = any(entry.stored is not None for entry in manifest.files.values())
     requires = [strictjson.CODEC] if is_stored else []
     members = {"requires": requires, **msgspec.to_builtins(manifest)}
-    members["metrics"] = {name: _number(name, value) for name, value in manifest.metrics.items()}
+    members["metrics"] = {name: _to_node(name, value) for name, value in manifest.metrics.items()}
     members["timestamp"] = {
         name: value
         for name, value in members["timestamp"].items()
@@ -227,14 +227,14 @@ def decode_register(data: Buffer, *, what: str) -> Manifest | Aborted | Deleted:
         return strictjson.convert(members, Deleted, what=what)
     metrics = members.get("metrics")
     if isinstance(metrics, dict):
-        members["metrics"] = {name: _plain(value) for name, value in metrics.items()}
+        members["metrics"] = {name: _from_node(value) for name, value in metrics.items()}
     manifest = strictjson.convert(members, Manifest, what=what)
     _check_manifest(manifest, what=what)
     return manifest
 
 
 def check_reference(reference: Reference | None, *, what: str) -> None:
-    """Raise `FormatError` unless the folder is an attempt's name that fits the other members."""
+    """Raise `FormatError` unless a reference's folder name agrees with its other members."""
     if reference is None:
         return
     name = layout.parse_attempt(reference.folder)
@@ -291,7 +291,7 @@ def _check_files(manifest: Manifest, expected: set[str], *, what: str) -> None:
             raise FormatError(f"{what}: {name} would have {entry.nbytes:,} bytes")
 
 
-def _number(name: str, value: float) -> Any:
+def _to_node(name: str, value: float) -> Any:
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError) as err:
@@ -299,8 +299,8 @@ def _number(name: str, value: float) -> Any:
     return number if math.isfinite(number) else {"$float": str(number)}
 
 
-def _plain(value: Any) -> Any:
-    """Convert a typed node to its float; other values stay, for the check of types."""
+def _from_node(value: Any) -> Any:
+    """Convert a `$float` node to a float; return any other value as it is, to be checked later."""
     match value:
         case {"$float": ("nan" | "inf" | "-inf") as text, **rest} if not rest:
             return float(text)

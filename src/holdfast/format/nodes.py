@@ -54,7 +54,7 @@ class TensorRef(
 ):
     """A torch tensor: its key in the component, device, flags and memory order.
 
-    In JSON it is its node.
+    Encoded as a `$tensor` node.
     """
 
     key: str
@@ -73,7 +73,7 @@ class TensorRef(
 
 
 class ArrayRef(msgspec.Struct, frozen=True, gc=False, rename={"key": "$array"}):
-    """A numpy array that is stored as a tensor. In JSON it is its node."""
+    """A numpy array that is stored as a tensor; encoded as an `$array` node."""
 
     key: str
 
@@ -91,20 +91,20 @@ class DeviceName(msgspec.Struct, frozen=True):
 
 
 class SizeTuple(msgspec.Struct, frozen=True):
-    """A torch.Size."""
+    """The dimensions of a `torch.Size`."""
 
     dims: tuple[int, ...]
 
 
 class GeneratorState(msgspec.Struct, frozen=True):
-    """The state of a random generator; the members are typed trees of their own."""
+    """The state of a random generator; each member is a typed tree."""
 
     kind: str
     members: Mapping[str, Any]
 
 
 class EnumValue(msgspec.Struct, frozen=True):
-    """A member of an enumeration, which is never imported. `type` is "module:Name"."""
+    """A member of an `Enum` class, `type` ("module:Name"), which is never imported."""
 
     type: str
     name: str | None
@@ -235,7 +235,7 @@ def read_tensor(node: dict[str, Any]) -> TensorRef:
 
 
 def are_tensors(refs: Collection[TensorRef]) -> bool:
-    """Whether devices and orders of decoded tensor nodes are valid."""
+    """Whether the devices and dimension orders of decoded tensor nodes are valid."""
     # Not a set of orders: hashes of numbers are predictable, and could be made to collide.
     orders = filter(None, map(attrgetter("order"), refs))
     return all(map(is_device, {*map(attrgetter("device"), refs)})) and all(map(_is_order, orders))

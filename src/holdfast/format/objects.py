@@ -35,9 +35,9 @@ from holdfast.store.base import Buffer
 MAX_TREE_VALUES = 4_000_000
 MAX_OTHER_KEYS = 100_000
 MAX_COMPARISONS = 2**26
-"""Limit of comparisons of values, as tables compare keys of the same hash: about a second. What
-programs build is far below it, such as all powers of two or offsets in a grid of seven axes."""
-# It takes more bytes than this to hold too many values.
+"""Limit of comparisons of dict keys and set members with the same hash: about a second. Programs'
+own data is far below it, such as all powers of two or offsets in a grid of seven axes."""
+# A shorter document cannot hold too many values.
 _SURELY_FINE_NBYTES = 1024 * 1024
 
 _MAX_LEVEL = strictjson.MAX_DEPTH - 5  # a dict takes three levels, a leaf in it two
@@ -55,10 +55,10 @@ LiftTensors: TypeAlias = Callable[[Sequence[TensorRef]], Sequence[Any]]
 
 
 class TreeDocument:
-    """A tree as nodes and as bytes. Numbers in the nodes may be changed, then encoded again."""
+    """An encoded tree, as nodes and as bytes; call `write` after changing numbers in `node`."""
 
     def __init__(self, node: Any, beside: Mapping[str, Any]) -> None:
-        """Encode the nodes; raises `UnsupportedState` if the tree is too large."""
+        """Encode the nodes into `data`; raises `UnsupportedState` if the tree is too large."""
         self.node = node
         self._beside = beside
         self.data = self._written()
@@ -142,14 +142,14 @@ def decode_tree(
 
 
 class _Tensors(msgspec.Struct):
-    """A document whose tree is a dict of only tensors, with members in the order of a writer."""
+    """A document whose tree is a dict of only tensors, with members as `document` orders them."""
 
     holdfast: int
     tree: dict[str, TensorRef]
 
 
 def _decode_tensors(data: Buffer) -> dict[str, TensorRef] | None:
-    """Decode a dict of only tensors fast, if the bytes are as a writer writes it; else None."""
+    """Decode a dict of only tensors fast; None if it has others or is not written canonically."""
     document = strictjson.loads_as(
         data, _Tensors, max_nbytes=MAX_TREE_NBYTES, max_values=MAX_TREE_VALUES
     )
@@ -164,7 +164,7 @@ def _decode_tensors(data: Buffer) -> dict[str, TensorRef] | None:
 
 
 def decode_beside(data: Buffer, name: str, *, what: str) -> Any:
-    """Decode the plain value beside a tree under `name`, or None.
+    """Return the plain value that is stored beside a tree under `name`, or None.
 
     Raises:
         FormatError: anything that the format does not allow.
@@ -186,14 +186,14 @@ class _TreeEncoder:
     def __init__(self, lower: Lower | None) -> None:
         self.offenders: list[tuple[str, str]] = []
         self._lower = lower
-        self._numbers: dict[int, int] = {}  # id of a container → its number
-        self._weights: dict[int, int] = {}  # number of a finished container → its values
+        self._numbers: dict[int, int] = {}  # id of a container → its number in the tree
+        self._weights: dict[int, int] = {}  # number of a finished container → number of its values
         self._weight = 0
         self._active: set[int] = set()
         self._key_depth = 0
         self._num_other_keys = 0
         self._num_comparisons = 0
-        self._alive: list[Any] = []  # what `lower` made: no id may be used twice
+        self._kept_alive: list[Any] = []  # results of `lower`, kept so that no id is reused
 
     def encode(self, value: Any, path: str, level: int, *, lowered: bool = False) -> Any:
         """Encode `value`, which is nested inside `level` brackets, as a node."""
@@ -213,20 +213,20 @@ class _TreeEncoder:
             return self._generator(value, path, level)
         if type_ is EnumValue or isinstance(value, enum.Enum):
             return self._enum(value, path, level)
-        return self._other(value, path, level, lowered=lowered)
+        return self._lower_and_encode(value, path, level, lowered=lowered)
 
     def _refuse(self, path: str, reason: str) -> None:
         self.offenders.append((path or "the tree", reason))
 
-    def _other(self, value: Any, path: str, level: int, *, lowered: bool) -> Any:
+    def _lower_and_encode(self, value: Any, path: str, level: int, *, lowered: bool) -> Any:
         replacement: Any = NotImplemented
         if self._lower is not None and not lowered:
             replacement = self._lower(value, path)
         if replacement is NotImplemented:
-            return self._refuse(path, _why_not(value))
+            return self._refuse(path, _unsupported_reason(value))
         if type(replacement) is Refused:
             return self._refuse(path, replacement.reason)
-        self._alive.append(replacement)
+        self._kept_alive.append(replacement)
         return self.encode(replacement, path, level, lowered=True)
 
     def _container(self, value: Any, path: str, level: int) -> Any:
@@ -238,7 +238,7 @@ class _TreeEncoder:
         if self._key_depth:
             return _CONTAINERS[type(value)](self, value, path, level)
         if identity in self._numbers:
-            return self._same(self._numbers[identity], path)
+            return self._reference(self._numbers[identity], path)
         number = self._numbers[identity] = len(self._numbers)
         weight = self._weight
         self._active.add(identity)
@@ -247,7 +247,7 @@ class _TreeEncoder:
         self._weights[number] = self._weight - weight
         return node
 
-    def _same(self, number: int, path: str) -> Any:
+    def _reference(self, number: int, path: str) -> Any:
         self._weight += self._weights[number]
         if self._weight > MAX_TREE_VALUES:
             return self._refuse(path, f"more than {MAX_TREE_VALUES:,} values, shared ones counted")
@@ -398,7 +398,7 @@ class _TreeDecoder:
         return self._lifted(ref)
 
     def _container(self, name: str, argument: Any) -> Any:
-        """Decode the argument of a node; without a name it is a list or a dict itself."""
+        """Decode the container of the node `name`; with "" `argument` is a plain list or dict."""
         number, weight, is_key = len(self._containers), self._weight, self._key_depth > 0
         if not is_key:
             self._containers.append(None)
@@ -440,7 +440,7 @@ class _TreeDecoder:
         return {name: decode(item) for name, item in node.items()}
 
     def lifted_dict(self, refs: Mapping[str, TensorRef]) -> dict[str, Any]:
-        """Lift a dict of only tensors."""
+        """Convert the tensor nodes of a dict by `lift_tensors` or `lift`, if given."""
         if self._lift_tensors is not None:
             return dict(zip(refs, self._lift_tensors([*refs.values()]), strict=True))
         return {name: self._lifted(ref) for name, ref in refs.items()}
@@ -452,7 +452,7 @@ class _TreeDecoder:
         return [*zip(keys, self._items([item for _, item in nodes]), strict=True)]
 
     def _keys(self, nodes: list[Any]) -> list[Any]:
-        """Decode keys of a dict or members of a set; bounds the time that a hash table takes."""
+        """Decode dict keys or set members; raise `LimitExceeded` if hashing them may be slow."""
         num_others = _num_other_keys(nodes)
         self._num_other_keys += num_others
         if self._num_other_keys > MAX_OTHER_KEYS:
@@ -522,7 +522,7 @@ def _num_other_keys(nodes: Sequence[Any]) -> int:
 
 
 def _num_comparisons(keys: Iterable[Any]) -> int:
-    """Bound the comparisons of values that a hash table of these keys takes.
+    """Compute an upper bound of the comparisons in a dict or set of these keys.
 
     A table compares each key with earlier ones of the same hash. They are counted by sorting: a
     table of the hashes could be made slow in the same way.
@@ -537,7 +537,7 @@ def _num_comparisons(keys: Iterable[Any]) -> int:
 
 
 def _num_values(key: Any) -> int:
-    """Bound the comparisons of values that comparing a key with another one takes."""
+    """Compute an upper bound of the value comparisons for comparing a key with another."""
     if isinstance(key, EnumValue):
         return 1 + _num_values(key.value)
     if isinstance(key, SizeTuple):
@@ -557,7 +557,7 @@ def _sort_key(node: Any) -> tuple[int, int, bytes]:
 
 
 def _shown(key: Any) -> str:
-    """Format a key for a path."""
+    """Format a dict key or set member as a segment of a path."""
     if type(key) is str or (type(key) is int and key.bit_length() < 2000):
         return str(key)[:200]
     return f"<{type(key).__name__}>"
@@ -568,7 +568,7 @@ def type_name(type_: type) -> str:
     return f"{type_.__module__}:{type_.__qualname__}"
 
 
-def _why_not(value: Any) -> str:
+def _unsupported_reason(value: Any) -> str:
     name = type_name(type(value))
     for base in (*_CONTAINERS, str, bytes, int, float):
         if isinstance(value, base):

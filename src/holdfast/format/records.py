@@ -1,4 +1,4 @@
-"""Records of a root: claims, closes, heartbeats, sidecars, requests (docs/format.md, section 7)."""
+"""Records: claims, releases, heartbeats, sidecars, requests (docs/format.md, section 7)."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Process(msgspec.Struct, frozen=True, kw_only=True):
 class WriterRecord(Record, frozen=True, kw_only=True, omit_defaults=True):
     """Record of a writer's claim to the run; `epoch` numbers the claims.
 
-    It continues from `resumed_from`. `rollback`: a person chose that checkpoint by name. A claim
-    without it, of the latest, counts only once it has committed.
+    The run continues from `resumed_from`: with `rollback` a checkpoint that a person chose by name,
+    else the latest one, and then the claim counts only once it has committed.
     """
 
     kind: ClassVar = "writer"
@@ -57,7 +57,7 @@ class Closed(Record, frozen=True, kw_only=True):
 
 
 class Alive(Record, frozen=True, kw_only=True):
-    """Heartbeat of a writer; `beat` counts up."""
+    """Heartbeat of a writer; each one increments `beat`."""
 
     kind: ClassVar = "alive"
     epoch: Positive
@@ -85,7 +85,7 @@ class Ended(Record, frozen=True, kw_only=True):
 
 
 class Lease(Record, frozen=True, kw_only=True):
-    """Lease: a process reads the checkpoint in the record's name; `beat` counts up."""
+    """Lease of a process that reads the checkpoint in the record's name; `beat` counts renewals."""
 
     kind: ClassVar = "lease"
     nonce: Hex128
@@ -95,7 +95,7 @@ class Lease(Record, frozen=True, kw_only=True):
 
 
 class Notes(Record, frozen=True, kw_only=True):
-    """All tags and the pin of a checkpoint."""
+    """All tags of a checkpoint, and whether it is pinned."""
 
     kind: ClassVar = "notes"
     tags: tuple[str, ...]

@@ -77,10 +77,10 @@ def loads_as(
     max_nbytes: int,
     max_values: int = MAX_VALUES,
 ) -> T | None:
-    """Decode a record quickly; None if the slow way of `loads` and `convert` must decide.
+    """Decode a record fast if it is written canonically; None: use `loads` and `convert`.
 
     A text is accepted only if encoding the record gives the same bytes. So it has no duplicate
-    name, no unknown member, no odd number, and is no deeper than the type. The type or the
+    name, no unknown member, no unusual number, and is no deeper than the type. The type or the
     caller bounds integers; msgspec itself reads none of more than 4,300 digits.
     """
     text = bytes(data)
@@ -105,7 +105,8 @@ def check_limits(
 ) -> None:
     """Raise `LimitExceeded` if a text is too large, too deep or has too many values for `loads`.
 
-    Values are counted as the commas and opening brackets outside texts, plus one.
+    Values: commas and opening brackets outside texts, plus one. Half of a surrogate pair raises
+    `FormatError`.
     """
     nbytes = memoryview(data).nbytes
     if nbytes > max_nbytes:
@@ -122,7 +123,7 @@ def dumps(value: Any) -> bytes:
     """Encode a value as compact JSON in UTF-8, as `loads` reads it.
 
     Raises:
-        UsageError: a text that is not Unicode, a number that is not finite, an odd type.
+        UsageError: a text that is not Unicode, a number that is not finite, a type that JSON lacks.
     """
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
@@ -144,7 +145,7 @@ def convert(value: Any, type_: type[T], *, what: str) -> T:
 
 
 def _scan(plain: bytes, *, what: str, max_values: int) -> None:
-    """Count values and depth outside texts. `plain` has no escaped quotes.
+    """Raise `LimitExceeded` for too many values or levels; `plain` has no escaped quotes.
 
     In bytes that are not JSON the count is wrong only after the first error, which no parser
     passes.
@@ -179,7 +180,7 @@ def _parse(text: bytes, *, what: str) -> Any:
     if not has_long_number:
         try:
             value = msgspec.json.decode(text)
-            # Text that encodes to itself again has no duplicate name and no odd number.
+            # Text that encodes to itself again has no duplicate name and no unusual number.
             again = msgspec.json.encode(value)
             if again in (text, msgspec.json.format(text, indent=-1)):
                 return value
@@ -195,11 +196,11 @@ def _may_have_long_number(text: bytes) -> bool:
 
 
 def _parse_any(text: bytes, *, parse_int: Callable[[str], int], what: str) -> Any:
-    """Parse any valid JSON, however it is written, with precise errors."""
+    """Parse any valid JSON with the slower `json` library, which gives precise errors."""
     if text.startswith(b"\xef\xbb\xbf"):
         raise FormatError(f"{what}: starts with a byte-order mark")
     try:
-        # A decoder of its own: the C scanner keeps its table of names in the decoder object.
+        # A new decoder each time: the C scanner keeps its table of names in the decoder object.
         return json.JSONDecoder(
             object_pairs_hook=_object,
             parse_float=_float,
@@ -243,7 +244,7 @@ def _constant(name: str) -> NoReturn:
 def encode_checked(
     kind: str, members: Mapping[str, Any], *, max_nbytes: int = MAX_CHECKED_NBYTES
 ) -> bytes:
-    """Encode a self-checking document of `kind`.
+    """Encode a document of `kind` that ends with its own digest.
 
     Raises:
         UsageError: the document is larger than a reader accepts, or not expressible as JSON.
@@ -267,12 +268,12 @@ def encode_checked(
 def decode_checked(
     data: Buffer, *, what: str, kinds: Collection[str], max_nbytes: int = MAX_CHECKED_NBYTES
 ) -> dict[str, Any]:
-    """Check a document; returns its members with `kind`, without version, `requires` and digest.
+    """Check and parse a document; return its members but version, `requires` and digest.
 
     Raises:
         CorruptData: the digest is missing or is not that of the bytes.
         UnsupportedVersion: another version, or a feature that this reader does not know.
-        FormatError: not a self-checking document of one of `kinds`.
+        FormatError: not a document with a digest, of one of `kinds`.
     """
     if memoryview(data).nbytes > max_nbytes:
         raise LimitExceeded(f"{what}: larger than {max_nbytes:,} bytes")
@@ -296,7 +297,7 @@ def decode_checked(
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """A self-checking document that encodes and decodes itself."""
+    """Base class of records: documents that end with their own digest."""
 
     kind: ClassVar[str]
     max_nbytes: ClassVar[int] = MAX_CHECKED_NBYTES
@@ -319,7 +320,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check_version(document: Any, *, what: str) -> None:
-    """Refuse a document of another version or with unknown requirements.
+    """Raise an error for a document of another version or with unknown requirements.
 
     Raises:
         FormatError: not an object that starts with the version.

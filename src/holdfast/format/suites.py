@@ -1,4 +1,4 @@
-"""Authenticated encryption by suite, and the encrypted form of a file (docs/format.md, section 10).
+"""Cipher suites, and the encrypted form of a file (docs/format.md, section 10).
 
 Only standard constructions of the library `cryptography`; nothing here knows what is encrypted.
 Every key used with a nonce comes from `derive` or `fresh_secret` and encrypts only one thing.
@@ -25,7 +25,7 @@ TAG_NBYTES = 16
 NONCE_NBYTES = 12
 SEGMENT_NBYTES = 1024 * 1024
 MAX_SEGMENTS = 2**32
-"""Messages under one key; far below what any of the suites allows."""
+"""Limit of messages under one key; far below what any of the suites allows."""
 _ONCE = bytes(NONCE_NBYTES)
 """Fixed nonce, for keys that encrypt only one message."""
 _COUNTER = itertools.count()
@@ -39,7 +39,7 @@ class Suite:
 
     @property
     def key_nbytes(self) -> int:
-        """Bytes of a key of the cipher."""
+        """Length in bytes of the cipher's keys."""
         return 16 if self.name == "sm4-gcm" else 32
 
     def derive(self, secret: bytes, purpose: str, *, salt: bytes = b"", nbytes: int = 32) -> bytes:
@@ -67,7 +67,7 @@ class Cipher:
         self._aead = _aead(suite.name, key)
 
     def encrypt(self, data: Buffer, aad: bytes = b"", *, nonce: bytes = _ONCE) -> bytes:
-        """Return ciphertext and tag; a key for one message needs no nonce."""
+        """Encrypt to ciphertext and tag. Only a key with one message may omit the nonce."""
         sealed = bytearray(memoryview(data).nbytes + TAG_NBYTES)
         self.encrypt_into(data, memoryview(sealed), aad, nonce=nonce)
         return bytes(sealed)
@@ -75,11 +75,11 @@ class Cipher:
     def encrypt_into(
         self, data: Buffer, out: memoryview, aad: bytes = b"", *, nonce: bytes
     ) -> None:
-        """Fill `out`, which is 16 bytes longer than `data`, with ciphertext and tag."""
+        """Encrypt into `out`, 16 bytes longer than `data`: the ciphertext, then the tag."""
         self._aead.encrypt_into(nonce, data, aad, out)
 
     def decrypt(self, data: Buffer, aad: bytes = b"", *, nonce: bytes = _ONCE, what: str) -> bytes:
-        """Return the plaintext.
+        """Check the tag at the end of `data`, and return the plaintext.
 
         Raises:
             Tampered: the bytes were not encrypted with this key, nonce and `aad`.
@@ -109,7 +109,7 @@ class Cipher:
 
 
 def suite_named(name: str, *, what: str) -> Suite:
-    """Return the suite that a document names.
+    """Return the cipher suite of this name, read from the document `what`.
 
     Raises:
         UnsupportedVersion: the suite is unknown.
@@ -168,7 +168,7 @@ def _aead(name: SuiteName, key: bytes) -> Any:
 
 
 class _Sm4Gcm:
-    """SM4-GCM (RFC 8998) with the calls of the library's one-shot ciphers."""
+    """SM4-GCM (RFC 8998) with the interface of the library's one-shot ciphers."""
 
     def __init__(self, key: bytes) -> None:
         self._ciphers = cryptography_part("hazmat.primitives.ciphers")
@@ -207,7 +207,7 @@ def num_segments(nbytes: int) -> int:
 
 
 def tags_nbytes(nbytes: int) -> int:
-    """Compute the bytes of the tags of a file of `nbytes`: of its segments, and the closing one.
+    """Compute the length of all tags of a file: one for each segment, and the closing one.
 
     Raises:
         LimitExceeded: the file would have more segments than one key may encrypt.
@@ -230,7 +230,7 @@ class FileCipher:
         self._tags: dict[int, bytes] = {}
 
     def seal(self, start: int, plain: Buffer, out: memoryview) -> None:
-        """Fill `out`, 16 bytes longer than `plain`, with the ciphertext of whole segments.
+        """Encrypt `plain`, whole segments from byte `start` on, into `out`, 16 bytes longer.
 
         Only the last segment of the file is shorter. The last 16 bytes of `out` are undefined
         afterwards; the tags are kept.
@@ -271,7 +271,7 @@ class FileCipher:
 
 
 def seal_whole(suite: Suite, secret: bytes, plain: Buffer) -> bytes:
-    """Encrypt a whole file in memory."""
+    """Encrypt a whole file in memory: return its stored form."""
     data = memoryview(plain).cast("B")
     cipher = FileCipher(suite, secret)
     sealed = bytearray(data.nbytes + TAG_NBYTES)

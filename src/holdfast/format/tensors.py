@@ -59,7 +59,7 @@ ITEM_NBYTES: Mapping[str, int] = types.MappingProxyType(
 
 
 class TensorSpec(msgspec.Struct, frozen=True, gc=False):
-    """Key in the component, index dtype and shape of a tensor."""
+    """Key, dtype (by its name in the index) and shape of a tensor of a component."""
 
     key: str
     dtype: str
@@ -67,12 +67,12 @@ class TensorSpec(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the contiguous tensor."""
+        """Length of the contiguous tensor in bytes."""
         return math.prod(self.shape) * ITEM_NBYTES[self.dtype]
 
 
 class TensorFile(msgspec.Struct, frozen=True):
-    """The plan of one tensor file.
+    """Planned layout of one tensor file.
 
     `header` is everything before the data; `starts[i]` is the first byte in the file of
     `specs[i]`; `nbytes` is the length of the whole file.
@@ -113,7 +113,7 @@ def lay_out(
 
 
 def header_nbytes(first8: Buffer, *, file_nbytes: int, what: str) -> int:
-    """Compute the bytes before the data of a tensor file, from its first 8 bytes.
+    """Compute the length of everything before the data of a tensor file, from its first 8 bytes.
 
     Raises:
         FormatError: the header is longer than the file or than the format allows.
@@ -161,7 +161,7 @@ def parse_header(
 
 
 def check_shape(shape: Any, item_nbytes: int, *, what: str) -> int:
-    """Compute the bytes of a tensor; `shape` may be anything from JSON.
+    """Check a shape parsed from JSON; return the length of the tensor in bytes.
 
     Raises:
         FormatError: not a list of at most 128 integers ≥ 0 whose size in bytes, empty dimensions

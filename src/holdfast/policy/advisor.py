@@ -42,7 +42,7 @@ class FailureRate:
 
 
 def given_rate(mtbf_s: float) -> FailureRate:
-    """Make the rate of a mean time between failures that is known.
+    """Make a `FailureRate` from a known mean time between failures.
 
     Raises:
         UsageError: the time is not above zero.
@@ -83,12 +83,12 @@ def learnt_rate(
 
 
 def young_interval_s(save_s: float, mtbf_s: float) -> float:
-    """Compute the first-order optimum: J. W. Young, Communications of the ACM 17 (1974)."""
+    """Compute J. W. Young's optimal save interval, of first order (Comm. of the ACM 17, 1974)."""
     return math.sqrt(2 * save_s * mtbf_s)
 
 
 def daly_interval_s(save_s: float, mtbf_s: float) -> float:
-    """Compute the optimum of J. T. Daly, Future Generation Computer Systems 22 (2006).
+    """Compute J. T. Daly's optimal save interval (Future Generation Computer Systems 22, 2006).
 
     >>> round(daly_interval_s(5 * 60, 6 * 3600) / 60)
     57
@@ -146,7 +146,7 @@ class Advice:
         return max(self.daly_s, self.cap_s, self.commit_s)
 
     def lines(self) -> tuple[str, ...]:
-        """Explain the advice for people, the interval first."""
+        """Return the advice as lines of text, the interval first."""
         return (
             f"save every {_every(self)}",
             f"because {_because(self)}",
@@ -249,7 +249,7 @@ def gamma_quantile(shape: float, probability: float) -> float:
 
 
 def span(seconds: float) -> str:
-    """Format a length of time for people.
+    """Format a duration for display.
 
     >>> span(0.25), span(90), span(5400), span(400_000)
     ('0.25 s', '90 s', '1.5 h', '4.63 d')

@@ -78,7 +78,7 @@ class IntervalPlan:
 
 @dataclass(frozen=True, slots=True, init=False)
 class Auto(Trigger):
-    """Save as often as loses the least time, given the cost of saves and the rate of failures.
+    """Save at the interval that loses the least time, from the costs of saves and failures.
 
     `overhead` is the largest part of the time that saves may take. `mtbf` is a time between
     failures that you know; by default it is estimated from the starts of this run, from
@@ -182,13 +182,13 @@ class Auto(Trigger):
     # Measurements in and out. Called by the training thread unless a docstring says otherwise.
 
     def learn(self, history: History) -> None:
-        """Replace all measurements by those that the run has recorded. From any thread."""
+        """Replace all measurements by the run's recorded history. Thread-safe."""
         with self._known.lock:
             self._known.history = replace(history, saves=recent(history.saves))
             self._replan()
 
     def observe(self, cost: SaveCost, at: Timestamp) -> None:
-        """Record the cost of a committed save that was begun at `at`. From any thread."""
+        """Record the cost of a committed save that was begun at `at`. Thread-safe."""
         with self._known.lock:
             before = self._known.history
             self._known.history = replace(
@@ -222,7 +222,7 @@ class Auto(Trigger):
         return unrecorded
 
     def news(self) -> str | None:
-        """Describe the interval if it changed enough to be reported, else None. From any thread.
+        """Describe the interval if it changed enough to be reported, else None. Thread-safe.
 
         Example: "every 12 min: a save costs 1.2 s …".
         """

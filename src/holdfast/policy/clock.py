@@ -1,4 +1,4 @@
-"""Durations with a unit, counts of a Timestamp in such a unit, and those within an epoch or cycle.
+"""Durations with a unit, and counters of training, also within the current epoch or cycle.
 
 Independent of what durations are used for.
 """
@@ -252,7 +252,7 @@ def _read(text: str, units: Collection[Unit]) -> Time:
 
 
 def _split(text: str, units: Collection[Unit]) -> list[tuple[Decimal, str]]:
-    """Split `text` into (number, unit) pairs; all units are known."""
+    """Split `text` into (number, unit) pairs; raises `UsageError` for an unknown unit."""
     parts: list[tuple[Decimal, str]] = []
     rest = text.strip().lower()
     while match := _PART.match(rest):
@@ -301,22 +301,22 @@ def _clock_time(parts: list[tuple[Decimal, str]]) -> Time:
 
 @dataclass(slots=True)
 class _Round:
-    """The current epoch, or the current cycle."""
+    """Number and start of the current epoch, or of the current cycle."""
 
     number: int | None = 0
-    """Number of rounds that ended before it; None: not known."""
+    """Number of epochs or cycles that ended before it; None: not known."""
     began: Timestamp | None = _START
     """Timestamp at which it began; None: not known."""
-    is_told: bool = False
-    """Whether a number was passed before, so that a different one means a new round."""
+    is_counted: bool = False
+    """Whether a number was passed before, so that a different one means a new epoch or cycle."""
 
     def look(self, number: int | None, now: Timestamp) -> Timestamp | None:
-        """Return where the current round began; None if that is unknown or not counted."""
+        """Update the number; returns when the current epoch or cycle began, None if unknown."""
         if number is None:
             return None
         if number != self.number:
-            self.number, self.began = number, now if self.is_told else None
-        self.is_told = True
+            self.number, self.began = number, now if self.is_counted else None
+        self.is_counted = True
         return self.began
 
 
@@ -335,9 +335,9 @@ class Odometer:
         self._step_wall_s: float | None = None
 
     def stand_on(self, stored: Timestamp) -> None:
-        """Continue from the timestamp of a checkpoint."""
+        """Continue counting from the timestamp of a checkpoint."""
         self._last = stored
-        self._epoch = _Round(stored.epoch, None, is_told=stored.epoch is not None)
+        self._epoch = _Round(stored.epoch, None, is_counted=stored.epoch is not None)
         if stored.step_in_epoch is not None:
             self._epoch.began = Timestamp(
                 step=stored.step - stored.step_in_epoch,
@@ -345,13 +345,13 @@ class Odometer:
                 tokens=_difference(stored.tokens, stored.tokens_in_epoch),
                 wall_s=stored.wall_s - (stored.epoch_wall_s or 0.0),
             )
-        self._cycle = _Round(stored.cycle, None, is_told=stored.cycle is not None)
+        self._cycle = _Round(stored.cycle, None, is_counted=stored.cycle is not None)
         if stored.step_in_cycle is not None:
             self._cycle.began = Timestamp(step=stored.step - stored.step_in_cycle)
         self._step_wall_s = stored.step_wall_s
 
     def look(self, now: Timestamp) -> Timestamp:
-        """Add the counts to `now`, which is no earlier than in the last call."""
+        """Return `now` with counts within its epoch and cycle. Call in the order of time."""
         self._time_the_step(now)
         epoch, cycle = self._epoch.look(now.epoch, now), self._cycle.look(now.cycle, now)
         return Timestamp(

@@ -66,7 +66,7 @@ class Costs:
 
     @property
     def down_s(self) -> float:
-        """Downtime of a failure: its cost without the work that is done again."""
+        """Downtime of a failure: its detection and the restart, without lost work."""
         return self.restart_s + self.detection_s
 
     def cycle_s(self, interval_s: float) -> float:
@@ -106,7 +106,7 @@ def simulate(
     """Replay `failures` (seconds since the start, ascending) with a save every `interval_s`.
 
     The interval is seconds of work. A failure during a restart begins the restart
-    anew. Unsaved work counts if no failure follows before the end at `over_s`.
+    again. Unsaved work counts if no failure follows before the end at `over_s`.
 
     >>> trace = [5_000.0, 5_100.0, 20_000.0]
     >>> outcome = simulate(600, Costs(stall_s=10, restart_s=200), trace, over_s=36_000)
@@ -219,7 +219,7 @@ class SaveCost:
 
     @classmethod
     def read(cls, timings: Mapping[str, float], *, is_first: bool) -> SaveCost | None:
-        """Read the timings of a manifest; None where they do not contain the stall."""
+        """Make a cost from the timings of a manifest; None where they lack the stall."""
         capture_s, stage_s = timing(timings, CAPTURE_S), timing(timings, STAGE_S)
         if capture_s is None or stage_s is None:
             return None
@@ -305,7 +305,7 @@ class DelayMeter:
         self._is_writing = True
 
     def look(self, step: int, wall_s: float, *, is_writing: bool) -> float | None:
-        """Record that training has reached `step` after `wall_s` seconds.
+        """Record that training reached `step` at `wall_s`; returns the delay once a write ended.
 
         `is_writing`: the last save is still being written. Returns the delay in seconds, at least
         0, at the first look after a write, else None.

@@ -52,7 +52,7 @@ def decide(
     lineage: Collection[_Order] | None = None,
     replaces: bool = False,
 ) -> tuple[Decision, ...]:
-    """Decide on each entry; returns the decisions newest first.
+    """Decide which checkpoints to keep under `rule`; returns a decision on each, newest first.
 
     Independent of the rule, these checkpoints are kept whole: pinned and tagged ones; the newest,
     the newest resumable and the newest healthy resumable one; the same three of `lineage` (orders
@@ -96,7 +96,7 @@ def decide(
 
 
 def unmet(entries: Sequence[Candidate], rule: Rule) -> dict[str, str]:
-    """List needs of a rule that no checkpoint meets, by the text of the part of the rule.
+    """Map parts of a rule, as text, to what each needs and no checkpoint has, such as a metric.
 
     Such a part keeps all checkpoints that it applies to, and whole. For messages to the user, who
     may have mistyped a metric or does not pass a counter.
@@ -132,7 +132,7 @@ def _newest_of(
     lineage: Collection[_Order] | None,
     picked: Collection[int],
 ) -> dict[int, str]:
-    """Return positions and reasons as `_newest` does, for all checkpoints and for the lineage.
+    """Map the newest of all checkpoints and of the lineage, which no rule deletes, to reasons.
 
     After a rollback the newest of all are not on the lineage.
     """
@@ -151,7 +151,7 @@ def _newest_of(
 
 
 def _newest(newest_first: Sequence[Candidate]) -> dict[int, str]:
-    """Return positions and reasons of the newest of each kind, which no rule deletes."""
+    """Map the newest usable, resumable and healthy checkpoint, by position, to reasons."""
     usable = [p for p, entry in enumerate(newest_first) if entry.is_usable]
     resumable = [p for p in usable if newest_first[p].is_resumable]
     healthy = [p for p in resumable if newest_first[p].healthy]
@@ -209,12 +209,12 @@ def _lacking(
 
 
 def _components_to_drop(entry: Candidate, drop: frozenset[str]) -> tuple[str, ...]:
-    """Return the components to delete: never all that exist; those begun to be deleted, too."""
+    """Return the components to delete: never all that exist; also those whose deletion began."""
     if not entry.is_usable:
         return ()
     existing = set(entry.components)
-    going = existing & drop if existing - drop else set()
-    return tuple(sorted(going.union(entry.begun)))
+    dropped = existing & drop if existing - drop else set()
+    return tuple(sorted(dropped.union(entry.begun)))
 
 
 def _protection(entry: Candidate, resumed_from: _Order | None) -> str:
@@ -249,7 +249,7 @@ def _replaces(newer: Candidate, entry: Candidate) -> bool:
 
 
 def _unpicked(entry: Candidate, kept: Sequence[_Order], why: str) -> Decision:
-    """Decide on a checkpoint that neither the rule nor a mark keeps; `kept` may replace it."""
+    """Decide on a checkpoint that no rule, pin or tag keeps; any of `kept` may replace it."""
     if entry.retired:
         if any(order > entry.order for order in kept):
             return Decision(entry=entry, keep=False, reason="its deletion was begun")

@@ -90,7 +90,7 @@ class Rule(ABC):
     """Name in texts such as `last:3`; empty: it cannot be written as text."""
 
     is_for_all: ClassVar[bool] = False
-    """Whether the rule applies to checkpoints of all savers; otherwise those of others stay."""
+    """Whether the rule applies to checkpoints of all savers; otherwise those of others are kept."""
 
     @classmethod
     def parse(cls, text: str) -> Rule:
@@ -192,7 +192,7 @@ class ThenDrop(Rule):
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
 class BySaver(Rule):
-    """Apply to each saver's checkpoints a rule of its own, which sees no others.
+    """Apply a separate rule to each saver's checkpoints; it sees no others.
 
         BySaver({"main": Last(3), "weights": Last(24)})
 
@@ -239,7 +239,7 @@ def positions_of(saver: str, newest_first: Sequence[Candidate]) -> list[int]:
 
 
 def picks_of(rule: Rule, saver: str, newest_first: Sequence[Candidate]) -> dict[int, str]:
-    """Pick from one saver's checkpoints; those of `main` that are partial are judged separately.
+    """Apply a rule to one saver's checkpoints; partial ones of `main` are judged separately.
 
     So `Last(3)` keeps three whole checkpoints, however many partial ones are among them.
     """
@@ -307,7 +307,7 @@ def _names_savers(rule: Rule) -> bool:
 
 
 def groups(newest_first: Sequence[Candidate], saver: str) -> Iterator[list[int]]:
-    """Yield positions of a saver's checkpoints by groups judged separately, whole ones first."""
+    """Yield positions of a saver's checkpoints; for `main` the whole ones, then partial ones."""
     own = positions_of(saver, newest_first)
     if saver != MAIN:
         yield own

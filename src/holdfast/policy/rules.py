@@ -52,7 +52,7 @@ class All(Rule):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Nothing(Rule):
-    """Keep only what is kept in any case, such as the newest: another tier has the rest.
+    """Keep only what no rule may delete, such as the newest checkpoint; another tier has the rest.
 
     Applies to the checkpoints of every saver, also of those without a rule.
     """
@@ -196,7 +196,7 @@ class EveryNth(Rule):
         object.__setattr__(self, "interval", parse(interval, what="EveryNth: interval"))
 
     def picks(self, newest_first: Sequence[Candidate]) -> Mapping[int, str]:
-        """Pick the milestones among those that count towards quotas."""
+        """Pick, of those that count towards quotas, the first at or after each multiple."""
         first: dict[int, tuple[int | float, int]] = {}
         for position in counting(newest_first):
             count = self.interval.unit.of(newest_first[position].timestamp)
@@ -357,7 +357,7 @@ class Budget(Rule):
         return dict.fromkeys(chosen, str(self))
 
     def missing(self, counting: Sequence[Candidate]) -> str:
-        """Name a size that fits into the budget, if every checkpoint is larger."""
+        """Name the budget's limit, if every checkpoint is larger than it."""
         smallest = min(entry.nbytes for entry in counting)
         if smallest <= self.nbytes:
             return ""

@@ -45,7 +45,7 @@ class Saved:
         return max(both, key=lambda at: (at.step, at.wall_s), default=None)
 
     def plus(self, save_class: SaveClass, now: Timestamp) -> Saved:
-        """Return a copy after a save of `save_class` at `now`."""
+        """Return a copy that records a save of `save_class` at `now`."""
         changes: dict[str, Any] = {save_class: now}
         return replace(self, **changes)
 
@@ -270,7 +270,7 @@ def combined_rule(
     savers: Sequence[SideSaver],
     components: Collection[str] | None = None,
 ) -> Rule:
-    """Combine the rules of the main saver and all others.
+    """Check and combine the retention rules of the main saver and all others.
 
     `components` are those of the state; None: they are not known yet, and not checked.
 

@@ -175,7 +175,7 @@ class Schedule:
         return _owners(due) if self.has_sides else due.savers
 
     def asked_class(self, vetoes: Collection[str] = ()) -> SaveClass:
-        """Return the class of saves on request: the lowest that may be made."""
+        """Return the class of a save on request: ephemeral, if the policy and `vetoes` allow it."""
         policy = self.policies.get(MAIN)
         has_ephemeral = policy is not None and policy.ephemeral is not None
         return "ephemeral" if has_ephemeral and not vetoes else "permanent"
@@ -240,7 +240,7 @@ def rank(due: Due) -> int:
 
 
 def _owners(due: Due) -> tuple[str, ...]:
-    """Return the savers that own a save: `main` for none, unless the save is partial."""
+    """Return the savers of a save. If it names none: `main`, or none if the save is partial."""
     return due.savers or ((MAIN,) if due.components is None else ())
 
 

@@ -127,7 +127,7 @@ class Every(Trigger):
         metrics: Metrics = NO_METRICS,
         event: Event = "step",
     ) -> str | None:
-        """Fire when training has covered another interval; see the class."""
+        """Fire when another interval is complete; seconds count from the last save."""
         before, current = self.progress(self.unit, previous, now)
         if self.unit is Unit.SECOND:
             is_due = current - (last_saved.wall_s if last_saved else 0.0) >= self.size
@@ -145,9 +145,9 @@ class Every(Trigger):
 
 @dataclass(frozen=True, slots=True, init=False)
 class At(Trigger):
-    """Save at fixed places: `At("100step", "2ep", "0.5dur")` or `At(steps=[100, 250])`.
+    """Save at fixed points of training: `At("100step", "2ep", "0.5dur")` or `At(steps=[100, 250])`.
 
-    A place that a counter jumps over fires at the first call after it. Seconds are training time.
+    A point that a counter jumps over fires at the first call after it. Seconds are training time.
     """
 
     times: tuple[Time, ...]
@@ -173,7 +173,7 @@ class At(Trigger):
         metrics: Metrics = NO_METRICS,
         event: Event = "step",
     ) -> str | None:
-        """Fire at the places that were reached or passed since the last call."""
+        """Fire at the points that were reached or passed since the last call."""
         reached = []
         for time in self.times:
             before, current = self.progress(time.unit, previous, now)
@@ -182,7 +182,7 @@ class At(Trigger):
         return f"at {', '.join(reached)}" if reached else None
 
     def resolve(self, max_duration: Time | None) -> At:
-        """Return the trigger with fractions of the run as places in the unit of `max_duration`."""
+        """Return the trigger with fractions of the run as points in the unit of `max_duration`."""
         return At(*{time.resolve(max_duration): None for time in self.times})
 
 
@@ -278,7 +278,7 @@ class On(Trigger):
         metrics: Metrics = NO_METRICS,
         event: Event = "step",
     ) -> str | None:
-        """Fire at one of the events if training has gone on since the last save."""
+        """Fire at one of the events if a step was completed since the last save."""
         return event if event in self.events and _is_new(last_saved, now) else None
 
 
@@ -321,7 +321,7 @@ class AtEnd(Trigger):
         metrics: Metrics = NO_METRICS,
         event: Event = "step",
     ) -> str | None:
-        """Fire at the event `end` if training has gone on since the last save."""
+        """Fire at the event `end` if a step was completed since the last save."""
         return "final" if event == "end" and _is_new(last_saved, now) else None
 
 
@@ -342,7 +342,7 @@ class AnyTrigger(Trigger):
         metrics: Metrics = NO_METRICS,
         event: Event = "step",
     ) -> str | None:
-        """Ask each trigger; join their reasons."""
+        """Evaluate each trigger; join the reasons of those that fire."""
         answers = [part.due(previous, last_saved, now, metrics, event) for part in self.triggers]
         return ", ".join(answer for answer in answers if answer) or None
 
@@ -357,7 +357,7 @@ def parts_of(trigger: Trigger) -> tuple[Trigger, ...]:
 
 
 def is_elsewhere(last: Timestamp | None, now: Timestamp) -> bool:
-    """Whether no save was begun at this step yet."""
+    """Whether `last`, the last save, is of another step than `now`, or None."""
     return last is None or last.step != now.step
 
 
@@ -369,7 +369,7 @@ def _at_step(step: int) -> Time:
 
 
 def _is_new(last_saved: Timestamp | None, now: Timestamp) -> bool:
-    """Whether training has gone on since the last save."""
+    """Whether a step was completed since the last save, or since step 0."""
     return now.step > 0 and is_elsewhere(last_saved, now)
 
 

@@ -1,1 +1,1 @@
-"""The state: how modules, optimizers, generators and trees are captured and loaded."""
+"""Training state: capture and load of modules, optimizers, generators and plain trees."""

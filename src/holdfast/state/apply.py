@@ -26,7 +26,7 @@ from holdfast.state.trees import decode_skeleton
 
 
 class OpaqueLoadFailed(HoldfastError):
-    """A load failed half-way, in `component`; the cause is chained.
+    """Error of a load that failed half-way, in `component`; its cause is chained.
 
     What was applied before stays applied, so the state is neither the old nor the stored one.
     """
@@ -62,7 +62,7 @@ class Prepared:
         self._is_ready = False
 
     def ready(self, tensors: Mapping[str, Mapping[str, Stored]]) -> None:
-        """Finish the preparation: make new values, and let objects check theirs. Call once.
+        """Make the new values and validate them; no live object changes. Call once.
 
         `tensors` holds CPU tensors of the true dtype and shape. The load takes ownership: those
         with memory of their own may become live tensors. Unread ones are read into the live
@@ -142,8 +142,8 @@ def prepare(
             parameter names of an optimizer.
         include: load only these: components, `component.path` of a leaf or of what is above
             it, or patterns (see `state.selection`). Empty: everything.
-        skip: leave these alone, of what `include` names; entries as for `include`.
-        rng: False leaves the component `rng` alone.
+        skip: do not load these, of what `include` names; entries as for `include`.
+        rng: False: do not load the component `rng`.
         unread: components that the checkpoint has besides `stored`; none of them is loaded.
         unsaved: components that were not saved and stay as they are, with a note.
         one_sided: components that only the state or only the checkpoint may have.
@@ -213,7 +213,7 @@ def _wanted(
     *,
     rng: bool,
 ) -> list[str]:
-    """List the components to load, in the live order, `rng` last."""
+    """List the components to load: live ones in their order, then those that are only stored."""
     asked = _checked_components(components, everything)
     omitted = {name for name in everything if selection.omits(name)}
     if not rng:
@@ -243,7 +243,7 @@ def _report_selection(
     everything: Collection[str],
     planned: Collection[str],
 ) -> None:
-    """Note the components left out on request; refuse, or note, entries that match nothing.
+    """Note the excluded components; raise for entries that match nothing, or note them.
 
     Raises:
         UsageError: under `strict`, an entry names nothing.

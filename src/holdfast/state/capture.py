@@ -52,14 +52,14 @@ class Captured:
 
     @property
     def not_saved(self) -> tuple[str, ...]:
-        """Messages about buffers and attributes of modules that checkpoints do not hold."""
+        """Messages about buffers and attributes of modules that are not saved."""
         elsewhere = {id(value) for value in self.state.values()}
         live = ((name, one) for name, one in self.state.items() if isinstance(one, nn.Module))
         return tuple(line for name, one in live for line in modules.not_saved(name, one, elsewhere))
 
 
 def capture(state: Mapping[str, Any], only: Collection[str] | None = None) -> Captured:
-    """Capture a state once; see `Capturer.capture`."""
+    """Capture a state once, without caches for a later capture."""
     return Capturer(state).capture(only)
 
 
@@ -131,7 +131,7 @@ class Capturer:
         if structures != self._structures:
             self._names = parameter_names(live.items())
             self._structures = structures
-            self._modules.clear()  # whose parameters they are may have changed
+            self._modules.clear()  # parameters may belong to other modules now
         optimizers_ = (value for value in self._state.values() if isinstance(value, Optimizer))
         groups = (group for optimizer in optimizers_ for group in optimizer.param_groups)
         self._stepping = [id(parameter) for group in groups for parameter in group["params"]]
@@ -143,7 +143,7 @@ class Capturer:
         if kind == "optimizer":
             return self._optimizer(name, value)
         if kind == "object":
-            self._distrust_foreseen()
+            self._discard_foreseen()
         content = value.state_dict() if kind == "object" else value
         walked = None if kind == "generator" else content
         recalled = self._recalled(name, kind, walked, None)
@@ -162,9 +162,9 @@ class Capturer:
             component = self._recalled(name, "module", tensors, known.stamp)
             if component is not None:
                 return replace(component, may_overlap=known.may_overlap)
-        return self._asked_module(name, module, foreseen)
+        return self._module_by_state_dict(name, module, foreseen)
 
-    def _asked_module(
+    def _module_by_state_dict(
         self, name: str, module: nn.Module, foreseen: Foreseen | None
     ) -> CapturedComponent:
         """Capture a module by calling its `state_dict`, and cache the result where possible."""
@@ -180,7 +180,7 @@ class Capturer:
         may_overlap = self._stepped(component)
         self._modules.pop(name, None)
         if foreseen is None:
-            self._distrust_foreseen()
+            self._discard_foreseen()
         elif name in self._recollections and foreseen.is_right(tensors):
             self._modules[name] = _KnownModule(
                 outline=foreseen.outline,
@@ -190,7 +190,7 @@ class Capturer:
             )
         return replace(component, may_overlap=may_overlap)
 
-    def _distrust_foreseen(self) -> None:
+    def _discard_foreseen(self) -> None:
         """Discard predicted module states: code outside torch may have changed the modules."""
         self._has_run_foreign = True
         self._foreseen.clear()
@@ -219,7 +219,7 @@ class Capturer:
         return self._encoded("optimizer", leaves, document, walked, stamp, stepped)
 
     def _recalled(self, name: str, kind: Kind, walked: Any, stamp: Any) -> CapturedComponent | None:
-        """Get a component from the cache; None if `walked`, but for numbers, or `stamp` changed."""
+        """Return the cached component; None if `stamp` changed, or `walked` beyond its numbers."""
         known = None if walked is None else self._recollections.get(name)
         return None if known is None else known.recall(kind, walked, stamp)
 
@@ -232,7 +232,7 @@ class Capturer:
         stamp: Any = None,
         may_overlap: frozenset[str] = frozenset(),
     ) -> CapturedComponent:
-        """Make a component of its leaves and its tree, cached for the same `walked` and `stamp`."""
+        """Make a component from its leaves and tree; cache it under `walked` and `stamp`."""
         name = leaves.component
         self._recollections.pop(name, None)
         self._offenders += leaves.offenders
@@ -284,7 +284,7 @@ def _unheld(
 
 
 def unheld_in(state: Mapping[str, Any]) -> Mapping[str, Mapping[str, Tensor]]:
-    """Find parameters of optimizers that no component holds, by optimizer and name.
+    """Find parameters of optimizers that no component saves, by optimizer and name.
 
     Calls `state_dict` of components only if a parameter is in no module of the state.
     """

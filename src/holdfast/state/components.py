@@ -24,7 +24,7 @@ from holdfast.state.leaves import in_place_of
 
 Kind: TypeAlias = Literal["module", "optimizer", "object", "tree", "generator", "rng"]
 
-# What hooks add, only the optimizer's own methods can save and load.
+# State that hooks add can be saved and loaded by the optimizer's own methods only.
 _STATE_HOOKS = (
     "_optimizer_state_dict_pre_hooks",
     "_optimizer_state_dict_post_hooks",
@@ -49,7 +49,7 @@ _OF_AN_OBJECT = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredComponent:
-    """A component as a checkpoint holds it."""
+    """A component as stored: its typed tree, and the dtypes and shapes of its tensors."""
 
     name: str
     kind: str
@@ -86,7 +86,7 @@ class CapturedComponent:
 
     @property
     def stored(self) -> StoredComponent:
-        """The component as a checkpoint holds it."""
+        """The component in its stored form, without the values of its tensors."""
         tensors = {spec.key: spec for spec in self.specs}
         return StoredComponent(name=self.name, kind=self.kind, tree=self.tree, tensors=tensors)
 
@@ -119,7 +119,7 @@ def kind_of(value: Any) -> Kind:
 
 
 def unwrapped(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Replace accelerate's wrappers in a state by the torch optimizers inside.
+    """Replace accelerate's optimizer wrappers in a state by the torch optimizers inside.
 
     The wrapper has no state of its own; left in place, it would be saved as an opaque object.
     """
@@ -160,7 +160,7 @@ def _is_stateful(value: Any) -> bool:
 
 
 def check_state(state: Mapping[str, Any]) -> None:
-    """Check names and types of all components, as at a manager's construction.
+    """Check the names and types of all components of a state.
 
     Raises:
         UsageError: lists every component that is wrong.
@@ -217,7 +217,7 @@ class Cleaner:
 
 
 def cleaner_of(module: nn.Module) -> Cleaner:
-    """Make the cleaner for the names inside `module`, which was unwrapped before."""
+    """Make the `Cleaner` for the names inside an unwrapped module."""
     submodules = module.named_modules(remove_duplicate=False)
     wrappers = (name for name, inner in submodules if isinstance(inner, _PARALLEL))
     return Cleaner(parallel=frozenset(wrappers))
@@ -258,6 +258,6 @@ def structure(wrapped: nn.Module) -> list[Any]:
     for raw, inner in module.named_modules(remove_duplicate=False):
         parameters = inner._parameters
         if not isinstance(parameters, dict):
-            return [object()]  # a scripted module's are made anew each time
+            return [object()]  # a scripted module makes new ones on each access
         outline += (raw, type(inner), *parameters, *map(id, parameters.values()))
     return outline

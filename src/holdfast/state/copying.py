@@ -1,4 +1,4 @@
-"""Stored tensors, which may be unread, and their copies into live tensors.
+"""Stored tensors, in memory or not read yet, and copying them into live tensors.
 
 A load that copies into live tensors need not hold all stored ones at once: it plans with their
 specs, and reads the bytes straight into their destination.
@@ -120,13 +120,13 @@ def fetched(stored: Stored) -> Tensor:
 
 
 class LazyTensors(Mapping[str, S_co]):
-    """Stored tensors by key, whose objects are made on access."""
+    """Mapping from keys to stored tensors, whose Python objects are made on access."""
 
     @abstractmethod
     def copy_into(
         self, live: Sequence[Tensor], keys: Sequence[str], *, is_all: bool
     ) -> list[tuple[Tensor, S_co]]:
-        """Copy tensors in bulk into plain live ones; returns the pairs that are left to copy.
+        """Copy tensors in bulk into plain live ones; returns pairs that the caller must copy.
 
         The live tensors (see `are_plain`) have the shapes and dtypes of the stored ones.
         `is_all`: no other tensors are copied in this load.
@@ -138,13 +138,13 @@ class LazyTensors(Mapping[str, S_co]):
 
 
 class Fetching(Mapping[str, Tensor]):
-    """Stored tensors by key, each of which is read on access."""
+    """Mapping from keys to tensors, which reads unread ones on each access."""
 
     def __init__(self, tensors: Mapping[str, Stored]) -> None:
         self._tensors = tensors
 
     def __getitem__(self, key: str) -> Tensor:
-        """Return the values of one tensor."""
+        """Return one tensor in memory; reads it if it is unread."""
         return fetched(self._tensors[key])
 
     def __iter__(self) -> Iterator[str]:
@@ -155,7 +155,7 @@ class Fetching(Mapping[str, Tensor]):
 
 
 def copy_tensors(pairs: Sequence[StoredPair]) -> None:
-    """Copy the second of each pair into the first; returns when devices have it, too.
+    """Copy the second of each pair into the first, and wait for copies to accelerators.
 
     Raises:
         FormatError, StoreError: an unread tensor cannot be read; live ones are undefined then.
@@ -216,7 +216,7 @@ class Shared(Iterator[T]):
 
 @contextmanager
 def _copied_beside(pieces: Shared[tuple[Any, Any]]) -> Iterator[None]:
-    """Copy the pieces in other threads beside the block, and the rest of them after the block.
+    """Copy pieces in other threads while the block runs, then the rest in this thread, too.
 
     Threads start before anything changes. If none can start, as while the interpreter exits, all
     pieces are copied after the block.
@@ -294,7 +294,7 @@ def copy_runs(targets: Iterable[int], sources: Iterable[int], nbytes: Iterable[i
 
 
 def in_parts(length: int) -> Iterator[slice]:
-    """Split a list of tensors into slices short enough for the processor's cache."""
+    """Yield slices of a list of `length` tensors, each short enough for the processor's cache."""
     return (slice(start, start + _PART_LENGTH) for start in range(0, length, _PART_LENGTH))
 
 

@@ -1,4 +1,4 @@
-"""Edits of a state by hooks before it is stored or loaded; the live state stays as it is.
+"""Edits of a state by hooks before it is stored or loaded; the live state does not change.
 
 A hook gets a `StateView`. Components that it does not read cost nothing; those that it does
 not change stay the same byte for byte.
@@ -21,7 +21,7 @@ from holdfast.state.views import ComponentView, OptimizerView
 
 
 class StateView(Mapping[str, ComponentView]):
-    """Mapping from components to their leaves; `del view["optimizer"]` leaves one out."""
+    """Mapping from component names to views of them; `del view["optimizer"]` omits one."""
 
     def __init__(
         self,
@@ -52,14 +52,14 @@ class StateView(Mapping[str, ComponentView]):
         return len(self._sources)
 
     def __setitem__(self, name: str, value: Any) -> None:
-        """Raise `UsageError`: a component that the state does not have could never be loaded."""
+        """Raise `UsageError`: components cannot be added or replaced, only edited."""
         raise UsageError(
             f"{name}: assign to the paths of a component, as in view[{name!r}][path] = value; "
             "a new component belongs into the state of the manager"
         )
 
     def __delitem__(self, name: str) -> None:
-        """Leave a component out."""
+        """Omit a component from the save or load."""
         del self._sources[name]
         view = self._views.pop(name, None)
         if view is not None:
@@ -68,7 +68,7 @@ class StateView(Mapping[str, ComponentView]):
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """Components that were left out, in the order of the calls."""
+        """Names of the omitted components, in the order of their removal."""
         return tuple(self._left_out)
 
     def close(self) -> None:
@@ -82,7 +82,7 @@ Edit: TypeAlias = Callable[[StateView], None]
 
 
 def edited(captured: Captured, edit: Edit) -> Captured:
-    """Return the capture after `edit`; neither the live state nor `captured` changes.
+    """Return a copy of `captured` after `edit`; the live state and `captured` do not change.
 
     Raises:
         UsageError: an edit is not possible, or nothing is left.
@@ -104,7 +104,7 @@ def edited(captured: Captured, edit: Edit) -> Captured:
 
 def _recaptured(part: CapturedComponent, view: ComponentView) -> CapturedComponent:
     if not view.is_changed:
-        # The hook has had the tensors.
+        # The hook may have run code that makes the cached addresses stale.
         return part if part.addresses is None else replace(part, addresses=None)
     changed = view.changed()
     tensors = {spec.key: _either(spec.key, changed.new, part.tensors) for spec in changed.specs}
@@ -128,7 +128,7 @@ class EditedLoad:
     """A stored state after an edit, to be loaded."""
 
     components: Mapping[str, StoredComponent]
-    """Components that are left, for `prepare`."""
+    """Components that were not omitted, for `prepare`."""
 
     tensors: Mapping[str, Mapping[str, Tensor]]
     """Component -> key -> tensor that was assigned, or was read for the edit. The latter need not,
@@ -142,9 +142,9 @@ def edited_load(
     where: str,
     read: Callable[[str], Mapping[str, Tensor]],
 ) -> EditedLoad:
-    """Edit a stored state before it is compared with the live one.
+    """Apply a hook's edit to a stored state, before it is compared with the live one.
 
-    `read(component)` gives all tensors of a component, verified, on the CPU; it is called when
+    `read(component)` returns all tensors of a component, verified, on the CPU; it is called when
     the first of them is read. `where` names the checkpoint.
 
     Raises:

@@ -62,7 +62,7 @@ class DeviceGenerator:
         return state
 
     def set_state(self, state: Tensor) -> None:
-        """Set the state."""
+        """Set the state, given as bytes on the CPU."""
         self._module.set_rng_state(state, *self._which)
 
     @property
@@ -127,12 +127,16 @@ def kind_of(value: object) -> str | None:
 
 
 def is_global(generator: Any) -> bool:
-    """Whether the generator is a global one, which checkpoints hold as part of `rng`."""
-    return generator in (random, np.random, torch.default_generator)
+    """Whether the generator is a global one of the CPU, which checkpoints save in `rng`."""
+    # The functions of the modules `random` and `numpy.random` are methods of hidden objects.
+    functions: Any = (random.random, np.random.random)
+    hidden = (function.__self__ for function in functions)
+    known = (random, np.random, torch.default_generator, *torch.cuda.default_generators, *hidden)
+    return any(generator is one for one in known)
 
 
 def read(generator: Any) -> tuple[str, dict[str, Any]]:
-    """Read kind and members of a generator's state; byte states are tensors, others plain values.
+    """Return a generator's kind and the members of its state: tensors, arrays and plain values.
 
     Raises:
         ValueError: the state of this kind of generator cannot be read.
@@ -161,7 +165,7 @@ def _read_python(generator: Any) -> dict[str, Any]:
 
 
 def _read_numpy(bits: Any) -> dict[str, Any]:
-    """Read the state, and the seed sequence for `spawn`, where there is one."""
+    """Read a numpy bit generator's state and, if it has one, the seed sequence for `spawn`."""
     members: dict[str, Any] = {"state": bits.state}
     seeds = bits.seed_seq
     if type(seeds) is np.random.SeedSequence:
@@ -184,7 +188,7 @@ def _seeds_as_plain(entropy: Any) -> Any:
 
 
 def _seeds_wrong(stored: Any) -> str | None:
-    """Return why these are not valid members of a seed sequence, or None.
+    """Return why `stored` is not a valid seed sequence, or None.
 
     Too many words are refused, as each load mixes all of them.
     """
@@ -234,7 +238,7 @@ def _write_numpy(bits: Any, members: Mapping[str, Any]) -> None:
 
 
 def scratch(generator: Any) -> Any:
-    """Make a generator of the same kind, on which a stored state can be tried."""
+    """Make a throwaway generator of the same kind, to try a stored state on."""
     kind = kind_of(generator)
     if kind == "torch":
         return torch.Generator(device=generator.device)
@@ -247,7 +251,7 @@ def scratch(generator: Any) -> Any:
 
 
 def inexact(generator: Any, node: GeneratorState) -> str | None:
-    """Describe what of a fitting state cannot be restored in this process, or None."""
+    """Return why a state that fits cannot be restored exactly in this process, or None."""
     if node.kind != "numpy" or _TAKES_SEEDS:
         return None
     seeds = node.members.get("seed_seq")
@@ -257,7 +261,7 @@ def inexact(generator: Any, node: GeneratorState) -> str | None:
 
 
 def build(node: GeneratorState) -> Any:
-    """Make a generator of the stored kind, not yet in its state.
+    """Make a new generator of the stored kind; the stored state is not set.
 
     Raises:
         FormatError: this process does not have the kind, bit generator or device.

@@ -55,7 +55,7 @@ def unheld(
 ) -> dict[str, dict[str, Tensor]]:
     """Select the `homeless` parameters whose memory is in none of the captured tensors.
 
-    Memory is in one if a dict or an object in the state holds the parameter itself.
+    A captured tensor has it if a dict or an object in the state holds the parameter itself.
     """
     if not homeless:
         return {}

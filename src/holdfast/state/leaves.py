@@ -1,4 +1,4 @@
-"""Leaves of a state: which tensors can be saved, under which key and name of element type.
+"""Tensors of a state: which can be saved, and under which keys and dtype names.
 
 A dtype without a name cannot be saved; nothing is ever cast. Knows storages, strides and element
 types; knows nothing of modules, optimizers or trees.
@@ -73,7 +73,7 @@ _BY_PLAIN_NAME = {
 
 
 def plain_name(dtype: torch.dtype) -> str:
-    """Return the name of a dtype that is itself a value: `bfloat16` for `torch.bfloat16`."""
+    """Return the name under which a dtype is saved as a value: `bfloat16` for `torch.bfloat16`."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -125,7 +125,7 @@ def _has_data(tensor: Tensor) -> bool:
 
 
 def in_place_of(loader: DataLoader[Any]) -> str:
-    """Explain why torch's own loader is no component, and what to write instead."""
+    """Explain why a torch DataLoader cannot be a component, and what to write instead."""
     why = "a torch DataLoader has no position, so a resumed run gets its data from the beginning"
     if isinstance(loader.dataset, IterableDataset) or loader.batch_size is None:
         return (
@@ -148,7 +148,7 @@ def in_place_of(loader: DataLoader[Any]) -> str:
 
 
 def span(tensor: Tensor) -> tuple[int, int]:
-    """Return the first byte of the storage that the tensor reaches, and the one after the last."""
+    """Return a tensor's byte range in its storage: the first byte, and the one after the last."""
     item, start = tensor.element_size(), int(tensor.storage_offset())
     if tensor.is_contiguous():
         extent = tensor.numel()
@@ -206,12 +206,12 @@ class Leaves:
     _refs: dict[Hashable, TensorRef] = field(default_factory=dict)
 
     def add(self, tensor: Tensor, path: str) -> TensorRef | Refused:
-        """Return a reference to `tensor`, one for each distinct memory, or why it is refused."""
+        """Add a tensor; returns its reference, the same for the same memory, or the refusal."""
         reason = refusal(tensor)
         if reason is not None:
             return Refused(reason)
         # Not `is_set_to`: it is False for a conjugate view and itself.
-        who = identity(tensor)  # holds while the tensor lives, in `originals`
+        who = identity(tensor)  # valid while the tensor lives, in `originals`
         ref = self._refs.get(who)
         if ref is None:
             ref = self._refs[who] = self._new(tensor, path)

@@ -1,4 +1,4 @@
-"""Live values in a stored tree: those that a selection leaves alone, and members of enumerations.
+"""Replacing nodes of a stored tree by live values: excluded ones, and members of enumerations.
 
 Classes of enumerations come from the live state only; no class is imported by a name in a file.
 """
@@ -21,7 +21,7 @@ _ABSENT: Any = object()
 def revive(
     skeleton: Skeleton, live: Any, component: str, problems: Problems, *, stored: Any = _ABSENT
 ) -> Any:
-    """Replace `EnumValue` nodes of a tree by members, in place where possible.
+    """Replace `EnumValue` nodes of a tree by members of live classes, in place where possible.
 
     Values are wrapped in `LiveValue`; keys and members of sets are not. Nodes whose class is
     nowhere in `live` stay `EnumValue`, with a note for each. `stored` replaces the skeleton's own
@@ -52,7 +52,7 @@ def _classes_in(live: Any) -> dict[str, type[Enum]]:
 
 
 class _Reviving:
-    """Revives the enumerations of a decoded tree; shared containers stay shared."""
+    """Replaces `EnumValue` nodes of a decoded tree by members; shared containers stay shared."""
 
     def __init__(self, classes: dict[str, type[Enum]]) -> None:
         self.left: list[tuple[str, str]] = []
@@ -61,7 +61,7 @@ class _Reviving:
         self._done: dict[int, tuple[Any, Any]] = {}
 
     def value(self, node: Any, path: str) -> Any:
-        """Return the replacement of `node` in the position of a value."""
+        """Return the replacement of `node`, which is not a key or a member of a set."""
         if isinstance(node, EnumValue):
             member = self._member(node, path)
             return member if member is node else LiveValue(member)
@@ -112,9 +112,9 @@ def _are_same(ones: Iterable[Any], others: Iterable[Any]) -> bool:
 
 
 def keep_live(stored: Any, live: Any, component: str, selection: Selection) -> bool:
-    """Put live values into a decoded tree where `selection` leaves them alone.
+    """Replace the values of a decoded tree that `selection` excludes by the live ones.
 
-    A tuple or a set is one value. Returns whether anything stored is wanted.
+    A tuple or a set is one value. Returns whether any stored value will be loaded.
     """
     if not isinstance(stored, dict | list):
         return not selection.leaves(component)
@@ -124,7 +124,7 @@ def keep_live(stored: Any, live: Any, component: str, selection: Selection) -> b
 
 
 class _Keeping:
-    """Puts live values into a stored tree where a selection leaves them alone."""
+    """Replaces the values of a stored tree that a selection excludes by the live ones."""
 
     def __init__(self, component: str, selection: Selection) -> None:
         self._component = component
@@ -133,7 +133,7 @@ class _Keeping:
         """Number of stored values that will be loaded, so far."""
 
     def container(self, stored: Any, live: Any, path: str) -> None:
-        """Put live values into the dict or list `stored`, in place."""
+        """Replace the excluded values in the dict or list `stored`, in place."""
         if isinstance(stored, dict):
             self._dict(stored, live if isinstance(live, dict) else {}, path)
         else:
@@ -158,7 +158,7 @@ class _Keeping:
         stored[:] = [value for value in values if value is not _ABSENT]
 
     def _chosen(self, value: Any, known: Any, path: str) -> Any:
-        """Choose the value at `path`: the stored value, the live one, or none."""
+        """Return the value for `path`: the stored one, the live one, or `_ABSENT`."""
         shown = value if value is not _ABSENT else known
         if isinstance(shown, dict | list) and not self._choice.skips(self._component, path):
             return self._chosen_inside(value, known, path)
@@ -189,7 +189,7 @@ def _empty_like(live: Any) -> Any:
 
 
 def revived(live: Any, stored: EnumValue) -> Any:
-    """Return the member of the live value's class, or `stored` if that class has none such."""
+    """Return the stored member in the live value's enum class; `stored` if it has none."""
     kind = type(live)
     if not isinstance(live, Enum) or type_name(kind) != stored.type:
         return stored
@@ -199,7 +199,7 @@ def revived(live: Any, stored: EnumValue) -> Any:
 def member_of(kind: type[Enum], stored: EnumValue) -> Any:
     """Find the member of `kind` by its name, else by its value; `stored` if there is none.
 
-    A combination of flags has no name of its own, or one that no table lists.
+    A combination of flags has no name of its own, or one that `__members__` lacks.
     """
     member = kind.__members__.get(stored.name) if stored.name is not None else None
     if member is not None:

@@ -51,10 +51,10 @@ _Owner = tuple[Tensor, str, str]
 
 
 class Placement:
-    """Device and layout of a new tensor, for which no live one can be copied into: as saved."""
+    """Device and layout of new tensors, made where no live one can be copied into: as saved."""
 
     needs_device = False
-    """Whether a live tensor on another device is not copied into."""
+    """Whether a live tensor on another device is replaced, not copied into."""
 
     def device(self, ref: TensorRef) -> torch.device:
         """Return the stored device, or the CPU if this machine lacks it."""
@@ -86,7 +86,7 @@ class Claims:
     """
 
     def __init__(self, protected: Iterable[Tensor] = ()) -> None:
-        """Start a record; the memory of `protected` tensors may only take their own values."""
+        """Start an empty record; the memory of `protected` tensors cannot be claimed."""
         self._taken: set[Any] = set()
         self._first: dict[Hashable, tuple[str, Stored]] = {}
         self._states: dict[int, Any] = {}
@@ -106,7 +106,7 @@ class Claims:
         return True
 
     def take_memory(self, tensor: Tensor, component: str, key: str) -> str | None:
-        """Claim the memory of a tensor; returns why not, or None. Disjoint views are fine."""
+        """Claim a tensor's memory; returns the refusal, or None. Disjoint views may both claim."""
         storage = tensor.untyped_storage()._cdata
         if storage in self._protected:
             return _OF_MODULE
@@ -117,7 +117,7 @@ class Claims:
     def take_memories(self, tensors: Sequence[Tensor], component: str, keys: Sequence[str]) -> bool:
         """Claim the memory of plain tensors (see `copying.are_plain`), all or none.
 
-        False if some have no storage of their own, or one is claimed or protected.
+        False if some have no memory or share it, or if any is claimed or protected.
         """
         storages = [*map(Tensor.untyped_storage, tensors)]
         if not all(map(torch.UntypedStorage.nbytes, storages)):
@@ -156,13 +156,13 @@ class Claims:
         return self._states.setdefault(id(live), members)
 
     def remarks(self) -> list[_Remark]:
-        """Make a list for the remarks of one component, which become part of `notes`."""
+        """Return a new list, to which one component adds remarks for `notes`."""
         self._lists.append([])
         return self._lists[-1]
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Notes on what is not restored as it was: lost sharing, and moved tensors."""
+        """Messages about inexact restores: memory no longer shared, tensors on other devices."""
         paths: dict[str, list[str]] = {}
         for remark in (remark for remarks in self._lists for remark in remarks):
             paths.setdefault(remark.reason, []).append(join(remark.component, remark.path))
@@ -229,7 +229,7 @@ class Merge:
         self._edits.append(edit)
 
     def commit(self) -> None:
-        """Copy the tensors, then change the containers."""
+        """Make the planned changes: copy the tensors, then run the callbacks."""
         if isinstance(self._tensors, LazyTensors):
             is_all = not self._copies
             self._copies += self._tensors.copy_into(*self._in_bulk, is_all=is_all)
@@ -325,7 +325,7 @@ class Merge:
     ) -> Sequence[Any] | None:
         """Plan the merge of many plain tensors at once; returns them if all fit.
 
-        Returns None, and plans nothing, if any of them needs a decision of its own.
+        Returns None, and plans nothing, if any of them must be decided separately.
         """
         is_worth_it = len(stored) >= _MANY and place is _STORED_PLACE
         if not is_worth_it or {*map(type, stored)} != {TensorRef}:

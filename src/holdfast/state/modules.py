@@ -71,7 +71,7 @@ class LiveModule:
     """Clean paths of submodules with loading code of their own."""
 
     versions: Mapping[str, int] | None
-    """Clean path of a submodule -> the version that it saves; None: it saves none."""
+    """Clean path of a submodule -> its saved version; None: the state_dict has no versions."""
 
     raw_paths: tuple[tuple[str, str], ...]
     """(raw, clean) path of every submodule."""
@@ -87,7 +87,7 @@ class LiveModule:
 
 
 def inspect(wrapped: nn.Module, state: Mapping[str, Any] | None = None) -> LiveModule:
-    """Inspect a live module; changes nothing. `state` is its `state_dict()`, if known."""
+    """Collect entries, leaves and versions of a module. `state`: its `state_dict()`, if known."""
     module = unwrap(wrapped)
     cleaner = cleaner_of(module)
     state = module.state_dict() if state is None else state
@@ -199,7 +199,7 @@ def _own_loading(inners: _Inners) -> Iterator[str]:
 
 
 def not_saved(component: str, wrapped: nn.Module, elsewhere: Collection[int] = ()) -> list[str]:
-    """List non-persistent buffers and plain attributes that are lost, one line each.
+    """List the non-persistent buffers and attributes that are not saved, one line each.
 
     `elsewhere`: ids of objects that are saved as other components.
     """
@@ -234,7 +234,7 @@ def _lost_attributes(inner: nn.Module, elsewhere: Collection[int]) -> Iterator[t
 
 
 def stamp(state: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return what a module's tree depends on besides structure and values: names and versions."""
+    """Return a cache key of a module's tree: names of entries, and versions of submodules."""
     metadata = getattr(state, "_metadata", None)
     if not isinstance(metadata, Mapping):
         return (tuple(state), None)
@@ -319,7 +319,7 @@ class ModulePlan(LoadPlan):
             problems.compare(path, self._specs[value.key], live, any_shape=resizes)
 
     def _check_ties(self, problems: Problems) -> None:
-        """Record live tensors that would take two stored values."""
+        """Record tied live tensors for which two different tensors were stored."""
         taken: dict[Any, tuple[str, str]] = {}
         for name, value in self._wanted.items():
             live = self._live.leaves.get(name)
@@ -353,7 +353,7 @@ class ModulePlan(LoadPlan):
                 live.data = owned(fetched(stored), live.device)
 
     def finish(self) -> None:
-        """Load the rest by the module's own code: `load_state_dict` or `set_extra_state`."""
+        """Call the module's own loading code, if any: `load_state_dict` or `set_extra_state`."""
         live = self._live
         if live.is_opaque:
             raw = self._with_versions(
@@ -366,7 +366,7 @@ class ModulePlan(LoadPlan):
                 live.extras[name].set_extra_state(value)
 
     def _with_versions(self, raw: dict[str, Any]) -> dict[str, Any]:
-        """Add the versions that a module's code may read to a state dict."""
+        """Return a state dict with the versions of submodules, which a module's code may read."""
         if self._live.versions is None:
             return raw
         known = {path: self._live.versions.get(path, 1) for path in self._live.of_torch}

@@ -122,13 +122,13 @@ _SHAPE_AND_DEVICE = attrgetter("shape", "device")
 
 
 def stamp(live: LiveOptimizer) -> tuple[Any, ...]:
-    """Return what an optimizer's tree depends on besides its options and slots."""
+    """Return a cache key of an optimizer's tree: everything in it but options and slots."""
     where = list(map(_SHAPE_AND_DEVICE, live.parameters.values()))
     return (type(live.optimizer).__name__, live.groups, live.modules, where)
 
 
 def options_and_slots(live: LiveOptimizer) -> dict[str, Any] | None:
-    """Return the two members of the tree that change; None if there is state besides slots."""
+    """Return options and slots, the changing members of the tree; None if there is other state."""
     state = live.optimizer.state
     # By their ids: torch hashes a tensor in Python, and there are many.
     by_id = dict(zip(map(id, state), state.values(), strict=True))
@@ -147,7 +147,7 @@ def _options(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def capture_optimizer(live: LiveOptimizer, leaves: Leaves) -> TreeDocument | None:
-    """Encode the tree of an optimizer (see `_StoredOptimizer`)."""
+    """Encode an optimizer as a tree with the members of `_StoredOptimizer`."""
     slots, extra = _state_by_name(live, leaves)
     tree = {
         "type": type(live.optimizer).__name__,
@@ -254,13 +254,13 @@ def check_tree(tree: Any, what: str) -> None:
     _parse(tree, what)
 
 
-class _Beside(Placement):
-    """Placement on the parameter's device for nodes where `is_beside` is true, else on the CPU."""
+class _ParameterPlacement(Placement):
+    """Placement on the parameter's device of tensors saved on device `home`, else on the CPU."""
 
     needs_device = True  # a kernel needs the tensor there
 
     def __init__(self, parameter: Tensor, home: str | None) -> None:
-        """`home`: the device of tensors that were beside the parameter; None: any device."""
+        """`home`: stored device of the tensors to place beside the parameter; None: any device."""
         self._parameter = parameter
         self._home = home
 
@@ -344,10 +344,10 @@ class OptimizerPlan(LoadPlan):
         component = self._component
         old_names = {new: old for old, new in self._new_names.items()}
         for new, old in old_names.items():
-            if new not in self._live.parameters and not self._leaves_parameter(new, old):
+            if new not in self._live.parameters and not self._omits_parameter(new, old):
                 problems.unexpected.append(f"{component}.{new}")
         for name in self._live.parameters:
-            if self._leaves_parameter(name, old_names.get(name, name)):
+            if self._omits_parameter(name, old_names.get(name, name)):
                 continue
             if name in old_names:
                 self._common[name] = old_names[name]
@@ -381,7 +381,7 @@ class OptimizerPlan(LoadPlan):
             for key, value in self._stored.param_groups[old].items():
                 path = f"{_GROUPS}.{live_index}.{key}"
                 live = group.get(key)
-                if self._leaves(path) or not isinstance(live, Tensor):
+                if self._omits(path) or not isinstance(live, Tensor):
                     continue
                 if isinstance(value, TensorRef):
                     spec, at = self._specs[value.key], f"{self._component}.{path}"
@@ -438,7 +438,7 @@ class OptimizerPlan(LoadPlan):
         self._merge_extra(merge)
 
     def apply(self) -> None:
-        """Make the planned changes."""
+        """Make the planned changes to groups and state."""
         self._merge.commit()
 
     def _stored_options(self) -> dict[str, dict[str, Any]]:
@@ -464,7 +464,7 @@ class OptimizerPlan(LoadPlan):
         target = live if isinstance(live, dict) else {}
         slots = dict(kept)
         for slot, value in (stored or {}).items():
-            if not self._leaves_slot(name, old, slot):
+            if not self._omits_slot(name, old, slot):
                 place = self._place(old, slot, parameter, options)
                 slots[slot] = merge.merge(target.get(slot), value, place)
         merge.then(partial(_refill, state, parameter, target, slots))
@@ -472,7 +472,7 @@ class OptimizerPlan(LoadPlan):
     def _kept_slots(self, name: str, old: str, live: Any) -> dict[Any, Any]:
         if not isinstance(live, dict):
             return {}
-        return {slot: value for slot, value in live.items() if self._leaves_slot(name, old, slot)}
+        return {slot: value for slot, value in live.items() if self._omits_slot(name, old, slot)}
 
     def _count_all_leaves(self) -> None:
         """Match every leaf with the selection now, so that unmatched entries can be reported."""
@@ -480,10 +480,10 @@ class OptimizerPlan(LoadPlan):
             return
         for name, old in self._common.items():
             for slot in self._slots(name, old):
-                self._leaves_slot(name, old, slot)
+                self._omits_slot(name, old, slot)
         for key in (*self._stored.extra, *self._live.optimizer.state):
             if isinstance(key, str):
-                self._leaves(f"extra.{key}")
+                self._omits(f"extra.{key}")
 
     def _slots(self, name: str, old: str) -> list[Any]:
         """Return the names of a parameter's slots, stored and live ones."""
@@ -492,47 +492,47 @@ class OptimizerPlan(LoadPlan):
         live = None if parameter is None else self._live.optimizer.state.get(parameter)
         return [slot for slots in (stored, live) if isinstance(slots, dict) for slot in slots]
 
-    def _leaves_parameter(self, name: str, old: str) -> bool:
-        """Whether the selection leaves all of a parameter's state alone."""
+    def _omits_parameter(self, name: str, old: str) -> bool:
+        """Whether the selection excludes all of a parameter's state."""
         selection, component = self._wishes.selection, self._component
         is_skipped = selection.skips(component, name) or selection.skips(component, old)
         slots = [] if is_skipped else self._slots(name, old)
-        wanted = [slot for slot in slots if not self._leaves_slot(name, old, slot)]
-        return not wanted and self._leaves(name, old)
+        wanted = [slot for slot in slots if not self._omits_slot(name, old, slot)]
+        return not wanted and self._omits(name, old)
 
-    def _leaves_slot(self, name: str, old: str, slot: Any) -> bool:
-        return self._leaves(f"{name}.{slot}", f"{old}.{slot}")
+    def _omits_slot(self, name: str, old: str, slot: Any) -> bool:
+        return self._omits(f"{name}.{slot}", f"{old}.{slot}")
 
-    def _leaves(self, *paths: str) -> bool:
+    def _omits(self, *paths: str) -> bool:
         return self._wishes.selection.leaves(self._component, *paths)
 
     def _place(self, old: str, slot: Any, parameter: Tensor, options: dict[str, Any]) -> Placement:
-        """Return the placement of a slot that does not exist yet.
+        """Return the placement of a slot's tensor, for when a new one must be made.
 
         That is its parameter's device if it was saved from there, else the CPU. For `step`, torch
-        has a rule of its own: two flags mean that a kernel reads it on the device.
+        has a separate rule: two flags mean that a kernel reads it on the device.
         """
         home = self._stored.devices.get(old, "cpu")
         if slot == "step" and (options.get("capturable") or options.get("fused")):
-            return _Beside(parameter, None)
-        # None is in no tree that Holdfast wrote, and names no device.
+            return _ParameterPlacement(parameter, None)
+        # Trees that Holdfast wrote never have None here; it names no device.
         is_apart = home is None or (slot == "step" and home == "cpu")
-        return _Beside(parameter, "" if is_apart else home)
+        return _ParameterPlacement(parameter, "" if is_apart else home)
 
     def _merge_group(self, merge: Merge, live_index: int, stored: dict[str, Any]) -> None:
         group = self._live.optimizer.param_groups[live_index]
         for key, value in stored.items():
-            if key not in _NOT_OPTIONS and not self._leaves(f"{_GROUPS}.{live_index}.{key}"):
+            if key not in _NOT_OPTIONS and not self._omits(f"{_GROUPS}.{live_index}.{key}"):
                 _merge_option(merge, group, key, value)
 
     def _merge_extra(self, merge: Merge) -> None:
         extra = self._stored.extra
         state: dict[Any, Any] = self._live.optimizer.state
         for key in [key for key in state if isinstance(key, str) and key not in extra]:
-            if not self._leaves(f"extra.{key}"):
+            if not self._omits(f"extra.{key}"):
                 merge.then(partial(state.pop, key, None))
         for key, value in extra.items():
-            if not self._leaves(f"extra.{key}"):
+            if not self._omits(f"extra.{key}"):
                 new = merge.merge(state.get(key), value)
                 merge.then(partial(state.__setitem__, key, new))
 
@@ -542,7 +542,7 @@ def _merge_option(merge: Merge, group: dict[str, Any], key: str, value: Any) -> 
     if not isinstance(live, Tensor):
         new = merge.merge(live, value)
     elif isinstance(value, TensorRef):
-        new = merge.merge(live, value, _Beside(live, None))
+        new = merge.merge(live, value, _ParameterPlacement(live, None))
     else:
         # A compiled step reads this tensor, so it is kept and filled with the number.
         new = live

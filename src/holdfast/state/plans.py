@@ -1,7 +1,7 @@
-"""Loads into generators, plain trees and foreign objects.
+"""Load plans: their interface, and those for generators, plain trees and foreign objects.
 
 Each plan has four stages: `check` finds what does not fit, `prepare` makes new objects, `apply`
-changes leaves and cannot fail, `finish` runs code that may.
+changes leaves and fails only if a tensor cannot be read, `finish` runs code that may fail.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from holdfast.state.trees import Lifting, Skeleton, keys_in
 
 
 class LoadPlan(ABC):
-    """The load of one component, in stages."""
+    """Plan for loading one component, in four stages."""
 
     def __init__(self, component: str, live: Any, specs: Mapping[str, TensorSpec]) -> None:
         self._component = component
@@ -47,17 +47,17 @@ class LoadPlan(ABC):
 
     @abstractmethod
     def check(self, skeleton: Skeleton, wishes: Wishes, problems: Problems) -> None:
-        """Record everything that does not fit; nothing live changes."""
+        """Record where the stored tree does not fit the live object; nothing live changes."""
 
     @abstractmethod
     def prepare(self, tensors: Mapping[str, Stored], claims: Claims) -> None:
         """Make all new objects; nothing live changes."""
 
     def apply(self) -> None:  # noqa: B027
-        """Change the leaves, if any are changed without foreign code."""
+        """Change the leaves that need no foreign code. The default is a no-op."""
 
     def finish(self) -> None:  # noqa: B027
-        """Run code that may fail or must come last, if there is any."""
+        """Run code that may fail or must come last. The default is a no-op."""
 
 
 class TreePlan(LoadPlan):
@@ -79,17 +79,17 @@ class TreePlan(LoadPlan):
         self._wanted = revive(skeleton, self._live, self._component, problems, stored=self._wanted)
 
     def prepare(self, tensors: Mapping[str, Stored], claims: Claims) -> None:
-        """Plan every change."""
+        """Plan the merge of the stored tree into the live one."""
         self._merge = Merge(tensors, self._specs, claims, self._component)
         self._merge.refill(self._live, self._wanted)
 
     def apply(self) -> None:
-        """Make the planned changes."""
+        """Make the planned changes to the tree."""
         self._merge.commit()
 
 
 def _compare_keys(component: str, stored: Any, live: Any, problems: Problems) -> None:
-    """Record keys that only one of two dicts has; an empty live dict takes any."""
+    """Record keys that only one of two dicts has, unless the live one is empty."""
     if not (isinstance(stored, dict) and isinstance(live, dict) and live):
         return
     if removed := [key for key in live if key not in stored]:
@@ -111,7 +111,7 @@ class ObjectPlan(LoadPlan):
     _is_wanted = True
 
     def check(self, skeleton: Skeleton, wishes: Wishes, problems: Problems) -> None:
-        """Put live values into the stored tree where the options or an enumeration need them."""
+        """Check a scheduler's kind; replace excluded values and enumerations by live ones."""
         self._wanted = skeleton.value
         problems.notes += skeleton.notes(self._component)
         if isinstance(self._live, LRScheduler) and isinstance(self._wanted, dict):
@@ -152,7 +152,7 @@ class GeneratorPlan(LoadPlan):
     _members: Any = None
 
     def check(self, skeleton: Skeleton, wishes: Wishes, problems: Problems) -> None:
-        """Check that the stored state is of the same kind and length."""
+        """Check that kind, device type and sizes of the stored state are those of the generator."""
         if not isinstance(skeleton.value, GeneratorState):
             raise FormatError(f"{self._component}: not the state of a generator")
         self._wanted = skeleton.value
@@ -163,7 +163,7 @@ class GeneratorPlan(LoadPlan):
             problems.notes.append(f"{self._component}: {lost}")
 
     def prepare(self, tensors: Mapping[str, Stored], claims: Claims) -> None:
-        """Try the state on a scratch generator."""
+        """Validate the state by setting it on a scratch generator."""
         self._members = Lifting(Fetching(tensors)).members(self._wanted.members)
         try:
             generators.write(generators.scratch(self._live), self._members)
@@ -172,7 +172,7 @@ class GeneratorPlan(LoadPlan):
             raise FormatError(f"{what}: {err}") from err
 
     def finish(self) -> None:
-        """Set the state."""
+        """Set the state of the generator."""
         generators.write(self._live, self._members)
 
 
@@ -186,7 +186,7 @@ class RngPlan(LoadPlan):
         self._plans: list[GeneratorPlan] = []
 
     def check(self, skeleton: Skeleton, wishes: Wishes, problems: Problems) -> None:
-        """Check each stored generator; note those that do not exist here and other versions."""
+        """Check each stored generator; note absent ones, and other versions of the libraries."""
         stored = skeleton.value
         if not isinstance(stored, dict):
             raise FormatError(f"{RNG}: not the tree of the global generators")
@@ -212,7 +212,7 @@ class RngPlan(LoadPlan):
         return tuple(dict.fromkeys(key for plan in self._plans for key in plan.needed))
 
     def prepare(self, tensors: Mapping[str, Stored], claims: Claims) -> None:
-        """Try every state on a scratch generator."""
+        """Validate every state by setting it on a scratch generator."""
         for plan in self._plans:
             plan.prepare(tensors, claims)
 

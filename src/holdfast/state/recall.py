@@ -1,11 +1,11 @@
-"""Caches for repeated captures: predicted `state_dict`s of modules, and components to recall.
+"""Caches for repeated captures: predicted `state_dict`s of modules, and captured components.
 
 A state is captured many times, and its structure hardly ever changes. `state_dict` calls two
 functions of every submodule, which is most of the cost of a capture: where only torch's own code
 decides the result, reading the same attributes is enough. A walk over the plain containers of a
 component finds its tensors and everything else in its tree. If all of that is unchanged, so are
 names, specs and tree; changed numbers are put into the tree. A component with anything that the
-walk does not support is captured anew.
+walk does not support is captured without a cache.
 """
 
 from __future__ import annotations
@@ -75,17 +75,17 @@ class Foreseen:
 
 def foresee(wrapped: nn.Module) -> Foreseen | None:
     """Predict the result of `state_dict`; None where code other than torch's affects it."""
-    look = _Look()
-    if not look.at(unwrap(wrapped)):
+    scan = _Scan()
+    if not scan.at(unwrap(wrapped)):
         return None
-    look.outline += look.kinds.values()
-    tensors = [entry for entry in look.entries if entry is not None]
-    if not all(map(_is_plain, look.kinds)) or not _TENSORS.issuperset(map(type, tensors)):
+    scan.outline += scan.kinds.values()
+    tensors = [entry for entry in scan.entries if entry is not None]
+    if not all(map(_is_plain, scan.kinds)) or not _TENSORS.issuperset(map(type, tensors)):
         return None
-    return Foreseen(outline=look.outline, tensors=tensors)
+    return Foreseen(outline=scan.outline, tensors=tensors)
 
 
-class _Look:
+class _Scan:
     def __init__(self) -> None:
         self.outline: list[Any] = []
         self.entries: list[Tensor | None] = []
@@ -100,7 +100,7 @@ class _Look:
         own, kind = module.__dict__, type(module)
         parameters, buffers, children = map(own.get, _MEMBERS)
         if not (type(parameters) is type(buffers) is type(children) is dict):
-            return False  # a scripted module's are made anew each time
+            return False  # a scripted module makes new ones on each access
         if own.get("_state_dict_hooks") or own.get("_state_dict_pre_hooks"):
             return False
         if not own.keys().isdisjoint(_SHADOWED):
@@ -130,14 +130,14 @@ def _is_plain(kind: type[nn.Module]) -> bool:
 
 
 class Irregular(Exception):
-    """A walk met a value that it does not support, so the component is captured anew."""
+    """Error of a walk that meets an unsupported value; the component is captured uncached."""
 
 
 class TreeWalk:
     """A walk over dicts, lists, tuples, plain values and tensors, in the order of the tree."""
 
     def __init__(self, value: Any) -> None:
-        """Walk `value`; raises `Irregular` at any other value."""
+        """Walk `value`; raises `Irregular` at a value of an unsupported type."""
         self.outline: list[Any] = []
         """Types, keys and texts; equal for values whose trees differ in numbers at most."""
         self.tensors: list[Tensor] = []
@@ -199,7 +199,7 @@ class TreeWalk:
         return True
 
     def _was_seen(self, value: Any) -> bool:
-        """Whether the container was visited before; the tree has `{"$same": …}` for it then."""
+        """Record a container; True if it was visited before (`{"$same": …}` in the tree)."""
         number = self._seen.get(id(value))
         if number is None:
             self._seen[id(value)] = len(self._seen)
@@ -245,7 +245,7 @@ class Recollection:
             raise Irregular
 
     def recall(self, kind: Kind, value: Any, stamp: Any) -> CapturedComponent | None:
-        """Return the component as it is now; None if its structure has changed."""
+        """Return the component with current tensors and numbers; None if its structure changed."""
         if (kind, stamp) != (self._component.kind, self._stamp):
             return None
         try:
@@ -254,7 +254,7 @@ class Recollection:
                 return None
             addresses = _addresses(walk.tensors)
             partition = _partition(walk.tensors, addresses)
-            if partition != self._partition or not self._takes(walk.numbers):
+            if partition != self._partition or not self._write_numbers(walk.numbers):
                 return None
         except (Irregular, RuntimeError, UnsupportedState, ValueError):
             return None  # nested too deeply, or a tensor without memory, refused elsewhere
@@ -274,7 +274,7 @@ class Recollection:
             return tensors
         return [tensors[i] for i, first in enumerate(self._partition) if i == first]
 
-    def _takes(self, numbers: Sequence[bool | int | float]) -> bool:
+    def _write_numbers(self, numbers: Sequence[bool | int | float]) -> bool:
         """Put the numbers into the tree; False if the format cannot hold them."""
         # By their texts: -0.0 equals 0.0, and nan is not equal to itself.
         texts = list(map(repr, numbers))

@@ -84,7 +84,7 @@ def listed(entries: Iterable[str], argument: str) -> tuple[str, ...]:
 
 
 class Entries:
-    """Entries of one argument; remembers which of them have matched something."""
+    """Path patterns of one argument, `include` or `skip`; tracks which have matched something."""
 
     def __init__(self, entries: Collection[str], argument: str) -> None:
         """Parse entries; `argument` is the name of the argument, for messages.
@@ -122,7 +122,7 @@ class Entries:
         )
 
     def unmatched(self, unseen: Collection[str]) -> list[str]:
-        """List a message if there are entries that matched nothing.
+        """Return a message about entries that matched nothing, as a list; empty if there are none.
 
         `unseen`: components whose leaves were not matched, so entries for them are not reported;
         nor are entries for leaves inside of what another entry matches.
@@ -146,17 +146,17 @@ class Selection:
         self._left: dict[str, dict[str, None]] = defaultdict(dict)
 
     def omits(self, component: str) -> bool:
-        """Whether the whole component is left alone, judged by its name only."""
+        """Whether the whole component is excluded, judged by its name only."""
         is_skipped = self._skip.cover(component)
         return is_skipped or (bool(self._include) and not self._include.reach(component))
 
     def is_partial(self, component: str) -> bool:
-        """Whether each leaf of the component must be matched."""
+        """Whether a part of the component may be excluded, so that each leaf must be matched."""
         within = self._skip.reach_inside(component) or self._include.reach_inside(component)
         return within or not self.includes(component)
 
     def leaves(self, component: str, *names: str) -> bool:
-        """Whether a leaf is left alone; an entry may match any of its `names`, stored and live."""
+        """Whether a leaf is excluded; an entry may match any of its `names`, stored and live."""
         if not (self._include or self._skip):
             return False
         # All names are matched, not only the first: every entry that matches one is used.
@@ -179,11 +179,11 @@ class Selection:
         return self._include.cover(join(component, name) if name else component)
 
     def note_left(self, component: str, name: str) -> None:
-        """Record a leaf that is left alone, for `notes`."""
+        """Record an excluded leaf, for `notes`."""
         self._left[component][name] = None
 
     def notes(self, components: Collection[str]) -> list[str]:
-        """List the components of which a part is left alone, one line each."""
+        """List a message about the excluded leaves of each component."""
         return [
             f"{component}: left as it is, as asked: {shortened([name or 'all' for name in left])}"
             for component, left in self._left.items()
@@ -196,7 +196,7 @@ class Selection:
 
 
 def shortened(names: Sequence[str], limit: int = 3) -> str:
-    """The first `limit` names, then how many more there are."""
+    """Format the first `limit` names, and how many more there are."""
     more = len(names) - limit
     return ", ".join(names[:limit]) + (f" and {more} more" if more > 0 else "")
 
@@ -318,7 +318,7 @@ class Rename:
         return self._table.get(name, name)
 
     def unmatched(self) -> list[str]:
-        """List a message if entries of the mapping match no stored name."""
+        """Return a message about entries that match no stored name, as a list; empty if none."""
         if not self._unused:
             return []
         return [f"rename: nothing stored is called {sorted(self._unused)}"]
@@ -326,7 +326,7 @@ class Rename:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wishes:
-    """Options of the caller for a load."""
+    """Options that the caller gave for a load: strict, rename and selection."""
 
     strict: bool
     rename: Rename

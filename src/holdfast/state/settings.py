@@ -1,4 +1,4 @@
-"""Settings of optimizers and schedulers across a load: what it replaces, and what it must not.
+"""Settings of optimizers and schedulers: finding replaced ones after a load, restoring rates.
 
 A script that is run again with another learning rate does not get it, so a warning is logged.
 The rates that new schedulers have set, which a loaded checkpoint lacks, are restored.
@@ -31,7 +31,7 @@ class Settings:
         ]
 
     def replaced(self) -> tuple[str, ...]:
-        """List a message for each setting whose value has changed since."""
+        """List a message for each setting whose value has changed since construction."""
         return tuple(
             f"{path}: {made!r} here, {now!r} in the checkpoint, which is used"
             for path, owner, name, made in self._made
@@ -84,7 +84,7 @@ _RATES = ("lr", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum
 
 
 class Rates:
-    """Current options of parameter groups that the schedulers of a state have set."""
+    """Snapshot of the rates and momenta that the schedulers of a state have set."""
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         self._schedulers = {
@@ -98,7 +98,7 @@ class Rates:
         }
 
     def put_back(self, new: Collection[str]) -> None:
-        """Restore the groups that only the schedulers named in `new` drive, after a load."""
+        """Restore, after a load, the groups that only the schedulers named in `new` change."""
         driven = {
             id(group)
             for name, scheduler in self._schedulers.items()

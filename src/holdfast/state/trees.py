@@ -178,7 +178,7 @@ class Skeleton:
     """Path of a submodule -> its `_version` when saved, where it was not 1."""
 
     def notes(self, component: str) -> list[str]:
-        """List what a load without a live counterpart cannot restore."""
+        """List a message for each absent device that tensors were saved from."""
         return [
             f"{component}: saved from {device}, which is not here: on the CPU instead"
             for device in self.absent_devices
@@ -213,7 +213,7 @@ def _versions(data: bytes, what: str) -> dict[str, int]:
 
 
 class _Checking:
-    """Lifts nodes that need no tensor, and checks the others."""
+    """Converts nodes that need no tensor to values, and checks the others."""
 
     def __init__(self, specs: Mapping[str, TensorSpec], what: str) -> None:
         self._specs = specs
@@ -312,7 +312,7 @@ def keys_in(value: Any) -> tuple[str, ...]:
 
 
 class LiveValue:
-    """A live value in place of a stored one, which the load leaves alone."""
+    """Wrapper of a live value in a stored tree, which `Lifting` returns unchanged."""
 
     __slots__ = ("value",)
 

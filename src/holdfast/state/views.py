@@ -31,7 +31,7 @@ _SLOTS, _GROUPS, _EXTRA = "slots", "param_groups", "extra"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Changed:
-    """A component after an edit."""
+    """An edited component: its tree, specs and assigned tensors."""
 
     tree: bytes
     """The typed tree."""
@@ -103,15 +103,15 @@ class ComponentView(MutableMapping[str, Any]):
         container[key] = new = self._adopted(path, value, old)
         self._is_changed = True
         if is_tied and self._source.kind == "module":
-            self._follow(old, new)
+            self._replace_ties(old, new)
         if path not in places and container is self._holder[_WHOLE] and _is_leaf(new):
             places[path] = place
         elif path not in places or not (_is_leaf(old) and _is_leaf(new)):
             self._places = None
             self._has_shared = self._has_shared or _has_shared(new)
 
-    def _follow(self, old: TensorRef, new: Any) -> None:
-        """Replace tied uses of the tensor `old` by `new`: one parameter has one value."""
+    def _replace_ties(self, old: TensorRef, new: Any) -> None:
+        """Replace all other uses of the tensor `old`, which are tied to it, by `new`."""
         for box, key in self._opened().values():
             tied = box[key]
             if isinstance(tied, TensorRef) and tied.key == old.key:
@@ -120,7 +120,7 @@ class ComponentView(MutableMapping[str, Any]):
                 self._uses.update(_refs_in({_WHOLE: new}))
 
     def __delitem__(self, path: str) -> None:
-        """Leave out the value at `path`.
+        """Remove the value at `path`.
 
         Raises:
             UsageError: the value is an item of a list, or the whole component.
@@ -145,7 +145,7 @@ class ComponentView(MutableMapping[str, Any]):
 
     @property
     def is_changed(self) -> bool:
-        """Whether anything was assigned or left out."""
+        """Whether anything was assigned or removed."""
         return self._is_changed
 
     def close(self) -> None:
@@ -195,10 +195,10 @@ class ComponentView(MutableMapping[str, Any]):
         holder, _ = self._decoded()
         if self._places is None:
             self._places = {}
-            self._look(holder)
+            self._add_paths(holder)
         return self._places
 
-    def _look(self, holder: dict[str, Any]) -> None:
+    def _add_paths(self, holder: dict[str, Any]) -> None:
         """Collect the paths of all leaves and containers."""
         whole = holder[_WHOLE]
         if isinstance(whole, dict | list):
@@ -277,7 +277,7 @@ class ComponentView(MutableMapping[str, Any]):
             self._specs.update(kept)
 
     def _release(self, old: Any) -> None:
-        """Forget a leaf that was removed, and its tensor if nothing else names it."""
+        """Count a removed use of a leaf, and drop its tensor if nothing else refers to it."""
         if not isinstance(old, TensorRef | ArrayRef):
             return
         self._uses[old.key] -= 1
@@ -286,7 +286,7 @@ class ComponentView(MutableMapping[str, Any]):
             self._new.pop(old.key, None)
 
     def _as_before(self, node: Any, old: Any) -> Any:
-        """Give a new tensor the device of the one it replaces, and its flags."""
+        """Return `node` with the device and the flags of the tensor that it replaces."""
         if not isinstance(node, TensorRef):
             return node
         if self._source.kind == "module":
@@ -334,7 +334,7 @@ class ComponentView(MutableMapping[str, Any]):
 class OptimizerView(ComponentView):
     """View of an optimizer: `<parameter>.<slot>`, `param_groups.<n>.<option>`, `extra.<name>`.
 
-    Leaving out a parameter leaves out its name too. If a slot with its parameter's shape gets
+    Removing a parameter removes its name, too. If a slot with its parameter's shape gets
     another shape, the parameter is taken to have that shape; its other slots must then follow.
     """
 
@@ -390,7 +390,7 @@ class OptimizerView(ComponentView):
                     f"this parameter became {now}; all must follow, or leave the parameter out"
                 )
 
-    def _look(self, holder: dict[str, Any]) -> None:
+    def _add_paths(self, holder: dict[str, Any]) -> None:
         self._walk(self._member(_SLOTS), "")
         for member in (_GROUPS, _EXTRA):
             if self._member(member):

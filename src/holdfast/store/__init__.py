@@ -1,4 +1,4 @@
-"""Stores of keys and bytes; `open_store` makes one from a path or a URL."""
+"""Stores of bytes under keys; `open_store` makes one from a path or a URL."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _open_named(where: str) -> Store:
 
 
 def _refuse_unexpanded(path: str) -> None:
-    """Refuse a path with `~` or `$NAME`, which only a shell expands, unless the folder exists."""
+    """Raise `UsageError` for a path with `~` or `$NAME`, unexpanded, unless the folder exists."""
     name = _FOR_SHELLS.search(path)
     if name is not None and not os.path.isdir(path):
         function = "expanduser" if name[0].startswith("~") else "expandvars"
@@ -68,7 +68,7 @@ def _refuse_unexpanded(path: str) -> None:
 
 
 def _refuse_scheme(path: str) -> None:
-    """Refuse a path that begins with a scheme: a URL given as a path, or one of no known store."""
+    """Raise `UsageError` for a path that is a URL, which `Path` has mangled or no store knows."""
     match = _SCHEME.match(path)
     if match is None:
         return

@@ -57,11 +57,11 @@ def ignore(piece: memoryview) -> None:
 
 
 FillCached: TypeAlias = Callable[[Sequence[memoryview], Callable[[memoryview], object]], bool]
-"""Function that fills targets, in order, from the cache; the result of `Store.cached`.
+"""Function that fills targets, in order, with cached bytes; the result of `Store.cached`.
 
 The targets together have the length that was asked for. The second argument is called with each
 piece, as `seen` of `Store.read_into`. Returns False if it would have to wait or anything else is
-wrong; the targets then hold any bytes."""
+wrong; the targets then hold undefined bytes."""
 
 
 class BlockWriter(Protocol):
@@ -76,7 +76,7 @@ class BlockWriter(Protocol):
         ...
 
     def finish(self, nbytes: int | None = None) -> None:
-        """Put all bytes, the length and the name on stable storage. Called once, at the end.
+        """Make the whole object durable: bytes, length and name. Called once, at the end.
 
         `nbytes` is the length of an object that was begun with `at_most`; only those need it.
         """
@@ -89,7 +89,7 @@ class BlockWriter(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FreeSpace:
-    """Free bytes and inodes of a store; None where it does not say."""
+    """Free bytes and inodes of a store; None where unknown."""
 
     nbytes: int | None
     inodes: int | None
@@ -134,7 +134,7 @@ class Store(ABC):
 
     @abstractmethod
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """Yield every object whose key starts with `prefix`, ordered by key. May lag."""
+        """Yield all objects whose keys start with `prefix`, ordered by key; may lag behind puts."""
 
     @abstractmethod
     def children(self, folder: str = "") -> tuple[str, ...]:
@@ -175,10 +175,10 @@ class Store(ABC):
         """
 
     def sync_folder(self, folder: str) -> None:  # noqa: B027
-        """Put the names in `folder` on stable storage ("" is the root)."""
+        """Make the names in `folder` durable, as by fsync ("" is the root)."""
 
     def refresh_folder(self, folder: str) -> None:  # noqa: B027
-        """Make names that other hosts made in `folder` visible here.
+        """Make files that other hosts created in `folder` visible to this host.
 
         Network file systems answer from a cache that may be seconds old.
         """
@@ -198,7 +198,7 @@ class Store(ABC):
         seen: Callable[[memoryview], object] = ignore,
         afresh: bool = False,
     ) -> None:
-        """Fill `buffer` with the bytes at `start`; exact like `get`. Thread-safe.
+        """Fill `buffer` with the object's bytes from `start` on; raises as `get`. Thread-safe.
 
         `seen` is called with each piece of the buffer, in order, as soon as it is filled, so that a
         digest finds it in the processor's cache. With `afresh` the bytes are read from the storage
@@ -211,7 +211,7 @@ class Store(ABC):
             seen(memory)
 
     def get_whole(self, key: str, *, max_nbytes: int, afresh: bool = False) -> bytes:
-        """Read all of one version of an object; exact like `get`, `afresh` as for `read_into`.
+        """Read a whole object, all of it from one version; `afresh` as for `read_into`.
 
         Raises:
             LimitExceeded: it has more than `max_nbytes`; nothing was read.
@@ -262,7 +262,7 @@ class Store(ABC):
         return type(self).create is not Store.create
 
     def create(self, key: str, nbytes: int, *, at_most: bool = False) -> BlockWriter:
-        """Begin an object of `nbytes` bytes under a key that is not taken (`AlreadyExists`).
+        """Return a writer of a new object of `nbytes` bytes; `AlreadyExists` if the key is taken.
 
         Readers may see it before it is finished, so only keys that no manifest lists yet are
         written this way. By default the pieces are held in memory, and put when it is finished.
@@ -325,7 +325,7 @@ class Store(ABC):
             return None
         except StoreError as error:
             if type(error) is not StoreError:
-                raise  # it may pass
+                raise  # may be temporary
             return None
         return data.decode(errors="replace").strip()
 
@@ -334,7 +334,7 @@ class Store(ABC):
         return FreeSpace(None, None)
 
     def probe(self) -> str:
-        """Try in the existing root whether it supports what saves need; leave nothing behind.
+        """Try the operations that saves need in the existing root; leave nothing behind.
 
         Returns a text, for people, on how large objects will be written from now on; empty if there
         is nothing to choose.
@@ -346,7 +346,7 @@ class Store(ABC):
 
 
 class WrappedStore(Store):
-    """Passes operations on to the store `inner`: subclass it to change what some of them do.
+    """Wrapper that delegates operations to the store `inner`; subclasses override some.
 
     It delegates the seven required members, folders, pointers, uploads, and operations on the root.
     All bytes pass through `put` and `get`, and all removals through `delete`: so a subclass that
@@ -495,7 +495,7 @@ def is_one_file(store: Store, key: str, other: str) -> bool:
     """Whether two keys are names of one file, so that damage is in both; False if one is missing.
 
     Raises:
-        StoreError: that cannot be found out now.
+        StoreError: a request failed.
     """
     try:
         found = store.head(key).identity

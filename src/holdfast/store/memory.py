@@ -74,7 +74,7 @@ class MemoryStore(Store):
 
     @override
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """Return the objects as they are at the time of the call."""
+        """Yield the objects that exist at the time of the call."""
         if prefix:
             check_key(prefix.removesuffix("/"))
         with self._lock:

@@ -55,7 +55,7 @@ class Stopped(BaseException):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """Fault to inject, and the operations that it strikes."""
+    """Failure to inject into a store, and the operations that it strikes."""
 
     kind: Kind
     """Kind of failure.
@@ -102,7 +102,7 @@ class Fault:
             raise UsageError(f"kind={self.kind!r}: {self.op} carries no data")
 
     def matches(self, op: str, key: str) -> bool:
-        """Whether the operation is one of those counted by `at` and `times`."""
+        """Whether `op` on `key` is one of the operations that `at` and `times` count."""
         if self._needs_data() and op not in _CARRIES_DATA:
             return False
         return self.op in (None, op) and fnmatchcase(key, self.key)
@@ -120,7 +120,7 @@ class FaultyStore(WrappedStore):
     """Wrapper of the store `inner` that injects faults; thread-safe.
 
     Each part of `get_whole` and `delete_many` is an operation. `keeping_open`, which only makes
-    others faster, is none, nor are folders where `inner` has none.
+    others faster, is not one, nor are those on folders where `inner` has none.
 
     The methods of a block writer from `create` are operations too, with the key of their object.
     An injected failure of `abort` is silent, since `abort` never raises.
@@ -174,7 +174,7 @@ class FaultyStore(WrappedStore):
 
     @override
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """List objects, with one operation at the call."""
+        """List objects; the call counts as one operation."""
         return self._do("list", prefix, lambda: iter(tuple(self.inner.list(prefix))))
 
     @override
@@ -217,7 +217,7 @@ class FaultyStore(WrappedStore):
         seen: Callable[[memoryview], object] = ignore,
         afresh: bool = False,
     ) -> None:
-        """Fill `buffer`; not exact under `truncate`."""
+        """Fill `buffer`; only its first half under a `truncate` fault."""
         data = bytearray(buffer.nbytes)
         with _Operation(self, "read_into", key) as op:
             self.inner.read_into(key, start, memoryview(data), afresh=afresh)
@@ -238,7 +238,7 @@ class FaultyStore(WrappedStore):
 
     @override
     def uploads(self, folder: str = "") -> Iterator[str]:
-        """List the keys of uploads, with one operation at the call."""
+        """List the keys of uploads; the call counts as one operation."""
         return self._do("uploads", folder, lambda: iter(tuple(self.inner.uploads(folder))))
 
     @override

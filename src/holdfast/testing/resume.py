@@ -49,7 +49,7 @@ class Run(Protocol):
     """The run under test: a function at the top level of a module, so that it can be pickled."""
 
     def __call__(self, root: str, steps: int, report: Report) -> None:
-        """Resume from what is in the folder `root`, if anything, and go on to `steps` steps."""
+        """Resume from a checkpoint in the folder `root`, if any, and train up to `steps` steps."""
 
 
 def assert_resume_equivalent(
@@ -60,11 +60,11 @@ def assert_resume_equivalent(
     timeout_s: float = 300.0,
     start_method: StartMethod = "spawn",
 ) -> None:
-    """Run `steps` steps in one go, and again with `kill -9` and a resume after each `kill_at`.
+    """Check that a run killed (`kill -9`) and resumed at each `kill_at` equals one in one go.
 
     Every run is a process of its own, whose global random generators start from the same seeds.
     After each step every leaf of the state and these generators are compared with those of the
-    run in one go. The run must really resume: one that begins anew after a kill fails, too.
+    run in one go. The run must really resume: one that starts from step 1 after a kill fails, too.
 
         def run(root, steps, report):
             model = Net()
@@ -85,7 +85,7 @@ def assert_resume_equivalent(
     With a Trainer, pass `callbacks=[StepReporter(report)]` and call `fit(steps)`.
 
     Args:
-        run: must be importable in a new process.
+        run: the run under test; must be importable in a new process.
         steps: steps of the whole run.
         kill_at: the process ends right after it reports this step; a checkpoint must be
             committed by then. Several, ascending, kill the resumed runs in turn.
@@ -147,7 +147,7 @@ def leaf_digests(state: Mapping[str, Any]) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Leg:
-    """Process of a run: from its newest checkpoint to a kill, or to the end."""
+    """One process of a run: from the newest checkpoint to a planned kill, or to the end."""
 
     run: Run
     folder: Path
@@ -174,7 +174,7 @@ class _Leg:
         root.mkdir(exist_ok=True)
         # Not a daemon: the run may have data workers of its own.
         process: BaseProcess = context.Process(  # type: ignore[attr-defined]
-            target=_in_process, args=(self.run, str(root), self.steps, self.kill_at, self.record)
+            target=_run_leg, args=(self.run, str(root), self.steps, self.kill_at, self.record)
         )
         process.start()
         return process
@@ -186,9 +186,9 @@ class _Leg:
             raise DeadlineExceeded(f"{self.title} did not end within {timeout_s:.0f} s")
         expected = 0 if self.kill_at is None else -signal.SIGKILL
         if process.exitcode != expected:
-            raise AssertionError(f"{self.title} {self._why(process.exitcode)}")
+            raise AssertionError(f"{self.title} {self._describe_end(process.exitcode)}")
 
-    def _why(self, exitcode: int) -> str:
+    def _describe_end(self, exitcode: int) -> str:
         error = _error_file(self.record)
         if error.exists():
             return f"raised\n{error.read_text('utf-8')}"
@@ -223,7 +223,7 @@ def _end(process: BaseProcess) -> None:
     process.join()
 
 
-def _in_process(run: Run, root: str, steps: int, kill_at: int | None, record: Path) -> None:
+def _run_leg(run: Run, root: str, steps: int, kill_at: int | None, record: Path) -> None:
     with record.open("ab") as file:
 
         def report(step: int, state: Mapping[str, Any]) -> None:
@@ -294,7 +294,7 @@ def _global_generators() -> dict[str, Any]:
 
 
 class _Walk:
-    """Walk over a state that remembers which memory it has visited."""
+    """Walk over the leaves of a state, which also detects leaves that share memory."""
 
     def __init__(self) -> None:
         self._owners: dict[int, tuple[str, torch.Tensor]] = {}
@@ -329,7 +329,7 @@ class _Walk:
         if tensor.layout is not torch.strided or tensor.numel() == 0:
             return ""
         storage = tensor.untyped_storage()._cdata
-        # The tensor is kept: the address of a storage that is gone is used again.
+        # The tensor is kept, as the address of a freed storage would be reused.
         owner, first = self._owners.setdefault(storage, (path, tensor))
         if first is tensor and owner == path:
             return ""
@@ -370,7 +370,7 @@ def _tensor_digest(tensor: torch.Tensor) -> str:
 
 
 def _strides(tensor: torch.Tensor) -> list[int]:
-    """Return the strides, without those of dimensions of size 1, which have no meaning."""
+    """Return a tensor's strides, without those of dimensions of size 1, which mean nothing."""
     pairs = zip(tensor.shape, tensor.stride(), strict=True)
     return [stride for size, stride in pairs if size != 1]
 

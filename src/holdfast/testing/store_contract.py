@@ -56,7 +56,7 @@ PIECE_NBYTES = 8 * 1024 * 1024
 
 
 def noise(nbytes: int, seed: int = 0) -> bytes:
-    """Return pseudo-random bytes, which do not repeat."""
+    """Return pseudo-random bytes without a pattern: the same ones for the same `seed`."""
     return random.Random(seed).randbytes(nbytes)
 
 
@@ -76,7 +76,7 @@ def _offenders(
     return found
 
 
-def _has_at_hand(store: Store) -> bool:
+def _has_cache(store: Store) -> bool:
     return type(store).cached is not Store.cached
 
 
@@ -211,12 +211,12 @@ class StoreContract:
         assert wrong == []
 
     def test_the_length_of_a_shorter_object_is_that_of_its_bytes(self, store: Store) -> None:
-        """Invariant 2: what was not written is not durable."""
-        for key, told in (("a", None), ("b", 11)):
+        """Invariant 2: a writer refuses to finish with a length beyond its written bytes."""
+        for key, length in (("a", None), ("b", 11)):
             writer = store.create(key, 10, at_most=True)
             writer.write(0, memoryview(b"12345"))
             with pytest.raises(UsageError, match="10"):
-                writer.finish(told)
+                writer.finish(length)
             writer.abort()
         writer = store.create("c", 10, at_most=True)
         writer.write(0, memoryview(b"12345"))
@@ -255,7 +255,7 @@ class StoreContract:
         assert store.get("a") == b"second"
 
     def test_of_64_concurrent_puts_if_absent_exactly_one_wins(self, store: Store) -> None:
-        """R10, invariant 1: and what is stored is whole and the winner's."""
+        """R10, invariant 1: one put succeeds, and its bytes are stored whole."""
         for round_number in range(3):
             key = f"race-{round_number}"
             start = threading.Barrier(NUM_RACERS)
@@ -367,7 +367,7 @@ class StoreContract:
             assert store.get_whole("a", max_nbytes=nbytes + 1) == data
 
     def test_an_object_that_is_larger_than_allowed_is_not_read(self, store: Store) -> None:
-        """R28: what should be a small document may be of any length."""
+        """R28: an object that should be small, but is of any length, must not fill the memory."""
         store.put("a", noise(100_000))
         with pytest.raises(LimitExceeded, match="100000 bytes, at most 99999"):
             store.get_whole("a", max_nbytes=99_999)
@@ -416,7 +416,7 @@ class StoreContract:
     # keys
 
     def test_a_hostile_key_is_refused_by_every_operation(self, store: Store) -> None:
-        """R28: keys come from manifests, which anybody may have written."""
+        """R28: keys come from manifests, which may be hostile; every operation checks them."""
         calls: dict[object, Callable[[], object]] = {}
         for key in HOSTILE_KEYS:
             for name, call in self._operations(store, key).items():
@@ -446,7 +446,7 @@ class StoreContract:
             calls["children"] = lambda: store.children(key)
             calls["children of a folder"] = lambda: store.children(key + "/")
             calls["list"] = lambda: store.list(key)
-        if _has_at_hand(store):
+        if _has_cache(store):
             calls["cached"] = lambda: store.cached(key, 0, 1)
         if store.has_folders and key:
             calls["make_folder"] = lambda: store.make_folder(key)
@@ -464,7 +464,7 @@ class StoreContract:
         return store
 
     def test_a_put_never_makes_a_folder(self, folders: Store) -> None:
-        """Rule 5: the folder of a put must exist."""
+        """Rule 5: a put fails if its folder does not exist."""
         for if_absent in (False, True):
             with pytest.raises(NotFound, match="missing"):
                 folders.put("missing/a", b"x", if_absent=if_absent)
@@ -570,7 +570,7 @@ class StoreContract:
         assert buffer == data
 
     def test_what_stays_open_is_what_is_there(self, store: Store) -> None:
-        """Reads return the current bytes of the key, whatever was read before."""
+        """Reads within `keeping_open` return the current bytes of the key, not earlier ones."""
         memory = bytearray(4)
         with store.keeping_open():
             for data in (b"1234", b"5678"):
@@ -583,13 +583,13 @@ class StoreContract:
                 store.read_into("a", 0, memoryview(memory))
 
     def test_what_is_at_hand_is_what_is_there(self, store: Store) -> None:
-        if not _has_at_hand(store):
+        if not _has_cache(store):
             pytest.skip("the store has nothing at hand")
         for start in (0, 777, 99_999, 100_000):
-            self._check_at_hand(store, start)
+            self._check_cached(store, start)
 
-    def _check_at_hand(self, store: Store, start: int) -> None:
-        """Check that reads from `start` to the end return the current bytes of the key."""
+    def _check_cached(self, store: Store, start: int) -> None:
+        """Check that cached reads from `start` to the end return the current bytes of the key."""
         data, seen = noise(100_000), bytearray()
         nbytes = len(data) - start
         store.put("a", data)
@@ -657,7 +657,7 @@ class StoreContract:
             store.put("a", b"y", if_absent=True)
 
     def test_an_object_with_holes_is_never_finished(self, store: Store) -> None:
-        """Invariant 2: what was not written is not durable."""
+        """Invariant 2: a writer refuses to finish before all bytes were written."""
         writer = store.create("a", 10)
         writer.write(0, memoryview(b"12345"))
         with pytest.raises(StoreError, match="5 of 10"):

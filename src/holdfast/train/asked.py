@@ -44,7 +44,7 @@ class Counts:
         Counts(samples=len, cycle="2ep")
 
     Raises:
-        UsageError: an argument is wrong, or a cycle is of what is not counted.
+        UsageError: an argument is wrong, or the unit of `cycle` is not counted.
     """
 
     samples: Callable[[Any], int] | None = None
@@ -66,15 +66,15 @@ class Counts:
 
     @property
     def cycle_length(self) -> Time | None:
-        """The length of a cycle as a time.
+        """Length of a cycle, parsed; None if there are no cycles.
 
         Raises:
-            UsageError: `cycle` is no time.
+            UsageError: `cycle` is not a time.
         """
         return None if self.cycle is None else parse(self.cycle, what="cycle")
 
     def totals(self, batches: Sequence[Any]) -> tuple[int | None, int | None]:
-        """Numbers of samples and of tokens in batches; None for what is not counted."""
+        """Count the samples and the tokens in batches; None for each that is not counted."""
         samples, tokens = (
             None if count is None else sum(map(count, batches))
             for count in (self.samples, self.tokens)
@@ -83,7 +83,7 @@ class Counts:
 
     @property
     def units(self) -> frozenset[Unit]:
-        """The units that are counted."""
+        """Units that are counted besides steps and epochs."""
         given = {Unit.SAMPLE: self.samples, Unit.TOKEN: self.tokens, Unit.CYCLE: self.cycle}
         return frozenset(unit for unit, value in given.items() if value is not None)
 
@@ -96,7 +96,7 @@ def checked_every(
     validates: bool = True,
     what: str = "every",
 ) -> Trigger | SavePolicy | None:
-    """Convert `every` to a trigger or policy, and check that it can fire; `what` is its name.
+    """Convert `every` to a trigger or policy that can fire; `what` is its name in errors.
 
     Raises:
         UsageError: a trigger needs a unit that is not counted, or an event that does not occur.

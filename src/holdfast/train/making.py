@@ -1,4 +1,4 @@
-"""Making and checking of a Trainer's objects, from its arguments.
+"""Makes and checks the objects of a Trainer, from its arguments.
 
 There may be several schedulers for one optimizer, or one for each parameter group.
 """
@@ -39,7 +39,7 @@ MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
 
 def checked_device(given: str | torch.device | None) -> torch.device | None:
-    """Parse a device argument.
+    """Parse a device argument, and check that this machine has it; None stays None.
 
     Raises:
         UsageError: this machine has no such device.
@@ -118,7 +118,7 @@ def device_type(model: nn.Module, device: torch.device | None) -> str:
 
 
 def checked_overlap(given: Mode | None, device_type: str) -> Mode:
-    """Return the overlap mode: `given`, or the default for this type of device."""
+    """Return whether saves overlap with training: `given`, or the default for the device."""
     if given is None:
         # On a CPU the copy would compete with training for cores and memory.
         return device_type != "cpu"
@@ -126,7 +126,7 @@ def checked_overlap(given: Mode | None, device_type: str) -> Mode:
 
 
 def check_data(data: Any) -> None:
-    """Log a warning for data whose position is not exact.
+    """Check that data has a position to save; log a warning if it is not exact.
 
     Raises:
         UsageError: the data has no position at all.
@@ -145,7 +145,7 @@ def check_data(data: Any) -> None:
 
 
 def check_held(state: Mapping[str, Any], loss: Any) -> None:
-    """Check that the checkpoints hold every parameter that an optimizer of the state updates.
+    """Check that checkpoints include every parameter that an optimizer of the state updates.
 
     Raises:
         UsageError: some are in no component; the message names them, by their names in a loss
@@ -198,7 +198,7 @@ def checked_max_time_s(max_time: str | Time | None) -> float:
 def own_loggers(
     checkpoints: Checkpoints, log: bool | str | os.PathLike[str] | None, progress: bool
 ) -> list[Logger]:
-    """Make a Trainer's default log and progress bar.
+    """Make the default loggers of a Trainer: JSON lines and a progress bar.
 
     The log of an encrypted run is not put into its root, where it would be unencrypted.
 
@@ -215,7 +215,7 @@ def own_loggers(
     if log is True:
         if not isinstance(root, str | os.PathLike) or not may_log:
             raise UsageError(
-                "log=True needs a local root that is not sealed: name a file, or pass log=False"
+                "log=True needs a local root without encryption: name a file, or pass log=False"
             )
         loggers.append(JsonLines(Path(root) / "log" / "train.jsonl"))
     elif log is not False:
@@ -273,7 +273,7 @@ def for_group(group: int, make: Make) -> Make:
 
 
 def make_schedulers(given: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Make the schedulers of an argument, by the names of their components.
+    """Make the schedulers of the argument `scheduler`, by component name.
 
     Raises:
         UsageError: a scheduler has no `step`, or steps on a metric, or two set the learning rate
@@ -302,7 +302,7 @@ def _make(item: Any, optimizer: torch.optim.Optimizer) -> Any:
 
 
 def _check_apart(schedulers: list[Any], num_groups: int) -> None:
-    """Check that no two schedulers of torch set the learning rate of the same group."""
+    """Check that no two torch schedulers set the learning rate of the same parameter group."""
     taken: dict[int, int] = {}
     for number, scheduler in enumerate(schedulers):
         if not isinstance(scheduler, LRScheduler):
@@ -321,7 +321,7 @@ class _OneGroup(torch.optim.Optimizer):
     """View of an optimizer with only one of its parameter groups, for schedulers."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, group: int) -> None:
-        # Without the base's, which would take the group over; this is only a view.
+        # Without super().__init__(), which would set up the group as its own; this is a view.
         self._optimizer = optimizer
         self.group = group
         self.defaults = optimizer.defaults

@@ -66,7 +66,7 @@ logger = logging.getLogger("holdfast")
 
 _IN_EVERY_RUN = frozenset({"model", "optimizer", "data", "progress"})
 """Components that every checkpoint of a Trainer has."""
-# For one release: removed arguments of the Trainer, which are in records now.
+# For one release: removed arguments of the Trainer, with what replaces each.
 _REMOVED = {
     "root": "checkpoints=…",
     "clip_norm": "clip=…",
@@ -84,7 +84,7 @@ _REMOVED = {
 
 
 class Trainer:
-    """Trains a model to a goal, over any number of processes: each resumes the last one's run.
+    """Trains a model to a goal, with checkpoints; a new process resumes an unfinished run.
 
         trainer = Trainer(model, optimizer=optimizer, data=loader, loss=loss,
                           checkpoints=Checkpoints("runs/gpt", every="500step"))
@@ -151,7 +151,7 @@ class Trainer:
             clip: the largest norm of all gradients together, or a `Clip`.
             ema: decay of an average of the weights, which is saved, and used for validation.
             unhealthy: what to do when loss or weights are not finite at a save.
-            seed: of the global generators, when training begins afresh.
+            seed: of the global generators, when a run starts without a checkpoint.
             device: where the model and batches are moved; None: not at all.
             callbacks: see `Callback`.
             counts: what is counted besides steps and epochs: samples, tokens, cycles.
@@ -336,7 +336,7 @@ class Trainer:
         Raises:
             UsageError: the Trainer has no `validate`, `which` is given while `fit` runs, or it is
                 a pattern for several checkpoints.
-            NoCheckpoint: nothing answers `which`.
+            NoCheckpoint: no checkpoint matches `which`.
             HookFailed: a callback raised.
         """
         if which is not None:
@@ -366,7 +366,7 @@ class Trainer:
             By step, then in the order in which they were made; each checkpoint once.
 
         Raises:
-            NoCheckpoint: nothing answers one of them; nothing was validated.
+            NoCheckpoint: an item matches no checkpoint; nothing was validated.
             UsageError: the Trainer has no `validate`, or `fit` runs.
             FormatError, MismatchError: one is damaged, or does not fit.
             HookFailed: a callback raised.
@@ -438,7 +438,7 @@ class Trainer:
         )
 
     def _begin_from(self, start: StartingPoint, hooks: StateHooks) -> Checkpoint:
-        """Load the whole state from another root, except that loggers begin new records."""
+        """Load the whole state from another root, except the ids under which loggers record."""
         own = [(item, item.state_dict()) for item in self._callbacks.recording]
         try:
             found = start.load(self.state, hooks, self.checkpoints.encrypt)
@@ -483,7 +483,7 @@ class Trainer:
         return found
 
     def _begin_update(self) -> None:
-        """Prepare for changes of weights, by the optimizer or by hooks of the step."""
+        """Before weights change: drop the snapshot for undo, and wait for saves that copy them."""
         self._way_back.begin_update()
         if self.manager is not None:
             self.manager.fence()
@@ -491,7 +491,7 @@ class Trainer:
     def _editing(
         self, hook: Callable[[Callback, Training, StateView], None]
     ) -> Callable[[StateView], None] | None:
-        """Return a function that calls a hook with a view; None if no callback has the hook."""
+        """Return a function that calls `hook` with a `StateView`; None if no callback has it."""
         if not self._callbacks.listens(hook):
             return None
 
@@ -502,7 +502,7 @@ class Trainer:
         return edit
 
     def _before_save(self, now: Timestamp, metrics: Metrics) -> tuple[str, ...]:
-        """Check the health and call `before_save`; returns reasons why the state is unhealthy."""
+        """Check loss and weights, and call `before_save`; returns what is not finite."""
         self._place.check(now.step)
         with self._place.left():
             found = check_health(self._unhealthy, now.step, self.model, metrics)

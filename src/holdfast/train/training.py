@@ -59,11 +59,11 @@ class Training(Protocol):
 
     @property
     def state(self) -> Mapping[str, Any]:
-        """The components of a checkpoint."""
+        """Components that checkpoints save, by name."""
 
     @property
     def manager(self) -> CheckpointManager | None:
-        """Manager while `fit` runs. It saves the current step, between steps only."""
+        """Checkpoint manager while `fit` runs, else None. It saves between steps only."""
 
     def request_stop(self, reason: str) -> None:
         """End `fit` after the current step, which is saved. Requests cannot be cancelled.
@@ -83,7 +83,7 @@ class Counters:
     """Totals of the run over all resumes. Only the Trainer changes them."""
 
     step: int = 0
-    """Completed optimizer windows."""
+    """Completed steps."""
     epoch: int = 0
     """Epochs that have ended."""
     batch: int = 0
@@ -142,7 +142,7 @@ class Counters:
         self.epoch, self.batch = self.epoch + 1, 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all counters by name."""
+        """Return the counters to save, by name."""
         state: dict[str, Any] = {name: getattr(self, name) for name in _STORED}
         return {**state, "unvalidated": list(self.unvalidated)} if self.unvalidated else state
 
@@ -187,7 +187,7 @@ class Average:
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
-        """Copy `model`, which is never changed.
+        """Copy `model`, to average weights in the copy; `model` itself is never changed.
 
         Raises:
             UsageError: `decay` is not between 0 and 1.

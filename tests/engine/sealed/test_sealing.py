@@ -477,6 +477,23 @@ def test_a_passing_error_is_not_taken_for_tampering() -> None:
         assert fault.reached.is_set()
 
 
+@pytest.mark.parametrize("at", range(4))
+def test_a_range_is_read_again_after_a_passing_error(at: int) -> None:
+    """The error may be in any read of the file, and the range may end within a segment."""
+    store, nbytes = MemoryStore(), 3 * SEGMENT_NBYTES + 100
+    state = {"w": torch.randint(0, 9, (nbytes,), dtype=torch.uint8)}
+    with CheckpointManager(store, {"state": state}, encrypt=SEALS, sinks=()) as manager:
+        manager.save(1).wait()
+    key = f"{folders(store)[0]}/state-00000.safetensors"
+    image = SealedStore(store, SEALS).get(key)
+    for start, stop in ((0, len(image)), (7, len(image) - 7), (SEGMENT_NBYTES, 2 * SEGMENT_NBYTES)):
+        fault = Fault(kind="flip", op="read_into", key="*.sealed", at=at)
+        sealed = SealedStore(FaultyStore(store, [fault]), SEALS)
+        buffer, pieces = bytearray(stop - start), bytearray()
+        sealed.read_into(key, start, memoryview(buffer), seen=pieces.extend)
+        assert pieces == buffer == image[start:stop]
+
+
 def resumed_by_load(store: Any) -> int:
     tiny = Tiny()
     with CheckpointManager(

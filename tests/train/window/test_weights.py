@@ -154,6 +154,37 @@ def test_weights_that_a_validation_has_swapped_are_not_saved(
     assert "a validation failed when it had changed model" in caplog.text
 
 
+class FailsTwice(Swaps):
+    """Fails in its first validation, with other weights, and later in a step."""
+
+    def __init__(self) -> None:
+        self.failures = 0
+
+    def validation_start(self, training: Training, name: str) -> None:
+        if not self.failures:
+            super().validation_start(training, name)
+
+    def validation_batch_end(self, training: Training, batch: Any) -> None:
+        if not self.failures:
+            self.failures = 1
+            raise ZeroDivisionError
+
+    def before_forward(self, training: Training, batch: Any) -> None:
+        if self.failures == 1 and training.counters.step == 4:
+            self.failures = 2
+            raise ZeroDivisionError
+
+
+def test_the_next_fit_saves_after_an_error_again(tmp_path: Path) -> None:
+    """A validation that swapped weights forbids one save, not those of later calls of `fit`."""
+    validate = Validation(data=[torch.ones(2, 4)], every="4step")
+    made = make(tmp_path, every=FAILING, validate=validate, callbacks=[FailsTwice()])
+    for saved in ({3: "every 3step"}, {3: "every 3step", 4: "exception"}):
+        with pytest.raises(HookFailed):
+            made.fit(6)
+        assert steps(tmp_path) == saved
+
+
 class Extra(nn.Module):
     """A module whose state has more than tensors."""
 

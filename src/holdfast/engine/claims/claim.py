@@ -1,7 +1,6 @@
-"""Claims on a run: ownership checks, heartbeats, clean closes (docs/design.md, rules 2 and 3).
+"""Claims on a run: check for a live owner, heartbeats, closes (docs/design.md, rules 2 and 3).
 
-The ownership check prevents accidents; the fence in `engine.roots.commit` is what makes two
-writers safe.
+`check_owner` prevents accidents; `engine.roots.commit.check_ownership` makes two writers safe.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ _DROPPED_S = 5.0
 Wait = Callable[[float], object]
 
 held: set[str] = set()
-"""Nonces of the claims of this process's managers that are neither closed nor dropped."""
+"""Nonces of this process's claims whose managers are neither closed nor garbage-collected."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +98,7 @@ def check_owner(store: Store, *, takeover: bool, emit: Emitter, watch: Wait | No
 
 
 def is_held_here(owner: WriterRecord, *, patience_s: float = 0.0) -> bool:
-    """Whether a manager of this process, neither closed nor dropped, holds this claim.
+    """Whether a claim is of a manager of this process, neither closed nor garbage-collected.
 
     Waits up to `patience_s` seconds for the garbage collection of a dropped manager.
     """
@@ -126,10 +125,10 @@ def is_live(store: Store, owner: WriterRecord, *, emit: Emitter, watch: Wait | N
         f"here; watching its heartbeat for up to {WATCH_S:.0f} s",
     )
     wait = watch if watch is not None else threading.Event().wait
-    first = _beat(store, owner)
+    first = _read_beat(store, owner)
     for _ in range(3):
         wait(WATCH_S / 3)
-        if _beat(store, owner) != first:
+        if _read_beat(store, owner) != first:
             return True
         if liveness(owner.process) == "dead":
             return False
@@ -172,7 +171,7 @@ def nothing_arrives(store: Store, epoch: int, *, own: int | None) -> bool:
 
 
 def ends_with_its_put(store: Store, *, is_sent_to: bool) -> bool:
-    """Whether no put can arrive in an attempt after its manifest, which is put once, by the kernel.
+    """Whether an attempt's manifest is its last put: on a local disk that gets no uploads.
 
     `is_sent_to`: whether the root may be the remote tier of a run, where uploads put it again.
     """
@@ -250,8 +249,9 @@ def new_writer(epoch: int, choice: Choice, *, takeover: bool, tiered: bool = Fal
 
 
 def epoch_after(catalog: Catalog, after: int, point: Reference | None) -> int | None:
-    """Return the epoch of a claim that follows `after` and resumes from `point`; None if another
-    process has claimed the run since the ownership check returned `after`.
+    """Return the epoch for a claim that resumes from `point`; None if another claim came first.
+
+    `after` is the newest epoch as `check_owner` returned it.
 
     Raises:
         UsageError: `point` was copied from another run.
@@ -283,9 +283,9 @@ def is_settled(catalog: Catalog, point: Reference | None) -> bool:
 
 
 def is_still_right(catalog: Catalog, claim: Claim, choice: Choice) -> bool:
-    """Whether the choice still holds after the claim, which fences off earlier writers."""
+    """Whether a choice is valid after the claim: not deleted; the newest, unless a rollback."""
     point = choice.point
-    if point is not None and not _still_stands(catalog, point):
+    if point is not None and not _is_resumable(catalog, point):
         return False
     if choice.is_rollback:
         return True
@@ -296,7 +296,7 @@ def is_still_right(catalog: Catalog, claim: Claim, choice: Choice) -> bool:
 
 
 def committed(catalog: Catalog, *, below: int, but: frozenset[str]) -> Iterator[str]:
-    """Yield folders of the lineage below an epoch that hold a manifest, newest first."""
+    """Yield the lineage's folders below an epoch with any manifest, even damaged; newest first."""
     for name in catalog.lineage(below=below):
         if str(name) in but:
             continue
@@ -322,7 +322,7 @@ def expect_claim(store: Store, claim: Claim) -> None:
         )
 
 
-def _still_stands(catalog: Catalog, point: Reference) -> bool:
+def _is_resumable(catalog: Catalog, point: Reference) -> bool:
     # Marks first: a deleter that is done has removed its mark, but has put the tombstone before.
     store = catalog.home(point.folder)
     try:
@@ -340,15 +340,15 @@ def _still_stands(catalog: Catalog, point: Reference) -> bool:
 
 
 def is_being_deleted(store: Store, marks: Marks) -> bool:
-    """Whether a checkpoint's marks include one by a deleter that may still be active."""
+    """Whether a checkpoint has a deletion mark of a writer that may still be active."""
     return any(not nothing_in_flight(store, epoch) for epoch in marks.retired_by)
 
 
 def dropped(store: Store, folder: str, manifest: Manifest, marks: Marks) -> tuple[str, ...]:
     """List components that cannot be loaded: retention has dropped or may be dropping them."""
-    at_it = {name for name, epoch in marks.thinned_by if not nothing_in_flight(store, epoch)}
+    dropping = {name for name, epoch in marks.thinned_by if not nothing_in_flight(store, epoch)}
     whole = parts_of(store, folder, manifest, marks).whole
-    return tuple(name for name in manifest.components if name in at_it or name not in whole)
+    return tuple(name for name in manifest.components if name in dropping or name not in whole)
 
 
 def put_closed(store: Store, claim: Claim) -> None:
@@ -359,7 +359,7 @@ def put_closed(store: Store, claim: Claim) -> None:
 
 
 def settled_choice(entry: Entry, *, is_rollback: bool) -> Iterator[Choice]:
-    """Yield one checkpoint as the only choice.
+    """Yield one checkpoint as the only choice for `claim_run`; raise if it asks for another.
 
     Raises:
         NoCheckpoint: it no longer holds, and a second choice was requested.
@@ -419,7 +419,7 @@ class Heartbeat:
                 return
 
 
-def _beat(store: Store, owner: WriterRecord) -> int:
+def _read_beat(store: Store, owner: WriterRecord) -> int:
     try:
         alive = read_if_there(store, layout.alive_key(owner.epoch), Alive.decode)
     except FormatError:

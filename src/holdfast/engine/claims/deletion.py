@@ -2,8 +2,8 @@
 
 The order of marks, ownership check, pins and leases: docs/design.md, rules 4, 6 and 8.
 
-The caller has made sure that what justifies a deletion is durable, and that nobody read the
-checkpoint before the mark. The mark stays.
+The caller has made sure that what justifies a deletion is durable, and has looked for leases
+before, because the mark that is put first mostly stays.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Removal:
     """Leases that kept the checkpoint from deletion, read after the mark was put."""
 
 
-_STAYS = Removal(is_done=False)
+_NOT_REMOVED = Removal(is_done=False)
 
 
 def retract(
@@ -58,12 +58,12 @@ def retract(
         if not _mark_retired(store, folder, claim.epoch, Retired(by=by, reason=reason)):
             reason = f"{reason} (marked before)"
     except NotFound:
-        return _STAYS
+        return _NOT_REMOVED
     catalog = Catalog(store)
     marks, register = catalog.marks(folder), catalog.read(folder)
     if isinstance(register, Manifest):
         if is_held(register, marks):
-            return _STAYS
+            return _NOT_REMOVED
         if leases := readers.of(folder):
             return Removal(is_done=False, leases=leases)
         _put_tombstone(store, folder, Deleted(save_id=register.save_id, by=by, reason=reason))
@@ -92,7 +92,9 @@ def retract_unreadable(
     except NotFound:
         return "its folder is gone"
     name = layout.parse_attempt(folder)
-    why = "somebody reads it" if readers.of(folder) else _readable(store, folder)
+    why = "somebody reads it" if readers.of(folder) else _why_sound(store, folder)
+    if name is None:
+        why = why or "its name is not that of a checkpoint"
     if why or name is None:
         if is_ours:
             store.delete(f"{folder}/{layout.retired_name(claim.epoch)}")
@@ -104,8 +106,8 @@ def retract_unreadable(
     return ""
 
 
-def _readable(store: Store, folder: str) -> str:
-    """Explain why a damaged or lost manifest is readable after all; empty if it is not."""
+def _why_sound(store: Store, folder: str) -> str:
+    """Explain why a manifest is not damaged or lost after all; empty if it is."""
     try:
         register = Catalog(store).read(folder)
     except (UnsupportedVersion, SealError) as error:
@@ -157,17 +159,17 @@ def thin(
         except AlreadyExists:
             continue  # This epoch began to thin it before; some files may be gone already.
         except NotFound:
-            return _STAYS
+            return _NOT_REMOVED
         ours.append(key)
     check_ownership(store, epoch, committed=True)
     catalog = Catalog(store)
     marks, register = catalog.marks(folder), catalog.read(folder)
     if not isinstance(register, Manifest):
-        return _STAYS
+        return _NOT_REMOVED
     if is_held(register, marks):
         for key in ours:
             store.delete(key)
-        return _STAYS
+        return _NOT_REMOVED
     if leases := readers.of(folder):
         return Removal(is_done=False, leases=leases)
     files = [file for component in components for file in register.components[component].files]

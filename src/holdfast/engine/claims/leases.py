@@ -146,13 +146,13 @@ def _expect_standing(store: Store, folder: str) -> None:
 
 
 def expect_kept(store: Store, folder: str, marks: Marks) -> None:
-    """Raise `BeingDeleted` if a checkpoint has the mark of a deleter that may still be active."""
+    """Raise `BeingDeleted` if a checkpoint has a deletion mark of a writer that may be active."""
     if not is_being_deleted(store, marks):
         return
-    at_it = [epoch for epoch in marks.retired_by if not nothing_in_flight(store, epoch)]
-    options = " ".join(f"--dead-epoch {epoch}" for epoch in at_it)
+    active = [epoch for epoch in marks.retired_by if not nothing_in_flight(store, epoch)]
+    options = " ".join(f"--dead-epoch {epoch}" for epoch in active)
     raise BeingDeleted(
-        f"{store.url}/{folder}: writer {', '.join(map(str, at_it))} began to delete it and may "
+        f"{store.url}/{folder}: writer {', '.join(map(str, active))} began to delete it and may "
         "still be at it. Take another checkpoint. Where that writer is gone for good, `holdfast gc "
         f"ROOT {options}` takes its mark away"
     )
@@ -170,18 +170,18 @@ class _HeldLease:
         self._process = this_process()
         self._created = utc_now()
         self._beat = 1
-        self._may_be_there = False
+        self._may_exist = False
         self._background = Background("holdfast-lease")
         self._renewed: Future[None] | None = None
 
     def take(self) -> str:
-        """Put the lease. Returns why the storage refuses it, for the user; empty if it does not.
+        """Put the lease; return the reason, for the user, if the storage refuses it, else "".
 
         Raises:
             StoreError: the put failed in another way.
         """
         try:
-            self._may_be_there = True
+            self._may_exist = True
             refused = self._put_first()
             if refused:
                 return refused
@@ -201,9 +201,9 @@ class _HeldLease:
 
     def give_back(self) -> None:
         """Remove the lease; a failure is logged. No-op in a forked child, whose parent has it."""
-        if os.getpid() != self._process.pid or not self._may_be_there:
+        if os.getpid() != self._process.pid or not self._may_exist:
             return
-        # In the thread that renews it, which may hang in the store.
+        # On the background thread, as a delete may hang in the store.
         self._background.ask_to_stop()
         jobs = [self._background.submit(partial(self._store.delete, self._key))]
         if self._renewed is not None:
@@ -235,7 +235,7 @@ class _HeldLease:
         except TransientStoreError:
             raise
         except StoreError as error:
-            self._may_be_there = False
+            self._may_exist = False
             return self._refused(error)
         put_once(self._store, self._key, self._document())
         return ""
@@ -256,7 +256,7 @@ class _HeldLease:
     def _remove_quietly(self) -> None:
         with suppress(StoreError):
             self._store.delete(self._key)
-        self._may_be_there = False
+        self._may_exist = False
 
     def _refused(self, error: StoreError) -> str:
         return f"read without a lease, so that retention may delete it meanwhile: {error}"
@@ -267,11 +267,11 @@ class _HeldLease:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundLease:
-    """A lease read from a root, and what this host knows about its process."""
+    """A lease read from a root, and whether its process lives, as far as this host can tell."""
 
     key: str
     name: AttemptName
-    """The checkpoint that it keeps."""
+    """The checkpoint that is leased."""
     lease: Lease | None
     """None if it cannot be read. Then its process is unknown, and only its age decides."""
     state: Liveness
@@ -279,7 +279,7 @@ class FoundLease:
 
     @property
     def folder(self) -> str:
-        """Name of the folder of the checkpoint that it keeps."""
+        """Folder name of the leased checkpoint."""
         return str(self.name)
 
     @property
@@ -292,7 +292,7 @@ class FoundLease:
 
 
 def find_leases(store: Store, *, folder: str | None = None) -> Iterator[FoundLease]:
-    """Yield the leases of a root or on one checkpoint, those of dead processes among them."""
+    """Yield all leases of a root or on one checkpoint, also those of dead processes."""
     for name in _names(store):
         parsed = layout.parse_lease(name)
         if parsed is None or folder not in (None, str(parsed[0])):
@@ -336,7 +336,7 @@ def _read_lease(store: Store, key: str, name: AttemptName, nonce: str) -> FoundL
 
 
 class Readers:
-    """Leases of a root as seen by one deleter, with the time since when each is unchanged.
+    """Leases of a root as read by one deleter, with the time at which each last changed.
 
     `clock` returns monotonic seconds.
     """
@@ -347,7 +347,7 @@ class Readers:
         self._seen: dict[str, tuple[bytes, float]] = {}
 
     def of(self, folder: str) -> tuple[FoundLease, ...]:
-        """Return the leases on a checkpoint whose processes live, or may live."""
+        """Return the leases on a checkpoint, without those whose process is dead or silent."""
         leases = tuple(find_leases(self._store, folder=folder))
         keys = {lease.key for lease in leases}
         self._seen = {
@@ -355,16 +355,16 @@ class Readers:
             for key, seen in self._seen.items()
             if key in keys or not key.startswith(f"{layout.READERS}/{folder}.")
         }
-        return tuple(lease for lease in leases if self._binds(lease))
+        return tuple(lease for lease in leases if self._may_live(lease))
 
     def watch(self, folders: Collection[str], *, wait: Wait, emit: Emitter) -> None:
         """Watch leases of other hosts until each is renewed, or unchanged for `SILENT_S` seconds.
 
         For a deleter that runs only once. `wait(seconds)` waits; a test may pass its own.
         """
-        first = {lease.key: lease for lease in self._unknown(folders)}
+        first = {lease.key: lease for lease in self._of_unknown_state(folders)}
         for lease in first.values():
-            self._binds(lease)
+            self._may_live(lease)  # records the time, from which it is unchanged
             emit(
                 "warning",
                 f"{lease.folder} is read by {lease.who}; watching its lease for up to "
@@ -373,7 +373,7 @@ class Readers:
         end = self._clock() + SILENT_S
         while first and self._clock() < end:
             wait(BEAT_S)
-            now = {lease.key: lease for lease in self._unknown(folders)}
+            now = {lease.key: lease for lease in self._of_unknown_state(folders)}
             first = {
                 key: lease
                 for key, lease in first.items()
@@ -386,12 +386,12 @@ class Readers:
             self._store.delete(lease.key)
             self._seen.pop(lease.key, None)
 
-    def _unknown(self, folders: Collection[str]) -> Iterator[FoundLease]:
+    def _of_unknown_state(self, folders: Collection[str]) -> Iterator[FoundLease]:
         for lease in find_leases(self._store):
             if lease.state == "unknown" and lease.folder in folders:
                 yield lease
 
-    def _binds(self, lease: FoundLease) -> bool:
+    def _may_live(self, lease: FoundLease) -> bool:
         if lease.state != "unknown":
             return lease.state != "dead"
         digest, since_s = self._seen.get(lease.key, (b"", 0.0))

@@ -1,4 +1,4 @@
-"""Tags, pins and rejections, added to committed checkpoints by users and by resume."""
+"""Tags, pins and rejections of committed checkpoints; checks of tags, reasons and metrics."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def annotate(
 
 
 def checked_tags(tags: Iterable[str]) -> tuple[str, ...]:
-    """Check tags: each one word, and none that reads as a step, a folder or `latest`.
+    """Check and return tags: each one word that cannot be read as a step, folder or `latest`.
 
     Raises:
         UsageError: one is not.
@@ -66,7 +66,7 @@ def checked_tags(tags: Iterable[str]) -> tuple[str, ...]:
 
 
 def checked_reasons(reasons: Any) -> tuple[str, ...]:
-    """Check what a `before_save` hook returned: reasons why the state is unhealthy, or None.
+    """Check and return the reasons why a state is unhealthy, as `before_save` gave them, or None.
 
     Raises:
         UsageError: it is neither a list of texts nor None.

@@ -33,11 +33,11 @@ class Ownership:
         self._sequence = 0
         self.claim: Claim | None = None
         self.has_committed = False
-        """Whether a save of this claim has committed from which the run would resume."""
+        """Whether this claim has committed a save from which the run would resume."""
         self.is_clean = True
         """Whether every put of this claim is known to have ended."""
         self.unclear: set[str] = set()
-        """Folders of this claim whose register must stay: a copy of their put may still arrive."""
+        """Folders of this claim whose register must stay: a repeat of its put may still arrive."""
 
     def check(self) -> None:
         """Raise `OwnedElsewhere` if a live process owns the run; writes nothing."""
@@ -55,7 +55,7 @@ class Ownership:
         try:
             claim = self._claim(choices)
         finally:
-            self._end_heartbeat(is_over=before is not None and self._has_ended(), timeout_s=END_S)
+            self._end_heartbeat(is_over=before is not None and self._may_close(), timeout_s=END_S)
         self._heartbeat = Heartbeat(self._store, claim, self._emit)
         # A manager that is dropped without being closed must not look alive for ever.
         weakref.finalize(self, self._heartbeat.ask_to_stop)
@@ -76,7 +76,7 @@ class Ownership:
         Waits at most `timeout_s` seconds for storage that hangs, and then logs that.
         """
         claim = self._give_up()
-        self._end_heartbeat(is_over=claim is not None and self._has_ended(), timeout_s=timeout_s)
+        self._end_heartbeat(is_over=claim is not None and self._may_close(), timeout_s=timeout_s)
 
     def let_others_claim(self) -> None:
         """Let later managers of this process claim the run, even if this one is never closed."""
@@ -89,7 +89,7 @@ class Ownership:
             held.discard(claim.nonce)
         return claim
 
-    def _has_ended(self) -> bool:
+    def _may_close(self) -> bool:
         return self.is_clean and not self.unclear
 
     def _claim(self, choices: Iterator[Choice]) -> Claim:

@@ -130,5 +130,5 @@ def is_this_process(process: Process) -> bool:
 
 
 def utc_now() -> str:
-    """Return the current time for people: ISO 8601, UTC, seconds. Only calendar rules parse it."""
+    """Return the current UTC time as ISO 8601 text, in seconds; only calendar rules parse it."""
     return datetime.now(timezone.utc).replace(microsecond=0).isoformat()

@@ -21,7 +21,7 @@ class Finishes(Protocol):
     """Interface of a manager whose save under way is finished at exit."""
 
     def finish_at_exit(self) -> str | None:
-        """Finish the save under way; return its outcome. Raises an error not raised before."""
+        """Finish the save under way; return its outcome as text. Raises an error not yet raised."""
         ...
 
 
@@ -54,12 +54,12 @@ def _finish_all() -> None:
     failed = False
     for manager in _failed.union(_open):
         try:
-            said = manager.finish_at_exit()
+            outcome = manager.finish_at_exit()
         except HoldfastError as error:
             failed = True
-            said = f"at exit: {error}"
-        if said is not None:
-            print(f"holdfast: {said}", file=sys.stderr)  # noqa: T201 - nobody else can be told
+            outcome = f"at exit: {error}"
+        if outcome is not None:
+            print(f"holdfast: {outcome}", file=sys.stderr)  # noqa: T201 - nobody else can be told
     if failed:
         globals()["_at_the_very_end"] = _EndWithStatus1()
 

@@ -27,7 +27,7 @@ class Asked:
         return tuple(tag for request in self.requests for tag in request.tags)
 
     def added_to(self, due: Due) -> Due:
-        """Add the reasons and tags of the requests to a save."""
+        """Return a due save with the reasons and tags of the requests added."""
         reasons = dict.fromkeys((due.reason, *(request.reason for request in self.requests)))
         if len(reasons) > 1:
             reasons.pop("demand", None)
@@ -37,14 +37,14 @@ class Asked:
 
 
 _EVENTS = frozenset(get_args(Event))
-_BY_NOBODY = Asked()
+_NO_REQUESTS = Asked()
 
 
 class Outside:
-    """Signals and requests of one manager."""
+    """Poller of signals and save requests for one manager; also answers the requests."""
 
     def __init__(self, requests: Requests, stop: Stop | None, promote: Promote) -> None:
-        """`promote` finishes the save under way when the grace of a stop is nearly over."""
+        """Register `promote`, which finishes the save under way when a stop's grace nearly ends."""
         self._requests = requests
         self._stop = stop
         self._promote = promote
@@ -75,12 +75,12 @@ class Outside:
             is_asked = self._stop.take_save_request() or is_asked
         if is_asked:
             events.append("demand")
-        return events, Asked(requests=requests) if requests else _BY_NOBODY
+        return events, Asked(requests=requests) if requests else _NO_REQUESTS
 
     def tell(self, asked: Asked, outcome: Future[Checkpoint]) -> None:
-        """Answer the requests with the outcome of the save, once it is known."""
+        """Answer the requests with the outcome of their save, once it is known."""
         if asked.requests:
-            outcome.add_done_callback(lambda ended: self._tell(asked, ended))
+            outcome.add_done_callback(lambda ended: self._answer(asked, ended))
 
     def refuse(self, asked: Asked, error: BaseException) -> None:
         """Answer the requests with an error."""
@@ -88,12 +88,12 @@ class Outside:
             self._requests.answer(request, error=str(error) or repr(error))
 
     def close(self) -> None:
-        """Stop looking for requests and signals."""
+        """Stop polling for requests, and unregister from the signals."""
         if self._stop is not None:
             self._stop.forget(self._promote)
         self._requests.close()
 
-    def _tell(self, asked: Asked, ended: Future[Checkpoint]) -> None:
+    def _answer(self, asked: Asked, ended: Future[Checkpoint]) -> None:
         error = ended.exception()
         if error is not None:
             self.refuse(asked, error)

@@ -133,8 +133,8 @@ class Requests:
 
     def _start_looking(self) -> None:
         if self._looking is None:
-            keep_looking = partial(_keep_looking, self._tray, self._background, self._poll_s)
-            self._looking = self._background.submit(keep_looking)
+            keep_polling = partial(_keep_polling, self._tray, self._background, self._poll_s)
+            self._looking = self._background.submit(keep_polling)
 
     def _submit(self, job: Callable[[], None]) -> None:
         with self._lock:
@@ -146,7 +146,7 @@ class Requests:
 
 
 class _Tray:
-    """The requests that were found and are not yet settled, with their reads. Thread-safe."""
+    """Inbox of requests: reads new ones, writes answers, removes requests. Thread-safe."""
 
     def __init__(self, store: Store, emit: Emitter, background: Background) -> None:
         self._store = store
@@ -154,29 +154,29 @@ class _Tray:
         self._background = background
         self._lock = threading.Lock()
         self._known: set[str] = set()
-        """Names not to read again: they wait, are being honoured, or could not be removed."""
+        """Names not to read again: queued, being answered, or impossible to remove."""
         self._waiting: list[Request] = []
         self._has_folder = False
         self._trouble = ""
 
     def take(self) -> tuple[Request, ...]:
-        """Take the requests that were found since the last call."""
+        """Return the requests that `look` queued since the last call."""
         with self._lock:
             found, self._waiting = tuple(self._waiting), []
         return found
 
     def look(self) -> list[Callable[[], None]]:
-        """Find and read new requests; return jobs that refuse those that cannot be honoured."""
+        """Read new requests and queue them; return jobs that refuse those that are not valid."""
         trouble, self._trouble = self._trouble, ""
         try:
-            fresh = self._fresh()
+            new = self._new_names()
         except StoreError as error:
             self._trouble = str(error)
-            fresh = []
-        jobs = [self._read(name) for name in fresh[:MAX_REQUESTS]]
+            new = []
+        jobs = [self._read(name) for name in new[:MAX_REQUESTS]]
         if self._trouble not in ("", trouble):  # once, not at every look
             self._emit("warning", f"cannot look for requests for a save: {self._trouble}")
-        excess = fresh[MAX_REQUESTS:]
+        excess = new[MAX_REQUESTS:]
         if excess:
             self._emit(
                 "warning",
@@ -187,7 +187,7 @@ class _Tray:
         return [job for job in jobs if job is not None]
 
     def settle(self, name: str, answer: AnswerRecord | None) -> None:
-        """Put the answer unless the request was withdrawn, and remove the request."""
+        """Write the answer, unless withdrawn meanwhile, and remove the request; retry on errors."""
         problem = ""
         for _ in range(_TRIES):
             try:
@@ -214,20 +214,20 @@ class _Tray:
         except StoreError as error:
             self._emit("housekeeping_failed", f"removing requests: {error}")
 
-    def _fresh(self) -> list[str]:
-        """List names that were not found before, and record them as known."""
+    def _new_names(self) -> list[str]:
+        """List the names of requests not listed before, and record them as known."""
         names = self._names()
         with self._lock:
             if len(names) < MAX_LISTED:
                 self._known.intersection_update(names)
-            fresh = [name for name in names if name not in self._known]
-            self._known.update(fresh)
-        return fresh
+            new = [name for name in names if name not in self._known]
+            self._known.update(new)
+        return new
 
     def _names(self) -> list[str]:
         if self._store.has_folders:
             if not self._has_folder and f"{layout.WRITERS}/" in self._store.children():
-                # So that `touch` works. Before the first claim nothing is written.
+                # So that `touch` can make a request. Before the first claim nothing is written.
                 self._store.make_folder(layout.REQUESTS)
                 self._has_folder = True
             names: Iterable[str] = self._store.children(layout.REQUESTS)
@@ -239,7 +239,7 @@ class _Tray:
         return list(islice(requests, MAX_LISTED))
 
     def _read(self, name: str) -> Callable[[], None] | None:
-        """Read a request and queue it; return a job that refuses it if it cannot be honoured."""
+        """Read a request and queue it; return a job that refuses it if it is not valid."""
         try:
             request = _read_request(self._store, name)
         except NotFound:
@@ -268,7 +268,7 @@ def new_id() -> str:
 def ask(
     store: Store, request_id: str | None = None, *, reason: str = "", tags: Iterable[str] = ()
 ) -> str:
-    """Put a request; returns its name inside `requests/`.
+    """Put a request for a save into the root; return its name inside `requests/`.
 
     A caller that may be interrupted gives the id, to know which request to withdraw.
 
@@ -309,14 +309,14 @@ def is_open(store: Store, name: str) -> bool:
 
 
 def withdraw(store: Store, name: str) -> None:
-    """Remove a request of this process, and its answer if there is one."""
+    """Remove a request, and its answer if there is one."""
     store.delete(layout.request_key(name))
     key = layout.answer_key(name)
     if key is not None:
         store.delete(key)
 
 
-def _keep_looking(tray: _Tray, background: Background, poll_s: float) -> None:
+def _keep_polling(tray: _Tray, background: Background, poll_s: float) -> None:
     while True:
         for refuse in tray.look():
             refuse()

@@ -41,7 +41,7 @@ _active: Stop | None = None
 
 
 class Interrupted(BaseException):
-    """A stop was requested inside `Stop.interruptible()`; always caught by the waiting code."""
+    """Raised by a stop inside `Stop.interruptible()`; always caught by the waiting code."""
 
 
 class Stop:
@@ -62,7 +62,7 @@ class Stop:
     Sent again within half a second it counts as the same one, because some senders address both a
     process and its group. Forked children have the former handlers. Signals that were ignored, as
     under `nohup`, stay ignored. One Stop is active at a time; entering it again inside its own
-    block is fine. Outside the main thread it does nothing, and says so once.
+    block is fine. Outside the main thread it does nothing, and logs that once.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class Stop:
 
     def take_save_request(self) -> bool:
         """Return whether one of `save_signals` has come since the last call."""
-        # Not read and cleared in any case: a signal in between would be lost.
+        # Cleared only if set: else a signal between the read and the clearing would be lost.
         if not self._is_save_asked:
             return False
         self._is_save_asked = False
@@ -148,7 +148,7 @@ class Stop:
         self._promotes.append(promote)
 
     def forget(self, promote: Promote) -> None:
-        """Unregister a `promote` callback."""
+        """Unregister a callback that `register` got."""
         if promote in self._promotes:
             self._promotes.remove(promote)
 
@@ -214,13 +214,13 @@ class Stop:
 
     def _uninstall(self) -> None:
         global _active
-        self._put_back()
+        self._restore_handlers()
         _active = None
         watch, self._watch = self._watch, None
         if watch is not None:
             watch.end()
 
-    def _put_back(self) -> None:
+    def _restore_handlers(self) -> None:
         for number, former in self._former.items():
             signal.signal(number, former)
         self._former = {}
@@ -239,7 +239,7 @@ class Stop:
             if self._requested is None:
                 self._requested = number
             if self._is_armed:
-                # Before it is raised: then the block's own end may not be reached.
+                # Cleared before the raise: `__exit__` of the block may not be reached then.
                 self._is_armed = False
                 raise Interrupted
 
@@ -292,7 +292,7 @@ class _GraceWatch:
         self._watching = self._workers.submit(self._run)
 
     def end(self) -> None:
-        """Stop watching, as the run has ended; waits for the thread."""
+        """Stop the thread, as the run has ended, and wait for it."""
         signal.set_wakeup_fd(self._former)
         os.write(self._writer, b"\0")
         os.close(self._writer)
@@ -303,7 +303,7 @@ class _GraceWatch:
     def _run(self) -> None:
         try:
             number = self._first_stop()
-            if number is not None and not self._has_ended(self._free_s):
+            if number is not None and not self._ends_within(self._free_s):
                 self._end_by_force(number)
         finally:
             os.close(self._reader)
@@ -318,8 +318,8 @@ class _GraceWatch:
                 if number in self._stops:
                     return number
 
-    def _has_ended(self, timeout_s: float) -> bool:
-        """Whether the run ends by itself within `timeout_s`."""
+    def _ends_within(self, timeout_s: float) -> bool:
+        """Wait up to `timeout_s` seconds for the run to end by itself; return whether it did."""
         until = time.monotonic() + timeout_s
         waiting = select.poll()  # `select` itself takes no descriptor above 1023
         waiting.register(self._reader, select.POLLIN)
@@ -331,7 +331,7 @@ class _GraceWatch:
     def _read(self) -> bytes:
         numbers = os.read(self._reader, 512)
         if self._former != -1:
-            with contextlib.suppress(OSError):  # theirs may be full or closed, as without us
+            with contextlib.suppress(OSError):  # the former pipe may be full or closed
                 os.write(self._former, numbers.replace(b"\0", b""))
         return numbers
 
@@ -340,7 +340,7 @@ class _GraceWatch:
         until = began + 0.9 * self._reserve_s
         outcomes = [_promoted(promote, until - time.monotonic()) for promote in [*self._promotes]]
         # A run that has just saved by itself can also release its claim in this time.
-        if not self._has_ended(began + 0.5 * self._reserve_s - time.monotonic()):
+        if not self._ends_within(began + 0.5 * self._reserve_s - time.monotonic()):
             _exit(number, self._grace_s, outcomes)
 
 
@@ -352,13 +352,13 @@ def _promoted(promote: Promote, timeout_s: float) -> str:
 
 
 def _exit(number: int, grace_s: float, outcomes: list[str]) -> NoReturn:
-    said = (
+    message = (
         f"holdfast: {signal.Signals(number).name}: the grace of {grace_s:g} s is nearly over and "
         f"the program has not ended; {'; '.join(outcomes) or 'nothing is known of checkpoints'}\n"
     )
     # Not through sys.stderr: the main thread may hang while it holds its lock.
     with contextlib.suppress(OSError):
-        os.write(2, said.encode())
+        os.write(2, message.encode())
     os._exit(_exit_code(number))
 
 
@@ -396,16 +396,16 @@ def _seconds(grace: str | Time | None) -> float | None:
     return float(duration.value)
 
 
-def _leave_children_alone() -> None:
+def _restore_in_child() -> None:
     """Restore the former signal handlers in a forked child."""
     global _active
     stop, _active = _active, None
     if stop is not None:
         if stop._watch is not None:
             signal.set_wakeup_fd(-1)  # or the parent would read the child's signals as its own
-        stop._put_back()
+        stop._restore_handlers()
         stop._depth = 0
         stop._watch = None
 
 
-os.register_at_fork(after_in_child=_leave_children_alone)
+os.register_at_fork(after_in_child=_restore_in_child)

@@ -1,4 +1,4 @@
-"""Application of the checkpoint that a search chose to the live state, under a claim of the run.
+"""Loads the checkpoint that a search chose into the live state, under a claim of the run.
 
 Knows whether the live state is whole, which it is not after a load that failed half-way. The search
 decides which checkpoint is chosen, and how it is read.
@@ -17,7 +17,7 @@ from holdfast.store.base import Store
 
 
 class Applying:
-    """Applier of checkpoints to the live state of one manager.
+    """Loads checkpoints into the live state of one manager.
 
     Args:
         store: the root, where checkpoints that cannot be used are marked.
@@ -30,7 +30,7 @@ class Applying:
         self._owner = owner
         self._emit = emit
         self._touched: set[str] = set()
-        """Components that a failed load may have partly filled."""
+        """Components that a failed load may have partly overwritten."""
         self.half_loaded: str | None = None
         """Why the live state is partly old and partly stored; None: it is whole."""
 
@@ -43,7 +43,7 @@ class Applying:
             )
 
     def apply(self, search: Search, *, claims: bool) -> LoadCandidate | None:
-        """Choose and apply checkpoints until one was applied whole; None for a fresh start.
+        """Choose and apply a checkpoint, another if that fails; return it, or None to start anew.
 
         A resume `claims` the run, to continue from the chosen checkpoint. A load does so only if
         this manager owns the run and everything is loaded.
@@ -61,7 +61,7 @@ class Applying:
                     search.warn(self._emit)
                 else:
                     self._choose_named(search)
-                if search.candidate is None or self._has_applied(search.candidate, search):
+                if search.candidate is None or self._try_apply(search.candidate, search):
                     return search.candidate
         except MismatchError as error:
             if self.half_loaded is None:
@@ -94,8 +94,8 @@ class Applying:
         except Exception as error:  # noqa: BLE001 - a mark that cannot be left stops no resume
             self._emit("housekeeping_failed", f"rejected mark: {error!r}")
 
-    def _has_applied(self, candidate: LoadCandidate, search: Search) -> bool:
-        """Apply a checkpoint; False if that failed and another choice may succeed."""
+    def _try_apply(self, candidate: LoadCandidate, search: Search) -> bool:
+        """Apply a checkpoint; False if that failed and the caller should choose again."""
         try:
             self._apply(candidate)
         except OpaqueLoadFailed as error:

@@ -1,4 +1,4 @@
-"""Reads of a file's blocks, plain or compressed: digests are checked, plain bytes returned."""
+"""Reads of a file's blocks: each is checked against its digest, and decompressed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from holdfast.store.base import Store, ignore
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileBlocks:
-    """The blocks of one file of a checkpoint, with their places and digests."""
+    """Places, digests and decoder of the blocks of one file of a checkpoint."""
 
     key: str
     block_nbytes: int
@@ -45,7 +45,7 @@ class FileBlocks:
         return plain if entry.stored is None else plain.made_by(entry, index.stored[name])
 
     def made_by(self, entry: FileEntry, stored: StoredBlocks) -> FileBlocks:
-        """Return the `FileBlocks` of the same file stored as compressed blocks."""
+        """Return a copy of these for the same file, stored as the compressed blocks `stored`."""
         assert entry.stored is not None
         return FileBlocks(
             key=self.key,
@@ -69,7 +69,7 @@ bring nothing into that cache."""
 def read_block(
     store: Store, file: FileBlocks, number: int, plain: memoryview, *, verify: bool = True
 ) -> str:
-    """Read a block into `plain`, which has its length; return its fault, or "".
+    """Read, decompress and check a block into `plain`, of its length; return its fault, or "".
 
     Raises:
         StoreError: it cannot be read.
@@ -87,7 +87,7 @@ def begin_block(
     verify: bool,
     buffers: Buffers,
 ) -> Check:
-    """Read the stored bytes of a block; return a check that completes `plain`, of its length.
+    """Read the stored bytes of a block; return a function that checks them and fills `plain`.
 
     A block with a wrong digest is read once more: a transient read error must not condemn a sound
     checkpoint. `buffers` has memory for compressed blocks.
@@ -154,7 +154,7 @@ def cached_block(
 def decode_block(
     file: FileBlocks, number: int, stored: memoryview, plain: memoryview, *, verify: bool = True
 ) -> str:
-    """Decompress a stored block into `plain`; return its fault, or ""."""
+    """Decompress a stored block into `plain` and check its digest; return its fault, or ""."""
     assert file.decoder is not None
     try:
         file.decoder(stored, plain)
@@ -174,23 +174,23 @@ def _begin_plain(
         return lambda: ""
     # A digest needs the bytes in order: after a piece that is not hashed, the rest is hashed later.
     hasher = blocks.block_hasher()
-    is_behind, done = False, 0
+    has_gap, hashed = False, 0
 
-    def see(piece: memoryview) -> None:
-        nonlocal is_behind, done
-        is_behind = is_behind or piece.nbytes > _CACHED_NBYTES
-        if not is_behind:
+    def hash_piece(piece: memoryview) -> None:
+        nonlocal has_gap, hashed
+        has_gap = has_gap or piece.nbytes > _CACHED_NBYTES
+        if not has_gap:
             hasher.update(piece)
-            done += piece.nbytes
+            hashed += piece.nbytes
 
     def check() -> str:
-        hasher.update(plain[done:])
+        hasher.update(plain[hashed:])
         if hasher.digest() == _digest(file.digests, number):
             return ""
         store.read_into(file.key, start, plain, afresh=True)
         return "" if _is_block(plain, file.digests, number) else "is not what was written"
 
-    store.read_into(file.key, start, plain, seen=see)
+    store.read_into(file.key, start, plain, seen=hash_piece)
     return check
 
 

@@ -1,4 +1,4 @@
-"""Store with a read cache for checkpoint files on a disk of this host.
+"""Store that caches the checkpoint files of another store on a disk of this host.
 
 The ranks of a host that load one checkpoint download each of its bytes once. Only data files of
 checkpoints are cached: their keys are never reused, and digests cover their bytes. The manifest,
@@ -34,7 +34,7 @@ _MAX_LENGTHS = 10_000
 
 
 class CachedStore(WrappedStore):
-    """Store that reads from `inner`, with a cache of checkpoint files in a folder of this host.
+    """Store that reads from `inner`, and caches checkpoint files in a folder of this host.
 
     Args:
         inner: a store, or a path or URL as `open_store` takes it.
@@ -156,7 +156,7 @@ class CachedStore(WrappedStore):
             self._remove_copies(key)
 
     def _pieces_of(self, key: str, length: int, start: int, stop: int) -> Iterator[Piece]:
-        """Yield the pieces of an object that hold the bytes from `start` to `stop`."""
+        """Yield the pieces, as cached, of an object that hold the bytes from `start` to `stop`."""
         for at in range(start - start % PIECE_NBYTES, min(stop, length), PIECE_NBYTES):
             yield Piece(
                 place=f"{self._place}/{key}/{at // PIECE_NBYTES:08d}",

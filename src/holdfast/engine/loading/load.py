@@ -35,7 +35,7 @@ def open_checkpoint(
     components: Collection[str] | None = None,
     verify: bool = True,
 ) -> Opened:
-    """Read the index, and the trees of `components` (None: of all).
+    """Read and check a checkpoint's index, and the trees of `components` (None: of all).
 
     Raises:
         CorruptData: a document is missing, cut or changed.
@@ -105,7 +105,7 @@ def _document_entry(store: Store, folder: str, name: str, manifest: Manifest) ->
 
 
 def check_size(store: Store, key: str, entry: FileEntry) -> None:
-    """Raise `CorruptData` unless the object exists with the recorded length."""
+    """Raise `CorruptData` unless a file exists with the length that the manifest records."""
     try:
         nbytes = store.head(key).nbytes
     except NotFound as error:

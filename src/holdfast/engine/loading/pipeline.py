@@ -36,15 +36,15 @@ class _PinnedBuffer:
 
 
 _NUM_KEPT = 4
-"""Blocks that are cached after a small read: the next tensors are often in them, too."""
-_NUM_ALONE = 2
-"""Most blocks of a read that are cached after it."""
+"""Most blocks cached from small reads: the next tensors are often in them, too."""
+_NUM_SMALL = 2
+"""Most blocks of a small read, whose blocks are cached."""
 _SEGMENT_NBYTES_MIN = 16 * 1024
 """Least average bytes of the segments that are copied straight from the page cache."""
 
 
 class ReadPipeline:
-    """Executor of read plans for the tensor files of one checkpoint."""
+    """Executes read plans for the tensor files of one checkpoint, on several threads."""
 
     def __init__(
         self, store: Store, opened: Opened, *, threads: Threads, timeout_s: float, verify: bool
@@ -65,7 +65,7 @@ class ReadPipeline:
         """The error of the last read that failed."""
 
     def expect(self, file: str) -> None:
-        """Check that a tensor file exists in full length, before it is read.
+        """Check that a tensor file exists in full length, and register it for `run`.
 
         Raises:
             CorruptData: it is missing, or has another length.
@@ -89,14 +89,14 @@ class ReadPipeline:
         reads = plan.reads
         given_up = threading.Event()
         # In the order of the files, in which a disk is read fastest.
-        blocks = [block for block in sorted(reads) if not self._is_copied(block, reads[block])]
-        is_alone = len(blocks) <= _NUM_ALONE
+        blocks = [block for block in sorted(reads) if not self._copy_kept(block, reads[block])]
+        is_small = len(blocks) <= _NUM_SMALL
         what = f"reading {self._store.url}/{self._opened.folder}"
         try:
             with self._store.keeping_open():
                 self._threads.read_all(
                     [
-                        partial(self._begin, block, reads[block], given_up, keeps=is_alone)
+                        partial(self._begin, block, reads[block], given_up, keeps=is_small)
                         for block in blocks
                     ],
                     timeout_s=self._timeout_s,
@@ -118,8 +118,8 @@ class ReadPipeline:
         """Free the memory of the read buffers."""
         self._buffers = Buffers()
 
-    def _is_copied(self, block: BlockId, read: BlockRead) -> bool:
-        """Copy the segments from a cached block; False if it is not cached."""
+    def _copy_kept(self, block: BlockId, read: BlockRead) -> bool:
+        """Copy a block to its destinations from this reader's cache; False if it is not there."""
         kept = self._kept.get(block)
         if kept is None or read.memory is not None:
             return False
@@ -141,7 +141,7 @@ class ReadPipeline:
         memory = buffer[: min(self._block_nbytes, left)]
         use: Use | None = None
         try:
-            if keeps or not self._is_read_in_place(block, read, memory, given_up):
+            if keeps or not self._copy_from_page_cache(block, read, memory, given_up):
                 fill = self._begin_checked(block, memory)
                 use = partial(self._use, block, read, given_up, buffer, fill, keeps=keeps)
         finally:
@@ -172,10 +172,10 @@ class ReadPipeline:
             if not is_kept:
                 self._buffers.give_back(buffer)
 
-    def _is_read_in_place(
+    def _copy_from_page_cache(
         self, block: BlockId, read: BlockRead, memory: memoryview, given_up: threading.Event
     ) -> bool:
-        """Copy a block straight from the page cache to its destinations; False if not cached.
+        """Copy a block to its destinations from the page cache; False if that is not possible.
 
         `memory`, which has the length of the block, takes the unwanted bytes.
         """
@@ -225,7 +225,7 @@ class ReadPipeline:
 
     @contextmanager
     def _naming_tensors(self, file: str, start: int, stop: int) -> Iterator[None]:
-        """Add the names of the tensors to an error of decryption, from the read or the check."""
+        """Add the names of the tensors to a `Tampered` error that the block raises."""
         try:
             yield
         except Tampered as error:

@@ -46,7 +46,7 @@ class Wanted:
 
 
 def wanted_by_file(index: Index, needed: Mapping[str, Iterable[str]]) -> dict[str, Wanted]:
-    """Group the needed tensors by tensor file. `needed`: component → keys.
+    """Return the needed tensors of each tensor file. `needed`: component → keys.
 
     Raises:
         FormatError: a tensor in several shards, which this version cannot load.
@@ -178,7 +178,7 @@ class Packed:
 
 
 def batches(places: Places, packed_nbytes: Column) -> list[Column]:
-    """Sort the numbers of tensors by file and offset, and split them into batches of reads.
+    """Sort indices of tensors by file and offset, and split them into batches of reads.
 
     `packed_nbytes`: packed bytes of each; a batch has at most `PACKED_NBYTES`, or one such tensor.
     """

@@ -1,8 +1,7 @@
 """Search for a usable checkpoint, and reading of it, without changes to the live state.
 
-Decides where its tensors are kept until they are applied: in fresh memory; or nowhere, because the
-caller wants each byte copied as it is checked, or because memory is bounded, and then all of them
-are checked once before.
+Its tensors are read into fresh memory; or only while they are applied, if the load is in place, or
+if memory is bounded, and then all of them are read and checked once before.
 
 `resume` walks back along the lineage, skips damaged candidates and records why; a checkpoint that
 was named explicitly is used, or its damage is raised.
@@ -161,7 +160,7 @@ class LoadCandidate:
 
 @dataclass(slots=True)
 class Reader:
-    """Reads checkpoints of one run for one live state."""
+    """Finds, reads and checks checkpoints of one run, to be applied to one live state."""
 
     catalog: Catalog
     state: Mapping[str, Any]
@@ -189,7 +188,7 @@ class Reader:
         return tuple((folder, str(error)) for folder, error in self.passed_over.items())
 
     def read(self, entry: Entry, options: LoadOptions) -> LoadCandidate:
-        """Read and check one checkpoint.
+        """Read one checkpoint, and check it and whether it fits the live state.
 
         Raises:
             Dropped: requested components are missing, and `options` are strict.
@@ -199,7 +198,7 @@ class Reader:
         store = self.catalog.home(entry.folder)
         # By the marks, before anything is read: a missing file alone would look like damage.
         gone = dropped(store, entry.folder, entry.manifest, entry.marks)
-        unsaved = _goes_without(entry.manifest, options)
+        unsaved = _may_lack(entry.manifest, options)
         everything = (*entry.manifest.components, *self._lacks(entry, but=unsaved))
         asked = everything if options.components is None else options.components
         selection = options.selection
@@ -207,14 +206,14 @@ class Reader:
         if options.strict:
             self._expect_saved(entry, wanted)
             self._expect_not_dropped(entry, wanted, gone)
-        one_sided = options.sides.one_sided(self.state, entry.manifest, gone, options.is_asked)
+        one_sided = options.sides.one_sided(self.state, entry.manifest, options.is_asked)
         try:
             components = [name for name in wanted if name not in {*gone, *one_sided.without}]
             candidate = self._read(store, entry, options, components, unsaved, one_sided)
         except MismatchError as error:
             raise with_hint(error, entry.manifest) from error
         except (FormatError, StoreError):
-            # Files may have gone while they were read.
+            # Files may have been deleted while they were read.
             marks = Catalog(store).marks(entry.folder)
             now = dropped(store, entry.folder, entry.manifest, marks)
             self._expect_not_dropped(entry, wanted, set(now) - set(gone))
@@ -329,7 +328,7 @@ class Reader:
         return f"{self.catalog.home(entry.folder).url}/{entry.folder}"
 
     def named(self, which: str | int, options: LoadOptions) -> LoadCandidate:
-        """Read a named checkpoint; if it is deleted meanwhile, resolve the name again.
+        """Resolve a name and read that checkpoint; again if it is deleted meanwhile.
 
         Raises:
             NoCheckpoint: no checkpoint matches, or each is deleted before it is read.
@@ -414,7 +413,7 @@ class Reader:
         )
 
     def _expect_sealed(self) -> None:
-        """Raise `NotSealed` if every skipped checkpoint is unencrypted: the caller can allow it."""
+        """Raise `NotSealed` if all skipped checkpoints are unencrypted; the user may allow that."""
         errors = [*self.passed_over.values()]
         if errors and all(isinstance(error, NotSealed) for error in errors):
             raise errors[0]
@@ -428,7 +427,7 @@ class Reader:
         *,
         seen: list[tuple[AttemptName, str]] | None = None,
     ) -> LoadCandidate | None:
-        """Return the first usable checkpoint; record those before it in `passed_over`.
+        """Return the first usable one of `names`; record those before it in `passed_over`.
 
         `seen` gets the state of each register before the checkpoint is read.
         """
@@ -481,8 +480,8 @@ class Reader:
         return self.read(entry, options)
 
 
-def _goes_without(manifest: Manifest, options: LoadOptions) -> tuple[str, ...]:
-    """Return the unsaved components that a full load may lack: `rng`, or none."""
+def _may_lack(manifest: Manifest, options: LoadOptions) -> tuple[str, ...]:
+    """Return the components that a checkpoint omits and a full load may lack: `rng`, or none."""
     is_asked_for = options.components is not None or options.include
     if RNG not in manifest.left_out or is_asked_for or options.selection.omits(RNG):
         return ()
@@ -508,18 +507,18 @@ def _completed(
     """Return the needed tensors: those that an edit changed, and the rest as stored."""
     if not edited:
         return read(needed)
-    brought = {
+    from_edit = {
         name: {key: edited[name][key] for key in keys if key in edited.get(name, {})}
         for name, keys in needed.items()
     }
     rest = read(
-        {name: [key for key in keys if key not in brought[name]] for name, keys in needed.items()}
+        {name: [key for key in keys if key not in from_edit[name]] for name, keys in needed.items()}
     )
-    return {name: {**brought[name], **rest[name]} for name in needed}
+    return {name: {**from_edit[name], **rest[name]} for name in needed}
 
 
 def _registers(catalog: Catalog) -> list[tuple[AttemptName, str]]:
-    """Return the lineage with the state of each manifest key, to detect changes meanwhile."""
+    """Return the lineage with the state of each register, to detect changes meanwhile."""
     return [(name, _register_state(catalog, name)) for name in catalog.lineage()]
 
 
@@ -539,7 +538,7 @@ def _register_state(catalog: Catalog, name: AttemptName) -> str:
 
 
 class Search:
-    """Chooses the checkpoint of a load, again for each retry of a claim.
+    """Chooses the checkpoint of a load, and chooses again for each retry of a claim.
 
     For "latest", a search that `walks` takes an older checkpoint where the newest cannot be used,
     as a resume does; any other takes the named one, or raises its error.
@@ -569,13 +568,13 @@ class Search:
         """The last choice; None for a fresh start."""
 
     def choices(self) -> Iterator[Choice]:
-        """Yield a choice for each try of a claim (see `engine.claims.claim.claim_run`)."""
+        """Yield a new choice for each try to claim the run; for `engine.claims.claim.claim_run`."""
         while True:
             yield self.choose()
 
     def choose(self) -> Choice:
         """Choose a checkpoint, and set `candidate` to it."""
-        while not self._has_chosen():
+        while not self._try_choose():
             pass
         if self._walks and self._seen is not None:
             entry = self.candidate.entry if self.candidate is not None else None
@@ -586,8 +585,8 @@ class Search:
             is_rollback=self.is_rollback,
         )
 
-    def _has_chosen(self) -> bool:
-        """Choose and prepare a candidate; False if that failed and a retry may succeed."""
+    def _try_choose(self) -> bool:
+        """Choose and prepare a candidate; False if that failed and the caller should retry."""
         self.candidate = (
             self._reader.walk(self._options, unhealthy=self._unhealthy)
             if self._walks
@@ -661,12 +660,12 @@ class Search:
         unread = self._reader.catalog.unread
         if self._walks and unread:
             key = f"{self._reader.catalog.store.url}/{writer_key(unread)}"
-            stands = self.candidate.entry.folder if self.candidate is not None else "the beginning"
+            start = self.candidate.entry.folder if self.candidate is not None else "the beginning"
             emit(
                 "warning",
                 f"{key} is damaged or missing. If that process had resumed an older checkpoint by "
                 "name, the run stands there, and only later claims show it. It goes on from "
-                f"{stands}; if that is wrong, resume the right one by name",
+                f"{start}; if that is wrong, resume the right one by name",
                 epoch=unread,
             )
         vanished = self._reader.catalog.vanished

@@ -15,7 +15,7 @@ _WHOLE = " (the whole component)"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sides:
-    """Rules that allow components to be in the state only, or in the checkpoint only."""
+    """Arguments of a load that allow components in the state only, or in the checkpoint only."""
 
     new: Collection[str] = ()
     """Live components that the checkpoint lacks."""
@@ -25,7 +25,7 @@ class Sides:
     """Whether another component, given by name, may be on one side only."""
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Check the named components against the live state.
+        """Check the components named in `new` and `without` against the live state.
 
         Raises:
             UsageError: one of `new` is not a component of it, or one of `without` is.
@@ -45,13 +45,12 @@ class Sides:
         self,
         state: Mapping[str, Any],
         manifest: Manifest,
-        gone: Collection[str],
         is_asked: Callable[[str], bool],
     ) -> OneSided:
         """Find the allowed components that only the state or only a checkpoint has.
 
-        `gone`: components that were dropped from the checkpoint. Neither they nor those that it
-        omitted are ever new. `is_asked`: whether a component is to be loaded.
+        Components that were dropped from the checkpoint, or that it omitted, are never new.
+        `is_asked`: whether a component is to be loaded.
         """
         stored = manifest.components
         live, known = {*state, RNG}, {*stored, *manifest.left_out}
@@ -63,7 +62,7 @@ class Sides:
         )
 
     def expect(self, manifest: Manifest, gone: Collection[str], *, where: str) -> None:
-        """Check the named components against the newest checkpoint, which is known to be sound.
+        """Check `new` and `without` against the newest checkpoint, which is known to be sound.
 
         Raises:
             UsageError: one of `new` is in the checkpoint, or one of `without` is not.
@@ -93,16 +92,16 @@ class OneSided:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of all components that only one side has."""
+        """Names of all these components."""
         return (*self.new, *self.without)
 
     def without_them(self, components: Collection[str] | None) -> Collection[str] | None:
-        """Remove one-sided components from those that a caller named; None: all."""
+        """Return the components that a caller named, less the one-sided ones; None: all."""
         return components and [name for name in components if name not in self.names]
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Text for each one-sided component that says what the load did."""
+        """Text for each of these components that says what the load did."""
         return (
             *(f"{name}: not in the checkpoint, stays as it is" for name in self.new),
             *(f"{name}: in the checkpoint only, not loaded" for name in self.without),
@@ -110,7 +109,7 @@ class OneSided:
 
 
 def with_hint(error: MismatchError, manifest: Manifest) -> MismatchError:
-    """Add a hint to an error at the arguments that allow components which only one side has."""
+    """Add to an error the hint to pass `new` or `without`, if components are on one side only."""
     # A component that an edit removed from a checkpoint is still in the manifest.
     new = [name for name in _whole(error.missing) if name not in manifest.components]
     without = _whole(error.unexpected)

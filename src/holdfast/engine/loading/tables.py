@@ -42,7 +42,7 @@ class PackedSource(TensorSource, Protocol):
 
 
 class _Columns(LazyTensors[S_co]):
-    """Stored tensors as columns, in the order of `parts`: file → its wanted tensors."""
+    """Mapping of keys to stored tensors, kept as columns; `parts`: file → its wanted tensors."""
 
     def __init__(self, parts: Mapping[str, Wanted]) -> None:
         for part in parts.values():
@@ -61,7 +61,7 @@ class _Columns(LazyTensors[S_co]):
 
     @abstractmethod
     def _make(self, numbers: Column) -> list[S_co]:
-        """Make the tensor objects at these positions in the table."""
+        """Create the tensor objects at these positions in the table."""
 
     def _pairs(self, live: Sequence[Tensor], numbers: Column) -> list[tuple[Tensor, S_co]]:
         return [*zip(live, self._make(numbers), strict=True)]

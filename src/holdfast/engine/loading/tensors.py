@@ -53,7 +53,7 @@ class TensorReader:
 
     @property
     def failure(self) -> BaseException | None:
-        """The error of the last read that failed; None if none did."""
+        """Error of the last read that failed; None if none did."""
         return self._pipeline.failure
 
     def read(self, needed: Mapping[str, Iterable[str]]) -> dict[str, FreshTensors]:
@@ -79,7 +79,7 @@ class TensorReader:
         return tables
 
     def unread(self, needed: Mapping[str, Iterable[str]]) -> dict[str, UnreadTensors]:
-        """Return the needed tensors, by component and key, unread: they are read when copied.
+        """Return placeholders of the needed tensors, by component and key: read when copied.
 
         Raises:
             CorruptData: a file is missing, or has another length.
@@ -165,7 +165,7 @@ class TensorReader:
 
 
 def _places(tensors: Sequence[Unread]) -> Places:
-    """Return the places of unread tensors as columns."""
+    """Return the files and offsets of unread tensors as columns."""
     files = sorted({unread.file for unread in tensors})
     numbers = {file: number for number, file in enumerate(files)}
     rows = [(numbers[unread.file], unread.start, unread.nbytes) for unread in tensors]
@@ -173,7 +173,7 @@ def _places(tensors: Sequence[Unread]) -> Places:
 
 
 def _target(live: Tensor) -> Any | None:
-    """Return the memory of a live tensor as bytes; None if they are not in the stored order."""
+    """Return the memory of a live tensor as bytes; None if its layout is not the stored one."""
     if is_plain(live):
         return bytes_of(live)
     if (

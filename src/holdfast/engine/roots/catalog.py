@@ -106,12 +106,11 @@ class Entry:
 
 
 class Catalog:
-    """Reader of one root. Each query begins with a list of the attempts, and reads the store anew
-    except for the given claims."""
+    """Reader of the attempts, manifests, claims and marks in one root; each query reads anew."""
 
     def __init__(self, store: Store, *, claims: dict[int, WriterRecord] | None = None) -> None:
-        """`claims` is a cache of claims by epoch, which is filled here. Only for the run's owner:
-        earlier claims do not change until the next one is made, and there may be many."""
+        """Use `claims` as a cache of claims by epoch, and fill it; only for the run's owner."""
+        # Earlier claims do not change while it owns the run, and there may be many.
         self.store = store
         self._known_claims = claims if claims is not None else {}
         self._keeps_claims = claims is not None
@@ -138,7 +137,7 @@ class Catalog:
         yield self.store, entry
 
     def look_again(self) -> None:
-        """Begin a new query: clear caches, and retry what could not be reached before."""
+        """Begin a new query: clear caches, and retry a tier that could not be reached before."""
         self._clear_caches()
 
     def _clear_caches(self) -> None:
@@ -147,7 +146,7 @@ class Catalog:
             self._known_claims.clear()
 
     def attempts(self) -> tuple[AttemptName, ...]:
-        """List every attempt, newest first, from the folder names alone."""
+        """List every attempt, newest first, from the folder names alone; clears caches."""
         self._clear_caches()
         names = self.store.children()
         known_ended(self.store).take(self.store, names)
@@ -155,12 +154,12 @@ class Catalog:
         return tuple(sorted((name for name in parsed if name is not None), reverse=True))
 
     def open_attempts(self) -> tuple[AttemptName, ...]:
-        """List the attempts that are not known to have ended, aborted or deleted; newest first."""
+        """List the attempts, newest first, without those known to be aborted or deleted."""
         found, known = self.attempts(), known_ended(self.store)
         return tuple(n for n in found if str(n) not in known) if self._skips_ended else found
 
     def has_skipped(self) -> bool:
-        """Whether ended attempts were skipped before this call; later queries skip none.
+        """Whether `open_attempts` skipped any before this call; make it skip none from now on.
 
         For callers that found nothing: a user may have restored one of them.
         """
@@ -169,7 +168,7 @@ class Catalog:
         return is_first and bool(known.aborted or known.deleted)
 
     def read(self, folder: str) -> Register | None:
-        """Read an attempt's register; None while it does not exist.
+        """Read an attempt's register: its manifest, marker or tombstone; None if it is absent.
 
         Raises:
             FormatError: it is not a valid document; or it is missing, and other records show that
@@ -209,7 +208,7 @@ class Catalog:
             )
 
     def _evidence(self) -> Evidence:
-        """Return the cached `Evidence` of the current query; `attempts` begins the next one."""
+        """Return the cached `Evidence` of the current query; `attempts` drops it."""
         if self._known_evidence is None:
             self._known_evidence = Evidence(self.store)
         return self._known_evidence
@@ -261,8 +260,7 @@ class Catalog:
     def survey(
         self, *, known: Mapping[str, Manifest] | None = None
     ) -> tuple[tuple[Entry, ...], tuple[tuple[str, HoldfastError], ...]]:
-        """List the checkpoints, and (folder, error) of each manifest that cannot be read: a
-        `SealError` if it is encrypted with other keys, a `FormatError` if it is damaged."""
+        """List checkpoints, and (folder, `SealError` or `FormatError`) of unreadable manifests."""
         manifests = known if known is not None else {}
         entries: list[Entry] = []
         unread: list[tuple[str, HoldfastError]] = []
@@ -277,7 +275,7 @@ class Catalog:
         return tuple(entries), tuple(unread)
 
     def highest_epoch(self) -> int:
-        """Return the newest of `epochs`; 0 if there is none."""
+        """Return the epoch of the newest claim, even of a lost one; 0 if there is none."""
         return max(self.epochs(), default=0)
 
     def writer(self, epoch: int) -> WriterRecord | None:
@@ -296,7 +294,7 @@ class Catalog:
         return self._claimed(layout.parse_writer)
 
     def epochs(self, attempts: Collection[AttemptName] | None = None) -> tuple[int, ...]:
-        """List claimed epochs, newest first, including some whose claim was lost.
+        """List claimed epochs, newest first, also of lost claims that other records show.
 
         A lost claim counts if a later claim or its heartbeat or close exists, or if `latest` names
         a checkpoint of its epoch. `attempts`: the attempts of this root, if already listed.
@@ -305,11 +303,11 @@ class Catalog:
         claimed = known
         if known and known[0] - known[-1] < len(known) + _MAX_LOST:  # else a number was made up
             claimed = tuple(range(known[0], known[-1] - 1, -1))  # each is one above the last
-        there = attempts if attempts is not None else self.attempts()
-        if not claimed or {name.epoch for name in there} <= {*claimed}:
+        found = attempts if attempts is not None else self.attempts()
+        if not claimed or {name.epoch for name in found} <= {*claimed}:
             return claimed
         latest = layout.parse_attempt(latest_of(self.store))
-        if latest is None or not self._is_there(latest):
+        if latest is None or not self._has_manifest(latest):
             return claimed
         return tuple(sorted({*claimed, latest.epoch}, reverse=True))
 
@@ -326,9 +324,9 @@ class Catalog:
     def lineage(self, *, below: int | None = None) -> Iterator[AttemptName]:
         """Yield the attempts that resume may use, newest first, down the chain of claims.
 
-        The caller reads each. Attempts without a commit are among them, but in the newest epoch
-        that has a commit none after its newest commit. With `below`, the lineage as it was before
-        that epoch's claim. Claims that do not count are skipped (docs/design.md, rule 2).
+        Their registers are not read: attempts without a commit are among them, but none after the
+        newest commit of the newest epoch with one. With `below`, the lineage as it was before that
+        epoch's claim. Claims without a commit are mostly skipped (docs/design.md, rule 2).
         """
         attempts = self.open_attempts()
         epochs, first = self._epochs(attempts, below)
@@ -336,7 +334,7 @@ class Catalog:
         for name in attempts:
             by_epoch.setdefault(name.epoch, []).append(name)
         oldest = min(by_epoch, default=1)
-        epoch, last = self._standing(by_epoch, epochs, first)
+        epoch, last = self._lineage_start(by_epoch, epochs, first)
         while epoch >= max(oldest, 1):  # below that there are no attempts
             for name in by_epoch.get(epoch, ()):
                 if last is None or name.sequence <= last:
@@ -377,7 +375,7 @@ class Catalog:
                 yield entry
 
     def latest(self, entries: Iterable[Entry] | None = None) -> Entry | None:
-        """Find the "latest": the checkpoint that a run would resume from, damage aside.
+        """Find the checkpoint that a run would resume from, among those with sound manifests.
 
         That is the newest of the lineage (or of `entries`, newest first) that holds the whole
         state and is not avoided, else the newest that holds it, else the newest not avoided.
@@ -393,7 +391,7 @@ class Catalog:
         return best
 
     def newest(self, *, but: Collection[str] = ()) -> Entry | None:
-        """Find the `latest` outside the folders `but`; raises if a newer checkpoint is damaged.
+        """Find the `latest` outside the folders `but`; raise if a newer manifest is damaged.
 
         Raises:
             SealError: a newer one is encrypted with other keys.
@@ -404,7 +402,7 @@ class Catalog:
         return entry
 
     def removed_latest(self, newest: Entry | None) -> str:
-        """Return the folder that `latest` names, if it is newer than `newest` and does not exist.
+        """Return the folder to which `latest` points, if it is newer than `newest` and missing.
 
         Empty otherwise. Retention never deletes what `latest` names, so a user has moved, renamed
         or removed it.
@@ -472,7 +470,7 @@ class Catalog:
             except NotSealed as error:
                 unsealed = error
                 continue
-            if isinstance(register, Manifest) and by_main and _is_of_sides(register):
+            if isinstance(register, Manifest) and by_main and _is_by_side_savers(register):
                 continue
             if isinstance(register, Manifest):
                 return True
@@ -504,19 +502,19 @@ class Catalog:
         epochs = sorted({*claimed, *earlier}, reverse=True)
         return tuple(epoch for epoch in epochs if below is None or epoch < below), first
 
-    def _standing(
+    def _lineage_start(
         self, attempts: Mapping[int, Sequence[AttemptName]], epochs: tuple[int, ...], first: int
     ) -> tuple[int, int | None]:
-        """Return the highest epoch that counts, with the sequence of its newest commit.
+        """Return the epoch with which the lineage begins, and the sequence of its newest commit.
 
-        An epoch without a commit counts if it is a rollback to a checkpoint that exists; its
-        sequence is None. A claim that cannot be read may have been one: then the next writer's
-        starting point counts. Claims begin with epoch `first`. (0, None) if no epoch counts.
+        It is the newest with a commit, or with a rollback to a checkpoint that exists; then the
+        sequence is None. A claim that cannot be read may have been a rollback: then the next
+        writer's starting point decides. Claims begin with epoch `first`. (0, None) if none fits.
         """
         self.vanished, self.unread = "", 0
         later: WriterRecord | None = None
         for epoch in epochs:
-            newest = next(filter(self._is_there, attempts.get(epoch, ())), None)
+            newest = next(filter(self._has_manifest, attempts.get(epoch, ())), None)
             if newest is not None:
                 return epoch, newest.sequence
             claim = self._claim_or_none(epoch)
@@ -529,13 +527,13 @@ class Catalog:
             point = later.resumed_from if later is not None and is_rollback else None
             if later is None or point is None:
                 continue
-            if any(map(self._is_there, _named_by(point, attempts.get(point.epoch, ())))):
+            if any(map(self._has_manifest, _named_by(point, attempts.get(point.epoch, ())))):
                 return later.epoch, None
             self.vanished = self.vanished or point.folder
         return 0, None
 
     def _parent(self, attempts: Iterable[AttemptName]) -> Reference | None:
-        """Return the checkpoint that a writer resumed from, by a manifest of its attempts."""
+        """Return the checkpoint that a writer resumed from, as a manifest of its attempts says."""
         for name in attempts:
             with suppress(FormatError, SealError):
                 register = self.read(str(name))
@@ -548,7 +546,7 @@ class Catalog:
             return self.newest()
         by_label: Entry | None = None
         for entry in self.lineage_entries(opens_all=False):
-            if _is_called(entry, wanted):
+            if _has_step_or_tag(entry, wanted):
                 return entry
             if by_label is None and wanted == entry.name.label:
                 by_label = entry
@@ -574,7 +572,7 @@ class Catalog:
                 ) from error
 
     def _expect_all_opened(self) -> None:
-        """Raise the `SealError` of the newest checkpoint of the lineage that has one, if any."""
+        """Raise the first `SealError` from reading the lineage's manifests, newest first."""
         for name in self.lineage():
             with suppress(FormatError):
                 self.entry(name)
@@ -588,7 +586,7 @@ class Catalog:
         if not lines:
             return f"{self.store.url}: no checkpoints"
         # The lineage has none of that name.
-        left = [e for e in entries if _is_called(e, wanted) or wanted == e.name.label]
+        left = [e for e in entries if _has_step_or_tag(e, wanted) or wanted == e.name.label]
         if left:
             return (
                 f"{self.store.url}: no checkpoint for {wanted!r} in this run as it is now: "
@@ -604,7 +602,7 @@ class Catalog:
         )
 
     def _newest_notes(self, folder: str, names: tuple[str, ...]) -> tuple[Notes, int]:
-        """Return the notes in force, and the highest number in use.
+        """Return a checkpoint's newest notes (tags and pin), and the highest number of such a file.
 
         If the newest cannot be read, they are those before it and a pin: a checkpoint that the
         newest pinned or tagged must not be deleted.
@@ -647,16 +645,16 @@ class Catalog:
             known[epoch] = claim
         return claim
 
-    def _is_there(self, name: AttemptName) -> bool:
-        """Whether an attempt is committed, with any keys, or damaged: not deleted or unfinished."""
+    def _has_manifest(self, name: AttemptName) -> bool:
+        """Whether an attempt's register holds a manifest, also a damaged or encrypted one."""
         try:
             return isinstance(self.read(str(name)), Manifest)
         except (FormatError, SealError):
             return True
 
 
-def _is_called(entry: Entry, wanted: str) -> bool:
-    """Whether `wanted` is the step or a tag of a checkpoint. Labels are compared elsewhere."""
+def _has_step_or_tag(entry: Entry, wanted: str) -> bool:
+    """Whether `wanted` is the step or a tag of a checkpoint; its label is not compared."""
     step = _STEP.fullmatch(wanted)
     return wanted in entry.tags or (step is not None and entry.step == int(step[1]))
 
@@ -666,7 +664,7 @@ def _named_by(point: Reference, attempts: Iterable[AttemptName]) -> Iterator[Att
     return (n for n in attempts if n.order == point.order and n.id8 == point.save_id[:8])
 
 
-def _is_of_sides(manifest: Manifest) -> bool:
+def _is_by_side_savers(manifest: Manifest) -> bool:
     return bool(manifest.lacks and manifest.savers) and MAIN not in manifest.savers
 
 
@@ -706,7 +704,7 @@ def standalone(store: Store, folder: str) -> Entry:
 
 
 def with_tags(entry: Entry, tags: tuple[str, ...]) -> Entry:
-    """Return the entry with `tags` added, as by a notes sidecar."""
+    """Return a copy of the entry with `tags` added to its marks."""
     return replace(entry, marks=replace(entry.marks, tags=entry.marks.tags + tags))
 
 

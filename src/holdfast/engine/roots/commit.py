@@ -1,4 +1,4 @@
-"""Writes of the commit protocol: registers, fences, attempts (docs/design.md, section 3).
+"""Writes of the commit protocol: attempts, registers, ownership checks (docs/design.md, section 3).
 
 Every function is a few store operations in an order that matters. Nothing retries blindly: after
 an unclear outcome the key is read back and all bytes are compared.
@@ -45,10 +45,10 @@ _PAUSE_S = 0.1
 
 @dataclass(slots=True, kw_only=True)
 class SaveAttempt:
-    """Attempt to save: its folder, its save id, and whether its manifest was put (`put_sent`).
+    """Attempt to save: its folder's name, its save id, and what is known of its manifest's put.
 
-    `is_unclear`: whether a copy of that put may still arrive, so that the register must stay,
-    whether or not the save committed.
+    `put_sent`: whether that put may have taken effect. `is_unclear`: whether a repeat of it may
+    still arrive, so that the register must stay, whether or not the save committed.
     """
 
     name: AttemptName
@@ -63,7 +63,7 @@ class SaveAttempt:
 
     @property
     def manifest_key(self) -> str:
-        """Key of the attempt's register, which holds its manifest or its end."""
+        """Key of the attempt's register: of its manifest, abort marker or tombstone."""
         return f"{self.folder}/{layout.MANIFEST}"
 
 
@@ -81,7 +81,7 @@ def commit(store: Store, attempt: SaveAttempt, manifest: Manifest) -> None:
     Everything that the manifest lists must be durable.
 
     Raises:
-        Superseded: a later writer owns the run; `committed` says whether this commit stands.
+        Superseded: a later writer owns the run; `committed` says whether this save has committed.
         CommitConflict: gc or another save has the key.
         OutcomeUnknown: neither the reply of the storage nor reading back shows the outcome.
     """
@@ -89,7 +89,7 @@ def commit(store: Store, attempt: SaveAttempt, manifest: Manifest) -> None:
 
 
 def publish(store: Store, attempt: SaveAttempt, data: bytes, *, epoch: int) -> None:
-    """Commit the bytes of a manifest, as `commit` does, under the claim `epoch`.
+    """Commit an encoded manifest, as `commit` does, under this process's claim `epoch`.
 
     That may be later than the attempt's: into a remote tier, a process uploads earlier saves.
     """
@@ -100,7 +100,7 @@ def publish(store: Store, attempt: SaveAttempt, data: bytes, *, epoch: int) -> N
     except (CommitConflict, OutcomeUnknown):
         raise
     except StoreError as error:
-        attempt.put_sent = attempt.is_unclear = _may_stand(store, attempt, error)
+        attempt.put_sent = attempt.is_unclear = _may_have_committed(store, attempt, error)
         raise
     try:
         check_ownership(store, epoch, committed=True)
@@ -111,7 +111,7 @@ def publish(store: Store, attempt: SaveAttempt, data: bytes, *, epoch: int) -> N
         ) from error
 
 
-def _may_stand(store: Store, attempt: SaveAttempt, error: StoreError) -> bool:
+def _may_have_committed(store: Store, attempt: SaveAttempt, error: StoreError) -> bool:
     """Whether a refused put of a manifest may have taken effect all the same.
 
     Raises:
@@ -129,7 +129,7 @@ def _may_stand(store: Store, attempt: SaveAttempt, error: StoreError) -> bool:
 
 
 def abandon(store: Store, attempt: SaveAttempt) -> bool:
-    """Remove a failed attempt's folder, unless a put of its manifest may still arrive."""
+    """Remove a failed attempt's folder; return False instead if its manifest may have been put."""
     if attempt.put_sent:
         return False
     store.delete(f"{attempt.folder}/")
@@ -162,7 +162,7 @@ def put_once(store: Store, key: str, data: bytes) -> bool:
             try:
                 _expect_ours(store, key, data, error)
                 return True
-            except _NotThere as missing:
+            except _Absent as missing:
                 if isinstance(error, TransientStoreError) or number == _MAX_PUTS - 1:
                     raise OutcomeUnknown(str(missing)) from error
         except StoreError as error:
@@ -175,8 +175,8 @@ def put_once(store: Store, key: str, data: bytes) -> bool:
     raise AssertionError("the last put returns or raises")
 
 
-class _NotThere(OutcomeUnknown):
-    """The key of a failed put is absent when it is read back."""
+class _Absent(OutcomeUnknown):
+    """Error: the key of a failed put does not exist when it is read back."""
 
 
 def _expect_ours(store: Store, key: str, data: bytes, error: StoreError) -> None:
@@ -191,7 +191,7 @@ def _expect_ours(store: Store, key: str, data: bytes, error: StoreError) -> None
                 f"{store.url}/{key}: a folder is in the place of this file, so nothing was put. "
                 "Holdfast makes no such folder; look into it and move it out of the root"
             ) from error
-        raise _NotThere(
+        raise _Absent(
             f"{store.url}/{key}: the put failed ({error}) and may still take effect"
         ) from error
     except (StoreError, FormatError) as reading:
@@ -215,7 +215,7 @@ def _describe(data: bytes) -> str:
 
 
 def check_ownership(store: Store, epoch: int, *, committed: bool | None) -> None:
-    """Raise `Superseded` if a later writer has claimed the run: one point read.
+    """Raise `Superseded` if a later writer has claimed the run; reads one key.
 
     `committed` is what the error says about this save; None: it is not known.
     """
@@ -225,20 +225,20 @@ def check_ownership(store: Store, epoch: int, *, committed: bool | None) -> None
         store.head(key)
     except NotFound:
         return
-    stands = {
+    outcome = {
         True: "this save was committed, but the run goes on from elsewhere",
         False: "this save was not committed",
         None: "whether this save was committed is not known",
     }[committed]
     raise Superseded(
         f"{store.url}: {_describe_claim(store, key)} took the run over (writer {epoch + 1} after "
-        f"{epoch}); {stands}. Stop this process, or resume with takeover=True to take it back",
+        f"{epoch}); {outcome}. Stop this process, or resume with takeover=True to take it back",
         committed=bool(committed),
     )
 
 
 def _describe_claim(store: Store, key: str) -> str:
-    """Describe the process of a claim; a record that cannot be read is a claim all the same."""
+    """Describe a claim's process for messages, also if its record cannot be read."""
     try:
         writer = read_if_there(store, key, WriterRecord.decode)
     except (FormatError, StoreError):
@@ -249,7 +249,7 @@ def _describe_claim(store: Store, key: str) -> str:
 
 
 def mark_aborted(store: Store, folder: str, *, by: str, reason: str) -> bool:
-    """Mark an attempt without a manifest as one that never commits. False if it has committed."""
+    """Put the abort marker of an attempt, if it has no manifest; False if it has committed."""
     data = Aborted(by=by, reason=reason).encode()
     try:
         store.put(f"{folder}/{layout.MANIFEST}", data, if_absent=True)
@@ -268,7 +268,7 @@ def _is_manifest(store: Store, folder: str) -> bool:
 
 
 def remove_files(store: Store, folder: str, *, whole: bool) -> None:
-    """Remove the files of a dead attempt: all but its marker, or with `whole` the folder too."""
+    """Remove the files of an aborted or deleted attempt; if `whole`, its register and folder."""
     found = [info.key for info in store.list(f"{folder}/")]
     # Names that cannot be keys of a store were put there by another program.
     names = [key.removeprefix(f"{folder}/") for key in found if is_key(key)]
@@ -294,6 +294,6 @@ def name_latest(store: Store, folder: str | None) -> None:
 
 
 def settle(store: Store, folder: str) -> None:
-    """Sync a checkpoint's names to stable storage before anything relies on it (rule 5)."""
+    """Fsync a checkpoint's folder and the root, before anything relies on it (rule 5)."""
     store.sync_folder(folder)
     store.sync_folder("")

@@ -1,4 +1,4 @@
-"""Cache of the attempts that have ended, aborted or deleted, by store (docs/design.md, rule 10).
+"""Cache of which attempts are aborted or deleted, by store (docs/design.md, rule 10).
 
 Runs that are killed often have many of them, and reading each register costs a request. So a
 process reads each once, and the owner of the run records which have ended, for the next process.
@@ -24,7 +24,7 @@ _KNOWN: WeakKeyDictionary[Store, EndedAttempts] = WeakKeyDictionary()
 
 
 class EndedAttempts:
-    """The attempts in one store that this process knows to have ended, aborted or deleted."""
+    """Attempts in one store that this process knows to be aborted or deleted."""
 
     def __init__(self) -> None:
         self.aborted: set[str] = set()
@@ -36,16 +36,16 @@ class EndedAttempts:
         return folder in self.deleted or folder in self.aborted
 
     def is_listed(self, folder: str) -> bool:
-        """Whether a record in the store lists a folder as ended."""
+        """Whether a record in the store lists a folder as aborted or deleted."""
         return folder in self._listed
 
     def note(self, folder: str, register: Aborted | Deleted) -> None:
-        """Remember that a register was read as aborted or deleted."""
+        """Add an attempt whose register was read as aborted or deleted."""
         (self.deleted if isinstance(register, Deleted) else self.aborted).add(folder)
 
     def take(self, store: Store, names: Collection[str]) -> None:
-        """Read new records among the `names` in a root, each once. Forgets attempts whose folders
-        no longer exist: an upload may create one of them again."""
+        """Add what unread records among a root's `names` list; forget attempts without a folder."""
+        # An upload may create such a folder again.
         for name in names:
             if layout.parse_ended(name) is not None and name not in self._read:
                 self._add(store, name)
@@ -60,17 +60,17 @@ class EndedAttempts:
             return  # a record only saves time
         self._read |= {name}
         if found is not None:
-            sure = {latest_of(store)}  # committed, even if the record lists it
-            self.aborted |= {*found.aborted} - sure
-            self.deleted |= {*found.deleted} - sure
-            self._listed |= {*found.aborted, *found.deleted} - sure
+            latest = {latest_of(store)}  # committed, even if the record lists it
+            self.aborted |= {*found.aborted} - latest
+            self.deleted |= {*found.deleted} - latest
+            self._listed |= {*found.aborted, *found.deleted} - latest
 
     def write(self, store: Store, epoch: int, there: Iterable[str]) -> None:
-        """Record which of `there` have ended, in place of older records, if enough are new."""
+        """Record which of `there` are aborted or deleted, if enough are new; remove old records."""
         here = {*there}
-        if len(self._new(here)) < _WORTH_A_RECORD:
+        if len(self._unlisted(here)) < _WORTH_A_RECORD:
             return
-        for folder in self._new(here):
+        for folder in self._unlisted(here):
             store.sync_folder(folder)
         aborted, deleted = sorted(self.aborted & here), sorted(self.deleted & here)
         record = Ended(
@@ -85,18 +85,18 @@ class EndedAttempts:
                 store.delete(name)
 
     def forget(self, store: Store) -> None:
-        """Remove all records, after one of them listed a folder that is a checkpoint after all."""
+        """Clear this cache and delete its records, after one wrongly listed a checkpoint."""
         self.aborted, self.deleted, self._listed = set(), set(), frozenset()
         for name in store.children():
             if layout.parse_ended(name) is not None:
                 store.delete(name)
 
-    def _new(self, here: set[str]) -> set[str]:
+    def _unlisted(self, here: set[str]) -> set[str]:
         return ((self.aborted | self.deleted) & here) - self._listed
 
 
 def known_ended(store: Store) -> EndedAttempts:
-    """Return this process's `EndedAttempts` of a store, created when first needed."""
+    """Return this process's `EndedAttempts` of a store; create it at the first call."""
     try:
         return _KNOWN.setdefault(store, EndedAttempts())
     except TypeError:  # a user's own store that allows no weak references

@@ -58,7 +58,7 @@ class Evidence:
         return why if why and self._has_all(folder, names) else ""
 
     def _continuation(self, name: AttemptName) -> str:
-        """Describe how the run continued after an attempt; empty if no record says so."""
+        """Describe the claim or clean close that shows an attempt was committed; empty if none."""
         epoch = self._resumed_by(name)
         if epoch:
             return f"writer {epoch} went on from it"
@@ -117,7 +117,7 @@ class Evidence:
         return [name for name in listed if name is not None]
 
     def _has_all(self, folder: str, names: Collection[str]) -> bool:
-        """Whether no file but the manifest is missing; an encrypted one needs only its keys."""
+        """Whether an attempt has all files but the manifest; with a file of keys, True."""
         if any(layout.parse_keys(name) is not None for name in names):
             return True  # the keys are put right before the manifest
         from holdfast.format.index import files_of_index  # takes numpy

@@ -12,10 +12,10 @@ from holdfast.store.base import Store
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """Names of a checkpoint's components, by how many of their files are left."""
+    """Names of a checkpoint's components, sorted by how many of their files exist."""
 
     nbytes: int
-    """Bytes of the files in the manifest that are left."""
+    """Bytes of the files in the manifest that exist."""
     whole: tuple[str, ...]
     """Components with all files, or not marked for dropping: there a missing file is damage."""
     begun: tuple[str, ...] = ()
@@ -25,7 +25,7 @@ class Parts:
 
 
 def parts_of(store: Store, folder: str, manifest: Manifest, marks: Marks) -> Parts:
-    """Sort a checkpoint's components by the files left; checks only those marked for dropping."""
+    """Sort a checkpoint's components by which files exist; looks only for those to be dropped."""
     if not marks.thinned_by:
         return Parts(nbytes=manifest.nbytes, whole=tuple(manifest.components))
     whole: list[str] = []

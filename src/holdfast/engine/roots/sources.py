@@ -55,7 +55,7 @@ def _is_which(which: str) -> bool:
 
 
 def split_folder(source: str) -> tuple[str, str]:
-    """Split the address of a checkpoint's folder into (root, folder); two empty texts for others.
+    """Split the address of a checkpoint's folder into (root, folder); ("", "") for others.
 
     A path is one if it holds a manifest, as users may rename the folder. A URL is one if it ends
     with the name of a checkpoint.

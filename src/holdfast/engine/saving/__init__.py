@@ -1,1 +1,1 @@
-"""Saving: from a staged state to a committed checkpoint."""
+"""Writing and committing of checkpoints, from a copy of the state in host memory."""

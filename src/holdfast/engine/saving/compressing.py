@@ -27,7 +27,7 @@ from holdfast.format.tensors import ITEM_NBYTES, TensorFile
 
 
 class Throughput:
-    """Sums bytes, and the time in which at least one call to the store was in progress."""
+    """Measures a store's throughput: bytes, and the time with at least one call in progress."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -54,12 +54,12 @@ class Throughput:
 
     @property
     def bytes_per_s(self) -> float | None:
-        """Bytes per second; None before anything was measured."""
+        """Bytes written per second; None before anything was measured."""
         return self.nbytes / self.busy_s if self.busy_s > 0 and self.nbytes else None
 
 
 MIN_NBYTES = 32 << 20
-"""Saves that write less are not measured."""
+"""Saves that write fewer bytes are not measured."""
 SAMPLE_NBYTES = 1 << 20
 MAX_SAMPLES = 12
 """Most samples that are taken of one component."""
@@ -103,7 +103,7 @@ class Trial:
 
 
 def tried(compression: Compression, samples: Sequence[Sample]) -> Trial:
-    """Measure a compression by encoding the samples one after the other."""
+    """Measure size and time of a compression by encoding the samples one after the other."""
     stored = plain = 0
     began = time.perf_counter()
     for sample in samples:
@@ -117,7 +117,7 @@ def tried(compression: Compression, samples: Sequence[Sample]) -> Trial:
 def best(
     trials: Sequence[Trial], *, store_s_per_byte: float, plain_s_per_byte: float, num_threads: int
 ) -> Trial | None:
-    """Return the trial with the shortest save time; None if none gains enough.
+    """Return the trial of the codec with the shortest save time; None if none gains enough.
 
     A codec shortens only the store's part of an uncompressed save.
     """
@@ -142,12 +142,12 @@ class Chooser:
         self._num_saves = 0
 
     def begin(self) -> None:
-        """Start a save: discard the samples of the save before."""
+        """Prepare for a save: discard the previous save's samples."""
         self._samples.clear()
         self._is_plain = self._num_saves == 0
 
     def compression(self, component: str) -> Compression | None:
-        """Return the compression of the component's files in this save."""
+        """Return the compression of a component's files in this save; None: not compressed."""
         return None if self._is_plain or self._chosen is None else self._chosen.get(component)
 
     def observer(
@@ -160,13 +160,13 @@ class Chooser:
         last = len(item_nbytes) - 1
         numbers = {last // 4, last // 2, 3 * last // 4}
 
-        def see(number: int, plain: memoryview) -> None:
+        def take_sample(number: int, plain: memoryview) -> None:
             if number in numbers and len(samples) < MAX_SAMPLES:
                 middle = (plain.nbytes // 2) & -4096  # whole items, past the header
                 data = bytes(plain[middle : middle + SAMPLE_NBYTES])
                 samples.append(Sample(data=data, item_nbytes=item_nbytes[number]))
 
-        return see
+        return take_sample
 
     def learn(self, nbytes: int, spent_s: float, store: Throughput) -> None:
         """Record size and time of a committed save; choose codecs if it was uncompressed."""
@@ -176,7 +176,7 @@ class Chooser:
         if not self._is_plain:
             self._num_saves = (self._num_saves + 1) % SAVES_BETWEEN
             if self._chosen and s_per_byte > SLOWER * self._plain_s_per_byte:
-                self._drop(s_per_byte)
+                self._turn_off(s_per_byte)
         elif store.bytes_per_s is not None:
             self._num_saves, self._plain_s_per_byte = 1, s_per_byte
             self._choose(store.bytes_per_s)
@@ -199,9 +199,9 @@ class Chooser:
                 found[component] = trial
         self._chosen = {name: trial.compression for name, trial in found.items()}
         if self._chosen != before:
-            self._tell(found, store_bytes_per_s)
+            self._report(found, store_bytes_per_s)
 
-    def _tell(self, found: dict[str, Trial], store_bytes_per_s: float) -> None:
+    def _report(self, found: dict[str, Trial], store_bytes_per_s: float) -> None:
         words = [
             f"{name} by {trial.compression} to {trial.ratio:.0%}" for name, trial in found.items()
         ]
@@ -213,7 +213,7 @@ class Chooser:
             compression={name: str(trial.compression) for name, trial in found.items()},
         )
 
-    def _drop(self, s_per_byte: float) -> None:
+    def _turn_off(self, s_per_byte: float) -> None:
         self._chosen = {}
         self._emit(
             "compression",
@@ -233,7 +233,7 @@ Compress: TypeAlias = Choice | Mapping[str, Choice]
 
 
 def check_choices(asked: Compress) -> None:
-    """Check what can be checked without the components of a state.
+    """Check that the codecs in a `compress` option exist and are installed.
 
     Raises:
         UsageError: no such codec, or a package is missing.
@@ -243,7 +243,7 @@ def check_choices(asked: Compress) -> None:
 
 
 def choices(asked: Compress, components: Collection[str]) -> dict[str, Compression | Auto]:
-    """Resolve the user's choices into the compression of each compressed component.
+    """Resolve a `compress` option into the compression of each compressed component.
 
     Raises:
         UsageError: an unknown codec or component, or a package is missing.
@@ -261,14 +261,14 @@ def choices(asked: Compress, components: Collection[str]) -> dict[str, Compressi
 def _compression(choice: Choice) -> Compression | Auto | None:
     if choice is None or choice == "auto" or isinstance(choice, Compression):
         return choice
-    if choice not in (*CODECS,):  # also what cannot be hashed is wrong
+    if choice not in (*CODECS,):  # a tuple, as `choice` may be unhashable
         names = (*CODECS, "auto")
         raise UsageError(f"compress={choice!r} must be one of {names}, or a Compression")
     return Compression(codec=choice)
 
 
 class Compressing:
-    """Provides the encoding of each file, fixed by the user or chosen. One save at a time."""
+    """Provides the encoding of each file, fixed by the user or automatic. One save at a time."""
 
     def __init__(self, chosen: Mapping[str, Compression | Auto], emit: Emitter) -> None:
         self._fixed = {
@@ -280,7 +280,7 @@ class Compressing:
         self.begin()
 
     def begin(self) -> None:
-        """Start a save; after a failed one with new memory, as threads may still read the old."""
+        """Prepare for a save; after a failed one, replace buffers that threads may still use."""
         self.store = Throughput()
         if not self._is_settled:
             self.pieces = Pieces()
@@ -301,16 +301,16 @@ class Compressing:
         return Encoding(compression, [1] * num_blocks(nbytes))
 
     def observer(self, file: TensorFile) -> Callable[[int, memoryview], None] | None:
-        """Return a callback for each block of an uncompressed tensor file; None: not needed."""
+        """Return a callback that samples blocks of an uncompressed file; None: not needed."""
         return self._chooser.observer(component_of(file.name), item_sizes(file))
 
     def committed(self, nbytes: int, spent_s: float) -> None:
-        """Record that the save was committed, with its uncompressed bytes and its seconds."""
+        """Record the uncompressed bytes and the seconds of a committed save, for `learn`."""
         self._written = (nbytes, spent_s)
         self._is_settled = True
 
     def learn(self) -> None:
-        """Choose compressions for "auto" from the committed save. Takes a while."""
+        """Choose compressions for "auto" after a committed save, by trial encoding; slow."""
         if self._written is None:
             return
         try:

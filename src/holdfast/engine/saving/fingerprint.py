@@ -1,4 +1,4 @@
-"""Fingerprint of numeric settings and environment, which checkpoints record."""
+"""Fingerprint of the numeric settings and the environment of a process, for its checkpoints."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 
 
 def numerics() -> dict[str, Any]:
-    """Read the settings that bit-exact results depend on (invariant 7).
+    """Read the torch and device settings that bit-exact results depend on (invariant 7).
 
     Never initialises a device.
     """
@@ -50,7 +50,7 @@ def _cuda() -> dict[str, Any]:
 
 
 def _setting(read: Callable[[], Any]) -> Any:
-    """Read a setting; torch refuses to read one that was set through its newer names."""
+    """Read a setting; "set per operator" if torch refuses, as after use of its newer names."""
     try:
         return read()
     except RuntimeError:
@@ -58,7 +58,7 @@ def _setting(read: Callable[[], Any]) -> Any:
 
 
 def differences(stored: Mapping[str, Any], live: Mapping[str, Any]) -> tuple[str, ...]:
-    """List entries that differ, one line each; such a resume may not be bit-exact."""
+    """List the settings that differ from the stored ones, which can break bit-exact resumes."""
     return tuple(
         f"numerics differ: {name} was {stored.get(name)!r}, is {live.get(name)!r}"
         for name in sorted(set(stored) | set(live))
@@ -68,7 +68,7 @@ def differences(stored: Mapping[str, Any], live: Mapping[str, Any]) -> tuple[str
 
 @lru_cache(maxsize=1)
 def environment() -> Mapping[str, Any]:
-    """Describe this process: Python, libraries, host and the program's git commit."""
+    """Describe this process: Python, libraries, host, program and git commit; cached."""
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -80,7 +80,7 @@ def environment() -> Mapping[str, Any]:
 
 
 def _git_commit() -> str | None:
-    """Return the commit of the working folder; None if git or a checkout is missing."""
+    """Return the git commit of the working folder; None if git or a checkout is missing."""
     try:
         done = subprocess.run(
             ["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=False

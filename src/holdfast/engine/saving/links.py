@@ -1,4 +1,4 @@
-"""Sharing of unchanged files with an earlier checkpoint (docs/decisions/0014)."""
+"""Sharing of unchanged files with an earlier checkpoint by hard links (docs/decisions/0014)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MOST_REMEMBERED = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Origin:
-    """A committed file that a later save may share, and its folder."""
+    """A committed file that a later save may link instead of writing it, and its folder."""
 
     folder: str
     name: str
@@ -46,7 +46,7 @@ class _Commit:
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """The kind of a checkpoint; only checkpoints of one kind replace each other and share files."""
+    """Components and health of a checkpoint; files are shared only where both are equal."""
 
     components: frozenset[str]
     is_healthy: bool
@@ -54,7 +54,7 @@ class _Kind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Linked:
-    """A shared file: its stored name and its stored form."""
+    """A file linked from an earlier checkpoint: stored name, manifest entry and stored blocks."""
 
     name: str
     entry: FileEntry
@@ -76,7 +76,7 @@ class Links:
         """Commits of each kind, oldest first."""
         self._source: dict[str, _Origin] = {}
         """Files that the current save may share, by plain name."""
-        self._apart: list[str] = []
+        self._excluded: list[str] = []
         """Folders with which the current save must not share a file."""
         self._newest: _Kind | None = None
         self._linked: dict[str, _Origin] = {}
@@ -86,22 +86,22 @@ class Links:
     ) -> None:
         """Begin a save of these components, in a run that resumed from folder `resumed_from`."""
         self._linked.clear()
-        self._source, self._apart = {}, [] if resumed_from is None else [resumed_from]
+        self._source, self._excluded = {}, [] if resumed_from is None else [resumed_from]
         if not self._store.has_links:
             return
         try:
             for kind in self._commits:
-                self._apart += [commit.folder for commit in self._standing(kind)[-1:]]
-            standing = self._standing(_Kind(frozenset(components), is_healthy))
+                self._excluded += [commit.folder for commit in self._newest_valid(kind)[-1:]]
+            valid = self._newest_valid(_Kind(frozenset(components), is_healthy))
         except StoreError:
             return  # unknown which commits are the newest: share nothing
-        if len(standing) > 1:
-            self._source = standing[-2].files
+        if len(valid) > 1:
+            self._source = valid[-2].files
 
     def may_have(self, name: str, nbytes: int) -> bool:
-        """Whether a file of this name and length could be shared, if the bytes are the same."""
+        """Whether the earlier checkpoint has a file of this name and length, worth sharing."""
         origin = self._source.get(name)
-        return origin is not None and origin.entry.nbytes == nbytes and self._is_worth(origin)
+        return origin is not None and origin.entry.nbytes == nbytes and self._is_large(origin)
 
     def link(self, name: str, folder: str, entry: FileEntry, digests: bytes) -> Linked | None:
         """Link the earlier file into `folder`, if its plain bytes are those of `entry`.
@@ -115,7 +115,7 @@ class Links:
         origin = self._source.get(name)
         if origin is None or msgspec.structs.replace(origin.entry, stored=None) != entry:
             return None
-        if any(map(partial(self._is_one_file, origin), self._apart)):
+        if any(map(partial(self._is_one_file, origin), self._excluded)):
             return None
         origin = self._verified(self._source, name, digests)
         if origin is None:
@@ -126,21 +126,21 @@ class Links:
         return Linked(name=origin.name, entry=origin.entry, stored=origin.stored)
 
     def look_ahead(self, digests: Mapping[str, bytes]) -> None:
-        """Verify just committed files, by plain name, that a later save may share.
+        """Verify, in advance, files of the newest commit that a later save may share.
 
-        No-op while only one commit exists, as where retention keeps just one.
+        `digests` by plain name. No-op while retention keeps only one commit.
         """
         if self._newest is None or not digests or not self._store.has_links:
             return
         try:
-            standing = self._standing(self._newest)
+            valid = self._newest_valid(self._newest)
         except StoreError:
             return
-        if len(standing) < 2:
+        if len(valid) < 2:
             return
-        files = standing[-1].files
+        files = valid[-1].files
         for name, known in digests.items():
-            if name in files and self._is_worth(files[name]):
+            if name in files and self._is_large(files[name]):
                 self._verified(files, name, known)
 
     def committed(
@@ -160,13 +160,13 @@ class Links:
         commits.append(_Commit(folder=folder, files=files))
         del commits[:-_MOST_REMEMBERED]
 
-    def _is_worth(self, origin: _Origin) -> bool:
+    def _is_large(self, origin: _Origin) -> bool:
         return origin.entry.nbytes >= MIN_NBYTES
 
-    def _standing(self, kind: _Kind) -> list[_Commit]:
+    def _newest_valid(self, kind: _Kind) -> list[_Commit]:
         """Return the newest two commits of a kind that are complete and not rejected, older first.
 
-        Forgets newer ones that are not.
+        Drops newer ones that are not from the record.
 
         Raises:
             StoreError: a commit cannot be read now.
@@ -176,13 +176,13 @@ class Links:
         for commit in reversed(commits[:]):
             if len(found) == 2:
                 break
-            if self._is_standing(commit.folder):
+            if self._is_valid(commit.folder):
                 found.append(commit)
             else:
                 commits.remove(commit)
         return found[::-1]
 
-    def _is_standing(self, folder: str) -> bool:
+    def _is_valid(self, folder: str) -> bool:
         catalog = Catalog(self._store)
         try:
             marks, register = catalog.marks(folder), catalog.read(folder)
@@ -192,7 +192,7 @@ class Links:
         return isinstance(register, Manifest) and not is_marked
 
     def _is_one_file(self, origin: _Origin, folder: str) -> bool:
-        """Whether the file of that name in a folder is, or may be, the same file on disk."""
+        """Whether a folder has, or may have, `origin` as a hard link to the same file on disk."""
         keys = (f"{origin.folder}/{origin.name}", f"{folder}/{origin.name}")
         try:
             return is_one_file(self._store, *keys)
@@ -200,20 +200,20 @@ class Links:
             return True
 
     def _verified(self, files: dict[str, _Origin], name: str, digests: bytes) -> _Origin | None:
-        """Verify the file of this name; if it is damaged, drop it and return None."""
+        """Return the named file if it is intact, read at most once; else drop it from `files`."""
         origin = files[name]
         if not origin.is_verified:
-            if not self._is_sound(origin, digests):
+            if not self._is_intact(origin, digests):
                 del files[name]
                 return None
             origin = files[name] = replace(origin, is_verified=True)
         return origin
 
-    def _is_sound(self, origin: _Origin, digests: bytes) -> bool:
-        """Read the file to share, and compare it with the digests of the staged bytes."""
+    def _is_intact(self, origin: _Origin, digests: bytes) -> bool:
+        """Whether the file on disk matches the digests of the staged bytes; if not, warn."""
         where = f"{self._store.url}/{origin.folder}/{origin.name}"
         try:
-            fault = self._fault(origin, digests)
+            fault = self._find_fault(origin, digests)
         except HoldfastError as error:
             self._emit("warning", f"{where} cannot be read, and is written anew: {error}")
             return False
@@ -223,8 +223,8 @@ class Links:
             )
         return not fault
 
-    def _fault(self, origin: _Origin, digests: bytes) -> str:
-        """Describe the first block that differs from the staged bytes."""
+    def _find_fault(self, origin: _Origin, digests: bytes) -> str:
+        """Describe the first block that differs from the staged bytes; empty if none does."""
         file = FileBlocks(
             key=f"{origin.folder}/{origin.name}", block_nbytes=BLOCK_NBYTES, digests=digests
         )

@@ -1,4 +1,4 @@
-"""Packs encoded blocks, in order, into pieces of the size that stores need.
+"""Packs encoded blocks, in order, into 8 MiB pieces for writes to a store.
 
 Stored blocks have any length. A store takes pieces of 8 MiB at multiples of that, from page-aligned
 memory, so that direct writes stay direct and an upload has equal parts.
@@ -23,7 +23,7 @@ NUM_PIECES = 9
 
 
 class Pieces:
-    """Pool of memory for pieces, allocated at first use."""
+    """Pool of 8 MiB buffers for packed blocks, each allocated at first use."""
 
     def __init__(self, num_pieces: int = NUM_PIECES) -> None:
         self._free: SimpleQueue[memoryview | None] = SimpleQueue()
@@ -31,7 +31,7 @@ class Pieces:
             self._free.put(None)
 
     def take(self, timeout_s: float) -> memoryview:
-        """Take a free, page-aligned piece; the caller gives it back.
+        """Take a free, page-aligned buffer from the pool; the caller gives it back.
 
         Raises:
             OutOfMemory: the system refuses the memory.
@@ -45,7 +45,7 @@ class Pieces:
             ) from None
 
     def give_back(self, piece: memoryview) -> None:
-        """Return a piece to the pool."""
+        """Return a buffer to the pool."""
         self._free.put(piece)
 
 
@@ -74,7 +74,7 @@ class Packer:
         self._digests: list[bytes] = []
 
     def add(self, block: Encoded) -> None:
-        """Append the next block, and send each piece that is full."""
+        """Append the next block; each full piece is passed to `send`."""
         data = memoryview(block.data)
         self._lengths.append(data.nbytes)
         self._digests.append(block.digest)
@@ -89,7 +89,7 @@ class Packer:
                 self._flush()
 
     def end(self) -> None:
-        """Send the last piece, which may be partly filled."""
+        """Pass the last piece, which may be partly filled, to `send`."""
         self._flush()
 
     @property

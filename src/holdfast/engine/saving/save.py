@@ -39,7 +39,7 @@ from holdfast.store.base import Store
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveRequest:
-    """Metadata of a save: all that the manifest records beside bytes and identity."""
+    """Metadata of a save for its manifest, such as label, claim, timestamp, tags and metrics."""
 
     label: str
     claim: Claim
@@ -58,7 +58,7 @@ class SaveRequest:
 
 
 def digest_staged(staged: Staged, workers: Workers, *, timeout_s: float) -> dict[str, bytes]:
-    """Compute the block digests of every file of a save, without the index."""
+    """Compute the block digests of every file of a save except the index, by file name."""
     digests = {
         known.file.name: staged.digest(known, workers, timeout_s) for known in staged.all_files
     }
@@ -81,7 +81,7 @@ def write(
     unclear: set[str],
     overlapped: Overlapped | None = None,
 ) -> tuple[SaveAttempt, Manifest]:
-    """Write and commit one checkpoint.
+    """Write a staged state as a new checkpoint, and commit it.
 
     The end of an `overlapped` copy is awaited before the commit.
     The folder is added to `unclear` if a repeated put of the manifest may still arrive, also when
@@ -133,9 +133,9 @@ def write(
 
 
 def _clean_up(store: Store, attempt: SaveAttempt, error: BaseException) -> None:
-    """Remove the files of a failed attempt; errors here do not hide why the save failed."""
+    """Remove the files of a failed attempt; an error in that becomes the context of `error`."""
     if not isinstance(error, Exception):
-        return  # the process is being taken down: gc finds the folder
+        return  # the process is exiting: gc removes the folder later
     try:
         abandon(store, attempt)
     except HoldfastError as leftover:
@@ -143,7 +143,7 @@ def _clean_up(store: Store, attempt: SaveAttempt, error: BaseException) -> None:
 
 
 class _AttemptFiles:
-    """The files of one save attempt: written ones, and ones shared with an earlier checkpoint."""
+    """The files of one save attempt, written or linked from an earlier checkpoint."""
 
     def __init__(
         self,
@@ -169,10 +169,10 @@ class _AttemptFiles:
         self._links = links
         self._codecs: dict[str, CodecName] = {}
         self.nbytes_written = 0
-        """Plain bytes of the files that were not shared."""
+        """Plain bytes of the files that were written, not linked."""
 
     def to_write(self) -> Iterator[FileToWrite]:
-        """Yield the files to write; a file without any changed byte is shared instead."""
+        """Yield the files to write, and link unchanged ones from an earlier checkpoint."""
         for component, tree in self.staged.trees.items():
             encoding = self._compressing.of_tree(component, len(tree))
             yield self._file(layout.tree_file(component), BytesContent(tree), encoding)
@@ -213,7 +213,7 @@ class _AttemptFiles:
         return True
 
     def written(self, durable: Mapping[str, WrittenFile]) -> None:
-        """Record files that are written and durable."""
+        """Record entries, digests and stored blocks of files that are written and durable."""
         sizes, linked = self.staged.sizes, self.digests
         plain_names = {name: plain for plain, name in self.names.items()}
         self.digests = {}
@@ -237,7 +237,7 @@ class _AttemptFiles:
             self.stored[name] = stored
 
     def index(self) -> bytes:
-        """Encode the index of all files."""
+        """Encode the checkpoint's index document, which lists tensors and block digests."""
         plans = {
             component: [
                 msgspec.structs.replace(known.file, name=self.names[known.file.name])
@@ -268,7 +268,7 @@ def _write_files(
     store.put(f"{folder}/{layout.INDEX}", index)
     digest = blocks.file_digest(len(index), blocks.digest_blocks(index))
     files.entries[layout.INDEX] = FileEntry(nbytes=len(index), digest=digest)
-    with suppress(StoreError):  # a try whose reply was lost; gc finds what this leaves
+    with suppress(StoreError):  # uploads whose reply was lost; gc removes the rest
         store.abort_uploads(folder)
     phase.text = f"checking sizes in {folder}"
     _check_sizes(store, files.attempt, files.entries)

@@ -1,6 +1,6 @@
 """Runs one save at a time: staged in the caller's thread, written and committed in the background.
 
-A failure is kept until somebody is told: by `PendingSave.wait`, by the next call, by close, or at
+An error is kept until it is raised once: by `PendingSave.wait`, by the next call, by close, or at
 the interpreter's exit.
 """
 
@@ -48,16 +48,16 @@ MAX_COPIERS = 8
 whole memory bandwidth."""
 
 
-_LOOK_S = 30.0
-"""How long a failed save waits to learn whether this process still owns the run, in seconds."""
-_NOT_READ = "Whether this process still owns the run is not known"
+_OWNER_CHECK_S = 30.0
+"""Timeout of the ownership check after a failed save, in seconds."""
+_OWNER_UNKNOWN = "Whether this process still owns the run is not known"
 
 
 class Chores(Protocol):
-    """Callbacks after saves and claims, run in the background thread; they never raise."""
+    """Callbacks after saves and claims, called in the background thread; they never raise."""
 
     def after_claim(self) -> None:
-        """Do the work that follows a claim of the run."""
+        """Do the background work after the run was claimed."""
         ...
 
     def after_commit(self, entry: Entry) -> None:
@@ -65,12 +65,12 @@ class Chores(Protocol):
         ...
 
     def after_failure(self) -> None:
-        """React to a failed save, whose error the caller may never collect."""
+        """React to a failed save, whose error the caller may never receive."""
         ...
 
 
 class Saver:
-    """Runs saves and housekeeping; `standing` is the full checkpoint last saved or resumed from."""
+    """Runs saves and callbacks; `standing` is the full checkpoint last saved or resumed from."""
 
     def __init__(
         self,
@@ -103,9 +103,9 @@ class Saver:
         self.standing: Entry | None = None
 
     def prepare(self, captured: Captured, *, is_awaited: bool = False) -> Staged:
-        """Allocate memory for a captured state and plan its copies. No save may be under way.
+        """Allocate memory for a captured state, copy small tensors, and plan the other copies.
 
-        `is_awaited`: training waits for the commit anyway.
+        No save may be under way. `is_awaited`: training waits for the commit anyway.
 
         Raises:
             OutOfMemory: there is none.
@@ -123,9 +123,9 @@ class Saver:
         return self._stager.prepare(captured, overlapped=keys, is_awaited=is_awaited)
 
     def start(self, staged: Staged, request: SaveRequest, due: Due) -> PendingSave:
-        """Copy the state, and start to write it in the background.
+        """Copy the rest of a prepared state, and start to write and commit it in the background.
 
-        Writing starts before the copy if whoever waits is then done sooner, else after it.
+        Writing starts before the copy if that ends the caller's wait sooner, else after it.
         Overlapped tensors may still be being copied when this returns; optimizer steps wait.
         """
         pending = PendingSave(request.timestamp.step, due, timeout_s=self.timeout_s)
@@ -165,15 +165,15 @@ class Saver:
         except BaseException as error:
             if not is_beside and self._job is not None and self._job.cancel():
                 self._job = None
-            self._not_begun(pending, staged, error)
+            self._fail_start(pending, staged, error)
             raise
         if overlapped is None:
             pending.staged.set_result(None)
             on_success()
         return pending
 
-    def _not_begun(self, pending: PendingSave, staged: Staged, error: BaseException) -> None:
-        """Give the error that `start` raises to all who wait for this save."""
+    def _fail_start(self, pending: PendingSave, staged: Staged, error: BaseException) -> None:
+        """Set the error that `start` raises as the result of the save's futures and its copy."""
         staged.transfer.fail(error)
         self._staged = staged
         if self._overlapped is None:
@@ -181,15 +181,15 @@ class Saver:
         else:
             self._overlapped.fail(error)
         if self._job is None:
-            pending.committed.set_exception(_save_failed(error, pending.step, _NOT_READ))
+            pending.committed.set_exception(_save_failed(error, pending.step, _OWNER_UNKNOWN))
         pending.delivered = True
 
     def after_claim(self) -> None:
-        """Run the callback after a claim in the background, before the next save."""
+        """Queue the callback `after_claim` in the background, before the next save."""
         self._job = self._background.submit(self._chores.after_claim)
 
     def settle(self, timeout_s: float) -> None:
-        """Wait until the background work has ended; does not raise the error of a save.
+        """Wait until save and callbacks in the background have ended; ignores a failed save.
 
         Raises:
             DeadlineExceeded: says what is still being done.
@@ -199,10 +199,10 @@ class Saver:
         try:
             self._job.result(timeout=timeout_s)
         except FutureTimeout as error:
-            raise self._late(timeout_s) from error
+            raise self._deadline_error(timeout_s) from error
 
     def wait_for_arenas(self, timeout_s: float) -> None:
-        """Wait until the last save has committed or failed; its housekeeping may still run.
+        """Wait until the last save has committed or failed; later callbacks may still run.
 
         Raises:
             DeadlineExceeded: says what is still being done.
@@ -210,7 +210,7 @@ class Saver:
         if self.pending is None or self.pending.committed.done():
             return
         if wait([self.pending.committed], timeout=timeout_s).not_done:
-            raise self._late(timeout_s)
+            raise self._deadline_error(timeout_s)
 
     def raise_failure(self) -> None:
         """Raise the error of the last save if the caller has not received it yet."""
@@ -220,19 +220,19 @@ class Saver:
             pending.delivered = True
             raise failure
 
-    def _late(self, timeout_s: float) -> DeadlineExceeded:
+    def _deadline_error(self, timeout_s: float) -> DeadlineExceeded:
         doing = self.pending.phase.text if self.pending is not None else "housekeeping"
         return DeadlineExceeded(
             f"{self._store.url}: not done after {timeout_s:.0f} s; it is {doing}"
         )
 
     def close(self) -> None:
-        """Let the threads end after their current work, and free the memory if no save runs."""
+        """Close the threads, which end after their queued work; free memory if no save runs."""
         if self._job is not None and not self._job.done():
             self._owner.is_clean = False
         else:
-            # Whoever still holds the manager, if only until the garbage collector comes, should
-            # not hold a second copy of the state with it.
+            # A closed manager may be referenced for long, or until the next garbage collection;
+            # it should not keep a second copy of the state alive.
             self._stager.release()
             self._overlapped = self._staged = None
         self._background.close()
@@ -287,19 +287,19 @@ class Saver:
         if isinstance(error, OwnershipError):
             return error
         committed = None if isinstance(error, OutcomeUnknown) else False
-        look = partial(check_ownership, self._store, epoch, committed=committed)
+        check = partial(check_ownership, self._store, epoch, committed=committed)
         try:
             # In another thread: the storage has just failed, and may hang.
-            self.threads.waiters.submit(look).result(timeout=min(self.timeout_s, _LOOK_S))
+            self.threads.waiters.submit(check).result(timeout=min(self.timeout_s, _OWNER_CHECK_S))
         except Superseded as superseded:
             superseded.__cause__ = error
             return superseded
         except BaseException as unread:  # noqa: BLE001 - it goes into the save's error
-            return _save_failed(error, step, f"{_NOT_READ} ({str(unread) or 'it hangs'})")
+            return _save_failed(error, step, f"{_OWNER_UNKNOWN} ({str(unread) or 'it hangs'})")
         return _save_failed(error, step, "Training can go on")
 
     def _learn(self, staged: Staged) -> dict[str, bytes]:
-        """Record what was committed, before the next save reuses the memory. Never raises.
+        """Record which tensors changed, before the next save reuses the memory. Never raises.
 
         Returns the block digests of each file whose tensors are expected not to change.
         """
@@ -314,9 +314,9 @@ class Saver:
             return {}
 
     def _end_copy(self, overlapped: Overlapped | None) -> None:
-        """Wait for the copy before a failure is reported: the next save uses the same memory."""
+        """Wait until the copy ends or times out, as the next save reuses the memory."""
         if overlapped is not None:
-            with suppress(DeadlineExceeded):  # the next save waits for it again, and says so
+            with suppress(DeadlineExceeded):  # the next save waits again, and raises it
                 overlapped.settle("the save", self.timeout_s)
 
     def _write(
@@ -351,7 +351,7 @@ class Saver:
     def _unchanged(
         self, staged: Staged, request: SaveRequest, overlapped: Overlapped | None
     ) -> Entry | None:
-        """Return `standing` if this save would write the same content again, else None."""
+        """Return `standing`, newly tagged, if this save would write the same content; else None."""
         entry = self.standing
         if entry is None or entry.step != request.timestamp.step:
             return None
@@ -382,7 +382,7 @@ class Saver:
 
 
 def _records_all(stored: Manifest, request: SaveRequest) -> bool:
-    """Whether a checkpoint has all metadata of the requested save, and is kept as long."""
+    """Whether a manifest has all metadata of a requested save, and a retention no shorter."""
     if not set(request.savers or (MAIN,)) <= set(stored.savers or (MAIN,)):
         return False
     if (stored.save_class, request.save_class) == ("ephemeral", "permanent"):

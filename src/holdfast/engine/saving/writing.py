@@ -1,9 +1,9 @@
-"""Writes the files of a save attempt: some blocks are written while others are hashed.
+"""Writes the files of a save: threads write blocks while others hash and encode them.
 
 Digests and writes are separate jobs for separate threads. Neither waits for the other, so the disk
 is always busy: if it is slower than hashing, cores are idle, not the disk. Blocks of compressed
-files are encoded by the threads that hash, and packed and written in order. Knows keys and bytes,
-nothing of a state.
+files are encoded by the threads that hash, and packed and written in order. This module handles
+keys and bytes, not tensors.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ about 140 MiB of memory."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileToWrite:
-    """A file to be written, as part of a save attempt."""
+    """A file of a save to be written: key, content, and encoding if it is compressed."""
 
     key: str
     content: Content | BytesContent
@@ -50,7 +50,7 @@ class FileToWrite:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrittenFile:
-    """A durable file: the digests of its blocks, and its stored blocks if it is compressed."""
+    """A durable file: the digests of its plain blocks, and its stored blocks if compressed."""
 
     digests: bytes
     stored: StoredBlocks | None = None
@@ -67,7 +67,7 @@ def write_files(
     throughput: Throughput | None = None,
     pieces: Pieces | None = None,
 ) -> dict[str, WrittenFile]:
-    """Write `files` and wait until they are durable; returns digests and blocks by key.
+    """Write `files` and wait until they are durable; returns a `WrittenFile` for each key.
 
     The next file is taken while earlier ones are being written. `workers` hash and encode,
     `writers` write; `throughput` measures the store, and `pieces` is memory for stored blocks.
@@ -89,7 +89,7 @@ def write_files(
 
 
 class _Batch:
-    """Writes several files in parallel."""
+    """Writes up to `FILES_AT_ONCE` files in parallel, and waits until they are durable."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class _Batch:
         self._failed = False
 
     def write(self, files: Iterable[FileToWrite]) -> dict[str, WrittenFile]:
-        """Write all files; on an error, stop all writes."""
+        """Write all files, return digests and blocks by key; on an error, cancel all writes."""
         try:
             for file in files:
                 self._phase.text = f"writing {file.key}"
@@ -132,12 +132,12 @@ class _Batch:
                 if key in self._open:
                     # Behind the writes of all files: one journal commit can serve many syncs.
                     self._syncs[key] = self._writers.submit(partial(self._finish, key))
-            return {key: self._end(key) for key in self._writes}
+            return {key: self._wait_for(key) for key in self._writes}
         except DeadlineExceeded:
-            self._give_up(timeout_s=0)
+            self._cancel_all(timeout_s=0)
             raise
         except BaseException:
-            self._give_up(timeout_s=self._timeout_s)
+            self._cancel_all(timeout_s=self._timeout_s)
             raise
 
     def _begin(self, file: FileToWrite) -> None:
@@ -210,7 +210,7 @@ class _Batch:
         with self._throughput.taking():
             self._open[key].finish(None if packer is None else packer.blocks.nbytes)
 
-    def _end(self, key: str) -> WrittenFile:
+    def _wait_for(self, key: str) -> WrittenFile:
         self._phase.text = f"digesting {key}"
         found = gather(self._hashes[key], timeout_s=self._timeout_s, what=f"digest of {key}")
         if key in self._syncs:
@@ -221,7 +221,7 @@ class _Batch:
             digests=b"".join(found), stored=None if packer is None else packer.blocks
         )
 
-    def _give_up(self, *, timeout_s: float) -> None:
+    def _cancel_all(self, *, timeout_s: float) -> None:
         jobs: list[Future[Any]] = [*self._syncs.values()]
         for writes in self._writes.values():
             jobs += writes

@@ -1,1 +1,1 @@
-"""Encryption of checkpoints: a store that encrypts and decrypts."""
+"""Encryption of checkpoints: a store that encrypts what it writes and decrypts what it reads."""

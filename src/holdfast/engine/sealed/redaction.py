@@ -1,6 +1,6 @@
 """Removal of error texts and reasons from unencrypted records beside encrypted checkpoints.
 
-Such texts may name parts of the state.
+Such texts may contain names of parts of the state.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ REDACTED = "not told: the checkpoints here are sealed"
 
 
 def redact_mark(name: str, data: bytes) -> bytes:
-    """Replace the reasons in a mark of a deleted or undecryptable checkpoint by a fixed text."""
+    """Replace the reasons in a mark of a deleted, lost or damaged checkpoint by a fixed text."""
     if name == layout.REJECTED:
         rejected = Rejected.decode(data, what=name)
         return Rejected(by=rejected.by, reasons=(REDACTED,)).encode()
@@ -33,7 +33,7 @@ def redact_mark(name: str, data: bytes) -> bytes:
 
 
 def redact_sidecar(name: str, data: bytes) -> bytes:
-    """Replace the reason in a sidecar of an unencrypted checkpoint; notes stay as they are."""
+    """Replace the reason in a mark of an unencrypted checkpoint; notes are returned as they are."""
     if layout.parse_notes(name) is not None:
         return data
     if layout.parse_thinned(name) is not None:
@@ -43,7 +43,7 @@ def redact_sidecar(name: str, data: bytes) -> bytes:
 
 
 def redact_record(key: str, data: Buffer) -> Buffer:
-    """Replace the error text in an answer, upload or tiers record; others stay as they are."""
+    """Replace the error text in an answer, upload or tiers record; return others as they are."""
     if key.startswith(f"{layout.REQUESTS}/") and layout.is_answer(key):
         answer = AnswerRecord.decode(data, what=key)
         if answer.error is None:

@@ -1,4 +1,4 @@
-"""Reading and writing encrypted files of a store, in pieces (docs/format.md, section 10)."""
+"""Reader and writer of encrypted files in a store, by ranges (docs/format.md, section 10)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class SealedFile:
         self.seal = seal
 
     def get(self, start: int, nbytes: int, *, afresh: bool = False) -> bytes:
-        """Return `nbytes` decrypted bytes at `start`, as `read` does."""
+        """Return `nbytes` decrypted, authenticated bytes at `start`; raises as `read` does."""
         plain = bytearray(nbytes)
         self.read(start, memoryview(plain), afresh=afresh)
         return bytes(plain)
@@ -48,11 +48,11 @@ class SealedFile:
         seen: Callable[[memoryview], object] = ignore,
         afresh: bool = False,
     ) -> None:
-        """Fill `out` with the decrypted bytes at `start`; only authenticated bytes are in it.
+        """Fill `out` with the decrypted and authenticated bytes at `start`.
 
         Raises:
             CorruptData: the file is shorter.
-            Tampered: a segment was changed; it and its tag were read twice.
+            Tampered: a segment was changed; it and the tags were read twice.
         """
         stop = start + out.nbytes
         if start < 0 or stop > self.seal.nbytes:
@@ -60,7 +60,7 @@ class SealedFile:
                 f"{self._what}: has {self.seal.nbytes} bytes, expected at least {stop}"
             )
         # Authenticated tags stay valid, and there may be many: not reread for each block.
-        tags = self._closing_tags(afresh=afresh and start == 0)
+        tags = self._checked_tags(afresh=afresh and start == 0)
         while start < stop:
             until = min(start - start % SEGMENT_NBYTES + BLOCK_NBYTES, stop)
             piece, out = out[: until - start], out[until - start :]
@@ -76,15 +76,15 @@ class SealedFile:
         seen: Callable[[memoryview], object],
         afresh: bool,
     ) -> None:
-        """Read and decrypt at most one block, widened to whole segments."""
+        """Fill `out`, at most one block, by reading and decrypting whole segments."""
         stop = start + out.nbytes
         base = start - start % SEGMENT_NBYTES
         end = min(-(-stop // SEGMENT_NBYTES) * SEGMENT_NBYTES, self.seal.nbytes)
         # A segment's tag overwrites the bytes behind it while the segment is decrypted.
         sealed = _scratch(end - base + TAG_NBYTES)
         self._inner.read_into(self.key, base, sealed[: end - base], afresh=afresh)
-        # One retry of each: a transient read error must not condemn a sound checkpoint.
-        left = ["tags", "bytes"]
+        # One retry of each: a transient read error must not count as damage.
+        retries = ["tags", "bytes"]
         for first in range(base, end, SEGMENT_NBYTES):
             number, last = first // SEGMENT_NBYTES, min(first + SEGMENT_NBYTES, end)
             low, high = max(first, start), min(last, stop)
@@ -92,20 +92,20 @@ class SealedFile:
             is_whole = (low, high) == (first, last)
             plain = piece if is_whole else memoryview(bytearray(last - first))
             segment = sealed[first - base : last - base + TAG_NBYTES]
-            while not self._is_opened(number, segment, tags, plain, or_raise=not left):
-                if left.pop() == "bytes":
-                    piece = sealed[first - base : end - base]
-                    self._inner.read_into(self.key, first, piece, afresh=True)
+            while not self._try_open(number, segment, tags, plain, or_raise=not retries):
+                if retries.pop() == "bytes":
+                    rest = sealed[first - base : end - base]
+                    self._inner.read_into(self.key, first, rest, afresh=True)
                 else:
-                    tags = self._closing_tags(afresh=True)
+                    tags = self._checked_tags(afresh=True)
             if not is_whole:
                 piece[:] = plain[low - first : high - first]
             seen(piece)
 
-    def _is_opened(
+    def _try_open(
         self, number: int, segment: memoryview, tags: bytes, plain: memoryview, *, or_raise: bool
     ) -> bool:
-        held = bytes(segment[-TAG_NBYTES:])
+        overwritten = bytes(segment[-TAG_NBYTES:])
         segment[-TAG_NBYTES:] = tags[number * TAG_NBYTES : (number + 1) * TAG_NBYTES]
         try:
             self._cipher.open(number, segment, plain, what=self._what)
@@ -114,11 +114,11 @@ class SealedFile:
                 raise
             return False
         finally:
-            segment[-TAG_NBYTES:] = held
+            segment[-TAG_NBYTES:] = overwritten
         return True
 
-    def _closing_tags(self, *, afresh: bool) -> bytes:
-        """Return the file's authentication tags, checked against its length; retried once."""
+    def _checked_tags(self, *, afresh: bool) -> bytes:
+        """Return the file's authentication tags, cached, checked against its length; one retry."""
         if self._tags is None or afresh:
             try:
                 self._tags = self._read_tags(afresh=afresh)
@@ -136,7 +136,7 @@ class SealedFile:
 
 
 class SealedWriter:
-    """`BlockWriter` of an encrypted file: encrypts blocks and passes them to the inner one."""
+    """`BlockWriter` of an encrypted file: encrypts blocks and writes them with an inner writer."""
 
     def __init__(
         self,
@@ -147,18 +147,18 @@ class SealedWriter:
         at_most: bool,
         done: Callable[[int, FileEntry], None],
     ) -> None:
-        """Write to `inner`; `finish` calls `done` with the length and the stored file's entry."""
+        """Write to `inner`; `finish` calls `done` with plain length and the stored file's entry."""
         self._inner = inner
         self._cipher = cipher
         self._nbytes = nbytes
         self._at_most = at_most
         self._done = done
         self._digests: dict[int, bytes] = {}
-        self._end = b""
+        self._last_block = b""
         """Ciphertext of a shorter last block, kept because the tags are written behind it."""
 
     def write(self, start: int, data: memoryview) -> None:
-        """Encrypt and write a piece: whole blocks, or the end of the file."""
+        """Encrypt and write a piece: whole blocks; only the file's last block may be shorter."""
         plain = memoryview(data).cast("B")
         if start % BLOCK_NBYTES:
             raise UsageError(f"sealed files are written in blocks of {BLOCK_NBYTES} bytes")
@@ -166,13 +166,13 @@ class SealedWriter:
             piece = plain[low : low + BLOCK_NBYTES]
             ciphertext, digest = self._seal(start + low, piece)
             if piece.nbytes < BLOCK_NBYTES:
-                self._end = bytes(ciphertext)
+                self._last_block = bytes(ciphertext)
                 return
             self._digests[(start + low) // BLOCK_NBYTES] = digest
             self._inner.write(start + low, ciphertext)
 
     def _seal(self, start: int, plain: memoryview) -> tuple[memoryview, bytes]:
-        """Encrypt a block, and digest it while it is in the processor's cache."""
+        """Return a block's ciphertext and its digest, computed while it is in the CPU cache."""
         sealed, hasher = _scratch(plain.nbytes + TAG_NBYTES), blocks.block_hasher()
         for low in range(0, plain.nbytes, SEGMENT_NBYTES):
             high = min(low + SEGMENT_NBYTES, plain.nbytes)
@@ -181,12 +181,12 @@ class SealedWriter:
         return sealed[: plain.nbytes], hasher.digest()
 
     def finish(self, nbytes: int | None = None) -> None:
-        """Write the tags, finish the inner file, and call `done`."""
+        """Write the authentication tags, finish the inner file, and call `done`."""
         length = final_nbytes(nbytes, self._nbytes, at_most=self._at_most, what="a sealed file")
         num_blocks = length // BLOCK_NBYTES
-        if len(self._end) != length % BLOCK_NBYTES or len(self._digests) != num_blocks:
+        if len(self._last_block) != length % BLOCK_NBYTES or len(self._digests) != num_blocks:
             raise UsageError(f"finish: not all of the {length} bytes were written")
-        rest = memoryview(self._end + self._cipher.close(length))
+        rest = memoryview(self._last_block + self._cipher.close(length))
         for low in range(0, rest.nbytes, BLOCK_NBYTES):
             start = num_blocks * BLOCK_NBYTES + low
             self._inner.write(start, rest[low : low + BLOCK_NBYTES])
@@ -202,7 +202,7 @@ class SealedWriter:
 
 
 def plain_nbytes(nbytes: int, seal: FileSeal) -> int:
-    """Return the decrypted length for a stored one: `seal.nbytes` only if the stored one fits."""
+    """Convert a stored file length to a plain one; a wrong length never gives `seal.nbytes`."""
     expected = stored_nbytes(seal.nbytes)
     if nbytes == expected:
         return seal.nbytes

@@ -1,8 +1,8 @@
 """A store that encrypts checkpoints as they are written and decrypts them as they are read.
 
 It wraps any store. In the folders of checkpoints it maps names, lengths and bytes (docs/format.md,
-section 10); claims, leases, requests and notes on uploads pass through. It keeps its user's order
-of puts, with one put more: the box of wrapped keys right before the manifest.
+section 10); claims, leases, requests and notes on uploads pass through. It keeps the order of the
+caller's puts, and adds one: the box of wrapped keys right before the manifest.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ _PASSED_THROUGH = frozenset({layout.WRITERS, layout.READERS, layout.REQUESTS, la
 
 
 def sealing(store: Store, encryption: Encryption | None, *, twin: Store | None = None) -> Store:
-    """Return `store`, encrypting if `encryption` is given; `twin` is as for `SealedStore`.
+    """Wrap `store` to encrypt checkpoints if `encryption` is given; `twin` as for `SealedStore`.
 
     Raises:
         UsageError: it encrypts already.
@@ -84,18 +84,18 @@ def sealing(store: Store, encryption: Encryption | None, *, twin: Store | None =
 
 
 def sealed(store: Store) -> SealedStore | None:
-    """Return `store` if it is one that encrypts, else None."""
+    """Return `store` if it encrypts checkpoints, else None."""
     return store if isinstance(store, SealedStore) else None
 
 
 def bare(store: Store) -> Store:
-    """Return the store under one that encrypts, with the stored bytes as they are; else `store`."""
+    """Return the store that a `SealedStore` wraps, with raw encrypted bytes; any other as it is."""
     sealing_store = sealed(store)
     return store if sealing_store is None else sealing_store.inner
 
 
 def vouched(store: Store, folder: str) -> bytes:
-    """Read the stored manifest document of a folder; an encrypted one is authenticated first.
+    """Read a folder's manifest document as stored; an encrypted one is authenticated first.
 
     Raises:
         NotFound: the folder has none.
@@ -108,7 +108,7 @@ def vouched(store: Store, folder: str) -> bytes:
 
 @dataclass(slots=True)
 class _Attempt:
-    """Files and keys that this process has written for a checkpoint before its commit."""
+    """Uncommitted checkpoint of this process: its data key, and its files so far."""
 
     data_key: bytes = field(repr=False)
     box: bytes
@@ -121,7 +121,7 @@ class _Attempt:
 
 
 class SealedStore(WrappedStore):
-    """Encrypts the checkpoints in `inner`. Thread-safe; the process that writes one commits it."""
+    """Encrypts and decrypts checkpoints in `inner`; only their writer may commit. Thread-safe."""
 
     def __init__(
         self, inner: Store, encryption: Encryption, *, twin: SealedStore | None = None
@@ -146,7 +146,7 @@ class SealedStore(WrappedStore):
 
     @override
     def uncached(self) -> SealedStore:
-        """Return this store without local copies, but with its attempts and decrypted manifests."""
+        """Return a store that bypasses local copies; it shares attempts and decrypted manifests."""
         inner = self.inner.uncached()
         if inner is self.inner:
             return self
@@ -155,7 +155,7 @@ class SealedStore(WrappedStore):
         return twin
 
     def useless_keys(self) -> Iterator[str]:
-        """Yield one message for each key that does not decrypt what it wraps.
+        """Yield one message for each encryption key that cannot decrypt what it encrypted.
 
         Checkpoints encrypted with such keys may be lost to everybody. Public keys are skipped.
         """
@@ -169,7 +169,7 @@ class SealedStore(WrappedStore):
 
     @override
     def put(self, key: str, data: Buffer, *, if_absent: bool = False) -> None:
-        place = _place(key)
+        place = _split_key(key)
         if place is None:
             self.inner.put(key, redact_record(key, data), if_absent=if_absent)
             return
@@ -179,7 +179,7 @@ class SealedStore(WrappedStore):
         elif layout.is_sidecar(name):
             stored, sealed = self._sealed_sidecar(folder, name, bytes(data))
             self.inner.put(f"{folder}/{stored}", sealed, if_absent=if_absent)
-        elif _is_ours(name):
+        elif _is_encrypted_name(name):
             self.inner.put(key, data, if_absent=if_absent)
         else:
             self._put_file(folder, name, data)
@@ -194,7 +194,7 @@ class SealedStore(WrappedStore):
         """
         document = self._document(key)
         if document is not None:
-            return _cut(document, start, nbytes, what=f"{self.url}/{key}")
+            return _byte_range(document, start, nbytes, what=f"{self.url}/{key}")
         reader = self.uncached()._reader(key)  # `get` bypasses local copies
         if reader is None:
             return self.inner.get(key, start, nbytes)
@@ -215,7 +215,7 @@ class SealedStore(WrappedStore):
 
     @override
     def get_whole(self, key: str, *, max_nbytes: int, afresh: bool = False) -> bytes:
-        """Return all decrypted bytes of an object; a document is decrypted once."""
+        """Return all decrypted bytes of an object, of at most `max_nbytes`."""
         document = self._document(key, afresh=afresh)
         what = f"{self.url}/{key}"
         if document is not None:
@@ -232,10 +232,10 @@ class SealedStore(WrappedStore):
 
     @override
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """Yield objects by plain name; lengths of files are decrypted ones, others as stored."""
+        """Yield objects by plain name, with decrypted lengths of files; other lengths as stored."""
         found: Iterable[ObjectInfo] = self.inner.list(prefix)
         folder, slash, _ = prefix.partition("/")
-        if not slash or _place(f"{folder}/x") is None:
+        if not slash or _split_key(f"{folder}/x") is None:
             yield from found
             return
         names = self._plain_names(folder)
@@ -248,13 +248,13 @@ class SealedStore(WrappedStore):
     @override
     def children(self, folder: str = "") -> tuple[str, ...]:
         found = self.inner.children(folder)
-        if not folder or "/" in folder or _place(f"{folder}/x") is None:
+        if not folder or "/" in folder or _split_key(f"{folder}/x") is None:
             return found
         return tuple(sorted(map(self._plain_names(folder), found)))
 
     @override
     def delete(self, key: str) -> None:
-        place = None if key.endswith("/") else _place(key)
+        place = None if key.endswith("/") else _split_key(key)
         if place is not None:
             folder, name = place
             self.inner.delete(f"{folder}/{self._stored_name(folder, name)}")
@@ -264,7 +264,7 @@ class SealedStore(WrappedStore):
 
     @override
     def delete_many(self, keys: Sequence[str]) -> None:
-        places = [(key, _place(key)) for key in keys]
+        places = [(key, _split_key(key)) for key in keys]
         self.inner.delete_many(
             [key if at is None else f"{at[0]}/{self._stored_name(*at)}" for key, at in places]
         )
@@ -292,8 +292,8 @@ class SealedStore(WrappedStore):
 
     @override
     def create(self, key: str, nbytes: int, *, at_most: bool = False) -> BlockWriter:
-        """Begin an encrypted file; pieces must always be as `at_most` demands."""
-        place = _place(key)
+        """Begin an encrypted file; pieces must be whole blocks, also without `at_most`."""
+        place = _split_key(key)
         if place is None:
             return self.inner.create(key, nbytes, at_most=at_most)
         folder, name = place
@@ -315,7 +315,7 @@ class SealedStore(WrappedStore):
 
     @override
     def link(self, source: str, key: str) -> bool:
-        """Give the encrypted file a second name; the new manifest records its secret."""
+        """Hard-link an encrypted file into a checkpoint, whose manifest will record its secret."""
         from_folder, from_name = source.split("/")
         folder, name = key.split("/")
         contents = self._contents(from_folder)
@@ -349,7 +349,7 @@ class SealedStore(WrappedStore):
     def _put_manifest(
         self, folder: str, manifest: Manifest, data: bytes, *, if_absent: bool
     ) -> None:
-        """Put the box of wrapped keys, then the encrypted manifest, without which it is useless."""
+        """Put the box of wrapped keys, then the manifest, which needs it for decryption."""
         attempt = self._attempt(folder)
         contents = encode_sealed(
             manifest,
@@ -359,7 +359,7 @@ class SealedStore(WrappedStore):
             suite=self._suite,
             data_key=attempt.data_key,
         )
-        # Put only now: an attempt that never commits leaves no key behind.
+        # Put only now, so that an attempt that never commits leaves no key behind.
         self.inner.put(f"{folder}/{layout.keys_name(1)}", attempt.box)
         with self._lock:
             # Used only while the same bytes are read back.
@@ -369,7 +369,7 @@ class SealedStore(WrappedStore):
             self._attempts.pop(folder, None)
 
     def _register(self, folder: str, *, afresh: bool = False) -> tuple[bytes, Contents | None]:
-        """Read a folder's manifest document, decrypted, with its contents if it was encrypted.
+        """Read a folder's manifest document, decrypted; also its contents if it was encrypted.
 
         Raises:
             NotFound: the folder has none.
@@ -378,7 +378,7 @@ class SealedStore(WrappedStore):
         """
         key = f"{folder}/{layout.MANIFEST}"
         data = read_document(self.inner, key, max_nbytes=MAX_MANIFEST_NBYTES, afresh=afresh)
-        known = self._known(folder, data)
+        known = self._cached_contents(folder, data)
         if known is not None:
             return known.manifest, known
         what = f"{self.url}/{key}"
@@ -402,8 +402,8 @@ class SealedStore(WrappedStore):
             )
         return data, None
 
-    def _known(self, folder: str, document: bytes) -> Contents | None:
-        """Return contents that this store or its twin decrypted from the same bytes, if any."""
+    def _cached_contents(self, folder: str, document: bytes) -> Contents | None:
+        """Return cached contents that this store or its twin decrypted from the same bytes."""
         for store in (self, self._twin):
             if store is None:
                 continue
@@ -416,14 +416,14 @@ class SealedStore(WrappedStore):
         return None
 
     def read_authenticated(self, folder: str) -> bytes:
-        """Read the stored manifest document, authenticated; see the function `vouched`."""
+        """Read a folder's manifest document as stored; an encrypted one is authenticated."""
         plain, contents = self._register(folder)
         return plain if contents is None else contents.document
 
     def lost_keys(self, folder: str) -> tuple[str, ...]:
-        """Return the name of the box of wrapped keys if none can be read any more, else ().
+        """Return the key file's name if a checkpoint has no readable key file any more, else ().
 
-        Without a box no other process can decrypt the checkpoint.
+        Without such a box of wrapped keys no other process can decrypt the checkpoint.
         """
         contents = self._contents(folder)
         if contents is None:
@@ -464,7 +464,7 @@ class SealedStore(WrappedStore):
             return None
 
     def _seals(self, folder: str) -> Mapping[str, FileSeal]:
-        """Return the file secrets by plain name; none if the checkpoint cannot be decrypted."""
+        """Return names, lengths and secrets of files by plain name; none if not decryptable."""
         with self._lock:
             attempt = self._attempts.get(folder)
             if attempt is not None:
@@ -481,7 +481,7 @@ class SealedStore(WrappedStore):
         return tuple(known.components) if known is not None else ()
 
     def _plain_names(self, folder: str) -> Callable[[str], str]:
-        """Return a function that maps stored names to plain ones; it keeps unknown names."""
+        """Return a function that maps stored names to plain ones, and keeps unknown names."""
         names = {seal.name: plain for plain, seal in self._seals(folder).items()}
         components = self._components(folder)
 
@@ -490,13 +490,13 @@ class SealedStore(WrappedStore):
             if mark is None:
                 return names.get(name, name)
             number = mark[0].removeprefix("c")
-            is_ours = number.isdecimal() and int(number) < len(components)
-            return layout.thinned_name(components[int(number)], mark[1]) if is_ours else name
+            is_component = number.isdecimal() and int(number) < len(components)
+            return layout.thinned_name(components[int(number)], mark[1]) if is_component else name
 
         return plain
 
     def _stored_name(self, folder: str, name: str) -> str:
-        if name == layout.MANIFEST or _is_ours(name):
+        if name == layout.MANIFEST or _is_encrypted_name(name):
             return name
         mark = layout.parse_thinned(name)
         if mark is not None:
@@ -519,7 +519,7 @@ class SealedStore(WrappedStore):
     # Sidecars
 
     def _sealed_sidecar(self, folder: str, name: str, data: bytes) -> tuple[str, bytes]:
-        """Encrypt a sidecar, or remove its texts; returns its stored name and bytes.
+        """Encrypt a sidecar, or redact it if it cannot be; returns its stored name and bytes.
 
         Raises:
             NotSealed: it would reveal new tags, and the checkpoint is not encrypted.
@@ -563,7 +563,7 @@ class SealedStore(WrappedStore):
 
     def _document(self, key: str, *, afresh: bool = False) -> bytes | None:
         """Read and decrypt a manifest or a sidecar; None for other keys."""
-        place = _place(key)
+        place = _split_key(key)
         if place is None:
             return None
         if place[1] == layout.MANIFEST:
@@ -603,13 +603,13 @@ class SealedStore(WrappedStore):
         attempt.stored[seal.name] = FileEntry(nbytes=len(sealed), digest=digest)
 
     def _reader(self, key: str) -> SealedFile | None:
-        """Return the reader that decrypts a file; None for a file that is not encrypted.
+        """Return a cached reader that decrypts a file; None for a file that is not encrypted.
 
         Raises:
             NotFound: the checkpoint is encrypted and has no such file.
         """
-        place = _place(key)
-        if place is None or _is_ours(place[1]):
+        place = _split_key(key)
+        if place is None or _is_encrypted_name(place[1]):
             return None
         folder, name = place
         with self._lock:
@@ -633,7 +633,7 @@ class SealedStore(WrappedStore):
         return reader
 
 
-def _place(key: str) -> tuple[str, str] | None:
+def _split_key(key: str) -> tuple[str, str] | None:
     """Split the key of a checkpoint's object into folder and name; None for other objects."""
     folder, slash, name = key.partition("/")
     if not slash or folder in _PASSED_THROUGH or layout.is_preflight(folder):
@@ -641,12 +641,12 @@ def _place(key: str) -> tuple[str, str] | None:
     return (folder, name) if name else None
 
 
-def _is_ours(name: str) -> bool:
-    """Whether only encrypted checkpoints have objects of this name: ciphertext or wrapped keys."""
+def _is_encrypted_name(name: str) -> bool:
+    """Whether a name is of an encrypted file or of wrapped keys, by its form."""
     return layout.is_stored_name(name) or layout.parse_keys(name) is not None
 
 
-def _cut(document: bytes, start: int, nbytes: int | None, *, what: str) -> bytes:
+def _byte_range(document: bytes, start: int, nbytes: int | None, *, what: str) -> bytes:
     stop = len(document) if nbytes is None else start + nbytes
     expect_at_least(len(document), stop, what=what)
     return document[start:stop]

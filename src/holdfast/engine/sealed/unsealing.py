@@ -21,12 +21,12 @@ from holdfast.format.suites import suite_named
 from holdfast.keys import Key, unwrapped
 from holdfast.store.base import Store
 
-_LOOKS = 3
-"""Times that boxes are listed and read: a newer one may replace a box in between."""
+_MAX_READS = 3
+"""Attempts to list and read boxes: a newer box may replace one between list and read."""
 
 
 def opened(store: Store, folder: str, document: bytes, keys: Sequence[Key]) -> Contents:
-    """Decrypt the encrypted manifest `document`.
+    """Decrypt a folder's stored manifest `document` with the user's `keys`.
 
     Raises:
         WrongKey, KeyUnavailable: none of the keys decrypts it.
@@ -45,7 +45,7 @@ def opened(store: Store, folder: str, document: bytes, keys: Sequence[Key]) -> C
 
 
 def boxes_of(store: Store, folder: str, visible: Visible) -> dict[int, KeyBox]:
-    """Read the boxes of wrapped keys by number, newest first; unreadable ones are skipped.
+    """Read the boxes of wrapped keys, number → box, newest first; skips unreadable ones.
 
     Raises:
         CorruptData: no box can be read.
@@ -54,7 +54,7 @@ def boxes_of(store: Store, folder: str, visible: Visible) -> dict[int, KeyBox]:
 
 
 def box_documents(store: Store, folder: str, visible: Visible) -> dict[str, bytes]:
-    """Read the stored bytes of the boxes of wrapped keys, by name; unreadable ones are skipped.
+    """Read the stored bytes of the boxes of wrapped keys, by file name; skips unreadable ones.
 
     Raises:
         CorruptData: no box can be read.
@@ -66,7 +66,7 @@ def box_documents(store: Store, folder: str, visible: Visible) -> dict[str, byte
 def _boxes(store: Store, folder: str, visible: Visible) -> dict[int, tuple[KeyBox, bytes]]:
     where = f"{store.url}/{folder}"
     problem: FormatError = CorruptData(f"{where}: the keys beside the manifest are gone")
-    for _ in range(_LOOKS):
+    for _ in range(_MAX_READS):
         found: dict[int, tuple[KeyBox, bytes]] = {}
         work = 0
         names = store.children(folder)

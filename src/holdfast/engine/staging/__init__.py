@@ -1,1 +1,1 @@
-"""Staging: a consistent copy of the state in host memory, made beside training if that is safe."""
+"""Staging: a consistent copy of the state in host memory, made during training where safe."""

@@ -41,9 +41,9 @@ class Arena:
         starts: Sequence[int] | Column,
         nbytes: Column | None = None,
     ) -> list[torch.Tensor]:
-        """Create views of the arena with the specs' dtypes and shapes, at the given bytes.
+        """Create views of the arena with the specs' dtypes and shapes, at byte offsets `starts`.
 
-        They keep the memory alive. `nbytes` are those of the specs, where they are known.
+        They keep the memory alive. `nbytes`: the sizes of the tensors, if the caller knows them.
 
         Raises:
             FormatError: a start is not a multiple of its item size; in our own files it always
@@ -84,7 +84,7 @@ def _check_aligned(spec: TensorSpec, start: int) -> None:
 
 
 def _run_starts(specs: Sequence[TensorSpec], start: Column, nbytes: Column) -> list[int]:
-    """List the tensors, after the first, that follow a gap or a tensor of another dtype."""
+    """Return the numbers of tensors, after 0, that follow a gap or one of another dtype."""
     begins = start[1:] != (start + nbytes)[:-1]
     dtypes = [spec.dtype for spec in specs]
     if len(names := {*dtypes}) > 1:
@@ -98,7 +98,7 @@ def _run_starts(specs: Sequence[TensorSpec], start: Column, nbytes: Column) -> l
 def _split(
     base: torch.Tensor, specs: Sequence[TensorSpec], start: int, nbytes: Column
 ) -> list[torch.Tensor]:
-    """Create the views of adjacent tensors of one dtype in one call."""
+    """Create the views of adjacent tensors of one dtype by one call of torch."""
     dtype = TORCH_DTYPES[specs[0].dtype]
     _check_aligned(specs[0], start)
     whole = base[start : start + int(nbytes.sum())].view(dtype)

@@ -1,7 +1,7 @@
-"""The single copies that stage a state: runs of bytes, other tensors, and copies by devices.
+"""Copy tasks that stage a state: bytes by address, whole tensors by torch, copies by devices.
 
-This module knows how each is made, and which blocks it fills; `inmemory` decides when, and by
-which thread.
+This module defines how each copy is made, and which blocks it fills; `inmemory` decides when, and
+by which thread.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ threads wait for it some tenths of a millisecond."""
 
 
 class Work(Protocol):
-    """The planned copies of one or several tensors of a file."""
+    """Planned copies of one or several tensors of a file, as copy tasks."""
 
     image: Image
 
@@ -39,7 +39,7 @@ class Work(Protocol):
 
 
 class CopyTask(Protocol):
-    """A copy that one thread makes."""
+    """A single copy into an image, made by one thread."""
 
     image: Image
     blocks: Sequence[int]
@@ -81,7 +81,7 @@ class Whole:
 
 
 class TensorCopy:
-    """Copies of one tensor, from its address at construction."""
+    """Copies of one tensor, whose address is read at construction."""
 
     __slots__ = ("_address", "_position", "_tensor", "image")
 
@@ -107,11 +107,11 @@ class TensorCopy:
         image, position = self.image, self._position
         if self._address is None:
             return iter((Whole(image, position, self.blocks, self._tensor),))
-        return _bytes_of(image, position, self._address)
+        return _block_copies(image, position, self._address)
 
 
 class Runs:
-    """Copies, by address, of contiguous host tensors of one file."""
+    """Copies, by address, of several contiguous host tensors of one file."""
 
     def __init__(
         self, image: Image, places: Sequence[tuple[int, int]], addresses: Sequence[int]
@@ -130,7 +130,7 @@ class Runs:
     def tasks(self) -> Iterator[CopyTask]:
         """Yield the copies, one for each block of each tensor."""
         for position, number in self._places:
-            yield from _bytes_of(self.image, position, self._addresses[number])
+            yield from _block_copies(self.image, position, self._addresses[number])
 
 
 class SmallRuns:
@@ -149,13 +149,13 @@ class SmallRuns:
         self._numbers = [number for _, number in places]
 
     def copy(self, addresses: Sequence[int]) -> None:
-        """Copy the tensors from `addresses`: the current ones of all the component's tensors."""
+        """Copy the tensors; `addresses`: the current ones of all tensors of the component."""
         sources = map(addresses.__getitem__, self._numbers)
         copy_runs(self._targets, sources, self._sizes)
 
 
 def small_runs_of(image: Image, places: Sequence[tuple[int, int]]) -> Iterator[SmallRuns]:
-    """Split small tensors into groups that one call may copy."""
+    """Split small tensors into groups, each small enough to be copied in one call."""
     specs, part, nbytes = image.file.specs, list[tuple[int, int]](), 0
     for place in places:
         part.append(place)
@@ -181,11 +181,11 @@ class SmallCopy:
         self._runs.copy(self._addresses)
 
     def tasks(self) -> Iterable[CopyTask]:
-        """Return the single copy: this one."""
+        """Return this object, the only copy."""
         return (self,)
 
 
-def _bytes_of(image: Image, position: int, address: int) -> Iterator[CopyTask]:
+def _block_copies(image: Image, position: int, address: int) -> Iterator[CopyTask]:
     """Yield the copies of a contiguous host tensor, one for each block."""
     spec, start = image.file.specs[position], image.file.starts[position]
     offset, stop = address - start, start + spec.nbytes
@@ -206,17 +206,17 @@ class Arrival:
     device_copy: DeviceCopy
 
     def copy(self) -> None:
-        """Wait until the device, which has begun already, has copied the tensors."""
+        """Wait until the device has ended the copy, which is already under way."""
         self.device_copy.arrive()
         self.device_copy.result()
 
     def tasks(self) -> Iterable[CopyTask]:
-        """Return the single copy: this one."""
+        """Return this object, the only copy."""
         return (self,)
 
 
 def arrivals_of(image: Image, sources: Mapping[int, Tensor]) -> list[Arrival]:
-    """Begin to copy tensors, by position in the file, from CUDA devices; one task per device."""
+    """Begin copies of tensors, by position in the file, from CUDA devices; a task per device."""
     blocks = sorted({number for position in sources for number in image.blocks_of(position)})
     begun = begin_copies(image.overwritten_by_device(*pair) for pair in sources.items())
     return [Arrival(image, blocks, device_copy) for device_copy in begun]

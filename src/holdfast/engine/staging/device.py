@@ -1,7 +1,7 @@
-"""Copies from CUDA devices into pinned host memory, on streams of their own.
+"""Copies from CUDA devices into pinned host memory, on separate streams.
 
-Tensors of other accelerators are copied as torch does it. Nothing in this module touches a device
-before it is given a tensor that is on one.
+Tensors of other accelerators are copied by plain torch. Nothing in this module initialises a device
+before it gets a tensor that is on one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def is_capturing() -> bool:
 
 
 def refuse_capture(what: str) -> None:
-    """Refuse `what`, which copies tensors, while a CUDA graph is captured.
+    """Raise an error if a CUDA graph is being captured; `what` names the refused operation.
 
     Raises:
         UsageError: the copies would be recorded and made at each replay, but not now.
@@ -55,7 +55,7 @@ class DeviceCopy(Future[None]):
         torch.cuda.current_stream(self._device).wait_event(self._event)
 
     def arrive(self) -> None:
-        """Wait for the copies, and resolve the future. Blocks the calling thread."""
+        """Block until the copies are done, and resolve the future."""
         if not self.set_running_or_notify_cancel():
             return
         try:
@@ -67,7 +67,7 @@ class DeviceCopy(Future[None]):
 
 
 def begin_copies(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[DeviceCopy]:
-    """Begin copies (to, from) from CUDA devices, behind what their current streams have queued.
+    """Begin copies (to, from) from CUDA devices, ordered after their current streams' work.
 
     Returns one `DeviceCopy` for each device, whose `arrive` must be called. Until it has arrived
     both tensors must live, and may be changed only on a stream that `hold_current_stream` held.

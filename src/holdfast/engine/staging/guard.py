@@ -1,9 +1,9 @@
-"""Guards the tensors that are copied beside training: optimizer steps wait until the copy is done.
+"""Guards tensors that are copied during training: optimizer steps wait until the copy is done.
 
-With overlap a save returns while parameters and optimizer slots are still being copied. Whoever
-changes them waits here first: optimizers in a hook that torch calls before every step, all others
-by a call of `StepGuard.wait` (the manager's `fence()`). A change by anybody who did not wait is
-found when the copy ends, and fails the save.
+With overlap a save returns while parameters and optimizer slots are still being copied. Code that
+changes them has to wait first: optimizers in a hook that torch calls before every step, all others
+by a call of `StepGuard.wait` (the manager's `fence()`). A change without that wait is detected when
+the copy ends, and fails the save.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Place: TypeAlias = tuple[str, str]
 """Component and key of a tensor."""
 
 SAMPLE_ITEMS = 4096
-"""Elements of each tensor, about, that are compared with `overlap="check"`."""
+"""Approximate number of elements of each tensor that `overlap="check"` compares."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +92,7 @@ def guard(
 ) -> Guarded:
     """Record versions and addresses of tensors, named by component and key, before their copy.
 
-    `addresses`: those of the tensors, if the caller knows; asked of each tensor otherwise.
+    `addresses`: those of the tensors, if the caller knows; else read from each tensor.
 
     Raises:
         RuntimeError: one of them is an inference tensor, which has no version.
@@ -108,7 +108,7 @@ def guard(
 
 
 def sampled(tensor: Tensor) -> bytes:
-    """Return the bytes of evenly spread elements of a tensor. Waits for its device."""
+    """Return the bytes of evenly spaced elements of a tensor; waits for its device."""
     with torch.no_grad():
         flat = tensor.detach().reshape(-1)
         some = flat[:: max(1, len(flat) // SAMPLE_ITEMS)].cpu().contiguous()
@@ -124,7 +124,7 @@ class Copies(Protocol):
 
 
 class Overlapped:
-    """The copy of the guarded tensors of one save, made beside training."""
+    """The copy of the guarded tensors of one save, made during training."""
 
     def __init__(
         self,
@@ -152,10 +152,10 @@ class Overlapped:
         self._on_success = on_success
         self._lock = threading.Lock()
         self._is_begun = False
-        self._was_given_up = False
+        self._was_cancelled = False
         self._num_parts = 0
         self._error: BaseException | None = None
-        self._was_looked_at = False
+        self._was_checked = False
         self._changed: list[str] = []
 
     def start(
@@ -173,12 +173,12 @@ class Overlapped:
     def fail(self, error: BaseException) -> None:
         """Cancel a copy that has not started, and release its waiters; a started one continues."""
         with self._lock:
-            self._was_given_up = not self._is_begun
-        if self._was_given_up:
+            self._was_cancelled = not self._is_begun
+        if self._was_cancelled:
             self.copied.set_exception(error)
 
     def hold(self, who: str, timeout_s: float) -> None:
-        """Wait until training may change the tensors.
+        """Wait until training may change the guarded tensors.
 
         If all are on a device, its current stream waits instead of the host.
 
@@ -188,7 +188,7 @@ class Overlapped:
         for copy in self._on_device:
             copy.hold_current_stream()
         if self._is_all_on_device:
-            self._look()
+            self._check_unchanged()
         else:
             self.settle(who, timeout_s)
 
@@ -215,7 +215,7 @@ class Overlapped:
 
     def _take_part(self) -> None:
         with self._lock:
-            if self._was_given_up:
+            if self._was_cancelled:
                 return
             self._is_begun = True
         error: BaseException | None = None
@@ -232,7 +232,7 @@ class Overlapped:
 
     def _end(self) -> None:
         try:
-            self._look()
+            self._check_unchanged()
             self._compare_copies()
         except BaseException as raised:  # noqa: BLE001 - the future carries it to its owner
             self._error = self._error or raised
@@ -251,14 +251,14 @@ class Overlapped:
         else:
             self.copied.set_exception(self._error)
 
-    def _look(self) -> None:
+    def _check_unchanged(self) -> None:
         """Compare the tensors with what was recorded before the copy; no-op on later calls."""
         with self._lock:
             # The first call comes before changes are allowed: from a step that goes on while a
             # device still copies, or from the end of the copy. Changes after it are allowed.
-            if self._was_looked_at:
+            if self._was_checked:
                 return
-            self._was_looked_at = True
+            self._was_checked = True
             self._changed += self._guarded.changes()
 
     def _compare_copies(self) -> None:
@@ -273,7 +273,7 @@ class Overlapped:
 
 
 class StepGuard:
-    """Holds optimizer steps until the copy of the tensors that they change is done.
+    """Delays optimizer steps until the copy of the tensors that they change is done.
 
     One hook serves all optimizers of the process, also later ones, from the first `watch` to
     `close`.
@@ -293,7 +293,7 @@ class StepGuard:
         if self._handle is not None:
             return
         # Weak, because torch keeps the hook for ever: a manager that is dropped without a close
-        # must go, and the hook with it.
+        # must be collected, and the hook removed with it.
         own = weakref.ref(self)
 
         # Not traced by torch.compile: the wait must not become part of a graph.
@@ -321,11 +321,11 @@ class StepGuard:
             self.wait(f"step() of {type(optimizer).__name__}")
 
     def hold_for(self, overlapped: Overlapped) -> None:
-        """Hold optimizer steps from now on until `overlapped` is copied."""
+        """Delay optimizer steps, from now on, until the copy `overlapped` is done."""
         self._overlapped = overlapped
 
     def wait(self, who: str = "fence()") -> None:
-        """Wait until parameters and optimizer slots may be changed. From any thread.
+        """Wait until parameters and optimizer slots may be changed; callable from any thread.
 
         Raises:
             DeadlineExceeded: the copy was not done in time; says who waited.

@@ -20,13 +20,13 @@ from holdfast.format.layout import BLOCK_NBYTES
 from holdfast.format.tensors import TensorFile
 
 LARGE_NBYTES = 128 << 10
-"""Minimum size of tensors that are copied one by one, by several threads and, with overlap, beside
+"""Minimum size of tensors that are copied one by one, by several threads and, with overlap, during
 training; smaller ones are copied in one call. To plan and count one copy takes a few microseconds,
 in which so many bytes are copied."""
 
 
 class KnownFile:
-    """The plan of a tensor file, the digests of its blocks, and what changed since a commit."""
+    """Layout and block digests of a tensor file, and which tensors changed since a commit."""
 
     def __init__(self, file: TensorFile, *, is_apart: bool = False) -> None:
         self.file = file
@@ -52,12 +52,12 @@ class KnownFile:
         return range(start // BLOCK_NBYTES, -(-(start + nbytes) // BLOCK_NBYTES) if nbytes else 0)
 
     def note_version(self, position: int, source: Tensor) -> None:
-        """Record address and version of the tensor at `position`, which is not compared."""
+        """Record address and version of the tensor at `position`, whose bytes are not compared."""
         version = -1 if source.is_inference() else source._version
         self._versions[position] = (source.data_ptr(), version)
 
     def clear_versions(self) -> None:
-        """Begin a staging: clear the recorded versions."""
+        """Clear the recorded tensor versions, at the start of a staging."""
         self._versions = {}
 
     def clear_digests(self, numbers: Iterable[int]) -> None:
@@ -66,7 +66,7 @@ class KnownFile:
             self.digests[number] = None
 
     def doubt(self) -> None:
-        """Clear all digests after a failed save, of which a thread may still be copying."""
+        """Discard all digests after a failed save, as its threads may still be copying."""
         # A new list: such a thread writes into the old one.
         self.digests = [None] * len(self.digests)
         self.differs = True
@@ -98,12 +98,12 @@ class KnownFile:
                 changed.add(self.file.specs[position].key)
         for position, version in self._versions.items():
             is_still = version == versions.get(position) and not self.is_apart
-            inside = self._own_blocks(position)
+            inside = self._exclusive_blocks(position)
             if not moved.isdisjoint(inside or (() if is_still else self.blocks_of(position))):
                 changed.add(self.file.specs[position].key)
         return frozenset(changed)
 
-    def _own_blocks(self, position: int) -> range:
+    def _exclusive_blocks(self, position: int) -> range:
         """Return the numbers of the blocks that hold nothing but this tensor."""
         start = self.file.starts[position]
         stop = start + self.file.specs[position].nbytes
@@ -166,7 +166,7 @@ class Image(KnownFile):
         return self._address + int(self.file.starts[position])
 
     def expect(self) -> None:
-        """Begin a staging: clear the versions, and the digests of blocks with small tensors."""
+        """Clear versions, and digests of blocks with small tensors, at the start of a staging."""
         # Small tensors are not compared: that would take longer than to copy all of them.
         self.clear_versions()
         self.clear_digests(self._small_blocks)
@@ -184,7 +184,7 @@ class Image(KnownFile):
                 torch._foreach_copy_(views, sources)
 
     def overwritten_by_device(self, position: int, source: Tensor) -> tuple[Tensor, Tensor]:
-        """Plan the copy of a tensor from its CUDA device; returns the pair (to, from)."""
+        """Prepare the copy of a tensor from its CUDA device; returns the pair (to, from)."""
         # Not before a device needs it: to pin memory touches every page of it.
         if self._is_pinned is None:
             memory = torch.frombuffer(self.arena.memory, dtype=torch.uint8)
@@ -195,13 +195,13 @@ class Image(KnownFile):
         return self.views[position], source
 
     def overwrite(self, position: int, source: Tensor) -> None:
-        """Copy a tensor of any strides, on any device, into the image."""
+        """Copy a tensor, on any device and with any strides, into the image, without comparing."""
         self.note_version(position, source)
         self.clear_digests(self.blocks_of(position))
         self.views[position].copy_(source)
 
     def digest(self, number: int) -> bytes:
-        """Return the digest of a block, computed if it is not known."""
+        """Return the digest of a block, computed unless it is cached."""
         digests = self.digests
         known = digests[number]
         if known is None:

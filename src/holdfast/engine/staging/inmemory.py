@@ -1,4 +1,4 @@
-"""Transfer of a state into images that are kept for the next save, by one or several threads.
+"""Copying of a state, by several threads, into host memory that later saves reuse (images).
 
 Copies are made in order, and the writing thread waits for each block: so blocks are written while
 later ones are still being copied.
@@ -40,7 +40,7 @@ class ImageTransfer(Transfer):
         held: Sequence[object] = (),
         is_early: bool = False,
     ) -> None:
-        """`held`: the memory that `now` copies from by address, and what a device copies."""
+        """`held`: objects to keep alive: memory that `now` reads, and tensors on devices."""
         # Released when all are made, but kept after a failure: a thread may still be copying.
         self._held = held
         tasks = list(_tasks(now))
@@ -51,7 +51,7 @@ class ImageTransfer(Transfer):
         # this constructor.
         self._later: Iterator[CopyTask] = Shared(_tasks(later))
         self._works: Sequence[Work] = (*now, *later)
-        self._left: dict[_Block, int] | None = None
+        self._num_missing: dict[_Block, int] | None = None
         self._changed = threading.Condition()
         self._error: BaseException | None = None
         self._is_staged = threading.Event()
@@ -115,7 +115,7 @@ class ImageTransfer(Transfer):
             raise DeadlineExceeded(f"staging: not done after {timeout_s:.0f} s")
 
     def run_later(self) -> None:
-        """Make later copies, beside training, until none is left."""
+        """Make the `later` copies, during training, except those that other threads make."""
         self._run(self._later, is_later=True)
 
     @override
@@ -126,7 +126,7 @@ class ImageTransfer(Transfer):
             self._changed.notify_all()
 
     def wait(self, image: Image, number: int, timeout_s: float) -> None:
-        """Wait until a block of an image is staged.
+        """Wait until all copies into a block of an image are made.
 
         Raises:
             DeadlineExceeded: it was not in time. Otherwise the error of a copy.
@@ -149,12 +149,12 @@ class ImageTransfer(Transfer):
                 if self._error is not None:
                     raise self._error
                 task.copy()
-                self._made(task, is_later=is_later)
+                self._count_copy(task, is_later=is_later)
         except BaseException as error:
             self.fail(error)
             raise
 
-    def _made(self, task: CopyTask, *, is_later: bool) -> None:
+    def _count_copy(self, task: CopyTask, *, is_later: bool) -> None:
         name = task.image.file.name
         with self._changed:
             left = self._tasks_left()
@@ -167,19 +167,19 @@ class ImageTransfer(Transfer):
                 self._changed.notify_all()
 
     def _tasks_left(self) -> dict[_Block, int]:
-        """Return the number of copies that each block waits for. The caller holds the lock."""
-        if self._left is None:
-            self._left = {}
+        """Return the number of copies missing from each block. The caller holds the lock."""
+        if self._num_missing is None:
+            self._num_missing = {}
             for work in self._works:
                 for number in work.blocks:
                     block = (work.image.file.name, number)
-                    self._left[block] = self._left.get(block, 0) + 1
+                    self._num_missing[block] = self._num_missing.get(block, 0) + 1
             self._works = ()
-        return self._left
+        return self._num_missing
 
 
 class ImageContent(StagedContent):
-    """The content of a tensor file that is written while its image is being filled."""
+    """Content of a tensor file, written from its image while the image is being filled."""
 
     def __init__(self, image: Image, transfer: ImageTransfer) -> None:
         self._image = image

@@ -1,4 +1,4 @@
-"""Chooses the copies that run beside training, and guards their tensors."""
+"""Chooses tensors that saves copy during training, and delays optimizer steps until then."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ Mode: TypeAlias = Literal[True, False, "check"]
 
 
 NUM_THREADS = 2
-"""Threads that copy beside training; one alone does not use the whole memory bandwidth."""
+"""Threads that copy during training; one alone does not use the whole memory bandwidth."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Eligible:
-    """Tensors of a component to copy beside training; valid while its structure stays the same."""
+    """Tensors of a component to copy during training; valid while its structure stays the same."""
 
     specs: tuple[TensorSpec, ...]
     may_overlap: frozenset[str]
@@ -40,7 +40,7 @@ class _Eligible:
 
 
 class Overlap:
-    """Chooses tensors to copy beside training, and delays optimizer steps until they are copied."""
+    """Chooses tensors to copy during training, and delays optimizer steps until they are copied."""
 
     def __init__(
         self, mode: Mode, state: Mapping[str, Any], emit: Emitter, *, timeout_s: float
@@ -57,10 +57,10 @@ class Overlap:
             self.step_guard.watch()
 
     def guard(self, captured: Captured) -> Guarded:
-        """Choose and record the tensors whose copies training need not wait for.
+        """Choose and record the tensors that are copied during training.
 
-        There are none if something changes tensors that cannot be made to wait; a warning about it
-        is logged once.
+        There are none if something changes tensors that cannot be made to wait; then a warning is
+        logged once.
         """
         if not self._mode:
             return Guarded(keys={})
@@ -103,7 +103,7 @@ class Overlap:
             return None
 
     def _choose(self, component: CapturedComponent, *, takes_small: bool) -> _Eligible:
-        """Choose the tensors of a component that are worth copying beside training; cached."""
+        """Choose the tensors of a component that are worth copying during training; cached."""
         # Tensors that are copied by address are all worth it: a small one costs nothing extra.
         # Small tensors that torch copies are not, nor are small host tensors beside ones on a
         # device: with device tensors alone a step need not wait on the host.
@@ -134,7 +134,7 @@ class Overlap:
     ) -> Overlapped | None:
         """Prepare the copy of the guarded tensors, which the caller starts; None if there are none.
 
-        Optimizer steps are held until it is done; on success the callback `on_success` is called.
+        Optimizer steps are delayed until it is done; on success `on_success` is called.
         """
         transfer = staged.transfer
         if not guarded.tensors or not isinstance(transfer, ImageTransfer):
@@ -144,7 +144,7 @@ class Overlap:
             transfer,
             step=step,
             on_device=transfer.on_device,
-            places=_targets(staged) if self._mode == "check" else None,
+            places=_views_by_place(staged) if self._mode == "check" else None,
             on_success=on_success,
         )
         self.step_guard.hold_for(overlapped)
@@ -157,7 +157,7 @@ class Overlap:
 
 
 def why_not_overlap(state: Mapping[str, Any], step_guard: StepGuard) -> str | None:
-    """Return why a state must not be copied beside training; None if it may be."""
+    """Explain why a state must not be copied during training; None if it may be."""
     if step_guard.has_seen_capture:
         return "an optimizer's step was captured in a CUDA graph, and replays call no hooks"
     for name, value in state.items():
@@ -179,7 +179,7 @@ def _as_eligible(
 
 
 def _without_inference(component: CapturedComponent, eligible: _Eligible) -> _Eligible:
-    """Drop inference tensors, whose changes torch does not count, from the chosen ones."""
+    """Remove inference tensors, whose changes torch does not count, from the chosen ones."""
     live, pairs = component.tensors, zip(eligible.numbers, eligible.keys, strict=True)
     counted = [(i, key) for i, key in pairs if not live[key].is_inference()]
     return _as_eligible(component, counted, eligible.takes_small)
@@ -190,7 +190,7 @@ def _is_on_device(component: CapturedComponent) -> bool:
     return any(tensor.is_cuda for tensor in tensors)
 
 
-def _targets(staged: Staged) -> dict[tuple[str, str], Tensor]:
+def _views_by_place(staged: Staged) -> dict[tuple[str, str], Tensor]:
     return {
         (component, spec.key): view
         for component, images in staged.files.items()
@@ -201,5 +201,5 @@ def _targets(staged: Staged) -> dict[tuple[str, str], Tensor]:
 
 
 def _is_worth_it(tensor: Tensor) -> bool:
-    """Whether the copy of a tensor takes longer than to plan it for later."""
+    """Whether copying a tensor now takes longer than planning a copy for later."""
     return tensor.nbytes >= LARGE_NBYTES or tensor.is_cuda

@@ -1,4 +1,4 @@
-"""Stages a captured state: a consistent host copy, in memory laid out as the files will be.
+"""Stages a captured state: copies it to host memory, laid out as the tensor files will be.
 
 The images are kept between saves while the structure of the state is the same. Later saves copy
 only the bytes that changed, into memory that was touched before.
@@ -46,28 +46,28 @@ class Grouping:
 
     def __init__(self, specs: Sequence[TensorSpec]) -> None:
         self._sizes: Mapping[str, int] = {spec.key: spec.nbytes for spec in specs}
-        self._still = dict.fromkeys(self._sizes, 0)
-        self._needed: dict[str, int] = {}
+        self._num_unchanged = dict.fromkeys(self._sizes, 0)
+        self._required: dict[str, int] = {}
         self.apart: frozenset[str] = frozenset()
         self.has_moved = False
         """Whether `apart` has changed since the last `settle`."""
 
     def settle(self) -> frozenset[str]:
-        """Return the keys that get files of their own, for a new plan of the files."""
+        """Return `apart` for a new layout of the files, and reset `has_moved`."""
         self.has_moved = False
         return self.apart
 
     def observe(self, changed: Collection[str]) -> None:
-        """Learn from a commit; `changed`: keys of the tensors that differ from the last commit."""
-        for key in self._still:
-            self._still[key] = 0 if key in changed else self._still[key] + 1
+        """Update `apart` after a commit; `changed`: keys that differ from the commit before."""
+        for key in self._num_unchanged:
+            self._num_unchanged[key] = 0 if key in changed else self._num_unchanged[key] + 1
         wrong = self.apart & frozenset(changed)
         for key in wrong:
             # Twice as long each time: a move rewrites the files of the component, so a tensor that
             # changes now and then must not move to and fro.
-            self._needed[key] = min(2 * self._needed.get(key, 1), _MOST_SAVES)
+            self._required[key] = min(2 * self._required.get(key, 1), _MOST_SAVES)
         still = frozenset(
-            key for key, count in self._still.items() if count >= self._needed.get(key, 1)
+            key for key, count in self._num_unchanged.items() if count >= self._required.get(key, 1)
         )
         if still == self._sizes.keys():
             return  # every file is as it was, however they are grouped
@@ -84,7 +84,7 @@ _NOTHING: Mapping[str, Collection[str]] = MappingProxyType({})
 
 
 class Stager:
-    """Stages captured states, one at a time. Not thread-safe."""
+    """Copies captured states to reused host memory, one at a time. Not thread-safe."""
 
     def __init__(self, *, memory_budget: int | None = None) -> None:
         """`memory_budget`: most bytes of memory to use; None: as many as the state has."""
@@ -130,7 +130,7 @@ class Stager:
             return self._in_waves(captured)
         components = captured.components
         for component in components.values():
-            self._fit(component, Image)
+            self._lay_out_files(component, Image)
         now: list[Work] = []
         later: list[Work] = []
         held: list[object] = []
@@ -185,7 +185,7 @@ class Stager:
             self._pool = Pool(self._budget)
         components = captured.components
         for component in components.values():
-            self._fit(component, KnownFile)
+            self._lay_out_files(component, KnownFile)
         tensors = {
             known.file.name: component.tensors
             for name, component in components.items()
@@ -200,22 +200,22 @@ class Stager:
         self._pool = None
 
     def committed(self, staged: Staged) -> None:
-        """Learn from a commit which tensors change from one save to the next."""
+        """Record which tensors a commit changed, to group the unchanging ones in files."""
         for name, files in staged.files.items():
             changed = [known.committed() for known in files]
             if None not in changed:
                 self._groups[name].observe({key for keys in changed for key in keys or ()})
 
     def release(self) -> None:
-        """Free all memory. No save may be under way."""
+        """Free all images and buffers. No save may be under way."""
         self._pool = None
         self._specs.clear()
         self._groups.clear()
         self._files.clear()
         self._plans.clear()
 
-    def _fit(self, component: CapturedComponent, make: type[KnownFile]) -> None:
-        """Plan the files of a component if its structure or its grouping has changed."""
+    def _lay_out_files(self, component: CapturedComponent, make: type[KnownFile]) -> None:
+        """Lay out a component's files anew if its structure or its grouping has changed."""
         name, specs = component.name, component.specs
         if self._specs.get(name) != specs:
             self._groups[name] = Grouping(specs)
@@ -235,7 +235,7 @@ class Stager:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _CopyPlan:
-    """When the tensors of a component are copied: now, or later beside training.
+    """When the tensors of a component are copied: now, or later during training.
 
     By image: the position of each tensor in the file, and its number in the component.
     """
@@ -276,7 +276,7 @@ def _plan(specs: Sequence[TensorSpec], keys: Collection[str], images: Sequence[I
 
 
 def _storages(plan: _CopyPlan, tensors: Mapping[str, Tensor]) -> Iterator[UntypedStorage]:
-    """Yield the storages of the tensors that are copied now by address, to be kept alive."""
+    """Yield the storages that must be kept alive, as `plan.now` copies from them by address."""
     live = list(tensors.values()) if plan.now else []
     return (live[number].untyped_storage() for _, places in plan.now for _, number in places)
 

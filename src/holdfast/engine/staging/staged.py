@@ -1,4 +1,4 @@
-"""Interfaces to a staged state: its files, and the blocks that the writing code waits for."""
+"""Interfaces to a staged state: its files, and their blocks, which may still be being copied."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Content(Protocol):
         ...
 
     def block(self, number: int, timeout_s: float) -> memoryview:
-        """Wait for a block, and return its memory. Called once for each block, in order.
+        """Wait until a block is copied; return its memory. Called once for each block, in order.
 
         Raises:
             DeadlineExceeded: it was not in time.
@@ -32,7 +32,7 @@ class Content(Protocol):
         ...
 
     def digest(self, number: int) -> bytes:
-        """Compute the digest of a block that `block` has returned. From any thread."""
+        """Compute the digest of a block that `block` has returned; in any thread."""
         ...
 
     def written(self, number: int) -> None:
@@ -53,7 +53,7 @@ class StagedContent(Content, Protocol):
 
 
 class BytesContent(Content):
-    """The bytes of a small file in memory; if uncompressed, the store gets it in one put."""
+    """The bytes of a small file in memory; if uncompressed, it is written by one put."""
 
     def __init__(self, data: bytes) -> None:
         self.data = data
@@ -77,7 +77,7 @@ class BytesContent(Content):
 
 
 class Transfer(Protocol):
-    """Copies one state from the live tensors into host memory."""
+    """Interface: copies one state from the live tensors into host memory."""
 
     is_early: bool
     """Whether blocks are written while copies that training waits for are still being made."""
@@ -94,18 +94,18 @@ class Transfer(Protocol):
         ...
 
     def content(self, known: KnownFile) -> StagedContent:
-        """Return the content of one of the tensor files, block by block."""
+        """Return a reader of the blocks of one of the tensor files."""
         ...
 
     def fail(self, error: BaseException) -> None:
-        """Stop copying, because training goes on: the save of the state fails with `error`.
+        """Stop copying, because training continues: the save of the state fails with `error`.
 
-        Waits for what is being copied right now.
+        In waves, waits for the block that is being copied right now.
         """
         ...
 
     def settle(self, timeout_s: float) -> None:
-        """Wait until no thread copies any more.
+        """Wait until no thread copies for this transfer any more.
 
         Raises:
             DeadlineExceeded: one still does after `timeout_s` seconds.
@@ -113,13 +113,13 @@ class Transfer(Protocol):
         ...
 
     def finish(self) -> None:
-        """Mark that the save has ended, or needs nothing more of the live state."""
+        """Release waiters: the save has ended, or reads no live tensor any more."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Staged:
-    """Staged state: tensor files, which may still be being copied, and trees as bytes."""
+    """Staged state: tensor files, which may still be being copied, and encoded trees."""
 
     files: Mapping[str, tuple[KnownFile, ...]]
     """The tensor files of each component."""
@@ -129,7 +129,7 @@ class Staged:
 
     @property
     def all_files(self) -> list[KnownFile]:
-        """The tensor files of all components; those that hardly change come last."""
+        """The tensor files of all components; files of unchanging tensors come last."""
         all_files = [known for files in self.files.values() for known in files]
         return sorted(all_files, key=lambda known: known.is_apart)
 
@@ -145,7 +145,7 @@ class Staged:
         return sum(self.sizes.values())
 
     def digest(self, known: KnownFile, workers: Workers, timeout_s: float) -> bytes:
-        """Compute the digests of all blocks of a file, without writing it."""
+        """Compute and return the joined digests of all blocks of a file, without writing it."""
         content = self.transfer.content(known)
         jobs = []
         # Hashed while the next block is copied; in waves each block's memory is needed for others,

@@ -1,4 +1,4 @@
-"""Staging in waves: of a state that is larger than the memory budget, a few blocks at a time.
+"""Staging in waves: a few blocks at a time, for a state larger than the memory budget.
 
 Some blocks are copied, hashed and written, and their memory is reused for the next ones. The state
 must not change before the last block is copied, so training waits until then: less memory costs
@@ -28,7 +28,7 @@ from holdfast.format.layout import BLOCK_NBYTES
 
 
 class Pool:
-    """A pool of a fixed number of buffers for blocks."""
+    """Pool of a fixed number of block-sized buffers."""
 
     def __init__(self, nbytes: int) -> None:
         """Allocate the memory, in whole blocks.
@@ -56,7 +56,7 @@ class Pool:
             ) from None
 
     def give_back(self, buffer: int) -> None:
-        """Return a buffer that is not used any more to the pool."""
+        """Return an unused buffer to the pool."""
         self._free.put(buffer)
 
     def memory(self, buffer: int, nbytes: int) -> memoryview:
@@ -64,12 +64,12 @@ class Pool:
         return self._arena.memory[buffer * BLOCK_NBYTES :][:nbytes]
 
     def bytes(self, buffer: int, start: int, stop: int) -> Tensor:
-        """Return bytes of a buffer as a tensor."""
+        """Return bytes `start` to `stop` of a buffer as a tensor view."""
         return self._bytes[buffer * BLOCK_NBYTES + start : buffer * BLOCK_NBYTES + stop]
 
 
 class WaveTransfer(Transfer):
-    """Copies a state block by block, as it is written, and reuses the blocks' memory."""
+    """Copies a state block by block, as it is written, and reuses the memory of written blocks."""
 
     is_early = True
 
@@ -81,7 +81,7 @@ class WaveTransfer(Transfer):
         self._is_finished = threading.Event()
         self._lock = threading.Lock()
         """Held while a block is copied, as the live state must not change then."""
-        self._left: BaseException | None = None
+        self._error: BaseException | None = None
 
     @override
     def copy(self, workers: Workers, num_helpers: int, timeout_s: float) -> None:
@@ -102,7 +102,7 @@ class WaveTransfer(Transfer):
     @override
     def fail(self, error: BaseException) -> None:
         with self._lock:
-            self._left = error
+            self._error = error
 
     @override
     def settle(self, timeout_s: float) -> None:
@@ -114,15 +114,15 @@ class WaveTransfer(Transfer):
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Keep training waiting in the `with` block; raise the error of `fail` if it goes on."""
+        """Block `fail` during the `with` block; raise its error if it was called before."""
         with self._lock:
-            if self._left is not None:
-                raise self._left
+            if self._error is not None:
+                raise self._error
             yield
 
 
 class WaveContent(StagedContent):
-    """The content of a tensor file whose blocks are copied when they are asked for."""
+    """Content of a tensor file, whose blocks are copied when they are requested."""
 
     def __init__(
         self, known: KnownFile, tensors: Mapping[str, Tensor], transfer: WaveTransfer
@@ -133,9 +133,9 @@ class WaveContent(StagedContent):
         self._transfer = transfer
         self._pool = transfer.pool
         self._buffers: dict[int, int] = {}
-        self._done: set[int] = set()
+        self._half_done: set[int] = set()
         self._lock = threading.Lock()
-        self._gathered: tuple[int, Tensor] | None = None
+        self._contiguous: tuple[int, Tensor] | None = None
 
     @property
     @override
@@ -155,11 +155,11 @@ class WaveContent(StagedContent):
             digest = self._known.digests[number] = block_digest(memory)
             return digest
         finally:
-            self._let_go(number)
+            self._release(number)
 
     @override
     def written(self, number: int) -> None:
-        self._let_go(number)
+        self._release(number)
 
     @override
     def is_unchanged(self, timeout_s: float) -> bool:
@@ -172,12 +172,12 @@ class WaveContent(StagedContent):
                 return False
         return True
 
-    def _let_go(self, number: int) -> None:
-        """Free the memory of a block on the second call: both hashed and written, in any order."""
+    def _release(self, number: int) -> None:
+        """Free a block's buffer on the second call, when it is both hashed and written."""
         # Called by the thread that hashes and by the one that writes.
         with self._lock:
-            if number not in self._done:
-                self._done.add(number)
+            if number not in self._half_done:
+                self._half_done.add(number)
                 return
             buffer = self._buffers.pop(number)
         self._pool.give_back(buffer)
@@ -186,7 +186,7 @@ class WaveContent(StagedContent):
         return min(BLOCK_NBYTES, self._file.nbytes - number * BLOCK_NBYTES)
 
     def _fill(self, buffer: int, number: int) -> memoryview:
-        """Copy one block to a buffer: the header and the tensors that lie in it."""
+        """Copy one block, with its parts of the header and the tensors, into a buffer."""
         start = number * BLOCK_NBYTES
         memory = self._pool.memory(buffer, self._block_nbytes(number))
         header = self._file.header[start : start + len(memory)]
@@ -206,11 +206,11 @@ class WaveContent(StagedContent):
         return memory
 
     def _flat(self, position: int) -> Tensor:
-        """Return a tensor's bytes as a flat tensor; one that is not contiguous is copied once."""
+        """Return a tensor's bytes as a flat tensor; a non-contiguous one is copied, and cached."""
         source = self._tensors[self._file.specs[position].key]
         if source.is_contiguous() and not (source.is_conj() or source.is_neg()):
             return source.view(-1).view(torch.uint8)
-        if self._gathered is None or self._gathered[0] != position:
+        if self._contiguous is None or self._contiguous[0] != position:
             copy = torch.empty(source.shape, dtype=source.dtype, device=source.device)
-            self._gathered = (position, copy.copy_(source).view(-1).view(torch.uint8))
-        return self._gathered[1]
+            self._contiguous = (position, copy.copy_(source).view(-1).view(torch.uint8))
+        return self._contiguous[1]

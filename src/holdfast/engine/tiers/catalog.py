@@ -1,4 +1,4 @@
-"""Catalog of the two roots of one run, read as one.
+"""Catalog of a run in two tiers: a local root and a remote one, read as if they were one.
 
 A checkpoint has the same name and the same bytes in both. It is read from the local tier, or from
 the remote tier if the local copy is gone or damaged.
@@ -60,7 +60,7 @@ def catalog_of(
 
 
 def holds_a_run(store: Store) -> bool:
-    """Whether anything was ever committed in a root, with any encryption keys."""
+    """Whether anything was ever committed in a root; True if its checkpoints do not decrypt."""
     try:
         return Catalog(store).ever_committed()
     except SealError:
@@ -68,7 +68,7 @@ def holds_a_run(store: Store) -> bool:
 
 
 class TieredCatalog(Catalog):
-    """Reader of both tiers of a run. Reads only.
+    """Read-only catalog of both tiers of a run.
 
     If the remote tier cannot be reached, a warning is logged and only the local one is read. If
     the local one has nothing of the run, an error is raised: the run may be in the remote tier.
@@ -87,13 +87,13 @@ class TieredCatalog(Catalog):
 
     @override
     def look_again(self) -> None:
-        """Begin a new query: only now is a remote tier that failed tried again."""
+        """Begin a new query: clear caches, and retry a remote tier that failed before."""
         super().look_again()
         self.cut_off = None
 
     @override
     def home(self, folder: str) -> Store:
-        """Return the tier from which the checkpoint's register was last read."""
+        """Return the store of the tier from which the folder's manifest was last read."""
         if folder not in self._homes:
             try:
                 self.read(folder)
@@ -116,7 +116,7 @@ class TieredCatalog(Catalog):
 
     @override
     def copies(self, entry: Entry) -> Iterator[tuple[Store, Entry]]:
-        """Yield the local copy, then the remote one, which is read only when it is requested."""
+        """Yield a checkpoint's local copy, then the remote one, which is read only on request."""
         for catalog in (self._local, self.remote):
             found = catalog.entry(entry.name)
             if found is not None:
@@ -125,14 +125,14 @@ class TieredCatalog(Catalog):
     @override
     def attempts(self) -> tuple[AttemptName, ...]:
         here = super().attempts()
-        there = self._asked(self.remote.attempts, ())
+        there = self._ask_remote(self.remote.attempts, ())
         return tuple(sorted({*here, *there}, reverse=True))
 
     @override
     def open_attempts(self) -> tuple[AttemptName, ...]:
         # From both tiers: an attempt that has ended in one may be committed in the other.
         self._clear_caches()
-        there = self._asked(self.remote.open_attempts, ())
+        there = self._ask_remote(self.remote.open_attempts, ())
         return tuple(sorted({*self._local.open_attempts(), *there}, reverse=True))
 
     @override
@@ -141,7 +141,7 @@ class TieredCatalog(Catalog):
 
     @override
     def read(self, folder: str) -> Register | None:
-        """Read the manifest from either tier, else the register of the local or the remote one."""
+        """Read a manifest from either tier, else a record of abort or deletion; local first."""
         here: Register | None = None
         damage: FormatError | NotSealed | None = None
         if folder not in self.turned:
@@ -159,7 +159,7 @@ class TieredCatalog(Catalog):
                 self.turned.add(folder)
             return there
         if folder in self.turned:
-            self.turned.discard(folder)  # no whole copy there: report the local damage
+            self.turned.discard(folder)  # no whole remote copy: report the local damage
             return self.read(folder)
         self._homes[folder] = self.store
         if damage is not None:
@@ -168,12 +168,12 @@ class TieredCatalog(Catalog):
 
     @override
     def expect_own(self, manifest: Manifest, folder: str) -> None:
-        """Check a manifest by the claims of the tier that it is read from: a claim that was put in
-        one tier only may still be replaced there."""
+        """Check a manifest against the claims of the tier that it was read from: a claim that only
+        one tier has may still be replaced there."""
         if self.home(folder) is self.store:
             self._local.expect_own(manifest, folder)
         else:
-            self._asked(lambda: self.remote.expect_own(manifest, folder), None)
+            self._ask_remote(lambda: self.remote.expect_own(manifest, folder), None)
 
     @override
     def writer(self, epoch: int) -> WriterRecord | None:
@@ -184,19 +184,19 @@ class TieredCatalog(Catalog):
             here = self._local.writer(epoch)
         except FormatError as error:
             damage = error
-        there = self._asked(lambda: self.remote.writer(epoch), None) if here is None else here
+        there = self._ask_remote(lambda: self.remote.writer(epoch), None) if here is None else here
         if there is None and damage is not None:
             raise damage
         return there
 
     @override
     def claims(self) -> tuple[int, ...]:
-        there = self._asked(self.remote.claims, ())
+        there = self._ask_remote(self.remote.claims, ())
         return tuple(sorted({*self._local.claims(), *there}, reverse=True))
 
     @override
     def epochs(self, attempts: Collection[AttemptName] | None = None) -> tuple[int, ...]:
-        there = self._asked(lambda: self.remote.epochs(attempts), ())
+        there = self._ask_remote(lambda: self.remote.epochs(attempts), ())
         return tuple(sorted({*self._local.epochs(attempts), *there}, reverse=True))
 
     @override
@@ -204,9 +204,9 @@ class TieredCatalog(Catalog):
         return self._local._has_deleted() or self.remote._has_deleted()
 
     def _read_remote(self, folder: str) -> Register | None:
-        return self._asked(lambda: self.remote.read(folder), None)
+        return self._ask_remote(lambda: self.remote.read(folder), None)
 
-    def _asked(self, question: Callable[[], T], nothing: U) -> T | U:
+    def _ask_remote(self, question: Callable[[], T], nothing: U) -> T | U:
         """Query the remote tier; return `nothing` if it cannot be reached, with a warning."""
         if self.cut_off is not None:
             return nothing
@@ -230,13 +230,13 @@ def remote_emitter(emit: Emitter, url: str, *, only_first: bool = False) -> Emit
 
     With `only_first` it forwards only the first event: network failures last and repeat.
     """
-    told: list[Event] = []
+    forwarded: list[Event] = []
 
-    def hand_on(event: Event) -> None:
-        if only_first and told:
+    def forward(event: Event) -> None:
+        if only_first and forwarded:
             return
-        told[:] = [event]
+        forwarded[:] = [event]
         fields = {**event.fields, "tier": "remote"}
         emit(event.kind, f"{url}: {event.message}", step=event.step, **fields)
 
-    return Emitter((hand_on,))
+    return Emitter((forward,))

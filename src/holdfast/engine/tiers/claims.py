@@ -1,7 +1,7 @@
 """Claims on a run that has two tiers (docs/design.md, rule 9).
 
 Both roots hold the same claims. A claim is put in the remote tier first, which all machines share;
-if it cannot be reached, the claim is put there before the first upload, if it still holds then.
+if it cannot be reached, the claim is put there before the first upload, if it is valid then.
 """
 
 from __future__ import annotations
@@ -79,14 +79,14 @@ class TieredOwnership(Ownership):
     def check(self) -> None:
         self.catalog.look_again()
         try:
-            self._judge(is_reachable=self._is_reachable())
+            self._check_owners(is_reachable=self._is_reachable())
         except _CutOff as error:
-            self._go_without(error.cause)
+            self._use_local_only(error.cause)
             self._check(self._store)
 
     @override
     def take(self, choices: Iterator[Choice]) -> None:
-        """Claim the run in both tiers. Nothing of an earlier claim may be under way.
+        """Claim the run in both tiers. No save or upload of an earlier claim may be under way.
 
         Raises:
             OwnedElsewhere: a live process owns the run, in either tier.
@@ -100,16 +100,16 @@ class TieredOwnership(Ownership):
         finally:
             self._end_remotely(before, END_S)
         self.remote_is_clean, self.remote_unclear = True, set()
-        self._beat()
+        self._start_heartbeat()
 
     @property
     def is_remote_over(self) -> bool:
-        """Whether every put of this process into the remote tier is known to have ended."""
+        """Whether all puts of this process into the remote tier are known to have ended."""
         return self.remote_is_clean and not self.remote_unclear
 
     @contextmanager
     def remote_scratch(self) -> Iterator[None]:
-        """Hold the lock to make or remove scratch folders of the remote tier, except of uploads.
+        """Lock the making and removing of scratch folders in the remote tier, except of uploads.
 
         Raises:
             DeadlineExceeded: the current holder of the lock hangs.
@@ -125,7 +125,7 @@ class TieredOwnership(Ownership):
             self._scratch.release()
 
     def attach(self) -> Claim:
-        """Put this process's claim into the remote tier, if it is not there yet, and return it.
+        """Put this process's claim into the remote tier, unless it has it, and return the claim.
 
         Raises:
             StoreError: the remote tier cannot be reached.
@@ -141,7 +141,7 @@ class TieredOwnership(Ownership):
         share_claims(self._store, self._remote, emit=self._emit)
         self._expect_no_later_claim(claim)
         self.remote_claim = claim
-        self._beat()
+        self._start_heartbeat()
         return claim
 
     @override
@@ -162,7 +162,7 @@ class TieredOwnership(Ownership):
                 try:
                     claim = self._try_claim(choices, put, is_reachable=is_reachable)
                 except _CutOff as error:
-                    self._go_without(error.cause)
+                    self._use_local_only(error.cause)
                     is_reachable = False
                     continue
                 if claim is not None:
@@ -170,7 +170,7 @@ class TieredOwnership(Ownership):
             raise OwnedElsewhere(f"{self._store.url}: lost the race for the run {_MAX_RACES} times")
         except BaseException:
             if put:
-                with suppress(HoldfastError):  # the error that counts is on its way
+                with suppress(HoldfastError):  # the first error is raised
                     self._close_unused(put[-1])
             raise
 
@@ -183,9 +183,9 @@ class TieredOwnership(Ownership):
     def _try_claim(
         self, choices: Iterator[Choice], put: list[Claim], *, is_reachable: bool
     ) -> Claim | None:
-        """Try once to claim the run in both tiers, as `claim_run` does in one; None: it failed. A
-        claim that was put is added to `put`."""
-        after = self._judge(is_reachable=is_reachable)
+        """Try once to claim the run in both tiers; None: another process claimed meanwhile, or the
+        choice is outdated. A claim that was put is added to `put`."""
+        after = self._check_owners(is_reachable=is_reachable)
         choice = next(choices)
         if is_reachable and self.catalog.cut_off is not None:
             # A choice made without reading the remote tier must not be claimed there.
@@ -197,14 +197,14 @@ class TieredOwnership(Ownership):
         if not is_still_right(self.catalog, claim, choice):
             return None
         if self.remote_claim is not None and self.catalog.cut_off is not None:
-            return None  # the second look saw one tier only
+            return None  # the second check read one tier only
         return claim
 
     def _put(self, after: int, choice: Choice, *, is_reachable: bool) -> Claim | None:
         """Put the claim that follows epoch `after`; None if the caller has to choose again."""
         self.remote_claim = None
         if is_reachable:
-            with _remotely():
+            with _cutting_off():
                 share_claims(self._store, self._remote, emit=self._emit)
         epoch = epoch_after(self.catalog, after, choice.point)
         if epoch is None or not is_settled(self.catalog, choice.point):
@@ -213,22 +213,22 @@ class TieredOwnership(Ownership):
         claim = Claim(epoch=epoch, nonce=record.nonce, resumed_from=choice.point)
         data = record.encode()
         try:
-            stands = is_reachable and self._put_remote(epoch, data)
+            is_remote = is_reachable and self._put_remote(epoch, data)
             self._store.make_folder(layout.WRITERS)
             put_once(self._store, layout.writer_key(epoch), data)
         except CommitConflict:
             return None
-        self.remote_claim = claim if stands else None
+        self.remote_claim = claim if is_remote else None
         return claim
 
     def _put_remote(self, epoch: int, data: bytes) -> bool:
-        """Put a claim into the remote tier. False if it is not known to have worked: then it is
-        put again before the first upload."""
+        """Put a claim into the remote tier; False after a store error, which may hide a success:
+        the claim is put again before the first upload."""
         try:
             self._remote.make_folder(layout.WRITERS)
             put_once(self._remote, layout.writer_key(epoch), data)
         except StoreError as error:
-            self._go_without(error)
+            self._use_local_only(error)
             return False
         return True
 
@@ -236,13 +236,13 @@ class TieredOwnership(Ownership):
         try:
             self._expect_root()
         except StoreError as error:
-            self._go_without(error)
+            self._use_local_only(error)
             return False
         return True
 
-    def _go_without(self, error: StoreError) -> None:
-        """Continue with the local tier only, and warn; raise `error` if that tier has nothing of
-        the run, which may be in the remote one."""
+    def _use_local_only(self, error: StoreError) -> None:
+        """Warn, and continue with the local tier only; raise `error` if nothing was committed in
+        that tier, as the run may be in the remote one."""
         if not holds_a_run(self._store):
             raise error
         self.catalog.cut_off = error
@@ -267,7 +267,7 @@ class TieredOwnership(Ownership):
                 f"{self._store.url}/{layout.UPLOADS}"
             )
 
-    def _judge(self, *, is_reachable: bool) -> int:
+    def _check_owners(self, *, is_reachable: bool) -> int:
         """Check that no live process owns either tier; return the epoch of the newest claim.
 
         Raises:
@@ -276,7 +276,7 @@ class TieredOwnership(Ownership):
         local = Catalog(self._store).highest_epoch()
         remote, is_one = 0, False
         if is_reachable:
-            with _remotely():
+            with _cutting_off():
                 remote = Catalog(self._remote).highest_epoch()
                 is_one = 0 < local == remote and self._is_same(local)
         # A claim made on another machine has its heartbeat in the remote tier.
@@ -284,7 +284,7 @@ class TieredOwnership(Ownership):
         if not is_foreign:
             self._check(self._store)
         if is_foreign or (remote and not is_one):
-            with _remotely():
+            with _cutting_off():
                 self._check(self._remote)
         return max(local, remote)
 
@@ -319,7 +319,7 @@ class TieredOwnership(Ownership):
             share_claims(self._store, self._remote, emit=self._emit)
             raise
 
-    def _beat(self) -> None:
+    def _start_heartbeat(self) -> None:
         if self.remote_claim is None:
             return
         emit = remote_emitter(self._emit, self._remote.url, only_first=True)
@@ -334,7 +334,7 @@ class TieredOwnership(Ownership):
 
 
 class _CutOff(Exception):
-    """The remote tier failed in the middle of a claim."""
+    """Internal: a store error of the remote tier, `cause`, during a claim."""
 
     def __init__(self, cause: StoreError) -> None:
         super().__init__(str(cause))
@@ -342,7 +342,7 @@ class _CutOff(Exception):
 
 
 @contextmanager
-def _remotely() -> Iterator[None]:
+def _cutting_off() -> Iterator[None]:
     try:
         yield
     except StoreError as error:
@@ -361,7 +361,7 @@ def share_claims(local: Store, remote: Store, *, emit: Emitter = Emitter(())) ->
             checkpoint while the remote tier has a newer one, unknown to the local tier.
     """
     ours, theirs = Catalog(local).claims(), Catalog(remote).claims()
-    _give_way(local, remote, sorted({*ours} & {*theirs}, reverse=True), emit)
+    _replace_unused(local, remote, sorted({*ours} & {*theirs}, reverse=True), emit)
     unseen = sorted({*ours}.difference(theirs))
     _expect_one_branch(local, remote, unseen)
     for epoch in sorted({*ours} ^ {*theirs}):
@@ -371,21 +371,21 @@ def share_claims(local: Store, remote: Store, *, emit: Emitter = Emitter(())) ->
             put_once(target, layout.writer_key(epoch), _document(source, epoch))
         except CommitConflict:
             raise _diverged(local, remote, epoch) from None
-    _expect_one_branch(local, remote, unseen)  # commits from before these claims fenced them off
+    _expect_one_branch(local, remote, unseen)  # commits from before these claims blocked them
 
 
-def _give_way(local: Store, remote: Store, common: list[int], emit: Emitter) -> None:
+def _replace_unused(local: Store, remote: Store, common: list[int], emit: Emitter) -> None:
     """Replace local claims that differ from the remote ones of `common` epochs (newest first), if
     nothing was saved under them. Damaged remote claims replace none."""
     differing: list[int] = []
     for epoch in common:
         is_same = _document(local, epoch) == _document(remote, epoch)
-        if is_same or _mend(local, remote, epoch, emit) or _mend(remote, local, epoch, emit):
+        if is_same or _repair(local, remote, epoch, emit) or _repair(remote, local, epoch, emit):
             break
         differing.append(epoch)
     if not differing:
         return
-    if any(_counts(local, epoch) for epoch in Catalog(local).claims() if epoch >= differing[-1]):
+    if any(_is_in_use(local, epoch) for epoch in Catalog(local).claims() if epoch >= differing[-1]):
         raise _diverged(local, remote, differing[-1])
     for epoch in reversed(differing):
         with suppress(FormatError):
@@ -393,9 +393,9 @@ def _give_way(local: Store, remote: Store, common: list[int], emit: Emitter) -> 
                 local.put(layout.writer_key(epoch), _document(remote, epoch))
 
 
-def _mend(damaged: Store, sound: Store, epoch: int, emit: Emitter) -> bool:
-    """Repair a damaged claim from the other tier, if it is the same claim: cut short, or with the
-    other's nonce or digest. Returns whether it was repaired."""
+def _repair(damaged: Store, sound: Store, epoch: int, emit: Emitter) -> bool:
+    """Repair a damaged claim from the other tier if it is the same claim: truncated, or with the
+    same nonce or digest. Returns whether it was repaired."""
     try:
         claim = Catalog(sound).writer(epoch)
     except FormatError:
@@ -413,19 +413,19 @@ def _mend(damaged: Store, sound: Store, epoch: int, emit: Emitter) -> bool:
     return False
 
 
-def _counts(local: Store, epoch: int) -> bool:
-    """Whether something was saved under a local claim, or still may be."""
+def _is_in_use(local: Store, epoch: int) -> bool:
+    """Whether a save was begun under a local claim, or may still be."""
     is_used = any(name.epoch == epoch for name in Catalog(local).attempts())
     return is_used or not nothing_in_flight(local, epoch)
 
 
 def _expect_one_branch(local: Store, remote: Store, unseen: list[int]) -> None:
-    """Raise `Diverged` if local claims would leave a remote commit behind that they did not know.
+    """Raise `Diverged` if the run continued locally in ignorance of a newer remote commit.
 
-    `unseen` are the epochs of claims that the remote tier lacks; the first that counts decides. Its
-    process may have ended, so only the records show what it knew.
+    `unseen` are the epochs of claims that the remote tier lacks; the first that is in use decides.
+    Its process may have ended, so only the records show what it knew.
     """
-    epoch = next((epoch for epoch in unseen if _counts(local, epoch)), None)
+    epoch = next((epoch for epoch in unseen if _is_in_use(local, epoch)), None)
     if epoch is None:
         return
     known = frozenset(map(str, Catalog(local).attempts()))

@@ -1,8 +1,8 @@
-"""Notes on uploads in the local root, which outlive the process.
+"""Records of pending and finished uploads, kept in the local root for later processes.
 
-What is to be uploaded follows from the two roots: what is committed only locally. The notes record
-which checkpoints wait, so that nobody deletes them; which were uploaded, so that they are not
-uploaded again after they were deleted remotely; and the progress, for people.
+Which checkpoints to upload follows from the two roots: those committed only locally. The notes
+record which wait, so that nobody deletes them; which were uploaded, so that they are not uploaded
+again after a remote deletion; and the progress, for people.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ MAX_ERROR_CHARS = 2000
 
 
 class Ledger:
-    """Reader and writer of the notes on uploads in one local root, by small store operations."""
+    """Reads and writes the notes on uploads in one local root, one small object for each."""
 
     def __init__(self, local: Store) -> None:
         self._local = local
 
     def waiting(self) -> dict[str, UploadRecord | None]:
-        """Read the notes, as `notes` does, on checkpoints that are not yet uploaded."""
+        """Read the notes, as `notes` does, but only on checkpoints that are not yet uploaded."""
         notes = self.notes().items()
         return {name: note for name, note in notes if note is None or note.state != "uploaded"}
 
     def notes(self) -> dict[str, UploadRecord | None]:
-        """Read all notes: folder → its note, oldest first; None for a note that cannot be read."""
+        """Read all notes: folder → its note, oldest first; None for a damaged note."""
         names = map(layout.parse_upload, self._local.children(layout.UPLOADS))
         folders = [str(name) for name in sorted(name for name in names if name is not None)]
         found = ((folder, self._read(folder)) for folder in folders)
-        return {folder: note for folder, (is_there, note) in found if is_there}
+        return {folder: note for folder, (exists, note) in found if exists}
 
     def tiers(self) -> TiersRecord | None:
         """Read the record of this root's remote tier; None if there is none or it is damaged."""
@@ -47,7 +47,7 @@ class Ledger:
         self._put(layout.upload_key(folder), record.encode())
 
     def forget(self, folder: str) -> None:
-        """Remove the note on a checkpoint that is not to be uploaded, or has no local copy."""
+        """Remove the note on a checkpoint that will not be uploaded, or has no local copy."""
         self._local.delete(layout.upload_key(folder))
 
     def note_tiers(self, record: TiersRecord) -> None:
@@ -67,7 +67,7 @@ class Ledger:
 
 
 class NotedUploads:
-    """Checkpoints not yet uploaded, by the local notes, for processes that do not upload."""
+    """Guard against deletion of checkpoints not yet uploaded, for processes that do not upload."""
 
     def __init__(self, local: Store) -> None:
         self._notes = Ledger(local).waiting()

@@ -1,6 +1,6 @@
 """Stored files of a checkpoint as byte ranges with digests, for copies of the raw bytes.
 
-The contents do not matter; nothing is decrypted.
+Nothing is decoded or decrypted but the manifest and the index.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ def groups_of(pieces: Sequence[FilePiece]) -> Iterator[PieceGroup]:
 
 
 def length(entry: FileEntry) -> int:
-    """Return the bytes that a file has in the store."""
+    """Return the length in bytes of a file as stored."""
     return entry.stored_nbytes
 
 
 def decode_listing(data: Buffer, *, what: str) -> Listing | Aborted | Deleted:
-    """Decode a register, without decrypting anything.
+    """Decode a manifest, abort or deletion document; of an encrypted manifest the visible part.
 
     Raises:
         FormatError: it is not a valid document.
@@ -82,7 +82,7 @@ def decode_listing(data: Buffer, *, what: str) -> Listing | Aborted | Deleted:
 
 
 def read_listing(store: Store, folder: str) -> Listing | Aborted | Deleted | None:
-    """Read the register of a folder in a store without encryption; None if it does not exist.
+    """Read and decode a folder's manifest document, as `decode_listing`; None if there is none.
 
     Raises:
         FormatError: it is not a valid document.
@@ -94,7 +94,7 @@ def read_listing(store: Store, folder: str) -> Listing | Aborted | Deleted | Non
 def pieces_of_sealed(
     entry: FileEntry, digests: Iterable[bytes], *, what: str
 ) -> tuple[FilePiece, ...]:
-    """Divide an encrypted file into pieces.
+    """Divide an encrypted file into pieces, after checking the digest of the whole file.
 
     Only a digest of the whole file is recorded, so the caller reads all of it first: `digests` are
     those of the blocks into which `format.blocks.split` splits it.

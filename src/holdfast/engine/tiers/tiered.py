@@ -70,7 +70,7 @@ class TieredOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """Retention rules of the two tiers of a run; with one tier, `local` counts."""
+    """Retention rules of the two tiers of a run; with one tier, only `local` applies."""
 
     local: Rule
     remote: Rule
@@ -83,7 +83,7 @@ class Rules:
         savers: Sequence[SideSaver],
         parts: Collection[str] | None = None,
     ) -> Rules:
-        """Combine the rules of a root, `keep` and `savers`; check that they name only `parts`.
+        """Combine the retention of `root`, `keep` and `savers`; check that it names only `parts`.
 
         `parts=None`: the components of the state are not yet known, and not checked.
 

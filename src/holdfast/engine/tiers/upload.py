@@ -3,8 +3,8 @@
 Every block is compared with its digest between the disk and the network, so that damage is never
 uploaded. Encrypted files are uploaded as stored; only the manifest is decrypted. A file appears in
 the other root once it is whole: if a store shows files that are being written, they are written in
-a scratch folder and get their name at the end. So an upload never replaces or removes anything in
-an attempt's folder, and files that exist need not be uploaded again.
+a scratch folder and linked to their name at the end. So an upload never replaces or removes
+anything in a checkpoint's folder, and files that exist need not be uploaded again.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Cost:
     nbytes: int = 0
     """Bytes of files and documents that were sent."""
     requests: int = 0
-    """Operations on the store, which may have retried some of them."""
+    """Operations on the store, each counted once however often the store retried it."""
     seconds: float = 0.0
     is_all: bool = False
     """Whether every file was uploaded, as none existed in the remote root already."""
@@ -106,10 +106,10 @@ class Sender:
         self._background = Background("holdfast-upload", num_threads=num_threads)
         self._lock = threading.Lock()
         self._cost = Cost()
-        self._told: Callable[[Cost], None] = lambda cost: None
+        self._on_progress: Callable[[Cost], None] = lambda cost: None
 
     def start(self) -> None:
-        """Start the threads now: the interpreter starts none once it has begun to exit."""
+        """Start the upload threads early: an exiting interpreter cannot start threads."""
         self._background.start()
 
     def interrupt(self) -> None:
@@ -117,11 +117,11 @@ class Sender:
         self._background.ask_to_stop()
 
     def proceed(self) -> None:
-        """Withdraw an `interrupt`."""
+        """Allow uploads again after an `interrupt`."""
         self._background.proceed()
 
     def close(self) -> None:
-        """Close the threads; an upload under way is interrupted."""
+        """End the threads; a current upload is interrupted."""
         self._background.end()
 
     def send(
@@ -129,8 +129,8 @@ class Sender:
     ) -> Cost:
         """Upload a checkpoint to the remote root, and commit it there under claim `epoch`.
 
-        One that is already committed there is made durable and compared. `told` is a callback for
-        the cost so far, called from several threads. The folder is added to `unclear` if a copy of
+        A checkpoint that it already has is made durable and compared. `told` is a callback with the
+        cost so far, called from several threads. The folder is added to `unclear` if a copy of
         the manifest's put may still arrive.
 
         Raises:
@@ -143,22 +143,22 @@ class Sender:
             UploadInterrupted: `interrupt` was called.
         """
         began = time.perf_counter()
-        self._cost, self._told = Cost(), told
+        self._cost, self._on_progress = Cost(), told
         data, listing = self._listing(folder)
-        if not self._is_there(folder):
+        if not self._is_committed(folder):
             self._send_files(folder, listing)
             self._expect_sizes(folder, listing)
             if isinstance(listing, Visible):
                 self._send_keys(folder, listing)
             self._commit(folder, listing, data, epoch, unclear)
         else:
-            self._expect_whole(folder, listing)
+            self._expect_complete(folder, listing)
         self._confirm(folder, data)
         self._cost.seconds = time.perf_counter() - began
         return self._cost
 
     def _listing(self, folder: str) -> tuple[bytes, Listing]:
-        """Read the local manifest; with encryption, the keys verify that nobody has changed it."""
+        """Read and decode the local manifest; an encrypted one is authenticated by the keys."""
         where = f"{self._local.url}/{folder}"
         try:
             data = vouched(self._verifying_local, folder)
@@ -171,7 +171,7 @@ class Sender:
             raise NotSealed(f"{where}: it is from before the run was sealed, and not sent in clear")
         return data, listing
 
-    def _is_there(self, folder: str) -> bool:
+    def _is_committed(self, folder: str) -> bool:
         """Whether a checkpoint is committed in the remote root."""
         self._count()
         register = read_listing(self._remote, folder)
@@ -184,10 +184,10 @@ class Sender:
         error = f"{where}: it was {what} there by {register.by} ({register.reason})"
         raise CommitConflict(error) if what == "aborted" else NoCheckpoint(error)
 
-    def _expect_whole(self, folder: str, listing: Listing) -> None:
-        """Raise `CorruptData` if the committed remote copy lacks its keys, or files and retention
-        has dropped no components: it may have been damaged since."""
-        sizes = self._sizes_there(folder)
+    def _expect_complete(self, folder: str, listing: Listing) -> None:
+        """Raise an error if the committed remote copy lacks its keys, or lacks files although
+        retention has dropped no components of it: it may have been damaged since."""
+        sizes = self._remote_sizes(folder)
         is_thinned = any(layout.parse_thinned(name) is not None for name in sizes)
         wrong = [name for name, entry in listing.files.items() if sizes.get(name) != length(entry)]
         if wrong and not is_thinned:
@@ -201,19 +201,19 @@ class Sender:
     def _send_files(self, folder: str, listing: Listing) -> None:
         self._remote.make_folder(folder)
         pieces_of_file = self._pieces(folder, listing)
-        sizes = self._sizes_there(folder)
+        sizes = self._remote_sizes(folder)
         num_whole = 0
         for name, entry in listing.files.items():
             key, nbytes = f"{folder}/{name}", length(entry)
-            is_there = sizes.get(name) == nbytes
-            if is_there and (not self._reads_back or self._is_right(key, pieces_of_file(name))):
+            exists = sizes.get(name) == nbytes
+            if exists and (not self._reads_back or self._matches(key, pieces_of_file(name))):
                 num_whole += 1
             else:
-                self._send_file(key, nbytes, pieces_of_file(name), is_there=name in sizes)
+                self._send_file(key, nbytes, pieces_of_file(name), exists=name in sizes)
         self._cost.is_all = not num_whole
 
     def _pieces(self, folder: str, listing: Listing) -> Callable[[str], tuple[FilePiece, ...]]:
-        """Return a function from the name of a file to its pieces."""
+        """Return a function that maps a file's name to its pieces."""
         if isinstance(listing, Visible):
             return partial(self._pieces_of_sealed, folder, listing.files)
         index_entry = listing.files[layout.INDEX]
@@ -228,8 +228,8 @@ class Sender:
         what = f"{self._local.url}/{key}"
 
         def digest(start: int, stop: int) -> bytes:
-            _be_nice()
-            self._expect_time(key)
+            _lower_priority()
+            self._check_interrupt(key)
             return block_digest(self._local.get(key, start, stop - start))
 
         def digests() -> Iterator[bytes]:
@@ -242,7 +242,7 @@ class Sender:
             return pieces_of_sealed(files[name], digests(), what=what)
 
     def _send_keys(self, folder: str, visible: Visible) -> None:
-        """Upload the current key files; others that exist in the remote root stay."""
+        """Upload the current files of wrapped keys; others in the remote root are kept."""
         for name, data in box_documents(self._local, folder, visible).items():
             key = f"{folder}/{name}"
             self._put(key, data)
@@ -252,19 +252,19 @@ class Sender:
                     f"{self._remote.url}/{key}: read back, these are not the keys that were sent"
                 )
 
-    def _sizes_there(self, folder: str) -> dict[str, int]:
+    def _remote_sizes(self, folder: str) -> dict[str, int]:
         self._count()
         start = len(folder) + 1
         return {info.key[start:]: info.nbytes for info in self._remote.list(f"{folder}/")}
 
     def _send_file(
-        self, key: str, nbytes: int, pieces: tuple[FilePiece, ...], *, is_there: bool
+        self, key: str, nbytes: int, pieces: tuple[FilePiece, ...], *, exists: bool
     ) -> None:
-        # Where `create` would put the whole object too, it is put over what is there.
+        # By one put, which replaces a file that exists, where `create` would put it whole too.
         if len(pieces) <= 1 or type(self._remote).create is Store.create:
             self._put(key, b"".join(self._read(key, piece) for piece in pieces))
-            self._expect_right(key, pieces)
-        elif is_there:
+            self._expect_match(key, pieces)
+        elif exists:
             raise CorruptData(
                 f"{self._remote.url}/{key}: not what is in {self._local.url}, though nobody but an "
                 "upload of this run writes there; it is left as it is"
@@ -272,9 +272,9 @@ class Sender:
         elif self._remote.has_links:
             self._send_aside(key, nbytes, pieces)
         else:
-            with suppress(AlreadyExists):  # whole, as files get their names when finished
+            with suppress(AlreadyExists):  # whole: files appear under their names when finished
                 self._send_pieces(key, key, nbytes, pieces)
-            self._expect_right(key, pieces)
+            self._expect_match(key, pieces)
 
     def _send_aside(self, key: str, nbytes: int, pieces: tuple[FilePiece, ...]) -> None:
         """Upload a file into a scratch folder, and link it to its key once it is whole."""
@@ -283,7 +283,7 @@ class Sender:
         self._remote.make_folder(scratch, exclusive=True)
         try:
             self._send_pieces(key, aside, nbytes, pieces)
-            self._expect_right(aside, pieces)
+            self._expect_match(aside, pieces)
             self._count()
             with suppress(AlreadyExists):
                 if not self._remote.link(aside, key):
@@ -313,18 +313,18 @@ class Sender:
             raise
 
     def _send_group(self, writer: BlockWriter, source: str, group: PieceGroup) -> None:
-        _be_nice()
-        self._expect_time(source)
+        _lower_priority()
+        self._check_interrupt(source)
         first, data = group.pieces[0].start, b"".join(self._read(source, p) for p in group.pieces)
         sent = memoryview(data)[group.start - first : group.stop - first]
         writer.write(group.start, sent)
         self._count(len(sent))
 
-    def _is_right(self, key: str, pieces: tuple[FilePiece, ...]) -> bool:
-        """Whether the remote root has these bytes; assumed if it is not to be read back."""
+    def _matches(self, key: str, pieces: tuple[FilePiece, ...]) -> bool:
+        """Whether the remote file has these bytes; True, unread, if nothing is to be read back."""
         if not self._reads_back:
             return True
-        answers = self._each((partial(self._digest_there, key, piece) for piece in pieces), key)
+        answers = self._each((partial(self._has_piece, key, piece) for piece in pieces), key)
         with closing(answers):
             return all(answers)
 
@@ -341,19 +341,19 @@ class Sender:
         finally:
             cancel(waiting, timeout_s=self._timeout_s)
 
-    def _digest_there(self, key: str, piece: FilePiece) -> bool:
+    def _has_piece(self, key: str, piece: FilePiece) -> bool:
         self._count()
         data = self._remote.get(key, piece.start, piece.stop - piece.start)
         return block_digest(data) == piece.digest
 
-    def _expect_right(self, key: str, pieces: tuple[FilePiece, ...]) -> None:
-        if not self._is_right(key, pieces):
+    def _expect_match(self, key: str, pieces: tuple[FilePiece, ...]) -> None:
+        if not self._matches(key, pieces):
             raise StoreError(
                 f"{self._remote.url}/{key}: read back, these are not the bytes that were sent"
             )
 
     def _read(self, key: str, piece: FilePiece) -> bytes:
-        """Read a piece and check its digest; read once more if it differs."""
+        """Read a piece of a local file and check its digest; one retry if it differs."""
         for _ in range(2):
             data = self._local.get(key, piece.start, piece.stop - piece.start)
             if block_digest(data) == piece.digest:
@@ -364,7 +364,7 @@ class Sender:
         )
 
     def _whole(self, folder: str, name: str, entry: FileEntry, block_nbytes: int) -> bytes:
-        """Read a whole document of the local root, and check it against the manifest's digest."""
+        """Read a whole local file, and check it against the manifest's digest; one retry."""
         key = f"{folder}/{name}"
         for _ in range(2):
             data = read_document(self._local, key, max_nbytes=layout.MAX_INDEX_NBYTES)
@@ -372,18 +372,18 @@ class Sender:
                 return data
         raise CorruptData(f"{self._local.url}/{key}: not what was written, and is not sent")
 
-    def _expect_time(self, key: str, *, done: str = "sent to its end") -> None:
+    def _check_interrupt(self, key: str, *, done: str = "sent to its end") -> None:
         """Raise `UploadInterrupted` if `interrupt` was called; `key` names what is not `done`."""
         if self._background.is_stopping:
             raise UploadInterrupted(f"{key}: not {done}, for the process is closing")
 
     def _put(self, key: str, data: bytes) -> None:
-        self._expect_time(key, done="sent")
+        self._check_interrupt(key, done="sent")
         self._remote.put(key, data)
         self._count(len(data))
 
     def _submit(self, job: Callable[[], T], key: str) -> Future[T]:
-        self._expect_time(key)
+        self._check_interrupt(key)
         return self._background.submit(job)
 
     def _result(self, future: Future[T], key: str) -> T:
@@ -415,7 +415,7 @@ class Sender:
         attempt = SaveAttempt(name=name, save_id=listing.save_id)
         if attempt.folder != folder:
             raise CorruptData(f"{self._local.url}/{folder}: the manifest is of {attempt.folder}")
-        self._expect_time(folder, done="committed")
+        self._check_interrupt(folder, done="committed")
         try:
             publish(self._remote, attempt, data, epoch=epoch)
         finally:
@@ -439,7 +439,7 @@ class Sender:
             self._cost.nbytes += nbytes
             self._cost.requests += requests
         if nbytes:
-            self._told(self._cost)
+            self._on_progress(self._cost)
 
 
 def _shows_whole_files(remote: Store) -> bool:
@@ -447,12 +447,12 @@ def _shows_whole_files(remote: Store) -> bool:
     return remote.has_links or not remote.writes_in_place
 
 
-_nice = threading.local()
+_thread = threading.local()
 
 
-def _be_nice() -> None:
-    """Lower the priority of this thread, once, where the system allows it."""
-    if not getattr(_nice, "done", False):
-        _nice.done = True
+def _lower_priority() -> None:
+    """Lower the scheduling priority of this thread, once, where the system allows it."""
+    if not getattr(_thread, "done", False):
+        _thread.done = True
         with suppress(AttributeError, OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)

@@ -1,4 +1,4 @@
-"""Writing of large files in pieces by several threads, with direct writes where they work.
+"""Writing of large files in pieces by several threads, with O_DIRECT where it works.
 
 A direct write (O_DIRECT) bypasses the page cache: it takes no copy, hardly any processor time, and
 leaves nothing for the fsync to wait for. Only whole pages are written so; since pieces do not
@@ -53,7 +53,7 @@ class DirectFile:
 
 
 def open_direct(folder_fd: int, name: str) -> DirectFile | None:
-    """Open the file with O_DIRECT; None if the file system refuses the flag."""
+    """Open the file for writing with O_DIRECT; None if the file system refuses the flag."""
     flags = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC | getattr(os, "O_DIRECT", 0)
     if not hasattr(os, "O_DIRECT"):
         return None
@@ -63,15 +63,15 @@ def open_direct(folder_fd: int, name: str) -> DirectFile | None:
         if err.errno in UNSUPPORTED:
             return None
         raise
-    told = direct_alignment(fd) or DirectAlignment(memory=_PAGE, offset=_PAGE)
-    if not told.memory or not told.offset:
+    alignment = direct_alignment(fd) or DirectAlignment(memory=_PAGE, offset=_PAGE)
+    if not alignment.memory or not alignment.offset:
         os.close(fd)
         return None
-    return DirectFile(fd=fd, memory=told.memory, offset=max(told.offset, _PAGE))
+    return DirectFile(fd=fd, memory=alignment.memory, offset=max(alignment.offset, _PAGE))
 
 
 def takes_direct_writes(direct: DirectFile) -> bool:
-    """Try a direct write: of zeros over the beginning of a file that is still to be written."""
+    """Whether a direct write works: tries one of zeros at the beginning of a new file."""
     with mmap.mmap(-1, direct.offset) as zeros:
         try:
             os.pwrite(direct.fd, zeros, 0)
@@ -83,7 +83,7 @@ def takes_direct_writes(direct: DirectFile) -> bool:
 
 
 class DirectWrites:
-    """Decides whether the files of one store are written directly, by option or by a trial.
+    """Decides whether one store writes its files with O_DIRECT: by option or by a trial.
 
     `wanted` is None for a trial: by `choose`, else with the first file that is long enough.
     """
@@ -133,7 +133,7 @@ class DirectWrites:
         return direct
 
     def warn(self, path: str, error: OSError) -> None:
-        """Log once that a direct write was refused, as from some memory; the page cache is used."""
+        """Log once that a direct write was refused, and that the page cache is used instead."""
         with self._lock:
             has_warned, self._has_warned = self._has_warned, True
         if not has_warned:
@@ -226,7 +226,7 @@ class LocalBlockWriter:
                 self._written_nbytes += len(piece)
 
     def finish(self, nbytes: int | None = None) -> None:
-        """Put everything on stable storage, and cut the file to its length.
+        """Truncate the file to its length, and sync it and its folder.
 
         Raises:
             UsageError: `nbytes` is missing, or not what was planned, or more.

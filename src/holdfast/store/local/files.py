@@ -41,16 +41,16 @@ def temporary_name() -> str:
 
 
 def open_file(folder_fd: int, name: str) -> int:
-    """Open for reading whatever has that name; `regular_nbytes` checks that it is a file."""
+    """Open `name`, of any file type, for reading; `regular_nbytes` checks the type."""
     return os.open(name, _READ, dir_fd=folder_fd)
 
 
 def regular_nbytes(found: os.stat_result, *, what: str) -> int:
-    """Return the length of a regular file, which errors call `what`.
+    """Return the length of a regular file from its stat result; errors call it `what`.
 
     Raises:
         FileNotFoundError: it is a folder.
-        StoreError: it is anything else than a file.
+        StoreError: it is no file, such as a pipe; a symbolic link raises ELOOP.
     """
     if stat.S_ISREG(found.st_mode):
         return found.st_size
@@ -62,7 +62,7 @@ def regular_nbytes(found: os.stat_result, *, what: str) -> int:
 
 
 def link_file(source_fd: int, source: str, folder_fd: int, name: str) -> None:
-    """Give a regular file of one folder a new name in another.
+    """Make a hard link in one folder to a regular file in another.
 
     Raises:
         FileExistsError: the name is taken.
@@ -109,7 +109,7 @@ def write_all(fd: int, data: memoryview, start: int) -> None:
 
 
 class Draft:
-    """A file that is on stable storage and has no key yet."""
+    """A temporary file whose bytes are synced, and which has no key yet."""
 
     def __init__(self, folder_fd: int, fd: int, temporary: str | None) -> None:
         self._folder_fd = folder_fd
@@ -117,7 +117,7 @@ class Draft:
         self._temporary = temporary
 
     def link(self, name: str) -> bool:
-        """Give the draft a new name; return False if the file system has no hard links.
+        """Make a hard link `name` to the draft; False if the file system has no hard links.
 
         Raises:
             FileExistsError: the name is taken.
@@ -135,7 +135,7 @@ class Draft:
         return True
 
     def rename_new(self, name: str) -> None:
-        """Rename a draft that has a temporary name to a new one, without hard links.
+        """Rename the draft from its temporary name to `name`, which must be new.
 
         Raises:
             FileExistsError: the name is taken.
@@ -155,7 +155,7 @@ class Draft:
             raise
 
     def replace(self, name: str) -> bool:
-        """Give the draft a name, replacing a file atomically; return False as `link` does."""
+        """Rename the draft to `name`, replacing a file atomically; False: no hard links."""
         source = self._temporary or temporary_name()
         if self._temporary is None and not self.link(source):
             return False
@@ -199,9 +199,7 @@ def _create_aside(folder_fd: int, *, unnamed: bool) -> tuple[int, str | None]:
         try:
             return os.open(".", _UNNAMED, FILE_MODE, dir_fd=folder_fd), None
         except OSError as err:
-            if err.errno == errno.EPERM and _is_removed(
-                folder_fd
-            ):  # Linux has no other word for it
+            if err.errno == errno.EPERM and _is_removed(folder_fd):  # Linux: the folder was removed
                 raise FileNotFoundError(errno.ENOENT, _REMOVED) from err
             if err.errno not in _NO_UNNAMED:
                 raise

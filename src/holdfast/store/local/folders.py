@@ -18,7 +18,7 @@ from holdfast.store.local.oserrors import UNSUPPORTED, Reporting
 _FOLDER = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_CLOEXEC", 0)
 _NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
 _UNCLEAR = (errno.ENOTDIR, errno.ENAMETOOLONG)
-"""Of a root and a name in one call: either of the two may be at fault."""
+"""Errors of opening a root and a name in one call: either of the two may be the cause."""
 
 
 @contextmanager
@@ -39,7 +39,7 @@ def opened_folder(root: str, segments: Sequence[str]) -> Iterator[int]:
 
 
 def _open_first(root: str, segment: Sequence[str]) -> int:
-    """Open the root, or the folder of one segment in it: by one call, as a rule."""
+    """Open the root or, given a segment, that folder in it: in one system call if possible."""
     if segment:
         try:
             return os.open(os.path.join(root, *segment), _FOLDER | _NOFOLLOW)
@@ -67,7 +67,7 @@ def enter_folder(folder_fd: int, name: str) -> int:
     try:
         return os.open(name, _FOLDER | _NOFOLLOW, dir_fd=folder_fd)
     except NotADirectoryError:
-        # With O_DIRECTORY the kernel says ENOTDIR of links too.
+        # With O_DIRECTORY links raise ENOTDIR, too.
         if is_link(folder_fd, name):
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), name) from None
         raise
@@ -208,7 +208,7 @@ def _leads_out(folder_fd: int, name: str) -> bool:
 
 
 def _empty_folder(folder_fd: int) -> list[str]:
-    """Remove all but the folders, whose names are returned; links are not followed."""
+    """Remove all files and links in a folder; return the names of its subfolders."""
     with os.scandir(folder_fd) as entries:
         names = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
     for name, is_folder in names:

@@ -19,9 +19,9 @@ from holdfast.errors import (
 from holdfast.store.base import FreeSpace
 
 UNSUPPORTED = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP})
-"""Error numbers by which a file system says that it lacks an operation."""
+"""Error numbers of operations that a file system does not support."""
 NO_DESCRIPTORS = frozenset({errno.EMFILE, errno.ENFILE})
-"""Error numbers by which the system says that too many files are open."""
+"""Error numbers of opening a file while too many are open."""
 
 Effect = Literal["none", "maybe", "done"]
 """What an operation has changed when it fails.
@@ -109,11 +109,11 @@ class Reporting:
             return OutcomeUnknown(f"{message}; the change may or may not have been made")
         kind = _CLASSES.get(number, StoreError)
         if kind is StoreFull:
-            return StoreFull(f"{message}; {self._room()}")
+            return StoreFull(f"{message}; {self._describe_free_space()}")
         hint = _HINTS.get(number)
         return kind(f"{message}: {hint}" if hint else message)
 
-    def _room(self) -> str:
+    def _describe_free_space(self) -> str:
         needed = "" if self._nbytes is None else f"needed {self._nbytes} bytes, "
         try:
             free = free_space(self._path)

@@ -42,18 +42,18 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.05
 _COUNT_WAIT_S = 10.0
 """Longest wait for another process that counts copies or removes old ones."""
 _CLEARED_SHARE = 10
-"""Each time that copies have to be removed, a tenth of the limit is freed: to list them all takes
-longer than to remove one."""
+"""Each removal of old copies frees a tenth of the limit, as listing them all takes longer than
+removing one."""
 
 _forking = threading.RLock()
-"""Held in forks, and while a descriptor that may hold a file lock is opened or closed."""
+"""Lock held during forks, and while a descriptor that may have a file lock is opened or closed."""
 _lockable: set[int] = set()
-"""Open descriptors that may hold a file lock."""
+"""Open descriptors that may have a file lock."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """A piece of an object: its range of bytes, and the place of its copy."""
+    """A piece of an object: its range of bytes, and the path of its copy in the cache."""
 
     place: str
     """Path of the copy inside the folder; the last segment is a number of 8 digits."""
@@ -64,7 +64,7 @@ class Piece:
 
 
 class LocalPieces:
-    """Cache of pieces in a folder. Safe with other threads and processes, and their sudden death.
+    """Cache of pieces in a folder. Threads and processes may share it, and may crash.
 
     Args:
         folder: where the copies are; made with the first one. Other files in it are kept.
@@ -78,7 +78,7 @@ class LocalPieces:
         self._folder = os.path.join(os.path.abspath(os.fspath(folder)), name)
         self._max_nbytes = max_nbytes
         self._wait_s = wait_s
-        self._keeps = True
+        self._keeps_copies = True
 
     def read(
         self, piece: Piece, start: int, memory: memoryview, fetch: Fetch, *, seen: Seen
@@ -90,13 +90,13 @@ class LocalPieces:
         done = self._read_copy(piece, start, memory, seen)
         end, pause_s = time.monotonic() + self._wait_s, _FIRST_PAUSE_S
         while not done:
-            with self._begun(piece) as draft:
+            with self._locked_draft(piece) as draft:
                 # The copy may be complete by now. A draft without an owner is now ours.
                 done = self._read_copy(piece, start, memory, seen)
                 if draft is not None and not done:
                     self._fetch(piece, start, memory, fetch, seen, draft)
                     return
-            if not self._keeps or time.monotonic() > end:
+            if not self._keeps_copies or time.monotonic() > end:
                 break
             if not done:
                 time.sleep(pause_s)
@@ -105,7 +105,7 @@ class LocalPieces:
             fetch(start + done, memory[done:], seen)
 
     def remove(self, place: str) -> None:
-        """Remove the copies at and under a place; errors are ignored."""
+        """Remove the copies at and below the path `place` in the folder; errors are ignored."""
         path = self._path(place)
         with suppress(OSError):
             os.unlink(path)
@@ -172,19 +172,19 @@ class LocalPieces:
         except FileNotFoundError:
             pass  # another process emptied the folder meanwhile
         except OSError as error:
-            self._keep_no_more(error)
+            self._stop_keeping(error)
 
     # Drafts
 
     @contextmanager
-    def _begun(self, piece: Piece) -> Iterator[_PieceFile | None]:
-        """Begin the draft of a piece; None if another process has it, or nothing is kept."""
+    def _locked_draft(self, piece: Piece) -> Iterator[_PieceFile | None]:
+        """Create and lock a piece's draft; None if another process has it or none is kept."""
         draft = None
         try:
-            if self._keeps and self._is_usable():
-                draft = _begin(self._path(piece.place) + _DRAFT)
+            if self._keeps_copies and self._is_usable():
+                draft = _lock_draft(self._path(piece.place) + _DRAFT)
         except OSError as error:
-            self._keep_no_more(error)
+            self._stop_keeping(error)
         try:
             yield draft
         finally:
@@ -200,13 +200,13 @@ class LocalPieces:
             if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
                 raise PermissionError("it belongs to somebody else")
         except OSError as error:
-            self._keep_no_more(error)
+            self._stop_keeping(error)
             return False
         return True
 
-    def _keep_no_more(self, error: OSError) -> None:
-        if self._keeps:
-            self._keeps = False
+    def _stop_keeping(self, error: OSError) -> None:
+        if self._keeps_copies:
+            self._keeps_copies = False
             logger.warning(
                 "%s: no copies are kept here any more, and what is not here yet is read from "
                 "where it is: %s",
@@ -227,11 +227,11 @@ class LocalPieces:
         fd = _opened(self._path("count"), _WRITE | os.O_CREAT)
         try:
             end = time.monotonic() + _COUNT_WAIT_S
-            while not _is_locked(fd):
+            while not _try_lock(fd):
                 if time.monotonic() > end:
                     raise TimeoutError(f"another process counts for {_COUNT_WAIT_S:.0f} s already")
                 time.sleep(_FIRST_PAUSE_S)
-            count = _counted_here(os.pread(fd, 100, 0))
+            count = _parse_count(os.pread(fd, 100, 0))
             if count is None or count + needed > self._max_nbytes:
                 count = self._clear(self._max_nbytes - needed)
             has_room = count + needed <= self._max_nbytes
@@ -241,11 +241,11 @@ class LocalPieces:
             _unlock(fd)
 
     def _clear(self, limit: int) -> int:
-        """Remove the least recently used copies down to `limit` bytes; return what is left."""
+        """Remove the least recently used copies down to `limit` bytes; return the bytes kept."""
         copies, total = [], 0
         for path, found in self._found():
             if path.endswith(_DRAFT):
-                _remove_left(path)
+                _remove_stale_draft(path)
             else:
                 copies.append((found.st_mtime_ns, path, _on_disk(found.st_size)))
                 total += copies[-1][2]
@@ -299,7 +299,7 @@ class _PieceFile:
         _unlock(self._fd)
 
 
-def _begin(path: str) -> _PieceFile | None:
+def _lock_draft(path: str) -> _PieceFile | None:
     """Create and lock the draft at a path; None if another process has it, or on a race."""
     try:
         fd = _opened(path, _WRITE | os.O_CREAT)
@@ -308,7 +308,7 @@ def _begin(path: str) -> _PieceFile | None:
             os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
         return None  # the caller tries again: an empty folder may be removed at any time
     try:
-        if _is_locked(fd) and _is_at(fd, path):
+        if _try_lock(fd) and _is_at(fd, path):
             os.ftruncate(fd, 0)  # left by a process that died
             draft, fd = _PieceFile(fd, path), -1
             return draft
@@ -318,14 +318,14 @@ def _begin(path: str) -> _PieceFile | None:
             _unlock(fd)
 
 
-def _remove_left(path: str) -> None:
+def _remove_stale_draft(path: str) -> None:
     """Remove a draft whose process has died; no-op if it is locked."""
     try:
         fd = _opened(path, _WRITE)
     except FileNotFoundError:
         return
     try:
-        if _is_locked(fd) and _is_at(fd, path):
+        if _try_lock(fd) and _is_at(fd, path):
             os.unlink(path)
     finally:
         _unlock(fd)
@@ -339,7 +339,7 @@ def _opened(path: str, flags: int) -> int:
     return fd
 
 
-def _is_locked(fd: int) -> bool:
+def _try_lock(fd: int) -> bool:
     """Try to lock the file; return False if another descriptor has the lock."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -359,7 +359,7 @@ def _unlock(fd: int) -> None:
             os.close(fd)
 
 
-def _let_go() -> None:
+def _close_inherited_locks() -> None:
     """Close inherited lock descriptors in a forked child, or it would hold its parent's locks."""
     while _lockable:
         os.close(_lockable.pop())
@@ -367,7 +367,7 @@ def _let_go() -> None:
 
 
 os.register_at_fork(
-    before=_forking.acquire, after_in_parent=_forking.release, after_in_child=_let_go
+    before=_forking.acquire, after_in_parent=_forking.release, after_in_child=_close_inherited_locks
 )
 
 
@@ -383,8 +383,8 @@ def _on_disk(nbytes: int) -> int:
     return -(-nbytes // _PAGE) * _PAGE
 
 
-def _counted_here(text: bytes) -> int | None:
-    """Parse the count; None if from an earlier boot: a power failure may leave an old one."""
+def _parse_count(text: bytes) -> int | None:
+    """Parse the count; None if of an earlier boot, as a power failure may leave an old one."""
     number, _, boot = text.partition(b" ")
     return int(number) if re.fullmatch(rb"[0-9]{20}", number) and boot == _boot() else None
 

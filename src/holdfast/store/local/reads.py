@@ -63,7 +63,7 @@ class OpenFile:
 
     @property
     def is_open(self) -> bool:
-        """Whether the file was not closed."""
+        """Whether the file is still open."""
         return self.fd >= 0
 
     def close(self) -> None:
@@ -119,17 +119,17 @@ class OpenFiles:
         for oldest in list(self._files)[:-_NUM_OPEN]:
             self._files.pop(oldest, None)
         if not self._readers:
-            # The last reader left just now, perhaps before the file was added. It is not closed
-            # here, because other threads may read from it already.
+            # The last `kept` block ended just now, perhaps before the file was added. It is not
+            # closed here, because other threads may read from it already.
             self._files.clear()
         return True
 
     def drop(self, path: str) -> None:
-        """Drop a file, so that the next read opens it again."""
+        """Forget an open file, so that the next read opens it again."""
         self._files.pop(path, None)
 
     def drop_all(self) -> None:
-        """Drop all files: those that no thread is reading from are closed."""
+        """Forget all open files: those that no thread is reading from are closed."""
         self._files.clear()
 
 
@@ -178,7 +178,7 @@ def fill(
 
 
 def is_at_hand(file: OpenFile, start: int, nbytes: int) -> bool:
-    """Whether all bytes are cached; else even a read that does not wait causes read-ahead."""
+    """Whether all bytes are in the page cache; of others a non-blocking read starts read-ahead."""
     return bool(_NO_WAIT and nbytes) and is_all_cached(file.fd, start, start + nbytes)
 
 
@@ -230,9 +230,9 @@ def _opened_directly(fd: int) -> OpenFile | None:
         direct_fd = os.open(f"{OWN_FDS}/{fd}", os.O_RDONLY | os.O_CLOEXEC | _O_DIRECT)
     except OSError:
         return None  # the file system refuses the flag, or there is no /proc
-    told = direct_alignment(direct_fd) or DirectAlignment(memory=_PAGE, offset=_PAGE)
-    found = OpenFile(direct_fd, told)
-    return found if told.memory and told.offset else None
+    alignment = direct_alignment(direct_fd) or DirectAlignment(memory=_PAGE, offset=_PAGE)
+    found = OpenFile(direct_fd, alignment)
+    return found if alignment.memory and alignment.offset else None
 
 
 def _read_direct(file: OpenFile, memory: memoryview, start: int) -> int:
@@ -240,12 +240,12 @@ def _read_direct(file: OpenFile, memory: memoryview, start: int) -> int:
     direct = file.direct()
     if direct is None or direct.alignment is None:
         return 0
-    told = direct.alignment
-    if start % told.offset or address_of(memory) % told.memory:
+    alignment = direct.alignment
+    if start % alignment.offset or address_of(memory) % alignment.memory:
         return 0
-    stop = len(memory) - len(memory) % told.offset
+    stop = len(memory) - len(memory) % alignment.offset
     try:
-        return _read_aligned(direct.fd, memory[:stop], start, told.offset)
+        return _read_aligned(direct.fd, memory[:stop], start, alignment.offset)
     except OSError as err:
         if err.errno not in _REFUSALS:
             raise

@@ -144,7 +144,7 @@ class LocalStore(Store):
 
     @override
     def cached(self, key: str, start: int, nbytes: int) -> FillCached | None:
-        """Return a copier of cached bytes; None also if `read_into` is overridden, to see reads."""
+        """Return a function that copies cached bytes; None also if `read_into` is overridden."""
         expect_positive("cached", key, start=start, nbytes=nbytes)
         check_key(key)
         if type(self).read_into is not LocalStore.read_into:
@@ -210,7 +210,7 @@ class LocalStore(Store):
 
     @override
     def refresh_folder(self, folder: str) -> None:
-        """Make names visible, on a network file system by a change that invalidates its cache."""
+        """Create and remove a file, which refreshes the cached names of a network file system."""
         check_folder(folder)
         report = Reporting("refresh folder", self._path(folder))
         with suppress(NotFound), report, self._opened(folder) as folder_fd:
@@ -235,7 +235,7 @@ class LocalStore(Store):
 
     @override
     def create(self, key: str, nbytes: int, *, at_most: bool = False) -> BlockWriter:
-        """Begin a file, and allocate its space at once if the file system can."""
+        """Return a writer of a new file; its space is allocated at once if the file system can."""
         folder, name = _split(key)
         expect_positive("create", key, nbytes=nbytes)
         path = self._path(key)
@@ -320,7 +320,7 @@ class LocalStore(Store):
 
     @override
     def probe(self) -> str:
-        """Try a commit, and a direct write beside an unaligned tail.
+        """Try a folder sync, a put of a new file, and a direct write unless `direct_io` is False.
 
         Raises:
             StoreError: it cannot be tried, for instance because the root does not exist.

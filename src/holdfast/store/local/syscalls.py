@@ -71,10 +71,10 @@ def preallocate(fd: int, nbytes: int) -> None:
 def is_network(fd: int) -> bool:
     """Whether an open file or folder is on a network file system, whose clients cache names."""
     call = _function("fstatfs")
-    answer = ctypes.create_string_buffer(_STATFS_NBYTES)
-    if call is None or call(fd, answer) != 0:
+    reply = ctypes.create_string_buffer(_STATFS_NBYTES)
+    if call is None or call(fd, reply) != 0:
         return False
-    (kind,) = struct.unpack_from("@l", answer, 0)
+    (kind,) = struct.unpack_from("@l", reply, 0)
     return kind in _NETWORK_KINDS
 
 
@@ -86,13 +86,13 @@ def direct_alignment(fd: int) -> DirectAlignment | None:
     call = _function("statx")
     if call is None:
         return None
-    answer = ctypes.create_string_buffer(_STATX_NBYTES)
-    if call(fd, b"", _AT_EMPTY_PATH, ctypes.c_uint(_STATX_DIOALIGN), answer) != 0:
+    reply = ctypes.create_string_buffer(_STATX_NBYTES)
+    if call(fd, b"", _AT_EMPTY_PATH, ctypes.c_uint(_STATX_DIOALIGN), reply) != 0:
         return None
-    (mask,) = struct.unpack_from("=I", answer, 0)
+    (mask,) = struct.unpack_from("=I", reply, 0)
     if not mask & _STATX_DIOALIGN:
         return None
-    memory, offset = struct.unpack_from("=II", answer, _STX_DIO_MEM_ALIGN_AT)
+    memory, offset = struct.unpack_from("=II", reply, _STX_DIO_MEM_ALIGN_AT)
     return DirectAlignment(memory=memory, offset=offset)
 
 
@@ -103,16 +103,16 @@ def is_cached(fd: int, start: int, stop: int) -> bool:
     answers for files that the caller neither owns nor may write.
     """
     first, num_pages = _pages(start, stop)
-    found = _pages_told(fd, first, stop - first)
+    found = _count_by_cachestat(fd, first, stop - first)
     if found is None:
-        found = _pages_seen(fd, first, stop - first)
+        found = _count_by_mincore(fd, first, stop - first)
     return found is None or found * 2 > num_pages
 
 
 def is_all_cached(fd: int, start: int, stop: int) -> bool:
     """Whether all pages from byte `start` of a file to `stop` are certainly in the page cache."""
     first, num_pages = _pages(start, stop)
-    return _pages_told(fd, first, stop - first) == num_pages
+    return _count_by_cachestat(fd, first, stop - first) == num_pages
 
 
 def _pages(start: int, stop: int) -> tuple[int, int]:
@@ -121,7 +121,7 @@ def _pages(start: int, stop: int) -> tuple[int, int]:
     return first, -(-(stop - first) // mmap.PAGESIZE)
 
 
-def _pages_told(fd: int, start: int, nbytes: int) -> int | None:
+def _count_by_cachestat(fd: int, start: int, nbytes: int) -> int | None:
     """Count cached pages by cachestat(2), since Linux 6.5; None if it is not available.
 
     It maps nothing. A mapping waits for the page faults of all other threads, and loading threads
@@ -131,13 +131,13 @@ def _pages_told(fd: int, start: int, nbytes: int) -> int | None:
     if call is None:
         return None
     wanted = struct.pack("=QQ", start, nbytes)
-    told = ctypes.create_string_buffer(_CACHESTAT_NBYTES)
-    if call(ctypes.c_long(_SYS_CACHESTAT), ctypes.c_uint(fd), wanted, told, ctypes.c_uint(0)) != 0:
+    reply = ctypes.create_string_buffer(_CACHESTAT_NBYTES)
+    if call(ctypes.c_long(_SYS_CACHESTAT), ctypes.c_uint(fd), wanted, reply, ctypes.c_uint(0)) != 0:
         return None
-    return int(struct.unpack_from("=Q", told)[0])
+    return int(struct.unpack_from("=Q", reply)[0])
 
 
-def _pages_seen(fd: int, start: int, nbytes: int) -> int | None:
+def _count_by_mincore(fd: int, start: int, nbytes: int) -> int | None:
     """Count cached pages by mincore(2); None if it is not available."""
     call = _function("mincore")
     before = start % mmap.ALLOCATIONGRANULARITY

@@ -1,4 +1,4 @@
-"""Requests to a cloud by obstore, one method each, with retries and our errors.
+"""Requests to an object store by obstore, one method each, with retries and `StoreError`s.
 
 This module knows nothing of the `Store` class. The clients are made when they are first needed,
 and belong to the process that made them.
@@ -47,7 +47,7 @@ def is_own_process() -> bool:
 
 
 class Api:
-    """Requests to one bucket. Thread-safe; every method raises our errors."""
+    """Requests to one bucket. Thread-safe; all but `stream` translate obstore's errors."""
 
     def __init__(self, place: Place, options: RemoteOptions) -> None:
         self.place = place
@@ -57,7 +57,7 @@ class Api:
         self._obs = needed("obstore", place.scheme)
         self._clients: Clients | None = None
         self._has_answered = False
-        self._has_told = False
+        self._has_warned = False
         self._lock = threading.Lock()
         self._slots = threading.BoundedSemaphore(options.concurrency)
 
@@ -97,7 +97,7 @@ class Api:
         self.expect_own_process()
         _wait(self.upload_pace, len(content))
         with self._slot(f"put {self.url(key)}"), self._request("put", key):
-            self._ask(lambda store: self._obs.put(store, key, content, use_multipart=False))
+            self._send(lambda store: self._obs.put(store, key, content, use_multipart=False))
 
     def put_new(self, key: str, content: memoryview) -> None:
         """Put an object under a key that must be absent.
@@ -139,7 +139,7 @@ class Api:
     def nbytes(self, key: str) -> int:
         """Return the length of an object in bytes."""
         with self._request("head", key):
-            found: int = self._ask(lambda store: self._obs.head(store, key)["size"])
+            found: int = self._send(lambda store: self._obs.head(store, key)["size"])
         return found
 
     def whole(self, key: str, *, max_nbytes: int | None = None) -> bytes:
@@ -149,7 +149,7 @@ class Api:
             LimitExceeded: it has more than `max_nbytes`; only its length was read.
         """
         self.expect_own_process()
-        nbytes, data = self._repeated("get", key, lambda store: self._get(store, key, max_nbytes))
+        nbytes, data = self._retry("get", key, lambda store: self._get(store, key, max_nbytes))
         if len(data) != nbytes:
             raise CorruptData(f"get {self.url(key)}: has {nbytes} bytes, {len(data)} came")
         # Paced afterwards: before, the length is unknown; in between, the service would not wait.
@@ -172,7 +172,7 @@ class Api:
         """
         self.expect_own_process()
         _wait(self._download_pace, stop - start)
-        data = self._repeated("get", key, lambda store: self._get_range(store, key, start, stop))
+        data = self._retry("get", key, lambda store: self._get_range(store, key, start, stop))
         if len(data) != stop - start:
             raise CorruptData(
                 f"get {self.url(key)}: bytes {start} to {stop} were asked for, {len(data)} came"
@@ -203,20 +203,20 @@ class Api:
                 yield from unordered
                 return
             except TransientStoreError:
-                # Until the first answer `_ask` has retried already.
+                # Until the first answer `_send` has retried already.
                 if not self._has_answered or patience.is_over():
                     raise
             patience.pause()
 
     def _pages(self, folder: str, after: str | None) -> Iterator[Any]:
-        """Yield the pages of a list; obstore does not retry one whose reply breaks off."""
+        """Yield the pages of a list; obstore does not retry a page with a truncated reply."""
 
         def begin(store: Any) -> tuple[Iterator[Any], Any]:
             pages = self._obs.list(store, folder or None, offset=after, chunk_size=_PAGE)
             return pages, next(pages, None)
 
         with self._request("list", folder):
-            pages, page = self._ask(begin)
+            pages, page = self._send(begin)
         while page is not None:
             yield page
             with self._request("list", folder):
@@ -224,7 +224,7 @@ class Api:
 
     def names(self, folder: str) -> set[str]:
         """Return the names directly in a folder ("" is the root); folders end with a slash."""
-        found = self._repeated(
+        found = self._retry(
             "list", folder, lambda store: self._obs.list_with_delimiter(store, folder or None)
         )
         names = {path.rpartition("/")[2] + "/" for path in found["common_prefixes"]}
@@ -236,7 +236,7 @@ class Api:
         """Delete objects; missing ones are no error."""
         asked = [*keys] if len(keys) > 1 else keys[0]
         try:
-            self._repeated("delete", keys[0], lambda store: self._obs.delete(store, asked))
+            self._retry("delete", keys[0], lambda store: self._obs.delete(store, asked))
         except NotFound:
             # One of them was missing, and the reply does not say what became of the others.
             for key in keys if len(keys) > 1 else ():
@@ -254,22 +254,22 @@ class Api:
         except NotFound:
             return False
 
-    def _repeated(self, operation: str, key: str, request: Callable[[Any], T]) -> T:
-        """Retry a request until it works, also if the reply breaks off, unlike obstore."""
+    def _retry(self, operation: str, key: str, request: Callable[[Any], T]) -> T:
+        """Send a request, and retry it also after a truncated reply, unlike obstore."""
         patience, what = Patience(self.options), f"{operation} {self.url(key)}"
         while True:
             try:
                 slot = self._slot(what) if operation == "get" else nullcontext()
                 with slot, self._request(operation, key):
-                    return self._ask(request)
+                    return self._send(request)
             except TransientStoreError:
-                # Until the first answer `_ask` has retried already.
+                # Until the first answer `_send` has retried already.
                 if not self._has_answered or patience.is_over():
                     raise
             patience.pause()
 
-    def _ask(self, request: Callable[[Any], T]) -> T:
-        """Call `request` with a client and return the reply; retried until the first answer.
+    def _send(self, request: Callable[[Any], T]) -> T:
+        """Send a request, by calling it with a client; retry here until the first answer ever.
 
         obstore retries without a message and ignores Ctrl-C. That is fine if the service has
         answered before. Until it has, the address may be wrong: then the request is retried here,
@@ -285,7 +285,7 @@ class Api:
             except Exception as error:
                 failure = read_failure(error)
                 if failure.is_silence and not patience.is_over():
-                    self._tell_of_silence(failure)
+                    self._warn_of_no_answer(failure)
                     patience.pause()
                     continue
                 if failure.is_silence or failure.is_final:
@@ -302,9 +302,9 @@ class Api:
         if failure.is_answer:
             self._has_answered = True
 
-    def _tell_of_silence(self, failure: Failure) -> None:
-        if not self._has_told:
-            self._has_told = True
+    def _warn_of_no_answer(self, failure: Failure) -> None:
+        if not self._has_warned:
+            self._has_warned = True
             logger.warning(
                 "%s: no answer yet: %s. Trying on for up to %g s. %s",
                 self.place.url,
@@ -323,7 +323,7 @@ class Api:
             raise self.refused(operation, key, error) from error
 
     def refused(self, operation: str, key: str, error: Exception) -> HoldfastError:
-        """Translate an error of obstore into ours, with advice if the service never answered."""
+        """Translate an error of obstore to a `HoldfastError`; advise if no answer ever came."""
         who = self._clients.who if self._clients is not None else "nothing yet"
         failure = read_failure(error)
         self._note_answer(failure)

@@ -1,4 +1,4 @@
-"""Translation of object stores' errors: from those of obstore to ours.
+"""Translation of object stores' errors, as obstore gives them, to Holdfast's.
 
 obstore gives the status, the service's error code and the kind of a network failure only in the
 text of its errors, so that text is parsed here.
@@ -118,7 +118,7 @@ class Failure:
 
     @property
     def is_answer(self) -> bool:
-        """Whether the service was reached: a reply, or the beginning of one, was received."""
+        """Whether the service was reached: a reply was received, perhaps truncated."""
         return self.status is not None or "response body" in self.reason
 
     @property
@@ -134,23 +134,23 @@ class Failure:
     @property
     def is_past_the_end(self) -> bool:
         """Whether the requested range begins after the end of the object."""
-        # The second is obstore's text if a service answers such a range with status 206.
+        # The text is obstore's if a service answers such a range with status 206.
         return self.status == 416 or "Wanted range starting at" in self.reason
 
 
 def read_failure(error: Exception) -> Failure:
     """Parse an error of obstore, or of its credential provider."""
     text = str(error)
-    told, _, details = text.partition("Debug source")
-    status = _STATUS.search(told)
-    code = _CODE.search(told) or _CODE_OF_ONE.search(told)
+    head, _, details = text.partition("Debug source")
+    status = _STATUS.search(head)
+    code = _CODE.search(head) or _CODE_OF_ONE.search(head)
     network = _NETWORK.search(details)
     return Failure(
         error=error,
         status=int(status[1]) if status else None,
         code=code[1] if code else "",
         network=network[1] if network else "",
-        reason=_reason(told, status, code, _network_words(network, details)),
+        reason=_describe(head, status, code, _describe_network(network, details)),
     )
 
 
@@ -158,8 +158,8 @@ def read_failure_of_python(error: Exception) -> Failure:
     """Parse an error of boto3 or of requests."""
     response = getattr(error, "response", None)
     if isinstance(response, dict):
-        told = response.get("Error", {})
-        status, code = response.get("ResponseMetadata", {}).get("HTTPStatusCode"), told.get("Code")
+        body = response.get("Error", {})
+        status, code = response.get("ResponseMetadata", {}).get("HTTPStatusCode"), body.get("Code")
     elif response is not None:
         found = _CODE.search(response.text[:_MAX_READ])
         status, code = response.status_code, found[1] if found else ""
@@ -174,30 +174,30 @@ def read_failure_of_python(error: Exception) -> Failure:
     )
 
 
-def _network_words(network: re.Match[str] | None, details: str) -> str:
+def _describe_network(network: re.Match[str] | None, details: str) -> str:
     if network is None:
         return ""
     cause = _CAUSE.search(details, network.end())
     return f"{network[1]}: {cause[1]}" if cause else network[1]
 
 
-def _reason(
-    told: str,
+def _describe(
+    head: str,
     status: re.Match[str] | None,
     code: re.Match[str] | None,
     network: str,
 ) -> str:
     if status is None:
-        plain = " ".join(told.split())
+        plain = " ".join(head.split())
         return f"{plain[:_MAX_REASON]} ({network})" if network else plain[:_MAX_REASON]
-    message = _MESSAGE.search(told)
+    message = _MESSAGE.search(head)
     words = [f"{status[1]} {status[2].strip()}", code[1] if code else ""]
     words.append(" ".join(message[1].split()) if message else "")
     return ": ".join(word for word in words if word)[:_MAX_REASON]
 
 
 def as_store_error(failure: Failure, operation: str, url: str, *, who: str) -> HoldfastError:
-    """Build our error for a failed `operation` on `url`; `who` names the used credentials.
+    """Build the `HoldfastError` of a failed `operation` on `url`; `who`: the used credentials.
 
     Unknown failures become `TransientStoreError`: a fault on the way to a cloud does not mean that
     the stored bytes are damaged.

@@ -69,7 +69,7 @@ class RemoteOptions:
     ranks_on_host: int = 1
     """Number of processes of this host that share its limits."""
     rank_on_host: int = 0
-    """This process's number on the host, from 0; each begins a little after the one before."""
+    """This process's number on the host, from 0; each begins transfers after the one before."""
     timeout_s: float = 60.0
     """Timeout of a request with its body of at most 16 MiB, in seconds."""
     connect_timeout_s: float = 10.0
@@ -132,17 +132,17 @@ class Place:
     @property
     def advice(self) -> str:
         """Advice for the error message if the endpoint does not answer."""
-        said_by = "endpoint=" if self.endpoint else _ENDPOINTS[self.scheme]
-        return f"Check the address ({said_by}), the network, and that the service runs"
+        source = "endpoint=" if self.endpoint else _ENDPOINTS[self.scheme]
+        return f"Check the address ({source}), the network, and that the service runs"
 
     def key(self, key: str) -> str:
-        """Return the key in the bucket: with the prefix."""
+        """Return an object's key in the bucket: the prefix and the store's key."""
         return f"{self.prefix}/{key}" if self.prefix else key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GcsUploads:
-    """HTTP session and URL for listing incomplete uploads in Google Cloud Storage."""
+    """HTTP session and URL to list and abort incomplete uploads in Google Cloud Storage."""
 
     session: Any
     """Session of the `requests` library, with credentials."""
@@ -164,7 +164,7 @@ class Clients:
     s3: Any | None = None
     """Client of boto3; for S3 only."""
     gcs: GcsUploads | None = None
-    """Access to the list of incomplete uploads; for Google Cloud Storage only."""
+    """HTTP access to incomplete uploads; for Google Cloud Storage only."""
 
 
 def parse_place(url: str, endpoint: str | None) -> Place:
@@ -281,9 +281,10 @@ def _boto_provider(found: Any) -> Callable[[], dict[str, Any]]:
 
 def _open_gcs(place: Place, options: RemoteOptions) -> Clients:
     key = _service_account()
+    # An emulator's key has its URL.
     endpoint = place.endpoint or os.environ.get("GOOGLE_BASE_URL") or key.get("gcs_base_url")
     settings: dict[str, Any] = {"base_url": place.endpoint} if place.endpoint else {}
-    who = "GOOGLE_SERVICE_ACCOUNT_KEY" if key.get("disable_oauth") else _set(_GCS_NATIVE)
+    who = "GOOGLE_SERVICE_ACCOUNT_KEY" if key.get("disable_oauth") else _first_set(_GCS_NATIVE)
     found = None
     if not who:
         found = _google_credentials(place, key)
@@ -300,8 +301,8 @@ def _open_gcs(place: Place, options: RemoteOptions) -> Clients:
 
 
 def _service_account() -> dict[str, Any]:
-    """Read the service account key that variables name; {} if none. Emulators' has their URL."""
-    path = _set(_GCS_KEY_FILES)
+    """Read the Google service account key that environment variables name; {} if none."""
+    path = _first_set(_GCS_KEY_FILES)
     try:
         text = os.environ.get("GOOGLE_SERVICE_ACCOUNT_KEY") or "{}"
         if path:
@@ -373,7 +374,7 @@ def _open_azure(place: Place, options: RemoteOptions) -> Clients:
     if not account:
         raise UsageError(f"{place.url}: set AZURE_STORAGE_ACCOUNT_NAME to the storage account")
     settings["account_name"] = account
-    who = _set(_AZURE_NATIVE)
+    who = _first_set(_AZURE_NATIVE)
     if not who:
         identity = needed("azure.identity", "az")
         settings["credential_provider"] = _azure_provider(identity.DefaultAzureCredential())
@@ -395,8 +396,8 @@ def _azure_provider(found: Any) -> Callable[[], dict[str, Any]]:
 # All ---------------------------------------------------------------------------------------------
 
 
-def _set(names: Iterable[str]) -> str:
-    """Return the first of the environment variables that is set; "" if none is."""
+def _first_set(names: Iterable[str]) -> str:
+    """Return the name of the first of these environment variables that is set; "" if none is."""
     return next((name for name in names if os.environ.get(name)), "")
 
 

@@ -112,7 +112,7 @@ class RemoteStore(Store):
 
     @override
     def get_whole(self, key: str, *, max_nbytes: int, afresh: bool = False) -> bytes:
-        """Read all bytes in one request; always afresh, as there is no cache on the way."""
+        """Read a whole object in one request; there is no cache, so `afresh` changes nothing."""
         check_key(key)
         return self._api.whole(key, max_nbytes=max_nbytes)
 
@@ -126,7 +126,7 @@ class RemoteStore(Store):
         seen: Callable[[memoryview], object] = ignore,
         afresh: bool = False,
     ) -> None:
-        """Fill `buffer` by requests of at most 8 MiB; there is no cache on the way."""
+        """Fill `buffer` by requests of at most 8 MiB; `afresh` changes nothing, without a cache."""
         check_key(key)
         expect_positive("read_into", key, start=start)
         if buffer.nbytes > _READ_NBYTES or not buffer.nbytes:
@@ -177,7 +177,7 @@ class RemoteStore(Store):
 
     @override
     def create(self, key: str, nbytes: int, *, at_most: bool = False) -> BlockWriter:
-        """Begin an object: sent in one request, or by a multipart upload if it is long."""
+        """Return a writer of a new object: one request, or a multipart upload if it is long."""
         check_key(key)
         expect_positive("create", key, nbytes=nbytes)
         with suppress(NotFound):

@@ -26,7 +26,7 @@ class Upload:
 
 
 def uploads(place: Place, clients: Clients, folder: str) -> Iterator[Upload]:
-    """Yield the incomplete uploads with keys under a folder (with a slash; "" is the root)."""
+    """Yield the incomplete uploads under `folder`, which ends with a slash ("" is the root)."""
     prefix = place.key(folder)
     cut = len(place.key(""))
     try:

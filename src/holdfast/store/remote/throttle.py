@@ -1,7 +1,4 @@
-"""Rate limit for uploads or downloads: tells callers how long to wait.
-
-It only computes; the caller does the waiting, and can be woken.
-"""
+"""Rate limit for uploads or downloads: computes how long the caller has to wait."""
 
 from __future__ import annotations
 
@@ -11,11 +8,11 @@ from collections.abc import Callable
 
 
 class Pace:
-    """Limits the bytes per second of all threads of a process.
+    """Computes waits that limit the bytes per second of all threads of a process.
 
-    Pieces get turns one after the other, each as long as the piece takes at this rate; unused time
-    is not saved up. The first piece after a pause waits `offset_s`, so that the ranks of a host,
-    each with its own offset, do not begin at the same moment.
+    Pieces get time slots one after the other, as long as each takes at this rate; unused time is
+    not saved up. The first piece after a pause waits `offset_s`, so that the ranks of a host, each
+    with its own offset, do not begin at the same moment.
 
     Args:
         nbytes_per_s: the rate; None is without limit.
@@ -41,7 +38,7 @@ class Pace:
         return nbytes / self._nbytes_per_s if self._nbytes_per_s else 0.0
 
     def reserve(self, nbytes: int) -> float:
-        """Take the next turn for a piece; return the seconds until it begins."""
+        """Reserve the next time slot for a piece; return the seconds to wait until it begins."""
         if not self._nbytes_per_s:
             return 0.0
         with self._lock:

@@ -1,4 +1,4 @@
-"""Writers of remote objects: from threads that write pieces to a multipart upload.
+"""Writers of remote objects: they take pieces from threads, and upload them.
 
 Pieces are copied to bounded memory as they come, so that callers can reuse theirs at once. They
 are sent in order, in parts of a size that suits the network. All uploads of a store run in one
@@ -33,7 +33,7 @@ COPY_NBYTES = 8 * 1024 * 1024
 once it is also the length of parts: then each copy is sent by itself, and no object keeps memory
 that others wait for."""
 _MAX_PARTS = 10_000
-_LOOK_S = 1.0
+_POLL_S = 1.0
 _ABORT_S = 10.0
 
 
@@ -57,7 +57,7 @@ class UploadResources:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def create(self, key: str, nbytes: int, *, at_most: bool) -> BlockWriter:
-        """Begin an object: sent in one request, or by a multipart upload if it is long."""
+        """Return a writer of a new object: one request, or a multipart upload if it is long."""
         self._started()
         writer = SinglePut if nbytes <= PART_NBYTES else MultipartPut
         return writer(self, key, nbytes, at_most=at_most)
@@ -75,7 +75,7 @@ class UploadResources:
         return self._num_taken < self._num_buffers
 
     def admits(self) -> bool:
-        """Whether a piece that its object needs next may exceed the memory limit.
+        """Whether the piece that an object has to send next may exceed the memory limit.
 
         One at a time may, until it is passed to the upload or its object has ended. Besides it, an
         object with long parts may keep an incomplete one. The caller holds `changed`.
@@ -130,24 +130,24 @@ class UploadResources:
         """Wait until `is_done()`; the caller holds `changed`.
 
         Raises:
-            TransientStoreError: there was no progress for `patience_s` seconds.
+            TransientStoreError: there was no progress for `_patience_s` seconds.
         """
         self._progress_at = max(self._progress_at, time.monotonic())
         while not is_done():
-            self.changed.wait(_LOOK_S)
+            self.changed.wait(_POLL_S)
             self._expect_progress(what)
 
     def result(self, upload: Future[None], what: str) -> None:
         """Wait for the end of an upload; raises its error.
 
         Raises:
-            TransientStoreError: there was no progress for `patience_s` seconds.
+            TransientStoreError: there was no progress for `_patience_s` seconds.
         """
         with self.changed:
             self._progress_at = time.monotonic()
         while True:
             try:
-                return upload.result(timeout=_LOOK_S)
+                return upload.result(timeout=_POLL_S)
             except FutureTimeout:
                 if upload.done():
                     raise  # an error of the upload itself
@@ -241,8 +241,8 @@ class _Writer:
             )
         self._length = length
 
-    def _expect_there(self, error: Exception) -> None:
-        """Raise a failed upload's error unless only the reply was lost; no one else has the key."""
+    def _raise_unless_stored(self, error: Exception) -> None:
+        """Raise a failed upload's error unless the object exists: no one else writes this key."""
         api = self._uploads.api
         with suppress(HoldfastError):
             if self._length is not None and api.has(self._key, self._length):
@@ -259,7 +259,7 @@ class SinglePut(_Writer):
         super().__init__(uploads, key, nbytes, at_most=at_most)
         self._lock = threading.Lock()
         self._gathered: memoryview | None = None
-        self._was_sent = self._is_there = False
+        self._was_sent = self._is_stored = False
 
     def write(self, start: int, data: memoryview) -> None:
         """Copy a piece; the last one sends the object, if its length is known by then."""
@@ -279,13 +279,13 @@ class SinglePut(_Writer):
             self._was_sent = True
         self._send(whole)
         self._gathered = None
-        self._is_there = True
+        self._is_stored = True
 
     def finish(self, nbytes: int | None = None) -> None:
         """Send the object in one request, unless the last `write` has done that."""
         with self._lock:
             self._check_complete(nbytes)
-            if self._was_sent and not self._is_there:
+            if self._was_sent and not self._is_stored:
                 raise StoreError(f"finish {self._key}: it was not stored; the write before failed")
             self._state = _UploadState.FINISHED
         if not self._was_sent:  # no write knew that it was the last
@@ -306,12 +306,12 @@ class SinglePut(_Writer):
     def _send(self, whole: memoryview) -> None:
         try:
             self._uploads.api.put(self._key, whole)
-        except Exception as error:  # noqa: BLE001 - raised again unless the object is there
-            self._expect_there(error)
+        except Exception as error:  # noqa: BLE001 - raised again unless the object exists
+            self._raise_unless_stored(error)
 
 
-class _GivenUp(Exception):
-    """Raised inside an upload to end it without an object."""
+class _Aborted(Exception):
+    """Raised inside an upload to abort it."""
 
 
 class MultipartPut(_Writer):
@@ -328,7 +328,7 @@ class MultipartPut(_Writer):
         self._part_nbytes = PART_NBYTES
         self._upload: Future[None] | None = None
         self._arrived = asyncio.Event()
-        self._given_up = asyncio.Event()
+        self._aborted = asyncio.Event()
 
     def write(self, start: int, data: memoryview) -> None:
         """Copy a piece, which is uploaded in the background; waits while the memory is full."""
@@ -352,8 +352,8 @@ class MultipartPut(_Writer):
         self._uploads.call(self._arrived.set)  # the upload may wait for more
         try:
             self._uploads.result(self._upload, f"finish {self._key}")
-        except Exception as error:  # noqa: BLE001 - raised again unless the object is there
-            self._expect_there(error)
+        except Exception as error:  # noqa: BLE001 - raised again unless the object exists
+            self._raise_unless_stored(error)
         self._state = _UploadState.FINISHED
 
     def abort(self) -> None:
@@ -369,7 +369,7 @@ class MultipartPut(_Writer):
         if self._upload is None:
             return
         self._uploads.call(self._arrived.set)
-        self._uploads.call(self._given_up.set)
+        self._uploads.call(self._aborted.set)
         try:
             self._upload.result(timeout=_ABORT_S)
         except Exception:  # noqa: BLE001 - it ended without an object, or will, or gc ends it
@@ -381,12 +381,12 @@ class MultipartPut(_Writer):
         uploads = self._uploads
         with uploads.changed:
             try:
-                uploads.wait_for(lambda: self._may_come(start), f"write {self._key}")
+                uploads.wait_for(lambda: self._may_copy(start), f"write {self._key}")
             except TransientStoreError as error:
-                self._expect_next_to_have_come(start, error)
+                self._check_next_was_written(start, error)
                 raise
             self._check_open("write")
-            self._expect_sending()
+            self._check_upload_runs()
             if not uploads.has_room():
                 uploads.admit(self)
             buffer = uploads.take()
@@ -395,14 +395,14 @@ class MultipartPut(_Writer):
                 num_parts = -(-self._nbytes // least)
                 self._part_nbytes = least * -(-num_parts // _MAX_PARTS)
                 self._upload = uploads.run(self._send())
-        copy = self._copied(piece, buffer)
+        copy = self._copy(piece, buffer)
         with uploads.changed:
             self._check_open("write")
             self._pieces[start] = copy
             self._written_nbytes += len(piece)
         uploads.call(self._arrived.set)
 
-    def _expect_next_to_have_come(self, start: int, error: TransientStoreError) -> None:
+    def _check_next_was_written(self, start: int, error: TransientStoreError) -> None:
         """Raise a final `StoreError` if the next byte was not written, as a retry is useless.
 
         The caller holds `changed`.
@@ -415,7 +415,7 @@ class MultipartPut(_Writer):
                 "that none waits for another one's"
             ) from error
 
-    def _may_come(self, start: int) -> bool:
+    def _may_copy(self, start: int) -> bool:
         if self.is_over() or self._uploads.has_room():
             return True
         # All memory may be held by copies that are sent after this piece: so it may exceed the
@@ -438,7 +438,7 @@ class MultipartPut(_Writer):
         is_end = self._position == self._length and nbytes > 0
         self._uploads.note(self, is_sending=nbytes >= self._part_nbytes or is_end)
 
-    def _expect_sending(self) -> None:
+    def _check_upload_runs(self) -> None:
         if self._upload is None or not self._upload.done():
             return
         error = self._upload.exception()
@@ -451,7 +451,7 @@ class MultipartPut(_Writer):
         while True:
             try:
                 return await self._uploads.api.stream(self._key, self, self._part_nbytes)
-            except _GivenUp:
+            except _Aborted:
                 raise
             except Exception as error:
                 # obstore does not retry the begin of an upload; no byte was sent yet.
@@ -465,12 +465,12 @@ class MultipartPut(_Writer):
         return self
 
     async def __anext__(self) -> memoryview:
-        """Return, to obstore, the next piece in order, when it is there and the rate allows it."""
+        """Return the next piece in order to obstore, once it was written and the rate allows it."""
         while True:
             self._arrived.clear()
             with self._uploads.changed:
                 if self._state is _UploadState.ABORTED:
-                    raise _GivenUp
+                    raise _Aborted
                 if self._position == self._length:
                     raise StopAsyncIteration
                 copy = self._pieces.pop(self._position, None)
@@ -480,8 +480,8 @@ class MultipartPut(_Writer):
         delay_s = self._uploads.pace.reserve(len(copy))
         if delay_s > 0:
             with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._given_up.wait(), delay_s)
-                raise _GivenUp
+                await asyncio.wait_for(self._aborted.wait(), delay_s)
+                raise _Aborted
         with self._uploads.changed:
             self._position += len(copy)
             self._in_flight_nbytes += len(copy)
@@ -499,8 +499,8 @@ class MultipartPut(_Writer):
             self._note()
             self._uploads.give_back(buffer)
 
-    def _copied(self, piece: memoryview, buffer: mmap.mmap) -> memoryview:
-        """Copy a piece into `buffer`, which is returned when the copy is released: once sent."""
+    def _copy(self, piece: memoryview, buffer: mmap.mmap) -> memoryview:
+        """Copy a piece into `buffer`; releasing the copy, once it is sent, frees the buffer."""
         copy = memoryview(buffer)[: len(piece)]
         released = weakref.finalize(copy, self._sent, buffer, len(piece))
         released.atexit = False

@@ -23,7 +23,7 @@ _STATE = ("state_dict", "load_state_dict")
 
 
 class HookFailed(HoldfastError):
-    """A callback raised in a hook; the error itself is the cause."""
+    """Error raised when a callback's hook fails; its cause is the error that the hook raised."""
 
     def __init__(self, callback: Callback, hook: str, error: Exception) -> None:
         self.callback = callback
@@ -32,7 +32,7 @@ class HookFailed(HoldfastError):
 
 
 class Callbacks:
-    """All callbacks of a training: by priority, then as they were given; loggers last.
+    """Calls the hooks of all callbacks: by priority, then in the order given; loggers last.
 
     Raises:
         UsageError: lists items that are not callbacks or are given twice, names used twice, and
@@ -45,9 +45,9 @@ class Callbacks:
         self._training = training
         self._names = _names(given)
         self._all = sorted(given, key=lambda item: (isinstance(item, Logger), -item.priority))
-        self._told = {hook: [item for item in self._all if _has(item, hook)] for hook in HOOKS}
-        # Ready for what other callbacks log as they start.
-        self._told["fit_start"].sort(key=lambda item: not isinstance(item, Logger))
+        self._by_hook = {hook: [item for item in self._all if _has(item, hook)] for hook in HOOKS}
+        # Loggers start first, to be ready for what other callbacks log as they start.
+        self._by_hook["fit_start"].sort(key=lambda item: not isinstance(item, Logger))
 
     @property
     def components(self) -> dict[str, Any]:
@@ -60,7 +60,7 @@ class Callbacks:
 
     @property
     def recording(self) -> list[Any]:
-        """Loggers with a state, such as the id of the record to which they append."""
+        """Loggers with a state to save, such as the id of the run to which they log."""
         return [item for item in self._all if isinstance(item, Logger) and _is_stateful(item)]
 
     @property
@@ -69,13 +69,13 @@ class Callbacks:
         return [name for name, callback in self._names.items() if callback.vetoes_ephemeral]
 
     def listens(self, hook: Callable[..., None]) -> bool:
-        """Whether any callback has this hook."""
-        return bool(self._told[hook.__name__])
+        """Whether any callback overrides this hook."""
+        return bool(self._by_hook[hook.__name__])
 
     def are_told(self, *hooks: str) -> bool:
-        """Whether any callback that is not a logger has one of these hooks."""
-        told = (callback for hook in hooks for callback in self._told[hook])
-        return any(not isinstance(callback, Logger) for callback in told)
+        """Whether any callback that is not a logger overrides one of these hooks."""
+        listeners = (callback for hook in hooks for callback in self._by_hook[hook])
+        return any(not isinstance(callback, Logger) for callback in listeners)
 
     def tell(
         self,
@@ -83,17 +83,17 @@ class Callbacks:
         *arguments: P.args,
         **named: P.kwargs,
     ) -> None:
-        """Call a hook, such as `Callback.step_end`, of all callbacks.
+        """Call a hook, such as `Callback.step_end`, of all callbacks that override it.
 
         Raises:
             HookFailed: a callback raised; later ones were not called.
         """
         name = hook.__name__
-        for callback in self._told[name]:
+        for callback in self._by_hook[name]:
             self._run(callback, name, *arguments, **named)
 
     def tell_loggers(self, metrics: Any, to: Collection[str] | None) -> None:
-        """Call `log` of all callbacks that have it, or of those named in `to`.
+        """Call the `log` hook of all callbacks, or of those named in `to`.
 
         Raises:
             HookFailed: a callback raised.
@@ -103,26 +103,26 @@ class Callbacks:
         if unknown or isinstance(to, str):
             raise UsageError(f"to={to!r}: give a list of some of {list(self._names)}")
         chosen = None if to is None else [self._names[name] for name in to]
-        for callback in self._told["log"]:
+        for callback in self._by_hook["log"]:
             if chosen is None or callback in chosen:
                 self._run(callback, "log", metrics)
 
     def tell_exception(self, error: BaseException) -> None:
-        """Call `exception` of all callbacks; their own errors are only logged."""
-        for callback in self._told["exception"]:
+        """Call the `exception` hook of all callbacks; errors that it raises are only logged."""
+        for callback in self._by_hook["exception"]:
             try:
                 callback.exception(self._training, error)
             except Exception:
                 logger.exception("%s failed in its exception hook", type(callback).__name__)
 
     def close(self) -> None:
-        """Call `close` of all callbacks, even if earlier ones raised.
+        """Call the `close` hook of all callbacks, even if earlier ones raised.
 
         Raises:
             HookFailed: the first callback that raised.
         """
         failures: list[HookFailed] = []
-        for callback in self._told["close"]:
+        for callback in self._by_hook["close"]:
             try:
                 self._run(callback, "close")
             except HookFailed as error:
@@ -167,7 +167,7 @@ def _problems(callback: Callback) -> list[str]:
     found = []
     for name, method in inspect.getmembers(type(callback), inspect.isfunction):
         if name in HOOKS:
-            if not _takes(inspect.signature(method), name):
+            if not _accepts(inspect.signature(method), name):
                 expected = ", ".join(_parameters(name))
                 found.append(f"{name}: must take ({expected})")
         elif not name.startswith("_"):
@@ -182,7 +182,7 @@ def _parameters(hook: str) -> list[str]:
     return list(inspect.signature(getattr(Callback, hook)).parameters)
 
 
-def _takes(signature: inspect.Signature, hook: str) -> bool:
+def _accepts(signature: inspect.Signature, hook: str) -> bool:
     try:
         signature.bind(*_parameters(hook))
     except TypeError:

@@ -1,7 +1,7 @@
-"""The hooks of a training: all of them, in the order in which they are called.
+"""Base class of callbacks, with every hook of a training in the order of their calls.
 
 A hook is a method of `Callback` and a name in `MOMENTS`; that is all there is to adding one,
-beside the place that tells it. `docs/hooks.md` is made from this module.
+beside the place that calls it. `docs/hooks.md` is made from this module.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ MOMENTS: Mapping[str, tuple[str, ...]] = {
     "Saving, if it is due": ("before_save", "edit_save", "checkpoint_saved", "checkpoint_failed"),
     "`fit` or `validate` ends": ("exception", "fit_end", "close"),
 }
-"""When hooks are called: titles for people, and the names of hooks, both in order."""
+"""Title of each phase of a training, and the hooks called in it, both in order of time."""
 
 HOOKS: tuple[str, ...] = tuple(name for names in MOMENTS.values() for name in names)
 
 
 class Callback:
-    """Base class of callbacks: methods that training calls at its moments. Override some.
+    """Base class of callbacks: training calls these methods, its hooks. Override some.
 
     Hooks run on the training thread. What one raises ends the training as `HookFailed`, except
     in `exception`. A callback with `state_dict` and `load_state_dict` is saved and resumed with
@@ -68,131 +68,131 @@ class Callback:
     """While it is True, no ephemeral checkpoint is made; permanent ones are."""
 
     def model_made(self, training: Training) -> None:
-        """The model was made and may be rebuilt; optimizer and average are made of it next."""
+        """Called when the model was made, to rebuild it before optimizer and average are made."""
 
     def setup(self, training: Training) -> None:
-        """The Trainer is complete; nothing was read or claimed yet."""
+        """Called when the Trainer is complete, before it reads a checkpoint or claims the run."""
 
     def before_load(self, training: Training) -> None:
-        """The run is claimed next and its newest usable checkpoint, if any, is applied."""
+        """Called before the run is claimed and its newest usable checkpoint, if any, is applied."""
 
     def edit_load(self, training: Training, view: StateView) -> None:
-        """A checkpoint was read: what will be applied can be changed here, before it is checked
-        against the live state. Called again for an older one where one proves damaged."""
+        """Called with the state of a checkpoint, to edit it before it is checked against the live
+        state and applied. Called again for an older checkpoint where one proves damaged."""
 
     def resumed(self, training: Training, checkpoint: Checkpoint) -> None:
-        """A checkpoint was applied."""
+        """Called when a checkpoint was applied."""
 
     def already_done(self, training: Training) -> None:
-        """The goal of `fit` had been reached and saved before; only `close` follows."""
+        """Called if the goal of `fit` had been reached and saved before; only `close` follows."""
 
     def fit_start(self, training: Training) -> None:
-        """Training begins, or goes on."""
+        """Called when training begins or resumes."""
 
     def checkpoint_loaded(self, training: Training, checkpoint: Checkpoint, cost: Metrics) -> None:
-        """Training goes on from this checkpoint; loggers are ready for what that took.
+        """Called after `fit_start` if a checkpoint was loaded, with the cost of the load.
 
         `cost` has `load/duration_s`, in which everything that was read was verified, and
         `load/nbytes`.
         """
 
     def epoch_start(self, training: Training) -> None:
-        """An epoch begins. Not called again by a resume inside it."""
+        """Called when an epoch begins, but not again by a resume inside it."""
 
     def before_data(self, training: Training) -> None:
-        """The batches of a step are asked for; the epoch may turn out to be over."""
+        """Called before the batches of a step are fetched; the epoch may turn out to be over."""
 
     def step_start(self, training: Training) -> None:
-        """The batches of a step were fetched."""
+        """Called when the batches of a step were fetched."""
 
     def batch_start(self, training: Training, batch: Any) -> None:
-        """A batch is on its device and will be trained on."""
+        """Called before a batch is trained on; it is on its device."""
 
     def before_forward(self, training: Training, batch: Any) -> None:
-        """The loss function is called next."""
+        """Called before the loss function."""
 
     def after_forward(self, training: Training, loss: Tensor) -> None:
-        """The loss of the batch is known; it is neither divided nor scaled."""
+        """Called with the loss of a batch, neither divided nor scaled."""
 
     def before_backward(self, training: Training, loss: Tensor) -> None:
-        """The loss, divided by the number of batches of the step, is propagated back next."""
+        """Called before the backward pass, with the loss divided by the number of batches."""
 
     def after_backward(self, training: Training) -> None:
-        """The gradients of the batch were added; under a loss scale they are scaled."""
+        """Called when the batch's gradients were added; under a loss scale they are scaled."""
 
     def batch_end(self, training: Training, batch: Any) -> None:
-        """The batch was trained on."""
+        """Called when the batch was trained on."""
 
     def before_optimizer_step(self, training: Training) -> None:
-        """The gradients are complete, unscaled and clipped; the optimizer steps next."""
+        """Called before the optimizer steps, with the gradients complete, unscaled and clipped."""
 
     def after_optimizer_step(self, training: Training) -> None:
-        """The optimizer stepped, or the loss scaler skipped an update that was not finite."""
+        """Called when the optimizer stepped, or the loss scaler skipped a non-finite update."""
 
     def before_zero_grad(self, training: Training) -> None:
-        """The gradients are dropped next."""
+        """Called before the gradients are cleared."""
 
     def after_zero_grad(self, training: Training) -> None:
-        """The gradients were dropped."""
+        """Called when the gradients were cleared."""
 
     def before_scheduler_step(self, training: Training, scheduler: Any) -> None:
-        """A scheduler steps next; called for each of them."""
+        """Called before each scheduler steps."""
 
     def after_scheduler_step(self, training: Training, scheduler: Any) -> None:
-        """A scheduler stepped; called for each of them."""
+        """Called when each scheduler has stepped."""
 
     def step_end(self, training: Training, metrics: Metrics) -> None:
-        """A step is done and counted. Reading a metric may wait for the accelerator."""
+        """Called when a step is done and counted. Reading a metric may wait for the accelerator."""
 
     def epoch_end(self, training: Training) -> None:
-        """An epoch has ended; `training.counters.epoch` counts it already."""
+        """Called when an epoch has ended; `training.counters.epoch` counts it already."""
 
     def validation_start(self, training: Training, name: str) -> None:
-        """The loader `name` (empty for the only one) is validated on; the model is in eval mode."""
+        """Called before the loader or check `name` ("" for the only loader) runs, in eval mode."""
 
     def validation_batch_start(self, training: Training, batch: Any) -> None:
-        """A batch is on its device and will be validated on."""
+        """Called before a batch is validated on; it is on its device."""
 
     def validation_batch_end(self, training: Training, batch: Any) -> None:
-        """The batch was validated on."""
+        """Called when the batch was validated on."""
 
     def validation_end(self, training: Training, name: str, metrics: Metrics) -> None:
-        """The loader `name` was validated on; `metrics` are its own, as checkpoints get them."""
+        """Called after the loader or check `name`, with its metrics, named as in checkpoints."""
 
     def log(self, training: Training, metrics: Metrics) -> None:
-        """Metrics are to be recorded: every `log_every` steps, after a validation, at the end.
+        """Called with metrics to record: every `log_every` steps, after a validation, at the end.
 
-        They are those of `training.present_step`.
+        They belong to `training.present_step`. `Trainer.log` calls it, too.
         """
 
     def before_save(self, training: Training) -> None:
-        """A checkpoint is made of the state as it is when all these hooks have returned."""
+        """Called before the state is captured for a save; what these hooks change is saved."""
 
     def edit_save(self, training: Training, view: StateView) -> None:
-        """The state was captured: what will be stored can be changed here, the live state cannot.
+        """Called with the captured state, to edit what is stored; the live state is not changed.
 
-        A component that nobody looks into costs nothing; reading a tensor copies it.
+        A component that no hook reads costs nothing; reading a tensor copies it.
         """
 
     def checkpoint_saved(self, training: Training, checkpoint: Checkpoint, cost: Metrics) -> None:
-        """A checkpoint is durable; told at the end of a later step, or of the training.
+        """Called once a checkpoint is durable, at the end of a step or of the training.
 
         `cost` has `save/stall_s`, `save/duration_s` and `save/nbytes`.
         """
 
     def checkpoint_failed(self, training: Training, error: SaveFailed) -> None:
-        """A save did not commit; told like `checkpoint_saved`. The next step tries again."""
+        """Called like `checkpoint_saved`, but for a failed save, which the next step retries."""
 
     def exception(self, training: Training, error: BaseException) -> None:
-        """The training ends by this error, which is raised afterwards whatever a hook does."""
+        """Called when an error ends the training; it is raised afterwards whatever a hook does."""
 
     def fit_end(self, training: Training) -> None:
-        """Training is over for now, and its last checkpoint is durable."""
+        """Called when training ends without an error, once its last checkpoint is durable."""
 
     def close(self, training: Training) -> None:
-        """The last hook, however it ended: give back what `setup` or `fit_start` took."""
+        """Called last, however training ended, to release what `setup` or `fit_start` acquired."""
 
 
 class Logger(Callback):
-    """A callback that only records; it runs after those that are not loggers, except in
+    """Callback that only records metrics: called after other callbacks, but before them in
     `fit_start`, so that it is ready for what they log."""

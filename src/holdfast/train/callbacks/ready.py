@@ -1,6 +1,6 @@
-"""Ready-made callbacks: a training that ends before its goal, and sparse training.
+"""Ready-made callbacks: a stop by a condition, early stopping, and pruning of weights.
 
-It ends by a condition or without improvement; weights are pruned by `torch.nn.utils.prune`.
+Weights are pruned by `torch.nn.utils.prune`.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class EarlyStopping(Callback):
         min_delta: float = 0.0,
         name: str | None = None,
     ) -> None:
-        """Watch `metric`.
+        """Set the validation metric to watch, and how long it may fail to improve.
 
         Args:
             metric: its full name, as in the log.
@@ -115,7 +115,7 @@ class EarlyStopping(Callback):
         self._seen: set[str] = set()
 
     def fit_start(self, training: Training) -> None:
-        """End at once if patience was already exhausted."""
+        """Request a stop if an earlier process exhausted the patience."""
         self._seen.clear()
         self._stop_if_over(training)
 
@@ -123,7 +123,7 @@ class EarlyStopping(Callback):
         """Compare the metric with the best value, if the validation has it."""
         self._seen |= set(metrics)
         if training.manager is None or self.metric not in metrics:
-            return  # a validation outside of `fit` is not part of its course
+            return  # a validation outside of `fit` does not count
         value = metrics[self.metric]
         if self._is_better(value):
             self.best, self.num_waited = value, 0
@@ -148,7 +148,7 @@ class EarlyStopping(Callback):
         """Restore the best value and the count of an earlier process.
 
         Raises:
-            UsageError: the members are not those of this state.
+            UsageError: the keys of `state` are wrong.
         """
         if set(state) != {"best", "num_waited"}:
             raise UsageError(f"not the state of EarlyStopping: {sorted(state)}")
@@ -174,7 +174,7 @@ _WEIGHT, _MASK = "weight", "weight_mask"
 
 
 class Pruning(Callback):
-    """Prunes a growing part of the weights of modules, at given steps.
+    """Prunes a growing fraction of the weights of modules, at given steps.
 
         Pruning({1_000: 0.2, 2_000: 0.5, 3_000: 0.8})
 
@@ -197,7 +197,7 @@ class Pruning(Callback):
         method: Method = "l1_unstructured",
         modules: Collection[str] | None = None,
     ) -> None:
-        """Prune by the schedule `amounts`.
+        """Prune by `amounts`, a schedule from steps to fractions of the weights.
 
         Args:
             amounts: after which step (0: before the first) which part of each module's weights is
@@ -279,7 +279,7 @@ class Pruning(Callback):
 
 
 def sparsity(model: nn.Module) -> float:
-    """Compute the pruned part of all weights that have a mask; 0 if none have.
+    """Compute the pruned fraction of all weights that have a mask; 0 if none have.
 
     Waits for the accelerator.
     """

@@ -56,7 +56,7 @@ class Target:
         return (self.entry.step, self.entry.order, self.store.url)
 
     def load(self, weights: Mapping[str, nn.Module], edit: Edit | None) -> Checkpoint:
-        """Load and verify weights into modules, by component name; claims nothing.
+        """Load and verify the checkpoint's weights into modules, by component name; claims nothing.
 
         `edit` may change the stored state before it is compared with the modules.
 
@@ -85,7 +85,7 @@ def select(
     which: Which | Iterable[Which] | None,
     encryption: Encryption | None = None,
 ) -> list[Target]:
-    """Select checkpoints, each once, sorted by step and then in the order of commits.
+    """Find the checkpoints that `which` names, each once, by step and then order of commits.
 
     Each of `which` (None: the newest of `root`) is what `CheckpointManager.load` takes: "latest",
     a step, a folder, a tag or a label of `root`; or a path (a `Path`, or a text with a slash or an
@@ -108,7 +108,7 @@ def select(
     for item in wanted:
         if isinstance(item, bool) or not isinstance(item, str | int | os.PathLike):
             raise UsageError(f"which: {item!r} is neither a name nor a step")
-        for target in _meant(own, item):
+        for target in _resolve(own, item):
             found.setdefault((target.store.url, target.entry.folder), target)
     return sorted(found.values(), key=lambda target: target.order)
 
@@ -129,7 +129,7 @@ def kept_all(targets: Iterable[Target]) -> Iterator[None]:
 @contextmanager
 def borrowed(weights: Mapping[str, nn.Module]) -> Iterator[None]:
     """Restore the weights of the modules after the block, from a copy in host memory."""
-    before = {name: _copied(module) for name, module in weights.items()}
+    before = {name: _copy(module) for name, module in weights.items()}
     try:
         yield
     finally:
@@ -137,22 +137,22 @@ def borrowed(weights: Mapping[str, nn.Module]) -> Iterator[None]:
             module.load_state_dict(before[name])
 
 
-def _copied(module: nn.Module) -> dict[str, object]:
+def _copy(module: nn.Module) -> dict[str, object]:
     return {
         name: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else deepcopy(value)
         for name, value in module.state_dict().items()
     }
 
 
-def _meant(own: Catalog | None, item: Which) -> list[Target]:
+def _resolve(own: Catalog | None, item: Which) -> list[Target]:
     if not isinstance(item, str | int) or (isinstance(item, str) and _is_path(item)):
-        return _at_path(os.fspath(item))
+        return _find_at_path(os.fspath(item))
     if own is None:
         raise UsageError(
             f"which={item!r}: a checkpoint of the Trainer's own root, and it has none "
             "(checkpoints=None); name one by its path, as in other/root@latest"
         )
-    return [_target(own, own.resolve(item))] if isinstance(item, int) else _named(own, item)
+    return [_target(own, own.resolve(item))] if isinstance(item, int) else _find_named(own, item)
 
 
 def _is_path(text: str) -> bool:
@@ -163,40 +163,40 @@ def _target(catalog: Catalog, entry: Entry) -> Target:
     return Target(store=catalog.home(entry.folder), entry=entry)
 
 
-def _named(catalog: Catalog, which: str) -> list[Target]:
+def _find_named(catalog: Catalog, which: str) -> list[Target]:
     try:
         return [_target(catalog, catalog.resolve(which))]
     except NoCheckpoint:
         if not glob.has_magic(which):
             raise
-    entries = [entry for entry in catalog.lineage_entries() if _fits(entry, which)]
+    entries = [entry for entry in catalog.lineage_entries() if _matches(entry, which)]
     if not entries:
         raise NoCheckpoint(f"{catalog.store.url}: no checkpoint of this run matches {which!r}")
     return [_target(catalog, entry) for entry in entries]
 
 
-def _fits(entry: Entry, pattern: str) -> bool:
+def _matches(entry: Entry, pattern: str) -> bool:
     names = (entry.folder, entry.name.label, f"step={entry.step}", *entry.tags)
     return any(fnmatchcase(name, pattern) for name in names)
 
 
-def _at_path(text: str) -> list[Target]:
+def _find_at_path(text: str) -> list[Target]:
     path, which = split_source(text)
     if not glob.has_magic(path) or os.path.exists(path):
-        return _in_folder(path, which)
+        return _find_in_folder(path, which)
     found: list[Target] = []
     for folder in sorted(glob.glob(path, recursive=True)):
         if _is_checkpoint(folder) or (os.path.isdir(folder) and is_root(open_store(folder))):
             with suppress(NoCheckpoint):  # other roots that match the pattern may have some
-                found += _in_folder(folder, which)
+                found += _find_in_folder(folder, which)
     if not found:
         raise NoCheckpoint(f"{text}: no checkpoint matches")
     return found
 
 
-def _in_folder(path: str, which: str | None) -> list[Target]:
+def _find_in_folder(path: str, which: str | None) -> list[Target]:
     if which is not None:
-        return _named(Catalog(open_store(path)), which)
+        return _find_named(Catalog(open_store(path)), which)
     store, entry = locate(path)
     return [Target(store=store, entry=entry)]
 

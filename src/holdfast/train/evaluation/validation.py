@@ -30,7 +30,7 @@ from holdfast.train.training import Metrics
 from holdfast.train.window.loop import LossFunction, Update, evaluate, moved
 from holdfast.train.window.metrics import LazyMetrics, Mean
 
-_NONE = object()
+_END = object()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +73,7 @@ class Validation:
     loss: LossFunction | None = None
     """Function that computes a batch's mean loss and metrics; None: the Trainer's."""
     use_ema: bool = True
-    """Whether the averaged weights are validated where the Trainer keeps some."""
+    """Whether to validate the averaged weights, if the Trainer keeps an average."""
     weigh: Callable[[Any], float] | None = None
     """Weight of a batch in the means; None: its samples, as the Trainer counts them, or else
     the first dimension of its first tensor."""
@@ -98,7 +98,7 @@ class Validation:
 
     @property
     def trigger(self) -> Every:
-        """Trigger of the validation.
+        """Trigger at which validation is due, parsed from `every`.
 
         Raises:
             UsageError: `every` is neither a time nor a fraction of the run.
@@ -116,17 +116,17 @@ class ValidationPart:
 
     plan: Validation
     names: tuple[str, ...]
-    """Scopes of its metrics, below `val/`."""
+    """Prefixes of the names of its metrics, after `val/`."""
     every_n_vals: int
     run: Callable[[nn.Module], dict[str, float]]
 
     @property
     def name(self) -> str:
-        """Unique name of the part: the first of its metric scopes."""
+        """Unique name of the part: the first of `names`."""
         return self.names[0]
 
     def on(self, model: nn.Module, live: nn.Module) -> dict[str, float]:
-        """Compute the metrics of `model`; `live` is the module whose mode hooks may see.
+        """Compute the metrics of `model`; `live`, the trained module, is in eval mode as well.
 
         Raises:
             UsageError: a loader gives no batch, or a metric is not a number.
@@ -142,7 +142,7 @@ class Validator:
 
     plan: Validation
     update: Update
-    """The training's update, whose loss, precision and device it uses."""
+    """Training step, whose loss function, precision and device are used."""
     weigh: Callable[[Any], float]
     waiting: Callable[[], AbstractContextManager[Any]] = nullcontext
     """Context for operations that a stop may interrupt: a fetch, a forward pass."""
@@ -160,14 +160,14 @@ class Validator:
     def parts(self) -> tuple[ValidationPart, ...]:
         """Parts of the validation: its loaders, then its checks."""
         loaders = ValidationPart(
-            plan=self.plan, names=tuple(self._loaders), every_n_vals=1, run=self._on_loaders
+            plan=self.plan, names=tuple(self._loaders), every_n_vals=1, run=self._run_loaders
         )
         checks = [
             ValidationPart(
                 plan=self.plan,
                 names=(self._name(check.name),),
                 every_n_vals=check.every_n_vals,
-                run=partial(self._check, check),
+                run=partial(self._run_check, check),
             )
             for check in self.plan.downstream
         ]
@@ -176,32 +176,32 @@ class Validator:
     def _name(self, name: str) -> str:
         return "/".join(filter(None, (self.plan.name, name)))
 
-    def _on_loaders(self, model: nn.Module) -> dict[str, float]:
+    def _run_loaders(self, model: nn.Module) -> dict[str, float]:
         found: dict[str, float] = {}
         for name, loader in self._loaders.items():
             self.update.callbacks.tell(Callback.validation_start, name)
-            found |= self._ended(name, self._means(loader, model))
+            found |= self._report(name, self._mean_metrics(loader, model))
         return found
 
-    def _check(self, check: Downstream, model: nn.Module) -> dict[str, float]:
+    def _run_check(self, check: Downstream, model: nn.Module) -> dict[str, float]:
         name = self._name(check.name)
         self.update.callbacks.tell(Callback.validation_start, name)
         with self.waiting():
             found = check.run(model)
-        return self._ended(name, self.update.numbers(found))
+        return self._report(name, self.update.numbers(found))
 
-    def _ended(self, name: str, found: Mapping[str, Any]) -> dict[str, float]:
-        """Call the hooks at the end of a loader or a check; returns its metrics by full names."""
+    def _report(self, name: str, found: Mapping[str, Any]) -> dict[str, float]:
+        """Call `validation_end` for a loader or a check; returns its metrics by full names."""
         values = LazyMetrics(found)
         if not values:
             raise UsageError(f"validation data {name!r} gave no batch, or a check no metric")
-        metrics = {f"{_scope(name)}{metric}": value for metric, value in values.items()}
+        metrics = {f"{_prefix(name)}{metric}": value for metric, value in values.items()}
         self.update.callbacks.tell(Callback.validation_end, name, metrics)
         return metrics
 
-    def _means(self, loader: _Restarting, model: nn.Module) -> Mapping[str, Any]:
+    def _mean_metrics(self, loader: _Restarting, model: nn.Module) -> Mapping[str, Any]:
         mean, update, tell = Mean(), self.update, self.update.callbacks.tell
-        for given in self._fetched(loader):
+        for given in self._fetch(loader):
             batch = moved(given, update.device)
             tell(Callback.validation_batch_start, batch)
             with update.numerics.autocast(), self.waiting():
@@ -210,18 +210,18 @@ class Validator:
             tell(Callback.validation_batch_end, batch)
         return mean.result()
 
-    def _fetched(self, loader: _Restarting) -> Iterator[Any]:
+    def _fetch(self, loader: _Restarting) -> Iterator[Any]:
         batches = islice(loader.batches(), self.plan.batches)
         while True:
             with self.waiting():
-                found = next(batches, _NONE)
-            if found is _NONE:
+                found = next(batches, _END)
+            if found is _END:
                 return
             yield found
 
 
 def plans_of(given: Any) -> list[Validation]:
-    """Convert an argument to plans: a loader, loaders by name, or one `Validation` or more.
+    """Convert the argument `validate` (loaders, or `Validation` plans) to a list of plans.
 
     Raises:
         UsageError: an item of a list is not a `Validation`.
@@ -262,24 +262,24 @@ class Validations:
         return bool(self.parts)
 
     def begin(self, goal: Time, step: int, known: Metrics) -> None:
-        """Start from `step`, whose metrics `known` exist; `goal` is the length of the run."""
+        """Resolve intervals for `goal`; parts with metrics in `known` count as done at `step`."""
         resolved = [part.plan.trigger.resolve(goal) for part in self.parts]
         self._intervals = {at: (every.unit, every.size) for at, every in enumerate(resolved)}
         owners = {self._owner(name) for name in known if name.startswith("val/")}
         self._done = {at: step for at in owners if at is not None}
 
     def due(self, before: Timestamp, now: Timestamp, *, is_last: bool) -> list[ValidationPart]:
-        """Return the parts to run now; each is returned once for a step.
+        """Return the parts that are due, and count them as done at this step.
 
         A part is due when a multiple of its interval was reached or passed since `before`.
         """
-        due = self._due_numbers(before, now, is_last)
+        due = self._due_indices(before, now, is_last)
         self._done.update(dict.fromkeys(due, now.step))
         return [self.parts[at] for at in due]
 
     def names_due(self, before: Timestamp, now: Timestamp, *, is_last: bool) -> list[str]:
-        """Return the names of the parts that `due` would return."""
-        return [self.parts[at].name for at in self._due_numbers(before, now, is_last)]
+        """Return the names of the parts that `due` would return, without counting them as done."""
+        return [self.parts[at].name for at in self._due_indices(before, now, is_last)]
 
     def made_up(self, names: Sequence[str], step: int) -> list[ValidationPart]:
         """Return the parts with these names, and count them as done at `step`."""
@@ -287,7 +287,7 @@ class Validations:
         self._done.update(dict.fromkeys(missed, step))
         return [self.parts[at] for at in missed]
 
-    def _due_numbers(self, before: Timestamp, now: Timestamp, is_last: bool) -> list[int]:
+    def _due_indices(self, before: Timestamp, now: Timestamp, is_last: bool) -> list[int]:
         return [
             at
             for at in range(len(self.parts))
@@ -303,18 +303,18 @@ class Validations:
         return bool(passed[0] < passed[1])
 
     def _owner(self, metric: str) -> int | None:
-        """Find the part that computes this metric: the one with the longest matching scope."""
-        scopes = [(_scope(name), at) for at, part in enumerate(self.parts) for name in part.names]
-        fitting = [(len(scope), at) for scope, at in scopes if metric.startswith(scope)]
+        """Find the part that computes this metric: the one with the longest matching prefix."""
+        named = [(_prefix(name), at) for at, part in enumerate(self.parts) for name in part.names]
+        fitting = [(len(prefix), at) for prefix, at in named if metric.startswith(prefix)]
         return max(fitting)[1] if fitting else None
 
 
-def _scope(name: str) -> str:
+def _prefix(name: str) -> str:
     return f"val/{name}/" if name else "val/"
 
 
 class _Restarting:
-    """A loader that restarts each time, if it has a position."""
+    """Validation loader that starts from its first position each time, if it has positions."""
 
     def __init__(self, loader: Any) -> None:
         if isinstance(loader, str) or not hasattr(loader, "__iter__"):

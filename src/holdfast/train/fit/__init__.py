@@ -1,1 +1,1 @@
-"""The course of a call of `fit`, from the resume to the last checkpoint."""
+"""Parts of a call of `fit`: its start, its steps, its saves and its end."""

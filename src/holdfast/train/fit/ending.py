@@ -20,7 +20,7 @@ class Outcome:
     reason: EndReason
     """Cause of the end: the goal, the time limit, a signal, or the request of a callback.
 
-    After a signal `fit` raises what ends the program, and this is not seen."""
+    After a signal `fit` raises the exception that ends the program, and returns nothing."""
     step: int
     """Completed steps of the whole run."""
     detail: str = ""
@@ -50,7 +50,7 @@ class FitEnding:
         self._request: str | None = None
 
     def ask(self, reason: str) -> None:
-        """Request the end after the current step."""
+        """Request that `fit` ends after the current step, for `reason`."""
         self._request = self._request or reason or "a request"
 
     def is_at_goal(self) -> bool:

@@ -1,4 +1,4 @@
-"""The course of a call of `fit`, from the resume to the last save (docs/trainer.md).
+"""A call of `fit`: resume, steps, validations, logs and saves, in order (docs/trainer.md).
 
 `loop` does a step, `saving` decides when to save, `ending` when to end.
 """
@@ -53,10 +53,10 @@ class Gear:
     """Steps whose batches are not trained on."""
     validations: Validations
     validated: Callable[[Sequence[ValidationPart]], dict[str, float]]
-    """Function that validates and returns the metrics."""
+    """Function that runs parts of validations, and returns their metrics."""
     way_back: WayBack
     accumulate: int
-    """Batches of a step."""
+    """Number of batches of a step."""
     log_every: int
     """Steps between two logs."""
     seed: int
@@ -74,9 +74,9 @@ class Fit:
         saves: Saves,
         start: Callable[[], Checkpoint] | None = None,
     ) -> None:
-        """Prepare a call of `fit`; `saves` are those of the manager.
+        """Prepare a call of `fit`; `saves` collects the saves that `manager` begins.
 
-        `start` loads the checkpoint of another root. It is called if the run has none of its own.
+        `start` loads the checkpoint of another root. It is called if this run has no checkpoint.
         """
         self._gear = gear
         self._start = start
@@ -89,23 +89,23 @@ class Fit:
         self._tell = gear.callbacks.tell
         self._validated_step: int | None = None
         self._logged_step: int | None = None
-        self._looked_step: int | None = None
+        self._finished_step: int | None = None
         self._before = self._now = gear.counters.timestamp
         """Timestamps before and after the last completed step."""
         self._batches = Batches(gear.data)
-        self._given_up: Interrupted | None = None
-        """Kept to the end, as `_batches`: ending workers may take long; the save comes first."""
+        self._interruption: Interrupted | None = None
+        """Error kept until after the save, as `_batches`: dropping it may wait for data workers."""
         self._metrics = LazyMetrics({})
-        """Metrics known of the last completed step."""
+        """Known metrics of the last completed step."""
 
     def run(self) -> Outcome:
         """Resume, train and save, as `Trainer.fit` does."""
         self._tell(Callback.before_load)
         began_s = time.monotonic()
         found = self._manager.resume()
-        is_here = found is not None
+        is_resumed = found is not None
         if found is None:
-            found = self._begun_elsewhere()
+            found = self._load_start()
         elif self._start is not None:
             logger.info("the run goes on from %s; start_from is not used", found.path)
         load_s = time.monotonic() - began_s
@@ -118,7 +118,7 @@ class Fit:
         self._place.leave_step()
         if found is not None:
             self._tell(Callback.resumed, found)
-        is_saved = found is not None and is_here and found.save_class == "permanent"
+        is_saved = found is not None and is_resumed and found.save_class == "permanent"
         is_complete = is_saved and not self._counters.unvalidated
         if self._ending.is_at_goal():
             # Starting a finished run again is normal; a goal that was passed may be a mistake.
@@ -141,20 +141,20 @@ class Fit:
             cost = {"load/duration_s": load_s, "load/nbytes": float(found.nbytes)}
             self._tell(Callback.checkpoint_loaded, found, cost)
         self._gear.model.train()
-        if not is_here:
+        if not is_resumed:
             saver.at(["start"], {})
         try:
             self._train(saver, found)
         except Exception as error:
-            if self._way_back.is_exact and not isinstance(error, OwnershipError):
+            if self._way_back.allows_save and not isinstance(error, OwnershipError):
                 self._save_after(error, saver)
             raise
         finally:
             self._batches.drop()
-            self._given_up = None
+            self._interruption = None
         return self._ending.outcome(notes)
 
-    def _begun_elsewhere(self) -> Checkpoint | None:
+    def _load_start(self) -> Checkpoint | None:
         """Load the checkpoint of another root that this run starts from, if any."""
         if self._place.has_begun:
             raise UsageError(
@@ -196,7 +196,7 @@ class Fit:
         now.tokens = None if gear.counts.tokens is None else now.tokens or 0
 
     def _train(self, saver: StepSaver, found: Checkpoint | None) -> None:
-        """Do the steps up to the goal, with validations, logs and saves after each.
+        """Train up to the goal, with validations, logs and saves after each step.
 
         `found` is the checkpoint that training resumed from.
         """
@@ -209,15 +209,15 @@ class Fit:
         if any(name.startswith("val/") for name in known):
             self._validated_step = begun_at
         if found is not None and self._counters.unvalidated:
-            known = self._made_up(saver, found)
+            known = self._validate_late(saver, found)
         for step_metrics in self._steps():
             is_over = self._ending.is_here()
-            metrics = self._looked(step_metrics, self._before, is_over)
+            metrics = self._finish_step(step_metrics, self._before, is_over)
             if not is_over:
                 saver.at(self._events(), metrics)
         if not is_over:
             # Training ended after the last step was handled: by hooks, or at the end of the data.
-            metrics = self._looked(metrics, self._now, is_over=True)
+            metrics = self._finish_step(metrics, self._now, is_over=True)
         events = self._events() if self._counters.step > begun_at else []
         if self._counters.step == begun_at:
             metrics = LazyMetrics(known).joined(metrics)
@@ -230,7 +230,7 @@ class Fit:
         saver.settle(metrics)  # saves that the hook began
 
     def _steps(self) -> Iterator[LazyMetrics]:
-        """Do the steps up to the goal; yields the metrics of each after it is counted."""
+        """Train up to the goal; yields the metrics of each step after it is counted."""
         tell = self._tell
         while not self._ending.is_here():
             begun_at = self._counters.batch
@@ -247,7 +247,7 @@ class Fit:
                     with self._way_back.fetching():
                         window = self._batches.window(self._gear.accumulate)
                 except Interrupted as error:
-                    self._given_up = error
+                    self._interruption = error
                     break
                 if window:
                     yield self._step(window)
@@ -287,7 +287,7 @@ class Fit:
             self._counters.end_epoch()
         self._metrics = metrics
         self._before, self._now = self._now, self._counters.timestamp
-        # For saves in the hooks that follow, and for errors in them.
+        # Set before the hooks that follow, as they may save or fail.
         self._counters.unvalidated = self._gear.validations.names_due(
             self._before, self._now, is_last=self._ending.is_at_goal()
         )
@@ -297,17 +297,17 @@ class Fit:
             tell(Callback.epoch_end)
         return metrics
 
-    def _looked(self, metrics: LazyMetrics, before: Timestamp, is_over: bool) -> LazyMetrics:
+    def _finish_step(self, metrics: LazyMetrics, before: Timestamp, is_over: bool) -> LazyMetrics:
         """Run the validations and logs due at this step; returns all its metrics."""
         step, due = self._counters.step, []
-        self._looked_step = step
+        self._finished_step = step
         if self._gear.validations:
             is_last = is_over and self._ending.reason == "goal"
             due = self._gear.validations.due(before, self._counters.timestamp, is_last=is_last)
         if due:
-            metrics = self._joined(metrics, due)
+            metrics = self._validate(metrics, due)
         if self._counters.unvalidated:
-            return metrics  # logged by the resume that validates
+            return metrics  # the resume that validates will log them
         # The log must be the same whether or not the run is stopped.
         is_due = step % self._gear.log_every == 0 or (is_over and self._ending.reason != "signal")
         if due or (is_due and metrics and self._logged_step != step):
@@ -315,7 +315,7 @@ class Fit:
             self._tell(Callback.log, metrics)
         return metrics
 
-    def _joined(self, metrics: LazyMetrics, parts: Sequence[ValidationPart]) -> LazyMetrics:
+    def _validate(self, metrics: LazyMetrics, parts: Sequence[ValidationPart]) -> LazyMetrics:
         """Add the metrics of these validations, unless a signal interrupts them."""
         names = [*self._counters.unvalidated, *(part.name for part in parts)]
         self._counters.unvalidated = list(dict.fromkeys(names))
@@ -323,21 +323,21 @@ class Fit:
             with self._way_back.validating():
                 found = self._gear.validated(parts)
         except Interrupted as error:
-            self._given_up = error
+            self._interruption = error
             return metrics
         self._counters.unvalidated = []
         self._validated_step = self._counters.step
         self._metrics = metrics.joined(found)
         return self._metrics
 
-    def _made_up(self, saver: StepSaver, found: Checkpoint) -> Metrics:
+    def _validate_late(self, saver: StepSaver, found: Checkpoint) -> Metrics:
         """Do the validation that a signal or an error prevented at the checkpoint's step.
 
         The checkpoint is then saved again with its metrics, for selecting the best one.
         """
         step = self._counters.step
         parts = self._gear.validations.made_up(self._counters.unvalidated, step)
-        metrics = self._joined(LazyMetrics(found.metrics), parts)
+        metrics = self._validate(LazyMetrics(found.metrics), parts)
         if self._counters.unvalidated:
             return metrics
         self._logged_step = step
@@ -348,9 +348,9 @@ class Fit:
         return metrics
 
     def _save_after(self, error: Exception, saver: StepSaver) -> None:
-        """Save the state of the last boundary; the error is raised in any case."""
+        """Save the state of the last step boundary after an error, which is raised anyway."""
         try:
-            lost = "" if self._place.is_between else self._lost()
+            lost = "" if self._place.is_between else self._undo_step()
             if lost:
                 logger.error(
                     "step %d failed %s, so nothing of it can be saved; the newest checkpoint is %s",
@@ -366,8 +366,8 @@ class Fit:
         except Exception as failure:
             logger.exception("after %r the state could not be saved: %s", error, failure)
 
-    def _lost(self) -> str:
-        """Restore the state before the failed step; returns why that is impossible, or ""."""
+    def _undo_step(self) -> str:
+        """Restore the state from before the failed step; returns why it is lost, or ""."""
         if not self._way_back.go():
             return "in its update"
         changed = ", ".join(self._way_back.changed())
@@ -377,9 +377,9 @@ class Fit:
         )
 
     def _log_after_error(self) -> None:
-        """Log the last step, if it is due and the error prevented it."""
+        """Log the last completed step, if its log was due and the error prevented it."""
         step = self._counters.step
-        is_new = self._now.step > self._before.step and self._looked_step != step
+        is_new = self._now.step > self._before.step and self._finished_step != step
         if is_new and step % self._gear.log_every == 0 and not self._counters.unvalidated:
             try:
                 self._tell(Callback.log, self._metrics)
@@ -387,7 +387,7 @@ class Fit:
                 logger.error("%s", failure)
 
     def _events(self) -> list[Event]:
-        """List the events at this step, for triggers."""
+        """List the events of this step at which triggers may fire, such as `epoch`."""
         before, now = self._before, self._now
         events: list[Event] = ["step"]
         if now.epoch != before.epoch:

@@ -1,7 +1,6 @@
-"""Saves of the Trainer: when they may begin, of which state, and handling of failed ones.
+"""Saves of the Trainer: when one may begin, health checks of the state, and retries.
 
-`StepPosition` says when, `check_health` of which state; failures are those of invariant 8 in
-docs/design.md.
+`StepPosition` says when one may begin; failures are those of invariant 8 in docs/design.md.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from torch import nn
 
 from holdfast.engine.checkpoint import PendingSave
 from holdfast.errors import HoldfastError, SaveFailed, SaveSkipped, UsageError, listing
-from holdfast.events import Event as Told
+from holdfast.events import Event as ManagerEvent
 from holdfast.manager import CheckpointManager
 from holdfast.policy.savers import Due
 from holdfast.policy.schedule import covers, together
@@ -29,7 +28,7 @@ from holdfast.train.training import Counters, Metrics
 logger = logging.getLogger("holdfast")
 
 MAX_FAILURES_IN_A_ROW = 3
-_PLAIN: Sequence[Event] = ["step"]
+_ONLY_STEP: Sequence[Event] = ["step"]
 
 
 class Saves:
@@ -40,11 +39,11 @@ class Saves:
 
     def __init__(self) -> None:
         self.begun: list[PendingSave] = []
-        """Those whose end was not reported yet."""
+        """Saves whose end no hook was called for yet."""
         self._durations_s: dict[int, float] = {}
 
-    def __call__(self, event: Told) -> None:
-        """Receive an event of the manager, on any thread."""
+    def __call__(self, event: ManagerEvent) -> None:
+        """Record how long a committed save took, from the manager's event, on any thread."""
         if event.kind == "committed" and event.step is not None:
             self._durations_s[event.step] = event.fields["save_s"]
 
@@ -77,8 +76,7 @@ class StepSaver:
         *,
         saved_step: int | None,
     ) -> None:
-        """Make the saver. `saves` are those of the manager; `saved_step` is the step that has a
-        permanent checkpoint already."""
+        """Start with the manager's `saves`; `saved_step` has a permanent checkpoint already."""
         self._manager = manager
         self._saves = saves
         self._begun = saves.begun
@@ -86,29 +84,29 @@ class StepSaver:
         self._counters = counters
         self._callbacks = callbacks
         self._saved_step = saved_step
-        self._own: PendingSave | None = None
-        """Newest save that no callback began."""
+        self._newest_own: PendingSave | None = None
+        """Newest save that this object began, not a callback."""
         self._num_failures = 0
         self._retry: Due | None = None
         self._failed_step: int | None = None
 
     def at(self, events: Sequence[Event], metrics: Metrics) -> None:
-        """Report how earlier saves ended, and begin one if it is due at any of the events.
+        """Call hooks for saves that have ended, and begin one if it is due at any of `events`.
 
         Raises:
             SaveFailed: the third save in a row failed.
             UnhealthyState: the state is unhealthy, and the policy is `raise`.
         """
-        is_plain = events == _PLAIN and not self._begun and self._retry is None
+        is_plain = events == _ONLY_STEP and not self._begun and self._retry is None
         if is_plain and self._manager.is_quiet(self._counters.step):
             return
-        self._look()
+        self._report_ended()
         vetoes = self._callbacks.vetoes
-        self._save(events, metrics, self._due_again(vetoes), vetoes)
-        self._look()
+        self._save(events, metrics, self._due_retry(vetoes), vetoes)
+        self._report_ended()
 
     def finish(self, events: Sequence[Event], metrics: Metrics, reason: str) -> None:
-        """Save the current step, and wait until it is durable. It is saved only once.
+        """Save the current step, if it is not saved yet, and wait until it is durable.
 
         Raises:
             SaveFailed, UnhealthyState: as for `at`.
@@ -120,7 +118,7 @@ class StepSaver:
             self._await()
 
     def stop(self, events: Sequence[Event], metrics: Metrics) -> None:
-        """Save after a signal, in any class, and wait until the current step is durable.
+        """Save the current step after a signal, permanent or not, and wait until it is durable.
 
         Raises:
             SaveFailed, UnhealthyState: as for `at`.
@@ -135,7 +133,7 @@ class StepSaver:
             SaveFailed, UnhealthyState: as for `at`.
         """
         self._save([], metrics, due)
-        self._look()
+        self._report_ended()
 
     def newest(self) -> str | None:
         """Wait for the save under way, and return the newest checkpoint's folder."""
@@ -160,14 +158,14 @@ class StepSaver:
         wanted: Due | None,
         vetoes: Collection[str] = (),
     ) -> bool:
-        """Begin a save if one is due; False if none is, or the state is to be skipped."""
+        """Begin a save if one is due; False if none is, or an unhealthy state is skipped."""
         pending = self._manager.maybe_save(
             self._counters.step, metrics=metrics, event=events, vetoes=vetoes, wanted=wanted
         )
-        self._own = pending if pending is not None else self._own
+        self._newest_own = pending if pending is not None else self._newest_own
         return pending is not None and not isinstance(pending.failure(), SaveSkipped)
 
-    def _due_again(self, vetoes: Collection[str]) -> Due | None:
+    def _due_retry(self, vetoes: Collection[str]) -> Due | None:
         """Return the save that failed at an earlier step, unless one under way replaces it."""
         again = self._retry
         if again is None or self._failed_step == self._counters.step:
@@ -180,10 +178,10 @@ class StepSaver:
         with suppress(SaveFailed):
             # Not the save's own wait: only the manager's has a deadline.
             self._manager.wait()
-        self._look()
+        self._report_ended()
 
-    def _look(self) -> None:
-        """Report saves that have ended; ownership errors are raised."""
+    def _report_ended(self) -> None:
+        """Call hooks for saves that have ended; a third failure and ownership errors are raised."""
         while self._begun and self._begun[0].done():
             begun = self._begun.pop(0)
             try:
@@ -196,7 +194,7 @@ class StepSaver:
             if self._retry is not None and covers(begun.due, self._retry):
                 self._retry = None
             is_whole = begun.due.components is None
-            if begun is self._own and is_whole and checkpoint.save_class == "permanent":
+            if begun is self._newest_own and is_whole and checkpoint.save_class == "permanent":
                 self._saved_step = checkpoint.step
             cost = self._saves.of(begun, checkpoint.nbytes)
             with self._place.left():
@@ -225,9 +223,9 @@ class StepPosition:
         self.is_between = False
         """Whether a save can be begun."""
         self.is_under_way = False
-        """Whether logged metrics belong to the next step."""
+        """Whether a step has begun, to which logged metrics belong."""
         self.has_begun = False
-        """Whether any data was taken since the Trainer was made."""
+        """Whether data was fetched, or a load failed halfway, since the Trainer was made."""
 
     @property
     def present_step(self) -> int:
@@ -280,9 +278,9 @@ class UnhealthyState(HoldfastError):
 def check_health(
     policy: Policy, step: int, model: nn.Module, metrics: Mapping[str, float]
 ) -> tuple[str, ...]:
-    """Check a state before its save; returns the reasons why it is unhealthy, for the manifest.
+    """Check that loss and weights are finite, before a save; returns what is not.
 
-    Reads every weight once, and waits for the accelerator.
+    The reasons go into the manifest. Reads every weight once, and waits for the accelerator.
 
     Raises:
         UnhealthyState: the state is unhealthy, and the policy is `raise`.

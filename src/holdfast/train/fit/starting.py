@@ -1,4 +1,4 @@
-"""Start of a fit that does not resume a root of its own: from another root, or without any.
+"""Start of a `fit` from a checkpoint of another root, or without any root.
 
 `StartingPoint` is `start_from="old@step=3"`; `Unsaved` is the manager for `checkpoints=None`.
 """
@@ -63,7 +63,7 @@ class StartingPoint:
     def load(
         self, state: Mapping[str, Any], hooks: StateHooks, encryption: Encryption | None
     ) -> Checkpoint:
-        """Load the whole state into the live objects; claims nothing.
+        """Load the checkpoint's whole state into the live objects, without a claim.
 
         Raises:
             HoldfastError: as for `CheckpointManager.load`.
@@ -73,11 +73,11 @@ class StartingPoint:
 
 
 class _NoRoot(UsageError, AttributeError):
-    """Use of a manager without a root; an `AttributeError`, so that `hasattr` returns False."""
+    """Error for a manager without a root; an `AttributeError`, so that `hasattr` is False."""
 
 
 class Unsaved(CheckpointManager):
-    """A manager without a root. Starts no threads and claims nothing.
+    """Manager of a Trainer without a root, which saves nothing and starts no threads.
 
     The calls that `fit` makes are no-ops; any other one raises `UsageError`.
     """

@@ -36,8 +36,8 @@ class JsonLines(Logger):
 
     Members: `step` (within a step the one under way), `epoch`, `samples`, `tokens`, `time` (ISO
     8601 UTC) and `metrics`, in which a value that is not finite is the text `nan`, `inf` or `-inf`.
-    What a save took has a line of its own, which is written when the checkpoint is durable, and so
-    has what a load took.
+    The cost of a save has a line of its own, written when the checkpoint is durable, and so has
+    that of a load.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -100,7 +100,7 @@ class JsonLines(Logger):
 
 
 def drop_beyond(path: Path, step: int, *, is_validated: bool = True) -> int:
-    """Remove lines of steps after `step`, and invalid lines; returns how many there were.
+    """Remove lines of steps after `step`, and invalid lines; returns how many it removed.
 
     A validation of `step` that is still to be done (not `is_validated`) may have been logged, by a
     process killed before the save; its line is removed, as it will be logged again.
@@ -109,7 +109,7 @@ def drop_beyond(path: Path, step: int, *, is_validated: bool = True) -> int:
     if not path.exists():
         return 0
     lines = path.read_bytes().splitlines(keepends=True)
-    kept = [line for line in lines if _is_up_to(line, step, is_validated)]
+    kept = [line for line in lines if _is_kept(line, step, is_validated)]
     if len(kept) == len(lines):
         return 0
     aside = path.with_name(f".{path.name}.new")
@@ -121,7 +121,7 @@ def drop_beyond(path: Path, step: int, *, is_validated: bool = True) -> int:
     return len(lines) - len(kept)
 
 
-def _is_up_to(line: bytes, step: int, is_validated: bool) -> bool:
+def _is_kept(line: bytes, step: int, is_validated: bool) -> bool:
     try:
         found = json.loads(line)
     except ValueError:

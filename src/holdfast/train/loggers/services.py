@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def import_extra(module: str, extra: str) -> Any:
-    """Import a module that an extra of Holdfast installs.
+    """Import a module of an optional dependency, which `extra` of Holdfast installs.
 
     Raises:
         UsageError: the module is not installed.
@@ -58,8 +58,9 @@ class Replays:
     """
 
     def __init__(self, position: str = "0/0", *, resumed_step: int = 0) -> None:
-        """Start after an earlier process's `position`; `resumed_step` is done and will not be done
-        again, so that later records of it are new.
+        """Start after an earlier process's `position`, for a run resumed from `resumed_step`.
+
+        This step is not done again, so that later records of it are new.
 
         Raises:
             FormatError: `position` is invalid.
@@ -113,14 +114,14 @@ class RunLogger(Logger):
         self._log(cost, checkpoint.step)
 
     def state_dict(self) -> dict[str, str | None]:
-        """Return the id of the run."""
+        """Return the service's id of the run."""
         return {"id": self._id}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the id of a run.
+        """Restore the service's id of the run.
 
         Raises:
-            UsageError: the members are not those of this state.
+            UsageError: the keys of `state` are wrong.
         """
         if set(state) != {"id"} or not isinstance(state["id"], str | None):
             raise UsageError(f"not the state of {type(self).__name__}: {sorted(state)}")
@@ -223,7 +224,7 @@ class TensorBoard(Logger):
         self._writer: Any = None
 
     def fit_start(self, training: Training) -> None:
-        """Open a file of events."""
+        """Open a file of TensorBoard events."""
         self._writer = self._make(self.folder, purge_step=training.counters.step + 1)
 
     def log(self, training: Training, metrics: Metrics) -> None:
@@ -279,7 +280,7 @@ class WeightsAndBiases(RunLogger):
         self._id = self._id or uuid.uuid4().hex[:12]
         with preserved():
             self._service = self._library.init(**self._settings, id=self._id, resume="allow")
-        self._replays = self._replays_of_before(training.counters.step)
+        self._replays = self._earlier_replays(training.counters.step)
         self._service.define_metric("step")
         self._service.define_metric("*", step_metric="step")
 
@@ -293,7 +294,7 @@ class WeightsAndBiases(RunLogger):
     def _position_file(self) -> Path:
         return Path(self._service.settings.wandb_dir) / f"holdfast-{self._id}.position"
 
-    def _replays_of_before(self, resumed_step: int) -> Replays:
+    def _earlier_replays(self, resumed_step: int) -> Replays:
         try:
             position = self._position_file.read_text("utf-8")
         except FileNotFoundError:

@@ -1,1 +1,1 @@
-"""A training step: batches, loss, gradients, update, and the boundary before the next."""
+"""A training step: batches, loss, gradients, update, metrics, and its undo."""

@@ -20,7 +20,7 @@ _END = object()
 
 
 class Batches:
-    """Batches for steps, from data whose iteration gives the rest of an epoch."""
+    """Takes the batches of steps from data whose iteration gives the rest of an epoch."""
 
     def __init__(self, data: Any) -> None:
         self._data = data
@@ -35,7 +35,7 @@ class Batches:
             self._rest = iter(self._data)
 
     def drop(self) -> None:
-        """Drop the iteration and its workers, whose end may take long."""
+        """Drop the iteration and its data workers, which may take long to end."""
         self._rest = iter(())
 
     def window(self, size: int) -> list[Any]:
@@ -74,7 +74,7 @@ class Batches:
         """Log a warning, once, if an epoch's end is detected only after its last step.
 
         `num_taken` batches of the epoch were taken."""
-        if not self._is_warned and not self._could_tell(num_taken):
+        if not self._is_warned and not self._was_detectable(num_taken):
             self._is_warned = True
             logger.warning(
                 "data: only now is it known that step %d was the last of its epoch, so what is "
@@ -85,10 +85,10 @@ class Batches:
             )
 
     def _says_end(self, num_taken: int) -> bool:
-        told = getattr(self._data, "at_epoch_end", None)
-        return bool(num_taken == self._length() if told is None else told)
+        declared = getattr(self._data, "at_epoch_end", None)
+        return bool(num_taken == self._length() if declared is None else declared)
 
-    def _could_tell(self, num_taken: int) -> bool:
+    def _was_detectable(self, num_taken: int) -> bool:
         if not self._is_trusted:
             return True  # a warning was logged
         return hasattr(self._data, "at_epoch_end") or self._length() == num_taken

@@ -42,7 +42,7 @@ class Clip:
             raise UsageError(f"clip: norm={self.norm!r}, value={self.value!r}: give one of the two")
 
     def __call__(self, optimizer: torch.optim.Optimizer) -> Tensor | None:
-        """Clip the gradients; returns the norm that they had, if it is known."""
+        """Clip the gradients; returns the norm before clipping, if clipped by norm."""
         if self.norm is not None:
             return nn.utils.clip_grad_norm_(_parameters(optimizer), self.norm)
         if self.value is not None:
@@ -140,7 +140,7 @@ def _step_without_warning(scheduler: Any) -> None:
 
 
 def evaluate(loss: LossFunction, model: nn.Module, batch: Any) -> tuple[Tensor, Mapping[str, Any]]:
-    """Compute the loss of a batch, and further metrics.
+    """Compute the loss of a batch, and the metrics that `loss` gives with it.
 
     Raises:
         UsageError: the loss is not a single number, or a metric has a reserved name.
@@ -178,9 +178,9 @@ def moved(batch: Any, device: torch.device | None) -> Any:
 
 
 def checked_skips(given: Iterable[range]) -> tuple[range, ...]:
-    """Check the steps whose batches are taken and counted, but not trained on.
+    """Check `skip_steps`: ranges of steps that are counted, but not trained on.
 
-    They are those whose data made the loss jump, say.
+    Their data made the loss jump, for example.
 
     Raises:
         UsageError: an item is not a range of steps.
@@ -195,7 +195,7 @@ def checked_skips(given: Iterable[range]) -> tuple[range, ...]:
 Name = Literal["fp32", "bf16", "fp16"]
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-_AS_IT_IS = nullcontext()
+_NO_AUTOCAST = nullcontext()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,7 +221,7 @@ class Precision:
 
 
 class Numerics:
-    """Precision of a training on one type of device.
+    """Applies a `Precision` on one type of device, with autocast and loss scaling.
 
     The scaler of fp16 skips an update whose gradients are not finite; for counters and schedulers
     it is a step like any other.
@@ -244,7 +244,7 @@ class Numerics:
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context manager for a forward pass."""
         if self._dtype is None:
-            return _AS_IT_IS
+            return _NO_AUTOCAST
         return torch.autocast(self._device_type, dtype=self._dtype)
 
     def backward(self, loss: Tensor) -> None:

@@ -16,7 +16,7 @@ logger = logging.getLogger("holdfast")
 
 
 class LazyMetrics(Mapping[str, float]):
-    """Metrics by name. The first read of one on an accelerator waits for it."""
+    """Metrics by name; the first read of a value on an accelerator waits for the device."""
 
     def __init__(self, values: Mapping[str, Tensor | float]) -> None:
         self._values: dict[str, Tensor | float] = dict(values)
@@ -34,7 +34,7 @@ class LazyMetrics(Mapping[str, float]):
         return len(self._values)
 
     def joined(self, others: Mapping[str, float]) -> LazyMetrics:
-        """Merge with `others`, without reading any."""
+        """Return these metrics and `others`, without reading any value."""
         return LazyMetrics({**self._values, **others})
 
     def __repr__(self) -> str:
@@ -92,7 +92,7 @@ def is_at_hand(value: Tensor) -> bool:
 
 
 def number(name: str, value: Any) -> Tensor | float:
-    """Convert a metric to a separate number, in double precision where the device has it.
+    """Convert a metric to a float, or to a copied scalar (double if possible) on its device.
 
     Raises:
         UsageError: the value is not one number, or its name is not text.

@@ -25,7 +25,7 @@ from holdfast.train.callbacks.calling import Callbacks
 
 logger = logging.getLogger("holdfast")
 
-_AS_IT_IS: AbstractContextManager[None] = nullcontext()
+_NO_INTERRUPTION: AbstractContextManager[None] = nullcontext()
 
 
 class WayBack:
@@ -40,8 +40,10 @@ class WayBack:
         state: Mapping[str, Any],
         callbacks: Callbacks,
     ) -> None:
-        """Start without a snapshot; `is_exact`: take complete ones, for a save after an error."""
-        self.is_exact = is_exact
+        """Start without a snapshot; `is_exact`: take ones that allow a save after an error."""
+        self._is_exact = is_exact
+        self.allows_save = is_exact
+        """Whether the state can be saved after an error, once `go` was called."""
         self._stop = stop
         self._data = data
         self._can_interrupt = stop is not None and isinstance(data, Loader)
@@ -54,12 +56,13 @@ class WayBack:
         self._is_validating = False
         # One context for all waits, as it has no state of its own.
         self._interruptible: AbstractContextManager[None] = (
-            _AS_IT_IS if stop is None else stop.interruptible()
+            _NO_INTERRUPTION if stop is None else stop.interruptible()
         )
 
     def begin_step(self) -> None:
         """Take the snapshot, as the step that begins will change the state."""
-        if self.is_exact:
+        self.allows_save = self._is_exact
+        if self._is_exact:
             self._boundary = Boundary(
                 data=self._data, components=self._small, modules=self._modules
             )
@@ -73,9 +76,9 @@ class WayBack:
         self._boundary = self._weights = None
 
     def changed(self) -> list[str]:
-        """List components whose weights, which the snapshot lacks, have changed since it.
+        """List components whose weights have changed since the snapshot, which lacks them.
 
-        For errors, after `go`.
+        Call it after `go`, for a save after an error.
         """
         return [] if self._weights is None else self._weights.changed()
 
@@ -87,12 +90,12 @@ class WayBack:
         return boundary is not None
 
     def fetching(self) -> AbstractContextManager[None]:
-        """Return a context for a fetch, which a stop interrupts if the data can go back."""
-        return self._interruptible if self._can_interrupt else _AS_IT_IS
+        """Return a context for a fetch, which a stop interrupts if the data can be restored."""
+        return self._interruptible if self._can_interrupt else _NO_INTERRUPTION
 
     def waiting(self) -> AbstractContextManager[None]:
         """Return a context for a part of a validation, which a stop interrupts in `validating`."""
-        return self._interruptible if self._is_validating else _AS_IT_IS
+        return self._interruptible if self._is_validating else _NO_INTERRUPTION
 
     @contextmanager
     def validating(self) -> Iterator[None]:
@@ -101,11 +104,11 @@ class WayBack:
         Raises:
             Interrupted: a stop was requested.
         """
-        if self._stop is None and not self.is_exact:
+        if self._stop is None and not self._is_exact:
             yield
             return
         kept = Boundary(components=self._small, modules=self._modules)
-        weights = Weights(self._state if self.is_exact else {})
+        weights = Weights(self._state if self._is_exact else {})
         self._is_validating = self._stop is not None
         try:
             yield
@@ -120,17 +123,17 @@ class WayBack:
 
     def _after_error(self, kept: Boundary, weights: Weights) -> None:
         """Restore the state after an error, if it will be saved; the error is raised anyway."""
-        if not self.is_exact:
+        if not self._is_exact:
             return
         try:
             kept.put_back()
             changed = weights.changed()
         except Exception:
-            self.is_exact = False
+            self.allows_save = False
             logger.exception("the state before the validation cannot be put back, nor saved")
             return
         if changed:
-            self.is_exact = False
+            self.allows_save = False
             logger.error(
                 "a validation failed when it had changed %s, whose state from before it is not "
                 "kept, so nothing is saved",
@@ -139,7 +142,7 @@ class WayBack:
 
 
 class Boundary:
-    """Snapshot that `put_back` restores, without parameters and optimizers."""
+    """Snapshot of the state between two steps, without parameters and optimizers."""
 
     def __init__(
         self,
@@ -148,8 +151,7 @@ class Boundary:
         components: Mapping[str, Any] | None = None,
         modules: Iterable[nn.Module] = (),
     ) -> None:
-        """Copy the position of `data`, all of the small `components` and with them the global
-        generators, and the buffers of `modules`."""
+        """Copy `components` with the global generators, the position of `data`, and buffers."""
         self._depth, self._num_threads = randomness.depth(), torch.get_num_threads()
         self._data = data
         self._position = None if data is None else data.state_dict()
@@ -222,40 +224,40 @@ class Weights:
 
 def _mark(value: nn.Module | Optimizer) -> list[Any]:
     if isinstance(value, nn.Module):
-        return _of_module(value)
-    return [_noted(value.param_groups), _noted([*value.state.values()])]
+        return _module_mark(value)
+    return [_optimizer_mark(value.param_groups), _optimizer_mark([*value.state.values()])]
 
 
-def _of_module(module: nn.Module) -> list[Any]:
+def _module_mark(module: nn.Module) -> list[Any]:
     trees = [] if _is_plain(module) else [capture({"module": module}).components["module"].tree]
     return [*trees, *_sums(module.parameters())]
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether a module's state has only tensors."""
+    """Whether a module's state has only tensors, and no extra state of any submodule."""
     own = nn.Module.get_extra_state
     return all(type(inner).get_extra_state is own for inner in module.modules())
 
 
-def _noted(value: Any) -> Any:
-    """Return a value that stays equal only while no slot and no option changes."""
+def _optimizer_mark(value: Any) -> Any:
+    """Return a fingerprint of an optimizer's slots or options, equal while none changes."""
     if isinstance(value, Tensor):
         version = None if value.is_inference() else value._version
         return (id(value), value.data_ptr(), version)
     if isinstance(value, Mapping):
         # The parameters of a group are covered by the modules.
         return {
-            key: [*map(id, item)] if key == "params" else _noted(item)
+            key: [*map(id, item)] if key == "params" else _optimizer_mark(item)
             for key, item in value.items()
         }
     if isinstance(value, list | tuple):
-        return [_noted(item) for item in value]
+        return [_optimizer_mark(item) for item in value]
     return value if isinstance(value, bool | int | float | str | None) else id(value)
 
 
 @torch.no_grad()
 def _sums(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Sum all bytes as 64-bit integers that overflow: exact for any values."""
+    """Sum the bytes of tensors as 64-bit integers that wrap around: exact for any values."""
     sums: list[Tensor] = []
     small: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
@@ -271,7 +273,7 @@ def _sums(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def _sum(flat: Tensor) -> list[Tensor]:
-    """Sum the words of 8 bytes, and the remaining bytes."""
+    """Sum the 8-byte words of a flat tensor, and its remaining bytes."""
     if flat.is_complex():
         flat = torch.view_as_real(flat).view(-1)
     if flat.data_ptr() % 8 or flat.storage_offset() * flat.element_size() % 8:
