@@ -10,15 +10,17 @@ import random
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.each import each
 from tests.format.samples import SPECS, is_refused, make_manifest, model_files, mutate
 
-from holdfast.errors import CorruptData, FormatError, UnsupportedVersion
+from holdfast.errors import CorruptData, FormatError, LimitExceeded, UnsupportedVersion
 from holdfast.format import blocks, index, tensors
-from holdfast.format.index import ShardEntry, decode_index, encode_index, tiles
+from holdfast.format.boxes import Boxes, Ragged, Unfit, check_boxes
+from holdfast.format.index import Places, ShardEntry, TensorTable, decode_index, encode_index
 from holdfast.format.manifest import FileEntry
 from holdfast.format.tensors import TensorSpec, lay_out
 
@@ -50,6 +52,16 @@ def sharded(shape: list[int], boxes: list[tuple[list[int], list[int]]]) -> dict[
         "sizes": [sizes for _, sizes in boxes],
     }
     return document
+
+
+def tiles(shape: Any, boxes: Any) -> bool:
+    """Whether the boxes of one tensor pass."""
+    offsets, sizes = (Ragged.of([box[part] for box in boxes]) for part in (0, 1))
+    try:
+        check_boxes([shape], Boxes(np.zeros(len(boxes), np.int64), offsets, sizes))
+    except Unfit:
+        return False
+    return True
 
 
 def test_an_index_comes_back_equal() -> None:
@@ -87,6 +99,18 @@ def test_components_without_tensors_and_with_two_files_come_back() -> None:
     assert found.components["rng"] == {}
     assert len(found.components["model"]) == 50_001
     assert found.components["model"]["k50000"].shards[0].file == "model-00001.safetensors"
+
+
+def test_boxes_in_any_order_are_read_by_tensor() -> None:
+    document = sharded([4], [([0], [1]), ([1], [3]), ([0], [2]), ([2], [1])])
+    of_model = document["components"]["model"]
+    of_model |= {"names": ["w", "v"], "dtypes": ["U8", "U8"], "shapes": [[4], [3]]}
+    of_model["shards"]["tensor"] = [0, 0, 1, 1]
+    for column in of_model["shards"].values():
+        column[:] = [column[at] for at in (3, 1, 2, 0)]
+    found = read(document).components["model"]
+    assert [(s.offsets, s.start) for s in found["w"].shards] == [((1,), 4097), ((0,), 4096)]
+    assert [(s.offsets, s.start) for s in found["v"].shards] == [((2,), 4102), ((0,), 4100)]
 
 
 def test_shards_that_tile_a_tensor_are_read() -> None:
@@ -184,6 +208,52 @@ def test_100_000_shards_of_one_tensor_are_checked_in_linear_work() -> None:
     boxes = [((i, j), (1, 1)) for i in range(400) for j in range(250)]
     assert tiles((400, 250), boxes)
     assert not tiles((400, 250), [*boxes[:-1], boxes[0]])
+
+
+def many_boxes(num: int) -> tuple[TensorTable, dict[str, int]]:
+    """`num` tensors, each cut by rows over `num` files; and the lengths of the files."""
+    nbytes = 4 * 512 * 2
+    tensor, file = np.repeat(np.arange(num), num), np.tile(np.arange(num), num)
+    first = 2 * np.arange(num * num + 1)
+    offsets = np.stack([4 * file, np.zeros_like(file)], axis=1).ravel()
+    boxes = Boxes(tensor, Ragged(offsets, first), Ragged(np.tile([4, 512], num * num), first))
+    names = [f"model-{number:05d}.safetensors" for number in range(num)]
+    places = Places(names, file, 4096 + nbytes * tensor, np.full(num * num, nbytes))
+    specs = {key: TensorSpec(key, "BF16", (4 * num, 512)) for key in map("w{}".format, range(num))}
+    return TensorTable(specs, places, boxes), dict.fromkeys(names, 4096 + num * nbytes)
+
+
+def test_an_index_that_no_reader_would_accept_is_not_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    table, _ = many_boxes(3)
+    num_values = 1 + sum(map(encode_index({"model": table}, {}).count, (b"[", b"{", b",")))
+    monkeypatch.setitem(index._LIMITS, "max_values", num_values)
+    encode_index({"model": table}, {})
+    monkeypatch.setitem(index._LIMITS, "max_values", num_values - 1)
+    with pytest.raises(LimitExceeded, match=r"index\.json: more than"):
+        encode_index({"model": table}, {})
+
+
+@pytest.mark.parametrize("num", [100, pytest.param(1000, marks=pytest.mark.full)])
+def test_many_boxes_come_back(num: int) -> None:
+    table, lengths = many_boxes(num)
+    digests = {name: bytes(32 * blocks.num_blocks(n)) for name, n in lengths.items()}
+    digests["model-00000.json"] = bytes(32)
+    files = {
+        name: FileEntry(nbytes=n, digest=blocks.file_digest(n, digests[name]))
+        for name, n in {**lengths, "model-00000.json": 2}.items()
+    }
+    found = read(encode_index({"model": table}, digests), files).components["model"]
+    assert [*found.specs.values()] == [*table.specs.values()]
+    assert found.boxes is not None
+    assert table.boxes is not None
+    assert np.array_equal(found.boxes.tensor, table.boxes.tensor)
+    assert np.array_equal(found.boxes.offsets.values, table.boxes.offsets.values)
+    assert np.array_equal(found.boxes.sizes.values, table.boxes.sizes.values)
+    assert np.array_equal(found.shards.start, table.shards.start)
+    assert found["w7"] == table["w7"]
+    assert found["w7"].shards[3].offsets == (12, 0)
 
 
 def check_block_digests_must_be_the_manifests() -> None:

@@ -256,7 +256,8 @@ WRONG: list[tuple[tuple[str, ...], Any]] = [
     (("files", "other-00000.json"), {"nbytes": 0, "digest": "blake3:" + "0" * 64}),
     (("files", "index.json", "nbytes"), -1),
     (("files", "index.json", "nbytes"), 2**63),
-    (("files", "index.json", "nbytes"), 64 * 2**20 + 1),
+    (("files", "index.json", "nbytes"), 128 * 2**20 + 1),
+    (("files", "model-00000.json", "nbytes"), 64 * 2**20 + 1),
     (("files", "index.json", "nbytes"), True),
     (("files", "index.json", "digest"), "0" * 64),
     (("files", "index.json", "digest"), "blake3:" + "0" * 63),
@@ -288,6 +289,13 @@ def check_file_names_cannot_leave_the_folder() -> None:
 def test_file_names_cannot_leave_the_folder() -> None:
     """R28: no listed name is a path, and none is the name of another document."""
     check_file_names_cannot_leave_the_folder()
+
+
+@pytest.mark.parametrize(
+    ("name", "most"), [("index.json", 128 * 2**20), ("model-00000.json", 64 * 2**20)]
+)
+def test_an_index_and_a_tree_are_listed_up_to_the_length_that_is_read(name: str, most: int) -> None:
+    assert read(changed("files", name, "nbytes", to=most)).files[name].nbytes == most
 
 
 @given(name=st.text(max_size=40))

@@ -27,7 +27,7 @@ from holdfast.errors import CorruptData, FormatError, NoCheckpoint, NotSealed, S
 from holdfast.format import layout
 from holdfast.format.blocks import block_digest, check_block, digest_blocks, file_digest, split
 from holdfast.format.envelope import Visible
-from holdfast.format.manifest import MAX_JSON_FILE_NBYTES, FileEntry, Manifest
+from holdfast.format.manifest import FileEntry, Manifest
 from holdfast.store.base import Store
 
 
@@ -85,7 +85,7 @@ def _pieces_of_plain(
 ) -> Mapping[str, tuple[FilePiece, ...]]:
     what = f"{remote.url}/{folder}/{layout.INDEX}"
     entry = manifest.files[layout.INDEX]
-    data = read_document(remote, f"{folder}/{layout.INDEX}", max_nbytes=MAX_JSON_FILE_NBYTES)
+    data = read_document(remote, f"{folder}/{layout.INDEX}", max_nbytes=layout.MAX_INDEX_NBYTES)
     if file_digest(len(data), digest_blocks(data, manifest.block_nbytes)) != entry.digest:
         raise CorruptData(f"{what}: not what was written")
     return pieces_of(manifest, data, what=what)

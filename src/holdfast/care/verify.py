@@ -49,7 +49,7 @@ from holdfast.format import layout
 from holdfast.format.blocks import DIGEST_NBYTES, digest_blocks, file_digest, split
 from holdfast.format.envelope import MAX_MARK_NBYTES, check_mark, decode_box, is_mark
 from holdfast.format.index import Index, decode_index
-from holdfast.format.manifest import MAX_JSON_FILE_NBYTES, FileEntry, Manifest
+from holdfast.format.manifest import FileEntry, Manifest
 from holdfast.format.nodes import ArrayRef, TensorRef
 from holdfast.format.objects import decode_tree
 from holdfast.format.records import Alive, Closed, Notes, Rejected, Retired, Thinned, WriterRecord
@@ -293,7 +293,7 @@ class _Inspection:
             return decode_index(data, files=manifest.files, what=what)
 
         try:
-            return self._reader.decoded(layout.INDEX, MAX_JSON_FILE_NBYTES, decode)
+            return self._reader.decoded(layout.INDEX, layout.MAX_INDEX_NBYTES, decode)
         except NotFound:
             self._problem(layout.INDEX, "is missing")
         except _OtherBytes as error:

@@ -13,7 +13,7 @@ from holdfast.engine.roots.documents import read_document
 from holdfast.errors import CorruptData
 from holdfast.format import layout
 from holdfast.format.blocks import digest_blocks, file_digest
-from holdfast.format.index import MAX_INDEX_NBYTES, Index, decode_index
+from holdfast.format.index import Index, decode_index
 from holdfast.format.manifest import Timestamp
 from holdfast.store.base import Store
 
@@ -41,7 +41,7 @@ def show(target: str, *, tensors: bool) -> Answer:
 
 def _read_index(store: Store, folder: str, entry: Entry) -> Index:
     key = f"{folder}/{layout.INDEX}"
-    data = read_document(store, key, max_nbytes=MAX_INDEX_NBYTES)
+    data = read_document(store, key, max_nbytes=layout.MAX_INDEX_NBYTES)
     digest = file_digest(len(data), digest_blocks(data, entry.manifest.block_nbytes))
     if digest != entry.manifest.files[layout.INDEX].digest:
         raise CorruptData(f"{store.url}/{key}: other bytes than written; see holdfast verify")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import random
 import re
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
-from operator import add, gt
-from typing import Annotated, Any, TypeAlias
+from operator import gt
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -19,26 +18,23 @@ from holdfast.errors import CorruptData, FormatError, HoldfastError
 from holdfast.format import blocks as block_digests
 from holdfast.format import layout, strictjson
 from holdfast.format.blocks import max_stored_nbytes
+from holdfast.format.boxes import Boxes, Column, Ragged, Unfit, check_boxes
 from holdfast.format.codec import CodecName
-from holdfast.format.layout import BLOCK_NBYTES, FORMAT_VERSION
+from holdfast.format.layout import BLOCK_NBYTES, FORMAT_VERSION, MAX_INDEX_NBYTES
 from holdfast.format.manifest import FileEntry, StoredEntry, check_block_nbytes
 from holdfast.format.tensors import ITEM_NBYTES, MAX_DIMS, TensorFile, TensorSpec, check_shape
 from holdfast.store.base import Buffer
 
-MAX_INDEX_NBYTES = 64 * 1024 * 1024
-MAX_INDEX_VALUES = 8_000_000
+MAX_INDEX_VALUES = 16_000_000
 
+_LIMITS = {"max_nbytes": MAX_INDEX_NBYTES, "max_values": MAX_INDEX_VALUES}
 _MAX_KINDS = 100
 # Hashes of shapes are predictable: with many more, collisions could slow a dict to quadratic time.
 _HEX = re.compile(r"[0-9a-f]*", re.ASCII)
-_PRIME = 2**61 - 1
-_RANDOM = random.Random()  # of our own: seeded by the system, out of reach of random.seed
 _Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 _Shape = Annotated[tuple[_Count, ...], Meta(max_length=MAX_DIMS)]
-_Box = tuple[tuple[int, ...], tuple[int, ...]]
 _Kind = tuple[str, tuple[int, ...]]
 """(dtype, shape) of a tensor."""
-Column: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class ShardEntry(msgspec.Struct, frozen=True, gc=False):
@@ -64,22 +60,19 @@ class TensorEntry(msgspec.Struct, frozen=True, gc=False):
     shards: tuple[ShardEntry, ...]
 
 
-_ShardLists: TypeAlias = Sequence[tuple[ShardEntry, ...]]
-
-
 class Places(msgspec.Struct, frozen=True):
-    """Positions of tensors or shards in files, as columns with an entry for each."""
+    """Positions of shards in files, as columns with an entry for each shard."""
 
     files: Sequence[str]
     """The tensor files of the component."""
     file: Column
-    """Position in `files` of the tensor's file."""
+    """Position in `files` of the shard's file."""
     start: Column
-    """Offset of the tensor's first byte in the file."""
+    """Offset of the shard's first byte in the file."""
     nbytes: Column
 
     def of(self, numbers: Column) -> Places:
-        """Select the positions of some tensors, in the order of `numbers`."""
+        """Select the positions of some shards, in the order of `numbers`."""
         columns = (column[numbers] for column in (self.file, self.start, self.nbytes))
         return Places(self.files, *columns)
 
@@ -90,15 +83,20 @@ class TensorTable(Mapping[str, TensorEntry]):
     Held as columns: an entry is made when it is accessed.
     """
 
-    def __init__(self, specs: Mapping[str, TensorSpec], shards: Places | _ShardLists) -> None:
+    def __init__(
+        self, specs: Mapping[str, TensorSpec], shards: Places, boxes: Boxes | None = None
+    ) -> None:
         self.specs = specs
         """Key → dtype and shape of the tensor."""
-        self._shards = shards
+        self.shards = shards
+        """Positions of all shards, in the order of `boxes`; without them, of `specs`."""
+        self.boxes = boxes
+        """The boxes of all shards; None if every tensor is one shard."""
 
     @property
     def places(self) -> Places | None:
         """Positions of the tensors, in the order of `specs`; None if any has several shards."""
-        return self._shards if isinstance(self._shards, Places) else None
+        return self.shards if self.boxes is None else None
 
     def numbers(self, keys: Sequence[str]) -> Column:
         """Return the positions of these keys in the order of `specs`."""
@@ -106,12 +104,15 @@ class TensorTable(Mapping[str, TensorEntry]):
 
     def __getitem__(self, key: str) -> TensorEntry:
         spec, number = self.specs[key], self._numbers[key]
-        if isinstance(self._shards, Places):
-            at = self._shards
-            file = at.files[at.file[number]]
-            shard = ShardEntry(file, int(at.start[number]), int(at.nbytes[number]))
-            return TensorEntry(key, spec.dtype, spec.shape, (shard,))
-        return TensorEntry(key, spec.dtype, spec.shape, self._shards[number])
+        numbers = range(number, number + 1) if self.boxes is None else self.boxes.of(number)
+        return TensorEntry(key, spec.dtype, spec.shape, tuple(map(self._entry, numbers)))
+
+    def _entry(self, number: int) -> ShardEntry:
+        at = self.shards
+        place = at.files[at.file[number]], int(at.start[number]), int(at.nbytes[number])
+        if self.boxes is None:
+            return ShardEntry(*place)
+        return ShardEntry(*place, self.boxes.offsets.row(number), self.boxes.sizes.row(number))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.specs)
@@ -190,16 +191,19 @@ class _IndexDocument(msgspec.Struct, omit_defaults=True):
 
 
 def encode_index(
-    files: Mapping[str, Sequence[TensorFile]],
+    files: Mapping[str, Sequence[TensorFile] | TensorTable],
     blocks: Mapping[str, bytes],
     block_nbytes: int = BLOCK_NBYTES,
     *,
     stored: Mapping[str, StoredBlocks] = types.MappingProxyType({}),
 ) -> bytes:
-    """Encode the index of unsharded tensors. `files`: component → its tensor files, in order.
+    """Encode an index. `files`: component → its unsharded tensor files, or a table with boxes.
 
     `blocks` has the digests of every file of the manifest except the index itself; `stored` has
     the stored blocks of compressed files.
+
+    Raises:
+        LimitExceeded: no reader would accept it.
     """
     document: dict[str, Any] = {
         "holdfast": FORMAT_VERSION,
@@ -212,7 +216,9 @@ def encode_index(
             name: {"nbytes": blocks_of.lengths, "digests": blocks_of.digests.hex()}
             for name, blocks_of in stored.items()
         }
-    return msgspec.json.encode(document)
+    data = msgspec.json.encode(document)
+    strictjson.check_limits(data, what=layout.INDEX, **_LIMITS)
+    return data
 
 
 def decode_index(data: Buffer, *, files: Mapping[str, FileEntry], what: str) -> Index:
@@ -246,29 +252,46 @@ def files_of_index(data: Buffer, *, what: str) -> tuple[str, ...]:
 
 
 def _decode_document(data: Buffer, *, what: str) -> _IndexDocument:
-    limits = {"max_nbytes": MAX_INDEX_NBYTES, "max_values": MAX_INDEX_VALUES}
-    document = strictjson.loads_as(data, _IndexDocument, **limits)
+    document = strictjson.loads_as(data, _IndexDocument, **_LIMITS)
     if document is not None and document.holdfast == FORMAT_VERSION:
         return document
-    value = strictjson.loads(data, what=what, **limits)
+    value = strictjson.loads(data, what=what, **_LIMITS)
     strictjson.check_version(value, what=what)
     return strictjson.convert(value, _IndexDocument, what=what)
 
 
-def _columns(files: Sequence[TensorFile]) -> dict[str, Any]:
-    specs = [spec for file in files for spec in file.specs]
+def _columns(files: Sequence[TensorFile] | TensorTable) -> dict[str, Any]:
+    if isinstance(files, TensorTable):
+        specs, names = [*files.specs.values()], [*files.shards.files]
+    else:
+        specs, names = [spec for file in files for spec in file.specs], [f.name for f in files]
     return {
-        "files": [file.name for file in files],
+        "files": names,
         "names": [spec.key for spec in specs],
         "dtypes": [spec.dtype for spec in specs],
         "shapes": [spec.shape for spec in specs],
-        "shards": {
-            "tensor": list(range(len(specs))),
-            "file": [number for number, file in enumerate(files) for _ in file.specs],
-            "start": [start for file in files for start in file.starts],
-            "offsets": None,
-            "sizes": None,
-        },
+        "shards": _of_boxes(files) if isinstance(files, TensorTable) else _of_whole(files),
+    }
+
+
+def _of_whole(files: Sequence[TensorFile]) -> dict[str, Any]:
+    return {
+        "tensor": list(range(sum(len(file.specs) for file in files))),
+        "file": [number for number, file in enumerate(files) for _ in file.specs],
+        "start": [start for file in files for start in file.starts],
+        "offsets": None,
+        "sizes": None,
+    }
+
+
+def _of_boxes(table: TensorTable) -> dict[str, Any]:
+    at, boxes = table.shards, table.boxes
+    return {
+        "tensor": list(range(len(table))) if boxes is None else boxes.tensor.tolist(),
+        "file": at.file.tolist(),
+        "start": at.start.tolist(),
+        "offsets": None if boxes is None else boxes.offsets.lists(),
+        "sizes": None if boxes is None else boxes.sizes.lists(),
     }
 
 
@@ -354,10 +377,10 @@ def _decode_component(
     if len(specs_by_key) != len(names):
         raise FormatError(f"{what}: a tensor's name appears twice")
     kinds = [*zip(component.dtypes, component.shapes, strict=True)]
-    shards = _decode_shards(component, _Sizes(what).of(names, kinds), what=what)
-    places = shards if isinstance(shards, Places) else _places_of_shards(shards, component.files)
+    sizes = _Sizes(what).of(names, kinds)
+    places, boxes = _places_and_boxes(component, sizes, what=what)
     _check_places(places, files, what=what)
-    return TensorTable(specs_by_key, shards)
+    return TensorTable(specs_by_key, places, boxes)
 
 
 class _Sizes(dict[_Kind, int]):
@@ -388,33 +411,26 @@ def _nbytes(kind: _Kind, *, what: str) -> int:
     return check_shape(list(shape), ITEM_NBYTES[dtype], what=what)
 
 
-def _decode_shards(component: _Component, sizes: list[int], *, what: str) -> Places | _ShardLists:
-    """Decode the shards of each tensor; check that they cover it and lie inside it."""
-    shards = component.shards
+def _places_and_boxes(
+    component: _Component, sizes: list[int], *, what: str
+) -> tuple[Places, Boxes | None]:
+    """Return the positions of the shards, and their boxes if they are no whole tensors; checked."""
     _check_columns(component, what=what)
+    shards = component.shards
     if shards.offsets is None or shards.sizes is None:
-        return _whole_tensors(component, sizes, what=what)
-    by_tensor: list[list[ShardEntry]] = [[] for _ in sizes]
-    extents = [
-        (component.dtypes[t], size) for t, size in zip(shards.tensor, shards.sizes, strict=True)
-    ]
-    parts = _Sizes(what).of((component.names[t] for t in shards.tensor), extents)
-    columns = zip(
-        shards.tensor, shards.file, shards.start, shards.offsets, shards.sizes, parts, strict=True
-    )
-    for tensor, file, start, offsets, extent, nbytes in columns:
-        name, shape = component.names[tensor], component.shapes[tensor]
-        if not len(offsets) == len(extent) == len(shape):
-            where = f"{what}, tensor {name[:200]!r}"
-            raise FormatError(f"{where}: a shard of another number of dimensions")
-        if any(map(gt, map(add, offsets, extent), shape)):
-            raise FormatError(f"{what}, tensor {name[:200]!r}: a shard reaches out of the tensor")
-        by_tensor[tensor].append(ShardEntry(component.files[file], start, nbytes, offsets, extent))
-    for name, shape, entries in zip(component.names, component.shapes, by_tensor, strict=True):
-        boxes = [(entry.offsets or (), entry.sizes or ()) for entry in entries]
-        if not boxes or not tiles(shape, boxes):
-            raise FormatError(f"{what}, tensor {name[:200]!r}: its shards do not tile it")
-    return [tuple(entries) for entries in by_tensor]
+        return _whole_tensors(component, sizes, what=what), None
+    tensor = np.array(shards.tensor, np.int64)
+    order = np.argsort(tensor, kind="stable")
+    rows = ([of_all[n] for n in order.tolist()] for of_all in (shards.offsets, shards.sizes))
+    boxes = Boxes(tensor[order], *map(Ragged.of, rows))
+    try:
+        counts = check_boxes(component.shapes, boxes)
+    except Unfit as error:
+        name = component.names[error.tensor]
+        raise FormatError(f"{what}, tensor {name[:200]!r}: {error}") from error
+    item_nbytes = np.array([ITEM_NBYTES[dtype] for dtype in component.dtypes], np.int64)
+    file, start = (np.array(of_all, np.int64)[order] for of_all in (shards.file, shards.start))
+    return Places(component.files, file, start, counts * item_nbytes[boxes.tensor]), boxes
 
 
 def _check_columns(component: _Component, *, what: str) -> None:
@@ -444,14 +460,6 @@ def _whole_tensors(component: _Component, sizes: list[int], *, what: str) -> Pla
     return Places(component.files, file, start, np.array(sizes, np.int64))
 
 
-def _places_of_shards(shards: _ShardLists, files: Sequence[str]) -> Places:
-    """Collect the positions of all shards of all tensors."""
-    numbers = {name: number for number, name in enumerate(files)}
-    rows = [(numbers[s.file], s.start, s.nbytes) for of_one in shards for s in of_one]
-    columns = np.array(rows, np.int64).reshape(-1, 3)
-    return Places(files, columns[:, 0], columns[:, 1], columns[:, 2])
-
-
 def _check_places(places: Places, files: Mapping[str, FileEntry], *, what: str) -> None:
     """Check that every shard lies in the data of its file, and no two overlap."""
     places = places.of(np.lexsort((places.nbytes, places.start, places.file)))
@@ -473,30 +481,3 @@ def _first_wrong(places: Places, wrong: np.ndarray[Any, np.dtype[np.bool_]]) -> 
     """Return file and first byte of the first wrong entry."""
     number = int(np.argmax(wrong))
     return places.files[places.file[number]], int(places.start[number])
-
-
-def tiles(shape: Sequence[int], boxes: Sequence[_Box]) -> bool:
-    """Whether the boxes (offsets, sizes), each inside `shape`, cover it exactly once.
-
-    Compares measures. Give every coordinate c of dimension d a random number F_d(c) modulo a
-    prime, and a box the product over d of F_d(stop) - F_d(start). That is additive, so a tiling
-    has the measure of the whole. For boxes that do not tile, the difference to the whole
-    is a polynomial of degree at most 128 in the F, which is zero by chance with probability below
-    128 / 2**61 (Schwartz and Zippel). Takes linear time, unlike comparing boxes.
-    """
-    measures = [_Measure() for _ in shape]
-
-    def measure_of(offsets: Sequence[int], sizes: Sequence[int]) -> int:
-        product = 1
-        for measure, start, size in zip(measures, offsets, sizes, strict=True):
-            product = product * (measure[start + size] - measure[start]) % _PRIME
-        return product
-
-    return sum(measure_of(*box) for box in boxes) % _PRIME == measure_of([0] * len(shape), shape)
-
-
-class _Measure(dict[int, int]):
-    """Random measure: coordinate → random number, drawn at the first access."""
-
-    def __missing__(self, coordinate: int) -> int:
-        return self.setdefault(coordinate, _RANDOM.randrange(_PRIME))

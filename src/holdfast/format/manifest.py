@@ -12,11 +12,10 @@ from msgspec import Meta
 from holdfast.errors import FormatError, HoldfastError, MissingKey, UsageError
 from holdfast.format import layout, strictjson
 from holdfast.format.codec import CodecName
-from holdfast.format.layout import RNG
+from holdfast.format.layout import MAX_INDEX_NBYTES, MAX_TREE_NBYTES, RNG
 from holdfast.store.base import Buffer
 
 MAX_MANIFEST_NBYTES = 16 * 1024 * 1024
-MAX_JSON_FILE_NBYTES = 64 * 1024 * 1024
 MAX_STORED_BLOCK_NBYTES = 64 * 1024 * 1024
 """Limit of the plain size of a compressed block, which is decompressed as a whole."""
 
@@ -287,7 +286,8 @@ def _check_files(manifest: Manifest, expected: set[str], *, what: str) -> None:
             raise FormatError(f"{what}: {name} is not the name of a file that is stored so")
         if stored is not None and manifest.block_nbytes > MAX_STORED_BLOCK_NBYTES:
             raise FormatError(f"{what}: {name} has blocks that are too long to be decoded")
-        if plain.endswith(".json") and entry.nbytes > MAX_JSON_FILE_NBYTES:
+        most = MAX_INDEX_NBYTES if plain == layout.INDEX else MAX_TREE_NBYTES
+        if plain.endswith(".json") and entry.nbytes > most:
             raise FormatError(f"{what}: {name} would have {entry.nbytes:,} bytes")
 
 

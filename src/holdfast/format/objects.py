@@ -17,7 +17,7 @@ import msgspec
 
 from holdfast.errors import FormatError, LimitExceeded, UnsupportedState
 from holdfast.format import strictjson
-from holdfast.format.layout import FORMAT_VERSION
+from holdfast.format.layout import FORMAT_VERSION, MAX_TREE_NBYTES
 from holdfast.format.nodes import (
     READERS,
     WRITERS,
@@ -32,7 +32,6 @@ from holdfast.format.nodes import (
 )
 from holdfast.store.base import Buffer
 
-MAX_TREE_NBYTES = 64 * 1024 * 1024
 MAX_TREE_VALUES = 4_000_000
 MAX_OTHER_KEYS = 100_000
 MAX_COMPARISONS = 2**26

@@ -9,7 +9,8 @@ import pytest
 
 from holdfast.engine.loading.plan import Wanted, wanted_by_file
 from holdfast.errors import FormatError
-from holdfast.format.index import Index, Places, ShardEntry, TensorTable
+from holdfast.format.boxes import Boxes, Ragged
+from holdfast.format.index import Index, Places, TensorTable
 from holdfast.format.tensors import TensorSpec
 
 FILES = ("model-00000.safetensors", "model-00001.safetensors")
@@ -73,7 +74,8 @@ def test_tensors_are_sorted_into_files_in_the_order_in_which_they_are_asked_for(
 
 
 def test_a_tensor_in_shards_is_refused() -> None:
-    shards = [(ShardEntry(FILES[0], 0, 4, (0,), (4,)), ShardEntry(FILES[0], 4, 4, (4,), (4,)))]
-    sharded = TensorTable({"w": TensorSpec("w", "U8", (8,))}, shards)
+    columns = (np.array(column) for column in ([0, 0], [0, 4], [4, 4]))
+    boxes = Boxes(np.array([0, 0]), Ragged.of([[0], [4]]), Ragged.of([[4], [4]]))
+    sharded = TensorTable({"w": TensorSpec("w", "U8", (8,))}, Places(FILES, *columns), boxes)
     with pytest.raises(FormatError, match=r"model\.w: sharded tensors need a newer Holdfast"):
         wanted_by_file(index(sharded), {"model": ["w"]})

@@ -9,15 +9,12 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from holdfast.engine.loading.blockreading import FileBlocks, read_block
-from holdfast.errors import CorruptData, LimitExceeded, NotFound
+from holdfast.errors import CorruptData, NotFound
 from holdfast.format import blocks, layout
 from holdfast.format.index import Index, decode_index
 from holdfast.format.manifest import FileEntry, Manifest
 from holdfast.state.components import StoredComponent
 from holdfast.store.base import Store
-
-MAX_DOCUMENT_NBYTES = 64 * 1024 * 1024
-"""Size limit of an index or a tree (docs/format.md, section 2)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,8 +99,6 @@ def _document_entry(store: Store, folder: str, name: str, manifest: Manifest) ->
     key, entry = f"{folder}/{name}", manifest.files.get(name)
     if entry is None:
         raise CorruptData(f"{store.url}/{folder}: the manifest lists no {name}")
-    if entry.nbytes > MAX_DOCUMENT_NBYTES:
-        raise LimitExceeded(f"{store.url}/{key}: {entry.nbytes} bytes are too many for a document")
     # Before memory is allocated: a damaged manifest may claim any number of bytes.
     check_size(store, key, entry)
     return entry

@@ -18,7 +18,8 @@ import numpy as np
 
 from holdfast.engine.staging.arena import Arena
 from holdfast.errors import FormatError
-from holdfast.format.index import Column, Index, Places
+from holdfast.format.boxes import Column
+from holdfast.format.index import Index, Places
 from holdfast.format.tensors import TensorSpec
 
 

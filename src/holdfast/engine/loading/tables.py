@@ -19,7 +19,8 @@ from typing_extensions import override
 
 from holdfast.engine.loading.plan import DIRECT_NBYTES, Packed, Wanted, batches
 from holdfast.engine.staging.arena import Arena, check_aligned
-from holdfast.format.index import Column, Places
+from holdfast.format.boxes import Column
+from holdfast.format.index import Places
 from holdfast.format.tensors import TensorSpec
 from holdfast.state.copying import LazyTensors, S_co, TensorSource, Unread, copy_bytes
 

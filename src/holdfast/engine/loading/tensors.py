@@ -27,7 +27,8 @@ from holdfast.engine.loading.plan import (
 from holdfast.engine.loading.tables import FreshTensors, UnreadTensors
 from holdfast.engine.staging.arena import Arena
 from holdfast.engine.threads import Threads
-from holdfast.format.index import Column, Places
+from holdfast.format.boxes import Column
+from holdfast.format.index import Places
 from holdfast.state.copying import Unread, bytes_of, copy_tensors, is_plain
 from holdfast.store.base import Store
 

@@ -120,13 +120,13 @@ class Evidence:
         """Whether an attempt has all files but the manifest; with a file of keys, True."""
         if any(layout.parse_keys(name) is not None for name in names):
             return True  # the keys are put right before the manifest
-        from holdfast.format.index import MAX_INDEX_NBYTES, files_of_index  # takes numpy
+        from holdfast.format.index import files_of_index  # takes numpy
 
         if layout.INDEX not in names:
             return False
         key = f"{folder}/{layout.INDEX}"
         try:
-            data = read_document(self._store, key, max_nbytes=MAX_INDEX_NBYTES)
+            data = read_document(self._store, key, max_nbytes=layout.MAX_INDEX_NBYTES)
             return {*files_of_index(data, what=key)} <= {*names}
         except (FormatError, NotFound):
             return False

@@ -10,7 +10,7 @@ import torch
 
 from holdfast.engine.memory import take
 from holdfast.errors import FormatError
-from holdfast.format.index import Column
+from holdfast.format.boxes import Column
 from holdfast.format.tensors import ITEM_NBYTES, TensorSpec
 from holdfast.state.leaves import TORCH_DTYPES
 

@@ -53,7 +53,6 @@ from holdfast.format import layout
 from holdfast.format.blocks import block_digest, digest_blocks, file_digest, split
 from holdfast.format.envelope import Visible
 from holdfast.format.manifest import (
-    MAX_JSON_FILE_NBYTES,
     MAX_MANIFEST_NBYTES,
     Aborted,
     Deleted,
@@ -368,7 +367,7 @@ class Sender:
         """Read a whole local file, and check it against the manifest's digest; one retry."""
         key = f"{folder}/{name}"
         for _ in range(2):
-            data = read_document(self._local, key, max_nbytes=MAX_JSON_FILE_NBYTES)
+            data = read_document(self._local, key, max_nbytes=layout.MAX_INDEX_NBYTES)
             if file_digest(len(data), digest_blocks(data, block_nbytes)) == entry.digest:
                 return data
         raise CorruptData(f"{self._local.url}/{key}: not what was written, and is not sent")

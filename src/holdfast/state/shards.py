@@ -1,0 +1,122 @@
+"""Shards of a state: of each tensor the global shape, and the boxes of it that this rank holds.
+
+Knows the placements of DTensors; the geometry is that of `boxes`. Knows nothing of files,
+components and what other ranks hold.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from holdfast.errors import UnsupportedState
+from holdfast.format.objects import Refused
+from holdfast.state.boxes import Box, Span, Split, boxes_of, in_order, packed, spans_of, whole_box
+from holdfast.state.leaves import refusal
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalShards:
+    """The boxes of one tensor that this rank holds, and their memory."""
+
+    shape: tuple[int, ...]
+    """Shape of the global tensor."""
+    boxes: tuple[Box, ...]
+    """Empty if the rank holds nothing of it. A tensor without elements is one box on every rank."""
+    views: tuple[Tensor, ...]
+    """The elements of each box, as views of the local tensor."""
+
+
+def read_shards(tensors: Mapping[str, Tensor]) -> dict[str, LocalShards]:
+    """Read what this rank holds of each tensor, by path.
+
+    Raises:
+        UnsupportedState: some cannot be saved; lists every path with its reason.
+    """
+    found = {path: shards_of(tensor) for path, tensor in tensors.items()}
+    refused = [(path, it.reason) for path, it in found.items() if isinstance(it, Refused)]
+    if refused:
+        raise UnsupportedState(refused)
+    return {path: it for path, it in found.items() if isinstance(it, LocalShards)}
+
+
+def shards_of(tensor: Tensor) -> LocalShards | Refused:
+    """Read what this rank holds of a tensor; a plain tensor is one box, the same on every rank."""
+    name = type(tensor).__name__
+    if name == "DTensor":
+        return _of_dtensor(tensor)  # type: ignore[arg-type]
+    if name == "ShardedTensor":
+        return Refused(
+            "a ShardedTensor cannot be saved; shard with fully_shard or DTensors instead"
+        )
+    reason = refusal(tensor)
+    if reason is not None:
+        return Refused(reason)
+    return _held(tuple(tensor.shape), [[(0, size)] for size in tensor.shape], tensor)
+
+
+def _of_dtensor(tensor: DTensor) -> LocalShards | Refused:
+    mesh, local, shape = tensor.device_mesh, tensor._local_tensor, tuple(tensor.shape)
+    reason = refusal(local)
+    if reason is not None:
+        return Refused(reason)
+    splits = _splits(tensor)
+    if isinstance(splits, Refused):
+        return splits
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return LocalShards(shape=shape, boxes=(), views=())
+    spans = spans_of(shape, mesh.shape, coordinate, splits)
+    expected = tuple(sum(stop - start for start, stop in of_dim) for of_dim in spans)
+    if tuple(local.shape) == expected:
+        return _held(shape, spans, local)
+    return Refused(
+        f"the local tensor has the shape {tuple(local.shape)}, but placements {tensor.placements} "
+        f"on {mesh} make it {expected} at {tuple(coordinate)} of a tensor of shape {shape}"
+    )
+
+
+def _splits(tensor: DTensor) -> list[Split] | Refused:
+    """Read the shardings of a DTensor, in the order in which they were applied."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    splits: dict[int, Split] = {}
+    for over, placement in enumerate(tensor.placements):
+        if isinstance(placement, _StridedShard):  # in older torch a kind of Shard
+            splits[over] = Split(placement.dim, over, int(placement.split_factor))
+        elif type(placement) is Shard:
+            splits[over] = Split(placement.dim, over)
+        elif type(placement) is not Replicate:
+            kind = "holds values that are not reduced" if placement.is_partial() else "is unknown"
+            return Refused(f"placement {placement!r} of mesh dimension {over} {kind}")
+    # Only newer torch records an order, and none where a factor tells it.
+    order = getattr(tensor._spec, "shard_order", None)
+    if not order:
+        return in_order([*splits.values()], tensor.device_mesh.shape)
+    return [splits[over] for entry in order for over in entry.mesh_dims]
+
+
+def _held(shape: tuple[int, ...], spans: Sequence[Sequence[Span]], local: Tensor) -> LocalShards:
+    if math.prod(shape) == 0:
+        return LocalShards(
+            shape=shape, boxes=(whole_box(shape),), views=(local.detach().view(shape),)
+        )
+    views = tuple(_view(local, box) for box in boxes_of(packed(spans)))
+    return LocalShards(shape=shape, boxes=tuple(boxes_of(spans)), views=views)
+
+
+def _view(local: Tensor, box: Box) -> Tensor:
+    if box.sizes == tuple(local.shape):
+        return local  # itself, so that it is recognised in the next save
+    view = local.detach()
+    for dim, (start, size) in enumerate(zip(*box, strict=True)):
+        view = view.narrow(dim, start, size)
+    return view
