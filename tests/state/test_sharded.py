@@ -12,7 +12,7 @@ from torch import Tensor
 
 import marks
 import warm
-from holdfast.state.boxes import box_at
+from holdfast.state.geometry import box_at
 from holdfast.state.shardplan import BoxTable, LeafTable, plan_writes
 from state.layouts import region
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from holdfast.errors import UnsupportedState
 from holdfast.format import layout as format_layout
 from holdfast.state import shardplan
-from holdfast.state.boxes import Box, box_at, boxes_of, corners, in_order, spans_of, whole_box
+from holdfast.state.geometry import Box, box_at, boxes_of, corners, in_order, spans_of, whole_box
 from holdfast.state.shardplan import (
     BoxTable,
     LeafTable,

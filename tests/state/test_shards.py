@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from holdfast.errors import UnsupportedState
 from holdfast.format.objects import Refused
-from holdfast.state.boxes import Box, boxes_of, in_order, packed, spans_of, whole_box
+from holdfast.state.geometry import Box, boxes_of, in_order, packed, spans_of, whole_box
 from holdfast.state.shards import LocalShards, read_shards, shards_of
 from state.layouts import Layout, chunked_in, layouts, orders, region
 
@@ -178,7 +178,7 @@ def test_a_view_of_a_parameter_records_nothing_for_autograd() -> None:
 def test_a_rank_without_a_row_has_no_box() -> None:
     layout = Layout((2, 3), (4,), (Shard(0),))
     shards = shards_of(layout.dtensor((3,), layout.scattered((3,))))
-    assert shards == LocalShards(shape=(2, 3), boxes=(), views=())
+    assert shards == LocalShards(shape=(2, 3), boxes=(), places=(), views=(), local_shape=(0, 3))
 
 
 def test_a_rank_outside_of_the_mesh_has_no_box() -> None:
@@ -187,7 +187,9 @@ def test_a_rank_outside_of_the_mesh_has_no_box() -> None:
     tensor = DTensor.from_local(
         torch.ones(0), mesh, [Shard(0)], run_check=False, shape=shape, stride=(3, 1)
     )
-    assert shards_of(tensor) == LocalShards(shape=(4, 3), boxes=(), views=())
+    assert shards_of(tensor) == LocalShards(
+        shape=(4, 3), boxes=(), places=(), views=(), local_shape=(0,)
+    )
 
 
 def test_sums_that_are_not_reduced_are_refused_by_path() -> None:

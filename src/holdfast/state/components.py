@@ -7,7 +7,7 @@ leave it out, because a checkpoint must fit the same model with and without them
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from holdfast.format.layout import check_component
 from holdfast.format.tensors import TensorSpec
 from holdfast.state import generators
 from holdfast.state.leaves import in_place_of
+from holdfast.state.shards import LocalShards
 
 Kind: TypeAlias = Literal["module", "optimizer", "object", "tree", "generator", "rng"]
 
@@ -83,6 +84,10 @@ class CapturedComponent:
     addresses: Sequence[int] | None = None
     """Addresses of the tensors, in their order; None unless each is known to be contiguous in host
     memory."""
+
+    shards: Mapping[str, LocalShards] = field(default_factory=dict)
+    """Key -> the boxes of each DTensor; its entries in `tensors` and `specs` are those of its local
+    tensor."""
 
     @property
     def stored(self) -> StoredComponent:

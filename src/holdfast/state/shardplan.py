@@ -18,7 +18,7 @@ from blake3 import blake3
 
 from holdfast.errors import UnsupportedState
 from holdfast.format.layout import MAX_TENSOR_FILE_NBYTES, MAX_TENSORS_PER_FILE
-from holdfast.state.boxes import Box, box_at, box_of, corners, whole_box
+from holdfast.state.geometry import Box, box_at, box_of, corners, whole_box
 
 Ints: TypeAlias = np.ndarray[Any, np.dtype[np.signedinteger[Any]]]
 _NUM_EXPLAINED = 10

@@ -15,7 +15,16 @@ from torch import Tensor
 
 from holdfast.errors import UnsupportedState
 from holdfast.format.objects import Refused
-from holdfast.state.boxes import Box, Span, Split, boxes_of, in_order, packed, spans_of, whole_box
+from holdfast.state.geometry import (
+    Box,
+    Span,
+    Split,
+    boxes_of,
+    in_order,
+    packed,
+    spans_of,
+    whole_box,
+)
 from holdfast.state.leaves import refusal
 
 if TYPE_CHECKING:
@@ -30,8 +39,12 @@ class LocalShards:
     """Shape of the global tensor."""
     boxes: tuple[Box, ...]
     """Empty if the rank holds nothing of it. A tensor without elements is one box on every rank."""
+    places: tuple[Box, ...]
+    """Where each box lies in the local tensor."""
     views: tuple[Tensor, ...]
     """The elements of each box, as views of the local tensor."""
+    local_shape: tuple[int, ...]
+    """Shape of the local tensor."""
 
 
 def read_shards(tensors: Mapping[str, Tensor]) -> dict[str, LocalShards]:
@@ -72,7 +85,9 @@ def _of_dtensor(tensor: DTensor) -> LocalShards | Refused:
         return splits
     coordinate = mesh.get_coordinate()
     if coordinate is None:
-        return LocalShards(shape=shape, boxes=(), views=())
+        return LocalShards(
+            shape=shape, boxes=(), places=(), views=(), local_shape=tuple(local.shape)
+        )
     spans = spans_of(shape, mesh.shape, coordinate, splits)
     expected = tuple(sum(stop - start for start, stop in of_dim) for of_dim in spans)
     if tuple(local.shape) == expected:
@@ -106,11 +121,17 @@ def _splits(tensor: DTensor) -> list[Split] | Refused:
 
 def _held(shape: tuple[int, ...], spans: Sequence[Sequence[Span]], local: Tensor) -> LocalShards:
     if math.prod(shape) == 0:
-        return LocalShards(
-            shape=shape, boxes=(whole_box(shape),), views=(local.detach().view(shape),)
-        )
-    views = tuple(_view(local, box) for box in boxes_of(packed(spans)))
-    return LocalShards(shape=shape, boxes=tuple(boxes_of(spans)), views=views)
+        whole = (whole_box(shape),)
+        views: tuple[Tensor, ...] = (local.detach().view(shape),)
+        return LocalShards(shape=shape, boxes=whole, places=whole, views=views, local_shape=shape)
+    places = tuple(boxes_of(packed(spans)))
+    return LocalShards(
+        shape=shape,
+        boxes=tuple(boxes_of(spans)),
+        places=places,
+        views=tuple(_view(local, box) for box in places),
+        local_shape=tuple(local.shape),
+    )
 
 
 def _view(local: Tensor, box: Box) -> Tensor:
