@@ -330,3 +330,7 @@ def listing(items: Iterable[str], limit: int = 10) -> str:
     if len(everything) > limit:
         lines.append(f"  … and {len(everything) - limit} more")
     return "\n".join(lines)
+
+
+class NotShared(RanksError):
+    """A rank does not see what another has written: all must share the storage of the root."""

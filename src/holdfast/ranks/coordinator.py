@@ -66,11 +66,17 @@ class Coordinator(ABC):
             raise UsageError(f"rank={rank} must be from 0 to {world_size - 1}")
         self.rank = rank
         self.world_size = world_size
+        self._count = 0
 
     @property
     def is_leader(self) -> bool:
         """Whether this rank decides."""
         return self.rank == LEADER
+
+    def number(self) -> int:
+        """Return 0, 1, 2, …: all ranks call it in the same order, to begin their tags with it."""
+        self._count += 1
+        return self._count - 1
 
     @abstractmethod
     def post(self, tag: str, data: bytes, *, timeout_s: float) -> None:
