@@ -26,8 +26,8 @@ MUTANTS: tuple[Mutant, ...] = (
         name="seeds-of-batches-begin-anew-after-a-resume",
         promise="I7: augmentation is exact in the middle of an epoch",
         file="data/loader.py",
-        before='entropy = randomness.derive(self._seed, "batch", lap, place)',
-        after='entropy = randomness.derive(self._seed, "batch", lap, number - first)',
+        before='entropy = randomness.derive(self._seed, "batch", lap, place, *own)',
+        after='entropy = randomness.derive(self._seed, "batch", lap, number - first, *own)',
         near=("tests/data/test_loader.py",),
     ),
     Mutant(
