@@ -25,7 +25,6 @@ from holdfast.engine.control.outside import Asked, Outside
 from holdfast.engine.control.requests import POLL_S, Requests
 from holdfast.engine.control.stop import Stop
 from holdfast.engine.hooks import StateHooks
-from holdfast.engine.loading.together import applying
 from holdfast.engine.loading.resume import (
     LoadCandidate,
     LoadOptions,
@@ -35,8 +34,9 @@ from holdfast.engine.loading.resume import (
     Unhealthy,
 )
 from holdfast.engine.loading.sides import Sides
+from holdfast.engine.loading.together import applying
 from holdfast.engine.moments import Counters, Moments
-from holdfast.engine.options import Checkpoints, OnExisting
+from holdfast.engine.options import Checkpoints, OnExisting, refuse_for_ranks
 from holdfast.engine.pause import collector_paused
 from holdfast.engine.roots.catalog import Entry
 from holdfast.engine.saving.compressing import Compress, Compressing, choices
@@ -63,10 +63,10 @@ from holdfast.policy.naming import DEFAULT_LABEL, LabelFunction, compile_label
 from holdfast.policy.rule import Rule, SaveClass
 from holdfast.policy.savers import Due, SavePolicy, SideSaver
 from holdfast.policy.schedule import Schedule
-from holdfast.engine.joining import coordinator_of, refuse_for_ranks
-from holdfast.ranks.coordinator import Coordinator
 from holdfast.policy.triggers import Event as TriggerEvent
 from holdfast.policy.triggers import SaveFunction, Trigger
+from holdfast.ranks.chosen import coordinator_of
+from holdfast.ranks.coordinator import Coordinator
 from holdfast.state.capture import Captured, Capturer
 from holdfast.state.components import RNG, check_state, unwrapped
 from holdfast.state.edits import Edit, edited
@@ -133,9 +133,8 @@ class CheckpointManager:
         save_timeout_s: longest time to wait for one save, in seconds.
         exit_timeout_s: longest time that the interpreter's exit waits for a save under way.
         preflight: whether the first save checks space and permissions before it claims the run.
-        ranks: the ranks that save and load together (docs/ranks.md): "all" of the process group of
-            torch.distributed, if one is initialised; a `Coordinator`; or None, for this process
-            alone.
+        ranks: the ranks that save and load together (docs/ranks.md): those of torch's default
+            process "group", if there is one; a `Coordinator`; or None, for this process alone.
 
     Use a manager in one process, from one thread. Reading (`list`, `load`) claims nothing;
     `resume` and the first save claim the run.
@@ -170,7 +169,7 @@ class CheckpointManager:
         save_timeout_s: float = 1800.0,
         exit_timeout_s: float = 600.0,
         preflight: bool = True,
-        ranks: Coordinator | Literal["all"] | None = "all",
+        ranks: Coordinator | Literal["group"] | None = "group",
     ) -> None:
         check_state(state)
         state = unwrapped(state)
@@ -460,7 +459,8 @@ class CheckpointManager:
         reader, before = self._reader(), _Before(self.state)
         sides = self._sides(new, without)
         if in_place is None:
-            in_place = which == "latest" and self._is_unused
+            is_alone = self._ranks.world_size == 1
+            in_place = is_alone and which == "latest" and self._is_unused
         options = LoadOptions(edit=self._hooks.edit_load, in_place=in_place, sides=sides)
         search = Search(
             reader,
@@ -853,7 +853,9 @@ class CheckpointManager:
         self._lacks_due = False
 
     def _reader(self) -> Reader:
-        return Reader(
+        return self._applying.reader(
+            rank=self._ranks.rank,
+            world_size=self._ranks.world_size,
             catalog=self._catalog,
             state=self.state,
             threads=self._saver.threads,

@@ -263,9 +263,7 @@ class Beginning:
         """Whether the next save must first check space and permissions."""
         self._has_compared_clocks = False
 
-    def expect(
-        self, size: tuple[int, int], standing: Entry | None, *, is_rollback: bool
-    ) -> None:
+    def expect(self, size: tuple[int, int], standing: Entry | None, *, is_rollback: bool) -> None:
         """Check that a save can be made, and claim the run if it is not claimed yet.
 
         `size` is about how many bytes and files the save has.

@@ -23,7 +23,7 @@ from holdfast.engine.checkpoint import Phase
 from holdfast.engine.claims.claim import Claim
 from holdfast.engine.claims.owner import Ownership
 from holdfast.engine.roots.catalog import Catalog
-from holdfast.engine.roots.commit import SaveAttempt, mark_aborted
+from holdfast.engine.roots.commit import SaveAttempt, give_up
 from holdfast.engine.saving.shares import Assignment, OwnShare, Plan, Share, Unchanged, Written
 from holdfast.engine.staging.staged import Staged
 from holdfast.errors import (
@@ -451,8 +451,7 @@ class FollowingSave(_RanksSave):
         except RanksFailed:
             raise
         except RanksError as error:
-            by = f"rank {self._ranks.rank}"
-            if mark_aborted(store, attempt.folder, by=by, reason=str(error)):
+            if not give_up(store, attempt, by=f"rank {self._ranks.rank}", reason=str(error)):
                 raise
         store.refresh_folder(attempt.folder)
         found = Catalog(store).read(attempt.folder)
