@@ -13,13 +13,12 @@ import msgspec
 from holdfast.errors import FormatError
 from holdfast.format import strictjson
 from holdfast.format.layout import FORMAT_VERSION, MAX_TREE_NBYTES
-from holdfast.format.objects import MAX_TREE_VALUES
+from holdfast.format.objects import MAX_TREE_VALUES, RANKS
 from holdfast.format.tensors import TensorSpec
 from holdfast.state.components import StoredComponent
 
 BY_RANK = frozenset({"rng", "generator"})
 """Kinds of components of which each rank keeps its own."""
-_RANKS = "$ranks"
 _REFERENCES = ("$tensor", "$array")
 
 
@@ -34,7 +33,7 @@ def joined(trees: Sequence[bytes]) -> bytes:
     for rank, tree in enumerate(trees):
         document = msgspec.json.decode(tree)
         nodes.append(_with_keys(document.pop("tree"), rank))
-    return msgspec.json.encode({"holdfast": FORMAT_VERSION, "tree": {_RANKS: nodes}})
+    return msgspec.json.encode({"holdfast": FORMAT_VERSION, "tree": {RANKS: nodes}})
 
 
 def part_of(
@@ -50,7 +49,7 @@ def part_of(
     Raises:
         FormatError: the tree is not valid.
     """
-    if stored.kind not in BY_RANK or f'"{_RANKS}"'.encode() not in stored.tree:
+    if stored.kind not in BY_RANK or f'"{RANKS}"'.encode() not in stored.tree:
         return None
     what = f"{stored.name}'s tree"
     document = strictjson.loads(
@@ -58,9 +57,9 @@ def part_of(
     )
     strictjson.check_version(document, what=what)
     node = document.get("tree")
-    nodes = node.get(_RANKS) if isinstance(node, dict) and node.keys() == {_RANKS} else None
+    nodes = node.get(RANKS) if isinstance(node, dict) and node.keys() == {RANKS} else None
     if not isinstance(nodes, list) or not nodes:
-        raise FormatError(f"{what}: `{_RANKS}` is not a list of trees, one for each rank")
+        raise FormatError(f"{what}: `{RANKS}` is not a list of trees, one for each rank")
     old = rank % len(nodes)
     prefix = key_of_rank("", old)
     keys = {key.removeprefix(prefix): key for key in stored.tensors if key.startswith(prefix)}
