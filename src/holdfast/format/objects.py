@@ -141,11 +141,11 @@ def decode_tree(
     if "tree" not in document:
         raise FormatError(f"{what}: has no `tree`")
     node = document["tree"]
-    if isinstance(node, dict) and node.keys() == {RANKS}:
-        node = node[RANKS]
-        if not isinstance(node, list) or not node:
-            raise FormatError(f"{what}: `{RANKS}` is not a list of trees, one for each rank")
     try:
+        if isinstance(node, dict) and node.keys() == {RANKS}:
+            if not isinstance(node[RANKS], list) or not node[RANKS]:
+                raise FormatError(f"{what}: `{RANKS}` is not a list of trees, one for each rank")
+            return [_TreeDecoder(lift, lift_tensors, what).decode(one) for one in node[RANKS]]
         return decoder.decode(node)
     except RecursionError as err:
         raise LimitExceeded(f"{what}: nested too deeply for the stack that is left") from err
