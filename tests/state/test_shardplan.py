@@ -393,7 +393,7 @@ def test_a_box_takes_less_than_fifty_bytes_of_memory_to_plan(
 
 def test_small_boxes_come_from_their_first_holder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shardplan, "SMALL_NBYTES", 1000)
-    shapes = [(10,), (1000,), (10,), (1000,)]
+    shapes = [(10, 1), (1000, 1), (10, 1), (1000, 1)]
     boxes = box_table(shapes, hsdp(shapes, replicas=4, parts=1))
     plan = plan_writes(leaf_table(shapes), boxes, one_host(4))
     writers = boxes.rank[plan.row]
