@@ -46,6 +46,11 @@ class LocalShards:
     local_shape: tuple[int, ...]
     """Shape of the local tensor."""
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the local tensor is the global one."""
+        return self.local_shape == self.shape and self.places == self.boxes
+
 
 def read_shards(tensors: Mapping[str, Tensor]) -> dict[str, LocalShards]:
     """Read what this rank holds of each tensor, by path.
