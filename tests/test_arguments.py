@@ -19,7 +19,7 @@ from torch import nn
 
 import holdfast
 from holdfast import CheckpointManager, Checkpoints, Last, SideSaver, load_weights
-from holdfast.data import Loader
+from holdfast.data import DataRanks, Loader
 from holdfast.errors import UsageError
 from holdfast.train import Clip, Counts, Trainer
 
@@ -305,6 +305,7 @@ CASES: dict[str, Case] = {
             "shuffle": NOT_TRUE_OR_FALSE,
             "drop_last": NOT_TRUE_OR_FALSE,
             "batches_per_epoch": (0, *NO_COUNT),
+            "ranks": (3, "x", (0, 2), DataRanks(2, 2)),
             "num_workers": (*NO_COUNT, None),
             "collate_fn": NO_FUNCTION,
             "pin_memory": NOT_TRUE_OR_FALSE,

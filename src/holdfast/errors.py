@@ -49,6 +49,7 @@ HoldfastError
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 
 
 class HoldfastError(Exception):
@@ -292,12 +293,20 @@ class RanksError(HoldfastError):
 
 
 class RanksFailed(RanksError):
-    """Some ranks failed. `failed` has the phase and the reason of each, by rank."""
+    """Some ranks failed. `failed` has the phase and the reason of each, by rank.
+
+    `reasons` has a line for each phase and reason, with the ranks that share them.
+    """
 
     def __init__(self, what: str, failed: Mapping[int, tuple[str, str]]) -> None:
         self.failed = dict(failed)
-        lines = [f"rank {rank}, in {phase}: {why}" for rank, (phase, why) in failed.items()]
-        super().__init__(f"{what} failed in:\n" + listing(lines))
+        sharing: dict[tuple[str, str], list[int]] = {}
+        for rank, failure in failed.items():
+            sharing.setdefault(failure, []).append(rank)
+        self.reasons = [
+            f"{name_ranks(ranks)}, in {phase}: {why}" for (phase, why), ranks in sharing.items()
+        ]
+        super().__init__(f"{what} failed in:\n" + listing(self.reasons))
 
 
 class RanksSilent(RanksError, DeadlineExceeded):
@@ -305,8 +314,10 @@ class RanksSilent(RanksError, DeadlineExceeded):
 
     def __init__(self, what: str, ranks: Sequence[int]) -> None:
         self.ranks = list(ranks)
-        lines = listing(f"rank {rank}" for rank in ranks)
-        super().__init__(f"{what}: nothing came by the deadline from\n" + lines)
+        super().__init__(
+            f"{what}: nothing came by the deadline from {name_ranks(ranks)}. Look in their logs "
+            "whether they have ended, hang or are late"
+        )
 
 
 class Disconnected(RanksError):
@@ -323,6 +334,24 @@ def is_damage(error: BaseException) -> bool:
     return isinstance(error, FormatError | StoreError)
 
 
+def name_ranks(ranks: Iterable[int], limit: int = 10) -> str:
+    """Name ranks in words: the first `limit` of them or runs of them, and how many more.
+
+    >>> name_ranks([3, 5, 6, 7, 8, 9, *range(20, 60)], limit=2)
+    'ranks 3, 5 to 9 and 40 more'
+    """
+    everything = sorted(ranks)
+    # Numbers of a run have the same distance from their places in the list.
+    grouped = groupby(enumerate(everything), lambda placed: placed[1] - placed[0])
+    runs = [[rank for _, rank in run] for _, run in grouped]
+    names = [f"{run[0]} to {run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs[:limit]]
+    if num_more := sum(map(len, runs[limit:])):
+        names.append(f"{num_more} more")
+    *others, last = names
+    listed = f"{', '.join(others)} and {last}" if others else last
+    return f"{'rank' if len(everything) == 1 else 'ranks'} {listed}"
+
+
 def listing(items: Iterable[str], limit: int = 10) -> str:
     """Format the first `limit` items as indented lines, with the number of further ones."""
     everything = list(items)
@@ -330,3 +359,7 @@ def listing(items: Iterable[str], limit: int = 10) -> str:
     if len(everything) > limit:
         lines.append(f"  … and {len(everything) - limit} more")
     return "\n".join(lines)
+
+
+class NotShared(RanksError):
+    """A rank does not see what another has written: all must share the storage of the root."""

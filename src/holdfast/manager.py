@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, Literal
 
 from holdfast.arguments import checked
-from holdfast.care.housekeeping import ManagerChores, Tuning
+from holdfast.care.housekeeping import FollowingChores, ManagerChores, Tuning
 from holdfast.care.mirror import ownership
 from holdfast.care.preflight import Beginning
 from holdfast.engine.checkpoint import Checkpoint, CheckpointList, PendingSave, describe, parse_seen
@@ -25,7 +25,6 @@ from holdfast.engine.control.outside import Asked, Outside
 from holdfast.engine.control.requests import POLL_S, Requests
 from holdfast.engine.control.stop import Stop
 from holdfast.engine.hooks import StateHooks
-from holdfast.engine.loading.applying import Applying
 from holdfast.engine.loading.resume import (
     LoadCandidate,
     LoadOptions,
@@ -35,14 +34,16 @@ from holdfast.engine.loading.resume import (
     Unhealthy,
 )
 from holdfast.engine.loading.sides import Sides
+from holdfast.engine.loading.together import applying
 from holdfast.engine.moments import Counters, Moments
-from holdfast.engine.options import Checkpoints, OnExisting
+from holdfast.engine.options import Checkpoints, OnExisting, refuse_for_ranks
 from holdfast.engine.pause import collector_paused
 from holdfast.engine.roots.catalog import Entry
 from holdfast.engine.saving.compressing import Compress, Compressing, choices
 from holdfast.engine.saving.fingerprint import differences, environment, numerics
 from holdfast.engine.saving.save import SaveRequest
 from holdfast.engine.saving.saver import Saver
+from holdfast.engine.saving.together import JointSave, Together
 from holdfast.engine.staging.device import refuse_capture
 from holdfast.engine.staging.overlap import Mode, Overlap
 from holdfast.engine.tiers.catalog import catalog_of
@@ -64,6 +65,8 @@ from holdfast.policy.savers import Due, SavePolicy, SideSaver
 from holdfast.policy.schedule import Schedule
 from holdfast.policy.triggers import Event as TriggerEvent
 from holdfast.policy.triggers import SaveFunction, Trigger
+from holdfast.ranks.chosen import coordinator_of
+from holdfast.ranks.coordinator import Coordinator
 from holdfast.state.capture import Captured, Capturer
 from holdfast.state.components import RNG, check_state, unwrapped
 from holdfast.state.edits import Edit, edited
@@ -130,6 +133,8 @@ class CheckpointManager:
         save_timeout_s: longest time to wait for one save, in seconds.
         exit_timeout_s: longest time that the interpreter's exit waits for a save under way.
         preflight: whether the first save checks space and permissions before it claims the run.
+        ranks: the ranks that save and load together (docs/ranks.md): those of torch's default
+            process "group", if there is one; a `Coordinator`; or None, for this process alone.
 
     Use a manager in one process, from one thread. Reading (`list`, `load`) claims nothing;
     `resume` and the first save claim the run.
@@ -164,6 +169,7 @@ class CheckpointManager:
         save_timeout_s: float = 1800.0,
         exit_timeout_s: float = 600.0,
         preflight: bool = True,
+        ranks: Coordinator | Literal["group"] | None = "group",
     ) -> None:
         check_state(state)
         state = unwrapped(state)
@@ -192,10 +198,13 @@ class CheckpointManager:
         self._emit = Emitter(tuple(checkpoints.sinks))
         length = None if max_duration is None else parse(max_duration, what="max_duration")
         self._schedule = Schedule(checkpoints.every, checkpoints.savers, max_duration=length)
+        self._ranks = coordinator_of(ranks)
+        if self._ranks.world_size > 1:
+            refuse_for_ranks(self._schedule, checkpoints, stop)
         self._catalog = catalog_of(checkpoints.root, self._emit, checkpoints.encrypt)
         self.store = self._catalog.store
         self.state = state
-        self._capturer = Capturer(state)
+        self._capturer = Capturer(state, is_shared=self._ranks.world_size > 1)
         self._hooks = hooks if hooks is not None else StateHooks()
         self._refuses_existing = checkpoints.on_existing == "error"
         self._raises_failures = on_failure == "raise"
@@ -210,12 +219,16 @@ class CheckpointManager:
             takeover=checkpoints.takeover,
             replaces=replaces,
             timeout_s=checkpoints.save_timeout_s,
+            leads=self._ranks.is_leader,
         )
+        self._together = Together(self._ranks, timeout_s=checkpoints.save_timeout_s)
         self._moments = Moments(self._catalog, self._schedule, counters, self._emit)
         self._beginning = Beginning(
             self._catalog, self._owner, rules, self._emit, preflight=checkpoints.preflight
         )
-        self._applying = Applying(self.store, self._owner, self._emit)
+        self._applying = applying(
+            self._ranks, self.store, self._owner, self._emit, timeout_s=checkpoints.save_timeout_s
+        )
         self._tuning = Tuning(self.store, self._owner, self._emit, self._schedule.auto)
         self._outside = Outside(Requests(self.store, emit=self._emit), stop, self._finish_at_stop)
         self._overlap = Overlap(
@@ -230,7 +243,9 @@ class CheckpointManager:
             memory_budget=self._memory_budget,
             overlap=self._overlap,
             compressing=Compressing(compressions, self._emit),
-            chores=ManagerChores(self, self._owner, self._housekeeper, self._uploads, self._tuning),
+            chores=(ManagerChores if self._ranks.is_leader else FollowingChores)(
+                self, self._owner, self._housekeeper, self._uploads, self._tuning
+            ),
         )
         self._pid = os.getpid()
         self._closed = False
@@ -333,8 +348,8 @@ class CheckpointManager:
             self._warn_of_setup()
         self._uploads.raise_failure()
         pending = self._saver.pending
-        if pending is not None and pending.failure() is not None:
-            self._schedule.failed()
+        if pending is not None and pending.failure() is not None and self._ranks.world_size == 1:
+            self._schedule.failed()  # several ranks learn of it at different steps
         self._raise_failure()
         self._tuning.look(now, is_writing=pending is not None and not pending.done())
         events, asked = self._outside.look(event, is_owner=self.is_owner)
@@ -444,7 +459,8 @@ class CheckpointManager:
         reader, before = self._reader(), _Before(self.state)
         sides = self._sides(new, without)
         if in_place is None:
-            in_place = which == "latest" and self._is_unused
+            is_alone = self._ranks.world_size == 1
+            in_place = is_alone and which == "latest" and self._is_unused
         options = LoadOptions(edit=self._hooks.edit_load, in_place=in_place, sides=sides)
         search = Search(
             reader,
@@ -589,7 +605,7 @@ class CheckpointManager:
     @property
     def is_owner(self) -> bool:
         """Whether this manager has claimed the run."""
-        return self._owner.claim is not None
+        return self._owner.claim is not None and self._ranks.is_leader
 
     # Ending
 
@@ -671,22 +687,38 @@ class CheckpointManager:
         *,
         is_awaited: bool = False,
     ) -> PendingSave:
-        began = time.perf_counter()
         self._quiet, self._is_unused = _NEVER_QUIET, False
         measured = checked_metrics(metrics)
         self._check_usable()
         refuse_capture("save()")
-        try:
-            hook = self._hooks.before_save
-            unhealthy = checked_reasons(None if hook is None else hook(now, measured))
-        except SaveSkipped as error:
-            self._emit("save_skipped", str(error), step=now.step)
-            return PendingSave.skipped(now.step, due, error)
+        with self._together.save(now.step) as joint:
+            try:
+                hook = self._hooks.before_save
+                unhealthy = checked_reasons(None if hook is None else hook(now, measured))
+            except SaveSkipped as error:
+                joint.fail(error, "before_save")
+                self._emit("save_skipped", str(error), step=now.step)
+                return PendingSave.skipped(now.step, due, error)
+            pending = self._save_jointly(now, due, measured, unhealthy, joint, is_awaited)
+        if self._hooks.save_begun is not None:
+            self._hooks.save_begun(pending)
+        return pending
+
+    def _save_jointly(
+        self,
+        now: Timestamp,
+        due: Due,
+        measured: Mapping[str, float],
+        unhealthy: tuple[str, ...],
+        joint: JointSave,
+        is_awaited: bool,
+    ) -> PendingSave:
+        began = time.perf_counter()
         # The previous save's arenas are needed; its housekeeping must end only for a preflight.
         self._drain(but_housekeeping=not self._beginning.preflight_due)
         self._uploads.raise_failure()
         self._uploads.expect_room(now)
-        if self._refuses_existing:
+        if self._refuses_existing and self._ranks.is_leader:
             self._beginning.refuse_existing(now.step, self._saver.standing)
         captured = self._capture(due)
         captured_s = time.perf_counter() - began
@@ -694,10 +726,15 @@ class CheckpointManager:
         self._announce_not_saved(captured, is_whole=due.components is None)
         if due.components is None:
             self._announce_lacks()
-        self._beginning.expect(captured, self._saver.standing, is_rollback=self._is_rollback)
+        joint.propose(captured)
+        if self._ranks.is_leader:
+            self._beginning.expect(
+                joint.size(captured), self._saver.standing, is_rollback=self._is_rollback
+            )
+        part = joint.part(captured, self._owner)
         preparing = time.perf_counter()
         with collector_paused():
-            staged = self._saver.prepare(captured, is_awaited=is_awaited)
+            staged = self._saver.prepare(part, is_awaited=is_awaited)
         timings = {"capture_s": captured_s, "stage_s": time.perf_counter() - preparing}
         if due.components is None:
             timings |= self._tuning.timings()
@@ -712,7 +749,7 @@ class CheckpointManager:
             reason=due.reason,
             tags=due.tags,
             metrics=measured,
-            numerics=numerics(),
+            numerics=numerics(self._ranks.world_size),
             environment=environment(),
             savers=self._schedule.savers_of(due),
             left_out=tuple(n for n in (*self.state, RNG) if n not in captured.components),
@@ -723,12 +760,10 @@ class CheckpointManager:
         self._moments.unsaved = None
         # Freeing its many tensors offers the GIL to other threads; harmless while none is awake.
         # Later, another thread may keep the GIL, and the core, for milliseconds.
-        del captured
-        pending = self._saver.start(staged, request, due)
+        del captured, part
+        pending = self._saver.start(staged, request, due, joint)
         pending.stall_s = time.perf_counter() - began
         self._tuning.saved(pending.stall_s)
-        if self._hooks.save_begun is not None:
-            self._hooks.save_begun(pending)
         return pending
 
     def _checked(self, components: Iterable[str]) -> tuple[str, ...]:
@@ -818,7 +853,9 @@ class CheckpointManager:
         self._lacks_due = False
 
     def _reader(self) -> Reader:
-        return Reader(
+        return self._applying.reader(
+            rank=self._ranks.rank,
+            world_size=self._ranks.world_size,
             catalog=self._catalog,
             state=self.state,
             threads=self._saver.threads,
@@ -885,6 +922,6 @@ class CheckpointManager:
             self._home(found.entry),
             found.entry,
             rejected=reader.rejected,
-            notes=(*notes, *differences(manifest.numerics, numerics())),
+            notes=(*notes, *differences(manifest.numerics, numerics(self._ranks.world_size))),
             new=found.one_sided.new,
         )

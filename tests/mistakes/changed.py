@@ -8,7 +8,7 @@ from tests.mistakes.user import User, new_state
 from torch import nn
 
 import holdfast
-from holdfast.data import Loader
+from holdfast.data import DataRanks, Loader
 
 MODEL = Theme("Changed model or optimizer")
 case = MODEL.case
@@ -220,6 +220,11 @@ def _(user: User) -> None:
 @DATA.case("`Loader(…, batches_per_epoch=0)`", names="batches_per_epoch")
 def _(user: User) -> None:
     Loader(torch.zeros(4, 4), batch_size=2, batches_per_epoch=0)
+
+
+@DATA.case("`Loader(…, ranks=DataRanks(2, 2))`", names="ranks")
+def _(user: User) -> None:
+    Loader(torch.zeros(4, 4), batch_size=2, ranks=DataRanks(2, 2))
 
 
 @DATA.case("two loops over one `Loader` at once", names="iter")

@@ -73,8 +73,8 @@ MUTANTS: tuple[Mutant, ...] = (
         name="what-late-ranks-post-stays",
         promise="R38: the store does not grow",
         file="ranks/c10d.py",
-        before="*(_post_name(r, old_tag) for r in ranks)",
-        after="*()",
+        before="                if are_left:\n                    self._take_posts(old_tag)\n",
+        after="",
         near=("tests/ranks/test_c10d.py",),
     ),
     Mutant(

@@ -14,21 +14,30 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Optional
 
 from .operations import (
+    ALL,
     DONE,
     EXISTS,
+    GONE,
     LOST,
+    SILENT,
+    Announce,
     Begin,
+    Collect,
     CutPower,
     FindResumePoint,
+    Hear,
+    HearFolder,
     IsBeingDeleted,
     IsEnded,
     IsRead,
     ListAttempts,
     Operation,
+    Post,
     PutAborted,
     PutClaim,
     PutClosed,
     PutEnded,
+    PutFollowersMarker,
     PutLease,
     PutManifest,
     PutPin,
@@ -43,12 +52,16 @@ from .operations import (
     RemoveFolder,
     RemoveLease,
     RemoveManifest,
+    RemoveName,
+    RemoveShare,
     Sync,
     TellNothingFound,
     TellPinned,
+    TellRank,
     TellReading,
     TellResumed,
     TellSaver,
+    WriteShare,
 )
 from .rules import Rules
 from .world import (
@@ -58,6 +71,8 @@ from .world import (
     COMMITTED,
     CONFLICT,
     DELETED,
+    FLAT,
+    FOLDER,
     NO_FILES,
     OK,
     SUPERSEDED,
@@ -105,6 +120,8 @@ class Writer:
     """Whether it records a clean close at the end."""
     is_put_once: bool = False
     """Whether it works on a local disk, where what was committed has nothing in flight."""
+    followers: tuple[str, ...] = ()
+    """The other ranks of its run, which write files of its saves."""
 
 
 class Own(NamedTuple):
@@ -204,11 +221,20 @@ def save(own: Own, saves: tuple[str, ...]) -> Steps:
     """Files, fence, manifest, fence; then tell the caller."""
     rules, attempt = own.rules, saves[0]
     is_cached = own.writer.is_cached
-    yield Begin(attempt, own.epoch, is_cached)
+    followers = frozenset(own.writer.followers)
+    yield Begin(
+        attempt, own.epoch, is_cached, followers, FOLDER if own.writer.is_put_once else FLAT
+    )
+    if followers and rules.all_have_posted:
+        collected = yield Collect(attempt)
+        if collected != ALL:
+            return stage(end_unput, own, saves, collected)
     if is_cached and rules.files_synced_first:
         yield Sync(attempt)
     if rules.fence_before_put and (yield ReadClaim(own.epoch + 1)):
         yield TellSaver(attempt, SUPERSEDED)
+        if followers:
+            yield Announce(attempt, ABORTED)
         return None
     reply = yield PutManifest(attempt, attempt in own.writer.lossy, is_cached)
     if is_cached and rules.synced_before_told:
@@ -221,6 +247,8 @@ def save(own: Own, saves: tuple[str, ...]) -> Steps:
             reply = again
     if reply == DONE or not rules.unclear_put_is_not_ended:
         own = own._replace(ended=(*own.ended, attempt))
+    if followers and outcome != UNKNOWN:
+        yield Announce(attempt, OK if outcome == OK else ABORTED)
     if outcome == OK and rules.fence_after_put and (yield ReadClaim(own.epoch + 1)):
         outcome = SUPERSEDED
     yield TellSaver(attempt, outcome)
@@ -229,6 +257,18 @@ def save(own: Own, saves: tuple[str, ...]) -> Steps:
     if outcome != OK:
         return stage(work, own, saves[1:])
     return housekeeping(own, saves)
+
+
+def end_unput(own: Own, saves: tuple[str, ...], collected: str) -> Steps:
+    """A leader whose followers failed or are silent: its manifest was not put, and never will."""
+    attempt = saves[0]
+    if collected == SILENT:
+        if own.rules.leader_marks_silence:
+            yield PutAborted(attempt)
+    elif (yield RemoveFolder(attempt)):
+        yield RemoveName(attempt)
+    yield Announce(attempt, ABORTED)
+    return stage(work, own._replace(ended=(*own.ended, attempt)), saves[1:])
 
 
 def find_out(rules: Rules, attempt: str, reply: str) -> Generator[Operation, Any, str]:
@@ -285,7 +325,8 @@ def prune(own: Own, olds: tuple[str, ...], after: Stage) -> Steps:
         yield RemoveManifest(old)
     yield RemoveFiles(old)
     if old in own.ended or own.writer.is_put_once:
-        yield RemoveFolder(old)
+        if (yield RemoveFolder(old)):
+            yield RemoveName(old)
     elif not rules.tombstone_stays:
         yield RemoveManifest(old)
     return following
@@ -301,6 +342,49 @@ def thin(own: Own, attempt: str) -> Steps:
         return stage(work, own, ())
     yield RemoveComponent(attempt)
     return stage(work, own, ())
+
+
+# Followers ----------------------------------------------------------------------------------------
+
+
+def follow(rules: Rules, follower: str, attempts: tuple[str, ...], owed: str | None) -> Steps:
+    """A follower: write, post, hear the outcome, or find it out. `owed`: an earlier save of which
+    it has not found it out, though it should."""
+    if not attempts:
+        return None if owed is None else stage(give_up, rules, owed, None)
+    attempt = attempts[0]
+    following = stage(follow, rules, follower, attempts[1:], owed)
+    yield HearFolder(attempt)
+    written = yield WriteShare(attempt, follower)
+    is_durable = written == DONE or not rules.posted_when_durable
+    posted = yield Post(attempt, follower, is_durable)
+    if posted == LOST and not rules.follower_removes_nothing:
+        yield RemoveShare(attempt, follower)
+    heard = yield Hear(attempt)
+    if heard != SILENT:
+        yield TellRank(attempt, heard)
+        return following
+    if not rules.one_save_at_a_time and attempts[1:]:
+        return stage(follow, rules, follower, attempts[1:], attempt)
+    return stage(give_up, rules, attempt, following)
+
+
+def give_up(rules: Rules, attempt: str, following: Stage | None) -> Steps:
+    """A follower that heard nothing: abort marker if absent, register, fence."""
+    reply = GONE
+    if rules.follower_marks_silence:
+        reply = yield PutFollowersMarker(attempt)
+    register = ABORTED
+    if reply in (EXISTS, LOST) or not rules.follower_marks_silence:
+        register = yield Read(attempt, "register")
+    if reply == LOST and register == ABSENT:
+        return following  # unknown: it may still arrive
+    epoch, _ = yield Read(attempt, "state")
+    if register in (COMMITTED, DELETED):
+        yield TellRank(attempt, OK)
+    elif not (rules.follower_reads_fence and (yield ReadClaim(epoch + 1))):
+        yield TellRank(attempt, ABORTED)
+    return following
 
 
 # gc, pins, readers -------------------------------------------------------------------------------
@@ -332,7 +416,8 @@ def collect_one(
         return following
     yield RemoveFiles(attempt)
     if (register == DELETED and is_put_once) or (yield IsEnded(attempt, believe_deaths)):
-        yield RemoveFolder(attempt)
+        if (yield RemoveFolder(attempt)):
+            yield RemoveName(attempt)
     elif register != DELETED and not rules.marker_stays:
         yield RemoveManifest(attempt)
     return following

@@ -11,6 +11,7 @@ from .actors import (
     collect,
     cut_power,
     first_owner,
+    follow,
     look,
     pin,
     read_leased,
@@ -173,6 +174,52 @@ def _remote_death(rules: Rules) -> Configuration:
     return Configuration(name="remote death", actors=actors, mortal=("s1",), is_remote=True)
 
 
+def _follower(rules: Rules, name: str, *attempts: str) -> tuple[str, Stage]:
+    return name, stage(follow, rules, name, attempts, None)
+
+
+def _followers(rules: Rules) -> Configuration:
+    """A leader with two saves, of which it deletes the first whole, and its follower."""
+    actors = (
+        _s1(rules, saves=("a1", "b1"), followers=("f1",), deletes=("a1",), closes=True),
+        _follower(rules, "f1", "a1", "b1"),
+    )
+    return Configuration(name="followers", actors=actors)
+
+
+def _two_followers(rules: Rules) -> Configuration:
+    """A leader over a bad network, two followers and gc."""
+    actors = (
+        _s1(rules, saves=("a1",), lossy=("a1",), followers=("f1", "f2")),
+        _follower(rules, "f1", "a1"),
+        _follower(rules, "f2", "a1"),
+        _gc(rules, "a1"),
+    )
+    return Configuration(name="two followers", actors=actors, is_remote=True)
+
+
+def _late_follower(rules: Rules) -> Configuration:
+    """A follower of an object store; the run is taken over, the save deleted, and gc comes."""
+    actors = (
+        _s1(rules, saves=("a1",), followers=("f1",), closes=True),
+        _follower(rules, "f1", "a1"),
+        _later(rules, "s2", saves=("a2",), deletes=("a1",)),
+        _gc(rules, "a1"),
+    )
+    return Configuration(name="late follower", actors=actors, is_remote=True)
+
+
+def _orphan(rules: Rules) -> Configuration:
+    """The same on a local disk, where the death of the leader alone is proof."""
+    actors = (
+        _s1(rules, saves=("a1",), followers=("f1",), is_put_once=True),
+        _follower(rules, "f1", "a1"),
+        _later(rules, "s2", saves=("a2",), deletes=("a1",), is_put_once=True),
+        _gc(rules, "a1", is_put_once=True),
+    )
+    return Configuration(name="orphan", actors=actors, mortal=("s1",))
+
+
 def _thinning(rules: Rules) -> Configuration:
     """The owner thins a checkpoint to which somebody else rolls back."""
     actors = (
@@ -251,6 +298,10 @@ CONFIGURATIONS: tuple[Callable[[Rules], Configuration], ...] = (
     _own_attempts,
     _death,
     _remote_death,
+    _followers,
+    _two_followers,
+    _late_follower,
+    _orphan,
     _thinning,
     _replacing,
     _power_cut,

@@ -15,7 +15,7 @@ from .actors import Stage
 from .invariants import violations
 from .operations import Operation, committed
 from .rules import Rules
-from .world import ABSENT, ATTEMPTS, World, first_world
+from .world import ABORTED, ABSENT, ATTEMPTS, World, first_world
 
 _NODE_BITS = 12
 _END = 0
@@ -147,6 +147,7 @@ class _Explorer:
                     found.append(self.number(committed(arrived, attempt)))
                 else:
                     found.append(self.number(arrived))
+            found += map(self.number, _followers_landings(world, attempt))
         return tuple(found)
 
     def successors(self, state: int) -> Iterator[int]:
@@ -191,6 +192,21 @@ class _Explorer:
                 died = name in self.worlds[after >> self.shift].dead
                 return f"{name}: {'dies before ' if died else ''}{_show(operation)}"
         return "a put that was in flight arrives"
+
+
+def _followers_landings(world: World, attempt: str) -> Iterator[World]:
+    """The worlds in which one more late write of a follower has arrived, or found no folder."""
+    folder = world.folder(attempt)
+    for follower in sorted(folder.hanging):
+        arrived = world.having(attempt, hanging=folder.hanging - {follower})
+        if folder.takes_files:
+            arrived = arrived.having(attempt, shares=folder.shares | {follower})
+        yield arrived
+    if folder.marker_in_flight:
+        arrived = world.having(attempt, marker_in_flight=False)
+        if folder.register == ABSENT and folder.takes_files:
+            arrived = arrived.having(attempt, register=ABORTED, finished=True)
+        yield arrived
 
 
 def _show(operation: object) -> str:

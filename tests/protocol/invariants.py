@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from .lineage import head
 from .rules import Rules
 from .world import (
+    ABORTED,
     ABSENT,
     ALL_FILES,
     ATTEMPTS,
@@ -38,6 +39,8 @@ def _broken_in_folder(folder: Folder) -> Iterator[str]:
     if folder.register == COMMITTED:
         if folder.files == NO_FILES or (folder.files == THIN_FILES and not folder.thinned):
             yield "V1 a committed manifest lists files that are gone"
+        if not folder.has_shares:
+            yield "V1 a committed manifest lists files of a follower that are not there"
         if folder.listed:
             yield "V15 an attempt is committed that the record of ended ones names"
         if folder.finished:
@@ -51,6 +54,10 @@ def _broken_in_folder(folder: Folder) -> Iterator[str]:
             yield "V3 a saver was told OK though the run had been taken over before the commit"
     if folder.told == CONFLICT and folder.register == COMMITTED:
         yield "V3 a saver was told of a conflict though its own commit stands"
+    if {OK, ABORTED} <= folder.learned:
+        yield "V16 two ranks were told different outcomes of one save"
+    if OK in folder.learned and not folder.appeared:
+        yield "V16 a rank was told of a commit though nothing was committed"
     if folder.pin_told and folder.register != COMMITTED:
         yield "V8 a checkpoint is gone whose pin was acknowledged"
 
@@ -61,7 +68,7 @@ def _broken_records(world: World) -> Iterator[str]:
     for attempt, folder in zip(ATTEMPTS, world.folders, strict=True):
         never = folder.register == ABSENT and not folder.appeared
         is_shown = attempt in named or folder.epoch in world.closed
-        if never and folder.files == ALL_FILES and is_shown:
+        if never and folder.files == ALL_FILES and folder.has_shares and is_shown:
             yield "V14 records show a commit of an attempt that never committed"
 
 

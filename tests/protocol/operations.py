@@ -19,7 +19,11 @@ from .world import (
     ATTEMPTS,
     COMMITTED,
     DELETED,
+    FLAT,
+    FOLDER,
     NO_FILES,
+    NOTHING,
+    NOWHERE,
     OK,
     THIN_FILES,
     Anchor,
@@ -28,8 +32,10 @@ from .world import (
     World,
 )
 
-DONE, EXISTS, LOST = "done", "exists", "lost"
-"""Replies to a put: it took effect; the key is taken; no reply came."""
+DONE, EXISTS, LOST, GONE = "done", "exists", "lost", "gone"
+"""Replies to a put: it took effect; the key is taken; no reply came; its folder was removed."""
+ALL, FAILED, SILENT = "all", "failed", "silent"
+"""What came of the followers: all posts; a failure; not everything by the deadline."""
 
 Outcomes = Iterator[tuple[Any, World]]
 
@@ -133,10 +139,18 @@ class Begin(NamedTuple):
     epoch: int
     is_cached: bool
     """Whether a power cut may still take the files."""
+    followers: frozenset[str] = frozenset()
+    place: str = FLAT
 
     def run(self, world: World) -> Outcomes:
         late = world.owner_since(self.epoch)
-        changes = {"epoch": self.epoch, "files": ALL_FILES, "begun_late": late}
+        changes: dict[str, object] = {
+            "epoch": self.epoch,
+            "files": ALL_FILES,
+            "begun_late": late,
+        }
+        if self.followers:
+            changes |= {"ranks": self.followers, "place": self.place}
         if self.is_cached:
             changes["unsynced"] = frozenset({"files"})
         yield DONE, world.having(self.attempt, **changes)
@@ -334,20 +348,31 @@ class RemoveFiles(NamedTuple):
     attempt: str
 
     def run(self, world: World) -> Outcomes:
-        yield DONE, world.having(self.attempt, files=NO_FILES)
+        yield DONE, world.having(self.attempt, files=NO_FILES, shares=frozenset())
 
 
 class RemoveFolder(NamedTuple):
-    """Remove the folder whole: files, sidecars and register."""
+    """Remove all in the folder: files, sidecars and register. Whether its name is still there."""
 
     attempt: str
 
     def run(self, world: World) -> Outcomes:
-        bare = {"retired": frozenset(), "thinned": False, "pinned": False}
+        bare = {"retired": frozenset(), "thinned": False, "pinned": False, "shares": frozenset()}
         gone = world.having(self.attempt, register=ABSENT, files=NO_FILES, finished=True, **bare)
         if world.folder(self.attempt).in_flight:
             gone = gone._replace(alarms=gone.alarms | {"V9 removed whole with a put in flight"})
-        yield DONE, gone
+        yield world.folder(self.attempt).place == FOLDER, gone
+
+
+class RemoveName(NamedTuple):
+    """Remove the name of an emptied folder. A folder into which something was put stays."""
+
+    attempt: str
+
+    def run(self, world: World) -> Outcomes:
+        folder = world.folder(self.attempt)
+        is_empty = folder.register == ABSENT and not folder.shares
+        yield DONE, world.having(self.attempt, place=NOWHERE) if is_empty else world
 
 
 class PutEnded(NamedTuple):
@@ -431,6 +456,129 @@ class RemoveComponent(NamedTuple):
     def run(self, world: World) -> Outcomes:
         files = world.folder(self.attempt).files
         yield DONE, world.having(self.attempt, files=THIN_FILES if files == ALL_FILES else files)
+
+
+# Ranks --------------------------------------------------------------------------------------------
+
+
+class Collect(NamedTuple):
+    """The leader waits for the posts of all followers, up to a deadline."""
+
+    attempt: str
+
+    def run(self, world: World) -> Outcomes:
+        folder = world.folder(self.attempt)
+        if {name for name, is_durable in folder.posts if is_durable} == folder.ranks:
+            yield ALL, world
+        if any(not is_durable for _, is_durable in folder.posts):
+            yield FAILED, world
+        yield SILENT, world
+
+
+class Announce(NamedTuple):
+    """The leader knows what became of the save, and tells its followers."""
+
+    attempt: str
+    outcome: str
+
+    def run(self, world: World) -> Outcomes:
+        learned = world.folder(self.attempt).learned | {self.outcome}
+        yield DONE, world.having(self.attempt, announced=self.outcome, learned=learned)
+
+
+class HearFolder(NamedTuple):
+    """A follower waits until the leader has made the folder."""
+
+    attempt: str
+
+    def run(self, world: World) -> Outcomes:
+        if world.folder(self.attempt).epoch:
+            yield DONE, world
+
+
+class WriteShare(NamedTuple):
+    """Write the files of a follower. The write may hang, and land at any later time."""
+
+    attempt: str
+    follower: str
+
+    def run(self, world: World) -> Outcomes:
+        folder = world.folder(self.attempt)
+        ours = {self.follower}
+        if folder.takes_files:
+            applied = world.having(self.attempt, shares=folder.shares | ours)
+            yield DONE, applied
+            if folder.place == FLAT:  # a client that sends twice leaves a copy under way
+                yield DONE, applied.having(self.attempt, hanging=folder.hanging | ours)
+        else:
+            yield GONE, world
+        yield LOST, world.having(self.attempt, hanging=folder.hanging | ours)
+
+
+class RemoveShare(NamedTuple):
+    """Remove the files of a follower."""
+
+    attempt: str
+    follower: str
+
+    def run(self, world: World) -> Outcomes:
+        shares = world.folder(self.attempt).shares - {self.follower}
+        yield DONE, world.having(self.attempt, shares=shares)
+
+
+class Post(NamedTuple):
+    """Tell the leader that the files are durable, or that they are not. It may arrive though the
+    follower is told that it did not."""
+
+    attempt: str
+    follower: str
+    is_durable: bool
+
+    def run(self, world: World) -> Outcomes:
+        posts = world.folder(self.attempt).posts | {(self.follower, self.is_durable)}
+        yield DONE, world.having(self.attempt, posts=posts)
+        yield LOST, world.having(self.attempt, posts=posts)
+
+
+class Hear(NamedTuple):
+    """A follower waits for the outcome, up to a deadline."""
+
+    attempt: str
+
+    def run(self, world: World) -> Outcomes:
+        announced = world.folder(self.attempt).announced
+        if announced != NOTHING:
+            yield announced, world
+        yield SILENT, world
+
+
+class PutFollowersMarker(NamedTuple):
+    """A follower puts the abort marker, if absent. Where requests get lost it may land later."""
+
+    attempt: str
+
+    def run(self, world: World) -> Outcomes:
+        folder = world.folder(self.attempt)
+        if not folder.takes_files:
+            yield GONE, world
+            return
+        if folder.register != ABSENT:
+            yield EXISTS, world
+        else:
+            yield DONE, world.having(self.attempt, register=ABORTED, finished=True)
+        if folder.place == FLAT:
+            yield LOST, world.having(self.attempt, marker_in_flight=True)
+
+
+class TellRank(NamedTuple):
+    """Tell the caller of a follower's save how it ended: OK or ABORTED."""
+
+    attempt: str
+    outcome: str
+
+    def run(self, world: World) -> Outcomes:
+        learned = world.folder(self.attempt).learned | {self.outcome}
+        yield DONE, world.having(self.attempt, learned=learned)
 
 
 # What a reader says -----------------------------------------------------------------------------

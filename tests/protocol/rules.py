@@ -109,4 +109,20 @@ class Rules:
     reader_lists_again: bool = True
     """A reader whose candidates are exhausted goes through all of them again."""
     reader_compares_registers: bool = True
+
+    # Rule 11, followers.
+    posted_when_durable: bool = True
+    """A follower posts its files once they are durable."""
+    all_have_posted: bool = True
+    """The leader commits only what every follower has posted."""
+    leader_marks_silence: bool = True
+    """A leader that gives up on a silent follower puts the abort marker, if absent."""
+    follower_removes_nothing: bool = True
+    """A follower leaves its files, whatever became of its post."""
+    follower_marks_silence: bool = True
+    """A follower that hears nothing puts the abort marker, if absent, before it reads."""
+    follower_reads_fence: bool = True
+    """Where it finds no commit it reads the fence, and knows nothing if there is a later claim."""
+    one_save_at_a_time: bool = True
+    """A follower posts nothing of a save before it is done with the one before."""
     """... until registers, not only names, are what they were the last time."""

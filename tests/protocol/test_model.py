@@ -41,6 +41,13 @@ CAUGHT = {
     "pin_reads_manifest": ("pins", "V8"),
     "later_epochs_untouched": ("takeover of rollback", "V4"),
     "resume_point_kept": ("rollback", "V5"),
+    "posted_when_durable": ("followers", "V1"),
+    "all_have_posted": ("followers", "V1"),
+    "leader_marks_silence": ("followers", "V14"),
+    "follower_removes_nothing": ("followers", "V1"),
+    "follower_marks_silence": ("followers", "V16"),
+    "follower_reads_fence": ("orphan", "V16"),
+    "one_save_at_a_time": ("followers", "V16"),
     "thinned_mark_first": ("thinning", "V1"),
     "thin_reads_fence": ("thinning", "V5"),
     "leases_after_retired": ("leases", "V13"),
@@ -60,7 +67,7 @@ CAUGHT = {
 _MAKERS = {make(Rules()).name: make for make in (*CONFIGURATIONS, *LONG_CONFIGURATIONS)}
 _LARGE = {
     *("takeover", "two takeovers", "takeover of rollback", "death", "remote death", "thinning"),
-    *("dead deleter", "two takeovers and gc"),
+    *("dead deleter", "two takeovers and gc", "two followers"),
 }
 """Configurations of which all states take seconds to minutes."""
 _LATE = {"tombstone", "tombstone_stays", "mark_for_each_epoch"}

@@ -14,6 +14,8 @@ NO_FILES, THIN_FILES, ALL_FILES = "no files", "thin files", "all files"
 """What a folder holds; thin is without the component that thinning drops."""
 NOTHING, OK, CONFLICT, UNKNOWN, SUPERSEDED = "-", "ok", "conflict", "unknown", "superseded"
 """What a saver was told about its attempt."""
+FLAT, FOLDER, NOWHERE = "flat", "folder", "nowhere"
+"""Where files of followers go: an object store takes all; a folder may be there or gone."""
 
 ATTEMPTS = ("c0", "c1", "a1", "b1", "a2", "a3")
 """c0 and c1 are committed in epoch 1 at the start; a1 and b1 are saves of s1, a2 of s2, a3 of s3.
@@ -36,19 +38,37 @@ class Folder(NamedTuple):
     listed: bool = False  # the record of ended attempts names it
     leases: frozenset[str] = frozenset()  # processes that said in `readers/` that they read it
     in_flight: bool = False  # a copy of the manifest's put may land at any later time
+    place: str = NOWHERE
+    ranks: frozenset[str] = frozenset()  # followers whose files its manifest lists
+    shares: frozenset[str] = frozenset()  # followers whose files are there, whole
+    hanging: frozenset[str] = frozenset()  # followers of whom a write may land at any later time
+    marker_in_flight: bool = False  # so may a follower's abort marker
+    posts: frozenset[tuple[str, bool]] = frozenset()  # (follower, whether its files are durable)
+    announced: str = NOTHING  # what the leader told its followers: OK or ABORTED
     # ghosts
     appeared: bool = False  # its manifest was there at some time
     finished: bool = False  # it was aborted, deleted or removed whole
     begun_late: bool = False  # a later claim stood when the save began
     put_late: bool = False  # a later claim stood when the manifest appeared
     told: str = NOTHING
+    learned: frozenset[str] = frozenset()  # what any of the ranks was told: OK, ABORTED
     pin_told: bool = False
     read_by: frozenset[str] = frozenset()  # processes that were told that it stays for them
 
     @property
     def is_whole(self) -> bool:
         """Committed, with every file that resuming needs."""
-        return self.register == COMMITTED and self.files == ALL_FILES
+        return self.register == COMMITTED and self.files == ALL_FILES and self.has_shares
+
+    @property
+    def has_shares(self) -> bool:
+        """Whether the files of all followers are there."""
+        return self.ranks <= self.shares
+
+    @property
+    def takes_files(self) -> bool:
+        """Whether a put into it succeeds: no put makes a folder."""
+        return self.place != NOWHERE
 
     @property
     def state(self) -> tuple[int, str]:

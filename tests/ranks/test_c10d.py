@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import subprocess
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
@@ -14,6 +16,7 @@ import pytest
 import torch.distributed as dist
 
 import warm
+from children import environment
 from holdfast.errors import (
     DeadlineExceeded,
     Disconnected,
@@ -23,8 +26,8 @@ from holdfast.errors import (
     UsageError,
 )
 from holdfast.ranks import messages
-from holdfast.ranks.c10d import NUM_KEPT_ROUNDS, READ_S, C10d
-from holdfast.ranks.coordinator import LEADER, Failure
+from holdfast.ranks.c10d import READ_S, C10d
+from holdfast.ranks.coordinator import LEADER, NUM_KEPT_ROUNDS, Failure
 from ranks.together import BRIEF_S, PATIENCE_S, Server, client, in_thread, meet, new_server
 
 MIB = 2**20
@@ -53,6 +56,11 @@ def until(is_so: Callable[[], bool]) -> None:
     end = time.monotonic() + PATIENCE_S
     while not is_so():
         assert time.monotonic() < end
+
+
+def num_threads() -> int:
+    """Threads of the coordinators of this process."""
+    return sum(thread.name == "holdfast-ranks" for thread in threading.enumerate())
 
 
 def put_and_check(store: dist.Store, key: str, value: bytes) -> None:
@@ -138,7 +146,13 @@ def test_a_stopped_server_does_not_keep_timeouts_so_deadlines_are_kept_here(
         with pytest.raises(RanksSilent, match="meeting"):
             C10d(raw, 1, 2, timeout_s=BRIEF_S)
         assert not stuck.done(), f"it obeyed a timeout of {BRIEF_S} s for {READ_S} s"
+        for number in range(20):
+            with pytest.raises(DeadlineExceeded):
+                leader.announce(f"unsaid {number}", b"", timeout_s=0.0)
+        until(lambda: num_threads() <= 2 + 2)  # of the leader and the follower, and of two lives
     full_round(leader, follower, "next save")
+    with pytest.raises(RanksSilent, match="nothing came"):
+        follower.hear("unsaid 19", timeout_s=BRIEF_S)
 
 
 def test_a_process_ends_while_a_stopped_server_holds_its_thread(server: Server) -> None:
@@ -173,7 +187,7 @@ def test_a_process_ends_in_peace_while_its_threads_use_the_store() -> None:
     code = (
         "leader = C10d(store, 0, 1)\n"
         "def look():\n"
-        "    while True: leader.collect('save', timeout_s=0.01)\n"
+        "    while True: leader.collect(str(leader.number()), timeout_s=0.01)\n"
         "for _ in range(4): threading.Thread(target=look, daemon=True).start()\n"
         "leader.post('other', bytes(2**20), timeout_s=60)\n"
     )
@@ -182,11 +196,17 @@ def test_a_process_ends_in_peace_while_its_threads_use_the_store() -> None:
         assert (done.stderr, done.returncode) == ("", 0)
 
 
-def test_a_save_that_is_finished_at_exit_still_has_its_coordinator() -> None:
-    """The last turn is taken after the exit handlers of managers, also of a later import."""
+@pytest.mark.parametrize("comes", ["first", "last"])
+def test_a_save_that_is_finished_at_exit_still_has_its_coordinator(comes: str) -> None:
+    """The last turn is taken after the exit handlers of managers, whatever was imported first.
+
+    It is taken when `weakref` calls its finalizers, which here nobody has used before.
+    """
+    importing = "from holdfast.engine.control import exits\n"
+    never_used = "import weakref; weakref.finalize._registered_with_atexit = False\n"
     code = (
-        "from holdfast.engine.control import exits\n"
-        "class Manager:\n"
+        (never_used + importing + HOST if comes == "first" else HOST + importing)
+        + "class Manager:\n"
         "    def finish_at_exit(self):\n"
         "        leader.post('save', b'', timeout_s=60)\n"
         "        return str(leader.collect('save', timeout_s=60).came)\n"
@@ -194,8 +214,29 @@ def test_a_save_that_is_finished_at_exit_still_has_its_coordinator() -> None:
         "exits.register(manager)\n"
         "leader = C10d(store, 0, 1)\n"
     )
-    done = warm.run(["-c", HOST + code])
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment(), text=True, capture_output=True, check=False
+    )
     assert (done.stderr, done.returncode) == ("holdfast: {0: b''}\n", 0)
+
+
+def test_a_fork_does_not_use_the_connection_of_its_parent() -> None:
+    """It would take the messages of its parent, and mix its own words with those on the way."""
+    code = (
+        "import os, sys\n"
+        "leader = C10d(store, 0, 1)\n"
+        "leader.post('save', b'', timeout_s=60)\n"
+        "if os.fork() == 0:\n"
+        "    try: leader.collect('save', timeout_s=60)\n"
+        "    except ValueError as error: print(error, flush=True)\n"
+        "    os._exit(0)\n"
+        "os.wait()\n"
+        "print(leader.collect('save', timeout_s=60).came)\n"
+    )
+    done = warm.run(["-c", HOST + code])
+    refusal, came = done.stdout.splitlines()
+    assert "is a fork of it, which must not use its connection" in refusal
+    assert came == "{0: b''}"
 
 
 def test_a_dead_server_is_an_error_at_once(server: Server) -> None:
@@ -254,7 +295,7 @@ def test_ranks_that_do_not_come_are_named(store: dist.Store) -> None:
 
 
 def test_the_store_does_not_grow() -> None:
-    """Also not by posts that come too late, failures, and announcements that nobody hears."""
+    """Also not by posts that come too late or are not read, failures, and what nobody hears."""
     store = dist.HashStore()
     leader, follower = pair(store)
     sizes = []
@@ -265,6 +306,12 @@ def test_the_store_does_not_grow() -> None:
         leader.announce(f"unheard {number}", b"", timeout_s=PATIENCE_S)
         follower.fail(f"failed {number}", Failure("write", "why"), timeout_s=PATIENCE_S)
         assert leader.collect(f"failed {number}", timeout_s=PATIENCE_S).silent == [0]
+        follower.post(f"unread {number}", b"", timeout_s=PATIENCE_S)
+        leader.fail(f"unread {number}", Failure("write", "why"), timeout_s=PATIENCE_S)
+        leader.post(f"failed late {number}", b"", timeout_s=PATIENCE_S)
+        follower.post(f"failed late {number}", b"", timeout_s=PATIENCE_S)
+        leader.collect(f"failed late {number}", timeout_s=PATIENCE_S)
+        follower.fail(f"failed late {number}", Failure("write", "why"), timeout_s=PATIENCE_S)
         sizes.append(store.num_keys())
     assert len({*sizes[NUM_KEPT_ROUNDS:]}) == 1
 
@@ -287,6 +334,44 @@ def test_a_value_that_is_no_message_is_refused(store: dist.Store, value: bytes) 
     store.set(f"holdfast/{nonce}/0/1/save", value)  # type: ignore[arg-type]
     with pytest.raises(FormatError, match="1/save: not a message of a rank"):
         leader.collect("save", timeout_s=BRIEF_S)
+
+
+def test_what_is_no_message_does_not_fail_a_later_round(store: dist.Store) -> None:
+    """It would, when what is left of an old round is deleted."""
+    leader, follower = pair(store)
+    leader.announce("old", b"", timeout_s=PATIENCE_S)
+    nonce = store.get("holdfast/leader").decode()
+    store.set(f"holdfast/{nonce}/0/announced/old", "")
+    for number in range(2 * NUM_KEPT_ROUNDS):
+        full_round(leader, follower, f"save {number}")
+
+
+def test_a_message_that_lacks_a_piece_is_an_error_of_the_ranks(store: dist.Store) -> None:
+    """Not one of torch's classes, which nobody handles."""
+    leader, follower = pair(store)
+    leader.announce("save", bytes(messages.PIECE_NBYTES + 1), timeout_s=PATIENCE_S)
+    nonce = store.get("holdfast/leader").decode()
+    store.delete_key(f"holdfast/{nonce}/1/announced/save")
+    with pytest.raises(Disconnected, match="wait timeout"):
+        follower.hear("save", timeout_s=PATIENCE_S)
+
+
+def test_a_deadline_is_kept_by_a_rank_that_waits_for_its_turn(store: dist.Store) -> None:
+    """It names who is silent, though a long message of another thread held it up."""
+    leader, _ = pair(store)
+    with leader._turn:
+        collecting = in_thread(partial(leader.collect, "save", timeout_s=READ_S))
+        time.sleep(READ_S)
+    assert collecting.result(READ_S).silent == [0, 1]
+
+
+class OldStore:
+    """A store of torch 2.7."""
+
+
+def test_a_store_that_cannot_be_cloned_names_the_torch_that_is_needed() -> None:
+    with pytest.raises(UsageError, match=r"torch .* cannot clone OldStore: install torch 2\.8"):
+        C10d(OldStore(), 0, 1)  # type: ignore[arg-type]
 
 
 def test_a_group_that_is_not_initialised_is_a_usage_error() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Sequence
 from functools import partial
@@ -101,7 +102,7 @@ def test_who_is_silent_at_the_deadline_is_named_and_what_came_is_there(
     collected = ranks[LEADER].collect(tag, timeout_s=BRIEF_S)
     came = {rank.rank: b"here" for rank in others}
     assert collected == Collected(came=came, failed={}, silent=[silent.rank])
-    with pytest.raises(RanksSilent, match=f"{tag}: .*\n  rank {silent.rank}$") as raised:
+    with pytest.raises(RanksSilent, match=f"{tag}: .* from rank {silent.rank}\\.") as raised:
         collected.expect_all(tag)
     assert raised.value.ranks == [silent.rank]
     assert isinstance(raised.value, DeadlineExceeded)
@@ -166,11 +167,83 @@ def test_the_leader_hears_nothing(ranks: Ranks, tag: str) -> None:
         ranks[LEADER].hear(tag, timeout_s=PATIENCE_S)
 
 
+@any_ranks
+def test_a_rank_that_uses_a_tag_twice_is_refused(ranks: Ranks, tag: str) -> None:
+    """Else two posts of a rank count as those of two, and a second collect misses what came."""
+    leader, poster = ranks[LEADER], ranks[-1]
+    poster.post(tag, b"first", timeout_s=PATIENCE_S)
+    leader.announce(tag, b"", timeout_s=PATIENCE_S)
+    came = leader.collect(tag, timeout_s=BRIEF_S).came
+    assert came == {poster.rank: b"first"}
+    for verb, again in {
+        "post": partial(poster.post, tag, b"second"),
+        "announce": partial(leader.announce, tag, b"second"),
+        "collect": partial(leader.collect, tag),
+    }.items():
+        with pytest.raises(
+            UsageError, match=f"has used the tag '{tag}' to {verb} before: .*number"
+        ):
+            again(timeout_s=PATIENCE_S)
+
+
+@several_ranks
+def test_a_rank_that_failed_after_its_post_is_named_if_nobody_has_read_it(
+    ranks: Ranks, tag: str
+) -> None:
+    ranks[1].post(tag, b"", timeout_s=PATIENCE_S)
+    ranks[1].fail(tag, FAILURE, timeout_s=PATIENCE_S)
+    assert ranks[LEADER].collect(tag, timeout_s=PATIENCE_S).failed == {1: FAILURE}
+
+
+@any_ranks
+def test_numbers_are_the_same_in_all_ranks(ranks: Ranks) -> None:
+    first = [rank.number() for rank in ranks]
+    assert first == [first[0]] * len(ranks)
+    assert [rank.number() for rank in ranks] == [first[0] + 1] * len(ranks)
+
+
 def test_a_failure_names_the_error_and_is_cut() -> None:
     failure = Failure.of(ValueError("x" * 10_000), phase="stage")
     assert failure.phase == "stage"
     assert failure.reason.startswith("ValueError: xxx")
     assert len(failure.reason) == 2000
+
+
+def test_a_failure_that_is_passed_on_names_its_rank_and_is_not_nested() -> None:
+    failed = RanksFailed("save 1", dict.fromkeys((3, 1), FAILURE) | {2: Failure("plan", "why")})
+    passed_on = RanksFailed("save 1", {0: Failure.of(failed, phase="commit")})
+    assert str(passed_on) == (
+        "save 1 failed in:\n  rank 0, in commit: ranks 1 and 3, in write: OSError: no space left; "
+        "rank 2, in plan: why"
+    )
+
+
+@several_ranks
+def test_a_failure_arrives_whose_text_no_message_can_carry(ranks: Ranks, tag: str) -> None:
+    """Names of files that are not UTF-8 are text with surrogates."""
+    error = OSError(f"no such file: {os.fsdecode(bytes([255]))}")
+    ranks[1].fail(tag, Failure.of(error, phase="read"), timeout_s=PATIENCE_S)
+    failed = ranks[LEADER].collect(tag, timeout_s=PATIENCE_S).failed
+    assert failed == {1: ("read", r"OSError: no such file: \udcff")}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [
+        ([7], "rank 7"),
+        ([4, 2], "ranks 2 and 4"),
+        ([2, 0, 1], "ranks 0 to 2"),
+        (
+            [3, *range(5, 10), *range(20, 100, 2)],
+            "ranks 3, 5 to 9, 20, 22, 24, 26, 28, 30, 32, 34 and 32 more",
+        ),
+        (range(16_384), "ranks 0 to 16383"),
+    ],
+)
+def test_many_ranks_are_named_in_few_words(ranks: Sequence[int], words: str) -> None:
+    assert f"from {words}." in str(RanksSilent("save 1", ranks))
+    failed = RanksFailed("save 1", dict.fromkeys(ranks, FAILURE))
+    assert str(failed) == f"save 1 failed in:\n  {words}, in write: OSError: no space left"
 
 
 def test_a_rank_outside_the_world_is_refused() -> None:

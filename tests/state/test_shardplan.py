@@ -20,8 +20,6 @@ from holdfast.state.shardplan import (
     BoxTable,
     LeafTable,
     WritePlan,
-    digest_input,
-    digest_share,
     plan_writes,
 )
 from state.layouts import Layout, layouts, region
@@ -43,6 +41,12 @@ def leaf_table(
 
 def box_table(shapes: Sequence[tuple[int, ...]], ranks: Sequence[Rank]) -> BoxTable:
     return BoxTable.join([BoxTable.of(rank, shapes, held) for rank, held in enumerate(ranks)])
+
+
+@pytest.fixture(autouse=True)
+def _every_box_has_a_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let small boxes stand for those that are too large for the first holder alone."""
+    monkeypatch.setattr(shardplan, "SMALL_NBYTES", 0)
 
 
 def one_host(num_ranks: int) -> Any:
@@ -387,22 +391,11 @@ def test_a_box_takes_less_than_fifty_bytes_of_memory_to_plan(
     assert peak / len(boxes.leaf) < 50
 
 
-def test_the_digest_changes_with_all_that_a_plan_depends_on() -> None:
-    shapes = [(4, 2), (2,)]
-    held: Rank = [[Box((0, 0), (4, 2))], [Box((0,), (2,))]]
-    leaves, boxes = leaf_table(shapes), BoxTable.of(0, shapes, held)
-    digests = {digest_share(leaves, boxes)}
-    digests.add(digest_share(leaf_table([(2, 4), (2,)]), boxes))
-    digests.add(digest_share(leaf_table(shapes, item_nbytes=2), boxes))
-    digests.add(digest_share(leaf_table(shapes, components=[0, 1]), boxes))
-    digests.add(digest_share(leaves, BoxTable.of(0, shapes, [held[0], []])))
-    digests.add(digest_share(leaves, BoxTable.of(0, shapes, [[Box((0, 0), (2, 2))], held[1]])))
-    assert len(digests) == 6
-    assert digest_share(leaf_table(shapes), BoxTable.of(0, shapes, held)) in digests
-
-
-def test_the_joint_digest_changes_with_each_share_and_with_the_hosts() -> None:
-    a, b = bytes(32), bytes([1] * 32)
-    inputs = [([a, b], [0, 0]), ([b, a], [0, 0]), ([a, b], [0, 1]), ([a], [0])]
-    digests = {digest_input(shares, np.array(hosts)) for shares, hosts in inputs}
-    assert len(digests) == 4
+def test_small_boxes_come_from_their_first_holder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shardplan, "SMALL_NBYTES", 1000)
+    shapes = [(10, 1), (1000, 1), (10, 1), (1000, 1)]
+    boxes = box_table(shapes, hsdp(shapes, replicas=4, parts=1))
+    plan = plan_writes(leaf_table(shapes), boxes, one_host(4))
+    writers = boxes.rank[plan.row]
+    assert writers[[0, 2]].tolist() == [0, 0]
+    assert len({*writers[[1, 3]].tolist()}) == 2

@@ -11,6 +11,8 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
+from typing_extensions import override
+
 from holdfast.care.advise import gather
 from holdfast.care.gc import collect
 from holdfast.care.retention import Deleter, Waiting
@@ -271,3 +273,15 @@ class ManagerChores:
         """Keep the manager alive until its error is raised; let later managers claim the run."""
         exits.hold(self._manager)
         self._owner.let_others_claim()
+
+
+class FollowingChores(ManagerChores):
+    """Maintenance of a follower: none, as the leader does it for all ranks."""
+
+    @override
+    def after_claim(self) -> None:
+        """No-op."""
+
+    @override
+    def after_commit(self, entry: Entry) -> None:
+        """No-op."""

@@ -18,7 +18,7 @@ from typing_extensions import override
 from holdfast.care.housekeeping import Housekeeper, Uploads
 from holdfast.care.sending import Sending
 from holdfast.engine.claims.claim import Choice
-from holdfast.engine.claims.owner import Ownership
+from holdfast.engine.claims.owner import Following, Ownership
 from holdfast.engine.roots.catalog import Catalog, Entry
 from holdfast.engine.tiers.catalog import TieredCatalog
 from holdfast.engine.tiers.claims import TieredOwnership
@@ -277,12 +277,17 @@ def ownership(
     takeover: bool,
     replaces: bool,
     timeout_s: float,
+    leads: bool = True,
 ) -> tuple[Ownership, Uploads, Housekeeper]:
     """Create the ownership, uploads and local housekeeping of a root with one or two tiers.
 
-    With one tier, uploads are a no-op. `rules` are the tiers' retention rules; `timeout_s` is the
-    longest that callers wait.
+    With one tier, uploads are a no-op, and in a rank that does not lead all three are. `rules` are
+    the tiers' retention rules; `timeout_s` is the longest that callers wait.
     """
+    if not leads:
+        follower = Following(catalog.store, takeover=takeover, emit=emit)
+        idle = Housekeeper(catalog.store, follower, rules.local, emit)
+        return follower, Uploads(), idle
     if not (isinstance(root, Tiered) and isinstance(catalog, TieredCatalog)):
         owner = Ownership(catalog.store, takeover=takeover, emit=emit)
         chores = Housekeeper(

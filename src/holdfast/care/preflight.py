@@ -10,7 +10,6 @@ import os
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING
 
 from holdfast.engine.claims.claim import Choice, settled_choice
 from holdfast.engine.claims.owner import Ownership
@@ -37,9 +36,6 @@ from holdfast.format import layout
 from holdfast.policy.rule import Rule
 from holdfast.policy.rules import recorded_time
 from holdfast.store.base import FreeSpace, Store
-
-if TYPE_CHECKING:
-    from holdfast.state.capture import Captured
 
 _FIRST, _SECOND = b"first", b"second"
 _PIECE = b"holdfast" * 512
@@ -267,8 +263,10 @@ class Beginning:
         """Whether the next save must first check space and permissions."""
         self._has_compared_clocks = False
 
-    def expect(self, captured: Captured, standing: Entry | None, *, is_rollback: bool) -> None:
+    def expect(self, size: tuple[int, int], standing: Entry | None, *, is_rollback: bool) -> None:
         """Check that a save can be made, and claim the run if it is not claimed yet.
+
+        `size` is about how many bytes and files the save has.
 
         Raises:
             OwnedElsewhere: a live process owns the run.
@@ -279,9 +277,9 @@ class Beginning:
             self._owner.check()
             self._refuse_accidental_restart(standing)
         if self.preflight_due:
-            self._check_room(captured, self._store, self._rules.local)
+            self._check_room(size, self._store, self._rules.local)
             if isinstance(self._owner, TieredOwnership):
-                self._check_remote(captured, self._owner)
+                self._check_remote(size, self._owner)
             self.preflight_due = False
         if self._owner.claim is None:
             self._owner.take(
@@ -374,23 +372,19 @@ class Beginning:
                 "give this run a root of its own"
             )
 
-    def _check_remote(self, captured: Captured, owner: TieredOwnership) -> None:
+    def _check_remote(self, size: tuple[int, int], owner: TieredOwnership) -> None:
         remote = owner.catalog.remote.store
         try:
             remote.children()
         except StoreError:
             return  # the claim reports that it is unreachable, and the first upload the rest
         with owner.remote_scratch():
-            self._check_room(captured, remote, self._rules.remote)
+            self._check_room(size, remote, self._rules.remote)
 
-    def _check_room(self, captured: Captured, store: Store, keep: Rule) -> None:
-        specs = [spec for part in captured.components.values() for spec in part.specs]
-        trees = sum(len(part.tree) for part in captured.components.values())
+    def _check_room(self, size: tuple[int, int], store: Store, keep: Rule) -> None:
+        nbytes, num_files = size
         chosen = preflight(
-            store,
-            nbytes_per_save=sum(spec.nbytes for spec in specs) + 2 * trees + 200 * len(specs),
-            saves_kept=keep.quota(),
-            num_files=2 * len(captured.components) + 2,
+            store, nbytes_per_save=nbytes, saves_kept=keep.quota(), num_files=num_files
         )
         if chosen is not None:
             self._emit("preflight", f"{store.url}: large files are written {chosen}")

@@ -4,5 +4,6 @@ from __future__ import annotations
 
 from holdfast.data.foreign import describe_inexact, skip
 from holdfast.data.loader import Loader
+from holdfast.data.ranks import DataRanks
 
-__all__ = ["Loader", "describe_inexact", "skip"]
+__all__ = ["DataRanks", "Loader", "describe_inexact", "skip"]

@@ -2,7 +2,8 @@
 
 The order of samples is a pure function of (seed, lap), and each batch is fetched under global
 generators seeded from (seed, lap, batch). So two numbers are the whole position, and it counts
-the batches that the loop has taken, not those that workers have fetched ahead.
+the batches that the loop has taken, not those that workers have fetched ahead. With several ranks
+they are batches of all ranks, of which each takes its part, so the position is the same on all.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,12 +24,13 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from holdfast.arguments import checked, shown
 from holdfast.data import randomness
+from holdfast.data.ranks import ALONE, HasRank, data_ranks, of_default_group
 from holdfast.errors import UsageError, listing
 
 logger = logging.getLogger("holdfast")
 
 _BatchSpec = tuple[int, int, Sequence[int]]
-"""(epoch, batch, indices of its samples)."""
+"""(epoch, batch, indices of this rank's samples)."""
 _SETTINGS = ("num_samples", "batch_size", "shuffle", "drop_last")
 _PER_EPOCH = "batches_per_epoch"
 """Member of the position that is stored only if the option is given."""
@@ -53,6 +55,9 @@ class Loader:
     and torch (CPU). A dataset that keeps a generator of its own, or other state that fetching
     changes, is exact with no loader. The generators of the process are left as they were.
 
+    With several ranks, `batch_size` samples of each rank are one batch of all ranks. Order and
+    position are the same on all ranks, which count batches of all ranks, so the seed must be, too.
+
     >>> loader = Loader(range(10), batch_size=4, seed=1)
     >>> taken = next(iter(loader))
     >>> again = Loader(range(10), batch_size=4, seed=1)
@@ -71,6 +76,7 @@ class Loader:
         shuffle: bool = True,
         drop_last: bool = False,
         batches_per_epoch: int | None = None,
+        ranks: Literal["group"] | HasRank | None = "group",
         num_workers: int = 0,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         pin_memory: bool = False,
@@ -82,15 +88,20 @@ class Loader:
 
         Args:
             dataset: has `__len__`, and `__getitem__` or `__getitems__`.
-            batch_size: samples a batch.
-            seed: of the order and of what a fetch draws; zero or above.
+            batch_size: samples a batch, of each rank.
+            seed: of the order and of what a fetch draws, the same on all ranks; zero or above.
             shuffle: draw a new order for each lap through the data; otherwise the dataset's own.
-            drop_last: leave out a lap's last batch when it is not full.
+            drop_last: leave out a lap's last batch when it is not full. Otherwise the ranks divide
+                it; their parts differ by one sample at most, and none is empty.
             batches_per_epoch: an epoch is so many batches, fewer or more than a lap, and the next
                 one continues where it ended; None: one lap.
+            ranks: rank and world size of those that share the data, such as `DataRanks(0, 8)`;
+                "group": those of torch's default process group, where there is one; None: this
+                process has all of the data to itself.
 
         Raises:
-            UsageError: an iterable, an empty dataset, or one without a full batch.
+            UsageError: an iterable, an empty dataset, or one without a full batch; or ranks that
+                are none.
         """
         _check_dataset(dataset)
         _check_whole("batch_size", batch_size, at_least=1)
@@ -102,10 +113,14 @@ class Loader:
             _check_whole("prefetch_factor", prefetch_factor, at_least=1)
         self.dataset = dataset
         self._num_samples = len(dataset)
-        self._batch_size = batch_size
+        given = data_ranks(ranks)
+        self._ranks, self._is_alone = given or ALONE, given is None
+        self._follows_group = ranks == "group"
+        self._batch_size = batch_size * self._ranks.world_size
+        """Samples of a batch of all ranks."""
         self._shuffle = shuffle
         self._drop_last = drop_last
-        self._batches_per_lap = _num_batches(self._num_samples, batch_size, self._drop_last)
+        self._batches_per_lap = _num_batches(self._num_samples, self._batch_size, drop_last)
         self._batches_per_epoch = batches_per_epoch
         self._check_not_empty()
         self._seed = seed
@@ -140,7 +155,7 @@ class Loader:
 
     @property
     def batch(self) -> int:
-        """Number of batches of this epoch that the loop has taken."""
+        """Number of batches, of all ranks, that the loop has taken of this epoch."""
         return self._batch
 
     @property
@@ -154,7 +169,7 @@ class Loader:
         return self._seed
 
     def __len__(self) -> int:
-        """Return the number of batches of an epoch."""
+        """Return the number of batches of an epoch, the same on all ranks."""
         return self._batches_per_epoch or self._batches_per_lap
 
     def __iter__(self) -> Iterator[Any]:
@@ -195,12 +210,20 @@ class Loader:
             **self._settings(),
         }
 
-    def check_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Validate a position as `load_state_dict` does, without changes; resumes call it first."""
-        self._batch_from(_checked(state))
+    def check_state_dict(self, state: Mapping[str, Any]) -> list[str]:
+        """Validate a position as `load_state_dict` does, without changes; resumes call it first.
+
+        Returns:
+            Notes for the resume: where the position among batches of another size goes on.
+        """
+        _, notes = self._batch_from(_checked(state))
+        return notes
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a stored position. A stored seed that differs replaces this one, with a warning.
+
+        A loader of several ranks goes on with batches of another size, too, at the first one
+        without a sample that was taken; a warning says how many samples that leaves out.
 
         Raises:
             UsageError: not a position, or one inside an epoch that has another length, batch
@@ -208,7 +231,9 @@ class Loader:
                 stored position is the very first. Nothing is changed then.
         """
         stored = _checked(state)
-        batch = self._batch_from(stored)
+        batch, notes = self._batch_from(stored)
+        for note in notes:
+            logger.warning("the loader's position: %s", note)
         if stored["seed"] != self._seed:
             logger.warning(
                 "the loader's seed is %d, the stored one %d: the stored one is used",
@@ -238,6 +263,7 @@ class Loader:
                 f"the dataset had {self._num_samples} samples and now has {len(self.dataset)}: "
                 "make a new loader"
             )
+        self._check_group()
         self._plan.specs = self._specs(self._epoch, self._batch, count)
         batches = iter(self._batches)
         _iterators[batches] = os.getpid()
@@ -253,14 +279,16 @@ class Loader:
     def _specs(self, epoch: int, batch: int, count: int) -> Iterator[tuple[bytes, _BatchSpec]]:
         first = epoch * len(self) + batch
         order, ordered_lap = torch.empty(0), -1
+        # Ranks draw differently. The first draws as a single one does.
+        own = (self._ranks.rank,) if self._ranks.rank else ()
         for number in range(first, first + count):
             lap, place = divmod(number, self._batches_per_lap)
             if lap != ordered_lap:
                 order, ordered_lap = self._order(lap), lap
             indices = order[place * self._batch_size : (place + 1) * self._batch_size].tolist()
             # Not derived from the epoch: batches do not depend on where epochs end.
-            entropy = randomness.derive(self._seed, "batch", lap, place)
-            yield entropy, (*divmod(number, len(self)), indices)
+            entropy = randomness.derive(self._seed, "batch", lap, place, *own)
+            yield entropy, (*divmod(number, len(self)), self._ranks.part(indices))
 
     def _order(self, lap: int) -> torch.Tensor:
         if not self._shuffle:
@@ -279,33 +307,67 @@ class Loader:
             settings[_PER_EPOCH] = self._batches_per_epoch
         return settings
 
-    def _batch_from(self, stored: Mapping[str, int]) -> int:
-        """Return the batch to resume at. Settings may differ only at an epoch's start or end."""
+    def _batch_from(self, stored: Mapping[str, int]) -> tuple[int, list[str]]:
+        """Return the batch to resume at, and notes on it.
+
+        Settings may differ only at an epoch's start or end; the batch size may differ everywhere
+        in whole laps of several ranks.
+        """
         batch, settings = stored["batch"], self._settings()
-        differing = [
-            f"{name}: stored {stored.get(name)}, here {settings.get(name)}"
-            for name in (*_SETTINGS, _PER_EPOCH)
-            if stored.get(name) != settings.get(name)
-        ]
+        names = (*_SETTINGS, _PER_EPOCH)
+        differing = [name for name in names if stored.get(name) != settings.get(name)]
         if not differing or stored["epoch"] == batch == 0:
-            return batch
+            return batch, []
         are_laps = _PER_EPOCH not in stored and _PER_EPOCH not in settings
         if are_laps and batch == _epoch_length(stored):
-            return len(self)
+            return len(self), []
+        if batch and are_laps and differing == ["batch_size"] and not self._is_alone:
+            return self._carry_on(stored)
         if batch or not are_laps:
+            of_all = "" if self._is_alone else " (batch_size is that of all ranks together)"
             raise UsageError(
                 f"the position is batch {batch} of epoch {stored['epoch']}, and means nothing in "
-                "an epoch of another shape:\n" + listing(differing)
+                f"an epoch of another shape{of_all}:\n"
+                + listing(
+                    f"{name}: stored {stored.get(name)}, here {settings.get(name)}"
+                    for name in differing
+                )
             )
-        return batch
+        return batch, []
+
+    def _carry_on(self, stored: Mapping[str, int]) -> tuple[int, list[str]]:
+        """Return the first batch without a sample that was taken in batches of another size."""
+        num_taken = stored["batch"] * stored["batch_size"]
+        batch = min(-(-num_taken // self._batch_size), len(self))
+        num_left_out = min(batch * self._batch_size, self._num_samples) - num_taken
+        note = (
+            f"a batch of all ranks was of {stored['batch_size']} samples and is of "
+            f"{self._batch_size} here, so epoch {stored['epoch']} goes on at batch {batch} in "
+            f"place of {stored['batch']}"
+        )
+        if num_left_out > 0:
+            note += f", and {num_left_out} of its samples are left out"
+        return batch, [note]
+
+    def _check_group(self) -> None:
+        """Raise `UsageError` if the process group is not that for which the loader was made."""
+        group = of_default_group()
+        if self._follows_group and group is not None and group != self._ranks:
+            made_for, now = (f"rank {ranks[0]} of {ranks[1]}" for ranks in (self._ranks, group))
+            raise UsageError(
+                f"the loader was made for {made_for}, but in the process group this is {now}: "
+                "make the loader after the group, or give it `ranks`"
+            )
 
     def _check_not_empty(self) -> None:
         if self._num_samples == 0:
             raise UsageError("the dataset is empty")
         if self._batches_per_lap == 0:
+            num_ranks = self._ranks.world_size
+            on_ranks = f" on each of {num_ranks} ranks" if num_ranks > 1 else ""
             raise UsageError(
-                f"batch_size={self._batch_size} with drop_last leaves no batch of "
-                f"{self._num_samples} samples"
+                f"batch_size={self._batch_size // num_ranks}{on_ranks} with drop_last leaves no "
+                f"batch of {self._num_samples} samples"
             )
 
 

@@ -23,6 +23,12 @@ _PRIME = 2**31 - 1  # a product of two residues fits 64 bits
 _NUM_MEASURES = 3
 
 
+def key_of_box(key: str, offsets: Sequence[int], sizes: Sequence[int]) -> str:
+    """Return the name, in the header of a tensor file, of a box that is not its whole tensor."""
+    sides = zip(offsets, sizes, strict=True)
+    return f"{key}[{','.join(f'{start}:{start + size}' for start, size in sides)}]"
+
+
 class Ragged(msgspec.Struct, frozen=True, eq=False):
     """Rows of integers of different lengths, one behind the other."""
 

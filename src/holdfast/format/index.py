@@ -98,6 +98,21 @@ class TensorTable(Mapping[str, TensorEntry]):
         """Positions of the tensors, in the order of `specs`; None if any has several shards."""
         return self.shards if self.boxes is None else None
 
+    def part(self, keys: Mapping[str, str]) -> TensorTable:
+        """Return the whole tensors of some keys under new ones. `keys`: new → stored."""
+        if self.boxes is not None:
+            raise FormatError(f"{min(keys.values(), default='')!r}: a rank's own is in boxes")
+        specs = {
+            new: msgspec.structs.replace(self.specs[old], key=new) for new, old in keys.items()
+        }
+        return TensorTable(specs, self.shards.of(self.numbers([*keys.values()])))
+
+    def stored_as(self, names: Mapping[str, str]) -> TensorTable:
+        """Return this table with the stored names of its files, by plain name."""
+        at = self.shards
+        shards = Places([names[file] for file in at.files], at.file, at.start, at.nbytes)
+        return TensorTable(self.specs, shards, self.boxes)
+
     def numbers(self, keys: Sequence[str]) -> Column:
         """Return the positions of these keys in the order of `specs`."""
         return np.fromiter(map(self._numbers.__getitem__, keys), np.int64, len(keys))

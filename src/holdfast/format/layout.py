@@ -281,6 +281,11 @@ def tensor_file(component: str, number: int) -> str:
     return f"{component}-{number:05d}.safetensors"
 
 
+def number_of_file(name: str) -> int:
+    """Return the number of a component's tensor file from its plain name."""
+    return int(name.rpartition("-")[2].partition(".")[0])
+
+
 def component_of(name: str) -> str:
     """Return the component that a file of that name belongs to."""
     return name.rpartition("-")[0]

@@ -54,6 +54,10 @@ Lift: TypeAlias = Callable[[Any], Any]
 LiftTensors: TypeAlias = Callable[[Sequence[TensorRef]], Sequence[Any]]
 
 
+RANKS = "$ranks"
+"""Node at the root of a tree of which each rank has its own: the list of them."""
+
+
 class TreeDocument:
     """An encoded tree, as nodes and as bytes; call `write` after changing numbers in `node`."""
 
@@ -119,6 +123,7 @@ def decode_tree(
     `lift_tensors(nodes)`, if given, does the same at once for the members of a dict that has
     nothing but tensors.
 
+    A tree of which each rank has its own gives the list of them, in the order of ranks.
     Shared containers are shared again, so the result need not be a tree; a naive walk over it
     takes at most 4 million steps. Errors of `lift` are raised as they are.
 
@@ -135,8 +140,13 @@ def decode_tree(
     strictjson.check_version(document, what=what)
     if "tree" not in document:
         raise FormatError(f"{what}: has no `tree`")
+    node = document["tree"]
     try:
-        return decoder.decode(document["tree"])
+        if isinstance(node, dict) and node.keys() == {RANKS}:
+            if not isinstance(node[RANKS], list) or not node[RANKS]:
+                raise FormatError(f"{what}: `{RANKS}` is not a list of trees, one for each rank")
+            return [_TreeDecoder(lift, lift_tensors, what).decode(one) for one in node[RANKS]]
+        return decoder.decode(node)
     except RecursionError as err:
         raise LimitExceeded(f"{what}: nested too deeply for the stack that is left") from err
 

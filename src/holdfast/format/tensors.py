@@ -92,9 +92,13 @@ class _HeaderEntry(msgspec.Struct, frozen=True, gc=False):
 
 
 def lay_out(
-    component: str, specs: Sequence[TensorSpec], *, apart: Collection[str] = ()
+    component: str,
+    specs: Sequence[TensorSpec],
+    *,
+    apart: Collection[str] = (),
+    first_number: int = 0,
 ) -> list[TensorFile]:
-    """Plan the tensor files of a component: order, places and headers.
+    """Plan the tensor files of a component, from `first_number`: order, places and headers.
 
     Tensors whose keys are in `apart` get files of their own, after the others.
 
@@ -108,7 +112,7 @@ def lay_out(
         chosen = [spec for spec in specs if (spec.key in apart) == is_apart]
         chosen.sort(key=lambda spec: -ITEM_NBYTES[spec.dtype])
         for group in _groups(chosen):
-            files += _files(component, group, first_number=len(files))
+            files += _files(component, group, first_number=first_number + len(files))
     return files
 
 

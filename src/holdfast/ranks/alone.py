@@ -23,6 +23,7 @@ class Alone(Coordinator):
 
     @override
     def post(self, tag: str, data: bytes, *, timeout_s: float) -> None:
+        self.use("post", tag)
         self._posts[tag] = data
 
     @override
@@ -31,12 +32,14 @@ class Alone(Coordinator):
 
     @override
     def collect(self, tag: str, *, timeout_s: float) -> Collected:
+        self.use("collect", tag)
         came = {0: self._posts.pop(tag)} if tag in self._posts else {}
         return Collected(came=came, failed={}, silent=[] if came else [0])
 
     @override
     def announce(self, tag: str, data: bytes, *, timeout_s: float) -> None:
-        """No-op: there are no followers."""
+        """No-op but for the check of the tag: there are no followers."""
+        self.use("announce", tag)
 
     @override
     def hear(self, tag: str, *, timeout_s: float) -> bytes:

@@ -12,16 +12,15 @@ Known of torch 2.13 (docs/decisions/0034):
 * A thread that returns from a call while the interpreter ends aborts the process. So threads take
   turns, and the last turn is taken at exit.
 * Keys outlive the processes that wrote them. So all keys of a life of the group have its nonce.
-
-Needs `Store.clone`, which torch has since 2.8.
 """
 
 from __future__ import annotations
 
+import os
 import secrets
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from datetime import timedelta
@@ -29,6 +28,7 @@ from functools import partial
 from threading import Condition, Lock, Thread
 from typing import TYPE_CHECKING, TypeVar, cast
 
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 from typing_extensions import override
@@ -36,11 +36,18 @@ from typing_extensions import override
 from holdfast.errors import (
     DeadlineExceeded,
     Disconnected,
+    FormatError,
     RanksFailed,
     RanksSilent,
     UsageError,
 )
-from holdfast.ranks.coordinator import LEADER, Collected, Coordinator, Failure
+from holdfast.ranks.coordinator import (
+    LEADER,
+    NUM_KEPT_ROUNDS,
+    Collected,
+    Coordinator,
+    Failure,
+)
 from holdfast.ranks.messages import Store, delete, get, has, put, take_present
 
 if TYPE_CHECKING:
@@ -48,8 +55,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-NUM_KEPT_ROUNDS = 16
-"""Rounds after which the leader deletes what a late rank did not hear, or has posted too late."""
 READ_S = 5.0
 """Seconds after the deadline in which `collect` may read what came."""
 _GET_S = 5.0
@@ -80,7 +85,8 @@ def open_group(
             backend, store=store, rank=rank, world_size=world_size, timeout=timeout
         )
     except RuntimeError as error:
-        if not isinstance(error, dist.DistNetworkError) and "connectFullMesh" not in str(error):
+        is_lost = isinstance(error, dist.DistNetworkError | dist.DistStoreError)
+        if not is_lost and "connectFullMesh" not in str(error):
             raise
         raise Disconnected(
             f"the ranks cannot connect to each other: {error}. After a restart by torchrun, gloo "
@@ -103,6 +109,7 @@ class C10d(Coordinator):
         timeout_s: seconds to wait until all ranks have come.
 
     Raises:
+        UsageError: torch is older than 2.8, whose stores have no `clone`.
         RanksSilent: some ranks did not come.
         Disconnected: the store cannot be reached.
     """
@@ -111,16 +118,23 @@ class C10d(Coordinator):
         self, store: TorchStore, rank: int, world_size: int, *, timeout_s: float = 60.0
     ) -> None:
         super().__init__(rank, world_size)
+        if not hasattr(store, "clone"):
+            raise UsageError(
+                f"ranks agree through a clone of their store, and torch {torch.__version__} "
+                f"cannot clone {type(store).__name__}: install torch 2.8 or later"
+            )
+        self._pid = os.getpid()
         self._turn = Condition(Lock())
         """Held by the thread that uses the store, so that no other is inside torch."""
         weakref.finalize(self, _stop_calls, self._turn)
         absent = [*range(1, world_size)] if self.is_leader else [LEADER]
+        meet = partial(self._meet, store, absent, time.monotonic() + timeout_s)
         try:
-            self._store = self._within(timeout_s, partial(self._meet, store, absent, timeout_s))
-        except DeadlineExceeded:
-            raise RanksSilent("meeting of all ranks", absent) from None
-        self._late: dict[str, Sequence[int]] = {}
-        """Tag of each round that may have keys left → ranks whose posts may be among them."""
+            self._store = self._within(timeout_s, meet)
+        except DeadlineExceeded as error:
+            raise RanksSilent("meeting of all ranks", absent) from error
+        self._rounds: dict[str, int] = {}
+        """Tag of each round that may have keys left → number of its posts that were taken."""
         self._group_store = store  # in rank 0 it may host the server, and end that with itself
 
     @classmethod
@@ -137,6 +151,7 @@ class C10d(Coordinator):
 
     @override
     def post(self, tag: str, data: bytes, *, timeout_s: float) -> None:
+        self.use("post", tag)
         self._within(timeout_s, partial(self._post, tag, data))
 
     @override
@@ -147,20 +162,24 @@ class C10d(Coordinator):
     @override
     def collect(self, tag: str, *, timeout_s: float) -> Collected:
         self.expect_leader()
-        return self._within(timeout_s + READ_S, partial(self._collect, tag, timeout_s))
+        self.use("collect", tag)
+        collect = partial(self._collect, tag, time.monotonic() + timeout_s)
+        return self._within(timeout_s + READ_S, collect)
 
     @override
     def announce(self, tag: str, data: bytes, *, timeout_s: float) -> None:
         self.expect_leader()
+        self.use("announce", tag)
         self._within(timeout_s, partial(self._announce, tag, data))
 
     @override
     def hear(self, tag: str, *, timeout_s: float) -> bytes:
         self.expect_follower()
+        hear = partial(self._hear, tag, time.monotonic() + timeout_s)
         try:
-            said = self._within(timeout_s, partial(self._hear, tag, timeout_s))
-        except DeadlineExceeded:
-            raise RanksSilent(tag, [LEADER]) from None
+            said = self._within(timeout_s, hear)
+        except DeadlineExceeded as error:
+            raise RanksSilent(tag, [LEADER]) from error
         if isinstance(said, Failure):
             raise RanksFailed(tag, {LEADER: said})
         return said
@@ -172,24 +191,23 @@ class C10d(Coordinator):
             self._store.set(_over_key(tag), b"")
 
     def _announce(self, tag: str, said: bytes | Failure) -> None:
-        self._retire(tag, ())
         put(self._store, _announcement_name(tag), said)
+        self._retire(tag, 0)
 
-    def _hear(self, tag: str, timeout_s: float) -> bytes | Failure:
+    def _hear(self, tag: str, end: float) -> bytes | Failure:
         name = _announcement_name(tag)
-        self._await(lambda: has(self._store, name), timeout_s)
+        self._await(lambda: has(self._store, name), end)
         return get(self._store, name)
 
-    def _collect(self, tag: str, timeout_s: float) -> Collected:
+    def _collect(self, tag: str, end: float) -> Collected:
         with suppress(DeadlineExceeded):
-            self._await(lambda: self._store.check([_over_key(tag)]), timeout_s)
+            self._await(lambda: self._store.check([_over_key(tag)]), end)
         posts = self._take_posts(tag)
-        silent = [rank for rank in range(self.world_size) if rank not in posts]
-        self._retire(tag, silent)
+        self._retire(tag, len(posts))
         return Collected(
             came={rank: said for rank, said in posts.items() if isinstance(said, bytes)},
             failed={rank: said for rank, said in posts.items() if isinstance(said, Failure)},
-            silent=silent,
+            silent=[rank for rank in range(self.world_size) if rank not in posts],
         )
 
     def _take_posts(self, tag: str) -> dict[int, bytes | Failure]:
@@ -197,25 +215,27 @@ class C10d(Coordinator):
         found = take_present(self._store, [*names])
         return {names[name]: said for name, said in found.items()}
 
-    def _retire(self, tag: str, late: Sequence[int]) -> None:
-        """Note a round and its late ranks, and delete what is left of those before the last few."""
-        self._late[tag] = [*self._late.pop(tag, ()), *late]
-        for old_tag in [*self._late][:-NUM_KEPT_ROUNDS]:
-            ranks = self._late.pop(old_tag)
-            for name in (_announcement_name(old_tag), *(_post_name(r, old_tag) for r in ranks)):
-                delete(self._store, name)
+    def _retire(self, tag: str, num_taken: int) -> None:
+        """Note a round and its taken posts; delete what is left of those before the last few."""
+        self._rounds[tag] = self._rounds.pop(tag, 0) + num_taken
+        for old_tag in [*self._rounds][:-NUM_KEPT_ROUNDS]:
+            are_left = self._store.add(_count_key(old_tag), 0) != self._rounds.pop(old_tag)
             self._store.delete_key(_count_key(old_tag))
             self._store.delete_key(_over_key(old_tag))
+            with suppress(FormatError):  # no message, and none of this round
+                delete(self._store, _announcement_name(old_tag))
+                if are_left:
+                    self._take_posts(old_tag)
 
-    def _meet(self, store: TorchStore, absent: list[int], timeout_s: float) -> Store:
+    def _meet(self, store: TorchStore, absent: list[int], end: float) -> Store:
         """Agree on a nonce; return a clone of the store in which all keys begin with it."""
         own = _prefixed("holdfast", store).clone()
         own.set_timeout(timedelta(seconds=_GET_S))
         if self.is_leader:
-            return _prefixed(self._invite(own, absent, timeout_s), own)
-        return _prefixed(self._join(own, timeout_s), own)
+            return _prefixed(self._invite(own, absent, end), own)
+        return _prefixed(self._join(own, end), own)
 
-    def _invite(self, store: Store, absent: list[int], timeout_s: float) -> str:
+    def _invite(self, store: Store, absent: list[int], end: float) -> str:
         """Give a new nonce to each follower that says hello, and take it off `absent`."""
         nonce = secrets.token_hex(16)
         store.set("leader", nonce.encode())
@@ -228,10 +248,10 @@ class C10d(Coordinator):
                 absent.remove(rank)
             return not absent
 
-        self._await(are_all_here, timeout_s)
+        self._await(are_all_here, end)
         return nonce
 
-    def _join(self, store: Store, timeout_s: float) -> str:
+    def _join(self, store: Store, end: float) -> str:
         """Say hello to the leader, again to each newer one, until one answers with its nonce."""
         token, greeted = secrets.token_hex(16), b""
 
@@ -243,7 +263,7 @@ class C10d(Coordinator):
                 greeted = leader
             return store.check([f"welcome/{token}"])
 
-        self._await(is_welcome, timeout_s)
+        self._await(is_welcome, end)
         nonce = store.get(f"welcome/{token}").decode()
         store.delete_key(f"welcome/{token}")
         return nonce
@@ -252,22 +272,31 @@ class C10d(Coordinator):
         """Run a job in a new thread, which is left behind if the store holds it longer than that.
 
         Raises:
-            DeadlineExceeded: the job is still running.
+            UsageError: this process is a fork of the one that made the coordinator.
+            DeadlineExceeded: the job is still running, or did not get a turn.
             Disconnected: the store cannot be reached.
         """
+        if os.getpid() != self._pid:
+            raise UsageError(
+                f"process {self._pid} made this coordinator, and process {os.getpid()} is a fork "
+                "of it, which must not use its connection: leave the agreement to the former"
+            )
         future: Future[T] = Future()
-        Thread(target=self._do, args=(future, job), name="holdfast-ranks", daemon=True).start()
+        args = (future, job, max(timeout_s, 0.0))
+        Thread(target=self._do, args=args, name="holdfast-ranks", daemon=True).start()
         if not wait([future], timeout_s).done:
             raise DeadlineExceeded(
-                f"the store of torch.distributed did not answer within {timeout_s:.1f} s"
+                f"the store of torch.distributed did not answer within {timeout_s:.1f} s: the "
+                "process that hosts it, rank 0 or torchrun, is stopped or busy"
             )
         return future.result()
 
-    def _do(self, future: Future[T], job: Callable[[], T]) -> None:
+    def _do(self, future: Future[T], job: Callable[[], T], timeout_s: float) -> None:
+        if not self._turn.acquire(timeout=timeout_s):
+            return  # the caller has given up, too
         try:
-            with self._turn:
-                result = job()
-        except dist.DistNetworkError as error:
+            result = job()
+        except RuntimeError as error:  # of torch: its own classes are not all that its stores raise
             lost = Disconnected(
                 f"the store of torch.distributed cannot be reached: {error}. The process that "
                 "hosts it, rank 0 or torchrun, has probably ended"
@@ -278,18 +307,20 @@ class C10d(Coordinator):
             future.set_exception(error)
         else:
             future.set_result(result)
+        finally:
+            self._turn.release()
 
-    def _await(self, is_so: Callable[[], bool], timeout_s: float) -> None:
+    def _await(self, is_so: Callable[[], bool], end: float) -> None:
         """Look more and more rarely until it is so or the time is over; others use the store
         between two looks."""
         begin = time.monotonic()
         least_s = max(_SHORTEST_PAUSE_S, self.world_size * _PAUSE_A_RANK_S)
         while not is_so():
-            waited_s = time.monotonic() - begin
-            if waited_s >= timeout_s:
-                raise DeadlineExceeded(f"nothing came within {timeout_s:.1f} s")
-            pause_s = min(max(least_s, waited_s / 8), _LONGEST_PAUSE_S)
-            self._turn.wait(min(pause_s, timeout_s - waited_s))
+            now = time.monotonic()
+            if now >= end:
+                raise DeadlineExceeded("nothing came by the deadline")
+            pause_s = min(max(least_s, (now - begin) / 8), _LONGEST_PAUSE_S)
+            self._turn.wait(min(pause_s, end - now))
 
 
 def _stop_calls(turn: Condition) -> None:

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
+from threading import Lock
 from typing import NamedTuple
 
 from holdfast.errors import RanksFailed, RanksSilent, UsageError
 
 LEADER = 0
+NUM_KEPT_ROUNDS = 16
+"""Rounds after which the leader may delete what a late rank did not hear, or has posted too late.
+"""
+_NUM_KNOWN_USES = 100
 _MAX_REASON_LENGTH = 2000
 
 
@@ -21,8 +28,17 @@ class Failure(NamedTuple):
 
     @classmethod
     def of(cls, error: BaseException, *, phase: str) -> Failure:
-        """Describe an error that was raised in `phase`; a long message is cut."""
-        return cls(phase, f"{type(error).__name__}: {error}"[:_MAX_REASON_LENGTH])
+        """Describe an error that was raised in `phase`; a long message is cut.
+
+        Failures of other ranks, which a `RanksFailed` passes on, are told without its own words.
+        """
+        if isinstance(error, RanksFailed):
+            reason = "; ".join(error.reasons)
+        else:
+            reason = f"{type(error).__name__}: {error}"
+        # Names of files may have surrogates, which no message can carry.
+        encoded = reason[:_MAX_REASON_LENGTH].encode(errors="backslashreplace")
+        return cls(phase, encoded.decode())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,8 +69,12 @@ class Coordinator(ABC):
 
     They meet in *rounds*. In a round every rank, the leader too, posts one message to the leader,
     or says that it failed; the leader collects, and announces one message to the followers. Either
-    half may be left out. A round has a `tag`, the same in all ranks, which is used once. Several
-    rounds may be under way at a time, in several threads.
+    half may be left out. Several rounds may be under way at a time, in several threads.
+
+    A round has a `tag`, the same in all ranks, which is used once: a rank that posts, collects or
+    announces under one of its last tags again gets a `UsageError`. Users of one coordinator begin
+    their tags with a `number` of it. A follower may hear an announcement until the leader is
+    `NUM_KEPT_ROUNDS` rounds further.
 
     Every verb raises `Disconnected` where the ranks can no longer reach each other. No verb takes
     longer than its `timeout_s`, but for a few seconds in which `collect` reads what came. A message
@@ -66,11 +86,21 @@ class Coordinator(ABC):
             raise UsageError(f"rank={rank} must be from 0 to {world_size - 1}")
         self.rank = rank
         self.world_size = world_size
+        self._numbers = count()
+        self._uses: deque[tuple[str, str]] = deque(maxlen=_NUM_KNOWN_USES)
+        self._use_lock = Lock()
 
     @property
     def is_leader(self) -> bool:
         """Whether this rank decides."""
         return self.rank == LEADER
+
+    def number(self) -> int:
+        """Return 0, 1, 2 and so on; all ranks call it in the same order.
+
+        Tags that begin with it are those of one user of this coordinator.
+        """
+        return next(self._numbers)
 
     @abstractmethod
     def post(self, tag: str, data: bytes, *, timeout_s: float) -> None:
@@ -82,10 +112,10 @@ class Coordinator(ABC):
 
     @abstractmethod
     def fail(self, tag: str, failure: Failure, *, timeout_s: float) -> None:
-        """Say that this rank failed, in place of its next message of the round.
+        """Say that this rank failed, in place of its message of the round.
 
         In a follower that is its post: `collect` returns at once. In the leader it is the
-        announcement: `hear` raises.
+        announcement: `hear` raises. After that message it is allowed, but may come too late.
 
         Raises:
             DeadlineExceeded: the message could not be handed over in time.
@@ -117,6 +147,16 @@ class Coordinator(ABC):
             RanksSilent: the leader announced nothing by the deadline.
             FormatError: the announcement is not a message of a coordinator.
         """
+
+    def use(self, verb: str, tag: str) -> None:
+        """Raise `UsageError` if this rank has used the verb with the tag in its last rounds."""
+        with self._use_lock:
+            if (verb, tag) in self._uses:
+                raise UsageError(
+                    f"rank {self.rank} has used the tag {tag!r} to {verb} before: each round needs "
+                    "a tag of its own, which begins with a number() of the coordinator"
+                )
+            self._uses.append((verb, tag))
 
     def expect_leader(self) -> None:
         """Raise `UsageError` in a follower."""

@@ -66,7 +66,7 @@ def capture(state: Mapping[str, Any], only: Collection[str] | None = None) -> Ca
 class Capturer:
     """Captures one state repeatedly, and caches what follows from its structure alone."""
 
-    def __init__(self, state: Mapping[str, Any]) -> None:
+    def __init__(self, state: Mapping[str, Any], *, is_shared: bool = False) -> None:
         self._state = state
         self._structures: dict[str, list[Any]] = {}
         self._names = ParameterNames(homes={})

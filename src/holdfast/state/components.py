@@ -89,6 +89,10 @@ class CapturedComponent:
     """Key -> the boxes of each DTensor; its entries in `tensors` and `specs` are those of its local
     tensor."""
 
+    numbers: range | None = None
+    """Numbers of the tensor files into which this rank writes it; None: from 0, as many as needed,
+    and unchanging tensors may get files of their own."""
+
     @property
     def stored(self) -> StoredComponent:
         """The component in its stored form, without the values of its tensors."""

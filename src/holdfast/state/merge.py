@@ -94,6 +94,7 @@ class Claims:
         self._many: list[Iterable[tuple[int, _Owner]]] = []
         self._spans: dict[int, list[tuple[int, int, str]]] = {}
         self._lists: list[list[_Remark]] = []
+        self._messages: list[str] = []
         self._protected = {
             tensor.untyped_storage()._cdata for tensor in protected if refusal(tensor) is None
         }
@@ -160,13 +161,18 @@ class Claims:
         self._lists.append([])
         return self._lists[-1]
 
+    def note(self, message: str) -> None:
+        """Add a message to `notes`."""
+        self._messages.append(message)
+
     @property
     def notes(self) -> tuple[str, ...]:
         """Messages about inexact restores: memory no longer shared, tensors on other devices."""
         paths: dict[str, list[str]] = {}
         for remark in (remark for remarks in self._lists for remark in remarks):
             paths.setdefault(remark.reason, []).append(join(remark.component, remark.path))
-        return tuple(f"{shortened(names)}: {reason}" for reason, names in paths.items())
+        shared = (f"{shortened(names)}: {reason}" for reason, names in paths.items())
+        return (*shared, *self._messages)
 
     def agree(self, path: str, live: Tensor, stored: Stored) -> None:
         """Check that all names of one live tensor, in all components, have the same stored bits.

@@ -133,11 +133,16 @@ class ObjectPlan(LoadPlan):
         self._wanted = revive(skeleton, live, self._component, problems, stored=self._wanted)
 
     def prepare(self, tensors: Mapping[str, Stored], claims: Claims) -> None:
-        """Make the whole state_dict; call the object's `check_state_dict`, if it has one."""
+        """Make the whole state_dict; call the object's `check_state_dict`, if it has one.
+
+        A list that it returns has notes for the load.
+        """
         self._value = Lifting(Fetching(tensors)).lift_tree(self._wanted)
         check = getattr(self._live, "check_state_dict", None)
         if self._is_wanted and callable(check):
-            check(self._value)
+            notes = check(self._value)
+            for note in notes if isinstance(notes, list) else ():
+                claims.note(f"{self._component}: {note}")
 
     def finish(self) -> None:
         """Call `load_state_dict`, if anything of the state is selected."""

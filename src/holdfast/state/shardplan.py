@@ -12,9 +12,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any, TypeAlias
 
-import msgspec
 import numpy as np
-from blake3 import blake3
 
 from holdfast.errors import UnsupportedState
 from holdfast.format.layout import MAX_TENSOR_FILE_NBYTES, MAX_TENSORS_PER_FILE
@@ -22,6 +20,9 @@ from holdfast.state.geometry import Box, box_at, box_of, corners, whole_box
 
 Ints: TypeAlias = np.ndarray[Any, np.dtype[np.signedinteger[Any]]]
 _NUM_EXPLAINED = 10
+SMALL_NBYTES = 64 << 10
+"""Least bytes of a box that any of its holders may write. What is smaller comes from the first one:
+buffers that a wrapper copies from rank 0 to all others may differ until it has."""
 _BLOCK_ROWS = 1_000_000
 """Rows whose geometry is computed at once: bounds the memory for it."""
 
@@ -109,27 +110,11 @@ def plan_writes(leaves: LeafTable, boxes: BoxTable, hosts: Ints) -> WritePlan:
     return WritePlan(row=row, nbytes=nbytes, file=_number_files(leaves, boxes, row, nbytes))
 
 
-def digest_share(leaves: LeafTable, boxes: BoxTable) -> bytes:
-    """Compute the digest of the part that one rank has in the input of a plan."""
-    hasher = blake3(msgspec.msgpack.encode((leaves.paths, leaves.shapes)))
-    for column in (leaves.item_nbytes, leaves.component, boxes.leaf, boxes.first, boxes.last):
-        hasher.update(len(column).to_bytes(8, "little"))
-        hasher.update(column.astype("<i8").tobytes())
-    return hasher.digest()
-
-
-def digest_input(shares: Sequence[bytes], hosts: Ints) -> bytes:
-    """Compute the digest of the input of a plan from the digests of all ranks, in their order.
-
-    While it stays the same the plan does, too.
-    """
-    return blake3(msgspec.msgpack.encode((shares, hosts.tolist()))).digest()
-
-
 def _choose(leaves: LeafTable, boxes: BoxTable, hosts: Ints) -> tuple[Ints, Ints]:
     """Choose the copy of each distinct box that is written: its row and its bytes.
 
-    Boxes with few holders come first, so that those with many fill what the others leave.
+    Boxes with few holders come first, so that those with many fill what the others leave. Small
+    ones are written by their first holder.
     """
     # 32 bits, here and below: 16 million rows are to be planned in a gigabyte.
     order = np.lexsort((boxes.rank, boxes.last, boxes.first, boxes.leaf)).astype(np.int32)
@@ -138,10 +123,11 @@ def _choose(leaves: LeafTable, boxes: BoxTable, hosts: Ints) -> tuple[Ints, Ints
     nbytes = _measure(leaves, boxes, row)
     counts = np.diff(begins, append=np.int32(len(order)))
     loads = _Loads(hosts)
+    has_choice = (counts > 1) & (nbytes >= SMALL_NBYTES)
     for part in _parts(len(row)):
-        loads.add_all(boxes.rank[row[part]], np.where(counts[part] == 1, nbytes[part], 0))
-    for num_copies in np.unique(counts[counts > 1]).tolist():
-        numbers = np.flatnonzero(counts == num_copies).astype(np.int32)
+        loads.add_all(boxes.rank[row[part]], np.where(has_choice[part], 0, nbytes[part]))
+    for num_copies in np.unique(counts[has_choice]).tolist():
+        numbers = np.flatnonzero(has_choice & (counts == num_copies)).astype(np.int32)
         numbers = numbers[np.argsort(-nbytes[numbers], kind="stable")]
         copies = order[begins[numbers, None] + np.arange(num_copies, dtype=np.int32)]
         holders = boxes.rank[copies]
@@ -326,11 +312,14 @@ class _Loads:
 
 
 def _number_files(leaves: LeafTable, boxes: BoxTable, row: Ints, nbytes: Ints) -> Ints:
-    """Number the tensor files of each component, writer by writer."""
+    """Number the tensor files of each component, writer by writer.
+
+    A file takes the boxes with the longest elements first, as `format.tensors.lay_out` does.
+    """
     num_ranks = int(boxes.rank.max(initial=0)) + 1
     writer = leaves.component.astype(np.int32)[boxes.leaf[row]] * num_ranks
     writer += boxes.rank[row]
-    order = np.argsort(writer, kind="stable")
+    order = np.lexsort((-leaves.item_nbytes[boxes.leaf[row]], writer))
     ends = np.flatnonzero(np.diff(writer[order])) + 1
     file = np.empty(len(row), np.int32)
     number, of_component = 0, -1

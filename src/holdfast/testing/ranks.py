@@ -32,6 +32,7 @@ class ThreadCoordinator(Coordinator):
 
     @override
     def post(self, tag: str, data: bytes, *, timeout_s: float) -> None:
+        self.use("post", tag)
         self._board.put_post(tag, self.rank, data)
 
     @override
@@ -44,6 +45,7 @@ class ThreadCoordinator(Coordinator):
     @override
     def collect(self, tag: str, *, timeout_s: float) -> Collected:
         self.expect_leader()
+        self.use("collect", tag)
         posts = self._board.take_posts(tag, self.world_size, timeout_s)
         return Collected(
             came={rank: said for rank, said in posts.items() if isinstance(said, bytes)},
@@ -54,6 +56,7 @@ class ThreadCoordinator(Coordinator):
     @override
     def announce(self, tag: str, data: bytes, *, timeout_s: float) -> None:
         self.expect_leader()
+        self.use("announce", tag)
         self._board.put_announcement(tag, data)
 
     @override

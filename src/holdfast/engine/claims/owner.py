@@ -7,6 +7,8 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
+from typing_extensions import override
+
 from holdfast.engine.claims.claim import Choice, Claim, Heartbeat, check_owner, claim_run, held
 from holdfast.errors import HoldfastError
 from holdfast.events import Emitter
@@ -65,6 +67,10 @@ class Ownership:
         self.is_clean, self.unclear = True, set()
         self._emit("claimed", f"{self._store.url}: writer {claim.epoch}", epoch=claim.epoch)
 
+    def adopt(self, claim: Claim) -> None:
+        """Go by the leader's claim; only a follower does."""
+        raise AssertionError("a leader claims")
+
     def next_sequence(self) -> int:
         """Return the number of the next save of this claim."""
         self._sequence += 1
@@ -108,3 +114,20 @@ class Ownership:
             heartbeat.end(is_over=is_over, timeout_s=timeout_s)
         except HoldfastError as error:
             self._emit("housekeeping_failed", f"giving the run up: {error}", **where)
+
+
+class Following(Ownership):
+    """What a follower knows of the leader's claim. It claims nothing and sends no heartbeat."""
+
+    @override
+    def check(self) -> None:
+        """No-op: the leader checks."""
+
+    @override
+    def take(self, choices: Iterator[Choice]) -> None:
+        raise AssertionError("only the leader claims")
+
+    @override
+    def adopt(self, claim: Claim) -> None:
+        if self.claim != claim:
+            self.claim, self._sequence, self.has_committed = claim, 0, False

@@ -75,4 +75,7 @@ class _EndWithStatus1:
         end(1)
 
 
+# Finalizers of `weakref` are called by an exit handler that is registered with the first of them,
+# and the last registered handler is called first. Coordinators end by one: after the last saves.
+weakref.finalize(_EndWithStatus1, int).detach()
 atexit.register(_finish_all)

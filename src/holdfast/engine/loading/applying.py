@@ -6,10 +6,12 @@ decides which checkpoint is chosen, and how it is read.
 
 from __future__ import annotations
 
+from typing import Any
+
 from holdfast.engine.claims.claim import settled_choice
 from holdfast.engine.claims.notes import reject
 from holdfast.engine.claims.owner import Ownership
-from holdfast.engine.loading.resume import Avoided, LoadCandidate, PassedOver, Search
+from holdfast.engine.loading.resume import Avoided, LoadCandidate, PassedOver, Reader, Search
 from holdfast.errors import ManagerUnusable, MismatchError, NotSealed
 from holdfast.events import Emitter, Kind
 from holdfast.state.apply import OpaqueLoadFailed
@@ -33,6 +35,10 @@ class Applying:
         """Components that a failed load may have partly overwritten."""
         self.half_loaded: str | None = None
         """Why the live state is partly old and partly stored; None: it is whole."""
+
+    def reader(self, **parts: Any) -> Reader:
+        """Make a `Reader` of these parts."""
+        return Reader(**parts)
 
     def expect_whole(self) -> None:
         """Raise `ManagerUnusable` if a failed load has left the live state half loaded."""

@@ -8,11 +8,14 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+import msgspec
+
 from holdfast.engine.loading.blockreading import FileBlocks, read_block
 from holdfast.errors import CorruptData, NotFound
 from holdfast.format import blocks, layout
 from holdfast.format.index import Index, decode_index
 from holdfast.format.manifest import FileEntry, Manifest
+from holdfast.state.byrank import part_of
 from holdfast.state.components import StoredComponent
 from holdfast.store.base import Store
 
@@ -34,8 +37,11 @@ def open_checkpoint(
     *,
     components: Collection[str] | None = None,
     verify: bool = True,
+    rank: int = 0,
 ) -> Opened:
     """Read and check a checkpoint's index, and the trees of `components` (None: of all).
+
+    Of components whose state differs by rank it gives the part of `rank`.
 
     Raises:
         CorruptData: a document is missing, cut or changed.
@@ -52,6 +58,13 @@ def open_checkpoint(
         for name in wanted
         if name in manifest.components
     }
+    tables = dict(index.components)
+    for name, component in stored.items():
+        part = part_of(component, rank)
+        if part is not None:
+            stored[name], keys, _ = part
+            tables[name] = tables[name].part(keys)
+    index = msgspec.structs.replace(index, components=tables)
     return Opened(folder=folder, manifest=manifest, index=index, components=stored)
 
 

@@ -40,7 +40,7 @@ from holdfast.errors import (
     is_damage,
 )
 from holdfast.events import Emitter
-from holdfast.format.layout import RNG, AttemptName, writer_key
+from holdfast.format.layout import RNG, AttemptName, parse_attempt, writer_key
 from holdfast.format.manifest import Manifest
 from holdfast.state.apply import OpaqueLoadFailed, Prepared, prepare
 from holdfast.state.copying import Stored
@@ -181,6 +181,8 @@ class Reader:
     """Pairs of folders in the lineage with the same epoch and sequence: one of them is a copy."""
     is_mixed: bool = False
     """Whether a failed load has left the live state partly old and partly stored."""
+    rank: int = 0
+    world_size: int = 1
 
     @property
     def rejected(self) -> tuple[tuple[str, str], ...]:
@@ -238,7 +240,12 @@ class Reader:
         if not options.verify:
             store = store.uncached()  # a damaged copy would not be noticed
         opened = open_checkpoint(
-            store, entry.folder, entry.manifest, components=components, verify=options.verify
+            store,
+            entry.folder,
+            entry.manifest,
+            components=components,
+            verify=options.verify,
+            rank=self.rank,
         )
         reader = TensorReader(
             store, opened, threads=self.threads, timeout_s=self.timeout_s, verify=options.verify
@@ -260,7 +267,8 @@ class Reader:
         )
         rest = partial(self._read_rest, opened, reader, options)
         tensors = _completed(edited.tensors, prepared.needed, rest)
-        has_read_all = options.proves_whole and not one_sided.without
+        # Several ranks read only their own boxes.
+        has_read_all = options.proves_whole and not one_sided.without and self.world_size == 1
         return LoadCandidate(
             entry=entry,
             options=options,
@@ -566,6 +574,40 @@ class Search:
         """Whether a user chose the checkpoint by name, so that the run is rolled back to it."""
         self.candidate: LoadCandidate | None = None
         """The last choice; None for a fresh start."""
+
+    @property
+    def rejected(self) -> tuple[tuple[str, str], ...]:
+        """(folder, reason) of each checkpoint that was skipped, newest first."""
+        return self._reader.rejected
+
+    def choose_alike(self, folder: str) -> None:
+        """Read the checkpoint that the leader has chosen, and set `candidate` to it.
+
+        Raises:
+            NotFound: this rank does not see it.
+            FormatError, StoreError: it is damaged or cannot be read.
+            MismatchError: it does not fit the live state.
+        """
+        self.candidate = None
+        catalog, name = self._reader.catalog, parse_attempt(folder)
+        catalog.look_again()
+        entry = None if name is None else catalog.entry(name)
+        if entry is None:
+            raise NotFound(
+                f"{catalog.store.url}/{folder}: the leader sees this checkpoint, and this rank "
+                "does not. All ranks must have the same storage under this root"
+            )
+        candidate = self._reader.read(entry, self._options)
+        candidate.prepared.ready(candidate.tensors)
+        self.candidate = candidate
+
+    def reject_alike(self, rejected: Sequence[tuple[str, str]]) -> None:
+        """Record which checkpoints the leader has skipped."""
+        self._reader.passed_over = {folder: CorruptData(reason) for folder, reason in rejected}
+
+    def begin_anew(self) -> None:
+        """Choose no checkpoint, as the leader has."""
+        self.candidate = None
 
     def choices(self) -> Iterator[Choice]:
         """Yield a new choice for each try to claim the run; for `engine.claims.claim.claim_run`."""

@@ -260,6 +260,34 @@ def mark_aborted(store: Store, folder: str, *, by: str, reason: str) -> bool:
     return True
 
 
+def give_up(store: Store, attempt: SaveAttempt, *, by: str, reason: str) -> bool:
+    """Put the abort marker as a follower whose leader is silent, and return whether it committed.
+
+    What is in the register then is the outcome, for all ranks (rule 11).
+
+    Raises:
+        Superseded: a later writer owns the run. Where nothing is left of the attempt, it may have
+            committed and been deleted since.
+        OutcomeUnknown: the register can be neither put nor read.
+    """
+    committed: bool | None = None
+    try:
+        put_once(store, attempt.manifest_key, Aborted(by=by, reason=reason[:500]).encode())
+    except CommitConflict:
+        try:
+            register = Catalog(store).read(attempt.folder)
+        except SealError:
+            committed = True
+        else:
+            committed = isinstance(register, Manifest | Deleted)
+        if committed:
+            return True
+    except NotFound:
+        pass  # the folder is gone
+    check_ownership(store, attempt.name.epoch, committed=committed)
+    return False
+
+
 def _is_manifest(store: Store, folder: str) -> bool:
     try:
         return isinstance(Catalog(store).read(folder), Manifest)

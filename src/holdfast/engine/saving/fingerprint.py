@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 
-def numerics() -> dict[str, Any]:
+def numerics(world_size: int = 1) -> dict[str, Any]:
     """Read the torch and device settings that bit-exact results depend on (invariant 7).
 
     Never initialises a device.
@@ -28,7 +28,7 @@ def numerics() -> dict[str, Any]:
         "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "float32_matmul_precision": _setting(torch.get_float32_matmul_precision),
-        "world_size": 1,
+        "world_size": world_size,
         "device": "cpu",
     }
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]

@@ -6,20 +6,36 @@ The order is invariant 2: every file durable and of its planned size before the 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Literal
 
 import msgspec
 
 from holdfast.engine.checkpoint import Phase
 from holdfast.engine.claims.claim import Claim, expect_claim
+from holdfast.engine.claims.owner import Ownership
 from holdfast.engine.claims.process import utc_now
-from holdfast.engine.roots.commit import SaveAttempt, abandon, begin, commit
+from holdfast.engine.roots.commit import (
+    SaveAttempt,
+    abandon,
+    begin,
+    commit,
+    mark_aborted,
+    remove_files,
+)
 from holdfast.engine.saving.compressing import Compressing
 from holdfast.engine.saving.links import Links
-from holdfast.engine.saving.writing import FileToWrite, WrittenFile, write_files
+from holdfast.engine.saving.together import (
+    FollowingSave,
+    Gathered,
+    JointSave,
+    LeadingSave,
+    OwnFile,
+)
+from holdfast.engine.saving.writing import FileToWrite, write_files
 from holdfast.engine.staging.guard import Overlapped
 from holdfast.engine.staging.image import KnownFile
 from holdfast.engine.staging.staged import BytesContent, Content, Staged
@@ -27,13 +43,14 @@ from holdfast.engine.workers import Workers
 from holdfast.errors import HoldfastError, OutcomeUnknown, StoreError
 from holdfast.format import blocks, layout
 from holdfast.format.codec import CodecName, Encoding
-from holdfast.format.index import StoredBlocks, encode_index
+from holdfast.format.index import StoredBlocks, TensorTable, encode_index
 from holdfast.format.manifest import (
     ComponentEntry,
     FileEntry,
     Manifest,
     Timestamp,
 )
+from holdfast.format.tensors import TensorFile
 from holdfast.store.base import Store
 
 
@@ -67,25 +84,33 @@ def digest_staged(staged: Staged, workers: Workers, *, timeout_s: float) -> dict
     return digests
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tools:
+    """What a save is written with, the same for every save of a manager."""
+
+    store: Store
+    owner: Ownership
+    compressing: Compressing
+    links: Links
+    workers: Workers
+    writers: Workers
+    timeout_s: float
+
+
 def write(
-    store: Store,
+    tools: Tools,
     staged: Staged,
     request: SaveRequest,
+    joint: JointSave,
     *,
-    compressing: Compressing,
-    links: Links,
-    workers: Workers,
-    writers: Workers,
     phase: Phase,
-    timeout_s: float,
-    unclear: set[str],
     overlapped: Overlapped | None = None,
 ) -> tuple[SaveAttempt, Manifest]:
-    """Write a staged state as a new checkpoint, and commit it.
+    """Write a staged state as a new checkpoint, and commit it, together with the other ranks.
 
     The end of an `overlapped` copy is awaited before the commit.
-    The folder is added to `unclear` if a repeated put of the manifest may still arrive, also when
-    the save fails.
+    The folder is added to the owner's `unclear` if a repeated put of the manifest may still arrive,
+    also when the save fails.
 
     A failure before the put of the manifest removes the written files; after it, the outcome is
     known or the error says that it is not.
@@ -93,51 +118,99 @@ def write(
     Raises:
         Superseded, CommitConflict, OutcomeUnknown: as `engine.roots.commit.commit`.
         StoreError, DeadlineExceeded: a file could not be written.
+        RanksError: another rank failed or is silent.
     """
+    joint.agree(tools.owner, phase)
+    if isinstance(joint, FollowingSave):
+        return _follow(tools, staged, request, joint, phase, overlapped)
+    store = tools.store
     phase.text = "making the folder"
     expect_claim(store, request.claim)
     attempt = begin(
         store, label=request.label, epoch=request.claim.epoch, sequence=request.sequence
     )
     try:
-        began = time.perf_counter()
-        compressing.begin()
-        point = request.claim.resumed_from
-        links.begin(
-            staged.kinds,
-            is_healthy=not request.unhealthy,
-            resumed_from=None if point is None else point.folder,
-        )
-        files = _AttemptFiles(attempt, staged, compressing, links, workers, timeout_s)
-        _write_files(store, files, writers, phase, compressing)
-        request.timings["write_s"] = time.perf_counter() - began
-        request.timings["stage_s"] += staged.transfer.waited_s
-        phase.text = "waiting for the copy"
-        if overlapped is not None:
-            overlapped.expect_copied("the save", timeout_s)
-        manifest = _manifest(attempt, staged, request, files)
+        files = _AttemptFiles(attempt, staged, tools)
+        if isinstance(joint, LeadingSave):
+            joint.announce_folder(attempt, staged.trees)
+            _write_own(files, request, files.tensors(), phase, overlapped)
+            phase.text = f"waiting for the files of the other ranks in {attempt.folder}"
+            gathered = joint.gather(files.own, staged)
+            files.join(gathered)
+            files.write(files.trees(gathered.trees), phase)
+        else:
+            contents = chain(files.trees(staged.trees), files.tensors())
+            _write_own(files, request, contents, phase, overlapped)
+        _write_index(files, phase)
+        manifest = _manifest(attempt, staged, request, files, joint.world_size)
         phase.text = f"committing {attempt.folder}"
         commit(store, attempt, manifest)
     except BaseException as error:
-        _clean_up(store, attempt, error)
+        _clean_up(store, attempt, error, is_alone=joint.world_size == 1)
         if isinstance(error, OutcomeUnknown) and not attempt.put_sent:
             # Only a file's outcome is unknown; the checkpoint certainly did not commit.
             raise StoreError(str(error)) from error
         raise
     finally:
         if attempt.is_unclear:
-            unclear.add(attempt.folder)
-    links.committed(attempt.folder, manifest, files.stored)
-    compressing.committed(files.nbytes_written, request.timings["write_s"])
+            tools.owner.unclear.add(attempt.folder)
+    if isinstance(joint, LeadingSave):
+        joint.succeed()
+    files.committed(manifest, request)
     return attempt, manifest
 
 
-def _clean_up(store: Store, attempt: SaveAttempt, error: BaseException) -> None:
-    """Remove the files of a failed attempt; an error in that becomes the context of `error`."""
+def _follow(
+    tools: Tools,
+    staged: Staged,
+    request: SaveRequest,
+    joint: FollowingSave,
+    phase: Phase,
+    overlapped: Overlapped | None,
+) -> tuple[SaveAttempt, Manifest]:
+    """Write this rank's files into the leader's folder, and wait for the commit."""
+    attempt = joint.hear_folder(phase)
+    files = _AttemptFiles(attempt, staged, tools)
+    _write_own(files, request, files.tensors(), phase, overlapped)
+    joint.post_files(files.own, staged)
+    manifest = joint.outcome(tools.store, attempt, phase)
+    files.committed(manifest, request)
+    return attempt, manifest
+
+
+def _write_own(
+    files: _AttemptFiles,
+    request: SaveRequest,
+    contents: Iterable[FileToWrite],
+    phase: Phase,
+    overlapped: Overlapped | None,
+) -> None:
+    """Write the files of this rank, and wait until they are durable and all of it was copied."""
+    began = time.perf_counter()
+    files.begin(request)
+    files.write(contents, phase)
+    request.timings["write_s"] = time.perf_counter() - began
+    request.timings["stage_s"] += files.staged.transfer.waited_s
+    phase.text = "waiting for the copy"
+    if overlapped is not None:
+        overlapped.expect_copied("the save", files.tools.timeout_s)
+
+
+def _clean_up(store: Store, attempt: SaveAttempt, error: BaseException, *, is_alone: bool) -> None:
+    """Remove the files of a failed attempt; an error in that becomes the context of `error`.
+
+    With several ranks the abort marker stays: others may still write into the folder, and gc
+    removes what they leave.
+    """
     if not isinstance(error, Exception):
         return  # the process is exiting: gc removes the folder later
     try:
-        abandon(store, attempt)
+        if is_alone:
+            abandon(store, attempt)
+        elif not attempt.put_sent and mark_aborted(
+            store, attempt.folder, by="the leader", reason=str(error)[:500]
+        ):
+            remove_files(store, attempt.folder, whole=False)
     except HoldfastError as leftover:
         error.__context__ = leftover
 
@@ -145,19 +218,10 @@ def _clean_up(store: Store, attempt: SaveAttempt, error: BaseException) -> None:
 class _AttemptFiles:
     """The files of one save attempt, written or linked from an earlier checkpoint."""
 
-    def __init__(
-        self,
-        attempt: SaveAttempt,
-        staged: Staged,
-        compressing: Compressing,
-        links: Links,
-        workers: Workers,
-        timeout_s: float,
-    ) -> None:
+    def __init__(self, attempt: SaveAttempt, staged: Staged, tools: Tools) -> None:
         self.attempt = attempt
         self.staged = staged
-        self.workers = workers
-        self.timeout_s = timeout_s
+        self.tools = tools
         self.names: dict[str, str] = {}
         """Stored name of each file, by plain name."""
         self.entries: dict[str, FileEntry] = {}
@@ -165,30 +229,48 @@ class _AttemptFiles:
         self.stored: dict[str, StoredBlocks] = {}
         """Stored blocks of the compressed files, by stored name."""
         self.digests: dict[str, bytes] = {}
-        self._compressing = compressing
-        self._links = links
+        self.own: list[OwnFile] = []
+        """The durable files of this rank."""
+        self._tables: Mapping[str, TensorTable] | None = None
+        """Where the tensors of all ranks are; None: in the files of this one."""
+        self._sizes: dict[str, int] = {}
+        """Length of each file by plain name, in the order of the manifest."""
         self._codecs: dict[str, CodecName] = {}
-        self.nbytes_written = 0
+        self._nbytes_written = 0
         """Plain bytes of the files that were written, not linked."""
 
-    def to_write(self) -> Iterator[FileToWrite]:
-        """Yield the files to write, and link unchanged ones from an earlier checkpoint."""
-        for component, tree in self.staged.trees.items():
-            encoding = self._compressing.of_tree(component, len(tree))
+    def begin(self, request: SaveRequest) -> None:
+        """Prepare to compress and to link files."""
+        self.tools.compressing.begin()
+        point = request.claim.resumed_from
+        self.tools.links.begin(
+            self.staged.kinds,
+            is_healthy=not request.unhealthy,
+            resumed_from=None if point is None else point.folder,
+        )
+
+    def trees(self, trees: Mapping[str, bytes]) -> Iterator[FileToWrite]:
+        """Yield the files of the components' trees."""
+        for component, tree in trees.items():
+            encoding = self.tools.compressing.of_tree(component, len(tree))
             yield self._file(layout.tree_file(component), BytesContent(tree), encoding)
+
+    def tensors(self) -> Iterator[FileToWrite]:
+        """Yield the tensor files to write, and link unchanged ones from an earlier checkpoint."""
+        compressing = self.tools.compressing
         for known in self.staged.all_files:
             if not self._link(known):
-                encoding = self._compressing.of_tensors(known.file)
+                encoding = compressing.of_tensors(known.file)
                 content = self.staged.transfer.content(known)
                 file = self._file(known.file.name, content, encoding)
-                yield replace(file, observer=self._compressing.observer(known.file))
+                yield replace(file, observer=compressing.observer(known.file))
         self.staged.transfer.finish()
 
     def _file(
         self, plain: str, content: Content | BytesContent, encoding: Encoding | None
     ) -> FileToWrite:
         name = plain if encoding is None else layout.stored_file(plain, encoding.compression.codec)
-        self.names[plain] = name
+        self.names[plain], self._sizes[plain] = name, content.nbytes
         if encoding is not None:
             self._codecs[name] = encoding.compression.codec
         return FileToWrite(
@@ -199,70 +281,110 @@ class _AttemptFiles:
 
     def _link(self, known: KnownFile) -> bool:
         name, nbytes = known.file.name, known.file.nbytes
-        if not self._links.may_have(name, nbytes):
+        links = self.tools.links
+        if not links.may_have(name, nbytes):
             return False
-        if not self.staged.transfer.content(known).is_unchanged(self.timeout_s):
+        if not self.staged.transfer.content(known).is_unchanged(self.tools.timeout_s):
             return False
-        digests = self.staged.digest(known, self.workers, self.timeout_s)
+        digests = self.staged.digest(known, self.tools.workers, self.tools.timeout_s)
         entry = FileEntry(nbytes=nbytes, digest=blocks.file_digest(nbytes, digests))
-        linked = self._links.link(name, self.attempt.folder, entry, digests)
+        linked = links.link(name, self.attempt.folder, entry, digests)
         if linked is None:
             return False
-        self.names[name] = linked.name
-        self._add(linked.name, linked.entry, digests, linked.stored)
+        self.names[name], self._sizes[name] = linked.name, nbytes
+        self._add(name, linked.name, linked.entry, digests, linked.stored)
         return True
 
-    def written(self, durable: Mapping[str, WrittenFile]) -> None:
-        """Record entries, digests and stored blocks of files that are written and durable."""
-        sizes, linked = self.staged.sizes, self.digests
+    def write(self, files: Iterable[FileToWrite], phase: Phase) -> None:
+        """Write files, wait until they are durable, and record them."""
+        tools = self.tools
+        found = write_files(
+            tools.store,
+            files,
+            workers=tools.workers,
+            writers=tools.writers,
+            phase=phase,
+            timeout_s=tools.timeout_s,
+            throughput=tools.compressing.store,
+            pieces=tools.compressing.pieces,
+        )
         plain_names = {name: plain for plain, name in self.names.items()}
-        self.digests = {}
-        for key, file in durable.items():
+        for key, file in found.items():
             name = key.rpartition("/")[2]
-            nbytes = sizes[plain_names[name]]
-            self.nbytes_written += nbytes
+            plain = plain_names[name]
+            nbytes = self._sizes[plain]
+            self._nbytes_written += nbytes
             digest = blocks.file_digest(nbytes, file.digests)
             stored = None if file.stored is None else file.stored.entry(self._codecs[name])
             entry = FileEntry(nbytes=nbytes, digest=digest, stored=stored)
-            self._add(name, entry, file.digests, file.stored)
-        self.digests |= linked
-        self.entries = {self.names[plain]: self.entries[self.names[plain]] for plain in sizes}
+            self._add(plain, name, entry, file.digests, file.stored)
 
     def _add(
-        self, name: str, entry: FileEntry, digests: bytes, stored: StoredBlocks | None
+        self,
+        plain: str,
+        name: str,
+        entry: FileEntry,
+        digests: bytes,
+        stored: StoredBlocks | None,
     ) -> None:
-        self.entries[name] = entry
-        self.digests[name] = digests
-        if stored is not None:
-            self.stored[name] = stored
+        self._record(OwnFile(plain=plain, name=name, entry=entry, digests=digests, stored=stored))
+
+    def _record(self, file: OwnFile) -> None:
+        self.own.append(file)
+        self.names[file.plain] = file.name
+        self.entries[file.name] = file.entry
+        self.digests[file.name] = file.digests
+        if file.stored is not None:
+            self.stored[file.name] = file.stored
+
+    def join(self, gathered: Gathered) -> None:
+        """Add what the other ranks have written."""
+        for file in gathered.files:
+            if file.plain not in self.names:
+                self._record(file)
+        self._tables = gathered.tables
 
     def index(self) -> bytes:
         """Encode the checkpoint's index document, which lists tensors and block digests."""
-        plans = {
-            component: [
-                msgspec.structs.replace(known.file, name=self.names[known.file.name])
-                for known in files
-            ]
-            for component, files in self.staged.files.items()
-        }
+        plans: Mapping[str, Sequence[TensorFile] | TensorTable]
+        if self._tables is None:
+            plans = {
+                component: [
+                    msgspec.structs.replace(known.file, name=self.names[known.file.name])
+                    for known in files
+                ]
+                for component, files in self.staged.files.items()
+            }
+        else:
+            plans = {name: table.stored_as(self.names) for name, table in self._tables.items()}
         return encode_index(plans, self.digests, stored=self.stored)
 
+    def component(self, name: str, kind: str) -> ComponentEntry:
+        """Make the manifest's entry of a component."""
+        tree = layout.tree_file(name)
+        own = sorted(plain for plain in self.names if layout.component_of(plain) == name)
+        names = [self.names[plain] for plain in (tree, *(plain for plain in own if plain != tree))]
+        table = None if self._tables is None else self._tables[name]
+        tensor_files = self.staged.files.get(name, ())
+        return ComponentEntry(
+            kind=kind,
+            files=tuple(names),
+            nbytes=sum(self.entries[name].nbytes for name in names),
+            num_tensors=(
+                sum(len(known.file.specs) for known in tensor_files)
+                if table is None
+                else len(table)
+            ),
+        )
 
-def _write_files(
-    store: Store, files: _AttemptFiles, writers: Workers, phase: Phase, compressing: Compressing
-) -> None:
-    folder = files.attempt.folder
-    found = write_files(
-        store,
-        files.to_write(),
-        workers=files.workers,
-        writers=writers,
-        phase=phase,
-        timeout_s=files.timeout_s,
-        throughput=compressing.store,
-        pieces=compressing.pieces,
-    )
-    files.written(found)
+    def committed(self, manifest: Manifest, request: SaveRequest) -> None:
+        """Remember the files of a committed save for links, and how fast they were written."""
+        self.tools.links.committed(self.attempt.folder, manifest, self.stored)
+        self.tools.compressing.committed(self._nbytes_written, request.timings["write_s"])
+
+
+def _write_index(files: _AttemptFiles, phase: Phase) -> None:
+    folder, store = files.attempt.folder, files.tools.store
     index = files.index()
     phase.text = f"writing {folder}/{layout.INDEX}"
     store.put(f"{folder}/{layout.INDEX}", index)
@@ -286,8 +408,14 @@ def _check_sizes(store: Store, attempt: SaveAttempt, entries: Mapping[str, FileE
 
 
 def _manifest(
-    attempt: SaveAttempt, staged: Staged, request: SaveRequest, files: _AttemptFiles
+    attempt: SaveAttempt,
+    staged: Staged,
+    request: SaveRequest,
+    files: _AttemptFiles,
+    world_size: int,
 ) -> Manifest:
+    components = {name: files.component(name, kind) for name, kind in staged.kinds.items()}
+    listed = [name for entry in components.values() for name in entry.files]
     return Manifest(
         save_id=attempt.save_id,
         label=request.label,
@@ -300,12 +428,10 @@ def _manifest(
         reason=request.reason,
         tags=request.tags,
         metrics=request.metrics,
-        world_size=1,
-        components={
-            name: _component(name, kind, staged, files) for name, kind in staged.kinds.items()
-        },
+        world_size=world_size,
+        components=components,
         block_nbytes=layout.BLOCK_NBYTES,
-        files=files.entries,
+        files={name: files.entries[name] for name in (*listed, layout.INDEX)},
         numerics=request.numerics,
         environment=request.environment,
         timings=request.timings,
@@ -313,16 +439,4 @@ def _manifest(
         savers=request.savers,
         left_out=request.left_out,
         unhealthy=request.unhealthy,
-    )
-
-
-def _component(name: str, kind: str, staged: Staged, files: _AttemptFiles) -> ComponentEntry:
-    tensor_files = staged.files.get(name, ())
-    plain = (layout.tree_file(name), *(known.file.name for known in tensor_files))
-    names = tuple(map(files.names.__getitem__, plain))
-    return ComponentEntry(
-        kind=kind,
-        files=names,
-        nbytes=sum(files.entries[name].nbytes for name in names),
-        num_tensors=sum(len(known.file.specs) for known in tensor_files),
     )

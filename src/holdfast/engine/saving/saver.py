@@ -20,7 +20,8 @@ from holdfast.engine.roots.catalog import Catalog, Entry, Marks, with_tags
 from holdfast.engine.roots.commit import check_ownership
 from holdfast.engine.saving.compressing import Compressing
 from holdfast.engine.saving.links import Links
-from holdfast.engine.saving.save import SaveRequest, digest_staged, write
+from holdfast.engine.saving.save import SaveRequest, Tools, digest_staged, write
+from holdfast.engine.saving.together import JointSave
 from holdfast.engine.staging.guard import Guarded, Overlapped
 from holdfast.engine.staging.overlap import NUM_THREADS, Overlap
 from holdfast.engine.staging.stage import Stager
@@ -122,7 +123,9 @@ class Saver:
         keys = self._guarded.keys
         return self._stager.prepare(captured, overlapped=keys, is_awaited=is_awaited)
 
-    def start(self, staged: Staged, request: SaveRequest, due: Due) -> PendingSave:
+    def start(
+        self, staged: Staged, request: SaveRequest, due: Due, joint: JointSave
+    ) -> PendingSave:
         """Copy the rest of a prepared state, and start to write and commit it in the background.
 
         Writing starts before the copy if that ends the caller's wait sooner, else after it.
@@ -142,7 +145,7 @@ class Saver:
         self._overlapped = overlapped
         if overlapped is not None:
             pending.staged = overlapped.copied
-        write = partial(self._run, pending, staged, request, overlapped)
+        write = partial(self._run, pending, staged, request, joint, overlapped)
         self._job = None
         is_beside = overlapped is None and staged.transfer.is_early
         try:
@@ -243,16 +246,20 @@ class Saver:
         pending: PendingSave,
         staged: Staged,
         request: SaveRequest,
+        joint: JointSave,
         overlapped: Overlapped | None,
     ) -> None:
         began = time.perf_counter()
         step = pending.step
         self._emit("save_started", f"saving step {step}", step=step)
         try:
-            entry = self._unchanged(staged, request, overlapped) or self._write(
-                pending, staged, request, overlapped
-            )
+            entry = None
+            if joint.world_size == 1:
+                entry = self._unchanged(staged, request, overlapped)
+            if entry is None:
+                entry = self._write(pending, staged, request, joint, overlapped)
         except BaseException as error:  # noqa: BLE001 - the future carries it to the caller
+            joint.fail(error, pending.phase.text)
             self._end_copy(overlapped)
             failure = self._failure(error, step, request.claim.epoch)
             self._stager.failed(staged)
@@ -324,21 +331,21 @@ class Saver:
         pending: PendingSave,
         staged: Staged,
         request: SaveRequest,
+        joint: JointSave,
         overlapped: Overlapped | None,
     ) -> Entry:
+        tools = Tools(
+            store=self._store,
+            owner=self._owner,
+            compressing=self._compressing,
+            links=self._links,
+            workers=self.threads.workers,
+            writers=self.threads.waiters,
+            timeout_s=self.timeout_s,
+        )
         try:
             attempt, manifest = write(
-                self._store,
-                staged,
-                request,
-                compressing=self._compressing,
-                links=self._links,
-                workers=self.threads.workers,
-                writers=self.threads.waiters,
-                phase=pending.phase,
-                timeout_s=self.timeout_s,
-                unclear=self._owner.unclear,
-                overlapped=overlapped,
+                tools, staged, request, joint, phase=pending.phase, overlapped=overlapped
             )
         except (OutcomeUnknown, DeadlineExceeded):
             self._owner.is_clean = False

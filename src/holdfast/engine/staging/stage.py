@@ -27,6 +27,7 @@ from holdfast.engine.staging.image import Image, KnownFile
 from holdfast.engine.staging.inmemory import ImageTransfer
 from holdfast.engine.staging.staged import Staged, Transfer
 from holdfast.engine.staging.waves import Pool, WaveTransfer
+from holdfast.errors import UnsupportedState
 from holdfast.format.tensors import TensorSpec, lay_out
 from holdfast.state.capture import Captured
 from holdfast.state.components import CapturedComponent
@@ -91,7 +92,7 @@ class Stager:
         self._budget = memory_budget
         self._is_in_waves = False
         self._pool: Pool | None = None
-        self._specs: dict[str, tuple[TensorSpec, ...]] = {}
+        self._specs: dict[str, tuple[tuple[TensorSpec, ...], range | None]] = {}
         self._groups: dict[str, Grouping] = {}
         self._files: dict[str, tuple[KnownFile, ...]] = {}
         self._plans: dict[str, _CopyPlan] = {}
@@ -216,21 +217,25 @@ class Stager:
 
     def _lay_out_files(self, component: CapturedComponent, make: type[KnownFile]) -> None:
         """Lay out a component's files anew if its structure or its grouping has changed."""
-        name, specs = component.name, component.specs
-        if self._specs.get(name) != specs:
+        name, specs, numbers = component.name, component.specs, component.numbers
+        if self._specs.get(name) != (specs, numbers):
             self._groups[name] = Grouping(specs)
-        elif not self._groups[name].has_moved:
+        elif not self._groups[name].has_moved or numbers is not None:
             return
         self._files.pop(name, None)
         self._plans.pop(name, None)
         # Set last: if there is no memory for the new files, the next call plans again.
         self._specs.pop(name, None)
         apart = self._groups[name].settle()
-        self._files[name] = tuple(
-            make(file, is_apart=file.specs[0].key in apart)
-            for file in lay_out(name, specs, apart=apart)
+        files = (
+            lay_out(name, specs, apart=apart)
+            if numbers is None
+            else lay_out(name, specs, first_number=numbers.start)
         )
-        self._specs[name] = specs
+        if numbers is not None and len(files) != len(numbers):
+            raise UnsupportedState([(name, "its keys are too long for the header of one file")])
+        self._files[name] = tuple(make(file, is_apart=file.specs[0].key in apart) for file in files)
+        self._specs[name] = (specs, numbers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

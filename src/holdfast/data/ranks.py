@@ -1,0 +1,86 @@
+"""Ranks that share the data of a run, and the part of a batch that each of them takes.
+
+Sends nothing: whatever the ranks have to agree on follows from what is the same on all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
+
+import torch
+
+from holdfast.arguments import shown
+from holdfast.errors import UsageError
+
+T = TypeVar("T")
+
+
+@runtime_checkable
+class HasRank(Protocol):
+    """Object that knows the rank of this process, and how many ranks there are."""
+
+    @property
+    def rank(self) -> int:
+        """Number of this rank, from zero."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+
+
+class DataRanks(NamedTuple):
+    """Rank of this process among those that share the data, and their number.
+
+    For a run in which only some ranks get different data, because the others hold parts of one
+    model: `DataRanks(mesh["dp"].get_local_rank(), mesh["dp"].size())`.
+
+    >>> DataRanks(1, 4)
+    DataRanks(rank=1, world_size=4)
+    """
+
+    rank: int
+    world_size: int
+
+    def part(self, batch: Sequence[T]) -> Sequence[T]:
+        """Return this rank's part of a batch of all ranks; the parts follow each other by rank.
+
+        Their lengths differ by one at most, and none is empty: of a batch that is smaller than
+        the world size, neighbouring ranks get the same sample.
+
+        >>> [list(DataRanks(rank, 3).part("abcd")) for rank in range(3)]
+        [['a'], ['b'], ['c', 'd']]
+        >>> [list(DataRanks(rank, 3).part("ab")) for rank in range(3)]
+        [['a'], ['a'], ['b']]
+        """
+        begin = self.rank * len(batch) // self.world_size
+        end = (self.rank + 1) * len(batch) // self.world_size
+        return batch[begin : max(end, begin + 1)]
+
+
+ALONE = DataRanks(0, 1)
+
+
+def of_default_group() -> DataRanks | None:
+    """Return the ranks of torch's default process group; None if there is none."""
+    dist = torch.distributed
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    return DataRanks(dist.get_rank(), dist.get_world_size())
+
+
+def data_ranks(ranks: Literal["group"] | HasRank | None) -> DataRanks | None:
+    """Return the ranks that an argument `ranks` means; None: this process shares no data.
+
+    Raises:
+        UsageError: the numbers are not those of a rank.
+    """
+    if ranks is None or isinstance(ranks, str):
+        return None if ranks is None else of_default_group()
+    rank, world_size = ranks.rank, ranks.world_size
+    if type(rank) is not int or type(world_size) is not int or not 0 <= rank < world_size:
+        raise UsageError(
+            f"ranks={shown(ranks)}: rank={shown(rank)} and world_size={shown(world_size)} must be "
+            "whole numbers, rank from 0 to world_size - 1"
+        )
+    return DataRanks(rank, world_size)

@@ -1,0 +1,285 @@
+"""Loads by all ranks of a run: one candidate at a time, which all read before any applies it.
+
+The leader searches, and announces each candidate; damage on any rank is damage for all, and a
+misfit on any rank changes nothing anywhere (decision 0035).
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+from typing_extensions import override
+
+from holdfast.engine.claims.claim import Claim
+from holdfast.engine.claims.owner import Ownership
+from holdfast.engine.loading.applying import Applying
+from holdfast.engine.loading.resume import LoadCandidate, LoadOptions, Reader, Search
+from holdfast.engine.roots.catalog import Entry
+from holdfast.errors import (
+    CorruptData,
+    FormatError,
+    HoldfastError,
+    MismatchError,
+    RanksFailed,
+    StoreError,
+)
+from holdfast.events import Emitter
+from holdfast.format.manifest import Reference
+from holdfast.ranks.coordinator import Coordinator, Failure
+from holdfast.store.base import Store
+
+_FAIL_S = 5.0
+"""Limit on saying that this rank failed."""
+
+
+class _Read(msgspec.Struct, frozen=True, tag="read"):
+    """Announcement: all ranks read this checkpoint."""
+
+    folder: str
+
+
+class _ClaimNote(msgspec.Struct, frozen=True):
+    epoch: int
+    nonce: str
+    resumed_from: Reference | None
+
+
+class _Apply(msgspec.Struct, frozen=True, tag="apply"):
+    """Announcement: all ranks apply what they have read; without a folder the run starts anew."""
+
+    folder: str | None
+    claim: _ClaimNote | None
+    rejected: tuple[tuple[str, str], ...]
+    """(folder, reason) of each checkpoint that was skipped."""
+
+
+class _Answer(msgspec.Struct, frozen=True):
+    """Whether a rank can use a candidate, and why not."""
+
+    kind: Literal["ready", "damaged", "misfit", "failed"]
+    reason: str = ""
+
+
+def applying(
+    ranks: Coordinator, store: Store, owner: Ownership, emit: Emitter, *, timeout_s: float
+) -> Applying:
+    """Return what applies checkpoints in this rank; no message may take longer than `timeout_s`."""
+    if ranks.world_size == 1:
+        return Applying(store, owner, emit)
+    kind = LeadingApplying if ranks.is_leader else FollowingApplying
+    return kind(store, owner, emit, ranks, timeout_s=timeout_s)
+
+
+class _RanksApplying(Applying):
+    """Common part of a leader's and a follower's loads."""
+
+    def __init__(
+        self,
+        store: Store,
+        owner: Ownership,
+        emit: Emitter,
+        ranks: Coordinator,
+        *,
+        timeout_s: float,
+    ) -> None:
+        super().__init__(store, owner, emit)
+        self._ranks = ranks
+        self._timeout_s = timeout_s
+        self._manager = ranks.number()
+        self._num_loads = 0
+        self._num_messages = 0
+
+    def _begin(self) -> None:
+        self._num_loads += 1
+        self._num_messages = 0
+
+    @property
+    def _tag(self) -> str:
+        name = f"load {self._num_loads} of manager {self._manager}"
+        return f"{name}, message {self._num_messages}"
+
+    def _post(self, answer: _Answer) -> None:
+        data = msgspec.msgpack.encode(answer)
+        self._ranks.post(self._tag, data, timeout_s=self._timeout_s)
+
+    def _answer_of(self, error: BaseException) -> _Answer:
+        kind: Literal["damaged", "misfit", "failed"] = "failed"
+        if isinstance(error, MismatchError):
+            kind = "misfit"
+        elif isinstance(error, FormatError | StoreError):
+            kind = "damaged"
+        return _Answer(kind, str(error) or repr(error))
+
+
+class LeadingApplying(_RanksApplying):
+    """Loads, as the leader takes part in them."""
+
+    @override
+    def reader(self, **parts: Any) -> Reader:
+        return _LeadingReader(**parts, loads=self)
+
+    @override
+    def apply(self, search: Search, *, claims: bool) -> LoadCandidate | None:
+        self._begin()
+        try:
+            found = super().apply(search, claims=claims)
+            if found is None:
+                self._say(self._apply_note(search))
+        except BaseException as error:
+            failure = Failure.of(error, phase="loading")
+            # Ranks that this does not reach notice at the deadline.
+            with suppress(HoldfastError):
+                self._num_messages += 1
+                self._ranks.fail(self._tag, failure, timeout_s=_FAIL_S)
+            raise
+        return found
+
+    def ask_to_read(self, entry: Entry) -> None:
+        """Let all followers read a candidate."""
+        self._say(_Read(entry.folder))
+
+    def expect_ready(self, entry: Entry, error: HoldfastError | None) -> None:
+        """Wait until all ranks have read a candidate; `error` is what this rank has found.
+
+        Raises:
+            CorruptData: it is damaged on another rank.
+            MismatchError: it does not fit the state of another rank.
+            RanksFailed, RanksSilent: another rank could not say.
+        """
+        self._post(_Answer("ready") if error is None else self._answer_of(error))
+        answers = self._answers()
+        if error is not None:
+            raise error
+        for rank, answer in enumerate(answers):
+            text = f"{entry.folder}, on rank {rank}: {answer.reason}"
+            if answer.kind == "misfit":
+                raise MismatchError(text)
+            if answer.kind == "damaged":
+                raise CorruptData(text)
+            if answer.kind == "failed":
+                raise RanksFailed("the load", {rank: Failure("reading", answer.reason)})
+
+    @override
+    def _try_apply(self, candidate: LoadCandidate, search: Search) -> bool:
+        self._say(self._apply_note(search))
+        error: BaseException | None = None
+        try:
+            self._apply(candidate)
+        except BaseException as caught:
+            error = caught
+            raise
+        finally:
+            self._post(_Answer("ready") if error is None else self._answer_of(error))
+            failed = {
+                rank: Failure("applying", answer.reason)
+                for rank, answer in enumerate(self._answers())
+                if answer.kind != "ready"
+            }
+        if failed:
+            failure = RanksFailed(f"applying {candidate.entry.folder}", failed)
+            self.half_loaded = str(failure)
+            raise failure
+        self._say(self._apply_note(search))
+        return True
+
+    def _apply_note(self, search: Search) -> _Apply:
+        claim, candidate = self._owner.claim, search.candidate
+        return _Apply(
+            None if candidate is None else candidate.entry.folder,
+            None if claim is None else _ClaimNote(claim.epoch, claim.nonce, claim.resumed_from),
+            search.rejected,
+        )
+
+    def _say(self, note: _Read | _Apply) -> None:
+        self._num_messages += 1
+        data = msgspec.msgpack.encode(note)
+        self._ranks.announce(self._tag, data, timeout_s=self._timeout_s)
+
+    def _answers(self) -> list[_Answer]:
+        posts = self._ranks.collect(self._tag, timeout_s=self._timeout_s).expect_all(self._tag)
+        return [_decoded(post, _Answer, self._tag) for post in posts]
+
+
+@dataclass(slots=True)
+class _LeadingReader(Reader):
+    """Reader whose candidates all ranks must be able to use."""
+
+    loads: LeadingApplying = None  # type: ignore[assignment]  # fields before it have defaults
+
+    @override
+    def read(self, entry: Entry, options: LoadOptions) -> LoadCandidate:
+        self.loads.ask_to_read(entry)
+        try:
+            candidate = Reader.read(self, entry, options)
+        except HoldfastError as error:
+            self.loads.expect_ready(entry, error)
+            raise
+        self.loads.expect_ready(entry, None)
+        return candidate
+
+
+class FollowingApplying(_RanksApplying):
+    """Loads, as a follower takes part in them."""
+
+    @override
+    def apply(self, search: Search, *, claims: bool) -> LoadCandidate | None:
+        self._begin()
+        while True:
+            note = self._hear()
+            if isinstance(note, _Read):
+                self._post(self._read(search, note.folder))
+                continue
+            self._adopt(note, search)
+            if note.folder is None:
+                search.begin_anew()
+                return None
+            candidate = search.candidate
+            assert candidate is not None, "the leader applies what all have read"
+            self._apply_jointly(candidate)
+            return candidate
+
+    def _read(self, search: Search, folder: str) -> _Answer:
+        try:
+            search.choose_alike(folder)
+        except HoldfastError as error:
+            return self._answer_of(error)
+        return _Answer("ready")
+
+    def _adopt(self, note: _Apply, search: Search) -> None:
+        claim = note.claim
+        if claim is not None:
+            self._owner.adopt(
+                Claim(epoch=claim.epoch, nonce=claim.nonce, resumed_from=claim.resumed_from)
+            )
+        search.reject_alike(note.rejected)
+
+    def _apply_jointly(self, candidate: LoadCandidate) -> None:
+        """Apply a checkpoint, and wait until all ranks have."""
+        try:
+            self._apply(candidate)
+        except BaseException as error:
+            self._post(self._answer_of(error))
+            raise
+        self._post(_Answer("ready"))
+        try:
+            self._hear()
+        except HoldfastError as error:
+            self.half_loaded = f"loading {candidate.entry.folder} failed on another rank: {error}"
+            raise
+
+    def _hear(self) -> _Read | _Apply:
+        self._num_messages += 1
+        note: _Read | _Apply = _decoded(
+            self._ranks.hear(self._tag, timeout_s=self._timeout_s), _Read | _Apply, self._tag
+        )
+        return note
+
+
+def _decoded(data: bytes, kind: Any, what: str) -> Any:
+    try:
+        return msgspec.msgpack.decode(data, type=kind)
+    except msgspec.DecodeError as error:
+        raise FormatError(f"{what}: not a message of this Holdfast: {error}") from error

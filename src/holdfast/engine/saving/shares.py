@@ -1,0 +1,418 @@
+"""Shares of a save by several ranks: the leaves and boxes that each holds, and what it writes.
+
+The leader plans from the shares of all ranks. Knows the messages' content, and neither their way
+nor files on disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import msgspec
+import numpy as np
+
+from holdfast.engine.staging.image import KnownFile
+from holdfast.errors import RanksFailed, UnsupportedState
+from holdfast.format.boxes import Boxes, Ragged, key_of_box
+from holdfast.format.index import Places, TensorTable
+from holdfast.format.layout import number_of_file, tensor_file
+from holdfast.format.tensors import ITEM_NBYTES, TensorSpec
+from holdfast.ranks.coordinator import Failure
+from holdfast.state.byrank import BY_RANK, key_of_rank
+from holdfast.state.capture import Captured
+from holdfast.state.components import CapturedComponent
+from holdfast.state.geometry import Box, box_at, corners, whole_box
+from holdfast.state.shardplan import BoxTable, Ints, LeafTable, plan_writes
+
+Leaf: TypeAlias = tuple[str, str, str, tuple[int, ...]]
+"""Component, key, dtype and global shape of a leaf."""
+
+
+class Share(msgspec.Struct, frozen=True, tag="share"):
+    """All that one rank holds: leaves, and boxes as columns of bytes."""
+
+    step: int
+    components: tuple[str, ...]
+    host: str
+    leaves: bytes
+    """Encoded list of `Leaf`; that of many ranks is the same."""
+    leaf: bytes
+    """Number of the leaf of each box, 32 bits."""
+    first: bytes
+    """First corner of each box, 64 bits."""
+    last: bytes
+
+
+class Unchanged(msgspec.Struct, frozen=True, tag="unchanged"):
+    """Message in place of a share that is that of the rank's last save of these components."""
+
+    step: int
+    components: tuple[str, ...]
+
+
+class Assignment(msgspec.Struct, frozen=True):
+    """What each rank writes, as columns over the boxes of all ranks, in the order of ranks."""
+
+    counts: tuple[int, ...]
+    """Number of boxes of each rank."""
+    written: bytes
+    """A bit for each box: whether its rank writes it."""
+    numbers: tuple[tuple[tuple[int, int], ...], ...]
+    """For each rank and component the first number of its tensor files, and how many it has."""
+
+    def rows_of(self, rank: int) -> Ints:
+        """Return the numbers, among its own, of the boxes that a rank writes."""
+        start = sum(self.counts[:rank])
+        bits = np.unpackbits(np.frombuffer(self.written, np.uint8), count=sum(self.counts))
+        return np.flatnonzero(bits[start : start + self.counts[rank]])
+
+
+class OwnShare:
+    """The share of this rank, and the tensors behind it."""
+
+    def __init__(self, captured: Captured, rank: int, host: str) -> None:
+        self._rank = rank
+        self._parts = captured.components
+        self._rows: list[tuple[str, str, int]] = []
+        """Component, key and number of the box in its leaf, of each box."""
+        leaves: list[Leaf] = []
+        numbers: list[int] = []
+        ends: list[tuple[int, int]] = []
+        for name, part in captured.components.items():
+            for spec in part.specs:
+                shape, boxes = _boxes_of(part, spec)
+                for number, box in enumerate(boxes):
+                    self._rows.append((name, spec.key, number))
+                    numbers.append(len(leaves))
+                    ends.append(corners(shape, box))
+                key = key_of_rank(spec.key, rank) if part.kind in BY_RANK else spec.key
+                leaves.append((name, key, spec.dtype, shape))
+        self._assignment: Assignment | None = None
+        self._picks: dict[str, _Pick] = {}
+        columns = np.array(ends, "<i8").reshape(-1, 2)
+        self.share = Share(
+            step=0,
+            components=tuple(captured.components),
+            host=host,
+            leaves=msgspec.msgpack.encode(leaves),
+            leaf=np.array(numbers, "<i4").tobytes(),
+            first=columns[:, 0].tobytes(),
+            last=columns[:, 1].tobytes(),
+        )
+
+    def is_that_of(self, captured: Captured) -> bool:
+        """Whether a captured state has the same leaves and boxes."""
+        parts = captured.components
+        return parts.keys() == self._parts.keys() and all(
+            _is_alike(parts[name], part) for name, part in self._parts.items()
+        )
+
+    def part(self, captured: Captured, assignment: Assignment) -> Captured:
+        """Select what this rank writes: a state of plain tensors, a box each.
+
+        Raises:
+            UnsupportedState: two boxes would have one name in a file.
+        """
+        if self._assignment != assignment:
+            self._assignment, self._picks = assignment, self._picked(assignment)
+        parts = {name: self._picks[name].of(part) for name, part in captured.components.items()}
+        return replace(captured, components=parts)
+
+    def written(self, files: Mapping[str, Sequence[KnownFile]]) -> Written:
+        """Return where each box of this rank's part is in its tensor files."""
+        places = {
+            (component, spec.key): (number_of_file(known.file.name), start)
+            for component, of_component in files.items()
+            for known in of_component
+            for spec, start in zip(known.file.specs, known.file.starts, strict=True)
+        }
+        names = [(name, spec.key) for name, pick in self._picks.items() for spec in pick.specs]
+        found = np.array([places[name] for name in names], np.int64).reshape(-1, 2)
+        row = [row for pick in self._picks.values() for row in pick.rows]
+        return Written(row=np.array(row, np.int64), file=found[:, 0], start=found[:, 1])
+
+    def _picked(self, assignment: Assignment) -> dict[str, _Pick]:
+        rows: dict[str, list[int]] = {name: [] for name in self._parts}
+        for row in assignment.rows_of(self._rank).tolist():
+            rows[self._rows[row][0]].append(row)
+        numbers = zip(self._parts.items(), assignment.numbers[self._rank], strict=True)
+        return {name: self._pick(part, rows[name], *of) for (name, part), of in numbers}
+
+    def _pick(self, part: CapturedComponent, rows: Sequence[int], first: int, count: int) -> _Pick:
+        positions = {spec.key: number for number, spec in enumerate(part.specs)}
+        specs: dict[str, TensorSpec] = {}
+        sources: list[tuple[str, int | None]] = []
+        for row in rows:
+            _, key, number = self._rows[row]
+            spec, held = part.specs[positions[key]], part.shards.get(key)
+            name = key_of_rank(key, self._rank) if part.kind in BY_RANK else key
+            shape, box_number = spec.shape, None
+            if held is not None:
+                box, shape = held.boxes[number], held.boxes[number].sizes
+                if held.places[number].sizes != held.local_shape:
+                    box_number = number
+                if box != whole_box(held.shape):
+                    name = key_of_box(name, box.offsets, box.sizes)
+            if name in specs:
+                raise UnsupportedState([(f"{part.name}.{key}", f"a box of it is named {name!r}")])
+            specs[name] = TensorSpec(name, spec.dtype, shape)
+            sources.append((key, box_number))
+        return _Pick(
+            rows=rows,
+            specs=tuple(specs.values()),
+            sources=sources,
+            positions=[positions[key] for key, _ in sources],
+            numbers=range(first, first + count),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pick:
+    """What this rank writes of a component."""
+
+    rows: Sequence[int]
+    """Numbers, among those of the rank, of the boxes."""
+    specs: tuple[TensorSpec, ...]
+    sources: Sequence[tuple[str, int | None]]
+    """Key of each in the captured component, and number of the box; None: all of the tensor."""
+    positions: Sequence[int]
+    """Position of each in the captured component."""
+    numbers: range
+
+    def of(self, part: CapturedComponent) -> CapturedComponent:
+        """Select the boxes from a captured component."""
+        tensors = {
+            spec.key: part.tensors[key] if box is None else part.shards[key].views[box]
+            for spec, (key, box) in zip(self.specs, self.sources, strict=True)
+        }
+        keys = zip(self.specs, self.sources, strict=True)
+        addresses = part.addresses
+        if addresses is not None:
+            is_whole = all(box is None for _, box in self.sources)
+            addresses = [addresses[place] for place in self.positions] if is_whole else None
+        return replace(
+            part,
+            tensors=tensors,
+            specs=self.specs,
+            may_overlap=frozenset(spec.key for spec, (key, _) in keys if key in part.may_overlap),
+            addresses=addresses,
+            shards={},
+            numbers=self.numbers,
+        )
+
+
+def _boxes_of(part: CapturedComponent, spec: TensorSpec) -> tuple[tuple[int, ...], Sequence[Box]]:
+    held = part.shards.get(spec.key)
+    return (spec.shape, [whole_box(spec.shape)]) if held is None else (held.shape, held.boxes)
+
+
+def _is_alike(one: CapturedComponent, other: CapturedComponent) -> bool:
+    if one.specs is not other.specs and one.specs != other.specs:
+        return False
+    if one.shards is other.shards:
+        return True
+    return one.shards.keys() == other.shards.keys() and all(
+        (held.shape, held.boxes) == (other.shards[key].shape, other.shards[key].boxes)
+        for key, held in one.shards.items()
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """Columns of the boxes that one rank has written."""
+
+    row: Ints
+    """Number of the box among those of the rank."""
+    file: Ints
+    """Number of its tensor file in the component."""
+    start: Ints
+
+
+class Plan:
+    """The leader's plan of one save: all leaves and boxes, and who writes which.
+
+    Raises:
+        UnsupportedState: the boxes of a leaf do not tile it, or ranks differ in its shape or dtype.
+    """
+
+    def __init__(self, shares: Sequence[Share]) -> None:
+        self._components = shares[0].components
+        self._check_components(shares)
+        self._leaves: dict[tuple[str, str], Leaf] = {}
+        known: dict[bytes, Ints] = {}
+        for share in shares:
+            if share.leaves not in known:
+                known[share.leaves] = self._numbered(share.leaves)
+        leaf = [known[share.leaves][np.frombuffer(share.leaf, "<i4")] for share in shares]
+        counts = [len(column) for column in leaf]
+        self._boxes = BoxTable(
+            leaf=np.concatenate(leaf),
+            rank=np.repeat(np.arange(len(shares), dtype=np.int32), counts),
+            first=np.concatenate([np.frombuffer(share.first, "<i8") for share in shares]),
+            last=np.concatenate([np.frombuffer(share.last, "<i8") for share in shares]),
+        )
+        self._starts = np.cumsum([0, *counts])
+        hosts = {host: number for number, host in enumerate({share.host: 0 for share in shares})}
+        table = self._table()
+        self._plan = plan_writes(
+            table, self._boxes, np.array([hosts[share.host] for share in shares], np.int32)
+        )
+        self.assignment = Assignment(
+            counts=tuple(counts),
+            written=np.packbits(self._is_written()).tobytes(),
+            numbers=self._numbers(table, len(shares)),
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors that are written."""
+        return int(self._plan.nbytes.sum())
+
+    @property
+    def num_tensors(self) -> int:
+        """Number of leaves."""
+        return len(self._leaves)
+
+    @property
+    def num_files(self) -> int:
+        """Number of tensor files."""
+        return sum(count for of_rank in self.assignment.numbers for _, count in of_rank)
+
+    def tables(self, written: Sequence[Written]) -> dict[str, TensorTable]:
+        """Make the tables of the index, by component, from what each rank has written.
+
+        Raises:
+            RanksFailed: a rank has not written what it was to write.
+        """
+        rows = [column.row + self._starts[rank] for rank, column in enumerate(written)]
+        planned = np.sort(self._plan.row)
+        for rank, of_rank in enumerate(rows):
+            low, high = np.searchsorted(planned, self._starts[rank : rank + 2])
+            if not np.array_equal(np.sort(of_rank), planned[low:high]):
+                failure = Failure("writing its files", "it wrote other boxes than were planned")
+                raise RanksFailed("the save", {rank: failure})
+        row = np.concatenate(rows)
+        file = np.concatenate([column.file for column in written])
+        start = np.concatenate([column.start for column in written])
+        nbytes = np.empty(len(self._boxes.leaf), np.int64)
+        nbytes[self._plan.row] = self._plan.nbytes
+        leaf = self._boxes.leaf[row]
+        order = np.lexsort((self._boxes.last[row], self._boxes.first[row], leaf))
+        row, file, start, leaf = row[order], file[order], start[order], leaf[order]
+        places = Places([], file, start, nbytes[row])
+        by_component: dict[str, TensorTable] = {}
+        first, stop = 0, 0
+        leaves = [*self._leaves.values()]
+        for name, count in self._leaves_by_component():
+            stop = first + count
+            low, high = (int(i) for i in np.searchsorted(leaf, [first, stop]))
+            by_component[name] = self._table_of(
+                name, leaves[first:stop], leaf[low:high] - first, row[low:high], places, low
+            )
+            first = stop
+        return by_component
+
+    def _table_of(
+        self,
+        name: str,
+        leaves: Sequence[Leaf],
+        tensor: Ints,
+        row: Ints,
+        places: Places,
+        low: int,
+    ) -> TensorTable:
+        specs = {key: TensorSpec(key, dtype, shape) for _, key, dtype, shape in leaves}
+        number = self._components.index(name)
+        count = sum(of_rank[number][1] for of_rank in self.assignment.numbers)
+        some = slice(low, low + len(row))
+        own = Places(
+            [tensor_file(name, n) for n in range(count)],
+            places.file[some],
+            places.start[some],
+            places.nbytes[some],
+        )
+        ends = zip(self._boxes.first[row].tolist(), self._boxes.last[row].tolist(), strict=True)
+        boxes = [box_at(leaves[n][3], *pair) for n, pair in zip(tensor.tolist(), ends, strict=True)]
+        shapes = [leaf[3] for leaf in leaves]
+        if len(boxes) == len(leaves) and boxes == [whole_box(shape) for shape in shapes]:
+            return TensorTable(specs, own)
+        return TensorTable(
+            specs,
+            own,
+            Boxes(
+                tensor.astype(np.int64),
+                Ragged.of([box.offsets for box in boxes]),
+                Ragged.of([box.sizes for box in boxes]),
+            ),
+        )
+
+    def _check_components(self, shares: Sequence[Share]) -> None:
+        for rank, share in enumerate(shares):
+            if share.components != self._components:
+                failure = Failure(
+                    "sharing",
+                    f"it saves the components {', '.join(share.components)}; the leader saves "
+                    f"{', '.join(self._components)}",
+                )
+                raise RanksFailed("the save", {rank: failure})
+
+    def _numbered(self, leaves: bytes) -> Ints:
+        """Number the leaves of one rank among those of all, adding those that are new."""
+        numbers = {key: number for number, key in enumerate(self._leaves)}
+        found = []
+        odd: list[tuple[str, str]] = []
+        for component, key, dtype, shape in msgspec.msgpack.decode(leaves, type=list[Leaf]):
+            leaf = (component, key, dtype, shape)
+            known = self._leaves.setdefault((component, key), leaf)
+            if known != leaf:
+                odd.append(
+                    (
+                        f"{component}.{key}",
+                        f"on one rank {known[2]} {list(known[3])}, on another {dtype} "
+                        f"{list(shape)}; what differs by rank must be PerRank",
+                    )
+                )
+            found.append(numbers.setdefault((component, key), len(numbers)))
+        if odd:
+            raise UnsupportedState(odd)
+        return np.array(found, np.int32)
+
+    def _leaves_by_component(self) -> Iterator[tuple[str, int]]:
+        counts = dict.fromkeys(self._components, 0)
+        for component, _ in self._leaves:
+            counts[component] += 1
+        yield from counts.items()
+
+    def _table(self) -> LeafTable:
+        """Make the planner's table; leaves of a component come together, in their order."""
+        keys = [*self._leaves]
+        place = {name: number for number, name in enumerate(self._components)}
+        order = sorted(range(len(keys)), key=lambda number: place[keys[number][0]])
+        moved = np.empty(len(order), np.int32)
+        moved[order] = np.arange(len(order), dtype=np.int32)
+        self._leaves = {keys[n]: self._leaves[keys[n]] for n in order}
+        self._boxes = replace(self._boxes, leaf=moved[self._boxes.leaf])
+        leaves = [*self._leaves.values()]
+        return LeafTable(
+            paths=[f"{component}.{key}" for component, key, _, _ in leaves],
+            shapes=[shape for _, _, _, shape in leaves],
+            item_nbytes=np.array([ITEM_NBYTES[dtype] for _, _, dtype, _ in leaves], np.int64),
+            component=np.array([place[component] for component, _, _, _ in leaves], np.int64),
+        )
+
+    def _is_written(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        is_written = np.zeros(len(self._boxes.leaf), np.bool_)
+        is_written[self._plan.row] = True
+        return is_written
+
+    def _numbers(self, table: LeafTable, num_ranks: int) -> tuple[tuple[tuple[int, int], ...], ...]:
+        component = table.component[self._boxes.leaf[self._plan.row]]
+        rank = self._boxes.rank[self._plan.row]
+        numbers = [[(0, 0)] * len(self._components) for _ in range(num_ranks)]
+        pairs = np.unique(np.stack([rank, component, self._plan.file], axis=1), axis=0)
+        for of_rank, of_component, file in pairs.tolist():
+            first, count = numbers[of_rank][of_component]
+            numbers[of_rank][of_component] = (file if count == 0 else first, count + 1)
+        return tuple(map(tuple, numbers))

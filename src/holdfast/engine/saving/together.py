@@ -1,0 +1,516 @@
+"""Saves by all ranks of a run: the messages of one save, and what became of it (decision 0035).
+
+The leader plans, makes the folder and commits; the register decides where a rank is silent.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+from blake3 import blake3
+from typing_extensions import override
+
+from holdfast.engine.checkpoint import Phase
+from holdfast.engine.claims.claim import Claim
+from holdfast.engine.claims.owner import Ownership
+from holdfast.engine.roots.catalog import Catalog
+from holdfast.engine.roots.commit import SaveAttempt, give_up
+from holdfast.engine.saving.shares import Assignment, OwnShare, Plan, Share, Unchanged, Written
+from holdfast.engine.staging.staged import Staged
+from holdfast.errors import (
+    FormatError,
+    HoldfastError,
+    NotShared,
+    RanksError,
+    RanksFailed,
+    UnsupportedState,
+)
+from holdfast.format import layout
+from holdfast.format.index import StoredBlocks, TensorTable
+from holdfast.format.manifest import FileEntry, Manifest, Reference
+from holdfast.ranks.coordinator import Coordinator, Failure
+from holdfast.state.byrank import BY_RANK, joined
+from holdfast.state.capture import Captured
+from holdfast.store.base import Store
+
+T = TypeVar("T")
+
+_GRACE_S = 5.0
+"""Seconds after the deadline of a save in which the leader may still announce its outcome."""
+_FAIL_S = 5.0
+"""Limit on saying that this rank failed."""
+
+
+class OwnFile(msgspec.Struct, frozen=True, kw_only=True):
+    """A durable file of one rank: its names, manifest entry and block digests."""
+
+    plain: str
+    name: str
+    """Its stored name."""
+    entry: FileEntry
+    digests: bytes
+    stored: StoredBlocks | None
+
+
+class _ClaimNote(msgspec.Struct, frozen=True):
+    epoch: int
+    nonce: str
+    resumed_from: Reference | None
+
+
+class _PlanNote(msgspec.Struct, frozen=True):
+    """Announcement of the plan by which a save is written."""
+
+    plan_id: str
+    claim: _ClaimNote
+    assignment: Assignment | None
+    """None: that of the save before with the same components."""
+
+
+class _FolderNote(msgspec.Struct, frozen=True):
+    """Announcement of the folder of a save."""
+
+    folder: str
+    save_id: str
+    trees: dict[str, bytes]
+    """Digest of the leader's tree of each component."""
+
+
+class _FilesPost(msgspec.Struct, frozen=True):
+    """What one rank has written."""
+
+    files: tuple[OwnFile, ...]
+    row: bytes
+    file: bytes
+    start: bytes
+    trees: dict[str, bytes]
+    """Trees that differ from the leader's."""
+
+    @property
+    def written(self) -> Written:
+        row, file, start = (np.frombuffer(c, "<i8") for c in (self.row, self.file, self.start))
+        return Written(row=row, file=file, start=start)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gathered:
+    """What all ranks have written, as the leader puts it into index and manifest."""
+
+    files: Sequence[OwnFile]
+    trees: Mapping[str, bytes]
+    tables: Mapping[str, TensorTable]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Known:
+    """The last plan for some components, as one rank knows it."""
+
+    plan_id: str
+    own: OwnShare
+    assignment: Assignment
+
+
+class JointSave:
+    """One save by the only rank: no message, no plan."""
+
+    world_size = 1
+
+    def __enter__(self) -> JointSave:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is not None:
+            self.fail(error, "preparing the save")
+
+    def propose(self, captured: Captured) -> Captured:
+        """Tell the leader what this rank holds; returns what the leader's checks are about.
+
+        Raises:
+            UnsupportedState: this process has only a part of some tensors.
+        """
+        parts = captured.components.values()
+        partial = [
+            (f"{part.name}.{key}", "this process holds a part of it, and was told of no others")
+            for part in parts
+            for key, held in part.shards.items()
+            if held.local_shape != held.shape
+        ]
+        if partial:
+            raise UnsupportedState(partial)
+        return captured
+
+    def size(self, captured: Captured) -> tuple[int, int]:
+        """Return about how many bytes and files the save will have."""
+        specs = [spec for part in captured.components.values() for spec in part.specs]
+        trees = sum(len(part.tree) for part in captured.components.values())
+        nbytes = sum(spec.nbytes for spec in specs) + 2 * trees + 200 * len(specs)
+        return nbytes, 2 * len(captured.components) + 2
+
+    def part(self, captured: Captured, owner: Ownership) -> Captured:
+        """Return what this rank writes of a captured state; a follower learns of the claim."""
+        return captured
+
+    def agree(self, owner: Ownership, phase: Phase) -> None:
+        """End the agreement on the plan, if it is left to the background."""
+
+    def fail(self, error: BaseException, phase: str) -> None:
+        """Tell the other ranks that this one failed; they fail too."""
+
+
+class _RanksSave(JointSave):
+    """Common part of a leader's and a follower's save."""
+
+    def __init__(self, together: Together, step: int) -> None:
+        self._together = together
+        self._ranks = together.ranks
+        self.world_size = self._ranks.world_size
+        self._step = step
+        self._name = together.next_name()
+        self._end = time.monotonic() + together.timeout_s
+        self._said = "shares"
+        """Part of the save in which this rank says next that it failed."""
+        self._is_agreed = False
+        self._components: tuple[str, ...] = ()
+        self._own: OwnShare
+        self._assignment: Assignment | None = None
+        """The plan by which this rank has staged its part."""
+
+    def restart_clock(self) -> None:
+        """Begin the time that the save may take, when the caller's thread is done."""
+        self._end = time.monotonic() + self._together.timeout_s
+
+    def _tag(self, part: str) -> str:
+        return f"{self._name}, {part}"
+
+    def _left_s(self) -> float:
+        return max(self._end - time.monotonic(), 0.0)
+
+    def _share(self, captured: Captured) -> Share | Unchanged:
+        """Return this rank's share, or that it has not changed; sets what is known of it."""
+        self._components = tuple(captured.components)
+        known = self._together.known.get(self._components)
+        if known is not None and known.own.is_that_of(captured):
+            self._own, self._assignment = known.own, known.assignment
+            return Unchanged(self._step, self._components)
+        self._own = OwnShare(captured, self._ranks.rank, socket.gethostname())
+        return msgspec.structs.replace(self._own.share, step=self._step)
+
+    def _post(self, part: str, message: msgspec.Struct) -> None:
+        data = msgspec.msgpack.encode(message)
+        self._ranks.post(self._tag(part), data, timeout_s=self._left_s())
+
+    def _files_post(
+        self, files: Sequence[OwnFile], staged: Staged, trees: Mapping[str, bytes]
+    ) -> _FilesPost:
+        written = self._own.written(staged.files)
+        columns = (written.row, written.file, written.start)
+        row, file, start = (column.astype("<i8").tobytes() for column in columns)
+        return _FilesPost(tuple(files), row, file, start, dict(trees))
+
+    def _own_part(self, captured: Captured) -> Captured:
+        assert self._assignment is not None, "the plan is known"
+        return self._own.part(captured, self._assignment)
+
+    def _expect_same_part(self, assignment: Assignment) -> None:
+        """Raise `RanksError` if this rank has staged by another plan."""
+        rank = self._ranks.rank
+        staged = self._assignment
+        assert staged is not None, "what was staged has a plan"
+        is_same = (staged.rows_of(rank).tolist(), staged.numbers[rank]) == (
+            assignment.rows_of(rank).tolist(),
+            assignment.numbers[rank],
+        )
+        if not is_same:
+            raise RanksError(
+                f"rank {rank}: the leaves of another rank have changed, and with them what this "
+                "rank writes, after it had copied its part. The next save plans anew"
+            )
+
+    def _know(self, plan_id: str, assignment: Assignment) -> None:
+        known = _Known(plan_id=plan_id, own=self._own, assignment=assignment)
+        self._together.known[self._components] = known
+        self._assignment, self._is_agreed = assignment, True
+
+    @override
+    def fail(self, error: BaseException, phase: str) -> None:
+        self._together.known.pop(self._components, None)
+        failure = Failure.of(error, phase=phase)
+        # Ranks that this does not reach learn it at the deadline, from the register.
+        with suppress(HoldfastError):
+            self._ranks.fail(self._tag(self._said), failure, timeout_s=_FAIL_S)
+
+
+class LeadingSave(_RanksSave):
+    """One save, as the leader takes part in it."""
+
+    _plan: Plan
+
+    @override
+    def propose(self, captured: Captured) -> Captured:
+        self._said = "plan"
+        share = self._share(captured)
+        self._post("shares", share)
+        if isinstance(share, Share):
+            self._collect_shares()
+        return captured
+
+    @override
+    def size(self, captured: Captured) -> tuple[int, int]:
+        trees = sum(len(part.tree) for part in captured.components.values())
+        plan = self._together.plans.get(self._components)
+        if plan is None:
+            return super().size(captured)
+        nbytes = plan.nbytes + 2 * trees + 200 * plan.num_tensors
+        return nbytes, plan.num_files + len(captured.components) + 2
+
+    @override
+    def part(self, captured: Captured, owner: Ownership) -> Captured:
+        if self._assignment is None:
+            self._announce_plan(owner)
+        return self._own_part(captured)
+
+    @override
+    def agree(self, owner: Ownership, phase: Phase) -> None:
+        if self._is_agreed:
+            return
+        phase.text = "waiting for the other ranks to begin"
+        self._collect_shares()
+        if self._plan_is_new:
+            self._expect_same_part(self._plan.assignment)
+        self._announce_plan(owner)
+
+    def announce_folder(self, attempt: SaveAttempt, trees: Mapping[str, bytes]) -> None:
+        """Tell the followers where to write."""
+        self._trees = trees
+        digests = {name: blake3(tree).digest() for name, tree in trees.items()}
+        self._announce("folder", _FolderNote(attempt.folder, attempt.save_id, digests))
+        self._said = "outcome"
+
+    def gather(self, files: Sequence[OwnFile], staged: Staged) -> Gathered:
+        """Collect what all ranks have written, and join their trees.
+
+        Raises:
+            RanksFailed, RanksSilent: some have not written theirs.
+            UnsupportedState: trees differ between ranks.
+        """
+        self._post("files", self._files_post(files, staged, {}))
+        posts = self._collect("files", _FilesPost)
+        trees = {
+            name: self._joined(name, kind, [post.trees.get(name) for post in posts])
+            for name, kind in staged.kinds.items()
+        }
+        return Gathered(
+            files=[file for post in posts for file in post.files],
+            trees=trees,
+            tables=self._plan.tables([post.written for post in posts]),
+        )
+
+    def succeed(self) -> None:
+        """Tell the followers that the manifest was put."""
+        # The checkpoint stands, whether or not they hear of it.
+        with suppress(HoldfastError):
+            self._ranks.announce(self._tag("outcome"), b"committed", timeout_s=_FAIL_S)
+
+    def _joined(self, name: str, kind: str, trees: Sequence[bytes | None]) -> bytes:
+        own = self._trees[name]
+        if kind in BY_RANK:
+            return joined([own if tree is None else tree for tree in trees])
+        odd = [rank for rank, tree in enumerate(trees) if tree is not None]
+        if odd:
+            raise UnsupportedState(
+                [
+                    (
+                        name,
+                        f"its structure or its values differ between the leader and rank {odd[0]}"
+                        f"{f' and {len(odd) - 1} more' if len(odd) > 1 else ''}; what differs by "
+                        "rank must be PerRank",
+                    )
+                ]
+            )
+        return own
+
+    def _collect_shares(self) -> None:
+        shares: list[Share | Unchanged] = self._collect("shares", Share | Unchanged)
+        for rank, share in enumerate(shares):
+            if (share.step, share.components) != (self._step, self._components):
+                why = (
+                    f"it saves step {share.step} with {', '.join(share.components)}; the leader "
+                    f"saves step {self._step} with {', '.join(self._components)}"
+                )
+                raise RanksFailed(self._name, {rank: Failure("sharing what it holds", why)})
+        known = self._together.shares.get(self._components)
+        new = [share for share in shares if isinstance(share, Share)]
+        self._plan_is_new = bool(new)
+        if not new:
+            self._plan = self._together.plans[self._components]
+            return
+        if known is None and len(new) < len(shares):
+            lacking = next(r for r, share in enumerate(shares) if isinstance(share, Unchanged))
+            why = "it goes by a plan that the leader does not have; its next save sends all"
+            raise RanksFailed(self._name, {lacking: Failure("sharing what it holds", why)})
+        whole = [
+            share if isinstance(share, Share) else (known or new)[rank]
+            for rank, share in enumerate(shares)
+        ]
+        self._together.shares[self._components] = whole
+        self._plan = self._together.plans[self._components] = Plan(whole)
+
+    def _announce_plan(self, owner: Ownership) -> None:
+        claim = owner.claim
+        assert claim is not None, "the leader has claimed the run"
+        known = self._together.known.get(self._components)
+        is_new = self._plan_is_new or known is None
+        plan_id = os.urandom(16).hex() if is_new or known is None else known.plan_id
+        assignment = self._plan.assignment
+        self._announce(
+            "plan",
+            _PlanNote(
+                plan_id,
+                _ClaimNote(claim.epoch, claim.nonce, claim.resumed_from),
+                assignment if is_new else None,
+            ),
+        )
+        self._know(plan_id, assignment)
+        self._said = "folder"
+
+    def _announce(self, part: str, message: msgspec.Struct) -> None:
+        data = msgspec.msgpack.encode(message)
+        self._ranks.announce(self._tag(part), data, timeout_s=max(self._left_s(), _FAIL_S))
+
+    def _collect(self, part: str, kind: Any) -> list[Any]:
+        tag = self._tag(part)
+        posts = self._ranks.collect(tag, timeout_s=self._left_s()).expect_all(tag)
+        return [_decoded(post, kind, tag) for post in posts]
+
+
+class FollowingSave(_RanksSave):
+    """One save, as a follower takes part in it."""
+
+    @override
+    def propose(self, captured: Captured) -> Captured:
+        share = self._share(captured)
+        self._post("shares", share)
+        self._said = "files"
+        return captured
+
+    @override
+    def part(self, captured: Captured, owner: Ownership) -> Captured:
+        if self._assignment is None:
+            self._hear_plan(owner)
+        return self._own_part(captured)
+
+    @override
+    def agree(self, owner: Ownership, phase: Phase) -> None:
+        if not self._is_agreed:
+            phase.text = "waiting for the leader to begin"
+            self._hear_plan(owner)
+
+    def hear_folder(self, phase: Phase) -> SaveAttempt:
+        """Wait until the leader has made the folder."""
+        phase.text = "waiting for the leader to make the folder"
+        note = self._hear("folder", _FolderNote)
+        self._trees = note.trees
+        name = layout.parse_attempt(note.folder)
+        if name is None:
+            raise FormatError(f"{self._name}: {note.folder!r} is no folder of a save")
+        return SaveAttempt(name=name, save_id=note.save_id)
+
+    def post_files(self, files: Sequence[OwnFile], staged: Staged) -> None:
+        """Tell the leader what this rank has written."""
+        differing = {
+            name: tree
+            for name, tree in staged.trees.items()
+            if blake3(tree).digest() != self._trees[name]
+        }
+        self._post("files", self._files_post(files, staged, differing))
+
+    def outcome(self, store: Store, attempt: SaveAttempt, phase: Phase) -> Manifest:
+        """Wait for the outcome; from a leader that is silent or lost it is in the register.
+
+        Raises:
+            RanksFailed: the leader could not commit.
+            RanksError: nothing was heard, and the save did not commit and never will.
+        """
+        phase.text = f"waiting for the leader to commit {attempt.folder}"
+        try:
+            self._ranks.hear(self._tag("outcome"), timeout_s=self._left_s() + _GRACE_S)
+        except RanksFailed:
+            raise
+        except RanksError as error:
+            if not give_up(store, attempt, by=f"rank {self._ranks.rank}", reason=str(error)):
+                raise
+        store.refresh_folder(attempt.folder)
+        found = Catalog(store).read(attempt.folder)
+        if not isinstance(found, Manifest) or found.save_id != attempt.save_id:
+            raise NotShared(
+                f"{store.url}/{attempt.folder}: rank {self._ranks.rank} does not see the manifest "
+                "that the leader has put. All ranks must have the same storage under this root"
+            )
+        return found
+
+    def _hear_plan(self, owner: Ownership) -> None:
+        note = self._hear("plan", _PlanNote)
+        claim = note.claim
+        owner.adopt(Claim(epoch=claim.epoch, nonce=claim.nonce, resumed_from=claim.resumed_from))
+        known = self._together.known.get(self._components)
+        if note.assignment is None:
+            if known is None or known.plan_id != note.plan_id:
+                raise RanksError(
+                    f"rank {self._ranks.rank}: the leader goes by a plan that this rank does not "
+                    "know. The next save plans anew"
+                )
+            self._is_agreed = True
+            return
+        if self._assignment is not None:
+            self._expect_same_part(note.assignment)
+        self._know(note.plan_id, note.assignment)
+
+    def _hear(self, part: str, kind: type[T]) -> T:
+        tag = self._tag(part)
+        return _decoded(self._ranks.hear(tag, timeout_s=self._left_s()), kind, tag)
+
+
+class Together:
+    """Maker of the saves of one manager, with what its ranks agreed on before."""
+
+    def __init__(self, ranks: Coordinator, *, timeout_s: float) -> None:
+        self.ranks = ranks
+        self.timeout_s = timeout_s
+        self.known: dict[tuple[str, ...], _Known] = {}
+        self.shares: dict[tuple[str, ...], list[Share]] = {}
+        """The leader's: shares of all ranks behind its last plan, by components."""
+        self.plans: dict[tuple[str, ...], Plan] = {}
+        self._manager = ranks.number()
+        self._count = 0
+
+    def save(self, step: int) -> JointSave:
+        """Begin a save; all ranks begin their n-th at the same point of the program."""
+        if self.ranks.world_size == 1:
+            return JointSave()
+        return LeadingSave(self, step) if self.ranks.is_leader else FollowingSave(self, step)
+
+    def next_name(self) -> str:
+        """Return the name of the next save, which all ranks count alike."""
+        self._count += 1
+        return f"save {self._count} of manager {self._manager}"
+
+
+def _decoded(data: bytes, kind: type[T], what: str) -> T:
+    try:
+        return msgspec.msgpack.decode(data, type=kind)
+    except msgspec.DecodeError as error:
+        raise FormatError(f"{what}: not a message of this Holdfast: {error}") from error
