@@ -50,6 +50,11 @@ class LocalShards:
     local_shape: tuple[int, ...]
     """Shape of the local tensor."""
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the local tensor is the global one."""
+        return self.local_shape == self.shape and self.places == self.boxes
+
 
 def refusal(tensor: Tensor) -> str | None:
     """Return why `tensor` can be neither saved nor loaded into, or None if it can."""
