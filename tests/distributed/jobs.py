@@ -95,8 +95,8 @@ class Job:
         outputs.square().mean().backward()
         self.optimizer.step()
 
-    def whole(self) -> dict[str, Tensor]:
-        """Gather all tensors of model and optimizer, whole, by name."""
+    def whole(self) -> dict[str, bytes]:
+        """Gather the bytes of all tensors of model and optimizer, whole, by name."""
         module = self.model.module if hasattr(self.model, "module") else self.model
         assert isinstance(module, nn.Module)
         found = {}
@@ -107,9 +107,9 @@ class Job:
         return found
 
 
-def _whole(tensor: Tensor) -> Tensor:
+def _whole(tensor: Tensor) -> bytes:
     full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return full.detach().clone()
+    return full.detach().numpy().tobytes()
 
 
 def make(way: str, seed: int) -> Job:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
 from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from distributed.jobs import WAYS, make
 from distributed.run import run_ranks
 from holdfast import CheckpointManager
 
-Saved = dict[str, dict[str, Tensor]]
+Saved = dict[str, dict[str, bytes]]
+"""Bytes of whole tensors, by root and name."""
 NUM_STEPS = 3
 
 
@@ -43,11 +43,12 @@ def load_all(folder: Path, expected: Saved, way: str, rank: int) -> list[str]:
         job = make(way, seed=2)
         with CheckpointManager(folder / root, job.state) as manager:
             found = manager.resume()
-            assert found is not None and found.step == NUM_STEPS
+            assert found is not None
+            assert found.step == NUM_STEPS
             loaded = job.whole()
             assert loaded.keys() == whole.keys(), root
-            for name, tensor in loaded.items():
-                assert torch.equal(tensor, whole[name]), f"{root} as {way}: {name}"
+            differing = [name for name, data in loaded.items() if data != whole[name]]
+            assert not differing, f"{root} as {way}"
             job.step()
             manager.save(found.step + 1, wait=True)
         compared.append(root)
@@ -66,9 +67,12 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Saved]:
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("way", ["plain", "ddp", "fsdp", "tp", "hsdp", "fsdp_tp"])
-def test_each_is_loaded_as_each(way: str, num_ranks: int, saved: tuple[Path, Saved]) -> None:
+def test_each_is_loaded_as_each(
+    way: str, num_ranks: int, saved: tuple[Path, Saved], tmp_path: Path
+) -> None:
     if num_ranks not in WAYS[way].ranks:
         pytest.skip(f"{way} does not take {num_ranks} ranks")
     folder, expected = saved
-    compared = run_ranks(num_ranks, partial(load_all, folder, expected, way))
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    compared = run_ranks(num_ranks, partial(load_all, tmp_path, expected, way))
     assert compared == [[*expected]] * num_ranks

@@ -401,7 +401,7 @@ class Merge:
         if not isinstance(stored, Unread):
             return place.make(ref, stored)
         made = place.make(ref, stored.empty(place.device(ref)))
-        self._copies.append((made.detach(), stored))
+        self._copies.append((local_of(made).detach(), stored))
         return made
 
     def _fits(self, live: Tensor, ref: TensorRef, place: Placement) -> bool:

@@ -41,6 +41,7 @@ _Inners: TypeAlias = Sequence[tuple[str, nn.Module]]
 """A module and all its submodules as (clean path, submodule), each as often as it has names."""
 _loaded: WeakSet[nn.Module] = WeakSet()
 """Modules that a checkpoint was loaded into, so that training does not reset them."""
+_FSDP = "torch.distributed.fsdp."
 _COLLISION = "two entries have this name once wrapper prefixes are stripped"
 
 
@@ -196,7 +197,9 @@ def _own_loading(inners: _Inners) -> Iterator[str]:
             kind._load_from_state_dict in _LOADS_PLAINLY
             and kind.load_state_dict is nn.Module.load_state_dict
         )
-        if not is_plain or inner._load_state_dict_post_hooks:
+        # The hooks of FSDP2 notice a parameter that was replaced, and we copy into what is there.
+        hooks = inner._load_state_dict_post_hooks.values()
+        if not is_plain or not all(hook.__module__.startswith(_FSDP) for hook in hooks):
             yield clean
 
 

@@ -450,18 +450,19 @@ class OptimizerPlan(LoadPlan):
         return keys_in(wanted)
 
     @cached_property
-    def shards(self) -> dict[str, LocalShards]:  # type: ignore[override]
+    def shards(self) -> dict[str, LocalShards]:
         """Key -> the boxes to be read of a tensor that goes into a DTensor, also a new one."""
-        state, found = self._live.optimizer.state, {}
+        state = self._live.optimizer.state
+        found: dict[str, LocalShards] = {}
         for name, old in self._common.items():
             parameter, stored = self._live.parameters[name], self._stored.slots.get(old)
-            live = state.get(parameter)
+            live, shape = state.get(parameter), tuple(parameter.shape)
             found |= sharded_in(stored, live)
             for slot, ref in stored.items() if isinstance(stored, dict) else ():
                 is_new = not isinstance(live, dict) or slot not in live
-                if is_new and isinstance(ref, TensorRef) and is_sharded(parameter):
-                    if self._specs[ref.key].shape == tuple(parameter.shape):
-                        found |= sharded_in([ref], [parameter])
+                is_alike = isinstance(ref, TensorRef) and self._specs[ref.key].shape == shape
+                if is_new and is_alike and is_sharded(parameter):
+                    found |= sharded_in([ref], [parameter])
         groups = self._live.optimizer.param_groups
         for index, old_group in self._groups:
             found |= sharded_in(self._stored.param_groups[old_group], groups[index])

@@ -50,6 +50,13 @@ class LocalShards:
     local_shape: tuple[int, ...]
     """Shape of the local tensor."""
 
+    def of_whole(self, tensor: Tensor) -> Tensor:
+        """Copy the boxes of a whole tensor into one of the local shape."""
+        local = torch.empty(self.local_shape, dtype=tensor.dtype)
+        for box, place in zip(self.boxes, self.places, strict=True):
+            _view(local, place).copy_(_view(tensor, box))
+        return local
+
     @property
     def is_whole(self) -> bool:
         """Whether the local tensor is the global one."""

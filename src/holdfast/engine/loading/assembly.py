@@ -21,7 +21,7 @@ from holdfast.format.boxes import Column
 from holdfast.format.index import Index, Places, TensorTable
 from holdfast.format.tensors import ITEM_NBYTES, TensorSpec
 from holdfast.state.copying import bytes_of, copy_tensors
-from holdfast.state.leaves import TORCH_DTYPES
+from holdfast.state.dtypes import TORCH_DTYPES
 from holdfast.state.shards import LocalShards
 
 HeldBoxes: TypeAlias = Mapping[str, Mapping[str, LocalShards | None]]
@@ -115,7 +115,8 @@ class Assembly:
     def _view(self, number: int) -> Tensor:
         bits = self._bits[self._owner[number]]
         strides = bits.stride() or (1,)
-        return bits.as_strided(self._sizes[number], strides, self._at[number])
+        view: Tensor = bits.as_strided(self._sizes[number], strides, self._at[number])
+        return view
 
 
 class _Pieces:
