@@ -23,7 +23,7 @@ from holdfast.engine.claims.claim import Choice, dropped
 from holdfast.engine.claims.leases import BeingDeleted, expect_kept, kept
 from holdfast.engine.loading.load import Opened, open_checkpoint
 from holdfast.engine.loading.sides import OneSided, Sides, with_hint
-from holdfast.engine.loading.tensors import TensorReader
+from holdfast.engine.loading.tensors import NONE_HELD, Held, TensorReader
 from holdfast.engine.roots.catalog import Catalog, Entry
 from holdfast.engine.threads import Threads
 from holdfast.errors import (
@@ -300,19 +300,23 @@ class Reader:
         reader: TensorReader,
         options: LoadOptions,
         needed: Mapping[str, Iterable[str]],
+        shards: Held = NONE_HELD,
     ) -> StoredTensors:
-        """Return the tensors to apply, either read now or to be read while they are applied."""
+        """Return the tensors to apply, either read now or to be read while they are applied.
+
+        `shards`: what the live tensors hold, where that is not all; see `TensorReader.read`.
+        """
         kinds = {name: opened.components[name].kind for name in needed}
         streamed = {name: keys for name, keys in needed.items() if kinds[name] in _STREAMED}
         if not options.in_place and not self._is_too_large(opened, streamed):
-            return reader.read(needed)
-        unread = reader.unread(streamed)
+            return reader.read(needed, shards)
+        unread = reader.unread(streamed, shards)
         if options.verify and not options.in_place:
             # Later each block is copied as it is read, so damage must be found now: two reads of
             # everything are the price of bounded memory.
             reader.verify_all()
         others = {name: keys for name, keys in needed.items() if name not in streamed}
-        return {**reader.read(others), **unread}
+        return {**reader.read(others, shards), **unread}
 
     def _is_too_large(self, opened: Opened, needed: Mapping[str, Iterable[str]]) -> bool:
         if self.memory_budget is None:

@@ -37,7 +37,7 @@ from holdfast.store.base import Store
 
 Held: TypeAlias = Mapping[str, Mapping[str, LocalShards]]
 """By component and key the boxes of a tensor that are needed."""
-_ALL: Held: TypeAlias = MappingProxyType({})
+NONE_HELD: Held = MappingProxyType({})
 
 
 class TensorReader:
@@ -64,7 +64,7 @@ class TensorReader:
         return self._pipeline.failure
 
     def read(
-        self, needed: Mapping[str, Iterable[str]], shards: Held = _ALL
+        self, needed: Mapping[str, Iterable[str]], shards: Held = NONE_HELD
     ) -> dict[str, Mapping[str, Tensor]]:
         """Read the needed tensors, by component and key, into fresh memory.
 
@@ -103,7 +103,7 @@ class TensorReader:
         return tables
 
     def unread(
-        self, needed: Mapping[str, Iterable[str]], shards: Held = _ALL
+        self, needed: Mapping[str, Iterable[str]], shards: Held = NONE_HELD
     ) -> dict[str, Mapping[str, Stored]]:
         """Return placeholders of the needed tensors, by component and key: read when copied.
 
