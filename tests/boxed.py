@@ -104,6 +104,7 @@ def reshard(
         components=components,
         block_nbytes=BLOCK_NBYTES,
         world_size=num_writers,
+        sharded=any(table.boxes is not None for table in tables.values()),
     )
     (folder / layout.MANIFEST).write_bytes(encode_manifest(manifest))
     return manifest
