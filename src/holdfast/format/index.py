@@ -121,9 +121,12 @@ class TensorTable(Mapping[str, TensorEntry]):
         """Return specs and positions of tensors that are stored as one shard each."""
         if self.boxes is None and keys == [*self.specs]:
             return [*self.specs.values()], self.shards
-        numbers = self.numbers(keys)
-        specs = [self.specs[key] for key in keys]
-        return specs, self.shards.of(numbers if self.boxes is None else self._first[numbers])
+        numbers, specs = self.numbers(keys), [self.specs[key] for key in keys]
+        if self.boxes is None:
+            return specs, self.shards.of(numbers)
+        first = self._first[numbers]
+        assert (self._first[numbers + 1] == first + 1).all(), "a tensor of several shards"
+        return specs, self.shards.of(first)
 
     def is_whole(self, key: str) -> bool:
         """Whether a tensor is stored as one shard."""

@@ -168,7 +168,7 @@ def _held(spec: TensorSpec, local: LocalShards | None) -> tuple[Column, Column, 
     if places is None:
         return rows, rows[:, 0], shape
     begins = np.array([place.offsets for place in places], np.int64)
-    return rows, begins.reshape(len(boxes), -1), shape
+    return rows, begins.reshape(len(boxes), len(spec.shape)), shape
 
 
 def _overlaps(held: Column, stored: Column) -> tuple[Column, Column]:

@@ -51,6 +51,7 @@ from holdfast.format.manifest import (
     Timestamp,
 )
 from holdfast.format.tensors import TensorFile
+from holdfast.state.byrank import BY_RANK
 from holdfast.store.base import Store
 
 
@@ -359,6 +360,12 @@ class _AttemptFiles:
             plans = {name: table.stored_as(self.names) for name, table in self._tables.items()}
         return encode_index(plans, self.digests, stored=self.stored)
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether a tensor is in several boxes, or a component has a state for each rank."""
+        tables, kinds = self._tables or {}, self.staged.kinds
+        return any(tables[name].boxes is not None or kinds[name] in BY_RANK for name in tables)
+
     def component(self, name: str, kind: str) -> ComponentEntry:
         """Make the manifest's entry of a component."""
         tree = layout.tree_file(name)
@@ -439,4 +446,5 @@ def _manifest(
         savers=request.savers,
         left_out=request.left_out,
         unhealthy=request.unhealthy,
+        sharded=files.is_sharded,
     )
