@@ -40,7 +40,7 @@ from holdfast.engine.staging.guard import Overlapped
 from holdfast.engine.staging.image import KnownFile
 from holdfast.engine.staging.staged import BytesContent, Content, Staged
 from holdfast.engine.workers import Workers
-from holdfast.errors import HoldfastError, OutcomeUnknown, StoreError
+from holdfast.errors import CommitConflict, HoldfastError, OutcomeUnknown, StoreError
 from holdfast.format import blocks, layout
 from holdfast.format.codec import CodecName, Encoding
 from holdfast.format.index import StoredBlocks, TensorTable, encode_index
@@ -150,6 +150,9 @@ def write(
         commit(store, attempt, manifest)
     except BaseException as error:
         _clean_up(store, attempt, error, is_alone=joint.world_size == 1)
+        if isinstance(joint, LeadingSave):
+            # After a conflict the register certainly holds something else.
+            joint.is_in_doubt = attempt.put_sent and not isinstance(error, CommitConflict)
         if isinstance(error, OutcomeUnknown) and not attempt.put_sent:
             # Only a file's outcome is unknown; the checkpoint certainly did not commit.
             raise StoreError(str(error)) from error
