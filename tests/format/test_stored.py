@@ -69,6 +69,19 @@ def test_a_manifest_with_a_stored_file_comes_back_and_says_what_it_needs() -> No
     assert found.nbytes == plain.nbytes - plain.files[PLAIN].nbytes + LENGTH
 
 
+def test_a_manifest_in_shards_comes_back_and_says_what_it_needs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sharded = msgspec.structs.replace(stored_manifest(), sharded=True)
+    data = manifest.encode_manifest(sharded)
+    assert json.loads(data)["requires"] == ["codec", "shards"]
+    assert manifest.decode_register(data, what="") == sharded
+    assert "sharded" not in json.loads(manifest.encode_manifest(stored_manifest()))
+    monkeypatch.setattr(strictjson, "KNOWN_REQUIREMENTS", frozenset({"codec", "sealed"}))
+    with pytest.raises(UnsupportedVersion, match="shards"):
+        manifest.decode_register(data, what="")
+
+
 def test_a_reader_that_does_not_know_codecs_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     """D60."""
     monkeypatch.setattr(strictjson, "KNOWN_REQUIREMENTS", frozenset())

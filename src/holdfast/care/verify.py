@@ -47,8 +47,9 @@ from holdfast.errors import (
 )
 from holdfast.format import layout
 from holdfast.format.blocks import DIGEST_NBYTES, digest_blocks, file_digest, split
+from holdfast.format.boxes import key_of_box
 from holdfast.format.envelope import MAX_MARK_NBYTES, check_mark, decode_box, is_mark
-from holdfast.format.index import Index, decode_index
+from holdfast.format.index import Index, ShardEntry, TensorEntry, decode_index
 from holdfast.format.manifest import FileEntry, Manifest
 from holdfast.format.nodes import ArrayRef, TensorRef
 from holdfast.format.objects import decode_tree
@@ -539,5 +540,11 @@ def _expected_header(
                     shape = (*shape, 2)
                 dtype = _STORED_AS.get(entry.dtype, entry.dtype)
                 stop = shard.start + shard.nbytes
-                expected[entry.key] = (dtype, shape, shard.start, stop)
+                expected[_name_in_header(entry, shard)] = (dtype, shape, shard.start, stop)
     return expected
+
+
+def _name_in_header(entry: TensorEntry, shard: ShardEntry) -> str:
+    if shard.offsets is None or shard.sizes is None or shard.sizes == entry.shape:
+        return entry.key
+    return key_of_box(entry.key, shard.offsets, shard.sizes)

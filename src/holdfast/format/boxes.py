@@ -73,11 +73,6 @@ class Boxes(msgspec.Struct, frozen=True, eq=False):
     sizes: Ragged
     """Number of elements in each dimension."""
 
-    def of(self, tensor: int) -> range:
-        """Return the positions of a tensor's boxes."""
-        first, stop = np.searchsorted(self.tensor, [tensor, tensor + 1]).tolist()
-        return range(first, stop)
-
 
 class Unfit(FormatError):
     """Error: a box does not fit its tensor, or the boxes of a tensor do not tile it."""

@@ -117,9 +117,46 @@ class TensorTable(Mapping[str, TensorEntry]):
         """Return the positions of these keys in the order of `specs`."""
         return np.fromiter(map(self._numbers.__getitem__, keys), np.int64, len(keys))
 
+    def whole(self, keys: Sequence[str]) -> tuple[list[TensorSpec], Places]:
+        """Return specs and positions of tensors that are stored as one shard each."""
+        if self.boxes is None and keys == [*self.specs]:
+            return [*self.specs.values()], self.shards
+        numbers, specs = self.numbers(keys), [self.specs[key] for key in keys]
+        if self.boxes is None:
+            return specs, self.shards.of(numbers)
+        first = self._first[numbers]
+        assert (self._first[numbers + 1] == first + 1).all(), "a tensor of several shards"
+        return specs, self.shards.of(first)
+
+    def is_whole(self, key: str) -> bool:
+        """Whether a tensor is stored as one shard."""
+        number = self._numbers[key]
+        return self.boxes is None or bool(self._first[number + 1] - self._first[number] == 1)
+
+    def boxes_of(self, key: str) -> tuple[Column, Column]:
+        """Return the positions of a tensor's shards, and their boxes as arrays of (start, stop).
+
+        A scalar is taken for a vector of one element.
+        """
+        number, shape = self._numbers[key], self.specs[key].shape
+        num_dims = len(shape)
+        if self.boxes is None:
+            shards, start = np.array([number]), np.zeros((1, num_dims), np.int64)
+            sizes = np.array([shape], np.int64)
+        else:
+            shards = np.arange(self._first[number], self._first[number + 1])
+            start, sizes = (
+                of_box.rows(shards, num_dims) for of_box in (self.boxes.offsets, self.boxes.sizes)
+            )
+        if not shape:
+            start, sizes = np.zeros((len(shards), 1), np.int64), np.ones((len(shards), 1), np.int64)
+        return shards, np.stack([start, start + sizes], axis=1)
+
     def __getitem__(self, key: str) -> TensorEntry:
         spec, number = self.specs[key], self._numbers[key]
-        numbers = range(number, number + 1) if self.boxes is None else self.boxes.of(number)
+        numbers = range(number, number + 1)
+        if self.boxes is not None:
+            numbers = range(*self._first[number : number + 2].tolist())
         return TensorEntry(key, spec.dtype, spec.shape, tuple(map(self._entry, numbers)))
 
     def _entry(self, number: int) -> ShardEntry:
@@ -141,6 +178,12 @@ class TensorTable(Mapping[str, TensorEntry]):
     @cached_property
     def _numbers(self) -> Mapping[str, int]:
         return {key: number for number, key in enumerate(self.specs)}
+
+    @cached_property
+    def _first(self) -> Column:
+        """Position of the first shard of each tensor, and of the end; for tables with boxes."""
+        assert self.boxes is not None
+        return np.searchsorted(self.boxes.tensor, np.arange(len(self.specs) + 1))
 
 
 class StoredBlocks(msgspec.Struct, frozen=True):

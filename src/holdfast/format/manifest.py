@@ -70,7 +70,7 @@ class Timestamp(msgspec.Struct, frozen=True, kw_only=True):
 
 _COUNTERS = Timestamp.__struct_fields__
 _OPTIONAL_COUNTERS = _COUNTERS[_COUNTERS.index("wall_s") + 1 :]
-_OPTIONAL_MEMBERS = ("writer", "savers", "left_out", "unhealthy")
+_OPTIONAL_MEMBERS = ("writer", "savers", "left_out", "unhealthy", "sharded")
 
 
 def needed_of(left_out: Sequence[str]) -> tuple[str, ...]:
@@ -138,6 +138,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, rename={"save_class": 
     """Components of the state that were not saved; see `lacks`."""
     unhealthy: tuple[str, ...] = ()
     """Reasons not to resume from the state; empty: nothing wrong is known."""
+    sharded: bool = False
+    """Whether a tensor is stored as several boxes, or a component has a state for each rank."""
 
     @property
     def lacks(self) -> tuple[str, ...]:
@@ -190,7 +192,8 @@ def encode_manifest(manifest: Manifest) -> bytes:
         UsageError: a text, number or size that the document cannot hold.
     """
     is_stored = any(entry.stored is not None for entry in manifest.files.values())
-    requires = [strictjson.CODEC] if is_stored else []
+    needs = {strictjson.CODEC: is_stored, strictjson.SHARDS: manifest.sharded}
+    requires = [name for name, is_needed in needs.items() if is_needed]
     members = {"requires": requires, **msgspec.to_builtins(manifest)}
     members["metrics"] = {name: _to_node(name, value) for name, value in manifest.metrics.items()}
     members["timestamp"] = {

@@ -27,9 +27,11 @@ MAX_VALUES = 1_000_000
 MAX_CHECKED_NBYTES = 64 * 1024
 CODEC = "codec"
 """Entry of `requires` in manifests that list compressed files."""
+SHARDS = "shards"
+"""Entry of `requires` in manifests of checkpoints in shards; see `manifest.Manifest.sharded`."""
 SEALED = "sealed"
 """Entry of `requires` in encrypted documents, and the kind of an encrypted manifest."""
-KNOWN_REQUIREMENTS = frozenset({CODEC, SEALED})
+KNOWN_REQUIREMENTS = frozenset({CODEC, SHARDS, SEALED})
 
 T = TypeVar("T")
 

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from holdfast.engine.loading.plan import Wanted, wanted_by_file
-from holdfast.errors import FormatError
 from holdfast.format.boxes import Boxes, Ragged
 from holdfast.format.index import Index, Places, TensorTable
 from holdfast.format.tensors import TensorSpec
@@ -73,9 +72,12 @@ def test_tensors_are_sorted_into_files_in_the_order_in_which_they_are_asked_for(
     assert wanted_by_file(index(table()), {"model": []}) == {}
 
 
-def test_a_tensor_in_shards_is_refused() -> None:
-    columns = (np.array(column) for column in ([0, 0], [0, 4], [4, 4]))
-    boxes = Boxes(np.array([0, 0]), Ragged.of([[0], [4]]), Ragged.of([[4], [4]]))
-    sharded = TensorTable({"w": TensorSpec("w", "U8", (8,))}, Places(FILES, *columns), boxes)
-    with pytest.raises(FormatError, match=r"model\.w: sharded tensors need a newer Holdfast"):
-        wanted_by_file(index(sharded), {"model": ["w"]})
+def test_whole_tensors_beside_one_in_boxes() -> None:
+    columns = (np.array(column) for column in ([0, 0, 1], [0, 4, 8], [4, 4, 8]))
+    boxes = Boxes(np.array([0, 0, 1]), Ragged.of([[0], [4], [0]]), Ragged.of([[4], [4], [8]]))
+    specs = {key: TensorSpec(key, "U8", (8,)) for key in ("w", "v")}
+    of_model = index(TensorTable(specs, Places(FILES, *columns), boxes))
+    (found,) = wanted_by_file(of_model, {"model": ["v"]}).items()
+    assert (found[0], found[1].start.tolist()) == (FILES[1], [8])
+    with pytest.raises(AssertionError, match="several shards"):
+        wanted_by_file(of_model, {"model": ["v", "w"]})

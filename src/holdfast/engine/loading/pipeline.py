@@ -134,7 +134,8 @@ class ReadPipeline:
             return None
         if read.memory is not None:
             # Not used before the whole plan has succeeded, so a late read does no harm.
-            return self._begin_checked(block, read.memory)
+            fill = self._begin_checked(block, read.memory)
+            return partial(self._fill, read, given_up, fill) if read.segments else fill
         file, number = block
         left = self._opened.manifest.files[file].nbytes - number * self._block_nbytes
         buffer = self._buffer()
@@ -148,6 +149,13 @@ class ReadPipeline:
             if use is None:
                 self._buffers.give_back(buffer)
         return use
+
+    def _fill(self, read: BlockRead, given_up: threading.Event, fill: Use) -> None:
+        fill()
+        assert read.memory is not None
+        with read.copying:
+            if not given_up.is_set():
+                _copy(read.memory, read.segments)
 
     def _use(
         self,

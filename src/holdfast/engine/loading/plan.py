@@ -17,7 +17,6 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from holdfast.engine.staging.arena import Arena
-from holdfast.errors import FormatError
 from holdfast.format.boxes import Column
 from holdfast.format.index import Index, Places
 from holdfast.format.tensors import TensorSpec
@@ -46,23 +45,16 @@ class Wanted:
 
 
 def wanted_by_file(index: Index, needed: Mapping[str, Iterable[str]]) -> dict[str, Wanted]:
-    """Return the needed tensors of each tensor file. `needed`: component → keys.
+    """Return the needed tensors of each tensor file, each stored as one shard.
 
-    Raises:
-        FormatError: a tensor in several shards, which this version cannot load.
+    `needed`: component → keys.
     """
     by_file: dict[str, Wanted] = {}
     for component, of_component in needed.items():
-        keys, table = [*of_component], index.components[component]
+        keys = [*of_component]
         if not keys:
             continue
-        places = table.places
-        if places is None:
-            raise FormatError(f"{component}.{keys[0]}: sharded tensors need a newer Holdfast")
-        specs = [*table.specs.values()]
-        if keys != [*table.specs]:
-            numbers = table.numbers(keys)
-            places, specs = places.of(numbers), [specs[number] for number in numbers.tolist()]
+        specs, places = index.components[component].whole(keys)
         # Not np.unique: when first called it imports numpy.ma, which takes as long as a small load.
         for number in np.flatnonzero(np.bincount(places.file)).tolist():
             in_file = np.flatnonzero(places.file == number)
@@ -100,8 +92,8 @@ class BlockRead:
 
     segments: list[Segment] = field(default_factory=list)
     memory: memoryview | None = None
-    """Fresh memory into which the block is read, and in which it stays. None: it is read into a
-    buffer, and copied to the segments once it was checked."""
+    """Fresh memory into which the block is read, and in which it stays; None: a buffer. The
+    segments are copied from there once the block was checked."""
     copying: threading.Lock = field(default_factory=threading.Lock)
     """Lock that is held while bytes are copied to the segments."""
 

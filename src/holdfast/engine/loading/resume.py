@@ -23,7 +23,7 @@ from holdfast.engine.claims.claim import Choice, dropped
 from holdfast.engine.claims.leases import BeingDeleted, expect_kept, kept
 from holdfast.engine.loading.load import Opened, open_checkpoint
 from holdfast.engine.loading.sides import OneSided, Sides, with_hint
-from holdfast.engine.loading.tensors import TensorReader
+from holdfast.engine.loading.tensors import Held, TensorReader
 from holdfast.engine.roots.catalog import Catalog, Entry
 from holdfast.engine.threads import Threads
 from holdfast.errors import (
@@ -266,8 +266,8 @@ class Reader:
             unsaved=unsaved,
             one_sided=one_sided.names,
         )
-        rest = partial(self._read_rest, opened, reader, options)
-        tensors = _completed(edited.tensors, prepared.needed, rest)
+        rest = partial(self._read_rest, opened, reader, options, shards=prepared.shards)
+        tensors = _completed(_as_held(edited.tensors, prepared.shards), prepared.needed, rest)
         # Several ranks read only their own boxes.
         has_read_all = options.proves_whole and not one_sided.without and self.world_size == 1
         return LoadCandidate(
@@ -301,19 +301,23 @@ class Reader:
         reader: TensorReader,
         options: LoadOptions,
         needed: Mapping[str, Iterable[str]],
+        shards: Held,
     ) -> StoredTensors:
-        """Return the tensors to apply, either read now or to be read while they are applied."""
+        """Return the tensors to apply, either read now or to be read while they are applied.
+
+        `shards`: what the live tensors hold, where that is not all; see `TensorReader.read`.
+        """
         kinds = {name: opened.components[name].kind for name in needed}
         streamed = {name: keys for name, keys in needed.items() if kinds[name] in _STREAMED}
         if not options.in_place and not self._is_too_large(opened, streamed):
-            return reader.read(needed)
-        unread = reader.unread(streamed)
+            return reader.read(needed, shards)
+        unread = reader.unread(streamed, shards)
         if options.verify and not options.in_place:
             # Later each block is copied as it is read, so damage must be found now: two reads of
             # everything are the price of bounded memory.
             reader.verify_all()
         others = {name: keys for name, keys in needed.items() if name not in streamed}
-        return {**reader.read(others), **unread}
+        return {**reader.read(others, shards), **unread}
 
     def _is_too_large(self, opened: Opened, needed: Mapping[str, Iterable[str]]) -> bool:
         if self.memory_budget is None:
@@ -508,8 +512,21 @@ def _edited(opened: Opened, edit: Edit | None, reader: TensorReader) -> EditedLo
     )
 
 
+def _as_held(edited: Mapping[str, Mapping[str, Tensor]], shards: Held) -> StoredTensors:
+    """Cut edited tensors to what the live ones hold of them."""
+    if not edited or not shards:
+        return edited
+    return {
+        name: {
+            key: shards[name][key].of_whole(tensor) if key in shards.get(name, {}) else tensor
+            for key, tensor in tensors.items()
+        }
+        for name, tensors in edited.items()
+    }
+
+
 def _completed(
-    edited: Mapping[str, Mapping[str, Tensor]],
+    edited: StoredTensors,
     needed: Mapping[str, Iterable[str]],
     read: Callable[[Mapping[str, Iterable[str]]], StoredTensors],
 ) -> StoredTensors:

@@ -8,12 +8,14 @@ for the tensors that cannot be filled directly.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from types import MappingProxyType
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from holdfast.engine.loading.assembly import Assembly
 from holdfast.engine.loading.load import Opened
 from holdfast.engine.loading.pipeline import ReadPipeline
 from holdfast.engine.loading.plan import (
@@ -29,8 +31,13 @@ from holdfast.engine.staging.arena import Arena
 from holdfast.engine.threads import Threads
 from holdfast.format.boxes import Column
 from holdfast.format.index import Places
-from holdfast.state.copying import Unread, bytes_of, copy_tensors, is_plain
+from holdfast.state.copying import Stored, Unread, bytes_of, copy_tensors, is_plain
+from holdfast.state.shards import LocalShards
 from holdfast.store.base import Store
+
+Held: TypeAlias = Mapping[str, Mapping[str, LocalShards]]
+"""By component and key the boxes of a tensor that are needed."""
+NONE_HELD: Held = MappingProxyType({})
 
 
 class TensorReader:
@@ -56,38 +63,63 @@ class TensorReader:
         """Error of the last read that failed; None if none did."""
         return self._pipeline.failure
 
-    def read(self, needed: Mapping[str, Iterable[str]]) -> dict[str, FreshTensors]:
+    def read(
+        self, needed: Mapping[str, Iterable[str]], shards: Held = NONE_HELD
+    ) -> dict[str, Mapping[str, Tensor]]:
         """Read the needed tensors, by component and key, into fresh memory.
 
-        Reads only the blocks that hold needed tensors.
+        Reads only the blocks that hold what is needed. Takes memory for that and, for a short
+        time, for 64 MiB or one stored box of tensors whose boxes are put together.
+
+        Args:
+            needed: component → keys.
+            shards: component → key → the boxes of a tensor that are needed, which it returns as a
+                tensor of `local_shape`. All other tensors are returned whole.
 
         Raises:
             CorruptData: names file, block and the tensors in it.
         """
+        whole, boxed = self._split(needed, shards)
+        assembly = Assembly(self._opened.index, boxed)
+        by_component = self._parts(whole)
+        known = {file for parts in by_component.values() for file in parts}
+        for file in assembly.files:
+            if file not in known:
+                self._pipeline.expect(file)
         plan = self._plan()
-        tables: dict[str, FreshTensors] = {}
-        for component, parts in self._parts(needed).items():
+        tables: dict[str, Mapping[str, Tensor]] = {}
+        for component, parts in by_component.items():
             # As large as the files. Pages of blocks that are not needed are never touched, and so
             # cost nothing.
             arenas = [Arena(self._opened.manifest.files[file].nbytes) for file in parts]
             for (file, wanted), arena in zip(parts.items(), arenas, strict=True):
                 plan.fill(file, wanted, arena)
             tables[component] = FreshTensors(parts, arenas)
-        self._pipeline.run(plan)
+        for component, tensors in assembly.allocate().items():
+            tables[component] = {**tables[component], **tensors}
+        self._assemble(plan, assembly)
         # The caller keeps this reader until all is applied, and with it the buffers.
         self._pipeline.drop_buffers()
         return tables
 
-    def unread(self, needed: Mapping[str, Iterable[str]]) -> dict[str, UnreadTensors]:
+    def unread(
+        self, needed: Mapping[str, Iterable[str]], shards: Held = NONE_HELD
+    ) -> dict[str, Mapping[str, Stored]]:
         """Return placeholders of the needed tensors, by component and key: read when copied.
 
+        Components with a tensor that is stored as several boxes, or of which only some boxes are
+        needed, are read into fresh memory at once; see `read`.
+
         Raises:
-            CorruptData: a file is missing, or has another length.
+            CorruptData: a file is missing, or has another length; a block is damaged that was read.
         """
-        by_component = self._parts(needed)
+        lists = {name: [*keys] for name, keys in needed.items()}
+        _, boxed = self._split(lists, shards)
+        by_component = self._parts({n: keys for n, keys in lists.items() if n not in boxed})
         for parts in by_component.values():
             self._unread.update(parts)
-        return {name: UnreadTensors(self, parts) for name, parts in by_component.items()}
+        fresh = self.read({name: lists[name] for name in boxed}, shards) if boxed else {}
+        return {**{n: UnreadTensors(self, p) for n, p in by_component.items()}, **fresh}
 
     def verify_all(self) -> None:
         """Read and check every block that the `unread` tensors need, without any copy.
@@ -125,6 +157,21 @@ class TensorReader:
         plan.copy_packed(packed)
         self._pipeline.run(plan)
 
+    def _assemble(self, plan: ReadPlan, assembly: Assembly) -> None:
+        """Execute a plan together with the first pieces of an assembly, then read the others."""
+        places = assembly.places
+        for numbers in batches(places, places.nbytes * ~assembly.is_run):
+            is_run = assembly.is_run[numbers]
+            for number in numbers[is_run].tolist():
+                file, start = places.files[places.file[number]], int(places.start[number])
+                plan.copy(file, start, assembly.target(number))
+            packed = Packed(places.of(numbers[~is_run]))
+            plan.copy_packed(packed)
+            self._pipeline.run(plan)
+            assembly.scatter(numbers[~is_run], packed)
+            plan = self._plan()
+        self._pipeline.run(plan)
+
     def _copy_batch(
         self,
         pairs: Sequence[tuple[Tensor, Unread]],
@@ -151,6 +198,29 @@ class TensorReader:
         )
         lives = [pairs[number][0] for number in others]
         copy_tensors([*zip(lives, values, strict=True)])
+
+    def _split(
+        self, needed: Mapping[str, Iterable[str]], shards: Held
+    ) -> tuple[Mapping[str, Iterable[str]], dict[str, dict[str, LocalShards | None]]]:
+        """Part the needed tensors: those stored whole and needed whole, and all others."""
+        whole: dict[str, Iterable[str]] = {}
+        boxed: dict[str, dict[str, LocalShards | None]] = {}
+        for name, keys in needed.items():
+            table, held = self._opened.index.components[name], shards.get(name, {})
+            if table.boxes is None and not held:
+                whole[name] = keys
+                continue
+            whole[name] = of_whole = []
+            of_boxed: dict[str, LocalShards | None] = {}
+            for key in keys:
+                local = held.get(key)
+                if table.is_whole(key) and (local is None or local.is_whole):
+                    of_whole.append(key)
+                else:
+                    of_boxed[key] = local
+            if of_boxed:
+                boxed[name] = of_boxed
+        return whole, boxed
 
     def _parts(self, needed: Mapping[str, Iterable[str]]) -> dict[str, dict[str, Wanted]]:
         """Group the needed tensors by component and file, and check the lengths of the files."""

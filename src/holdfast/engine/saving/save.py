@@ -51,6 +51,7 @@ from holdfast.format.manifest import (
     Timestamp,
 )
 from holdfast.format.tensors import TensorFile
+from holdfast.state.byrank import BY_RANK
 from holdfast.store.base import Store
 
 
@@ -129,6 +130,7 @@ def write(
     attempt = begin(
         store, label=request.label, epoch=request.claim.epoch, sequence=request.sequence
     )
+    began = time.perf_counter()
     try:
         files = _AttemptFiles(attempt, staged, tools)
         if isinstance(joint, LeadingSave):
@@ -142,6 +144,7 @@ def write(
             contents = chain(files.trees(staged.trees), files.tensors())
             _write_own(files, request, contents, phase, overlapped)
         _write_index(files, phase)
+        request.timings["write_s"] = time.perf_counter() - began
         manifest = _manifest(attempt, staged, request, files, joint.world_size)
         phase.text = f"committing {attempt.folder}"
         commit(store, attempt, manifest)
@@ -173,8 +176,10 @@ def _follow(
 ) -> tuple[SaveAttempt, Manifest]:
     """Write this rank's files into the leader's folder, and wait for the commit."""
     attempt = joint.hear_folder(phase)
+    began = time.perf_counter()
     files = _AttemptFiles(attempt, staged, tools)
     _write_own(files, request, files.tensors(), phase, overlapped)
+    request.timings["write_s"] = time.perf_counter() - began
     joint.post_files(files.own, staged)
     manifest = joint.outcome(tools.store, attempt, phase)
     files.committed(manifest, request)
@@ -189,10 +194,8 @@ def _write_own(
     overlapped: Overlapped | None,
 ) -> None:
     """Write the files of this rank, and wait until they are durable and all of it was copied."""
-    began = time.perf_counter()
     files.begin(request)
     files.write(contents, phase)
-    request.timings["write_s"] = time.perf_counter() - began
     request.timings["stage_s"] += files.staged.transfer.waited_s
     phase.text = "waiting for the copy"
     if overlapped is not None:
@@ -362,6 +365,12 @@ class _AttemptFiles:
             plans = {name: table.stored_as(self.names) for name, table in self._tables.items()}
         return encode_index(plans, self.digests, stored=self.stored)
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether a tensor is in several boxes, or a component has a state for each rank."""
+        tables, kinds = self._tables or {}, self.staged.kinds
+        return any(tables[name].boxes is not None or kinds[name] in BY_RANK for name in tables)
+
     def component(self, name: str, kind: str) -> ComponentEntry:
         """Make the manifest's entry of a component."""
         tree = layout.tree_file(name)
@@ -442,4 +451,5 @@ def _manifest(
         savers=request.savers,
         left_out=request.left_out,
         unhealthy=request.unhealthy,
+        sharded=files.is_sharded,
     )
