@@ -42,6 +42,7 @@ INNER: dict[str, tuple[tuple[str, ...], ...]] = {
         ("coordinator",),
         ("alone", "messages"),
         ("c10d",),
+        ("chosen",),
     ),
     "engine": (
         ("memory", "pause", "roots", "workers"),

@@ -22,6 +22,7 @@ from holdfast.state.copying import Stored
 from holdfast.state.merge import Claims
 from holdfast.state.plans import GeneratorPlan, LoadPlan, ObjectPlan, RngPlan, TreePlan
 from holdfast.state.selection import Problems, Rename, Selection, Wishes
+from holdfast.state.shards import LocalShards
 from holdfast.state.trees import decode_skeleton
 
 
@@ -55,6 +56,12 @@ class Prepared:
             name: plan.needed for name, plan in plans.items()
         }
         """Component -> keys of the tensors that `apply` needs."""
+        sharded = ((name, plan.shards) for name, plan in plans.items())
+        self.shards: Mapping[str, Mapping[str, LocalShards]] = {
+            name: shards for name, shards in sharded if shards
+        }
+        """Component -> key -> the boxes that `apply` needs of a tensor, for those that go into a
+        DTensor: as one plain tensor of its local shape."""
         self.notes = (*notes, *lost)
         """Notes on what is left out or not restored exactly; complete after `ready`."""
         self.lost = lost

@@ -29,6 +29,7 @@ from holdfast.state.components import (
 from holdfast.state.generators import global_generators
 from holdfast.state.leaves import Leaves
 from holdfast.state.recall import Foreseen, Irregular, Recollection, foresee
+from holdfast.state.shards import local_of
 from holdfast.state.trees import encoded
 
 
@@ -68,6 +69,8 @@ class Capturer:
 
     def __init__(self, state: Mapping[str, Any], *, is_shared: bool = False) -> None:
         self._state = state
+        self._is_shared = is_shared
+        """Whether several ranks have this state, so that trees name no device by its index."""
         self._structures: dict[str, list[Any]] = {}
         self._names = ParameterNames(homes={})
         self._namings: dict[str, optimizers.Naming] = {}
@@ -149,7 +152,7 @@ class Capturer:
         recalled = self._recalled(name, kind, walked, None)
         if recalled is not None:
             return recalled
-        leaves = Leaves(component=name)
+        leaves = Leaves(component=name, is_shared=self._is_shared)
         return self._encoded(kind, leaves, encoded(content, leaves), walked)
 
     def _module(self, name: str, module: nn.Module) -> CapturedComponent:
@@ -174,7 +177,7 @@ class Capturer:
         stamp = (self._structures[name], modules.stamp(state))
         component = self._recalled(name, "module", walked, stamp)
         if component is None:
-            leaves = Leaves(component=name)
+            leaves = Leaves(component=name, is_shared=self._is_shared)
             document = modules.capture_module(module, state, leaves)
             component = self._encoded("module", leaves, document, walked, stamp)
         may_overlap = self._stepped(component)
@@ -203,7 +206,10 @@ class Capturer:
                 for parameter in group["params"]:
                     home, key = self._names.home(parameter) or ("", "")
                     captured = component.tensors.get(key) if home == component.name else None
-                    if captured is not None and captured.data_ptr() == parameter.data_ptr():
+                    if (
+                        captured is not None
+                        and captured.data_ptr() == local_of(parameter).data_ptr()
+                    ):
                         keys.append(key)
         return frozenset(keys)
 
@@ -213,7 +219,7 @@ class Capturer:
         recalled = self._recalled(name, "optimizer", walked, stamp)
         if recalled is not None:
             return recalled
-        leaves = Leaves(component=name, key_of=optimizers.slot_path)
+        leaves = Leaves(component=name, key_of=optimizers.slot_path, is_shared=self._is_shared)
         document = optimizers.capture_optimizer(live, leaves)
         stepped = optimizers.stepped(live, leaves)
         return self._encoded("optimizer", leaves, document, walked, stamp, stepped)
@@ -243,6 +249,7 @@ class Capturer:
             tensors=leaves.tensors,
             specs=tuple(leaves.specs),
             may_overlap=may_overlap,
+            shards=leaves.shards,
         )
         if document is not None and walked is not None and not leaves.offenders:
             with suppress(Irregular):
@@ -252,7 +259,7 @@ class Capturer:
         return component
 
     def _rng(self) -> CapturedComponent:
-        leaves = Leaves(component=RNG)
+        leaves = Leaves(component=RNG, is_shared=self._is_shared)
         return self._encoded("rng", leaves, encoded(global_generators(), leaves))
 
 

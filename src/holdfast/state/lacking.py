@@ -19,6 +19,7 @@ from holdfast.state import optimizers
 from holdfast.state.components import ParameterNames, parameter_names
 from holdfast.state.leaves import span
 from holdfast.state.selection import shortened
+from holdfast.state.shards import local_of
 
 _NAMES = ("data", "loader", "sampler")
 """Parts of component names that mark the user's own way to keep a position."""
@@ -93,7 +94,7 @@ def _shape(parameter: Tensor) -> str:
 def _span(tensor: Tensor) -> tuple[int, int]:
     """Return the addresses of a tensor's first byte and after its last one."""
     first, stop = span(tensor)
-    address = tensor.data_ptr()
+    address = local_of(tensor).data_ptr()
     return address, address + stop - first
 
 

@@ -6,122 +6,22 @@ types; knows nothing of modules, optimizers or trees.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor
-from torch.nn.parameter import Parameter, UninitializedBuffer, UninitializedParameter
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler, default_collate
 
-from holdfast.errors import FormatError
 from holdfast.format.nodes import TensorRef
 from holdfast.format.objects import Refused
 from holdfast.format.tensors import TensorSpec
+from holdfast.state.dtypes import DTYPE_NAMES
+from holdfast.state.shards import LocalShards, is_sharded, local_of, refusal, shards_of
 
-_PLAIN_TYPES = frozenset({Tensor, Parameter})
 # `__metadata__` is a name of safetensors' own, so it can never be a tensor's.
 _RESERVED_KEYS = frozenset({"", "__metadata__"})
 _ROOT_KEY = "value"
-
-_INDEX_NAMES = {
-    "bool": "BOOL",
-    "uint8": "U8",
-    "int8": "I8",
-    "uint16": "U16",
-    "int16": "I16",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "uint32": "U32",
-    "int32": "I32",
-    "float32": "F32",
-    "complex32": "C32",
-    "uint64": "U64",
-    "int64": "I64",
-    "float64": "F64",
-    "complex64": "C64",
-    "complex128": "C128",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "float8_e4m3fnuz": "F8_E4M3FNUZ",
-    "float8_e5m2fnuz": "F8_E5M2FNUZ",
-    "float8_e8m0fnu": "F8_E8M0",
-}
-
-DTYPE_NAMES: Mapping[torch.dtype, str] = {
-    getattr(torch, name): index for name, index in _INDEX_NAMES.items() if hasattr(torch, name)
-}
-"""torch dtype -> name in the index; the 8-bit scales are absent in a torch that lacks them."""
-
-TORCH_DTYPES: Mapping[str, torch.dtype] = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-"""Name in the index -> torch dtype."""
-
-NUMPY_DTYPES: Mapping[str, np.dtype[Any]] = {
-    index: np.dtype(name)
-    for name, index in _INDEX_NAMES.items()
-    if name not in ("bfloat16", "complex32") and not name.startswith("float8")
-}
-"""Name in the index -> numpy dtype in native byte order, for the types that numpy has."""
-
-_BY_PLAIN_NAME = {
-    str(value).removeprefix("torch."): value
-    for value in vars(torch).values()
-    if isinstance(value, torch.dtype)
-}
-
-
-def plain_name(dtype: torch.dtype) -> str:
-    """Return the name under which a dtype is saved as a value: `bfloat16` for `torch.bfloat16`."""
-    return str(dtype).removeprefix("torch.")
-
-
-def by_plain_name(name: str) -> torch.dtype:
-    """Return the dtype with this name; the inverse of `plain_name`.
-
-    Raises:
-        FormatError: this torch has no such type.
-    """
-    dtype = _BY_PLAIN_NAME.get(name)
-    if dtype is None:
-        raise FormatError(f"this torch ({torch.__version__}) has no dtype {name[:40]!r}")
-    return dtype
-
-
-def refusal(tensor: Tensor) -> str | None:
-    """Return why `tensor` can be neither saved nor loaded into, or None if it can."""
-    if type(tensor) not in _PLAIN_TYPES:
-        return _subclass_refusal(tensor)
-    if tensor.is_meta:
-        return "a meta tensor has no data; materialise the model first"
-    if tensor.is_nested:
-        return "nested tensors cannot be saved"
-    if tensor.layout is not torch.strided:
-        return f"layout {tensor.layout} cannot be saved; only strided tensors can"
-    if tensor.is_quantized:
-        return f"quantized tensors ({tensor.dtype}) cannot be saved"
-    if tensor.dtype not in DTYPE_NAMES:
-        return f"dtype {tensor.dtype} has no name in the format"
-    if tensor._is_zerotensor():
-        return "a ZeroTensor has no memory; save a clone of it"
-    return None if _has_data(tensor) else "its storage was freed"
-
-
-def _subclass_refusal(tensor: Tensor) -> str:
-    if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
-        return "not initialised yet (lazy module); run one forward pass first"
-    name = f"{type(tensor).__module__}.{type(tensor).__qualname__}"
-    if type(tensor).__name__ == "DTensor":
-        return f"{name}: comes with multi-rank support"
-    if type(tensor).__name__ == "FakeTensor":
-        return f"{name}: a fake tensor has no data"
-    return f"tensor subclass {name} cannot be saved; only torch.Tensor and Parameter can"
-
-
-def _has_data(tensor: Tensor) -> bool:
-    # Sharded wrappers free a parameter's storage between uses; reading it would crash.
-    return tensor.numel() == 0 or tensor.untyped_storage().nbytes() > 0
 
 
 def in_place_of(loader: DataLoader[Any]) -> str:
@@ -148,7 +48,11 @@ def in_place_of(loader: DataLoader[Any]) -> str:
 
 
 def span(tensor: Tensor) -> tuple[int, int]:
-    """Return a tensor's byte range in its storage: the first byte, and the one after the last."""
+    """Return a tensor's byte range in its storage: the first byte, and the one after the last.
+
+    Of a DTensor it is that of the local tensor, here and in `identity`.
+    """
+    tensor = local_of(tensor)
     item, start = tensor.element_size(), int(tensor.storage_offset())
     if tensor.is_contiguous():
         extent = tensor.numel()
@@ -163,6 +67,7 @@ def identity(tensor: Tensor) -> Hashable:
 
     Valid only while both are alive. The tensor must have a storage (see `refusal`).
     """
+    tensor = local_of(tensor)
     return (
         tensor.untyped_storage()._cdata,
         tensor.storage_offset(),
@@ -188,6 +93,9 @@ class Leaves:
     key_of: Callable[[str], str] = _plain
     """Path in the typed tree -> wanted tensor key, which is also the path in messages."""
 
+    is_shared: bool = False
+    """Whether several ranks have this state, so that devices are named without an index."""
+
     taken: Collection[str] = ()
     """Keys in use by other tensors."""
 
@@ -202,6 +110,9 @@ class Leaves:
 
     originals: list[Tensor] = field(default_factory=list)
     """The original of each of `tensors`, which may be copies."""
+
+    shards: dict[str, LocalShards] = field(default_factory=dict)
+    """Key -> the boxes of each DTensor, whose entry in `tensors` is the local one."""
 
     _refs: dict[Hashable, TensorRef] = field(default_factory=dict)
 
@@ -220,12 +131,23 @@ class Leaves:
     def _new(self, tensor: Tensor, path: str) -> TensorRef:
         key = self._unique(path)
         self.originals.append(tensor)
-        plain = tensor.detach() if tensor.requires_grad else tensor
+        if is_sharded(tensor):
+            held = shards_of(tensor)
+            assert isinstance(held, LocalShards), "the caller has asked whether it is refused"
+            self.shards[key] = held
+        local = local_of(tensor)
+        plain = local.detach() if local.requires_grad else local
         if plain.is_conj() or plain.is_neg():
             plain = plain.resolve_conj().resolve_neg()
         self.tensors[key] = plain
         self.specs.append(TensorSpec(key, DTYPE_NAMES[plain.dtype], tuple(plain.shape)))
-        return TensorRef(key, _device_name(tensor))
+        return TensorRef(key, self.device_name(tensor))
+
+    def device_name(self, tensor: Tensor) -> str:
+        """Return the name under which a tensor's device is saved."""
+        if tensor.is_cpu:
+            return "cpu"
+        return tensor.device.type if self.is_shared else str(tensor.device)
 
     def refuse(self, path: str, reason: str) -> None:
         """Record that the value at `path` cannot be saved."""
@@ -239,7 +161,3 @@ class Leaves:
             number += 1
             key = f"{wanted}#{number}"
         return key
-
-
-def _device_name(tensor: Tensor) -> str:
-    return "cpu" if tensor.is_cpu else str(tensor.device)

@@ -33,9 +33,11 @@ from holdfast.state.copying import (
     fetched,
     in_parts,
 )
-from holdfast.state.leaves import DTYPE_NAMES, TORCH_DTYPES, identity, refusal, span
+from holdfast.state.dtypes import DTYPE_NAMES, TORCH_DTYPES
+from holdfast.state.leaves import identity, span
 from holdfast.state.livevalues import revived
 from holdfast.state.selection import shortened
+from holdfast.state.shards import is_sharded, local_of, refusal
 from holdfast.state.trees import (
     Lifting,
     check_fit,
@@ -96,7 +98,9 @@ class Claims:
         self._lists: list[list[_Remark]] = []
         self._messages: list[str] = []
         self._protected = {
-            tensor.untyped_storage()._cdata for tensor in protected if refusal(tensor) is None
+            local_of(tensor).untyped_storage()._cdata
+            for tensor in protected
+            if refusal(tensor) is None
         }
 
     def take(self, who: Any) -> bool:
@@ -108,7 +112,7 @@ class Claims:
 
     def take_memory(self, tensor: Tensor, component: str, key: str) -> str | None:
         """Claim a tensor's memory; returns the refusal, or None. Disjoint views may both claim."""
-        storage = tensor.untyped_storage()._cdata
+        storage = local_of(tensor).untyped_storage()._cdata
         if storage in self._protected:
             return _OF_MODULE
         claim = (tensor, component, key)
@@ -202,6 +206,7 @@ def is_writable_in_place(tensor: Tensor) -> bool:
     """Whether `copy_` can write into `tensor`: none of its elements share memory."""
     if refusal(tensor) is not None or tensor.is_inference():
         return False
+    tensor = local_of(tensor)
     return tensor.is_contiguous() or torch._debug_has_internal_overlap(tensor) != 1
 
 
@@ -384,8 +389,10 @@ class Merge:
         if ref.grad or ref.order:
             check_fit(ref, stored.empty("meta") if isinstance(stored, Unread) else stored)
         if not isinstance(live, Tensor) or not self._fits(live, ref, place):
+            if isinstance(live, Tensor) and is_sharded(live):
+                self._refuse_sharded(live, self._specs[ref.key])
             return self._made_at(place, ref, stored)
-        self._copies.append((live, stored))
+        self._copies.append((local_of(live), stored))
         if ref.grad and not live.requires_grad:
             self._edits.append(live.requires_grad_)
         return live
@@ -394,7 +401,7 @@ class Merge:
         if not isinstance(stored, Unread):
             return place.make(ref, stored)
         made = place.make(ref, stored.empty(place.device(ref)))
-        self._copies.append((made.detach(), stored))
+        self._copies.append((local_of(made).detach(), stored))
         return made
 
     def _fits(self, live: Tensor, ref: TensorRef, place: Placement) -> bool:
@@ -419,6 +426,16 @@ class Merge:
         if place is _STORED_PLACE and ref.device == "cpu" and live.is_cpu:
             return True
         return live.device.type == place.device(ref).type
+
+    def _refuse_sharded(self, live: Tensor, spec: TensorSpec) -> None:
+        path = join(self._component, spec.key)
+        raise MismatchError(
+            "the checkpoint",
+            wrong_shape=[
+                f"{path}: stored {spec.dtype} {list(spec.shape)}, live it is a DTensor, "
+                f"{live.dtype} {list(live.shape)}, that cannot be filled with it"
+            ],
+        )
 
     def _check_not_trained(self, live: Tensor, spec: TensorSpec) -> None:
         """Refuse to replace a live tensor that requires grad, as an optimizer may hold it."""

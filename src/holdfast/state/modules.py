@@ -15,6 +15,7 @@ from weakref import WeakSet
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
+from typing_extensions import override
 
 from holdfast.errors import FormatError
 from holdfast.format.nodes import TensorRef
@@ -23,12 +24,13 @@ from holdfast.format.tensors import TensorSpec
 from holdfast.state import generators
 from holdfast.state.components import Cleaner, cleaner_of, unwrap
 from holdfast.state.copying import Fetching, Stored, StoredPair, copy_tensors, fetched, read_all
-from holdfast.state.leaves import Leaves, identity, refusal
+from holdfast.state.leaves import Leaves, identity
 from holdfast.state.livevalues import revive
 from holdfast.state.merge import Claims, is_writable_in_place
 from holdfast.state.plans import LoadPlan
 from holdfast.state.selection import Problems, Wishes
-from holdfast.state.trees import Lifting, Skeleton, encoded, owned
+from holdfast.state.shards import LocalShards, local_of, refusal
+from holdfast.state.trees import Lifting, Skeleton, encoded, owned, sharded_in
 
 # Their own loading only converts what torch saved before 1.0.
 _LOADS_PLAINLY = frozenset(
@@ -39,6 +41,7 @@ _Inners: TypeAlias = Sequence[tuple[str, nn.Module]]
 """A module and all its submodules as (clean path, submodule), each as often as it has names."""
 _loaded: WeakSet[nn.Module] = WeakSet()
 """Modules that a checkpoint was loaded into, so that training does not reset them."""
+_FSDP = "torch.distributed.fsdp."
 _COLLISION = "two entries have this name once wrapper prefixes are stripped"
 
 
@@ -165,7 +168,7 @@ def _is_same(live: Tensor, value: Tensor) -> bool:
         return True
     if refusal(live) is not None:
         return type(live) is type(value) or refusal(value) is not None
-    return value.dtype == live.dtype and value.is_set_to(live)
+    return value.dtype == live.dtype and local_of(value).is_set_to(local_of(live))
 
 
 def _extras(inners: _Inners, entries: Mapping[str, Any]) -> dict[str, nn.Module]:
@@ -194,7 +197,9 @@ def _own_loading(inners: _Inners) -> Iterator[str]:
             kind._load_from_state_dict in _LOADS_PLAINLY
             and kind.load_state_dict is nn.Module.load_state_dict
         )
-        if not is_plain or inner._load_state_dict_post_hooks:
+        # The hooks of FSDP2 notice a parameter that was replaced, and we copy into what is there.
+        hooks = inner._load_state_dict_post_hooks.values()
+        if not is_plain or not all(hook.__module__.startswith(_FSDP) for hook in hooks):
             yield clean
 
 
@@ -332,6 +337,15 @@ class ModulePlan(LoadPlan):
                     "and were two when saved"
                 )
 
+    @property
+    @override
+    def shards(self) -> dict[str, LocalShards]:
+        if self._live.is_opaque:
+            return {}
+        live = self._live.leaves
+        pairs = [(value, live.get(name)) for name, value in self._wanted.items()]
+        return sharded_in([value for value, _ in pairs], [leaf for _, leaf in pairs])
+
     def prepare(self, tensors: Mapping[str, Stored], claims: Claims) -> None:
         """Pair stored tensors with live leaves; nothing live changes."""
         lifting = Lifting(read_all(tensors) if self._live.is_opaque else Fetching(tensors))
@@ -341,7 +355,7 @@ class ModulePlan(LoadPlan):
             else:
                 live, image = self._live.leaves[name], tensors[value.key]
                 claims.agree(f"{self._component}.{name}", live, image)
-                self._pairs.append((live, image))
+                self._pairs.append((local_of(live), image))
 
     def apply(self) -> None:
         """Copy the stored tensors into the live leaves."""

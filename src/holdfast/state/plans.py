@@ -23,7 +23,8 @@ from holdfast.state.livevalues import keep_live, revive
 from holdfast.state.merge import Claims, Merge
 from holdfast.state.selection import Problems, Wishes
 from holdfast.state.settings import made_with
-from holdfast.state.trees import Lifting, Skeleton, keys_in
+from holdfast.state.shards import LocalShards
+from holdfast.state.trees import Lifting, Skeleton, keys_in, sharded_in
 
 
 class LoadPlan(ABC):
@@ -44,6 +45,11 @@ class LoadPlan(ABC):
     def needed(self) -> tuple[str, ...]:
         """Keys of the tensors that will be read, available after `check`."""
         return keys_in(self._wanted)
+
+    @property
+    def shards(self) -> Mapping[str, LocalShards]:
+        """Key -> the boxes to be read of a tensor that goes into a DTensor, after `check`."""
+        return {}
 
     @abstractmethod
     def check(self, skeleton: Skeleton, wishes: Wishes, problems: Problems) -> None:
@@ -77,6 +83,11 @@ class TreePlan(LoadPlan):
             keep_live(self._wanted, self._live, self._component, wishes.selection)
         _compare_keys(self._component, self._wanted, self._live, problems)
         self._wanted = revive(skeleton, self._live, self._component, problems, stored=self._wanted)
+
+    @property
+    @override
+    def shards(self) -> Mapping[str, LocalShards]:
+        return sharded_in(self._wanted, self._live)
 
     def prepare(self, tensors: Mapping[str, Stored], claims: Claims) -> None:
         """Plan the merge of the stored tree into the live one."""

@@ -24,7 +24,8 @@ from holdfast.errors import UnsupportedState
 from holdfast.format.nodes import WRITERS
 from holdfast.format.objects import TreeDocument
 from holdfast.state.components import CapturedComponent, Kind, unwrap
-from holdfast.state.leaves import identity, refusal
+from holdfast.state.leaves import identity
+from holdfast.state.shards import refusal
 
 _TENSORS = frozenset({Tensor, Parameter})
 _NUMBERS = frozenset({bool, int, float})

@@ -23,7 +23,7 @@ from holdfast.engine.claims.claim import Choice, dropped
 from holdfast.engine.claims.leases import BeingDeleted, expect_kept, kept
 from holdfast.engine.loading.load import Opened, open_checkpoint
 from holdfast.engine.loading.sides import OneSided, Sides, with_hint
-from holdfast.engine.loading.tensors import NONE_HELD, Held, TensorReader
+from holdfast.engine.loading.tensors import Held, TensorReader
 from holdfast.engine.roots.catalog import Catalog, Entry
 from holdfast.engine.threads import Threads
 from holdfast.errors import (
@@ -265,8 +265,8 @@ class Reader:
             unsaved=unsaved,
             one_sided=one_sided.names,
         )
-        rest = partial(self._read_rest, opened, reader, options)
-        tensors = _completed(edited.tensors, prepared.needed, rest)
+        rest = partial(self._read_rest, opened, reader, options, shards=prepared.shards)
+        tensors = _completed(_as_held(edited.tensors, prepared.shards), prepared.needed, rest)
         # Several ranks read only their own boxes.
         has_read_all = options.proves_whole and not one_sided.without and self.world_size == 1
         return LoadCandidate(
@@ -300,7 +300,7 @@ class Reader:
         reader: TensorReader,
         options: LoadOptions,
         needed: Mapping[str, Iterable[str]],
-        shards: Held = NONE_HELD,
+        shards: Held,
     ) -> StoredTensors:
         """Return the tensors to apply, either read now or to be read while they are applied.
 
@@ -511,8 +511,21 @@ def _edited(opened: Opened, edit: Edit | None, reader: TensorReader) -> EditedLo
     )
 
 
+def _as_held(edited: Mapping[str, Mapping[str, Tensor]], shards: Held) -> StoredTensors:
+    """Cut edited tensors to what the live ones hold of them."""
+    if not edited or not shards:
+        return edited
+    return {
+        name: {
+            key: shards[name][key].of_whole(tensor) if key in shards.get(name, {}) else tensor
+            for key, tensor in tensors.items()
+        }
+        for name, tensors in edited.items()
+    }
+
+
 def _completed(
-    edited: Mapping[str, Mapping[str, Tensor]],
+    edited: StoredTensors,
     needed: Mapping[str, Iterable[str]],
     read: Callable[[Mapping[str, Iterable[str]]], StoredTensors],
 ) -> StoredTensors:
