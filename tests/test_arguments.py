@@ -211,6 +211,7 @@ CASES: dict[str, Case] = {
             "on_failure": ("x", 3, None),
             "hooks": (3, {"before_save": print}),
             "counters": (3, {"epoch": 3}),
+            "ranks": (3, "all", [0, 1]),
         },
     ),
     "save": Case(

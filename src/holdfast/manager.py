@@ -230,7 +230,12 @@ class CheckpointManager:
             self._ranks, self.store, self._owner, self._emit, timeout_s=checkpoints.save_timeout_s
         )
         self._tuning = Tuning(self.store, self._owner, self._emit, self._schedule.auto)
-        self._outside = Outside(Requests(self.store, emit=self._emit), stop, self._finish_at_stop)
+        self._outside = Outside(
+            Requests(self.store, emit=self._emit),
+            stop,
+            self._finish_at_stop,
+            num_ranks=self._ranks.world_size,
+        )
         self._overlap = Overlap(
             checkpoints.overlap or False, state, self._emit, timeout_s=checkpoints.save_timeout_s
         )
@@ -348,9 +353,11 @@ class CheckpointManager:
             self._warn_of_setup()
         self._uploads.raise_failure()
         pending = self._saver.pending
-        if pending is not None and pending.failure() is not None and self._ranks.world_size == 1:
-            self._schedule.failed()  # several ranks learn of it at different steps
-        self._raise_failure()
+        is_alone = self._ranks.world_size == 1
+        if is_alone:
+            if pending is not None and pending.failure() is not None:
+                self._schedule.failed()
+            self._raise_failure()
         self._tuning.look(now, is_writing=pending is not None and not pending.done())
         events, asked = self._outside.look(event, is_owner=self.is_owner)
         try:
@@ -365,6 +372,10 @@ class CheckpointManager:
             self._schedule.not_begun()
             self._outside.refuse(asked, error)
             raise
+        if not is_alone:
+            # Ranks learn of a failure at different steps. One that raised it in place of a save
+            # would count one save less than the others.
+            self._raise_failure()
         if pending is None or pending.done():
             self._quiet = (self._schedule.quiet_until(now), time.monotonic() + POLL_S)
         return None
@@ -688,10 +699,10 @@ class CheckpointManager:
         is_awaited: bool = False,
     ) -> PendingSave:
         self._quiet, self._is_unused = _NEVER_QUIET, False
-        measured = checked_metrics(metrics)
         self._check_usable()
         refuse_capture("save()")
         with self._together.save(now.step) as joint:
+            measured = checked_metrics(metrics)
             try:
                 hook = self._hooks.before_save
                 unhealthy = checked_reasons(None if hook is None else hook(now, measured))

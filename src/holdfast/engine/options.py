@@ -175,6 +175,8 @@ def refuse_for_ranks(schedule: Schedule, checkpoints: Checkpoints, stop: Stop | 
                     isinstance(part, Every) and part.unit is Unit.SECOND
                 ):
                     refused.append(f"saver {name!r}: {part} may be due at other steps by rank")
+    if isinstance(checkpoints.root, Tiered):
+        refused.append("root: two tiers cannot yet be written by several ranks")
     if checkpoints.encrypt is not None:
         refused.append("encrypt: the ranks cannot yet share the key of a checkpoint")
     if stop is not None:
@@ -182,5 +184,5 @@ def refuse_for_ranks(schedule: Schedule, checkpoints: Checkpoints, stop: Stop | 
     if refused:
         raise UsageError(
             "with several ranks this cannot be done yet; save by steps, samples, tokens or "
-            "epochs:\n" + listing(refused)
+            "epochs, into one root:\n" + listing(refused)
         )

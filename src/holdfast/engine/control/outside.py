@@ -38,14 +38,21 @@ class Asked:
 
 _EVENTS = frozenset(get_args(Event))
 _NO_REQUESTS = Asked()
+_NOT_ASKED = "a run of {} ranks cannot be asked for a save yet; it saves at its own steps"
 
 
 class Outside:
-    """Poller of signals and save requests for one manager; also answers the requests."""
+    """Poller of signals and save requests for one manager; also answers the requests.
 
-    def __init__(self, requests: Requests, stop: Stop | None, promote: Promote) -> None:
+    With several ranks requests are refused: the other ranks would not save at the same step.
+    """
+
+    def __init__(
+        self, requests: Requests, stop: Stop | None, promote: Promote, *, num_ranks: int = 1
+    ) -> None:
         """Register `promote`, which finishes the save under way when a stop's grace nearly ends."""
         self._requests = requests
+        self._num_ranks = num_ranks
         self._stop = stop
         self._promote = promote
         if stop is not None:
@@ -68,6 +75,9 @@ class Outside:
         if not _EVENTS.issuperset(events):
             raise UsageError(f"event={event!r}: must be one or several of {get_args(Event)}")
         requests = self._requests.poll() if is_owner else ()
+        if requests and self._num_ranks > 1:
+            self.refuse(Asked(requests=requests), UsageError(_NOT_ASKED.format(self._num_ranks)))
+            requests = ()
         is_asked = bool(requests)
         if self._stop is not None:
             if self._stop.requested is not None:

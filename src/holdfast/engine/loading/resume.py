@@ -34,6 +34,7 @@ from holdfast.errors import (
     NoCheckpoint,
     NotFound,
     NotSealed,
+    NotShared,
     NoUsableCheckpoint,
     StoreError,
     UsageError,
@@ -601,7 +602,7 @@ class Search:
         """Read the checkpoint that the leader has chosen, and set `candidate` to it.
 
         Raises:
-            NotFound: this rank does not see it.
+            NotShared: this rank does not see it.
             FormatError, StoreError: it is damaged or cannot be read.
             MismatchError: it does not fit the live state.
         """
@@ -610,7 +611,7 @@ class Search:
         catalog.look_again()
         entry = None if name is None else catalog.entry(name)
         if entry is None:
-            raise NotFound(
+            raise NotShared(
                 f"{catalog.store.url}/{folder}: the leader sees this checkpoint, and this rank "
                 "does not. All ranks must have the same storage under this root"
             )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 from typing_extensions import override
@@ -24,7 +24,8 @@ from holdfast.errors import (
     HoldfastError,
     MismatchError,
     RanksFailed,
-    StoreError,
+    TransientStoreError,
+    is_damage,
 )
 from holdfast.events import Emitter
 from holdfast.format.manifest import Reference
@@ -56,10 +57,14 @@ class _Apply(msgspec.Struct, frozen=True, tag="apply"):
     """(folder, reason) of each checkpoint that was skipped."""
 
 
+_Kind: TypeAlias = Literal["ready", "damaged", "unread", "misfit", "failed"]
+"""`unread`: it could not be read this time, which is no damage."""
+
+
 class _Answer(msgspec.Struct, frozen=True):
     """Whether a rank can use a candidate, and why not."""
 
-    kind: Literal["ready", "damaged", "misfit", "failed"]
+    kind: _Kind
     reason: str = ""
 
 
@@ -106,11 +111,13 @@ class _RanksApplying(Applying):
         self._ranks.post(self._tag, data, timeout_s=self._timeout_s)
 
     def _answer_of(self, error: BaseException) -> _Answer:
-        kind: Literal["damaged", "misfit", "failed"] = "failed"
+        kind: _Kind = "failed"
         if isinstance(error, MismatchError):
             kind = "misfit"
-        elif isinstance(error, FormatError | StoreError):
+        elif is_damage(error):
             kind = "damaged"
+        elif isinstance(error, TransientStoreError):
+            kind = "unread"
         return _Answer(kind, str(error) or repr(error))
 
 
@@ -146,6 +153,7 @@ class LeadingApplying(_RanksApplying):
 
         Raises:
             CorruptData: it is damaged on another rank.
+            TransientStoreError: another rank could not read it, and may next time.
             MismatchError: it does not fit the state of another rank.
             RanksFailed, RanksSilent: another rank could not say.
         """
@@ -159,30 +167,28 @@ class LeadingApplying(_RanksApplying):
                 raise MismatchError(text)
             if answer.kind == "damaged":
                 raise CorruptData(text)
+            if answer.kind == "unread":
+                raise TransientStoreError(text)
             if answer.kind == "failed":
                 raise RanksFailed("the load", {rank: Failure("reading", answer.reason)})
 
     @override
     def _try_apply(self, candidate: LoadCandidate, search: Search) -> bool:
         self._say(self._apply_note(search))
-        error: BaseException | None = None
+        self._apply(candidate)
         try:
-            self._apply(candidate)
-        except BaseException as caught:
-            error = caught
-            raise
-        finally:
-            self._post(_Answer("ready") if error is None else self._answer_of(error))
+            self._post(_Answer("ready"))
             failed = {
                 rank: Failure("applying", answer.reason)
                 for rank, answer in enumerate(self._answers())
                 if answer.kind != "ready"
             }
-        if failed:
-            failure = RanksFailed(f"applying {candidate.entry.folder}", failed)
-            self.half_loaded = str(failure)
-            raise failure
-        self._say(self._apply_note(search))
+            if failed:
+                raise RanksFailed(f"applying {candidate.entry.folder}", failed)
+            self._say(self._apply_note(search))
+        except BaseException as error:
+            self.half_loaded = f"loading {candidate.entry.folder} failed on another rank: {error}"
+            raise
         return True
 
     def _apply_note(self, search: Search) -> _Apply:
@@ -246,6 +252,9 @@ class FollowingApplying(_RanksApplying):
             search.choose_alike(folder)
         except HoldfastError as error:
             return self._answer_of(error)
+        except BaseException as error:
+            self._post(self._answer_of(error))
+            raise
         return _Answer("ready")
 
     def _adopt(self, note: _Apply, search: Search) -> None:

@@ -40,7 +40,7 @@ from holdfast.engine.staging.guard import Overlapped
 from holdfast.engine.staging.image import KnownFile
 from holdfast.engine.staging.staged import BytesContent, Content, Staged
 from holdfast.engine.workers import Workers
-from holdfast.errors import HoldfastError, OutcomeUnknown, StoreError
+from holdfast.errors import CommitConflict, HoldfastError, OutcomeUnknown, StoreError
 from holdfast.format import blocks, layout
 from holdfast.format.codec import CodecName, Encoding
 from holdfast.format.index import StoredBlocks, TensorTable, encode_index
@@ -130,6 +130,7 @@ def write(
     attempt = begin(
         store, label=request.label, epoch=request.claim.epoch, sequence=request.sequence
     )
+    began = time.perf_counter()
     try:
         files = _AttemptFiles(attempt, staged, tools)
         if isinstance(joint, LeadingSave):
@@ -143,11 +144,15 @@ def write(
             contents = chain(files.trees(staged.trees), files.tensors())
             _write_own(files, request, contents, phase, overlapped)
         _write_index(files, phase)
+        request.timings["write_s"] = time.perf_counter() - began
         manifest = _manifest(attempt, staged, request, files, joint.world_size)
         phase.text = f"committing {attempt.folder}"
         commit(store, attempt, manifest)
     except BaseException as error:
         _clean_up(store, attempt, error, is_alone=joint.world_size == 1)
+        if isinstance(joint, LeadingSave):
+            # After a conflict the register certainly holds something else.
+            joint.is_in_doubt = attempt.put_sent and not isinstance(error, CommitConflict)
         if isinstance(error, OutcomeUnknown) and not attempt.put_sent:
             # Only a file's outcome is unknown; the checkpoint certainly did not commit.
             raise StoreError(str(error)) from error
@@ -171,8 +176,10 @@ def _follow(
 ) -> tuple[SaveAttempt, Manifest]:
     """Write this rank's files into the leader's folder, and wait for the commit."""
     attempt = joint.hear_folder(phase)
+    began = time.perf_counter()
     files = _AttemptFiles(attempt, staged, tools)
     _write_own(files, request, files.tensors(), phase, overlapped)
+    request.timings["write_s"] = time.perf_counter() - began
     joint.post_files(files.own, staged)
     manifest = joint.outcome(tools.store, attempt, phase)
     files.committed(manifest, request)
@@ -187,10 +194,8 @@ def _write_own(
     overlapped: Overlapped | None,
 ) -> None:
     """Write the files of this rank, and wait until they are durable and all of it was copied."""
-    began = time.perf_counter()
     files.begin(request)
     files.write(contents, phase)
-    request.timings["write_s"] = time.perf_counter() - began
     request.timings["stage_s"] += files.staged.transfer.waited_s
     phase.text = "waiting for the copy"
     if overlapped is not None:

@@ -37,7 +37,7 @@ from holdfast.errors import (
 from holdfast.format import layout
 from holdfast.format.index import StoredBlocks, TensorTable
 from holdfast.format.manifest import FileEntry, Manifest, Reference
-from holdfast.ranks.coordinator import Coordinator, Failure
+from holdfast.ranks.coordinator import LEADER, Coordinator, Failure
 from holdfast.state.byrank import BY_RANK, joined
 from holdfast.state.capture import Captured
 from holdfast.store.base import Store
@@ -83,6 +83,13 @@ class _FolderNote(msgspec.Struct, frozen=True):
     save_id: str
     trees: dict[str, bytes]
     """Digest of the leader's tree of each component."""
+
+
+class _OutcomeNote(msgspec.Struct, frozen=True):
+    """Announcement that the manifest was put, or that this is in doubt."""
+
+    doubt: Failure | None
+    """Why the leader does not know. The register tells."""
 
 
 class _FilesPost(msgspec.Struct, frozen=True):
@@ -189,10 +196,6 @@ class _RanksSave(JointSave):
         self._assignment: Assignment | None = None
         """The plan by which this rank has staged its part."""
 
-    def restart_clock(self) -> None:
-        """Begin the time that the save may take, when the caller's thread is done."""
-        self._end = time.monotonic() + self._together.timeout_s
-
     def _tag(self, part: str) -> str:
         return f"{self._name}, {part}"
 
@@ -259,9 +262,14 @@ class LeadingSave(_RanksSave):
 
     _plan: Plan
 
+    def __init__(self, together: Together, step: int) -> None:
+        super().__init__(together, step)
+        self._said = "plan"
+        self.is_in_doubt = False
+        """Whether this rank failed although its manifest may be in the register."""
+
     @override
     def propose(self, captured: Captured) -> Captured:
-        self._said = "plan"
         share = self._share(captured)
         self._post("shares", share)
         if isinstance(share, Share):
@@ -323,7 +331,16 @@ class LeadingSave(_RanksSave):
         """Tell the followers that the manifest was put."""
         # The checkpoint stands, whether or not they hear of it.
         with suppress(HoldfastError):
-            self._ranks.announce(self._tag("outcome"), b"committed", timeout_s=_FAIL_S)
+            self._announce("outcome", _OutcomeNote(doubt=None))
+
+    @override
+    def fail(self, error: BaseException, phase: str) -> None:
+        if not self.is_in_doubt:
+            super().fail(error, phase)
+            return
+        self._together.known.pop(self._components, None)
+        with suppress(HoldfastError):
+            self._announce("outcome", _OutcomeNote(doubt=Failure.of(error, phase=phase)))
 
     def _joined(self, name: str, kind: str, trees: Sequence[bytes | None]) -> bytes:
         own = self._trees[name]
@@ -446,13 +463,11 @@ class FollowingSave(_RanksSave):
             RanksError: nothing was heard, and the save did not commit and never will.
         """
         phase.text = f"waiting for the leader to commit {attempt.folder}"
-        try:
-            self._ranks.hear(self._tag("outcome"), timeout_s=self._left_s() + _GRACE_S)
-        except RanksFailed:
-            raise
-        except RanksError as error:
-            if not give_up(store, attempt, by=f"rank {self._ranks.rank}", reason=str(error)):
-                raise
+        error = self._doubt()
+        if error is not None and not give_up(
+            store, attempt, by=f"rank {self._ranks.rank}", reason=str(error)
+        ):
+            raise error
         store.refresh_folder(attempt.folder)
         found = Catalog(store).read(attempt.folder)
         if not isinstance(found, Manifest) or found.save_id != attempt.save_id:
@@ -461,6 +476,22 @@ class FollowingSave(_RanksSave):
                 "that the leader has put. All ranks must have the same storage under this root"
             )
         return found
+
+    def _doubt(self) -> RanksError | None:
+        """Hear the outcome; return why it is in doubt, or None after a commit.
+
+        Raises:
+            RanksFailed: the leader failed before it could commit.
+        """
+        tag = self._tag("outcome")
+        try:
+            heard = self._ranks.hear(tag, timeout_s=self._left_s() + _GRACE_S)
+        except RanksFailed:
+            raise
+        except RanksError as error:
+            return error
+        note = _decoded(heard, _OutcomeNote, tag)
+        return None if note.doubt is None else RanksFailed(tag, {LEADER: note.doubt})
 
     def _hear_plan(self, owner: Ownership) -> None:
         note = self._hear("plan", _PlanNote)
