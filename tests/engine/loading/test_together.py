@@ -296,4 +296,4 @@ def test_a_follower_that_dies_is_named_and_who_has_applied_says_so(part: str) ->
     for found in (first, second):
         assert not isinstance(found, BaseException), found
         assert found[1] == (part == "message 2")
-    assert "rank 2" in str(first)
+        assert "rank 2" in found[0]

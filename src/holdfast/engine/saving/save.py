@@ -178,7 +178,11 @@ def _follow(
     attempt = joint.hear_folder(phase)
     began = time.perf_counter()
     files = _AttemptFiles(attempt, staged, tools)
-    _write_own(files, request, files.tensors(), phase, overlapped)
+    try:
+        _write_own(files, request, files.tensors(), phase, overlapped)
+    except HoldfastError:
+        joint.expect_going_on(tools.store, attempt)
+        raise
     request.timings["write_s"] = time.perf_counter() - began
     joint.post_files(files.own, staged)
     manifest = joint.outcome(tools.store, attempt, phase)
