@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 from tests.cli.roots import Result, cut_off, flip, folder_of
 
+from boxed import reshard
+from holdfast.state.geometry import Box
+
 Command = Callable[..., Result]
 
 
@@ -67,6 +70,29 @@ def test_tensors_are_listed_when_asked_for(holdfast: Command, root: Path) -> Non
     weight = next(t for t in tensors if (t["component"], t["key"]) == ("model", "0.weight"))
     assert weight["shape"] == [16, 8]
     assert weight["shards"][0]["file"] == "model-00000.safetensors"
+
+
+def test_a_checkpoint_in_boxes_is_listed_shown_and_verified(holdfast: Command, root: Path) -> None:
+    folder = folder_of(root, 300)
+    boxes = [Box((0, 0), (16, 3)), Box((0, 3), (7, 5)), Box((7, 3), (9, 5))]
+    reshard(folder, {"model": {"0.weight": boxes}}, num_writers=2)
+    assert "300" in holdfast("ls", root).out
+    result = holdfast("show", root, "--tensors")
+    assert result.code == 0
+    (line,) = [line for line in result.out.splitlines() if line.startswith("model.0.weight ")]
+    assert line.split()[:5] == ["model.0.weight", "F32", "16×8", "512", "B"]
+    files = "".join(line.split()[5:]).split(",")
+    assert sorted(files) == ["model-00000.safetensors", "model-00001.safetensors"]
+    tensors = holdfast("show", root, "--tensors", "--json").document["tensors"]
+    weight = next(t for t in tensors if (t["component"], t["key"]) == ("model", "0.weight"))
+    found = [(tuple(of["offsets"]), tuple(of["sizes"])) for of in weight["shards"]]
+    assert found == [tuple(box) for box in boxes]
+    assert holdfast("verify", root).code == 0
+    flip(folder / "model-00001.safetensors", 4096)
+    result = holdfast("verify", root)
+    assert result.code == 1
+    assert "model-00001.safetensors" in result.out
+    assert "0.weight" in result.out
 
 
 def test_a_damaged_index_is_an_error_only_for_tensors(holdfast: Command, root: Path) -> None:

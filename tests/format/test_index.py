@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import random
+import tracemalloc
 from typing import Any
 
 import msgspec
@@ -233,6 +234,33 @@ def test_an_index_that_no_reader_would_accept_is_not_written(
     monkeypatch.setitem(index._LIMITS, "max_values", num_values - 1)
     with pytest.raises(LimitExceeded, match=r"index\.json: more than"):
         encode_index({"model": table}, {})
+
+
+def test_long_unknown_members_are_refused_before_they_are_built() -> None:
+    """R29: a value of 8 bytes can take 250 in memory."""
+    document, inside = sample(), sample()
+    document["LATER"] = inside["components"]["model"]["LATER"] = None
+    most = index.MAX_UNKNOWN_NBYTES // 8
+
+    def text(of: Any, num: int) -> bytes:
+        values = b"[%s0]" % (b'{"a":0},' * num)
+        return json.dumps(of).encode().replace(b'"LATER": null', b'"LATER": %s' % values)
+
+    assert read(text(document, most - 1000)).block_nbytes == 8388608
+    for of in (document, inside):
+        data = text(of, most + 1000)
+        tracemalloc.start()
+        try:
+            with pytest.raises(LimitExceeded, match="bytes of unknown members"):
+                read(data)
+            assert tracemalloc.get_traced_memory()[1] < 4 * len(data)
+        finally:
+            tracemalloc.stop()
+    for version, found in ((2, UnsupportedVersion), ("1", FormatError), (True, FormatError)):
+        with pytest.raises(found):
+            read(text({**document, "holdfast": version}, most + 1000))
+    with pytest.raises(FormatError, match="not an index"):
+        read(text({**document, "components": []}, most + 1000))
 
 
 @pytest.mark.parametrize("num", [100, pytest.param(1000, marks=pytest.mark.full)])

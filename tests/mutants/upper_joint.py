@@ -36,7 +36,7 @@ MUTANTS: tuple[Mutant, ...] = (
         name="sizes-of-other-ranks-unseen",
         promise="I2: the leader looks at the files of all ranks before it commits",
         file="engine/saving/save.py",
-        before="    _check_sizes(store, files.attempt, files.entries)\n",
+        before="    _check_sizes(store, files)\n",
         after="",
         near=_SAVES,
     ),

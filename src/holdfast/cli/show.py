@@ -124,7 +124,13 @@ def _tensor_documents(index: Index) -> list[dict[str, Any]]:
             "dtype": entry.dtype,
             "shape": list(entry.shape),
             "shards": [
-                {"file": shard.file, "start": shard.start, "nbytes": shard.nbytes}
+                {
+                    "file": shard.file,
+                    "start": shard.start,
+                    "nbytes": shard.nbytes,
+                    "offsets": shard.offsets,
+                    "sizes": shard.sizes,
+                }
                 for shard in entry.shards
             ],
         }

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from holdfast.errors import CorruptData, FormatError, HoldfastError
+from holdfast.errors import CorruptData, FormatError, HoldfastError, LimitExceeded
 from holdfast.format import blocks as block_digests
 from holdfast.format import layout, strictjson
 from holdfast.format.blocks import max_stored_nbytes
@@ -26,6 +26,8 @@ from holdfast.format.tensors import ITEM_NBYTES, MAX_DIMS, TensorFile, TensorSpe
 from holdfast.store.base import Buffer
 
 MAX_INDEX_VALUES = 16_000_000
+MAX_UNKNOWN_NBYTES = 8 << 20
+"""Most bytes of an index that are not its known members in their shortest form, nor whitespace."""
 
 _LIMITS = {"max_nbytes": MAX_INDEX_NBYTES, "max_values": MAX_INDEX_VALUES}
 _MAX_KINDS = 100
@@ -238,6 +240,10 @@ class _StoredColumns(msgspec.Struct):
     digests: str
 
 
+class _Version(msgspec.Struct):
+    holdfast: int
+
+
 class _IndexDocument(msgspec.Struct, omit_defaults=True):
     """Members of an index document, in the order in which they are written."""
 
@@ -313,9 +319,31 @@ def _decode_document(data: Buffer, *, what: str) -> _IndexDocument:
     document = strictjson.loads_as(data, _IndexDocument, **_LIMITS)
     if document is not None and document.holdfast == FORMAT_VERSION:
         return document
+    strictjson.check_limits(data, what=what, **_LIMITS)
+    if memoryview(data).nbytes > MAX_UNKNOWN_NBYTES:
+        _check_unknown(bytes(data), what=what)
     value = strictjson.loads(data, what=what, **_LIMITS)
     strictjson.check_version(value, what=what)
     return strictjson.convert(value, _IndexDocument, what=what)
+
+
+def _check_unknown(text: bytes, *, what: str) -> None:
+    """Check, without building them, that unknown members of an index are short.
+
+    A value of few bytes can take hundreds in memory, and what is known takes much less.
+    """
+    try:
+        version = msgspec.json.decode(text, type=_Version)
+        strictjson.check_version({"holdfast": version.holdfast}, what=what)
+        known = msgspec.json.encode(msgspec.json.decode(text, type=_IndexDocument))
+        unknown = len(msgspec.json.format(text, indent=-1)) - len(known)
+    except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as error:
+        raise FormatError(f"{what}: not an index: {error}") from error
+    if unknown > MAX_UNKNOWN_NBYTES:
+        raise LimitExceeded(
+            f"{what}: {unknown:,} bytes of unknown members; at most {MAX_UNKNOWN_NBYTES:,} are "
+            "accepted"
+        )
 
 
 def _columns(files: Sequence[TensorFile] | TensorTable) -> dict[str, Any]:

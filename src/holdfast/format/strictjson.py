@@ -186,6 +186,7 @@ def _parse(text: bytes, *, what: str) -> Any:
             again = msgspec.json.encode(value)
             if again in (text, msgspec.json.format(text, indent=-1)):
                 return value
+            del value, again  # before it is built anew
         except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError):
             pass  # the decoder below decides, with precise errors
     return _parse_any(text, parse_int=_integer if has_long_number else int, what=what)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 from boxed import bits, random_cuts, reshard
 from holdfast.engine.loading.assembly import _overlaps
@@ -29,6 +29,7 @@ from holdfast.manager import CheckpointManager
 from holdfast.state.geometry import Box, Span, boxes_of, packed
 from holdfast.state.shards import LocalShards
 from holdfast.store.local import LocalStore
+from holdfast.weights import load_weights
 
 VALUES = {
     "matrix": torch.arange(60 * 70, dtype=torch.float32).reshape(60, 70),
@@ -251,3 +252,17 @@ def test_a_load_brings_boxes_back_whatever_the_memory(
                 manager.load(which="latest", **load)
             for key, value in VALUES.items():
                 assert bits(live[key]) == bits(value), (key, options, load)
+
+
+def test_weights_are_loaded_from_boxes(tmp_path: Path) -> None:
+    model, other = nn.Linear(30, 20), nn.Linear(30, 20)
+    with CheckpointManager(tmp_path, {"model": model}, preflight=False, sinks=()) as manager:
+        manager.save(1).wait()
+    (folder,) = (path.parent for path in tmp_path.glob("step-*/manifest.json"))
+    cuts = {"weight": random_cuts((20, 30), 8, random.Random(1))}
+    reshard(folder, {"model": cuts}, num_writers=2, codec="zstd")
+    for in_place in (False, True):
+        with torch.no_grad():
+            other.weight.zero_()
+        load_weights(tmp_path, other, in_place=in_place)
+        assert bits(other.weight.detach()) == bits(model.weight.detach())

@@ -362,9 +362,9 @@ def test_the_first_resume_reads_into_place(tmp_path: Path, monkeypatch: pytest.M
     """No second copy of the state, unless something was loaded, saved or stepped before."""
     bits, apart, read, live = saved(tmp_path, steps=2), set(), TensorReader.read, Large(seed=2)
 
-    def noted(reader: TensorReader, needed: Any) -> Any:
+    def noted(reader: TensorReader, needed: Any, shards: Any) -> Any:
         apart.update(needed)
-        return read(reader, needed)
+        return read(reader, needed, shards)
 
     monkeypatch.setattr(TensorReader, "read", noted)
 
