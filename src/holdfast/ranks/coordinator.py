@@ -13,6 +13,9 @@ from typing import NamedTuple
 from holdfast.errors import RanksFailed, RanksSilent, UsageError
 
 LEADER = 0
+GRACE_S = 5.0
+"""Seconds that followers listen longer than the leader collects, so that it can name who is silent.
+"""
 NUM_KEPT_ROUNDS = 16
 """Rounds after which the leader may delete what a late rank did not hear, or has posted too late.
 """

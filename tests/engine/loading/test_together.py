@@ -76,11 +76,7 @@ def test_generators_are_those_of_the_rank_and_of_the_rank_modulo_the_old_number(
         loaded = all_of(on_ranks(coordinators(num_ranks), load))
         assert [state for state, _ in loaded] == [saved[rank % 2] for rank in range(num_ranks)]
         for _, notes in loaded:
-            if num_ranks == 2:
-                assert notes == ()
-            else:
-                assert f"numerics differ: world_size was 2, is {num_ranks}" in notes
-                assert f"saved by 2 ranks, loaded by {num_ranks}" in notes[0]
+            assert any("modulo the old number" in note for note in notes) == (num_ranks != 2)
 
 
 def test_a_named_checkpoint_is_loaded_and_rolled_back_to_by_all() -> None:
@@ -300,4 +296,4 @@ def test_a_follower_that_dies_is_named_and_who_has_applied_says_so(part: str) ->
     for found in (first, second):
         assert not isinstance(found, BaseException), found
         assert found[1] == (part == "message 2")
-    assert "rank 2" in str(first)
+        assert "rank 2" in found[0]

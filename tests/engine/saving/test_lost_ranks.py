@@ -15,6 +15,7 @@ import pytest
 from allranks import Breaking, Member, Verb, all_of, on_ranks
 from holdfast import errors
 from holdfast.care.verify import verify
+from holdfast.engine.control import exits
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.saving import together as together_module
 from holdfast.ranks.coordinator import Coordinator
@@ -104,24 +105,28 @@ class Scene:
         manager = member.manager(self.views[member.rank], save_timeout_s=DEADLINE_S)
         member.train()
         manager.save(1).wait(60)
+        said = "committed"
         try:
             # A dead rank may never say what became of its save.
             manager.save(2).wait(1 if (member.rank, self.how) == (self.odd, "die") else 60)
         except errors.HoldfastError as error:
-            return f"{error} {error.__cause__}"
+            said = f"{error} {error.__cause__}"
         finally:
             self.living_are_done[member.rank].set()
             others = [e for rank, e in enumerate(self.living_are_done) if rank != self.odd]
             if all(event.is_set() for event in others):
                 self.release.set()
-        return "committed"
+            if (member.rank, self.how) == (self.odd, "die"):
+                exits.unregister(manager)
+        manager.close()
+        return said
 
 
 @pytest.mark.parametrize(("odd", "place", "how"), cases())
 def test_the_living_ranks_agree_with_the_register_and_the_run_goes_on(
     odd: int, place: str, how: How, ram_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(together_module, "_GRACE_S", 0.5)
+    monkeypatch.setattr(together_module, "GRACE_S", 0.5)
     store = LocalStore(ram_path / "run")
     scene = Scene(store, odd, place, how)
     said = on_ranks(scene.ranks, scene.save_twice)

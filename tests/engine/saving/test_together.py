@@ -394,7 +394,7 @@ def test_a_leader_that_is_too_slow_finds_the_register_taken(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A follower gave up: what the leader goes on to do never commits."""
-    monkeypatch.setattr(together_module, "_GRACE_S", 0.1)
+    monkeypatch.setattr(together_module, "GRACE_S", 0.1)
     store = MemoryStore()
     slow = Fault(kind="hang", op="put", key="*/index.json")
     views = [FaultyStore(store, [slow]), store]

@@ -29,7 +29,7 @@ from holdfast.errors import (
 )
 from holdfast.events import Emitter
 from holdfast.format.manifest import Reference
-from holdfast.ranks.coordinator import Coordinator, Failure
+from holdfast.ranks.coordinator import GRACE_S, Coordinator, Failure
 from holdfast.store.base import Store
 
 _FAIL_S = 5.0
@@ -282,7 +282,9 @@ class FollowingApplying(_RanksApplying):
     def _hear(self) -> _Read | _Apply:
         self._num_messages += 1
         note: _Read | _Apply = _decoded(
-            self._ranks.hear(self._tag, timeout_s=self._timeout_s), _Read | _Apply, self._tag
+            self._ranks.hear(self._tag, timeout_s=self._timeout_s + GRACE_S),
+            _Read | _Apply,
+            self._tag,
         )
         return note
 

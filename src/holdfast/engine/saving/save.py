@@ -186,7 +186,10 @@ def _follow(
     files = _AttemptFiles(attempt, staged, tools)
     try:
         _write_own(files, request, files.tensors(), phase, overlapped)
-    except NotFound as error:
+    except HoldfastError as error:
+        joint.expect_going_on(tools.store, attempt)
+        if not isinstance(error, NotFound):
+            raise
         raise NotShared(
             f"{tools.store.url}/{attempt.folder}: the leader has made this folder, and this rank "
             f"does not see it: {error}. All ranks must have the same storage under this root"

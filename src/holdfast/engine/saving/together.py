@@ -32,20 +32,20 @@ from holdfast.errors import (
     NotShared,
     RanksError,
     RanksFailed,
+    SealError,
+    StoreError,
     UnsupportedState,
 )
 from holdfast.format import blocks, layout
 from holdfast.format.index import StoredBlocks, TensorTable
-from holdfast.format.manifest import FileEntry, Manifest, Reference
-from holdfast.ranks.coordinator import LEADER, Coordinator, Failure
+from holdfast.format.manifest import Aborted, FileEntry, Manifest, Reference
+from holdfast.ranks.coordinator import GRACE_S, LEADER, Coordinator, Failure
 from holdfast.state.byrank import BY_RANK, joined
 from holdfast.state.capture import Captured
 from holdfast.store.base import Store
 
 T = TypeVar("T")
 
-_GRACE_S = 5.0
-"""Seconds after the deadline of a save in which the leader may still announce its outcome."""
 _FAIL_S = 5.0
 """Limit on saying that this rank failed."""
 
@@ -557,6 +557,17 @@ class FollowingSave(_RanksSave):
             raise FormatError(f"{self._name}: {note.folder!r} is no folder of a save")
         return SaveAttempt(name=name, save_id=note.save_id)
 
+    def expect_going_on(self, store: Store, attempt: SaveAttempt) -> None:
+        """Raise why the leader has given up, if it has: it removes what others still write.
+
+        Raises:
+            RanksFailed: the leader has failed, or been told that another rank has.
+        """
+        with suppress(FormatError, SealError, StoreError):
+            store.refresh_folder(attempt.folder)
+            if isinstance(Catalog(store).read(attempt.folder), Aborted):
+                self._doubt()
+
     def post_files(self, files: Sequence[OwnFile], staged: Staged) -> None:
         """Tell the leader what this rank has written."""
         differing = {
@@ -596,7 +607,7 @@ class FollowingSave(_RanksSave):
         """
         tag = self._tag("outcome")
         try:
-            heard = self._ranks.hear(tag, timeout_s=self._left_s() + _GRACE_S)
+            heard = self._ranks.hear(tag, timeout_s=self._left_s() + GRACE_S)
         except RanksFailed:
             raise
         except RanksError as error:
@@ -623,7 +634,8 @@ class FollowingSave(_RanksSave):
 
     def _hear(self, part: str, kind: type[T]) -> T:
         tag = self._tag(part)
-        return _decoded(self._ranks.hear(tag, timeout_s=self._left_s()), kind, tag)
+        heard = self._ranks.hear(tag, timeout_s=self._left_s() + GRACE_S)
+        return _decoded(heard, kind, tag)
 
 
 class Together:

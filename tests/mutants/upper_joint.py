@@ -1,0 +1,147 @@
+"""Mutants of saves and loads by several ranks: who decides, and what each rank is told."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+_SAVES = ("tests/engine/saving/test_together.py", "tests/engine/saving/test_lost_ranks.py")
+_LOADS = ("tests/engine/loading/test_together.py",)
+
+MUTANTS: tuple[Mutant, ...] = (
+    Mutant(
+        name="a-commit-without-the-post-of-each-rank",
+        promise="I2: the leader commits when every rank has said that its files are durable",
+        file="engine/saving/together.py",
+        before="posts = self._ranks.collect(tag, timeout_s=self._left_s()).expect_all(tag)",
+        after="posts = [*self._ranks.collect(tag, timeout_s=self._left_s()).came.values()]",
+        near=_SAVES[1:],
+    ),
+    Mutant(
+        name="a-follower-gives-up-unread",
+        promise="R38: what the register holds is the outcome, also for who gives up",
+        file="engine/roots/commit.py",
+        before="        if committed:\n            return True\n",
+        after="",
+        near=_SAVES,
+    ),
+    Mutant(
+        name="a-follower-gives-up-and-puts-nothing",
+        promise="I1: what goes on after a follower gave up never commits",
+        file="engine/roots/commit.py",
+        before="        put_once(store, attempt.manifest_key, Aborted(by=by, reason=",
+        after="        _Absent(store, attempt.manifest_key, Aborted(by=by, reason=",
+        near=_SAVES,
+    ),
+    Mutant(
+        name="sizes-of-other-ranks-unseen",
+        promise="I2: the leader looks at the files of all ranks before it commits",
+        file="engine/saving/save.py",
+        before="    _check_sizes(store, files)\n",
+        after="",
+        near=_SAVES,
+    ),
+    Mutant(
+        name="plan-id-not-compared",
+        promise="R38: no rank goes by a plan that it does not know",
+        file="engine/saving/together.py",
+        before="if known is None or known.plan_id != note.plan_id:",
+        after="if known is None:",
+        near=_SAVES,
+    ),
+    Mutant(
+        name="step-of-other-ranks-not-compared",
+        promise="R38: ranks that save different steps are told so",
+        file="engine/saving/together.py",
+        before="if (share.step, share.components) != (self._step, self._components):",
+        after="if share.components != self._components:",
+        near=_SAVES,
+    ),
+    Mutant(
+        name="a-leader-fails-unheard",
+        promise="R38: a leader that fails before it has shared anything is heard at once",
+        file="engine/saving/together.py",
+        before='        self._said = "plan"\n',
+        after="",
+        near=_SAVES,
+    ),
+    Mutant(
+        name="a-leader-in-doubt-says-that-it-failed",
+        promise="R38: what the register holds is the outcome, whatever the leader fears",
+        file="engine/saving/save.py",
+        before="joint.is_in_doubt = attempt.put_sent and",
+        after="joint.is_in_doubt = False and",
+        near=_SAVES,
+    ),
+    Mutant(
+        name="a-follower-claims",
+        promise="I1: one writer of the register: the leader",
+        file="care/mirror.py",
+        before="    if not leads:\n",
+        after="    if not leads and takeover:\n",
+        near=_SAVES,
+    ),
+    Mutant(
+        name="a-failure-takes-the-place-of-a-save-that-is-due",
+        promise="R38: all ranks count the same saves",
+        file="manager.py",
+        before="        if is_alone:\n            if pending is not None",
+        after="        if self._raise_failure() or is_alone:\n            if pending is not None",
+        near=_SAVES,
+    ),
+    Mutant(
+        name="a-request-makes-one-rank-save",
+        promise="R38: all ranks count the same saves",
+        file="engine/control/outside.py",
+        before="if requests and self._num_ranks > 1:",
+        after="if requests and self._num_ranks < 1:",
+        near=_SAVES,
+    ),
+    Mutant(
+        name="two-tiers-by-several-ranks",
+        promise="I1: what several ranks cannot do yet is refused",
+        file="engine/options.py",
+        before="if isinstance(checkpoints.root, Tiered):",
+        after="if isinstance(checkpoints.encrypt, Tiered):",
+        near=_SAVES,
+    ),
+    Mutant(
+        name="damage-on-another-rank-ignored",
+        promise="I6: damage that one rank reads is damage for all",
+        file="engine/loading/together.py",
+        before='if answer.kind == "damaged":',
+        after='if answer.kind == "damage":',
+        near=_LOADS,
+    ),
+    Mutant(
+        name="applied-before-all-are-ready",
+        promise="I6: a load changes nothing on any rank before all can use it",
+        file="engine/loading/together.py",
+        before="        self.loads.expect_ready(entry, None)\n",
+        after="",
+        near=_LOADS,
+    ),
+    Mutant(
+        name="a-failed-read-is-damage",
+        promise="I4: no checkpoint is given up because a rank could not read it for a moment",
+        file="engine/loading/together.py",
+        before="        elif is_damage(error):\n",
+        after="        elif isinstance(error, HoldfastError):\n",
+        near=_LOADS,
+    ),
+    Mutant(
+        name="half-loaded-on-one-rank-only",
+        promise="I6: a rank that fails while it applies leaves all half loaded, and all say so",
+        file="engine/loading/together.py",
+        before="            if failed:\n",
+        after="            if failed and not candidate:\n",
+        near=_LOADS,
+    ),
+    Mutant(
+        name="an-error-in-a-hook-stays-on-its-rank",
+        promise="R38: a rank that fails is heard at once",
+        file="engine/loading/together.py",
+        before="            self._post(self._answer_of(error))\n            raise\n        return",
+        after="            raise\n        return",
+        near=_LOADS,
+    ),
+)
