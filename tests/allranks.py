@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from typing_extensions import override
 
+from holdfast.errors import Disconnected
 from holdfast.manager import CheckpointManager
 from holdfast.ranks.coordinator import Collected, Coordinator, Failure
-from holdfast.store.base import Store
 from holdfast.testing.faulty import Stopped
 from holdfast.testing.ranks import ThreadCoordinator
 
@@ -124,23 +124,23 @@ class Breaking(Coordinator):
     ) -> None:
         super().__init__(inner.rank, inner.world_size)
         self.inner, self._verb, self._part, self._how = inner, verb, part, how
-        self.is_dead = False
         self.reached, self.release = threading.Event(), threading.Event()
+        self.died = threading.Event()
 
     @override
     def number(self) -> int:
         return self.inner.number()
 
     def _meet(self, verb: Verb, tag: str) -> None:
-        if self.is_dead:
+        if self.died.is_set():
             raise Stopped(f"rank {self.rank} is dead")
         if verb != self._verb or not tag.endswith(self._part) or self.reached.is_set():
             return
         self.reached.set()
         if self._how == "raise":
-            raise OSError(f"injected at {verb} of {tag}")
+            raise Disconnected(f"injected at {verb} of {tag}")
         if self._how == "die":
-            self.is_dead = True
+            self.died.set()
             raise Stopped(f"rank {self.rank} dies at {verb} of {tag}")
         self.release.wait(JOIN_S)
 
@@ -151,7 +151,7 @@ class Breaking(Coordinator):
 
     @override
     def fail(self, tag: str, failure: Failure, *, timeout_s: float) -> None:
-        if not self.is_dead:
+        if not self.died.is_set():
             self.inner.fail(tag, failure, timeout_s=timeout_s)
 
     @override
@@ -168,8 +168,3 @@ class Breaking(Coordinator):
     def hear(self, tag: str, *, timeout_s: float) -> bytes:
         self._meet("hear", tag)
         return self.inner.hear(tag, timeout_s=timeout_s)
-
-
-def by_rank(stores: Sequence[Store]) -> Callable[[Member], Store]:
-    """Give each rank its own view of one storage."""
-    return lambda member: stores[member.rank]

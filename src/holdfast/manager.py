@@ -788,7 +788,13 @@ class CheckpointManager:
         with collector_paused():
             captured = self._capturer.capture(due.components)
             edit = self._hooks.edit_save
-            return captured if edit is None else edited(captured, edit)
+            if edit is None:
+                return captured
+            if any(part.shards for part in captured.components.values()):
+                raise UsageError(
+                    "edit_save: the state has DTensors, of which a rank has only parts"
+                )
+            return edited(captured, edit)
 
     def _save_as_asked(
         self, asked: Asked, now: Timestamp, due: Due, metrics: Mapping[str, float] | None
@@ -928,7 +934,12 @@ class CheckpointManager:
     def _described(self, found: LoadCandidate, reader: Reader) -> Checkpoint:
         manifest = found.entry.manifest
         unhealthy = (f"the state was not healthy: {why}" for why in manifest.unhealthy)
-        notes = (*reader.notes, *found.one_sided.notes, *found.prepared.notes, *unhealthy)
+        notes = [*reader.notes, *found.one_sided.notes, *found.prepared.notes, *unhealthy]
+        if manifest.world_size != self._ranks.world_size:
+            notes.append(
+                f"saved by {manifest.world_size} ranks, loaded by {self._ranks.world_size}: rank r "
+                "goes on with the generators of r modulo the old number"
+            )
         return describe(
             self._home(found.entry),
             found.entry,

@@ -1,4 +1,4 @@
-"""R38: one load by several ranks. Invariants 6 and 7: all take the same checkpoint, or none does."""
+"""R38: one load by several ranks. Invariants 6 and 7: all take one checkpoint, or none does."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ def coordinators(num_ranks: int) -> Sequence[Coordinator]:
 
 
 def newest(store: Store) -> str:
-    (first, *_) = sorted((entry.folder for entry in Catalog(store).checkpoints()), reverse=True)
-    return first
+    return max(entry.folder for entry in Catalog(store).checkpoints())
 
 
 @pytest.mark.parametrize("kind", ["memory", "local"])
@@ -44,7 +43,7 @@ def test_any_number_of_ranks_goes_on_bit_for_bit(
             with torch.no_grad():
                 member.model[0].weight.zero_()
             with member.manager(store) as manager:
-                found = manager.resume("step:2")
+                found = manager.resume(2)
                 assert found is not None
                 loaded = member.bits()
                 member.train()
@@ -76,6 +75,8 @@ def test_generators_are_those_of_the_rank_and_of_the_rank_modulo_the_old_number(
     for num_ranks in (1, 2, 3, 4):
         loaded = all_of(on_ranks(coordinators(num_ranks), load))
         assert [state for state, _ in loaded] == [saved[rank % 2] for rank in range(num_ranks)]
+        noted = () if num_ranks == 2 else (f"numerics differ: world_size was 2, is {num_ranks}",)
+        assert all(notes == noted for _, notes in loaded)
 
 
 def test_a_named_checkpoint_is_loaded_and_rolled_back_to_by_all() -> None:
@@ -85,9 +86,9 @@ def test_a_named_checkpoint_is_loaded_and_rolled_back_to_by_all() -> None:
 
     def work(member: Member) -> list[Any]:
         with member.manager(store) as manager:
-            before = manager.load("step:2").step, member.bits() == bits
+            before = manager.load(2).step, member.bits() == bits
             newest_ = manager.load().step
-            found = manager.resume("step:2")
+            found = manager.resume(2)
             assert found is not None
             after = found.step, member.bits() == bits
             member.train()
@@ -120,9 +121,9 @@ def test_a_name_that_does_not_exist_is_an_error_on_all_ranks_at_once() -> None:
     save_on(2, store, [1])
 
     def work(member: Member) -> str:
-        with member.manager(store, save_timeout_s=300) as manager:
-            with pytest.raises(errors.HoldfastError) as caught:
-                manager.load("step:7")
+        manager = member.manager(store, save_timeout_s=300)
+        with manager, pytest.raises(errors.HoldfastError) as caught:
+            manager.load(7)
         return str(caught.value)
 
     said = all_of(on_ranks(2, work))
@@ -157,8 +158,8 @@ def test_a_state_that_does_not_fit_on_one_rank_changes_nothing_on_any(way: str, 
 @pytest.mark.parametrize("odd", [0, 1, 2])
 def test_damage_that_one_rank_reads_makes_all_go_to_the_one_before(odd: int) -> None:
     store = MemoryStore()
-    (bits, *_) = save_on(3, store, [1])
-    save_on(3, store, [2])
+    (bits, *_) = save_on(3, MemoryStore(), [1])
+    save_on(3, store, [1, 2])
     damaged = newest(store)
     flip = Fault(kind="flip", op="read_into", key=f"{damaged}/model*.safetensors", times=None)
     views = [FaultyStore(store, [flip] if rank == odd else []) for rank in range(3)]
@@ -201,9 +202,9 @@ def test_a_rank_that_does_not_see_the_storage_is_named_and_nothing_is_rejected()
     save_on(2, store, [1])
 
     def work(member: Member) -> str:
-        with member.manager(store if member.rank == 0 else MemoryStore()) as manager:
-            with pytest.raises(errors.RanksFailed) as caught:
-                manager.resume()
+        manager = member.manager(store if member.rank == 0 else MemoryStore())
+        with manager, pytest.raises(errors.RanksFailed) as caught:
+            manager.resume()
         return str(caught.value)
 
     said = all_of(on_ranks(2, work))
@@ -221,9 +222,9 @@ def test_an_error_of_the_users_hook_on_one_rank_reaches_all_at_once() -> None:
                 raise ValueError("my own mistake")
 
         hooks = StateHooks(edit_load=edit)
-        with member.manager(store, hooks=hooks, save_timeout_s=300) as manager:
-            with pytest.raises((errors.RanksFailed, ValueError)) as caught:
-                manager.resume()
+        manager = member.manager(store, hooks=hooks, save_timeout_s=300)
+        with manager, pytest.raises((errors.RanksFailed, ValueError)) as caught:
+            manager.resume()
         return f"{type(caught.value).__name__} {caught.value}"
 
     said = all_of(on_ranks(2, work))

@@ -40,7 +40,14 @@ from holdfast.engine.staging.guard import Overlapped
 from holdfast.engine.staging.image import KnownFile
 from holdfast.engine.staging.staged import BytesContent, Content, Staged
 from holdfast.engine.workers import Workers
-from holdfast.errors import CommitConflict, HoldfastError, OutcomeUnknown, StoreError
+from holdfast.errors import (
+    CommitConflict,
+    HoldfastError,
+    NotFound,
+    NotShared,
+    OutcomeUnknown,
+    StoreError,
+)
 from holdfast.format import blocks, layout
 from holdfast.format.codec import CodecName, Encoding
 from holdfast.format.index import StoredBlocks, TensorTable, encode_index
@@ -178,7 +185,13 @@ def _follow(
     attempt = joint.hear_folder(phase)
     began = time.perf_counter()
     files = _AttemptFiles(attempt, staged, tools)
-    _write_own(files, request, files.tensors(), phase, overlapped)
+    try:
+        _write_own(files, request, files.tensors(), phase, overlapped)
+    except NotFound as error:
+        raise NotShared(
+            f"{tools.store.url}/{attempt.folder}: the leader has made this folder, and this rank "
+            f"does not see it: {error}. All ranks must have the same storage under this root"
+        ) from error
     request.timings["write_s"] = time.perf_counter() - began
     joint.post_files(files.own, staged)
     manifest = joint.outcome(tools.store, attempt, phase)
@@ -237,6 +250,8 @@ class _AttemptFiles:
         self.digests: dict[str, bytes] = {}
         self.own: list[OwnFile] = []
         """The durable files of this rank."""
+        self.of_others: set[str] = set()
+        """Stored names of the files that other ranks have written."""
         self._tables: Mapping[str, TensorTable] | None = None
         """Where the tensors of all ranks are; None: in the files of this one."""
         self._sizes: dict[str, int] = {}
@@ -345,9 +360,11 @@ class _AttemptFiles:
 
     def join(self, gathered: Gathered) -> None:
         """Add what the other ranks have written."""
+        own = {file.name for file in self.own}
         for file in gathered.files:
-            if file.plain not in self.names:
+            if file.name not in own:
                 self._record(file)
+                self.of_others.add(file.name)
         self._tables = gathered.tables
 
     def index(self) -> bytes:
@@ -405,16 +422,22 @@ def _write_index(files: _AttemptFiles, phase: Phase) -> None:
     with suppress(StoreError):  # uploads whose reply was lost; gc removes the rest
         store.abort_uploads(folder)
     phase.text = f"checking sizes in {folder}"
-    _check_sizes(store, files.attempt, files.entries)
+    _check_sizes(store, files)
 
 
-def _check_sizes(store: Store, attempt: SaveAttempt, entries: Mapping[str, FileEntry]) -> None:
-    sizes = {info.key: info.nbytes for info in store.list(f"{attempt.folder}/")}
-    for name, entry in entries.items():
-        nbytes = sizes.get(f"{attempt.folder}/{name}")
+def _check_sizes(store: Store, files: _AttemptFiles) -> None:
+    folder = files.attempt.folder
+    sizes = {info.key: info.nbytes for info in store.list(f"{folder}/")}
+    for name, entry in files.entries.items():
+        nbytes = sizes.get(f"{folder}/{name}")
+        if nbytes is None and name in files.of_others:
+            raise NotShared(
+                f"{store.url}/{folder}/{name}: another rank has written this file, and the "
+                "leader does not see it. All ranks must have the same storage under this root"
+            )
         if nbytes != entry.stored_nbytes:
             raise StoreError(
-                f"{store.url}/{attempt.folder}/{name}: {entry.stored_nbytes} bytes were written "
+                f"{store.url}/{folder}/{name}: {entry.stored_nbytes} bytes were written "
                 f"and the store now has {nbytes}; this save is not committed"
             )
 

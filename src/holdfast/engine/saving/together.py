@@ -317,6 +317,7 @@ class LeadingSave(_RanksSave):
         """
         self._post("files", self._files_post(files, staged, {}))
         posts = self._collect("files", _FilesPost)
+        self._expect_own_names(posts)
         trees = {
             name: self._joined(name, kind, [post.trees.get(name) for post in posts])
             for name, kind in staged.kinds.items()
@@ -326,6 +327,17 @@ class LeadingSave(_RanksSave):
             trees=trees,
             tables=self._plan.tables([post.written for post in posts]),
         )
+
+    def _expect_own_names(self, posts: Sequence[_FilesPost]) -> None:
+        """Raise `RanksFailed` if a rank has written a file of an earlier one."""
+        taken: set[str] = set()
+        for rank, post in enumerate(posts):
+            names = [file.plain for file in post.files]
+            twice = sorted(name for name in {*names} if name in taken or names.count(name) > 1)
+            if twice:
+                failure = Failure("writing its files", f"{twice[0]} is written twice")
+                raise RanksFailed(self._name, {rank: failure})
+            taken.update(names)
 
     def succeed(self) -> None:
         """Tell the followers that the manifest was put."""
