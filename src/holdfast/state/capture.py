@@ -15,6 +15,7 @@ from holdfast.errors import UnsupportedState
 from holdfast.format.objects import TreeDocument
 from holdfast.state import lacking as held
 from holdfast.state import modules, optimizers
+from holdfast.state.collecting import Leaves
 from holdfast.state.components import (
     RNG,
     CapturedComponent,
@@ -27,7 +28,7 @@ from holdfast.state.components import (
     unwrap,
 )
 from holdfast.state.generators import global_generators
-from holdfast.state.leaves import Leaves
+from holdfast.state.leaves import local_of
 from holdfast.state.recall import Foreseen, Irregular, Recollection, foresee
 from holdfast.state.trees import encoded
 
@@ -66,8 +67,10 @@ def capture(state: Mapping[str, Any], only: Collection[str] | None = None) -> Ca
 class Capturer:
     """Captures one state repeatedly, and caches what follows from its structure alone."""
 
-    def __init__(self, state: Mapping[str, Any]) -> None:
+    def __init__(self, state: Mapping[str, Any], *, is_shared: bool = False) -> None:
+        """`is_shared`: other ranks capture the same state, so that no tree may tell this one's."""
         self._state = state
+        self._is_shared = is_shared
         self._structures: dict[str, list[Any]] = {}
         self._names = ParameterNames(homes={})
         self._namings: dict[str, optimizers.Naming] = {}
@@ -149,7 +152,7 @@ class Capturer:
         recalled = self._recalled(name, kind, walked, None)
         if recalled is not None:
             return recalled
-        leaves = Leaves(component=name)
+        leaves = Leaves(component=name, is_shared=self._is_shared)
         return self._encoded(kind, leaves, encoded(content, leaves), walked)
 
     def _module(self, name: str, module: nn.Module) -> CapturedComponent:
@@ -158,8 +161,7 @@ class Capturer:
             self._foreseen[name] = foresee(module)
         foreseen, known = self._foreseen[name], self._modules.get(name)
         if foreseen is not None and known is not None and known.fits(foreseen, self._stepping):
-            tensors = [tensor.detach() for tensor in foreseen.tensors]
-            component = self._recalled(name, "module", tensors, known.stamp)
+            component = self._recalled(name, "module", foreseen.detached(), known.stamp)
             if component is not None:
                 return replace(component, may_overlap=known.may_overlap)
         return self._module_by_state_dict(name, module, foreseen)
@@ -174,7 +176,7 @@ class Capturer:
         stamp = (self._structures[name], modules.stamp(state))
         component = self._recalled(name, "module", walked, stamp)
         if component is None:
-            leaves = Leaves(component=name)
+            leaves = Leaves(component=name, is_shared=self._is_shared)
             document = modules.capture_module(module, state, leaves)
             component = self._encoded("module", leaves, document, walked, stamp)
         may_overlap = self._stepped(component)
@@ -202,8 +204,9 @@ class Capturer:
             for group in value.param_groups if isinstance(value, Optimizer) else ():
                 for parameter in group["params"]:
                     home, key = self._names.home(parameter) or ("", "")
+                    at = local_of(parameter).data_ptr()
                     captured = component.tensors.get(key) if home == component.name else None
-                    if captured is not None and captured.data_ptr() == parameter.data_ptr():
+                    if captured is not None and captured.data_ptr() == at:
                         keys.append(key)
         return frozenset(keys)
 
@@ -213,7 +216,7 @@ class Capturer:
         recalled = self._recalled(name, "optimizer", walked, stamp)
         if recalled is not None:
             return recalled
-        leaves = Leaves(component=name, key_of=optimizers.slot_path)
+        leaves = Leaves(component=name, key_of=optimizers.slot_path, is_shared=self._is_shared)
         document = optimizers.capture_optimizer(live, leaves)
         stepped = optimizers.stepped(live, leaves)
         return self._encoded("optimizer", leaves, document, walked, stamp, stepped)
@@ -243,6 +246,7 @@ class Capturer:
             tensors=leaves.tensors,
             specs=tuple(leaves.specs),
             may_overlap=may_overlap,
+            shards=leaves.shards,
         )
         if document is not None and walked is not None and not leaves.offenders:
             with suppress(Irregular):
@@ -252,7 +256,7 @@ class Capturer:
         return component
 
     def _rng(self) -> CapturedComponent:
-        leaves = Leaves(component=RNG)
+        leaves = Leaves(component=RNG, is_shared=self._is_shared)
         return self._encoded("rng", leaves, encoded(global_generators(), leaves))
 
 
@@ -291,4 +295,4 @@ def unheld_in(state: Mapping[str, Any]) -> Mapping[str, Mapping[str, Tensor]]:
     live = {name: value for name, value in state.items() if isinstance(value, nn.Module)}
     if not held.homeless(state, parameter_names(live.items())):
         return {}
-    return capture(state).look_for_unheld()
+    return Capturer(state, is_shared=True).capture().look_for_unheld()

@@ -1,4 +1,4 @@
-"""Tensors of a state: which can be saved, and under which keys and dtype names.
+"""Tensors of a state: which can be saved, under which dtype names, and where their memory is.
 
 A dtype without a name cannot be saved; nothing is ever cast. Knows storages, strides and element
 types; knows nothing of modules, optimizers or trees.
@@ -6,25 +6,25 @@ types; knows nothing of modules, optimizers or trees.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+import sys
+from collections.abc import Hashable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.parameter import Parameter, UninitializedBuffer, UninitializedParameter
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler, default_collate
+from typing_extensions import TypeIs
 
 from holdfast.errors import FormatError
-from holdfast.format.nodes import TensorRef
-from holdfast.format.objects import Refused
-from holdfast.format.tensors import TensorSpec
 
-_PLAIN_TYPES = frozenset({Tensor, Parameter})
-# `__metadata__` is a name of safetensors' own, so it can never be a tensor's.
-_RESERVED_KEYS = frozenset({"", "__metadata__"})
-_ROOT_KEY = "value"
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+PLAIN_TYPES = frozenset({Tensor, Parameter})
+"""Types of tensors whose memory is all of them."""
+
 
 _INDEX_NAMES = {
     "bool": "BOOL",
@@ -91,7 +91,9 @@ def by_plain_name(name: str) -> torch.dtype:
 
 def refusal(tensor: Tensor) -> str | None:
     """Return why `tensor` can be neither saved nor loaded into, or None if it can."""
-    if type(tensor) not in _PLAIN_TYPES:
+    if type(tensor) not in PLAIN_TYPES:
+        if is_dtensor(tensor):
+            return refusal(tensor._local_tensor)
         return _subclass_refusal(tensor)
     if tensor.is_meta:
         return "a meta tensor has no data; materialise the model first"
@@ -112,11 +114,30 @@ def _subclass_refusal(tensor: Tensor) -> str:
     if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
         return "not initialised yet (lazy module); run one forward pass first"
     name = f"{type(tensor).__module__}.{type(tensor).__qualname__}"
-    if type(tensor).__name__ == "DTensor":
-        return f"{name}: comes with multi-rank support"
+    if type(tensor).__name__ == "ShardedTensor":
+        return "a ShardedTensor cannot be saved; shard with fully_shard or DTensors instead"
     if type(tensor).__name__ == "FakeTensor":
         return f"{name}: a fake tensor has no data"
     return f"tensor subclass {name} cannot be saved; only torch.Tensor and Parameter can"
+
+
+def is_dtensor(value: object) -> TypeIs[DTensor]:
+    """Whether a value is a DTensor."""
+    # Compared by name: importing the class takes a second.
+    kind = type(value)
+    return kind.__name__ == "DTensor" and kind.__module__.startswith("torch.distributed.")
+
+
+def tensor_types() -> frozenset[type]:
+    """Return the types of tensors that can be saved: DTensor is one once it was imported."""
+    module = sys.modules.get("torch.distributed.tensor")
+    kind = getattr(module, "DTensor", None)
+    return PLAIN_TYPES if kind is None else PLAIN_TYPES | {kind}
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """Return the local tensor of a DTensor, without its methods; any other tensor itself."""
+    return tensor._local_tensor if is_dtensor(tensor) else tensor
 
 
 def _has_data(tensor: Tensor) -> bool:
@@ -163,6 +184,8 @@ def identity(tensor: Tensor) -> Hashable:
 
     Valid only while both are alive. The tensor must have a storage (see `refusal`).
     """
+    if is_dtensor(tensor):
+        return (identity(tensor._local_tensor), tensor.shape, tensor.device_mesh, tensor.placements)
     return (
         tensor.untyped_storage()._cdata,
         tensor.storage_offset(),
@@ -172,74 +195,3 @@ def identity(tensor: Tensor) -> Hashable:
         tensor.is_conj(),
         tensor.is_neg(),
     )
-
-
-def _plain(path: str) -> str:
-    return path
-
-
-@dataclass(slots=True, kw_only=True)
-class Leaves:
-    """Collects the tensors of one component, in the order of its tree."""
-
-    component: str
-    """Name of the component, for messages."""
-
-    key_of: Callable[[str], str] = _plain
-    """Path in the typed tree -> wanted tensor key, which is also the path in messages."""
-
-    taken: Collection[str] = ()
-    """Keys in use by other tensors."""
-
-    tensors: dict[str, Tensor] = field(default_factory=dict)
-    """Key -> live tensor, detached; conjugate and negative views are resolved."""
-
-    specs: list[TensorSpec] = field(default_factory=list)
-    """Specs of the tensors, in the same order."""
-
-    offenders: list[tuple[str, str]] = field(default_factory=list)
-    """(path with the component's name, reason) of everything that cannot be saved."""
-
-    originals: list[Tensor] = field(default_factory=list)
-    """The original of each of `tensors`, which may be copies."""
-
-    _refs: dict[Hashable, TensorRef] = field(default_factory=dict)
-
-    def add(self, tensor: Tensor, path: str) -> TensorRef | Refused:
-        """Add a tensor; returns its reference, the same for the same memory, or the refusal."""
-        reason = refusal(tensor)
-        if reason is not None:
-            return Refused(reason)
-        # Not `is_set_to`: it is False for a conjugate view and itself.
-        who = identity(tensor)  # valid while the tensor lives, in `originals`
-        ref = self._refs.get(who)
-        if ref is None:
-            ref = self._refs[who] = self._new(tensor, path)
-        return ref
-
-    def _new(self, tensor: Tensor, path: str) -> TensorRef:
-        key = self._unique(path)
-        self.originals.append(tensor)
-        plain = tensor.detach() if tensor.requires_grad else tensor
-        if plain.is_conj() or plain.is_neg():
-            plain = plain.resolve_conj().resolve_neg()
-        self.tensors[key] = plain
-        self.specs.append(TensorSpec(key, DTYPE_NAMES[plain.dtype], tuple(plain.shape)))
-        return TensorRef(key, _device_name(tensor))
-
-    def refuse(self, path: str, reason: str) -> None:
-        """Record that the value at `path` cannot be saved."""
-        shown = self.key_of(path)
-        self.offenders.append((f"{self.component}.{shown}" if shown else self.component, reason))
-
-    def _unique(self, path: str) -> str:
-        wanted = self.key_of(path) or _ROOT_KEY
-        key, number = wanted, 1
-        while key in self.tensors or key in self.taken or key in _RESERVED_KEYS:
-            number += 1
-            key = f"{wanted}#{number}"
-        return key
-
-
-def _device_name(tensor: Tensor) -> str:
-    return "cpu" if tensor.is_cpu else str(tensor.device)

@@ -21,9 +21,10 @@ from holdfast.format.nodes import TensorRef
 from holdfast.format.objects import TreeDocument
 from holdfast.format.tensors import TensorSpec
 from holdfast.state import generators
+from holdfast.state.collecting import Leaves
 from holdfast.state.components import Cleaner, cleaner_of, unwrap
 from holdfast.state.copying import Fetching, Stored, StoredPair, copy_tensors, fetched, read_all
-from holdfast.state.leaves import Leaves, identity, refusal
+from holdfast.state.leaves import identity, is_dtensor, local_of, refusal
 from holdfast.state.livevalues import revive
 from holdfast.state.merge import Claims, is_writable_in_place
 from holdfast.state.plans import LoadPlan
@@ -165,7 +166,9 @@ def _is_same(live: Tensor, value: Tensor) -> bool:
         return True
     if refusal(live) is not None:
         return type(live) is type(value) or refusal(value) is not None
-    return value.dtype == live.dtype and value.is_set_to(live)
+    if is_dtensor(value) is not is_dtensor(live):
+        return False
+    return value.dtype == live.dtype and local_of(value).is_set_to(local_of(live))
 
 
 def _extras(inners: _Inners, entries: Mapping[str, Any]) -> dict[str, nn.Module]:

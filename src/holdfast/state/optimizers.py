@@ -21,9 +21,10 @@ from holdfast.errors import FormatError
 from holdfast.format.nodes import TensorRef
 from holdfast.format.objects import TreeDocument
 from holdfast.format.tensors import ITEM_NBYTES, TensorSpec
+from holdfast.state.collecting import Leaves
 from holdfast.state.components import ParameterNames
 from holdfast.state.copying import Stored
-from holdfast.state.leaves import Leaves, refusal
+from holdfast.state.leaves import local_of, refusal
 from holdfast.state.livevalues import revive
 from holdfast.state.merge import Claims, Merge, Placement
 from holdfast.state.plans import LoadPlan
@@ -154,7 +155,11 @@ def capture_optimizer(live: LiveOptimizer, leaves: Leaves) -> TreeDocument | Non
         "modules": list(live.modules),
         "groups": [list(group) for group in live.groups],
         "shapes": {name: list(p.shape) for name, p in live.parameters.items()},
-        "devices": {name: str(p.device) for name, p in live.parameters.items() if not p.is_cpu},
+        "devices": {
+            name: leaves.device_name(p.device)
+            for name, p in live.parameters.items()
+            if not p.is_cpu
+        },
         _GROUPS: _options(live.optimizer),
         "slots": slots,
         "extra": extra,
@@ -177,7 +182,7 @@ def stepped(live: LiveOptimizer, leaves: Leaves) -> frozenset[str]:
     return frozenset(
         key
         for (key, tensor), original in zip(leaves.tensors.items(), leaves.originals, strict=True)
-        if id(original) in slots and tensor.is_set_to(original)
+        if id(original) in slots and tensor.is_set_to(local_of(original))
     )
 
 

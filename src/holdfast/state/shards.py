@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -25,7 +25,7 @@ from holdfast.state.geometry import (
     spans_of,
     whole_box,
 )
-from holdfast.state.leaves import refusal
+from holdfast.state.leaves import is_dtensor, refusal
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -46,6 +46,17 @@ class LocalShards:
     local_shape: tuple[int, ...]
     """Shape of the local tensor."""
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the rank holds all of the tensor, as it is."""
+        return self.boxes == (whole_box(self.shape),)
+
+    def in_memory_of(self, local: Tensor) -> LocalShards:
+        """Return the same boxes of another local tensor."""
+        if self.views and math.prod(self.shape) == 0:
+            return replace(self, views=(local.view(self.shape),))
+        return replace(self, views=tuple(_view(local, box) for box in self.places))
+
 
 def read_shards(tensors: Mapping[str, Tensor]) -> dict[str, LocalShards]:
     """Read what this rank holds of each tensor, by path.
@@ -62,13 +73,8 @@ def read_shards(tensors: Mapping[str, Tensor]) -> dict[str, LocalShards]:
 
 def shards_of(tensor: Tensor) -> LocalShards | Refused:
     """Read what this rank holds of a tensor; a plain tensor is one box, the same on every rank."""
-    name = type(tensor).__name__
-    if name == "DTensor":
-        return _of_dtensor(tensor)  # type: ignore[arg-type]
-    if name == "ShardedTensor":
-        return Refused(
-            "a ShardedTensor cannot be saved; shard with fully_shard or DTensors instead"
-        )
+    if is_dtensor(tensor):
+        return _of_dtensor(tensor)
     reason = refusal(tensor)
     if reason is not None:
         return Refused(reason)

@@ -31,11 +31,11 @@ from holdfast.format.nodes import (
 from holdfast.format.objects import Refused, TreeDocument, decode_beside, decode_tree, document
 from holdfast.format.tensors import TensorSpec
 from holdfast.state import generators
+from holdfast.state.collecting import Leaves
 from holdfast.state.leaves import (
     DTYPE_NAMES,
     NUMPY_DTYPES,
     TORCH_DTYPES,
-    Leaves,
     by_plain_name,
     in_place_of,
     plain_name,
@@ -84,7 +84,7 @@ class _Lowering:
         if isinstance(value, torch.dtype):
             return DtypeName(plain_name(value))
         if isinstance(value, torch.device):
-            return DeviceName(str(value))
+            return DeviceName(self._leaves.device_name(value))
         if isinstance(value, torch.Size):
             return SizeTuple(tuple(value))
         if generators.kind_of(value) is not None:
