@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -33,7 +33,8 @@ from holdfast.state.copying import (
     fetched,
     in_parts,
 )
-from holdfast.state.leaves import DTYPE_NAMES, TORCH_DTYPES, identity, refusal, span
+from holdfast.state.destinations import placed_as
+from holdfast.state.leaves import DTYPE_NAMES, TORCH_DTYPES, identity, local_of, refusal, span
 from holdfast.state.livevalues import revived
 from holdfast.state.selection import shortened
 from holdfast.state.trees import (
@@ -44,6 +45,9 @@ from holdfast.state.trees import (
     present_device,
     with_flags,
 )
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 _T = TypeVar("_T")
 _Owner = tuple[Tensor, str, str]
@@ -95,7 +99,9 @@ class Claims:
         self._spans: dict[int, list[tuple[int, int, str]]] = {}
         self._lists: list[list[_Remark]] = []
         self._protected = {
-            tensor.untyped_storage()._cdata for tensor in protected if refusal(tensor) is None
+            local_of(tensor).untyped_storage()._cdata
+            for tensor in protected
+            if refusal(tensor) is None
         }
 
     def take(self, who: Any) -> bool:
@@ -107,6 +113,7 @@ class Claims:
 
     def take_memory(self, tensor: Tensor, component: str, key: str) -> str | None:
         """Claim a tensor's memory; returns the refusal, or None. Disjoint views may both claim."""
+        tensor = local_of(tensor)
         storage = tensor.untyped_storage()._cdata
         if storage in self._protected:
             return _OF_MODULE
@@ -194,6 +201,7 @@ class _Remark:
 
 def is_writable_in_place(tensor: Tensor) -> bool:
     """Whether `copy_` can write into `tensor`: none of its elements share memory."""
+    tensor = local_of(tensor)
     if refusal(tensor) is not None or tensor.is_inference():
         return False
     return tensor.is_contiguous() or torch._debug_has_internal_overlap(tensor) != 1
@@ -208,7 +216,10 @@ class Merge:
         specs: Mapping[str, TensorSpec],
         claims: Claims,
         component: str = "",
+        layouts: Mapping[str, DTensor] | None = None,
     ) -> None:
+        """`layouts`: DTensors that tell how those of some keys are placed over the ranks."""
+        self._layouts = layouts or {}
         self._claims = claims
         self._component = component
         self._remarks = claims.remarks()
@@ -379,12 +390,15 @@ class Merge:
             check_fit(ref, stored.empty("meta") if isinstance(stored, Unread) else stored)
         if not isinstance(live, Tensor) or not self._fits(live, ref, place):
             return self._made_at(place, ref, stored)
-        self._copies.append((live, stored))
+        self._copies.append((local_of(live), stored))
         if ref.grad and not live.requires_grad:
             self._edits.append(live.requires_grad_)
         return live
 
     def _made_at(self, place: Placement, ref: TensorRef, stored: Stored) -> Tensor:
+        if ref.key in self._layouts:
+            local = place.make(TensorRef(ref.key, ref.device), fetched(stored))
+            return with_flags(placed_as(self._layouts[ref.key], local), ref)
         if not isinstance(stored, Unread):
             return place.make(ref, stored)
         made = place.make(ref, stored.empty(place.device(ref)))

@@ -308,6 +308,8 @@ class ModulePlan(LoadPlan):
                 self._check_tensor(path, name, live, value, problems)
             elif isinstance(value, TensorRef) and name not in self._live.extras:
                 problems.other.append(f"{path}: the stored value is a tensor, the live one is not")
+            else:
+                self.destinations.match(None, value, path, problems)
 
     def _check_tensor(
         self, path: str, name: str, live: Tensor, value: Any, problems: Problems
@@ -320,6 +322,7 @@ class ModulePlan(LoadPlan):
         else:
             resizes = name.rpartition(".")[0] in self._live.own_loading
             problems.compare(path, self._specs[value.key], live, any_shape=resizes)
+            self.destinations.match(live, value, path, problems)
 
     def _check_ties(self, problems: Problems) -> None:
         """Record tied live tensors for which two different tensors were stored."""
@@ -337,13 +340,15 @@ class ModulePlan(LoadPlan):
 
     def prepare(self, tensors: Mapping[str, Stored], claims: Claims) -> None:
         """Pair stored tensors with live leaves; nothing live changes."""
-        lifting = Lifting(read_all(tensors) if self._live.is_opaque else Fetching(tensors))
+        placed = self.destinations.placed(tensors) if self._live.is_opaque else tensors
+        lifting = Lifting(read_all(placed) if self._live.is_opaque else Fetching(placed))
         for name, value in self._wanted.items():
             if self._live.is_opaque or name in self._live.extras:
                 self._lifted[name] = lifting.lift_tree(value)
             else:
-                live, image = self._live.leaves[name], tensors[value.key]
-                claims.agree(f"{self._component}.{name}", live, image)
+                leaf, image = self._live.leaves[name], tensors[value.key]
+                claims.agree(f"{self._component}.{name}", leaf, image)
+                live = local_of(leaf)
                 self._pairs.append((live, image))
 
     def apply(self) -> None:

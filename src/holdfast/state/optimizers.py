@@ -277,7 +277,7 @@ class _ParameterPlacement(Placement):
     def make(self, ref: TensorRef, stored: Tensor) -> Tensor:
         # With the parameter's strides where it has the parameter's shape: fused kernels pair
         # elements by their position in memory, whatever the strides say.
-        parameter, device = self._parameter, self.device(ref)
+        parameter, device = local_of(self._parameter), self.device(ref)
         if stored.shape != parameter.shape or parameter.is_contiguous():
             return owned(stored, device)
         like = torch.empty_like(parameter, dtype=stored.dtype, device=device, requires_grad=False)
@@ -322,6 +322,23 @@ class OptimizerPlan(LoadPlan):
             reason = refusal(self._live.parameters[name])
             if reason is not None:
                 problems.offenders.append((f"{self._component}.{name}", reason))
+        self._match_tensors(problems)
+
+    def _match_tensors(self, problems: Problems) -> None:
+        """Record which stored tensors go into DTensors, or become ones beside a parameter."""
+        if self.destinations.are_plain:
+            return
+        state: dict[Any, Any] = self._live.optimizer.state
+        match, component = self.destinations.match, self._component
+        for name, old in self._common.items():
+            parameter = self._live.parameters[name]
+            slots = self._stored.slots.get(old)
+            match(state.get(parameter), slots, f"{component}.{name}", problems, parameter)
+        for live, old_group in self._groups:
+            options = self._stored.param_groups[old_group]
+            group = self._live.optimizer.param_groups[live]
+            match(group, options, f"{component}.{_GROUPS}.{live}", problems)
+        match(state, self._stored.extra, f"{component}.extra", problems)
 
     def _check_type(self, problems: Problems) -> None:
         stored, live = self._stored.type, type(self._live.optimizer).__name__
@@ -434,7 +451,8 @@ class OptimizerPlan(LoadPlan):
 
     def prepare(self, tensors: Mapping[str, Stored], claims: Claims) -> None:
         """Plan every change, and make new tensors; nothing live changes."""
-        merge = self._merge = Merge(tensors, self._specs, claims, self._component)
+        layouts = self.destinations.layouts
+        merge = self._merge = Merge(tensors, self._specs, claims, self._component, layouts)
         options = self._stored_options()
         for name, old in self._common.items():
             self._merge_slots(merge, name, old, options.get(name, {}))

@@ -38,6 +38,7 @@ from holdfast.state.leaves import (
     TORCH_DTYPES,
     by_plain_name,
     in_place_of,
+    is_dtensor,
     plain_name,
 )
 
@@ -411,7 +412,7 @@ def placed(stored: Tensor, ref: TensorRef, device: torch.device) -> Tensor:
     """
     if ref.grad or ref.order:
         check_fit(ref, stored)
-    if not ref.order:
+    if not ref.order or is_dtensor(stored):
         return owned(stored, device)
     sizes = [stored.shape[dim] for dim in ref.order]
     inverse = sorted(range(len(ref.order)), key=ref.order.__getitem__)
@@ -445,6 +446,8 @@ def owned(tensor: Tensor, device: torch.device) -> Tensor:
     A view into a read buffer is copied: it would keep the buffer alive, and kernels may round
     differently on memory of another alignment.
     """
+    if is_dtensor(tensor):
+        return tensor
     if device.type != "cpu":
         return tensor.to(device)
     alone = tensor.storage_offset() == 0 and tensor.untyped_storage().nbytes() == tensor.nbytes
