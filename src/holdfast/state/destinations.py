@@ -14,12 +14,15 @@ from holdfast.format.nodes import TensorRef
 from holdfast.format.objects import Refused, join
 from holdfast.format.tensors import TensorSpec
 from holdfast.state.copying import Stored, fetched
-from holdfast.state.leaves import PLAIN_TYPES, is_dtensor, tensor_types
+from holdfast.state.leaves import PLAIN_TYPES, is_dtensor
 from holdfast.state.selection import Problems
 from holdfast.state.shards import LocalShards, shards_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
+
+
+_PLAIN = PLAIN_TYPES | {bool, int, float, str, type(None)}
 
 
 class Destinations:
@@ -29,12 +32,16 @@ class Destinations:
         self._specs = specs
         self._first: dict[str, tuple[str, DTensor | None]] = {}
         self._seen: set[int] = set()
-        self.are_plain = tensor_types() is PLAIN_TYPES
-        """Whether this process has no DTensors, so that nothing need be matched."""
+        self.are_plain = True
+        """Whether none is a DTensor, so that nothing need be matched."""
         self.layouts: dict[str, DTensor] = {}
         """Key -> DTensor of the same global shape, whose mesh and placements the new one has."""
         self.shards: dict[str, LocalShards] = {}
         """Key -> the boxes that this rank holds of it."""
+
+    def look_in(self, live: Any) -> None:
+        """Look for DTensors in the live values, before any is matched."""
+        self.are_plain = not _has_dtensors(live, set())
 
     def match(
         self, live: Any, stored: Any, path: str, problems: Problems, beside: Tensor | None = None
@@ -85,6 +92,18 @@ class Destinations:
             if key in tensors
         }
         return {**tensors, **made}
+
+
+def _has_dtensors(value: Any, seen: set[int]) -> bool:
+    if not isinstance(value, dict | list | tuple):
+        return is_dtensor(value)
+    if id(value) in seen:
+        return False
+    seen.add(id(value))
+    items = [*dict.values(value)] if isinstance(value, dict) else value
+    if _PLAIN.issuperset(map(type, items)):
+        return False
+    return any(_has_dtensors(item, seen) for item in items)
 
 
 def _item(live: Any, name: Any) -> Any:

@@ -301,6 +301,7 @@ class ModulePlan(LoadPlan):
         self._check_ties(problems)
 
     def _check_values(self, problems: Problems) -> None:
+        self.destinations.look_in([*self._live.entries.values()])
         for name, value in self._wanted.items():
             live = self._live.entries[name]
             path = f"{self._component}.{name}"

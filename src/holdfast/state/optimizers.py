@@ -326,9 +326,11 @@ class OptimizerPlan(LoadPlan):
 
     def _match_tensors(self, problems: Problems) -> None:
         """Record which stored tensors go into DTensors, or become ones beside a parameter."""
+        state: dict[Any, Any] = self._live.optimizer.state
+        groups = self._live.optimizer.param_groups
+        self.destinations.look_in([groups, [*state.values()]])
         if self.destinations.are_plain:
             return
-        state: dict[Any, Any] = self._live.optimizer.state
         match, component = self.destinations.match, self._component
         for name, old in self._common.items():
             parameter = self._live.parameters[name]
@@ -336,8 +338,7 @@ class OptimizerPlan(LoadPlan):
             match(state.get(parameter), slots, f"{component}.{name}", problems, parameter)
         for live, old_group in self._groups:
             options = self._stored.param_groups[old_group]
-            group = self._live.optimizer.param_groups[live]
-            match(group, options, f"{component}.{_GROUPS}.{live}", problems)
+            match(groups[live], options, f"{component}.{_GROUPS}.{live}", problems)
         match(state, self._stored.extra, f"{component}.extra", problems)
 
     def _check_type(self, problems: Problems) -> None:

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
+import torch.distributed as dist
 from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
@@ -79,6 +80,7 @@ class TreePlan(LoadPlan):
             keep_live(self._wanted, self._live, self._component, wishes.selection)
         _compare_keys(self._component, self._wanted, self._live, problems)
         self._wanted = revive(skeleton, self._live, self._component, problems, stored=self._wanted)
+        self.destinations.look_in(self._live)
         self.destinations.match(self._live, self._wanted, self._component, problems)
 
     def prepare(self, tensors: Mapping[str, Stored], claims: Claims) -> None:
@@ -129,13 +131,14 @@ class ObjectPlan(LoadPlan):
                     f"{', '.join(lacks)} as this {kind} has"
                 )
         is_partial = wishes.selection.is_partial(self._component)
-        has_places = not self.destinations.are_plain and bool(self._specs)
-        if not (skeleton.has_enums or is_partial or has_places):
+        may_be_placed = bool(self._specs) and dist.is_available() and dist.is_initialized()
+        if not (skeleton.has_enums or is_partial or may_be_placed):
             return
         live = self._live.state_dict()
         if is_partial:
             self._is_wanted = keep_live(self._wanted, live, self._component, wishes.selection)
         self._wanted = revive(skeleton, live, self._component, problems, stored=self._wanted)
+        self.destinations.look_in(live)
         self.destinations.match(live, self._wanted, self._component, problems)
 
     def prepare(self, tensors: Mapping[str, Stored], claims: Claims) -> None:

@@ -166,9 +166,8 @@ class TreeWalk:
         self._visit(value)
         self.tensors, self.layouts = self.live, list[Any]()
         """The tensors, of DTensors the local ones; and how DTensors are placed."""
-        if self._kinds is not PLAIN_TYPES:
+        if not PLAIN_TYPES.issuperset(map(type, self.live)):
             self.layouts = [one._spec for one in self.live if is_dtensor(one)]
-        if self.layouts:
             self.tensors = list(map(local_of, self.live))
 
     def _visit(self, value: Any) -> None:
