@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
-import torch.distributed as dist
+import torch
 from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
@@ -131,8 +131,9 @@ class ObjectPlan(LoadPlan):
                     f"{', '.join(lacks)} as this {kind} has"
                 )
         is_partial = wishes.selection.is_partial(self._component)
-        may_be_placed = bool(self._specs) and dist.is_available() and dist.is_initialized()
-        if not (skeleton.has_enums or is_partial or may_be_placed):
+        # Without a group there are no DTensors; then no `state_dict` is called for them.
+        is_alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
+        if not (skeleton.has_enums or is_partial) and (is_alone or not self._specs):
             return
         live = self._live.state_dict()
         if is_partial:
