@@ -219,3 +219,25 @@ def test_a_tree_that_holds_a_modules_dtensor_gets_one_of_its_own() -> None:
     assert torch.equal(local_of(model.w), before)
     assert isinstance(live["best"]["w"], DTensor)
     assert local_of(live["best"]["w"]).eq(7).all()
+
+
+def test_slots_beside_a_dtensor_without_dimensions_are_dtensors_and_its_step_is_not() -> None:
+    def made(has_slots: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Module()
+        scale = Layout((), (2,), (Replicate(),)).dtensor((0,), torch.tensor(3.0))
+        model.scale = nn.Parameter(scale)
+        optimizer = torch.optim.SGD(model.parameters())
+        if has_slots:
+            slots = {"step": torch.tensor(4.0), "exp_avg": torch.tensor(5.0)}
+            optimizer.state[model.scale] = slots
+        return model, optimizer
+
+    (model, optimizer), saved = made(has_slots=False), made(has_slots=True)
+    live = {"model": model, "optimizer": optimizer}
+    prepared = prepared_for(live, {"model": saved[0], "optimizer": saved[1]})
+    assert [*prepared.shards["optimizer"]] == ["scale.exp_avg"]
+    slots = {"scale.step": torch.tensor(4.0), "scale.exp_avg": torch.tensor(5.0)}
+    prepared.apply({"model": {"scale": torch.tensor(3.0)}, "optimizer": slots})
+    held = optimizer.state[model.scale]
+    assert type(held["step"]) is Tensor
+    assert isinstance(held["exp_avg"], DTensor)

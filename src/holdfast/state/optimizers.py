@@ -334,8 +334,16 @@ class OptimizerPlan(LoadPlan):
         match, component = self.destinations.match, self._component
         for name, old in self._common.items():
             parameter = self._live.parameters[name]
-            slots = self._stored.slots.get(old)
-            match(state.get(parameter), slots, f"{component}.{name}", problems, parameter)
+            slots, held = self._stored.slots.get(old), state.get(parameter)
+            of_slot = held if isinstance(held, dict) else {}
+            path = f"{component}.{name}"
+            if not isinstance(slots, dict):
+                match(held, slots, path, problems, parameter)
+                continue
+            for slot, value in slots.items():
+                # A step is plain also beside a parameter without dimensions.
+                beside = None if slot == "step" else parameter
+                match(of_slot.get(slot), value, f"{path}.{slot}", problems, beside)
         for live, old_group in self._groups:
             options = self._stored.param_groups[old_group]
             match(groups[live], options, f"{component}.{_GROUPS}.{live}", problems)
