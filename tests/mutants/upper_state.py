@@ -65,7 +65,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="shared-tensors-are-saved-apart",
         promise="I7: tensors that share memory share it after a load",
-        file="state/leaves.py",
+        file="state/collecting.py",
         before="ref = self._refs.get(who)",
         after="ref = None",
         near=("tests/state/test_leaves.py",),

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from holdfast.state import optimizers
 from holdfast.state.components import ParameterNames, parameter_names
-from holdfast.state.leaves import span
+from holdfast.state.leaves import local_of, span
 from holdfast.state.selection import shortened
 from holdfast.state.shards import local_of
 
@@ -93,6 +93,7 @@ def _shape(parameter: Tensor) -> str:
 
 def _span(tensor: Tensor) -> tuple[int, int]:
     """Return the addresses of a tensor's first byte and after its last one."""
+    tensor = local_of(tensor)
     first, stop = span(tensor)
     address = local_of(tensor).data_ptr()
     return address, address + stop - first

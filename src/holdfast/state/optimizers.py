@@ -21,9 +21,10 @@ from holdfast.errors import FormatError
 from holdfast.format.nodes import TensorRef
 from holdfast.format.objects import TreeDocument
 from holdfast.format.tensors import ITEM_NBYTES, TensorSpec
+from holdfast.state.collecting import Leaves
 from holdfast.state.components import ParameterNames
 from holdfast.state.copying import Stored
-from holdfast.state.leaves import Leaves
+from holdfast.state.leaves import local_of, refusal
 from holdfast.state.livevalues import revive
 from holdfast.state.merge import Claims, Merge, Placement
 from holdfast.state.plans import LoadPlan
@@ -156,7 +157,9 @@ def capture_optimizer(live: LiveOptimizer, leaves: Leaves) -> TreeDocument | Non
         "groups": [list(group) for group in live.groups],
         "shapes": {name: list(p.shape) for name, p in live.parameters.items()},
         "devices": {
-            name: leaves.device_name(p) for name, p in live.parameters.items() if not p.is_cpu
+            name: leaves.device_name(p.device)
+            for name, p in live.parameters.items()
+            if not p.is_cpu
         },
         _GROUPS: _options(live.optimizer),
         "slots": slots,
@@ -275,7 +278,7 @@ class _ParameterPlacement(Placement):
     def make(self, ref: TensorRef, stored: Tensor) -> Tensor:
         # With the parameter's strides where it has the parameter's shape: fused kernels pair
         # elements by their position in memory, whatever the strides say.
-        parameter, device = self._parameter, self.device(ref)
+        parameter, device = local_of(self._parameter), self.device(ref)
         if stored.shape != parameter.shape or parameter.is_contiguous():
             return owned(stored, device)
         like = torch.empty_like(parameter, dtype=stored.dtype, device=device, requires_grad=False)
@@ -339,6 +342,32 @@ class OptimizerPlan(LoadPlan):
             reason = refusal(self._live.parameters[name])
             if reason is not None:
                 problems.offenders.append((f"{self._component}.{name}", reason))
+        self._match_tensors(problems)
+
+    def _match_tensors(self, problems: Problems) -> None:
+        """Record which stored tensors go into DTensors, or become ones beside a parameter."""
+        state: dict[Any, Any] = self._live.optimizer.state
+        groups = self._live.optimizer.param_groups
+        self.destinations.look_in([groups, [*state.values()]])
+        if self.destinations.are_plain:
+            return
+        match, component = self.destinations.match, self._component
+        for name, old in self._common.items():
+            parameter = self._live.parameters[name]
+            slots, held = self._stored.slots.get(old), state.get(parameter)
+            of_slot = held if isinstance(held, dict) else {}
+            path = f"{component}.{name}"
+            if not isinstance(slots, dict):
+                match(held, slots, path, problems, parameter)
+                continue
+            for slot, value in slots.items():
+                # A step is plain also beside a parameter without dimensions.
+                beside = None if slot == "step" else parameter
+                match(of_slot.get(slot), value, f"{path}.{slot}", problems, beside)
+        for live, old_group in self._groups:
+            options = self._stored.param_groups[old_group]
+            match(groups[live], options, f"{component}.{_GROUPS}.{live}", problems)
+        match(state, self._stored.extra, f"{component}.extra", problems)
 
     def _check_type(self, problems: Problems) -> None:
         stored, live = self._stored.type, type(self._live.optimizer).__name__
@@ -470,7 +499,8 @@ class OptimizerPlan(LoadPlan):
 
     def prepare(self, tensors: Mapping[str, Stored], claims: Claims) -> None:
         """Plan every change, and make new tensors; nothing live changes."""
-        merge = self._merge = Merge(tensors, self._specs, claims, self._component)
+        layouts = self.destinations.layouts
+        merge = self._merge = Merge(tensors, self._specs, claims, self._component, layouts)
         options = self._stored_options()
         for name, old in self._common.items():
             self._merge_slots(merge, name, old, options.get(name, {}))

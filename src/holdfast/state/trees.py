@@ -32,9 +32,16 @@ from holdfast.format.nodes import (
 from holdfast.format.objects import Refused, TreeDocument, decode_beside, decode_tree, document
 from holdfast.format.tensors import TensorSpec
 from holdfast.state import generators
-from holdfast.state.dtypes import DTYPE_NAMES, NUMPY_DTYPES, TORCH_DTYPES, by_plain_name, plain_name
-from holdfast.state.leaves import Leaves, in_place_of
-from holdfast.state.shards import LocalShards, is_sharded, shards_of
+from holdfast.state.collecting import Leaves
+from holdfast.state.leaves import (
+    DTYPE_NAMES,
+    NUMPY_DTYPES,
+    TORCH_DTYPES,
+    by_plain_name,
+    in_place_of,
+    is_dtensor,
+    plain_name,
+)
 
 
 def encoded(
@@ -79,7 +86,7 @@ class _Lowering:
         if isinstance(value, torch.dtype):
             return DtypeName(plain_name(value))
         if isinstance(value, torch.device):
-            return DeviceName(str(value))
+            return DeviceName(self._leaves.device_name(value))
         if isinstance(value, torch.Size):
             return SizeTuple(tuple(value))
         if generators.kind_of(value) is not None:
@@ -438,7 +445,7 @@ def placed(stored: Tensor, ref: TensorRef, device: torch.device) -> Tensor:
     """
     if ref.grad or ref.order:
         check_fit(ref, stored)
-    if not ref.order:
+    if not ref.order or is_dtensor(stored):
         return owned(stored, device)
     sizes = [stored.shape[dim] for dim in ref.order]
     inverse = sorted(range(len(ref.order)), key=ref.order.__getitem__)
@@ -472,6 +479,8 @@ def owned(tensor: Tensor, device: torch.device) -> Tensor:
     A view into a read buffer is copied: it would keep the buffer alive, and kernels may round
     differently on memory of another alignment.
     """
+    if is_dtensor(tensor):
+        return tensor
     if device.type != "cpu":
         return tensor.to(device)
     alone = tensor.storage_offset() == 0 and tensor.untyped_storage().nbytes() == tensor.nbytes
