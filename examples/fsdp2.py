@@ -19,7 +19,7 @@ import tempfile
 import time
 from pathlib import Path
 
-# gloo cannot connect again after a restart by torchrun unless this is set, before torch is imported.
+# gloo cannot connect again after a restart by torchrun unless this is set before torch is imported.
 os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
 
 import torch

@@ -49,9 +49,9 @@ MUTANTS: tuple[Mutant, ...] = (
         name="buffers-are-not-loaded",
         promise="I7: buffers and frozen parameters are restored",
         file="state/modules.py",
-        before="                self._pairs.append((local_of(live), image))\n",
+        before="                self._pairs.append((live, image))\n",
         after="                if live.requires_grad:\n"
-        "                    self._pairs.append((local_of(live), image))\n",
+        "                    self._pairs.append((live, image))\n",
         near=("tests/state/test_modules.py",),
     ),
     Mutant(

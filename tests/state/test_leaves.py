@@ -12,8 +12,7 @@ from torch._subclasses import FakeTensorMode
 
 from holdfast.errors import UnsupportedState
 from holdfast.state.capture import capture
-from holdfast.state.dtypes import DTYPE_NAMES, TORCH_DTYPES
-from holdfast.state.shards import refusal
+from holdfast.state.leaves import DTYPE_NAMES, TORCH_DTYPES, refusal
 from state.roundtrip import image, raw_bytes
 
 

@@ -30,7 +30,6 @@ from holdfast.state.components import (
 from holdfast.state.generators import global_generators
 from holdfast.state.leaves import local_of
 from holdfast.state.recall import Foreseen, Irregular, Recollection, foresee
-from holdfast.state.shards import local_of
 from holdfast.state.trees import encoded
 
 

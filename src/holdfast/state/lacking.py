@@ -19,7 +19,6 @@ from holdfast.state import optimizers
 from holdfast.state.components import ParameterNames, parameter_names
 from holdfast.state.leaves import local_of, span
 from holdfast.state.selection import shortened
-from holdfast.state.shards import local_of
 
 _NAMES = ("data", "loader", "sampler")
 """Parts of component names that mark the user's own way to keep a position."""
@@ -95,7 +94,7 @@ def _span(tensor: Tensor) -> tuple[int, int]:
     """Return the addresses of a tensor's first byte and after its last one."""
     tensor = local_of(tensor)
     first, stop = span(tensor)
-    address = local_of(tensor).data_ptr()
+    address = tensor.data_ptr()
     return address, address + stop - first
 
 

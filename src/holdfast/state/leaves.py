@@ -10,7 +10,10 @@ import sys
 from collections.abc import Hashable, Mapping
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
 from torch import Tensor
+from torch.nn.parameter import Parameter, UninitializedBuffer, UninitializedParameter
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler, default_collate
 from typing_extensions import TypeIs
 
@@ -166,11 +169,7 @@ def in_place_of(loader: DataLoader[Any]) -> str:
 
 
 def span(tensor: Tensor) -> tuple[int, int]:
-    """Return a tensor's byte range in its storage: the first byte, and the one after the last.
-
-    Of a DTensor it is that of the local tensor, here and in `identity`.
-    """
-    tensor = local_of(tensor)
+    """Return a tensor's byte range in its storage: the first byte, and the one after the last."""
     item, start = tensor.element_size(), int(tensor.storage_offset())
     if tensor.is_contiguous():
         extent = tensor.numel()

@@ -37,7 +37,6 @@ from holdfast.state.destinations import placed_as
 from holdfast.state.leaves import DTYPE_NAMES, TORCH_DTYPES, identity, local_of, refusal, span
 from holdfast.state.livevalues import revived
 from holdfast.state.selection import shortened
-from holdfast.state.shards import is_sharded, local_of, refusal
 from holdfast.state.trees import (
     Lifting,
     check_fit,
@@ -211,7 +210,6 @@ def is_writable_in_place(tensor: Tensor) -> bool:
     tensor = local_of(tensor)
     if refusal(tensor) is not None or tensor.is_inference():
         return False
-    tensor = local_of(tensor)
     return tensor.is_contiguous() or torch._debug_has_internal_overlap(tensor) != 1
 
 
@@ -397,8 +395,6 @@ class Merge:
         if ref.grad or ref.order:
             check_fit(ref, stored.empty("meta") if isinstance(stored, Unread) else stored)
         if not isinstance(live, Tensor) or not self._fits(live, ref, place):
-            if isinstance(live, Tensor) and is_sharded(live):
-                self._refuse_sharded(live, self._specs[ref.key])
             return self._made_at(place, ref, stored)
         self._copies.append((local_of(live), stored))
         if ref.grad and not live.requires_grad:
@@ -412,7 +408,7 @@ class Merge:
         if not isinstance(stored, Unread):
             return place.make(ref, stored)
         made = place.make(ref, stored.empty(place.device(ref)))
-        self._copies.append((local_of(made).detach(), stored))
+        self._copies.append((made.detach(), stored))
         return made
 
     def _fits(self, live: Tensor, ref: TensorRef, place: Placement) -> bool:
@@ -437,16 +433,6 @@ class Merge:
         if place is _STORED_PLACE and ref.device == "cpu" and live.is_cpu:
             return True
         return live.device.type == place.device(ref).type
-
-    def _refuse_sharded(self, live: Tensor, spec: TensorSpec) -> None:
-        path = join(self._component, spec.key)
-        raise MismatchError(
-            "the checkpoint",
-            wrong_shape=[
-                f"{path}: stored {spec.dtype} {list(spec.shape)}, live it is a DTensor, "
-                f"{live.dtype} {list(live.shape)}, that cannot be filled with it"
-            ],
-        )
 
     def _check_not_trained(self, live: Tensor, spec: TensorSpec) -> None:
         """Refuse to replace a live tensor that requires grad, as an optimizer may hold it."""

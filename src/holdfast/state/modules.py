@@ -15,7 +15,6 @@ from weakref import WeakSet
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
-from typing_extensions import override
 
 from holdfast.errors import FormatError
 from holdfast.format.nodes import TensorRef
@@ -30,8 +29,7 @@ from holdfast.state.livevalues import revive
 from holdfast.state.merge import Claims, is_writable_in_place
 from holdfast.state.plans import LoadPlan
 from holdfast.state.selection import Problems, Wishes
-from holdfast.state.shards import LocalShards, local_of, refusal
-from holdfast.state.trees import Lifting, Skeleton, encoded, owned, sharded_in
+from holdfast.state.trees import Lifting, Skeleton, encoded, owned
 
 # Their own loading only converts what torch saved before 1.0.
 _LOADS_PLAINLY = frozenset(
@@ -42,7 +40,6 @@ _Inners: TypeAlias = Sequence[tuple[str, nn.Module]]
 """A module and all its submodules as (clean path, submodule), each as often as it has names."""
 _loaded: WeakSet[nn.Module] = WeakSet()
 """Modules that a checkpoint was loaded into, so that training does not reset them."""
-_FSDP = "torch.distributed.fsdp."
 _COLLISION = "two entries have this name once wrapper prefixes are stripped"
 
 
@@ -200,9 +197,7 @@ def _own_loading(inners: _Inners) -> Iterator[str]:
             kind._load_from_state_dict in _LOADS_PLAINLY
             and kind.load_state_dict is nn.Module.load_state_dict
         )
-        # The hooks of FSDP2 notice a parameter that was replaced, and we copy into what is there.
-        hooks = inner._load_state_dict_post_hooks.values()
-        if not is_plain or not all(hook.__module__.startswith(_FSDP) for hook in hooks):
+        if not is_plain or inner._load_state_dict_post_hooks:
             yield clean
 
 
@@ -343,15 +338,6 @@ class ModulePlan(LoadPlan):
                     f"{self._component}.{first} and {name} are one tensor here, "
                     "and were two when saved"
                 )
-
-    @property
-    @override
-    def shards(self) -> dict[str, LocalShards]:
-        if self._live.is_opaque:
-            return {}
-        live = self._live.leaves
-        pairs = [(value, live.get(name)) for name, value in self._wanted.items()]
-        return sharded_in([value for value, _ in pairs], [leaf for _, leaf in pairs])
 
     def prepare(self, tensors: Mapping[str, Stored], claims: Claims) -> None:
         """Pair stored tensors with live leaves; nothing live changes."""

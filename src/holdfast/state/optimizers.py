@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -29,8 +29,7 @@ from holdfast.state.livevalues import revive
 from holdfast.state.merge import Claims, Merge, Placement
 from holdfast.state.plans import LoadPlan
 from holdfast.state.selection import Problems, Wishes
-from holdfast.state.shards import LocalShards, is_sharded, local_of, refusal
-from holdfast.state.trees import Skeleton, encoded, keys_in, nodes_in, owned, sharded_in
+from holdfast.state.trees import Skeleton, encoded, keys_in, nodes_in, owned
 
 # Positions in the live group's list, so they stay with the live group.
 _NOT_OPTIONS = frozenset({"params", "param_names"})
@@ -285,25 +284,6 @@ class _ParameterPlacement(Placement):
         return like.copy_(stored)
 
 
-class _ShardedPlacement(_ParameterPlacement):
-    """Placement of a part of a slot: in a DTensor that is sharded as its parameter is."""
-
-    @override
-    def make(self, ref: TensorRef, stored: Tensor) -> Tensor:
-        from torch.distributed.tensor import DTensor
-
-        like = self._parameter
-        assert isinstance(like, DTensor), "only the slots of DTensors are sharded"
-        return DTensor.from_local(
-            owned(stored, self.device(ref)),
-            like.device_mesh,
-            like.placements,
-            run_check=False,
-            shape=like.shape,
-            stride=like.stride(),
-        )
-
-
 class OptimizerPlan(LoadPlan):
     """A load into one optimizer: checks, then changes its groups and state."""
 
@@ -478,25 +458,6 @@ class OptimizerPlan(LoadPlan):
         wanted.append(stored.extra)
         return keys_in(wanted)
 
-    @cached_property
-    def shards(self) -> dict[str, LocalShards]:
-        """Key -> the boxes to be read of a tensor that goes into a DTensor, also a new one."""
-        state = self._live.optimizer.state
-        found: dict[str, LocalShards] = {}
-        for name, old in self._common.items():
-            parameter, stored = self._live.parameters[name], self._stored.slots.get(old)
-            live, shape = state.get(parameter), tuple(parameter.shape)
-            found |= sharded_in(stored, live)
-            for slot, ref in stored.items() if isinstance(stored, dict) else ():
-                is_new = not isinstance(live, dict) or slot not in live
-                is_alike = isinstance(ref, TensorRef) and self._specs[ref.key].shape == shape
-                if is_new and is_alike and is_sharded(parameter):
-                    found |= sharded_in([ref], [parameter])
-        groups = self._live.optimizer.param_groups
-        for index, old_group in self._groups:
-            found |= sharded_in(self._stored.param_groups[old_group], groups[index])
-        return found
-
     def prepare(self, tensors: Mapping[str, Stored], claims: Claims) -> None:
         """Plan every change, and make new tensors; nothing live changes."""
         layouts = self.destinations.layouts
@@ -537,8 +498,6 @@ class OptimizerPlan(LoadPlan):
         for slot, value in (stored or {}).items():
             if not self._omits_slot(name, old, slot):
                 place = self._place(old, slot, parameter, options)
-                if isinstance(value, TensorRef) and value.key in self.shards:
-                    place = _ShardedPlacement(parameter, None)
                 slots[slot] = merge.merge(target.get(slot), value, place)
         merge.then(partial(_refill, state, parameter, target, slots))
 

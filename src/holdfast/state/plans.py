@@ -25,8 +25,7 @@ from holdfast.state.livevalues import keep_live, revive
 from holdfast.state.merge import Claims, Merge
 from holdfast.state.selection import Problems, Wishes
 from holdfast.state.settings import made_with
-from holdfast.state.shards import LocalShards
-from holdfast.state.trees import Lifting, Skeleton, keys_in, sharded_in
+from holdfast.state.trees import Lifting, Skeleton, keys_in
 
 
 class LoadPlan(ABC):
@@ -48,11 +47,6 @@ class LoadPlan(ABC):
     def needed(self) -> tuple[str, ...]:
         """Keys of the tensors that will be read, available after `check`."""
         return keys_in(self._wanted)
-
-    @property
-    def shards(self) -> Mapping[str, LocalShards]:
-        """Key -> the boxes to be read of a tensor that goes into a DTensor, after `check`."""
-        return {}
 
     @abstractmethod
     def check(self, skeleton: Skeleton, wishes: Wishes, problems: Problems) -> None:
@@ -88,11 +82,6 @@ class TreePlan(LoadPlan):
         self._wanted = revive(skeleton, self._live, self._component, problems, stored=self._wanted)
         self.destinations.look_in(self._live)
         self.destinations.match(self._live, self._wanted, self._component, problems)
-
-    @property
-    @override
-    def shards(self) -> Mapping[str, LocalShards]:
-        return sharded_in(self._wanted, self._live)
 
     def prepare(self, tensors: Mapping[str, Stored], claims: Claims) -> None:
         """Plan the merge of the stored tree into the live one."""
@@ -154,9 +143,11 @@ class ObjectPlan(LoadPlan):
         self.destinations.match(live, self._wanted, self._component, problems)
 
     def prepare(self, tensors: Mapping[str, Stored], claims: Claims) -> None:
-        """Make the whole state_dict; call the object's `check_state_dict`, if it has one."""
-        placed = self.destinations.placed(tensors)
-        self._value = Lifting(Fetching(placed)).lift_tree(self._wanted)
+        """Make the whole state_dict; call the object's `check_state_dict`, if it has one.
+
+        A list that it returns has notes for the load.
+        """
+        self._value = Lifting(Fetching(self.destinations.placed(tensors))).lift_tree(self._wanted)
         check = getattr(self._live, "check_state_dict", None)
         if self._is_wanted and callable(check):
             notes = check(self._value)

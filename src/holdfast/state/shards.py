@@ -11,13 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
-from torch.nn.parameter import Parameter, UninitializedBuffer, UninitializedParameter
 
 from holdfast.errors import UnsupportedState
 from holdfast.format.objects import Refused
-from holdfast.state.dtypes import DTYPE_NAMES
 from holdfast.state.geometry import (
     Box,
     Span,
@@ -48,6 +45,13 @@ class LocalShards:
     """The elements of each box, as views of the local tensor."""
     local_shape: tuple[int, ...]
     """Shape of the local tensor."""
+
+    def of_whole(self, tensor: Tensor) -> Tensor:
+        """Copy the boxes of a whole tensor into one of the local shape."""
+        local = tensor.new_empty(self.local_shape)
+        for box, place in zip(self.boxes, self.places, strict=True):
+            _view(local, place).copy_(_view(tensor, box))
+        return local
 
     @property
     def is_whole(self) -> bool:
@@ -86,7 +90,7 @@ def shards_of(tensor: Tensor) -> LocalShards | Refused:
 
 def _of_dtensor(tensor: DTensor) -> LocalShards | Refused:
     mesh, local, shape = tensor.device_mesh, tensor._local_tensor, tuple(tensor.shape)
-    reason = _plain_refusal(local)
+    reason = refusal(local)
     if reason is not None:
         return Refused(reason)
     splits = _splits(tensor)

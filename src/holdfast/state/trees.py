@@ -5,7 +5,6 @@ Handles tensors, arrays, dtypes, devices and generators. `format.objects` handle
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -19,7 +18,7 @@ from torch import Tensor
 from torch.nn.parameter import Parameter
 from torch.utils.data import DataLoader
 
-from holdfast.errors import FormatError, MismatchError, UnsupportedState
+from holdfast.errors import FormatError, UnsupportedState
 from holdfast.format.nodes import (
     ArrayRef,
     DeviceName,
@@ -311,38 +310,6 @@ def keys_in(value: Any) -> tuple[str, ...]:
         elif type_ is GeneratorState:
             keys.update(dict.fromkeys(keys_in(dict(node.members))))
     return tuple(keys)
-
-
-def sharded_in(stored: Any, live: Any) -> dict[str, LocalShards]:
-    """Find stored tensors that go into DTensors: key -> the boxes of the live one.
-
-    Walks a stored tree and the live one in parallel.
-
-    Raises:
-        MismatchError: one stored tensor goes into two DTensors that are sharded differently.
-    """
-    found: dict[str, LocalShards] = {}
-    if "torch.distributed.tensor" in sys.modules:  # else there is none
-        _find_sharded(stored, live, found)
-    return found
-
-
-def _find_sharded(stored: Any, live: Any, found: dict[str, LocalShards]) -> None:
-    if isinstance(stored, TensorRef):
-        held = shards_of(live) if isinstance(live, Tensor) and is_sharded(live) else None
-        if isinstance(held, LocalShards):
-            known = found.setdefault(stored.key, held)
-            if (known.boxes, known.places) != (held.boxes, held.places):
-                raise MismatchError(
-                    "the checkpoint",
-                    hint=f"{stored.key} goes into two tensors that are sharded differently",
-                )
-    elif isinstance(stored, dict) and isinstance(live, dict):
-        for name, value in stored.items():
-            _find_sharded(value, live.get(name), found)
-    elif isinstance(stored, list | tuple) and isinstance(live, list | tuple):
-        for value, other in zip(stored, live, strict=False):
-            _find_sharded(value, other, found)
 
 
 class LiveValue:
