@@ -144,4 +144,20 @@ MUTANTS: tuple[Mutant, ...] = (
         after="            raise\n        return",
         near=_LOADS,
     ),
+    Mutant(
+        name="a-follower-listens-no-longer-than-the-leader",
+        promise="R38: who is silent is named, and not the leader that waits for it",
+        file="engine/saving/together.py",
+        before="        heard = self._ranks.hear(tag, timeout_s=self._left_s() + GRACE_S)\n        return",
+        after="        heard = self._ranks.hear(tag, timeout_s=self._left_s() - 1)\n        return",
+        near=_SAVES,
+    ),
+    Mutant(
+        name="a-follower-blames-what-the-leader-removed",
+        promise="R38: an error names the rank that failed",
+        file="engine/saving/save.py",
+        before="        joint.expect_going_on(tools.store, attempt)\n",
+        after="",
+        near=_SAVES,
+    ),
 )

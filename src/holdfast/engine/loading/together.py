@@ -272,10 +272,10 @@ class FollowingApplying(_RanksApplying):
         except BaseException as error:
             self._post(self._answer_of(error))
             raise
-        self._post(_Answer("ready"))
         try:
+            self._post(_Answer("ready"))
             self._hear()
-        except HoldfastError as error:
+        except BaseException as error:
             self.half_loaded = f"loading {candidate.entry.folder} failed on another rank: {error}"
             raise
 
