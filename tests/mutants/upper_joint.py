@@ -148,8 +148,8 @@ MUTANTS: tuple[Mutant, ...] = (
         name="a-follower-listens-no-longer-than-the-leader",
         promise="R38: who is silent is named, and not the leader that waits for it",
         file="engine/saving/together.py",
-        before="        heard = self._ranks.hear(tag, timeout_s=self._left_s() + GRACE_S)\n        return",
-        after="        heard = self._ranks.hear(tag, timeout_s=self._left_s() - 1)\n        return",
+        before="self._ranks.hear(tag, timeout_s=self._left_s() + GRACE_S)\n        return",
+        after="self._ranks.hear(tag, timeout_s=self._left_s() - 1)\n        return",
         near=_SAVES,
     ),
     Mutant(
