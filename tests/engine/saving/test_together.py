@@ -448,3 +448,29 @@ def test_a_file_of_a_follower_that_the_leader_does_not_see_whole_is_not_committe
     told = "bytes were written" if op == "truncate" else "must have the same storage"
     assert all(told in one for one in said), said
     assert whole(stores[0]) == whole(stores[1]) == []
+
+
+def test_a_follower_whose_file_the_leader_has_removed_says_why(ram_path: Path) -> None:
+    """The leader cleans up after a failure of its own, while others still write."""
+    store = LocalStore(ram_path / "run")
+    full = Fault(
+        kind="fail", op="finish", key="*model*", error=errors.StoreFull("no space"), times=None
+    )
+    late = Fault(kind="hang", op="finish", key="*model*")
+    views = [FaultyStore(store, [full]), FaultyStore(store, [late])]
+
+    def work(member: Member) -> str:
+        with member.manager(views[member.rank]) as manager:
+            try:
+                manager.save(1).wait()
+            except errors.HoldfastError as error:
+                return cause(error)
+            finally:
+                if member.rank == 0:
+                    late.release.set()
+        return "committed"
+
+    said = all_of(on_ranks(2, work))
+    assert "no space" in said[0]
+    assert "rank 0, in writing" in said[1], said
+    assert "no space" in said[1]
