@@ -400,6 +400,22 @@ LOADING = (
         near=(TENSORS,),
     ),
     Mutant(
+        name="boxes-begin-where-their-tensor-does",
+        promise="R15: each tensor gets its own bytes, in each of its boxes",
+        file="engine/loading/assembly.py",
+        before="        self.start: Column = at.start + first * item_nbytes\n",
+        after="        self.start: Column = at.start\n",
+        near=("tests/engine/loading/test_assembly.py",),
+    ),
+    Mutant(
+        name="boxes-beside-whole-tensors-stay-empty",
+        promise="R15: each tensor gets its own bytes, in each of its boxes",
+        file="engine/loading/pipeline.py",
+        before="partial(self._fill, read, given_up, fill) if read.segments else fill",
+        after="fill",
+        near=("tests/engine/loading/test_assembly.py",),
+    ),
+    Mutant(
         name="what-is-damaged-is-not-passed-over",
         promise="D31: no way back to the checkpoint before",
         file="engine/loading/resume.py",

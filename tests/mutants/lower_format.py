@@ -57,6 +57,22 @@ MUTANTS: tuple[Mutant, ...] = (
         near=("tests/format/test_index.py",),
     ),
     Mutant(
+        name="shards-are-not-required",
+        promise="R21: an older reader refuses what it cannot read",
+        file="format/manifest.py",
+        before="strictjson.SHARDS: manifest.sharded}",
+        after="strictjson.SHARDS: False}",
+        near=("tests/format/test_stored.py",),
+    ),
+    Mutant(
+        name="unknown-members-of-any-length",
+        promise="R29: hostile documents cost bounded memory and time",
+        file="format/index.py",
+        before="    if unknown > MAX_UNKNOWN_NBYTES:\n",
+        after="    if unknown < 0:\n",
+        near=("tests/format/test_index.py",),
+    ),
+    Mutant(
         name="stored-blocks-of-any-length",
         promise="R29: the memory for stored blocks is bounded",
         file="format/index.py",

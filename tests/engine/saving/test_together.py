@@ -65,6 +65,7 @@ def test_each_rank_writes_some_files_and_their_numbers_have_no_gap(
     assert whole(root) == [1, 2]
     for entry in Catalog(root).checkpoints():
         assert entry.manifest.world_size == num_ranks
+        assert entry.manifest.sharded
         for name, component in entry.manifest.components.items():
             numbers = [int(file[-17:-12]) for file in component.files[1:]]
             assert numbers == [*range(len(numbers))], name

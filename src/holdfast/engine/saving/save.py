@@ -128,7 +128,6 @@ def write(
         StoreError, DeadlineExceeded: a file could not be written.
         RanksError: another rank failed or is silent.
     """
-    joint.agree(tools.owner, phase)
     if isinstance(joint, FollowingSave):
         return _follow(tools, staged, request, joint, phase, overlapped)
     store = tools.store

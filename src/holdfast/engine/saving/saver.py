@@ -253,9 +253,8 @@ class Saver:
         step = pending.step
         self._emit("save_started", f"saving step {step}", step=step)
         try:
-            entry = None
-            if joint.world_size == 1:
-                entry = self._unchanged(staged, request, overlapped)
+            joint.agree(self._owner, pending.phase)
+            entry = self._unchanged(staged, request, joint, overlapped)
             if entry is None:
                 entry = self._write(pending, staged, request, joint, overlapped)
         except BaseException as error:  # noqa: BLE001 - the future carries it to the caller
@@ -356,14 +355,20 @@ class Saver:
         return Entry(name=attempt.name, folder=attempt.folder, manifest=manifest, marks=Marks())
 
     def _unchanged(
-        self, staged: Staged, request: SaveRequest, overlapped: Overlapped | None
+        self,
+        staged: Staged,
+        request: SaveRequest,
+        joint: JointSave,
+        overlapped: Overlapped | None,
     ) -> Entry | None:
         """Return `standing`, newly tagged, if this save would write the same content; else None."""
         entry = self.standing
         if entry is None or entry.step != request.timestamp.step:
             return None
+        joint.begin_to_compare()
         stored = entry.manifest
-        if not _records_all(stored, request):
+        is_stale = joint.leads and not (_records_all(stored, request) and self._is_kept(entry))
+        if is_stale and joint.world_size == 1:
             return None
         digests = digest_staged(staged, self.threads.workers, timeout_s=self.timeout_s)
         if overlapped is not None:
@@ -375,17 +380,20 @@ class Saver:
             for name, file in stored.files.items()
             if name != layout.INDEX
         }
-        found = Catalog(self._store).entry(entry.name) if roots == recorded else None
-        if found is None or found.marks.rejected or found.marks.retired:
+        if not joint.is_unchanged(staged, roots, recorded, is_stale=is_stale):
             return None
         check_ownership(self._store, request.claim.epoch, committed=False)
         new_tags = tuple(tag for tag in request.tags if tag not in entry.tags)
-        if new_tags:
+        if new_tags and joint.leads:
             try:
                 annotate(self._store, entry, add_tags=new_tags)
             except NotSealed:
                 return None  # it is from before the run was encrypted
         return with_tags(entry, new_tags)
+
+    def _is_kept(self, entry: Entry) -> bool:
+        found = Catalog(self._store).entry(entry.name)
+        return found is not None and not (found.marks.rejected or found.marks.retired)
 
 
 def _records_all(stored: Manifest, request: SaveRequest) -> bool:

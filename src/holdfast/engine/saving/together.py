@@ -36,7 +36,7 @@ from holdfast.errors import (
     StoreError,
     UnsupportedState,
 )
-from holdfast.format import layout
+from holdfast.format import blocks, layout
 from holdfast.format.index import StoredBlocks, TensorTable
 from holdfast.format.manifest import Aborted, FileEntry, Manifest, Reference
 from holdfast.ranks.coordinator import GRACE_S, LEADER, Coordinator, Failure
@@ -92,6 +92,23 @@ class _OutcomeNote(msgspec.Struct, frozen=True):
     """Why the leader does not know. The register tells."""
 
 
+class _Comparison(msgspec.Struct, frozen=True):
+    """How the state of one rank compares with the checkpoint of the same step."""
+
+    is_same: bool
+    """Whether the tensor files that the rank would write are in it."""
+    files: int
+    """Number of these files."""
+    digests: dict[str, str]
+    """Digest of the tree of each component that is the same on all ranks."""
+    trees: dict[str, bytes]
+    """Trees of the components that differ by rank."""
+
+
+class _Verdict(msgspec.Struct, frozen=True):
+    is_unchanged: bool
+
+
 class _FilesPost(msgspec.Struct, frozen=True):
     """What one rank has written."""
 
@@ -130,6 +147,7 @@ class JointSave:
     """One save by the only rank: no message, no plan."""
 
     world_size = 1
+    leads = True
 
     def __enter__(self) -> JointSave:
         return self
@@ -174,6 +192,27 @@ class JointSave:
     def agree(self, owner: Ownership, phase: Phase) -> None:
         """End the agreement on the plan, if it is left to the background."""
 
+    def begin_to_compare(self) -> None:
+        """Begin to compare the save with the checkpoint of its step, on all ranks."""
+
+    def is_unchanged(
+        self,
+        staged: Staged,
+        roots: Mapping[str, str],
+        recorded: Mapping[str, str],
+        *,
+        is_stale: bool,
+    ) -> bool:
+        """Whether the save would write what that checkpoint has.
+
+        Args:
+            staged: what this rank would write.
+            roots: digest of each file of that, by plain name; all ranks have all trees.
+            recorded: those of the checkpoint, of all ranks.
+            is_stale: whether the leader does not want that checkpoint in any case.
+        """
+        return roots == recorded
+
     def fail(self, error: BaseException, phase: str) -> None:
         """Tell the other ranks that this one failed; they fail too."""
 
@@ -185,6 +224,7 @@ class _RanksSave(JointSave):
         self._together = together
         self._ranks = together.ranks
         self.world_size = self._ranks.world_size
+        self.leads = self._ranks.is_leader
         self._step = step
         self._name = together.next_name()
         self._end = time.monotonic() + together.timeout_s
@@ -223,6 +263,25 @@ class _RanksSave(JointSave):
         columns = (written.row, written.file, written.start)
         row, file, start = (column.astype("<i8").tobytes() for column in columns)
         return _FilesPost(tuple(files), row, file, start, dict(trees))
+
+    @override
+    def begin_to_compare(self) -> None:
+        self._said = "comparison"
+
+    def _comparison(
+        self, staged: Staged, roots: Mapping[str, str], recorded: Mapping[str, str]
+    ) -> _Comparison:
+        own = [known.file.name for known in staged.all_files]
+        return _Comparison(
+            is_same=all(recorded.get(name) == roots[name] for name in own),
+            files=len(own),
+            digests={
+                name: roots[layout.tree_file(name)]
+                for name, kind in staged.kinds.items()
+                if kind not in BY_RANK
+            },
+            trees={n: tree for n, tree in staged.trees.items() if staged.kinds[n] in BY_RANK},
+        )
 
     def _own_part(self, captured: Captured) -> Captured:
         assert self._assignment is not None, "the plan is known"
@@ -300,6 +359,33 @@ class LeadingSave(_RanksSave):
         if self._plan_is_new:
             self._expect_same_part(self._plan.assignment)
         self._announce_plan(owner)
+
+    @override
+    def is_unchanged(
+        self,
+        staged: Staged,
+        roots: Mapping[str, str],
+        recorded: Mapping[str, str],
+        *,
+        is_stale: bool,
+    ) -> bool:
+        own = self._comparison(staged, roots, recorded)
+        self._post("comparison", own)
+        found: list[_Comparison] = self._collect("comparison", _Comparison)
+        digests = {layout.tree_file(name): digest for name, digest in own.digests.items()}
+        for name in own.trees:
+            tree = joined([one.trees[name] for one in found])
+            digest = blocks.file_digest(len(tree), blocks.digest_blocks(tree))
+            digests[layout.tree_file(name)] = digest
+        is_unchanged = (
+            not is_stale
+            and all(one.is_same and one.digests == own.digests for one in found)
+            and all(recorded.get(name) == digest for name, digest in digests.items())
+            and len(recorded) == len(digests) + sum(one.files for one in found)
+        )
+        self._announce("comparison", _Verdict(is_unchanged))
+        self._said = "folder"
+        return is_unchanged
 
     def announce_folder(self, attempt: SaveAttempt, trees: Mapping[str, bytes]) -> None:
         """Tell the followers where to write."""
@@ -447,6 +533,19 @@ class FollowingSave(_RanksSave):
         if not self._is_agreed:
             phase.text = "waiting for the leader to begin"
             self._hear_plan(owner)
+
+    @override
+    def is_unchanged(
+        self,
+        staged: Staged,
+        roots: Mapping[str, str],
+        recorded: Mapping[str, str],
+        *,
+        is_stale: bool,
+    ) -> bool:
+        self._post("comparison", self._comparison(staged, roots, recorded))
+        self._said = "files"
+        return self._hear("comparison", _Verdict).is_unchanged
 
     def hear_folder(self, phase: Phase) -> SaveAttempt:
         """Wait until the leader has made the folder."""
