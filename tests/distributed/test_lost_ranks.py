@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
+from threading import Lock
 
 import pytest
 from typing_extensions import override
@@ -35,14 +36,15 @@ PLACES = {
 
 
 class Losing(WrappedStore):
-    """Sends the process a signal before it writes a key, or after it."""
+    """Sends the process one signal, before it writes a key or after it."""
 
     def __init__(self, root: Path, key: str, how: signal.Signals, *, after: bool) -> None:
         super().__init__(LocalStore(root))
         self._key, self._how, self._after = key, how, after
+        self._not_met = Lock()
 
     def _meet(self, key: str) -> None:
-        if fnmatch(key, self._key):
+        if fnmatch(key, self._key) and self._not_met.acquire(blocking=False):
             os.kill(os.getpid(), self._how)
 
     @override

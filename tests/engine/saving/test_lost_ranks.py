@@ -113,8 +113,9 @@ class Scene:
         member.train()
         said = "committed"
         try:
-            # A dead rank may never say what became of its save.
-            manager.save(2).wait(1 if (member.rank, self.how) == (self.odd, "die") else 60)
+            # A dead rank may never say what became of its save, and one that hangs does so late.
+            limit_s = {"die": 1, "hang": 60}.get(self.how) if member.rank == self.odd else None
+            manager.save(2).wait(limit_s)
         except errors.HoldfastError as error:
             said = f"{error} {error.__cause__}"
         finally:
