@@ -2,15 +2,21 @@
 
 Each rank saves its own shards; all of them together are one checkpoint. A run that was killed goes
 on where its last checkpoint is, bit for bit on as many ranks, and in the same order of samples on
-any other number of them.
+any other number of them. Alone, this file starts torchrun three times, and compares every bit:
 
-    torchrun --nproc-per-node 2 examples/fsdp2.py runs/fsdp2
+    python examples/fsdp2.py
+
+A run of your own: `torchrun --nproc-per-node 2 examples/fsdp2.py runs/fsdp2`.
 """
 
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 
 # gloo cannot connect again after a restart by torchrun unless this is set, before torch is imported.
@@ -44,13 +50,13 @@ def train(root: Path) -> None:
     for layer in (model[2], model[4]):
         fully_shard(layer)
     fully_shard(model)
+    torch.manual_seed(1 + rank)  # dropout of its own on each; a resume sets each rank's generators
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     data = holdfast.data.Loader(words(), batch_size=GLOBAL_BATCH // world_size, shuffle=True)
     state = {"model": model, "optimizer": optimizer, "data": data}
     with holdfast.CheckpointManager(root, state, every="10step", keep="last:2") as manager:
         found = manager.resume()
         step = found.step if found else 0
-        torch.manual_seed(step * world_size + rank) if not found else None
         if rank == 0 and found:
             print(f"goes on from step {step}", flush=True)
         while step < STEPS:
@@ -67,12 +73,43 @@ def train(root: Path) -> None:
     whole = [parameter.full_tensor() for parameter in model.parameters()]
     if rank == 0:
         torch.save(whole, root / "trained.pt")
-        print(f"loss {loss.item():.4f} after {step} steps", flush=True)
+        print(f"trained for {step} steps", flush=True)
+
+
+def start(root: Path) -> subprocess.Popen[bytes]:
+    """Start this file on two ranks."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    address = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    return subprocess.Popen(
+        [*command, *address, __file__, str(root)], start_new_session=True, **quiet
+    )
+
+
+def demonstrate(folder: Path) -> None:
+    """Train once in one go, and once killed after a checkpoint and started again."""
+    assert start(folder / "whole").wait() == 0
+    agent = start(folder / "killed")
+    while not any((folder / "killed").glob("step-*/manifest.json")):
+        time.sleep(0.05)
+    os.killpg(agent.pid, signal.SIGKILL)
+    agent.wait()
+    steps = [path.parent.name.split(".")[0] for path in folder.glob("killed/step-*/manifest.json")]
+    print("killed after", max(steps), "was committed")
+    time.sleep(1)  # the ranks end after their agent
+    assert start(folder / "killed").wait() == 0
+    whole, again = (torch.load(folder / name / "trained.pt") for name in ("whole", "killed"))
+    same = all(torch.equal(one, other) for one, other in zip(whole, again, strict=True))
+    print("the same weights, bit for bit:", same)
 
 
 if __name__ == "__main__":
-    dist.init_process_group("gloo")
-    try:
-        train(Path(sys.argv[1]))
-    finally:
-        dist.destroy_process_group()
+    if "RANK" not in os.environ:
+        with tempfile.TemporaryDirectory() as temporary:
+            demonstrate(Path(temporary))
+    else:
+        dist.init_process_group("gloo")
+        try:
+            train(Path(sys.argv[1]))
+        finally:
+            dist.destroy_process_group()
