@@ -230,7 +230,7 @@ def test_an_error_of_the_users_hook_on_one_rank_reaches_all_at_once() -> None:
     said = all_of(on_ranks(2, work))
     assert said[1] == "ValueError my own mistake"
     assert said[0].startswith("RanksFailed")
-    assert "rank 1, in reading: my own mistake" in said[0]
+    assert "rank 1, in reading: ValueError: my own mistake" in said[0]
 
 
 class Refusing:

@@ -25,9 +25,11 @@ from holdfast import (
 from holdfast.care.verify import verify
 from holdfast.engine.control.requests import answer_to, ask
 from holdfast.engine.hooks import StateHooks
+from holdfast.engine.options import MIN_BUDGET
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.saving import together as together_module
 from holdfast.errors import RanksFailed, SaveFailed, SaveSkipped, UsageError
+from holdfast.format.layout import BLOCK_NBYTES
 from holdfast.format.manifest import Aborted
 from holdfast.keys import SecretKey
 from holdfast.store.base import Store
@@ -125,6 +127,41 @@ def test_metrics_label_tags_and_reason_are_those_of_the_leader() -> None:
 def test_every_way_to_save_gives_a_whole_checkpoint(options: dict[str, Any], root: Store) -> None:
     save_on(3, root, [1, 2, 3], **options)
     assert whole(root)[-1] == 3
+
+
+def test_tensors_that_do_not_change_are_linked_and_states_above_the_budget_go_in_waves(
+    ram_path: Path,
+) -> None:
+    root = ram_path / "run"
+
+    def values(member: Member) -> dict[str, torch.Tensor]:
+        return {name: torch.full((3 * BLOCK_NBYTES // 4,), 1.0) for name in "abcd"}
+
+    def work(member: Member) -> None:
+        state = {**member.state, "big": values(member)}
+        options = {"memory_budget": MIN_BUDGET} if member.coordinator.world_size == 2 else {}
+        with member.manager(root, state=state, **options) as manager:
+            manager.resume()
+            for step in range(1, 4):
+                member.train()
+                state["big"]["a"] += 1
+                manager.save(step + 10 * member.coordinator.world_size, wait=True)
+
+    def load(member: Member) -> bool:
+        state = {**member.state, "big": {name: torch.zeros(1) for name in "abcd"}}
+        state["big"] = {name: torch.zeros_like(value) for name, value in values(member).items()}
+        with member.manager(root, state=state) as manager:
+            assert manager.resume() is not None
+        return all(
+            bool((value == (7 if name == "a" else 1)).all()) for name, value in state["big"].items()
+        )
+
+    all_of(on_ranks(2, work))
+    all_of(on_ranks(3, work))
+    assert whole(LocalStore(root)) == [21, 22, 23, 31, 32, 33]
+    assert all_of(on_ranks(2, load)) == [True, True]
+    files = root.glob("step-*33*/big*.safetensors")
+    assert any(file.stat().st_nlink > 1 for file in files)
 
 
 def test_a_structure_that_changes_is_planned_anew(root: Store) -> None:
@@ -449,3 +486,29 @@ def test_a_file_of_a_follower_that_the_leader_does_not_see_whole_is_not_committe
     told = "bytes were written" if op == "truncate" else "must have the same storage"
     assert all(told in one for one in said), said
     assert whole(stores[0]) == whole(stores[1]) == []
+
+
+def test_a_follower_whose_file_the_leader_has_removed_says_why(ram_path: Path) -> None:
+    """The leader cleans up after a failure of its own, while others still write."""
+    store = LocalStore(ram_path / "run")
+    full = Fault(
+        kind="fail", op="finish", key="*model*", error=errors.StoreFull("no space"), times=None
+    )
+    late = Fault(kind="hang", op="finish", key="*model*")
+    views = [FaultyStore(store, [full]), FaultyStore(store, [late])]
+
+    def work(member: Member) -> str:
+        with member.manager(views[member.rank]) as manager:
+            try:
+                manager.save(1).wait()
+            except errors.HoldfastError as error:
+                return cause(error)
+            finally:
+                if member.rank == 0:
+                    late.release.set()
+        return "committed"
+
+    said = all_of(on_ranks(2, work))
+    assert "no space" in said[0]
+    assert "rank 0, in writing" in said[1], said
+    assert "no space" in said[1]

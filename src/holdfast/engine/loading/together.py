@@ -103,8 +103,16 @@ class _RanksApplying(Applying):
 
     @property
     def _tag(self) -> str:
-        name = f"load {self._num_loads} of manager {self._manager}"
-        return f"{name}, message {self._num_messages}"
+        return self._tag_of(self._num_messages)
+
+    def _tag_of(self, message: int) -> str:
+        return f"load {self._num_loads} of manager {self._manager}, message {message}"
+
+    def _fail(self, tag: str, error: BaseException, phase: str) -> None:
+        """Tell the other ranks that this one failed, in place of the message `tag`."""
+        # Ranks that this does not reach notice at the deadline.
+        with suppress(HoldfastError):
+            self._ranks.fail(tag, Failure.of(error, phase=phase), timeout_s=_FAIL_S)
 
     def _post(self, answer: _Answer) -> None:
         data = msgspec.msgpack.encode(answer)
@@ -136,11 +144,7 @@ class LeadingApplying(_RanksApplying):
             if found is None:
                 self._say(self._apply_note(search))
         except BaseException as error:
-            failure = Failure.of(error, phase="loading")
-            # Ranks that this does not reach notice at the deadline.
-            with suppress(HoldfastError):
-                self._num_messages += 1
-                self._ranks.fail(self._tag, failure, timeout_s=_FAIL_S)
+            self._fail(self._tag_of(self._num_messages + 1), error, "loading")
             raise
         return found
 
@@ -178,13 +182,7 @@ class LeadingApplying(_RanksApplying):
         self._apply(candidate)
         try:
             self._post(_Answer("ready"))
-            failed = {
-                rank: Failure("applying", answer.reason)
-                for rank, answer in enumerate(self._answers())
-                if answer.kind != "ready"
-            }
-            if failed:
-                raise RanksFailed(f"applying {candidate.entry.folder}", failed)
+            self._answers()
             self._say(self._apply_note(search))
         except BaseException as error:
             self.half_loaded = f"loading {candidate.entry.folder} failed on another rank: {error}"
@@ -200,9 +198,10 @@ class LeadingApplying(_RanksApplying):
         )
 
     def _say(self, note: _Read | _Apply) -> None:
-        self._num_messages += 1
         data = msgspec.msgpack.encode(note)
-        self._ranks.announce(self._tag, data, timeout_s=self._timeout_s)
+        tag = self._tag_of(self._num_messages + 1)
+        self._ranks.announce(tag, data, timeout_s=self._timeout_s)
+        self._num_messages += 1
 
     def _answers(self) -> list[_Answer]:
         posts = self._ranks.collect(self._tag, timeout_s=self._timeout_s).expect_all(self._tag)
@@ -233,28 +232,30 @@ class FollowingApplying(_RanksApplying):
     @override
     def apply(self, search: Search, *, claims: bool) -> LoadCandidate | None:
         self._begin()
-        while True:
-            note = self._hear()
-            if isinstance(note, _Read):
+        phase = "reading"
+        try:
+            while isinstance(note := self._hear(), _Read):
                 self._post(self._read(search, note.folder))
-                continue
             self._adopt(note, search)
             if note.folder is None:
                 search.begin_anew()
                 return None
             candidate = search.candidate
             assert candidate is not None, "the leader applies what all have read"
+            phase = "applying"
             self._apply_jointly(candidate)
             return candidate
+        except RanksFailed:
+            raise
+        except BaseException as error:
+            self._fail(self._tag, error, phase)
+            raise
 
     def _read(self, search: Search, folder: str) -> _Answer:
         try:
             search.choose_alike(folder)
         except HoldfastError as error:
             return self._answer_of(error)
-        except BaseException as error:
-            self._post(self._answer_of(error))
-            raise
         return _Answer("ready")
 
     def _adopt(self, note: _Apply, search: Search) -> None:
@@ -267,15 +268,11 @@ class FollowingApplying(_RanksApplying):
 
     def _apply_jointly(self, candidate: LoadCandidate) -> None:
         """Apply a checkpoint, and wait until all ranks have."""
+        self._apply(candidate)
         try:
-            self._apply(candidate)
-        except BaseException as error:
-            self._post(self._answer_of(error))
-            raise
-        self._post(_Answer("ready"))
-        try:
+            self._post(_Answer("ready"))
             self._hear()
-        except HoldfastError as error:
+        except BaseException as error:
             self.half_loaded = f"loading {candidate.entry.folder} failed on another rank: {error}"
             raise
 

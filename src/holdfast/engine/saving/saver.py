@@ -41,6 +41,7 @@ from holdfast.format import blocks, layout
 from holdfast.format.manifest import Manifest
 from holdfast.policy.rule import MAIN
 from holdfast.policy.savers import Due
+from holdfast.ranks.coordinator import GRACE_S
 from holdfast.state.capture import Captured
 from holdfast.store.base import Store
 
@@ -131,7 +132,9 @@ class Saver:
         Writing starts before the copy if that ends the caller's wait sooner, else after it.
         Overlapped tensors may still be being copied when this returns; optimizer steps wait.
         """
-        pending = PendingSave(request.timestamp.step, due, timeout_s=self.timeout_s)
+        # What came of the other ranks is known some seconds after the deadline.
+        limit_s = self.timeout_s if joint.world_size == 1 else self.timeout_s + 2 * GRACE_S
+        pending = PendingSave(request.timestamp.step, due, timeout_s=limit_s)
         self.pending = pending
         on_success = partial(
             self._emit,

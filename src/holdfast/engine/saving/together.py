@@ -23,7 +23,7 @@ from holdfast.engine.checkpoint import Phase
 from holdfast.engine.claims.claim import Claim
 from holdfast.engine.claims.owner import Ownership
 from holdfast.engine.roots.catalog import Catalog
-from holdfast.engine.roots.commit import SaveAttempt, give_up
+from holdfast.engine.roots.commit import SaveAttempt, check_ownership, give_up
 from holdfast.engine.saving.shares import Assignment, OwnShare, Plan, Share, Unchanged, Written
 from holdfast.engine.staging.staged import Staged
 from holdfast.errors import (
@@ -593,6 +593,7 @@ class FollowingSave(_RanksSave):
         store.refresh_folder(attempt.folder)
         found = Catalog(store).read(attempt.folder)
         if not isinstance(found, Manifest) or found.save_id != attempt.save_id:
+            check_ownership(store, attempt.name.epoch, committed=True)  # who deletes it has claimed
             raise NotShared(
                 f"{store.url}/{attempt.folder}: rank {self._ranks.rank} does not see the manifest "
                 "that the leader has put. All ranks must have the same storage under this root"

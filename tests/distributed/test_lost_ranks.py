@@ -1,0 +1,131 @@
+"""R38: processes that are killed or stopped in a save. Invariant 1: one checkpoint, or none.
+
+`tests/engine/saving/test_lost_ranks.py` does it in every part of a save, to threads.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from fnmatch import fnmatch
+from functools import partial
+from pathlib import Path
+from threading import Lock
+
+import pytest
+from typing_extensions import override
+
+from allranks import Member
+from distributed.run import run_ranks
+from holdfast import errors
+from holdfast.care.verify import verify
+from holdfast.engine.control import exits
+from holdfast.engine.roots.catalog import Catalog
+from holdfast.ranks.c10d import C10d
+from holdfast.store.base import BlockWriter, Buffer, WrappedStore
+from holdfast.store.local import LocalStore
+
+NUM_RANKS = 3
+DEADLINE_S = 4.0
+PLACES = {
+    "write": "step-00000002*.safetensors",
+    "index": "step-00000002*/index.json",
+    "commit": "step-00000002*/manifest.json",
+}
+
+
+class Losing(WrappedStore):
+    """Sends the process one signal, before it writes a key or after it."""
+
+    def __init__(self, root: Path, key: str, how: signal.Signals, *, after: bool) -> None:
+        super().__init__(LocalStore(root))
+        self._key, self._how, self._after = key, how, after
+        self._not_met = Lock()
+
+    def _meet(self, key: str) -> None:
+        if fnmatch(key, self._key) and self._not_met.acquire(blocking=False):
+            os.kill(os.getpid(), self._how)
+
+    @override
+    def put(self, key: str, data: Buffer, *, if_absent: bool = False) -> None:
+        if not self._after:
+            self._meet(key)
+        self.inner.put(key, data, if_absent=if_absent)
+        if self._after:
+            self._meet(key)
+
+    @override
+    def create(self, key: str, nbytes: int, *, at_most: bool = False) -> BlockWriter:
+        self._meet(key)
+        return self.inner.create(key, nbytes, at_most=at_most)
+
+
+def save_twice(
+    root: Path, odd: int, place: str, how: signal.Signals, after: bool, rank: int
+) -> str:
+    """Save steps 1 and 2; returns what this rank says of step 2. The last one to be done lets a
+    stopped rank go on."""
+    member = Member(C10d.of_default_group())
+    store = LocalStore(root)
+    view = Losing(root, PLACES[place], how, after=after) if rank == odd else store
+    (root.parent / f"pid{rank}").write_text(f"{os.getpid()}")
+    manager = member.manager(view, save_timeout_s=DEADLINE_S)
+    member.train()
+    manager.save(1).wait(60)
+    try:
+        manager.save(2).wait(60)
+    except errors.HoldfastError as error:
+        said = f"{error} {error.__cause__}"
+    else:
+        said = "committed"
+    (root.parent / f"done{rank}").touch()
+    if len(list(root.parent.glob("done*"))) == NUM_RANKS - 1 and how == signal.SIGSTOP:
+        os.kill(int((root.parent / f"pid{odd}").read_text()), signal.SIGCONT)
+    exits.unregister(manager)
+    return said
+
+
+def go_on(root: Path, rank: int) -> tuple[int, int]:
+    """Resume, and save step 3."""
+    member = Member(C10d.of_default_group())
+    with member.manager(root, takeover=True) as manager:
+        found = manager.resume()
+        assert found is not None
+        return found.step, manager.save(3).wait().step
+
+
+def cases() -> Iterator[object]:
+    """One of them in `make test`."""
+    for how in (signal.SIGKILL, signal.SIGSTOP):
+        for odd, place, after in (
+            (1, "write", False),
+            (0, "write", False),
+            (0, "index", False),
+            (0, "commit", False),
+            (0, "commit", True),
+        ):
+            is_brief = (how, odd) == (signal.SIGKILL, 1)
+            name = f"{how.name}-{odd}-{'after' if after else 'before'}_{place}"
+            marks = () if is_brief else pytest.mark.full
+            yield pytest.param(how, odd, place, after, marks=marks, id=name)
+
+
+@pytest.mark.parametrize(("how", "odd", "place", "after"), [*cases()])
+def test_the_living_ranks_agree_with_the_register_and_the_run_goes_on(
+    how: signal.Signals, odd: int, place: str, after: bool, tmp_path: Path
+) -> None:
+    root = tmp_path / "run"
+    lost = [odd] if how == signal.SIGKILL else []
+    said = run_ranks(NUM_RANKS, partial(save_twice, root, odd, place, how, after), lost=lost)
+    entries = Catalog(LocalStore(root)).checkpoints()
+    assert all(verify(LocalStore(root), entry.folder).ok for entry in entries)
+    steps = sorted(entry.step for entry in entries)
+    assert steps == ([1, 2] if after else [1])
+    for rank, one in enumerate(said):
+        if rank == odd and how == signal.SIGKILL:
+            continue
+        assert (one == "committed") == after, said
+        if rank != odd and not after:
+            assert f"rank {odd}" in str(one), said
+    assert run_ranks(2, partial(go_on, root)) == [(steps[-1], 3)] * 2
