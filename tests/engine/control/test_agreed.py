@@ -1,4 +1,4 @@
-"""R38: ranks get the leader's wishes at the same call, each once, and wait only at their promise."""
+"""R38: ranks get the leader's wishes at the same call, each once; they wait only at a promise."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ Got = list[tuple[int, bytes]]
 
 @pytest.fixture(autouse=True, scope="module")
 def _short_margin() -> Iterator[None]:
-    """Ranks that run loose here may differ in speed a thousandfold."""
+    """The longer it is, the more calls a test makes."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(agreement, "MARGIN_S", 0.0005)
+        patch.setattr(agreement, "MARGIN_S", 0.005)
         yield
 
 
@@ -38,7 +38,13 @@ def on_all(ranks: Sequence[Coordinator], rank: Callable[[Coordinator], Got]) -> 
         return list(threads.map(rank, ranks))
 
 
-@settings(max_examples=20, deadline=None)
+def look_on(agreed: AgreedSaves) -> None:
+    """Call `look` until it returns a wish."""
+    while agreed.look() is None:
+        pass
+
+
+@settings(max_examples=100, deadline=None)
 @given(
     world_size=st.integers(2, 4),
     seed=st.integers(0, 2**32),
@@ -47,7 +53,8 @@ def on_all(ranks: Sequence[Coordinator], rank: Callable[[Coordinator], Got]) -> 
 def test_all_ranks_get_each_wish_once_and_at_the_same_call(
     world_size: int, seed: int, wishes: list[bytes]
 ) -> None:
-    """Whatever the speeds of the ranks: none waits for another but at its own promise."""
+    """Whatever the speeds of the ranks, which a collective holds together now and then."""
+    collective = threading.Barrier(world_size)
 
     def run(coordinator: Coordinator) -> Got:
         speed = random.Random(f"{seed} {coordinator.rank}")
@@ -62,6 +69,8 @@ def test_all_ranks_get_each_wish_once_and_at_the_same_call(
             if coordinator.is_leader and waiting and not agreed.is_asking:
                 agreed.ask(waiting.pop(0))
             time.sleep(speed.choice(pauses))
+            if count % 20 == 0:
+                collective.wait(PATIENCE_S)
         agreed.close()
         return got
 
@@ -112,18 +121,11 @@ def test_a_lost_rank_is_named_in_all_others_at_the_deadline(
         agreed.look()
         if coordinator.is_leader:
             agreed.ask(b"wish", timeout_s=BRIEF_S)
-        try:
-            while agreed.look() is None:
-                pass
-        except RanksError as raised:
-            assert isinstance(raised, error if coordinator.is_leader else RanksFailed)
-            assert "rank 1" in str(raised)
-            with pytest.raises(type(raised)):
-                agreed.look()
-            return [(coordinator.rank, b"named")]
-        finally:
-            agreed.close()
-        return []
+        for _ in range(2):  # it stays so
+            with pytest.raises(error if coordinator.is_leader else RanksFailed, match="rank 1"):
+                look_on(agreed)
+        agreed.close()
+        return [(coordinator.rank, b"named")]
 
     assert on_all(ranks, run) == [[(0, b"named")], [], [(2, b"named")]]
 
@@ -134,8 +136,7 @@ def test_a_follower_whose_leader_is_lost_raises_at_its_promise() -> None:
     agreed.look()
     leader.announce(f"question 0 of agreement {leader.number()}", b"where", timeout_s=1)
     with pytest.raises(RanksSilent, match="rank 0"):
-        while agreed.look() is None:
-            pass
+        look_on(agreed)
     agreed.close()
 
 
