@@ -25,6 +25,8 @@ _MIN_MARGIN = 2
 _NEVER = sys.maxsize
 _LISTEN_S = 10.0
 """Longest time until the thread of a rank sees that the rank was closed."""
+_RUN_S = 1e8
+"""Limit above the duration of any run: three years."""
 _FAIL_S = 5.0
 """Limit on saying that this rank failed, or that there will be no more questions."""
 
@@ -204,6 +206,50 @@ class AgreedSaves:
                 )
             self._limit, self._agreed = agreed.position, agreed.wish
             self._changed.notify_all()
+
+
+class SignalAlarm:
+    """Tells the leader of a signal that only a follower has received, such as of its host's end."""
+
+    def __init__(self, ranks: Coordinator) -> None:
+        self._ranks = ranks
+        self._tag = f"signals of manager {ranks.number()}"
+        self._has_begun = self._has_said = False
+        self.received: str | None = None
+        """Name of the first signal of a follower, in the leader."""
+
+    def look(self, received: str | None) -> None:
+        """Begin to listen, in the leader; tell it, in a follower, of a signal of this process."""
+        if not self._has_begun and self._ranks.is_leader:
+            self._has_begun = True
+            Thread(target=self._listen, name="holdfast-signals", daemon=True).start()
+        elif received is not None and not self._ranks.is_leader:
+            self._say(received)
+
+    def close(self) -> None:
+        """Tell the leader that no signal will come, without waiting."""
+        self._say(None)
+
+    def _say(self, received: str | None) -> None:
+        if not self._has_said:
+            self._has_said = True
+            Thread(
+                target=self._post, args=(received,), name="holdfast-signals", daemon=True
+            ).start()
+
+    def _post(self, received: str | None) -> None:
+        with suppress(HoldfastError):  # then the leader is lost, or learns it by itself
+            if received is None:
+                self._ranks.post(self._tag, b"", timeout_s=_FAIL_S)
+            else:
+                self._ranks.fail(self._tag, Failure("signal", received), timeout_s=_FAIL_S)
+
+    def _listen(self) -> None:
+        with suppress(HoldfastError):
+            # A failure ends the round at once, for which one key of the store is looked at.
+            failed = self._ranks.collect(self._tag, timeout_s=_RUN_S).failed
+            for failure in failed.values():
+                self.received = failure.reason
 
 
 def _decoded(data: bytes, kind: type[T], what: str) -> T:

@@ -15,7 +15,7 @@ import msgspec
 from typing_extensions import override
 
 from holdfast.engine.checkpoint import Checkpoint
-from holdfast.engine.control.agreed import AgreedSaves
+from holdfast.engine.control.agreed import AgreedSaves, SignalAlarm
 from holdfast.engine.control.requests import Request, Requests
 from holdfast.engine.control.stop import Promote, Stop
 from holdfast.errors import UsageError
@@ -147,6 +147,7 @@ class SharedOutside(Outside):
     ) -> None:
         super().__init__(requests, stop, promote)
         self._agreed = AgreedSaves(ranks, timeout_s=timeout_s)
+        self._alarm = None if stop is None else SignalAlarm(ranks)
         self._held: tuple[Request, ...] = ()
         """Requests whose wish is on its way."""
         self._under_way: Due | None = None
@@ -167,8 +168,10 @@ class SharedOutside(Outside):
                 events.append("demand")
             asked = Asked(requests=self._held, is_of_leader=wish.has_requests, due=wish.due)
             self._held = ()
-        if self._stop is not None and self._stop.requested is not None:
-            events.append("signal")
+        if self._stop is not None and self._alarm is not None:
+            self._alarm.look(self._stop.received)
+            if self._stop.requested is not None:
+                events.append("signal")
         return events, asked
 
     @override
@@ -182,7 +185,7 @@ class SharedOutside(Outside):
         self._held = self._requests.poll() if is_owner else ()
         stop = self._stop
         is_demand = (stop is not None and stop.take_save_request()) or bool(self._held)
-        signal = stop.received if stop is not None and stop.requested is None else None
+        signal = self._signal()
         if self._next is None and not is_demand and signal is None:
             return
         wish = _Wish(self._next, signal, is_demand, bool(self._held))
@@ -191,9 +194,17 @@ class SharedOutside(Outside):
         # A rank that a scheduler has ended does not answer, and the others have little time.
         self._agreed.ask(data, timeout_s=inf if signal is None else _SIGNAL_S)
 
+    def _signal(self) -> str | None:
+        """Return the signal of any rank that was not passed on yet."""
+        if self._stop is None or self._alarm is None or self._stop.requested is not None:
+            return None
+        return self._stop.received or self._alarm.received
+
     @override
     def close(self) -> None:
         self._agreed.close()
+        if self._alarm is not None:
+            self._alarm.close()
         super().close()
 
 
