@@ -389,7 +389,7 @@ class CheckpointManager:
         """Whether `maybe_save(step)` would certainly be a no-op; a cheap check for short steps.
 
         No save is due by then or under way, no signal has arrived, and the store was checked for
-        requests less than a second ago.
+        requests less than a second ago. Never with several ranks, which count the calls.
         """
         before_step, before_s = self._quiet
         return step < before_step and time.monotonic() < before_s and not self._outside.has_signal

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from distributed.run import run_ranks
 from holdfast.engine.control.requests import ask
 from holdfast.engine.control.stop import Stop
+from holdfast.errors import RanksSilent
 from holdfast.manager import CheckpointManager
 from holdfast.policy.triggers import Trigger, When
 
@@ -57,7 +58,9 @@ def nothing(manager: CheckpointManager, step: int) -> None:
     """No one asks for anything."""
 
 
-def send(ranks: Collection[int], number: signal.Signals, manager: CheckpointManager, step: int):
+def send(
+    ranks: Collection[int], number: signal.Signals, manager: CheckpointManager, step: int
+) -> None:
     """Send a signal to some ranks at step 20."""
     if step == 20 and dist.get_rank() in ranks:
         os.kill(os.getpid(), number)
@@ -67,10 +70,6 @@ def request(manager: CheckpointManager, step: int) -> None:
     """Ask for a save as `holdfast save` does, once the run is claimed."""
     if step == 20 and dist.get_rank() == 0:
         ask(manager.store, "0" * 32, reason="a look", tags=["seen"])
-
-
-def folders(root: Path) -> list[str]:
-    return sorted(path.name for path in root.glob("step-*"))
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
@@ -110,3 +109,28 @@ def test_a_request_is_answered_by_one_save_of_all(tmp_path: Path) -> None:
         (found,) = manager.list()
         assert found.reason == "request: a look"
         assert found.tags == ("seen",)
+
+
+def lose_rank_1(root: Path, rank: int) -> str:
+    """What the leader says when a scheduler ends it after another rank has died."""
+    with Stop() as stop, CheckpointManager(root, {"model": {}}, stop=stop) as manager:
+        manager.resume()
+        manager.maybe_save(1)
+        os.kill(os.getpid(), signal.SIGKILL if rank == 1 else signal.SIGTERM)
+        try:
+            for step in range(2, MAX_STEPS):
+                time.sleep(STEP_S)
+                manager.maybe_save(step)
+        except RanksSilent as error:
+            return f"{error}, requested {stop.requested}"
+    return "no error"
+
+
+@pytest.mark.full
+def test_a_signal_after_the_death_of_a_rank_is_no_preemption(tmp_path: Path) -> None:
+    """The leader saves nothing, and says soon why: with the default deadline of half an hour."""
+    said, _ = run_ranks(2, partial(lose_rank_1, tmp_path), lost=[1])
+    assert "nothing came by the deadline from rank 1" in str(said)
+    assert "requested None" in str(said)
+    with CheckpointManager(tmp_path, {"model": {}}) as manager:
+        assert not manager.list()
