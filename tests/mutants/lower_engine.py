@@ -261,9 +261,9 @@ SAVING = (
     Mutant(
         name="same-step-taken-for-same-state",
         promise="R14: a save holds the state of the moment of the call",
-        file="engine/saving/saver.py",
-        before="entry(entry.name) if roots == recorded else None",
-        after="entry(entry.name) if roots.keys() == recorded.keys() else None",
+        file="engine/saving/together.py",
+        before="return roots == recorded",
+        after="return roots.keys() == recorded.keys()",
         near=(MANAGER,),
     ),
     Mutant(
