@@ -512,3 +512,32 @@ def test_a_follower_whose_file_the_leader_has_removed_says_why(ram_path: Path) -
     assert "no space" in said[0]
     assert "rank 0, in writing" in said[1], said
     assert "no space" in said[1]
+
+
+def test_ranks_that_know_other_checkpoints_of_the_step_do_not_wait_for_a_comparison() -> None:
+    """The leader is in doubt of a commit that its followers have found."""
+    store = MemoryStore()
+    lost = Fault(
+        kind="lose_reply",
+        op="put",
+        key="*/manifest.json",
+        error=errors.OutcomeUnknown("no reply"),
+    )
+    unread = Fault(kind="fail", op="get", key="*/manifest.json", times=1)
+    views = [FaultyStore(store, [lost, unread]), store]
+
+    def work(member: Member) -> list[str]:
+        said = []
+        with member.manager(views[member.rank], save_timeout_s=20) as manager:
+            for _ in range(3):
+                try:
+                    said.append(manager.save(1).wait().folder)
+                except errors.HoldfastError as error:
+                    said.append(cause(error))
+        return said
+
+    leader, follower = all_of(on_ranks(2, work))
+    assert "may or may not have committed" in leader[0]
+    assert leader[1] == follower[1] != follower[0]
+    assert leader[2] == follower[2] == leader[1]
+    assert whole(store) == [1, 1]
