@@ -19,7 +19,7 @@ import tempfile
 import time
 from pathlib import Path
 
-# gloo cannot connect again after a restart by torchrun unless this is set, before torch is imported.
+# gloo cannot connect again after a restart by torchrun unless this is set before torch is imported.
 os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
 
 import torch
@@ -57,8 +57,6 @@ def train(root: Path) -> None:
     with holdfast.CheckpointManager(root, state, every="10step", keep="last:2") as manager:
         found = manager.resume()
         step = found.step if found else 0
-        if rank == 0 and found:
-            print(f"goes on from step {step}", flush=True)
         while step < STEPS:
             for inputs, targets in data:
                 loss = cross_entropy(model(inputs), targets)
@@ -73,7 +71,6 @@ def train(root: Path) -> None:
     whole = [parameter.full_tensor() for parameter in model.parameters()]
     if rank == 0:
         torch.save(whole, root / "trained.pt")
-        print(f"trained for {step} steps", flush=True)
 
 
 def start(root: Path) -> subprocess.Popen[bytes]:
@@ -94,9 +91,7 @@ def demonstrate(folder: Path) -> None:
         time.sleep(0.05)
     os.killpg(agent.pid, signal.SIGKILL)
     agent.wait()
-    steps = [path.parent.name.split(".")[0] for path in folder.glob("killed/step-*/manifest.json")]
-    print("killed after", max(steps), "was committed")
-    time.sleep(1)  # the ranks end after their agent
+    print("killed after a checkpoint was committed")
     assert start(folder / "killed").wait() == 0
     whole, again = (torch.load(folder / name / "trained.pt") for name in ("whole", "killed"))
     same = all(torch.equal(one, other) for one, other in zip(whole, again, strict=True))

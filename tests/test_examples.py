@@ -28,6 +28,10 @@ SAYS = {
         r"large, on documentation: \d\.\d\d, and \d\.\d\d from nothing",
         "what the small model knew helps the large one",
     ],
+    "fsdp2.py": [
+        "killed after a checkpoint was committed",
+        "the same weights, bit for bit: True",
+    ],
     "plain_loop.py": [
         "undisturbed: begins at step 0",
         "interrupted: begins at step 0",

@@ -21,7 +21,7 @@ from holdfast.engine.checkpoint import Checkpoint, CheckpointList, PendingSave, 
 from holdfast.engine.claims.notes import annotate, checked_metrics, checked_reasons, checked_tags
 from holdfast.engine.claims.owner import left_s
 from holdfast.engine.control import exits
-from holdfast.engine.control.outside import Asked, Outside
+from holdfast.engine.control.outside import Asked, outside_of
 from holdfast.engine.control.requests import POLL_S, Requests
 from holdfast.engine.control.stop import Stop
 from holdfast.engine.hooks import StateHooks
@@ -62,7 +62,7 @@ from holdfast.policy.clock import Time, parse
 from holdfast.policy.naming import DEFAULT_LABEL, LabelFunction, compile_label
 from holdfast.policy.rule import Rule, SaveClass
 from holdfast.policy.savers import Due, SavePolicy, SideSaver
-from holdfast.policy.schedule import Schedule
+from holdfast.policy.schedule import Schedule, together
 from holdfast.policy.triggers import Event as TriggerEvent
 from holdfast.policy.triggers import SaveFunction, Trigger
 from holdfast.ranks.chosen import coordinator_of
@@ -197,14 +197,17 @@ class CheckpointManager:
         compressions = choices(checkpoints.compress, {*state, RNG})
         self._emit = Emitter(tuple(checkpoints.sinks))
         length = None if max_duration is None else parse(max_duration, what="max_duration")
-        self._schedule = Schedule(checkpoints.every, checkpoints.savers, max_duration=length)
         self._ranks = coordinator_of(ranks)
-        if self._ranks.world_size > 1:
-            refuse_for_ranks(self._schedule, checkpoints, stop)
+        is_shared = self._ranks.world_size > 1
+        if is_shared:
+            refuse_for_ranks(checkpoints)
+        self._schedule = Schedule(
+            checkpoints.every, checkpoints.savers, max_duration=length, is_shared=is_shared
+        )
         self._catalog = catalog_of(checkpoints.root, self._emit, checkpoints.encrypt)
         self.store = self._catalog.store
         self.state = state
-        self._capturer = Capturer(state, is_shared=self._ranks.world_size > 1)
+        self._capturer = Capturer(state, is_shared=is_shared)
         self._hooks = hooks if hooks is not None else StateHooks()
         self._refuses_existing = checkpoints.on_existing == "error"
         self._raises_failures = on_failure == "raise"
@@ -230,11 +233,12 @@ class CheckpointManager:
             self._ranks, self.store, self._owner, self._emit, timeout_s=checkpoints.save_timeout_s
         )
         self._tuning = Tuning(self.store, self._owner, self._emit, self._schedule.auto)
-        self._outside = Outside(
+        self._outside = outside_of(
+            self._ranks,
             Requests(self.store, emit=self._emit),
             stop,
             self._finish_at_stop,
-            num_ranks=self._ranks.world_size,
+            timeout_s=checkpoints.save_timeout_s,
         )
         self._overlap = Overlap(
             checkpoints.overlap or False, state, self._emit, timeout_s=checkpoints.save_timeout_s
@@ -362,8 +366,15 @@ class CheckpointManager:
         events, asked = self._outside.look(event, is_owner=self.is_owner)
         try:
             # Pass metrics unread: to read a tensor's value makes each step wait for the device.
+            if asked.due is not None:
+                wanted = together([asked.due] if wanted is None else [wanted, asked.due])
             due = self._schedule.due(now, metrics or {}, events, vetoes=vetoes, wanted=wanted)
-            if due is None and asked.requests:
+            if self._ranks.is_leader and self._ranks.world_size > 1:
+                by_leader = self._schedule.due_by_leader(
+                    now, metrics or {}, events, vetoes=vetoes, but=due
+                )
+                self._outside.ask(by_leader, is_owner=self.is_owner)
+            if due is None and asked.is_needed:
                 # The present step is saved already: the request gets that checkpoint, tags added.
                 due = Due(self._schedule.asked_class(vetoes), "demand")
             if due is not None:
@@ -376,7 +387,7 @@ class CheckpointManager:
             # Ranks learn of a failure at different steps. One that raised it in place of a save
             # would count one save less than the others.
             self._raise_failure()
-        if pending is None or pending.done():
+        elif pending is None or pending.done():
             self._quiet = (self._schedule.quiet_until(now), time.monotonic() + POLL_S)
         return None
 
@@ -384,7 +395,7 @@ class CheckpointManager:
         """Whether `maybe_save(step)` would certainly be a no-op; a cheap check for short steps.
 
         No save is due by then or under way, no signal has arrived, and the store was checked for
-        requests less than a second ago.
+        requests less than a second ago. Never with several ranks, which count the calls.
         """
         before_step, before_s = self._quiet
         return step < before_step and time.monotonic() < before_s and not self._outside.has_signal

@@ -262,8 +262,8 @@ SAVING = (
         name="same-step-taken-for-same-state",
         promise="R14: a save holds the state of the moment of the call",
         file="engine/saving/together.py",
-        before="return roots == recorded",
-        after="return roots.keys() == recorded.keys()",
+        before="        return roots == recorded\n",
+        after="        return roots.keys() == recorded.keys()\n",
         near=(MANAGER,),
     ),
     Mutant(
@@ -561,6 +561,30 @@ OTHERS = (
         before="    cancel(running, timeout_s=timeout_s)\n    if failed is not None:\n",
         after="    if failed is not None:\n",
         near=("tests/engine/test_workers.py", "tests/engine/test_threads.py"),
+    ),
+    Mutant(
+        name="ranks-save-where-some-have-passed",
+        promise="R38: ranks get a wish at the same call",
+        file="engine/control/agreed.py",
+        before="agreed = _Place(max(_decoded(",
+        after="agreed = _Place(min(_decoded(",
+        near=("tests/engine/control/test_agreed.py",),
+    ),
+    Mutant(
+        name="a-rank-passes-its-promise-unheard",
+        promise="R38: ranks get a wish at the same call",
+        file="engine/control/agreed.py",
+        before="            return self._agreed is not None or self._error is not None\n",
+        after="            return True\n",
+        near=("tests/engine/control/test_agreed.py",),
+    ),
+    Mutant(
+        name="ranks-stop-when-each-has-its-signal",
+        promise="R38: ranks stop at the same step",
+        file="engine/control/stop.py",
+        before="            if self._is_shared:\n                return\n",
+        after="",
+        near=("tests/distributed/test_asked.py",),
     ),
 )
 

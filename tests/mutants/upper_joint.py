@@ -89,14 +89,6 @@ MUTANTS: tuple[Mutant, ...] = (
         near=_SAVES,
     ),
     Mutant(
-        name="a-request-makes-one-rank-save",
-        promise="R38: all ranks count the same saves",
-        file="engine/control/outside.py",
-        before="if requests and self._num_ranks > 1:",
-        after="if requests and self._num_ranks < 1:",
-        near=_SAVES,
-    ),
-    Mutant(
         name="two-tiers-by-several-ranks",
         promise="I1: what several ranks cannot do yet is refused",
         file="engine/options.py",

@@ -49,9 +49,9 @@ MUTANTS: tuple[Mutant, ...] = (
         name="buffers-are-not-loaded",
         promise="I7: buffers and frozen parameters are restored",
         file="state/modules.py",
-        before="                self._pairs.append((local_of(live), image))\n",
+        before="                self._pairs.append((live, image))\n",
         after="                if live.requires_grad:\n"
-        "                    self._pairs.append((local_of(live), image))\n",
+        "                    self._pairs.append((live, image))\n",
         near=("tests/state/test_modules.py",),
     ),
     Mutant(
@@ -65,7 +65,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="shared-tensors-are-saved-apart",
         promise="I7: tensors that share memory share it after a load",
-        file="state/leaves.py",
+        file="state/collecting.py",
         before="ref = self._refs.get(who)",
         after="ref = None",
         near=("tests/state/test_leaves.py",),

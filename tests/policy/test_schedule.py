@@ -13,7 +13,7 @@ from holdfast.policy.rule import BySaver
 from holdfast.policy.rules import Last
 from holdfast.policy.savers import Due, SavePolicy, SideSaver, combined_rule
 from holdfast.policy.schedule import Schedule, covers, together
-from holdfast.policy.triggers import At, AtEnd, Every, On
+from holdfast.policy.triggers import At, AtEnd, Every, On, When
 
 WEIGHTS = SideSaver("weights", every="2step", components=["model"], keep=Last(9))
 
@@ -226,3 +226,20 @@ def test_it_is_known_until_when_nothing_can_be_due(every: Any, step: int, first:
     schedule.stand_on(at(step), [])
     for later in range(step + 1, min(first, step + 20)):
         assert schedule.due(at(later)) is None
+
+
+def test_ranks_decide_alike_by_counters_and_the_leader_by_its_clock() -> None:
+    """What the clock decides is due by the leader alone, also an ephemeral save that cools down."""
+    policy = SavePolicy(permanent="4step", ephemeral=Every("2step"), cooldown="3s")
+    shared = Schedule(policy, [SideSaver("fast", every="1s", components=["model"])], is_shared=True)
+    assert shared.due(at(2)) is None
+    due = shared.due_by_leader(at(2))
+    assert due == Due("permanent", "every 2step, fast every 1s", savers=("main", "fast"))
+    assert shared.due_by_leader(at(2), but=due) is None
+    assert shared.due(at(4)) == Due("permanent", "every 4step", savers=("main",))
+
+
+def test_triggers_that_are_not_known_to_be_alike_are_left_to_the_leader() -> None:
+    schedule = Schedule(When(lambda *_: True, "always") | On("epoch") | At("1step"), is_shared=True)
+    assert schedule.due(at(1)) == Due("permanent", "at 1step")
+    assert schedule.due_by_leader(at(1)) == Due("permanent", "always")

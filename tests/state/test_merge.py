@@ -19,7 +19,7 @@ from holdfast.state.apply import prepare
 from holdfast.state.capture import capture
 from holdfast.state.components import StoredComponent
 from holdfast.state.copying import copy_tensors
-from holdfast.state.dtypes import DTYPE_NAMES
+from holdfast.state.leaves import DTYPE_NAMES
 from holdfast.state.merge import Claims, Merge, Placement
 from holdfast.state.trees import decode_skeleton
 from state.roundtrip import image, packed

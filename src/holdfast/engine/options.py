@@ -8,7 +8,6 @@ from dataclasses import KW_ONLY, dataclass, fields
 from typing import Any, Literal
 
 from holdfast.arguments import checked, written
-from holdfast.engine.control.stop import Stop
 from holdfast.engine.saving.compressing import Compress, check_choices, choices
 from holdfast.engine.staging.overlap import Mode
 from holdfast.engine.tiers.tiered import Rules, Tiered
@@ -16,14 +15,13 @@ from holdfast.errors import UsageError, listing
 from holdfast.events import Sink, log_event
 from holdfast.format.layout import BLOCK_NBYTES
 from holdfast.keys import Encryption
-from holdfast.policy.auto import Auto
-from holdfast.policy.clock import Time, Unit
+from holdfast.policy.clock import Time
 from holdfast.policy.naming import DEFAULT_LABEL, LabelFunction, compile_label
 from holdfast.policy.rule import Rule
 from holdfast.policy.rules import number_of_bytes
 from holdfast.policy.savers import SavePolicy, SideSaver
-from holdfast.policy.schedule import Schedule, policies_of
-from holdfast.policy.triggers import Every, SaveFunction, Trigger, WallClock, When, parts_of
+from holdfast.policy.schedule import policies_of
+from holdfast.policy.triggers import SaveFunction, Trigger
 from holdfast.store.base import Store
 
 OnExisting = Literal["keep", "replace", "error"]
@@ -161,28 +159,12 @@ class Checkpoints:
         return written(self)
 
 
-def refuse_for_ranks(schedule: Schedule, checkpoints: Checkpoints, stop: Stop | None) -> None:
-    """Raise `UsageError` for options that several ranks cannot follow alike.
-
-    They save at the same step, without a message before it. So whether a save is due must follow
-    from what is the same on all of them.
-    """
+def refuse_for_ranks(checkpoints: Checkpoints) -> None:
+    """Raise `UsageError` for options that several ranks cannot follow yet."""
     refused = []
-    for name, policy in schedule.policies.items():
-        for trigger in (policy.permanent, policy.ephemeral):
-            for part in parts_of(trigger) if trigger is not None else ():
-                if isinstance(part, WallClock | When | Auto) or (
-                    isinstance(part, Every) and part.unit is Unit.SECOND
-                ):
-                    refused.append(f"saver {name!r}: {part} may be due at other steps by rank")
     if isinstance(checkpoints.root, Tiered):
         refused.append("root: two tiers cannot yet be written by several ranks")
     if checkpoints.encrypt is not None:
         refused.append("encrypt: the ranks cannot yet share the key of a checkpoint")
-    if stop is not None:
-        refused.append("stop: a signal reaches ranks at different steps")
     if refused:
-        raise UsageError(
-            "with several ranks this cannot be done yet; save by steps, samples, tokens or "
-            "epochs, into one root:\n" + listing(refused)
-        )
+        raise UsageError("with several ranks this cannot be done yet:\n" + listing(refused))

@@ -5,7 +5,7 @@ Permanent checkpoints stay; later saves replace ephemeral ones, which retention 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any
@@ -20,6 +20,7 @@ from holdfast.policy.rule import MAIN, BySaver, Rule, SaveClass, named_component
 from holdfast.policy.rules import All, as_rule
 from holdfast.policy.triggers import (
     NO_METRICS,
+    AnyTrigger,
     Event,
     Every,
     Metrics,
@@ -142,6 +143,21 @@ class SavePolicy:
             cooldown=self.cooldown and self.cooldown.resolve(max_duration),
         )
 
+    def part(self, *, is_pure: bool) -> SavePolicy | None:
+        """Return the policy with only those triggers that are pure, or only the others.
+
+        With a cooldown by the clock all ephemeral saves are among the others.
+        """
+        by_clock = self.cooldown is not None and self.cooldown.unit is Unit.SECOND
+        permanent = _joined(p for p in _parts(self.permanent) if p.is_pure is is_pure)
+        ephemeral = _joined(
+            p for p in _parts(self.ephemeral) if (p.is_pure and not by_clock) is is_pure
+        )
+        if permanent is None and ephemeral is None:
+            return None
+        cooldown = self.cooldown if ephemeral is not None else None
+        return SavePolicy(permanent=permanent, ephemeral=ephemeral, cooldown=cooldown)
+
     def decide(
         self,
         previous: Timestamp | None,
@@ -181,8 +197,16 @@ class SavePolicy:
 
 
 def _intervals(trigger: Trigger | None) -> Iterator[Every]:
-    if trigger is not None:
-        yield from (part for part in parts_of(trigger) if isinstance(part, Every))
+    yield from (part for part in _parts(trigger) if isinstance(part, Every))
+
+
+def _parts(trigger: Trigger | None) -> tuple[Trigger, ...]:
+    return () if trigger is None else parts_of(trigger)
+
+
+def _joined(parts: Iterable[Trigger]) -> Trigger | None:
+    triggers = tuple(parts)
+    return AnyTrigger(triggers) if len(triggers) > 1 else next(iter(triggers), None)
 
 
 def _check_intervals(permanent: Every, ephemeral: Every, cooldown: Time | None) -> None:

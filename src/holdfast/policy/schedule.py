@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import ceil, inf
 
@@ -63,8 +63,11 @@ class Schedule:
         sides: Sequence[SideSaver] = (),
         *,
         max_duration: Time | None = None,
+        is_shared: bool = False,
     ) -> None:
         """Make a schedule; `every` is for the whole state, `max_duration` the length of the run.
+
+        Where it `is_shared` by several ranks, `due` decides only what they decide alike.
 
         Raises:
             UsageError: two savers have one name, or a fraction has no length to refer to.
@@ -72,6 +75,8 @@ class Schedule:
         self.policies: dict[str, SavePolicy] = {
             name: policy.resolve(max_duration) for name, policy in policies_of(every, sides).items()
         }
+        self._alike = _parts(self.policies, is_pure=True) if is_shared else self.policies
+        self._leaders = _parts(self.policies, is_pure=False) if is_shared else {}
         self._components = {side.name: side.components for side in sides}
         self._previous: Timestamp | None = None
         self._before: Timestamp | None = None
@@ -105,19 +110,32 @@ class Schedule:
         Raises:
             UsageError: a trigger needs a counter that the loop does not pass.
         """
-        previous = self._before = self._previous
+        self._before = self._previous
         self._previous = now
         dues = [] if wanted is None else [self._named(wanted)]
-        for name, policy in self.policies.items():
-            saved = self._of(name)
-            best = highest(
-                [policy.decide(previous, saved, now, metrics, e, vetoes=vetoes) for e in events]
-            )
-            if best is not None and not (wanted and _is_as_good(wanted, name, best)):
+        for name, best in self._decided(self._alike, now, metrics, events, vetoes):
+            if not (wanted and _is_as_good(wanted, name, best)):
                 dues.append(self._by(name, best))
         if not any(due.components is None for due in dues):
             dues += self._asked_for(now, events, vetoes)
         return together(dues) if dues else None
+
+    def due_by_leader(
+        self,
+        now: Timestamp,
+        metrics: Metrics = NO_METRICS,
+        events: Sequence[Event] = ("step",),
+        *,
+        vetoes: Collection[str] = (),
+        but: Due | None = None,
+    ) -> Due | None:
+        """Merge what only the leader can decide, by its clock or functions; call it after `due`.
+
+        None if nothing is due, or `but` has it all.
+        """
+        decided = self._decided(self._leaders, now, metrics, events, vetoes)
+        due = together([self._by(name, best) for name, best in decided])
+        return None if due is None or (but is not None and covers(but, due)) else due
 
     def quiet_until(self, now: Timestamp) -> int:
         """Return the first step after `now` at which a save may be due at the event `step`.
@@ -179,6 +197,23 @@ class Schedule:
         policy = self.policies.get(MAIN)
         has_ephemeral = policy is not None and policy.ephemeral is not None
         return "ephemeral" if has_ephemeral and not vetoes else "permanent"
+
+    def _decided(
+        self,
+        policies: Mapping[str, SavePolicy],
+        now: Timestamp,
+        metrics: Metrics,
+        events: Sequence[Event],
+        vetoes: Collection[str],
+    ) -> Iterator[tuple[str, Due]]:
+        """Yield each saver that is due since the call before, with its save of highest class."""
+        for name, policy in policies.items():
+            saved, before = self._of(name), self._before
+            best = highest(
+                [policy.decide(before, saved, now, metrics, e, vetoes=vetoes) for e in events]
+            )
+            if best is not None:
+                yield name, best
 
     def _of(self, name: str) -> Saved:
         return self._saved.get(name, _NEVER)
@@ -251,3 +286,8 @@ def _is_as_good(wanted: Due, name: str, due: Due) -> bool:
 
 def _each(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
+
+
+def _parts(policies: Mapping[str, SavePolicy], *, is_pure: bool) -> dict[str, SavePolicy]:
+    parts = {name: policy.part(is_pure=is_pure) for name, policy in policies.items()}
+    return {name: part for name, part in parts.items() if part is not None}

@@ -32,6 +32,11 @@ class Trigger(ABC):
 
     __slots__ = ()
 
+    @property
+    def is_pure(self) -> bool:
+        """Whether `due` follows from counters and events alone, which are alike on all ranks."""
+        return False
+
     @abstractmethod
     def due(
         self,
@@ -112,6 +117,11 @@ class Every(Trigger):
         object.__setattr__(self, "unit", unit)
         object.__setattr__(self, "size", float(size) if unit is Unit.SECOND else _plain(size))
 
+    @property
+    def is_pure(self) -> bool:
+        """Whether the interval is counted, and not measured by the clock."""
+        return self.unit is not Unit.SECOND
+
     def __repr__(self) -> str:
         whole = f", max_duration='{self.max_duration}'" if self.max_duration else ""
         return f"Every(interval='{self.interval}'{whole})"
@@ -161,6 +171,11 @@ class At(Trigger):
             wrong = f"{', '.join(twice)} is given twice" if twice else "must name a place"
             raise UsageError(f"At: {wrong}")
         object.__setattr__(self, "times", tuple(given))
+
+    @property
+    def is_pure(self) -> bool:
+        """Whether no point is by the clock."""
+        return all(time.unit is not Unit.SECOND for time in self.times)
 
     def __str__(self) -> str:
         return f"at {', '.join(map(str, self.times))}"
@@ -267,6 +282,11 @@ class On(Trigger):
             )
         object.__setattr__(self, "events", tuple(dict.fromkeys(events)))
 
+    @property
+    def is_pure(self) -> bool:
+        """True: all ranks pass the same events."""
+        return True
+
     def __str__(self) -> str:
         return f"on {', '.join(self.events)}"
 
@@ -290,6 +310,11 @@ class AtStart(Trigger):
     always: bool = False
     """Whether to save also if weights or another run's checkpoint were loaded; only at step 0."""
 
+    @property
+    def is_pure(self) -> bool:
+        """True: all ranks pass the same events."""
+        return True
+
     def __str__(self) -> str:
         return "at the start"
 
@@ -309,6 +334,11 @@ class AtStart(Trigger):
 @dataclass(frozen=True, slots=True)
 class AtEnd(Trigger):
     """Save when training ends, unless the last save was made at that very step."""
+
+    @property
+    def is_pure(self) -> bool:
+        """True: all ranks pass the same events."""
+        return True
 
     def __str__(self) -> str:
         return "at the end"
@@ -330,6 +360,11 @@ class AnyTrigger(Trigger):
     """Save when any of `triggers` fires, with all their reasons."""
 
     triggers: tuple[Trigger, ...]
+
+    @property
+    def is_pure(self) -> bool:
+        """Whether all parts are."""
+        return all(part.is_pure for part in self.triggers)
 
     def __str__(self) -> str:
         return " | ".join(map(str, self.triggers))

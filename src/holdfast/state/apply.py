@@ -18,7 +18,7 @@ from holdfast.state.components import (
     kind_of,
     parameter_names,
 )
-from holdfast.state.copying import Stored
+from holdfast.state.copying import Stored, Unread
 from holdfast.state.merge import Claims
 from holdfast.state.plans import GeneratorPlan, LoadPlan, ObjectPlan, RngPlan, TreePlan
 from holdfast.state.selection import Problems, Rename, Selection, Wishes
@@ -56,12 +56,13 @@ class Prepared:
             name: plan.needed for name, plan in plans.items()
         }
         """Component -> keys of the tensors that `apply` needs."""
-        sharded = ((name, plan.shards) for name, plan in plans.items())
         self.shards: Mapping[str, Mapping[str, LocalShards]] = {
-            name: shards for name, shards in sharded if shards
+            name: {key: shards[key] for key in plan.needed if key in shards}
+            for name, plan in plans.items()
+            if (shards := plan.destinations.shards)
         }
-        """Component -> key -> the boxes that `apply` needs of a tensor, for those that go into a
-        DTensor: as one plain tensor of its local shape."""
+        """Component -> key -> the live boxes, for those that go into DTensors: `apply` takes a
+        tensor of the local shape for each, and all of every other one."""
         self.notes = (*notes, *lost)
         """Notes on what is left out or not restored exactly; complete after `ready`."""
         self.lost = lost
@@ -71,7 +72,8 @@ class Prepared:
     def ready(self, tensors: Mapping[str, Mapping[str, Stored]]) -> None:
         """Make the new values and validate them; no live object changes. Call once.
 
-        `tensors` holds CPU tensors of the true dtype and shape. The load takes ownership: those
+        `tensors` holds CPU tensors of the true dtype and shape; for keys in `shards`, of the shape
+        of the local tensor. The load takes ownership: those
         with memory of their own may become live tensors. Unread ones are read into the live
         tensors block by block.
 
@@ -79,7 +81,11 @@ class Prepared:
             FormatError: a stored value is not valid.
             StoreError: an unread tensor that is needed now cannot be read.
             MismatchError: one live tensor would get two values.
+            UsageError: a tensor for a DTensor has another shape than the local one.
         """
+        for name, of_component in self.shards.items():
+            for key, shards in of_component.items():
+                _check_local(f"{name}.{key}", tensors[name][key], shards)
         claims = Claims(self._protected)
         for name, plan in self._unapplied().items():
             plan.prepare(tensors.get(name, {}), claims)
@@ -110,6 +116,14 @@ class Prepared:
         if self._plans is None:
             raise UsageError("this load was already applied; prepare another one")
         return self._plans
+
+
+def _check_local(path: str, stored: Stored, shards: LocalShards) -> None:
+    """Check that a tensor is a rank's part: copying would stretch one of another shape."""
+    shape = tuple((stored.spec if isinstance(stored, Unread) else stored).shape)
+    if shape != shards.local_shape:
+        expected = list(shards.local_shape)
+        raise UsageError(f"{path}: the local tensor is {expected}, the one for it {list(shape)}")
 
 
 @contextmanager

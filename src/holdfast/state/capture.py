@@ -15,6 +15,7 @@ from holdfast.errors import UnsupportedState
 from holdfast.format.objects import TreeDocument
 from holdfast.state import lacking as held
 from holdfast.state import modules, optimizers
+from holdfast.state.collecting import Leaves
 from holdfast.state.components import (
     RNG,
     CapturedComponent,
@@ -27,9 +28,8 @@ from holdfast.state.components import (
     unwrap,
 )
 from holdfast.state.generators import global_generators
-from holdfast.state.leaves import Leaves
+from holdfast.state.leaves import local_of
 from holdfast.state.recall import Foreseen, Irregular, Recollection, foresee
-from holdfast.state.shards import local_of
 from holdfast.state.trees import encoded
 
 
@@ -68,9 +68,9 @@ class Capturer:
     """Captures one state repeatedly, and caches what follows from its structure alone."""
 
     def __init__(self, state: Mapping[str, Any], *, is_shared: bool = False) -> None:
+        """`is_shared`: other ranks capture the same state, so that no tree may tell this one's."""
         self._state = state
         self._is_shared = is_shared
-        """Whether several ranks have this state, so that trees name no device by its index."""
         self._structures: dict[str, list[Any]] = {}
         self._names = ParameterNames(homes={})
         self._namings: dict[str, optimizers.Naming] = {}
@@ -161,8 +161,7 @@ class Capturer:
             self._foreseen[name] = foresee(module)
         foreseen, known = self._foreseen[name], self._modules.get(name)
         if foreseen is not None and known is not None and known.fits(foreseen, self._stepping):
-            tensors = [tensor.detach() for tensor in foreseen.tensors]
-            component = self._recalled(name, "module", tensors, known.stamp)
+            component = self._recalled(name, "module", foreseen.detached(), known.stamp)
             if component is not None:
                 return replace(component, may_overlap=known.may_overlap)
         return self._module_by_state_dict(name, module, foreseen)
@@ -205,11 +204,9 @@ class Capturer:
             for group in value.param_groups if isinstance(value, Optimizer) else ():
                 for parameter in group["params"]:
                     home, key = self._names.home(parameter) or ("", "")
+                    at = local_of(parameter).data_ptr()
                     captured = component.tensors.get(key) if home == component.name else None
-                    if (
-                        captured is not None
-                        and captured.data_ptr() == local_of(parameter).data_ptr()
-                    ):
+                    if captured is not None and captured.data_ptr() == at:
                         keys.append(key)
         return frozenset(keys)
 
@@ -298,4 +295,4 @@ def unheld_in(state: Mapping[str, Any]) -> Mapping[str, Mapping[str, Tensor]]:
     live = {name: value for name, value in state.items() if isinstance(value, nn.Module)}
     if not held.homeless(state, parameter_names(live.items())):
         return {}
-    return capture(state).look_for_unheld()
+    return Capturer(state, is_shared=True).capture().look_for_unheld()

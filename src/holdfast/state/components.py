@@ -42,6 +42,8 @@ RNG = layout.RNG
 _WRAPPER_PARTS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 _PARALLEL = (DataParallel, DistributedDataParallel)
 
+_FULLY_SHARD = "torch.distributed.fsdp._fully_shard"
+
 _OF_AN_OBJECT = (
     "this is the result of a state_dict(): a resume would refill this dict alone. Give the "
     "object itself"
@@ -225,6 +227,22 @@ class Cleaner:
         return parts[i] == "module" and ".".join(parts[:i]) in self.parallel
 
 
+def reshard(module: nn.Module) -> bool:
+    """Free what `fully_shard` gathered of the parameters, as `state_dict` does first.
+
+    Calls the hooks that it registered for that. Returns False if the module has other hooks.
+    """
+    hooks = module.__dict__.get("_state_dict_pre_hooks")
+    if not hooks:
+        return True
+    of_fsdp = [
+        hook for hook in hooks.values() if getattr(hook, "__module__", "").startswith(_FULLY_SHARD)
+    ]
+    for hook in of_fsdp:
+        hook(module, "", False)
+    return len(of_fsdp) == len(hooks)
+
+
 def cleaner_of(module: nn.Module) -> Cleaner:
     """Make the `Cleaner` for the names inside an unwrapped module."""
     submodules = module.named_modules(remove_duplicate=False)
@@ -249,6 +267,8 @@ def parameter_names(modules: Iterable[tuple[str, nn.Module]]) -> ParameterNames:
     homes: dict[int, tuple[str, str]] = {}
     for component, wrapped in modules:
         module = unwrap(wrapped)
+        for inner in module.modules():
+            reshard(inner)
         cleaner = cleaner_of(module)
         for raw, parameter in module.named_parameters():
             homes.setdefault(id(parameter), (component, cleaner.clean(raw)))
@@ -265,6 +285,7 @@ def structure(wrapped: nn.Module) -> list[Any]:
         return [object()]  # the module overrides the names
     outline: list[Any] = []
     for raw, inner in module.named_modules(remove_duplicate=False):
+        reshard(inner)
         parameters = inner._parameters
         if not isinstance(parameters, dict):
             return [object()]  # a scripted module makes new ones on each access

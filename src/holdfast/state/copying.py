@@ -28,7 +28,7 @@ from torch.nn.parameter import Parameter
 
 from holdfast.errors import OutOfMemory, UsageError
 from holdfast.format.tensors import TensorSpec
-from holdfast.state.dtypes import TORCH_DTYPES
+from holdfast.state.leaves import TORCH_DTYPES
 
 T = TypeVar("T")
 S_co = TypeVar("S_co", bound="Tensor | Unread", covariant=True)

@@ -19,7 +19,7 @@ from torch import Tensor
 from holdfast.errors import FormatError
 from holdfast.format.nodes import ArrayRef, GeneratorState, TensorRef
 from holdfast.format.tensors import TensorSpec
-from holdfast.state.dtypes import DTYPE_NAMES
+from holdfast.state.leaves import DTYPE_NAMES
 
 _PYTHON_VERSION = 3
 _PYTHON_WORDS = 625

@@ -17,9 +17,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from holdfast.state import optimizers
 from holdfast.state.components import ParameterNames, parameter_names
-from holdfast.state.leaves import span
+from holdfast.state.leaves import local_of, span
 from holdfast.state.selection import shortened
-from holdfast.state.shards import local_of
 
 _NAMES = ("data", "loader", "sampler")
 """Parts of component names that mark the user's own way to keep a position."""
@@ -93,8 +92,9 @@ def _shape(parameter: Tensor) -> str:
 
 def _span(tensor: Tensor) -> tuple[int, int]:
     """Return the addresses of a tensor's first byte and after its last one."""
+    tensor = local_of(tensor)
     first, stop = span(tensor)
-    address = local_of(tensor).data_ptr()
+    address = tensor.data_ptr()
     return address, address + stop - first
 
 

@@ -1,4 +1,4 @@
-"""Tensors of a state: which can be saved, and under which keys and dtype names.
+"""Tensors of a state: which can be saved, under which dtype names, and where their memory is.
 
 A dtype without a name cannot be saved; nothing is ever cast. Knows storages, strides and element
 types; knows nothing of modules, optimizers or trees.
@@ -6,22 +6,143 @@ types; knows nothing of modules, optimizers or trees.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable
-from dataclasses import dataclass, field
-from typing import Any
+import sys
+from collections.abc import Hashable, Mapping
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
 from torch import Tensor
+from torch.nn.parameter import Parameter, UninitializedBuffer, UninitializedParameter
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler, default_collate
+from typing_extensions import TypeIs
 
-from holdfast.format.nodes import TensorRef
-from holdfast.format.objects import Refused
-from holdfast.format.tensors import TensorSpec
-from holdfast.state.dtypes import DTYPE_NAMES
-from holdfast.state.shards import LocalShards, is_sharded, local_of, refusal, shards_of
+from holdfast.errors import FormatError
 
-# `__metadata__` is a name of safetensors' own, so it can never be a tensor's.
-_RESERVED_KEYS = frozenset({"", "__metadata__"})
-_ROOT_KEY = "value"
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+PLAIN_TYPES = frozenset({Tensor, Parameter})
+"""Types of tensors whose memory is all of them."""
+
+
+_INDEX_NAMES = {
+    "bool": "BOOL",
+    "uint8": "U8",
+    "int8": "I8",
+    "uint16": "U16",
+    "int16": "I16",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "uint32": "U32",
+    "int32": "I32",
+    "float32": "F32",
+    "complex32": "C32",
+    "uint64": "U64",
+    "int64": "I64",
+    "float64": "F64",
+    "complex64": "C64",
+    "complex128": "C128",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "float8_e8m0fnu": "F8_E8M0",
+}
+
+DTYPE_NAMES: Mapping[torch.dtype, str] = {
+    getattr(torch, name): index for name, index in _INDEX_NAMES.items() if hasattr(torch, name)
+}
+"""torch dtype -> name in the index; the 8-bit scales are absent in a torch that lacks them."""
+
+TORCH_DTYPES: Mapping[str, torch.dtype] = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+"""Name in the index -> torch dtype."""
+
+NUMPY_DTYPES: Mapping[str, np.dtype[Any]] = {
+    index: np.dtype(name)
+    for name, index in _INDEX_NAMES.items()
+    if name not in ("bfloat16", "complex32") and not name.startswith("float8")
+}
+"""Name in the index -> numpy dtype in native byte order, for the types that numpy has."""
+
+_BY_PLAIN_NAME = {
+    str(value).removeprefix("torch."): value
+    for value in vars(torch).values()
+    if isinstance(value, torch.dtype)
+}
+
+
+def plain_name(dtype: torch.dtype) -> str:
+    """Return the name under which a dtype is saved as a value: `bfloat16` for `torch.bfloat16`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def by_plain_name(name: str) -> torch.dtype:
+    """Return the dtype with this name; the inverse of `plain_name`.
+
+    Raises:
+        FormatError: this torch has no such type.
+    """
+    dtype = _BY_PLAIN_NAME.get(name)
+    if dtype is None:
+        raise FormatError(f"this torch ({torch.__version__}) has no dtype {name[:40]!r}")
+    return dtype
+
+
+def refusal(tensor: Tensor) -> str | None:
+    """Return why `tensor` can be neither saved nor loaded into, or None if it can."""
+    if type(tensor) not in PLAIN_TYPES:
+        if is_dtensor(tensor):
+            return refusal(tensor._local_tensor)
+        return _subclass_refusal(tensor)
+    if tensor.is_meta:
+        return "a meta tensor has no data; materialise the model first"
+    if tensor.is_nested:
+        return "nested tensors cannot be saved"
+    if tensor.layout is not torch.strided:
+        return f"layout {tensor.layout} cannot be saved; only strided tensors can"
+    if tensor.is_quantized:
+        return f"quantized tensors ({tensor.dtype}) cannot be saved"
+    if tensor.dtype not in DTYPE_NAMES:
+        return f"dtype {tensor.dtype} has no name in the format"
+    if tensor._is_zerotensor():
+        return "a ZeroTensor has no memory; save a clone of it"
+    return None if _has_data(tensor) else "its storage was freed"
+
+
+def _subclass_refusal(tensor: Tensor) -> str:
+    if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
+        return "not initialised yet (lazy module); run one forward pass first"
+    name = f"{type(tensor).__module__}.{type(tensor).__qualname__}"
+    if type(tensor).__name__ == "ShardedTensor":
+        return "a ShardedTensor cannot be saved; shard with fully_shard or DTensors instead"
+    if type(tensor).__name__ == "FakeTensor":
+        return f"{name}: a fake tensor has no data"
+    return f"tensor subclass {name} cannot be saved; only torch.Tensor and Parameter can"
+
+
+def is_dtensor(value: object) -> TypeIs[DTensor]:
+    """Whether a value is a DTensor."""
+    # Compared by name: importing the class takes a second.
+    kind = type(value)
+    return kind.__name__ == "DTensor" and kind.__module__.startswith("torch.distributed.")
+
+
+def tensor_types() -> frozenset[type]:
+    """Return the types of tensors that can be saved: DTensor is one once it was imported."""
+    module = sys.modules.get("torch.distributed.tensor")
+    kind = getattr(module, "DTensor", None)
+    return PLAIN_TYPES if kind is None else PLAIN_TYPES | {kind}
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """Return the local tensor of a DTensor, without its methods; any other tensor itself."""
+    return tensor._local_tensor if is_dtensor(tensor) else tensor
+
+
+def _has_data(tensor: Tensor) -> bool:
+    # Sharded wrappers free a parameter's storage between uses; reading it would crash.
+    return tensor.numel() == 0 or tensor.untyped_storage().nbytes() > 0
 
 
 def in_place_of(loader: DataLoader[Any]) -> str:
@@ -48,11 +169,7 @@ def in_place_of(loader: DataLoader[Any]) -> str:
 
 
 def span(tensor: Tensor) -> tuple[int, int]:
-    """Return a tensor's byte range in its storage: the first byte, and the one after the last.
-
-    Of a DTensor it is that of the local tensor, here and in `identity`.
-    """
-    tensor = local_of(tensor)
+    """Return a tensor's byte range in its storage: the first byte, and the one after the last."""
     item, start = tensor.element_size(), int(tensor.storage_offset())
     if tensor.is_contiguous():
         extent = tensor.numel()
@@ -67,7 +184,8 @@ def identity(tensor: Tensor) -> Hashable:
 
     Valid only while both are alive. The tensor must have a storage (see `refusal`).
     """
-    tensor = local_of(tensor)
+    if is_dtensor(tensor):
+        return (identity(tensor._local_tensor), tensor.shape, tensor.device_mesh, tensor.placements)
     return (
         tensor.untyped_storage()._cdata,
         tensor.storage_offset(),
@@ -77,87 +195,3 @@ def identity(tensor: Tensor) -> Hashable:
         tensor.is_conj(),
         tensor.is_neg(),
     )
-
-
-def _plain(path: str) -> str:
-    return path
-
-
-@dataclass(slots=True, kw_only=True)
-class Leaves:
-    """Collects the tensors of one component, in the order of its tree."""
-
-    component: str
-    """Name of the component, for messages."""
-
-    key_of: Callable[[str], str] = _plain
-    """Path in the typed tree -> wanted tensor key, which is also the path in messages."""
-
-    is_shared: bool = False
-    """Whether several ranks have this state, so that devices are named without an index."""
-
-    taken: Collection[str] = ()
-    """Keys in use by other tensors."""
-
-    tensors: dict[str, Tensor] = field(default_factory=dict)
-    """Key -> live tensor, detached; conjugate and negative views are resolved."""
-
-    specs: list[TensorSpec] = field(default_factory=list)
-    """Specs of the tensors, in the same order."""
-
-    offenders: list[tuple[str, str]] = field(default_factory=list)
-    """(path with the component's name, reason) of everything that cannot be saved."""
-
-    originals: list[Tensor] = field(default_factory=list)
-    """The original of each of `tensors`, which may be copies."""
-
-    shards: dict[str, LocalShards] = field(default_factory=dict)
-    """Key -> the boxes of each DTensor, whose entry in `tensors` is the local one."""
-
-    _refs: dict[Hashable, TensorRef] = field(default_factory=dict)
-
-    def add(self, tensor: Tensor, path: str) -> TensorRef | Refused:
-        """Add a tensor; returns its reference, the same for the same memory, or the refusal."""
-        reason = refusal(tensor)
-        if reason is not None:
-            return Refused(reason)
-        # Not `is_set_to`: it is False for a conjugate view and itself.
-        who = identity(tensor)  # valid while the tensor lives, in `originals`
-        ref = self._refs.get(who)
-        if ref is None:
-            ref = self._refs[who] = self._new(tensor, path)
-        return ref
-
-    def _new(self, tensor: Tensor, path: str) -> TensorRef:
-        key = self._unique(path)
-        self.originals.append(tensor)
-        if is_sharded(tensor):
-            held = shards_of(tensor)
-            assert isinstance(held, LocalShards), "the caller has asked whether it is refused"
-            self.shards[key] = held
-        local = local_of(tensor)
-        plain = local.detach() if local.requires_grad else local
-        if plain.is_conj() or plain.is_neg():
-            plain = plain.resolve_conj().resolve_neg()
-        self.tensors[key] = plain
-        self.specs.append(TensorSpec(key, DTYPE_NAMES[plain.dtype], tuple(plain.shape)))
-        return TensorRef(key, self.device_name(tensor))
-
-    def device_name(self, tensor: Tensor) -> str:
-        """Return the name under which a tensor's device is saved."""
-        if tensor.is_cpu:
-            return "cpu"
-        return tensor.device.type if self.is_shared else str(tensor.device)
-
-    def refuse(self, path: str, reason: str) -> None:
-        """Record that the value at `path` cannot be saved."""
-        shown = self.key_of(path)
-        self.offenders.append((f"{self.component}.{shown}" if shown else self.component, reason))
-
-    def _unique(self, path: str) -> str:
-        wanted = self.key_of(path) or _ROOT_KEY
-        key, number = wanted, 1
-        while key in self.tensors or key in self.taken or key in _RESERVED_KEYS:
-            number += 1
-            key = f"{wanted}#{number}"
-        return key

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -33,11 +33,10 @@ from holdfast.state.copying import (
     fetched,
     in_parts,
 )
-from holdfast.state.dtypes import DTYPE_NAMES, TORCH_DTYPES
-from holdfast.state.leaves import identity, span
+from holdfast.state.destinations import placed_as
+from holdfast.state.leaves import DTYPE_NAMES, TORCH_DTYPES, identity, local_of, refusal, span
 from holdfast.state.livevalues import revived
 from holdfast.state.selection import shortened
-from holdfast.state.shards import is_sharded, local_of, refusal
 from holdfast.state.trees import (
     Lifting,
     check_fit,
@@ -46,6 +45,9 @@ from holdfast.state.trees import (
     present_device,
     with_flags,
 )
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 _T = TypeVar("_T")
 _Owner = tuple[Tensor, str, str]
@@ -112,7 +114,8 @@ class Claims:
 
     def take_memory(self, tensor: Tensor, component: str, key: str) -> str | None:
         """Claim a tensor's memory; returns the refusal, or None. Disjoint views may both claim."""
-        storage = local_of(tensor).untyped_storage()._cdata
+        tensor = local_of(tensor)
+        storage = tensor.untyped_storage()._cdata
         if storage in self._protected:
             return _OF_MODULE
         claim = (tensor, component, key)
@@ -204,9 +207,9 @@ class _Remark:
 
 def is_writable_in_place(tensor: Tensor) -> bool:
     """Whether `copy_` can write into `tensor`: none of its elements share memory."""
+    tensor = local_of(tensor)
     if refusal(tensor) is not None or tensor.is_inference():
         return False
-    tensor = local_of(tensor)
     return tensor.is_contiguous() or torch._debug_has_internal_overlap(tensor) != 1
 
 
@@ -219,7 +222,10 @@ class Merge:
         specs: Mapping[str, TensorSpec],
         claims: Claims,
         component: str = "",
+        layouts: Mapping[str, DTensor] | None = None,
     ) -> None:
+        """`layouts`: DTensors that tell how those of some keys are placed over the ranks."""
+        self._layouts = layouts or {}
         self._claims = claims
         self._component = component
         self._remarks = claims.remarks()
@@ -389,8 +395,6 @@ class Merge:
         if ref.grad or ref.order:
             check_fit(ref, stored.empty("meta") if isinstance(stored, Unread) else stored)
         if not isinstance(live, Tensor) or not self._fits(live, ref, place):
-            if isinstance(live, Tensor) and is_sharded(live):
-                self._refuse_sharded(live, self._specs[ref.key])
             return self._made_at(place, ref, stored)
         self._copies.append((local_of(live), stored))
         if ref.grad and not live.requires_grad:
@@ -398,10 +402,13 @@ class Merge:
         return live
 
     def _made_at(self, place: Placement, ref: TensorRef, stored: Stored) -> Tensor:
+        if ref.key in self._layouts:
+            local = place.make(TensorRef(ref.key, ref.device), fetched(stored))
+            return with_flags(placed_as(self._layouts[ref.key], local), ref)
         if not isinstance(stored, Unread):
             return place.make(ref, stored)
         made = place.make(ref, stored.empty(place.device(ref)))
-        self._copies.append((local_of(made).detach(), stored))
+        self._copies.append((made.detach(), stored))
         return made
 
     def _fits(self, live: Tensor, ref: TensorRef, place: Placement) -> bool:
@@ -426,16 +433,6 @@ class Merge:
         if place is _STORED_PLACE and ref.device == "cpu" and live.is_cpu:
             return True
         return live.device.type == place.device(ref).type
-
-    def _refuse_sharded(self, live: Tensor, spec: TensorSpec) -> None:
-        path = join(self._component, spec.key)
-        raise MismatchError(
-            "the checkpoint",
-            wrong_shape=[
-                f"{path}: stored {spec.dtype} {list(spec.shape)}, live it is a DTensor, "
-                f"{live.dtype} {list(live.shape)}, that cannot be filled with it"
-            ],
-        )
 
     def _check_not_trained(self, live: Tensor, spec: TensorSpec) -> None:
         """Refuse to replace a live tensor that requires grad, as an optimizer may hold it."""

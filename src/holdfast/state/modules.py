@@ -15,22 +15,21 @@ from weakref import WeakSet
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
-from typing_extensions import override
 
 from holdfast.errors import FormatError
 from holdfast.format.nodes import TensorRef
 from holdfast.format.objects import TreeDocument
 from holdfast.format.tensors import TensorSpec
 from holdfast.state import generators
+from holdfast.state.collecting import Leaves
 from holdfast.state.components import Cleaner, cleaner_of, unwrap
 from holdfast.state.copying import Fetching, Stored, StoredPair, copy_tensors, fetched, read_all
-from holdfast.state.leaves import Leaves, identity
+from holdfast.state.leaves import identity, is_dtensor, local_of, refusal
 from holdfast.state.livevalues import revive
 from holdfast.state.merge import Claims, is_writable_in_place
 from holdfast.state.plans import LoadPlan
 from holdfast.state.selection import Problems, Wishes
-from holdfast.state.shards import LocalShards, local_of, refusal
-from holdfast.state.trees import Lifting, Skeleton, encoded, owned, sharded_in
+from holdfast.state.trees import Lifting, Skeleton, encoded, owned
 
 # Their own loading only converts what torch saved before 1.0.
 _LOADS_PLAINLY = frozenset(
@@ -41,7 +40,6 @@ _Inners: TypeAlias = Sequence[tuple[str, nn.Module]]
 """A module and all its submodules as (clean path, submodule), each as often as it has names."""
 _loaded: WeakSet[nn.Module] = WeakSet()
 """Modules that a checkpoint was loaded into, so that training does not reset them."""
-_FSDP = "torch.distributed.fsdp."
 _COLLISION = "two entries have this name once wrapper prefixes are stripped"
 
 
@@ -168,6 +166,8 @@ def _is_same(live: Tensor, value: Tensor) -> bool:
         return True
     if refusal(live) is not None:
         return type(live) is type(value) or refusal(value) is not None
+    if is_dtensor(value) is not is_dtensor(live):
+        return False
     return value.dtype == live.dtype and local_of(value).is_set_to(local_of(live))
 
 
@@ -197,9 +197,7 @@ def _own_loading(inners: _Inners) -> Iterator[str]:
             kind._load_from_state_dict in _LOADS_PLAINLY
             and kind.load_state_dict is nn.Module.load_state_dict
         )
-        # The hooks of FSDP2 notice a parameter that was replaced, and we copy into what is there.
-        hooks = inner._load_state_dict_post_hooks.values()
-        if not is_plain or not all(hook.__module__.startswith(_FSDP) for hook in hooks):
+        if not is_plain or inner._load_state_dict_post_hooks:
             yield clean
 
 
@@ -303,6 +301,7 @@ class ModulePlan(LoadPlan):
         self._check_ties(problems)
 
     def _check_values(self, problems: Problems) -> None:
+        self.destinations.look_in([*self._live.entries.values()])
         for name, value in self._wanted.items():
             live = self._live.entries[name]
             path = f"{self._component}.{name}"
@@ -310,6 +309,8 @@ class ModulePlan(LoadPlan):
                 self._check_tensor(path, name, live, value, problems)
             elif isinstance(value, TensorRef) and name not in self._live.extras:
                 problems.other.append(f"{path}: the stored value is a tensor, the live one is not")
+            else:
+                self.destinations.match(None, value, path, problems)
 
     def _check_tensor(
         self, path: str, name: str, live: Tensor, value: Any, problems: Problems
@@ -322,6 +323,7 @@ class ModulePlan(LoadPlan):
         else:
             resizes = name.rpartition(".")[0] in self._live.own_loading
             problems.compare(path, self._specs[value.key], live, any_shape=resizes)
+            self.destinations.match(live, value, path, problems)
 
     def _check_ties(self, problems: Problems) -> None:
         """Record tied live tensors for which two different tensors were stored."""
@@ -337,25 +339,18 @@ class ModulePlan(LoadPlan):
                     "and were two when saved"
                 )
 
-    @property
-    @override
-    def shards(self) -> dict[str, LocalShards]:
-        if self._live.is_opaque:
-            return {}
-        live = self._live.leaves
-        pairs = [(value, live.get(name)) for name, value in self._wanted.items()]
-        return sharded_in([value for value, _ in pairs], [leaf for _, leaf in pairs])
-
     def prepare(self, tensors: Mapping[str, Stored], claims: Claims) -> None:
         """Pair stored tensors with live leaves; nothing live changes."""
-        lifting = Lifting(read_all(tensors) if self._live.is_opaque else Fetching(tensors))
+        placed = self.destinations.placed(tensors) if self._live.is_opaque else tensors
+        lifting = Lifting(read_all(placed) if self._live.is_opaque else Fetching(placed))
         for name, value in self._wanted.items():
             if self._live.is_opaque or name in self._live.extras:
                 self._lifted[name] = lifting.lift_tree(value)
             else:
-                live, image = self._live.leaves[name], tensors[value.key]
-                claims.agree(f"{self._component}.{name}", live, image)
-                self._pairs.append((local_of(live), image))
+                leaf, image = self._live.leaves[name], tensors[value.key]
+                claims.agree(f"{self._component}.{name}", leaf, image)
+                live = local_of(leaf)
+                self._pairs.append((live, image))
 
     def apply(self) -> None:
         """Copy the stored tensors into the live leaves."""

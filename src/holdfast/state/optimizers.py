@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -21,15 +21,15 @@ from holdfast.errors import FormatError
 from holdfast.format.nodes import TensorRef
 from holdfast.format.objects import TreeDocument
 from holdfast.format.tensors import ITEM_NBYTES, TensorSpec
+from holdfast.state.collecting import Leaves
 from holdfast.state.components import ParameterNames
 from holdfast.state.copying import Stored
-from holdfast.state.leaves import Leaves
+from holdfast.state.leaves import local_of, refusal
 from holdfast.state.livevalues import revive
 from holdfast.state.merge import Claims, Merge, Placement
 from holdfast.state.plans import LoadPlan
 from holdfast.state.selection import Problems, Wishes
-from holdfast.state.shards import LocalShards, is_sharded, local_of, refusal
-from holdfast.state.trees import Skeleton, encoded, keys_in, nodes_in, owned, sharded_in
+from holdfast.state.trees import Skeleton, encoded, keys_in, nodes_in, owned
 
 # Positions in the live group's list, so they stay with the live group.
 _NOT_OPTIONS = frozenset({"params", "param_names"})
@@ -156,7 +156,9 @@ def capture_optimizer(live: LiveOptimizer, leaves: Leaves) -> TreeDocument | Non
         "groups": [list(group) for group in live.groups],
         "shapes": {name: list(p.shape) for name, p in live.parameters.items()},
         "devices": {
-            name: leaves.device_name(p) for name, p in live.parameters.items() if not p.is_cpu
+            name: leaves.device_name(p.device)
+            for name, p in live.parameters.items()
+            if not p.is_cpu
         },
         _GROUPS: _options(live.optimizer),
         "slots": slots,
@@ -275,30 +277,11 @@ class _ParameterPlacement(Placement):
     def make(self, ref: TensorRef, stored: Tensor) -> Tensor:
         # With the parameter's strides where it has the parameter's shape: fused kernels pair
         # elements by their position in memory, whatever the strides say.
-        parameter, device = self._parameter, self.device(ref)
+        parameter, device = local_of(self._parameter), self.device(ref)
         if stored.shape != parameter.shape or parameter.is_contiguous():
             return owned(stored, device)
         like = torch.empty_like(parameter, dtype=stored.dtype, device=device, requires_grad=False)
         return like.copy_(stored)
-
-
-class _ShardedPlacement(_ParameterPlacement):
-    """Placement of a part of a slot: in a DTensor that is sharded as its parameter is."""
-
-    @override
-    def make(self, ref: TensorRef, stored: Tensor) -> Tensor:
-        from torch.distributed.tensor import DTensor
-
-        like = self._parameter
-        assert isinstance(like, DTensor), "only the slots of DTensors are sharded"
-        return DTensor.from_local(
-            owned(stored, self.device(ref)),
-            like.device_mesh,
-            like.placements,
-            run_check=False,
-            shape=like.shape,
-            stride=like.stride(),
-        )
 
 
 class OptimizerPlan(LoadPlan):
@@ -339,6 +322,32 @@ class OptimizerPlan(LoadPlan):
             reason = refusal(self._live.parameters[name])
             if reason is not None:
                 problems.offenders.append((f"{self._component}.{name}", reason))
+        self._match_tensors(problems)
+
+    def _match_tensors(self, problems: Problems) -> None:
+        """Record which stored tensors go into DTensors, or become ones beside a parameter."""
+        state: dict[Any, Any] = self._live.optimizer.state
+        groups = self._live.optimizer.param_groups
+        self.destinations.look_in([groups, [*state.values()]])
+        if self.destinations.are_plain:
+            return
+        match, component = self.destinations.match, self._component
+        for name, old in self._common.items():
+            parameter = self._live.parameters[name]
+            slots, held = self._stored.slots.get(old), state.get(parameter)
+            of_slot = held if isinstance(held, dict) else {}
+            path = f"{component}.{name}"
+            if not isinstance(slots, dict):
+                match(held, slots, path, problems, parameter)
+                continue
+            for slot, value in slots.items():
+                # A step is plain also beside a parameter without dimensions.
+                beside = None if slot == "step" else parameter
+                match(of_slot.get(slot), value, f"{path}.{slot}", problems, beside)
+        for live, old_group in self._groups:
+            options = self._stored.param_groups[old_group]
+            match(groups[live], options, f"{component}.{_GROUPS}.{live}", problems)
+        match(state, self._stored.extra, f"{component}.extra", problems)
 
     def _check_type(self, problems: Problems) -> None:
         stored, live = self._stored.type, type(self._live.optimizer).__name__
@@ -449,28 +458,10 @@ class OptimizerPlan(LoadPlan):
         wanted.append(stored.extra)
         return keys_in(wanted)
 
-    @cached_property
-    def shards(self) -> dict[str, LocalShards]:
-        """Key -> the boxes to be read of a tensor that goes into a DTensor, also a new one."""
-        state = self._live.optimizer.state
-        found: dict[str, LocalShards] = {}
-        for name, old in self._common.items():
-            parameter, stored = self._live.parameters[name], self._stored.slots.get(old)
-            live, shape = state.get(parameter), tuple(parameter.shape)
-            found |= sharded_in(stored, live)
-            for slot, ref in stored.items() if isinstance(stored, dict) else ():
-                is_new = not isinstance(live, dict) or slot not in live
-                is_alike = isinstance(ref, TensorRef) and self._specs[ref.key].shape == shape
-                if is_new and is_alike and is_sharded(parameter):
-                    found |= sharded_in([ref], [parameter])
-        groups = self._live.optimizer.param_groups
-        for index, old_group in self._groups:
-            found |= sharded_in(self._stored.param_groups[old_group], groups[index])
-        return found
-
     def prepare(self, tensors: Mapping[str, Stored], claims: Claims) -> None:
         """Plan every change, and make new tensors; nothing live changes."""
-        merge = self._merge = Merge(tensors, self._specs, claims, self._component)
+        layouts = self.destinations.layouts
+        merge = self._merge = Merge(tensors, self._specs, claims, self._component, layouts)
         options = self._stored_options()
         for name, old in self._common.items():
             self._merge_slots(merge, name, old, options.get(name, {}))
@@ -507,8 +498,6 @@ class OptimizerPlan(LoadPlan):
         for slot, value in (stored or {}).items():
             if not self._omits_slot(name, old, slot):
                 place = self._place(old, slot, parameter, options)
-                if isinstance(value, TensorRef) and value.key in self.shards:
-                    place = _ShardedPlacement(parameter, None)
                 slots[slot] = merge.merge(target.get(slot), value, place)
         merge.then(partial(_refill, state, parameter, target, slots))
 

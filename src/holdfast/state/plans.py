@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
@@ -19,12 +20,12 @@ from holdfast.format.tensors import TensorSpec
 from holdfast.state import generators
 from holdfast.state.components import RNG
 from holdfast.state.copying import Fetching, Stored
+from holdfast.state.destinations import Destinations
 from holdfast.state.livevalues import keep_live, revive
 from holdfast.state.merge import Claims, Merge
 from holdfast.state.selection import Problems, Wishes
 from holdfast.state.settings import made_with
-from holdfast.state.shards import LocalShards
-from holdfast.state.trees import Lifting, Skeleton, keys_in, sharded_in
+from holdfast.state.trees import Lifting, Skeleton, keys_in
 
 
 class LoadPlan(ABC):
@@ -34,6 +35,7 @@ class LoadPlan(ABC):
         self._component = component
         self._live = live
         self._specs = specs
+        self.destinations = Destinations(specs)
 
     finish_order = 0
     """Order of `finish`: 0 foreign code, 1 generators, 2 the global generators."""
@@ -45,11 +47,6 @@ class LoadPlan(ABC):
     def needed(self) -> tuple[str, ...]:
         """Keys of the tensors that will be read, available after `check`."""
         return keys_in(self._wanted)
-
-    @property
-    def shards(self) -> Mapping[str, LocalShards]:
-        """Key -> the boxes to be read of a tensor that goes into a DTensor, after `check`."""
-        return {}
 
     @abstractmethod
     def check(self, skeleton: Skeleton, wishes: Wishes, problems: Problems) -> None:
@@ -83,15 +80,13 @@ class TreePlan(LoadPlan):
             keep_live(self._wanted, self._live, self._component, wishes.selection)
         _compare_keys(self._component, self._wanted, self._live, problems)
         self._wanted = revive(skeleton, self._live, self._component, problems, stored=self._wanted)
-
-    @property
-    @override
-    def shards(self) -> Mapping[str, LocalShards]:
-        return sharded_in(self._wanted, self._live)
+        self.destinations.look_in(self._live)
+        self.destinations.match(self._live, self._wanted, self._component, problems)
 
     def prepare(self, tensors: Mapping[str, Stored], claims: Claims) -> None:
         """Plan the merge of the stored tree into the live one."""
-        self._merge = Merge(tensors, self._specs, claims, self._component)
+        layouts = self.destinations.layouts
+        self._merge = Merge(tensors, self._specs, claims, self._component, layouts)
         self._merge.refill(self._live, self._wanted)
 
     def apply(self) -> None:
@@ -136,19 +131,23 @@ class ObjectPlan(LoadPlan):
                     f"{', '.join(lacks)} as this {kind} has"
                 )
         is_partial = wishes.selection.is_partial(self._component)
-        if not (skeleton.has_enums or is_partial):
+        # Without a group there are no DTensors; then no `state_dict` is called for them.
+        is_alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
+        if not (skeleton.has_enums or is_partial) and (is_alone or not self._specs):
             return
         live = self._live.state_dict()
         if is_partial:
             self._is_wanted = keep_live(self._wanted, live, self._component, wishes.selection)
         self._wanted = revive(skeleton, live, self._component, problems, stored=self._wanted)
+        self.destinations.look_in(live)
+        self.destinations.match(live, self._wanted, self._component, problems)
 
     def prepare(self, tensors: Mapping[str, Stored], claims: Claims) -> None:
         """Make the whole state_dict; call the object's `check_state_dict`, if it has one.
 
         A list that it returns has notes for the load.
         """
-        self._value = Lifting(Fetching(tensors)).lift_tree(self._wanted)
+        self._value = Lifting(Fetching(self.destinations.placed(tensors))).lift_tree(self._wanted)
         check = getattr(self._live, "check_state_dict", None)
         if self._is_wanted and callable(check):
             notes = check(self._value)

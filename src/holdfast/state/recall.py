@@ -18,16 +18,14 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import Parameter
 
 from holdfast.errors import UnsupportedState
 from holdfast.format.nodes import WRITERS
 from holdfast.format.objects import TreeDocument
-from holdfast.state.components import CapturedComponent, Kind, unwrap
-from holdfast.state.leaves import identity
-from holdfast.state.shards import refusal
+from holdfast.state.components import CapturedComponent, Kind, reshard, unwrap
+from holdfast.state.leaves import PLAIN_TYPES, identity, is_dtensor, local_of, refusal, tensor_types
+from holdfast.state.shards import LocalShards
 
-_TENSORS = frozenset({Tensor, Parameter})
 _NUMBERS = frozenset({bool, int, float})
 _CONTAINERS = frozenset({dict, list, tuple})
 _DICTS = frozenset({dict})
@@ -67,11 +65,20 @@ class Foreseen:
     tensors: list[Tensor]
     """Parameters and persistent buffers, in the order of the entries."""
 
+    are_plain: bool
+    """Whether none is a DTensor."""
+
     def is_right(self, entries: Sequence[Any]) -> bool:
         """Whether `entries`, from `state_dict`, are the predicted ones."""
         pairs = list(zip(entries, self.tensors, strict=False))
         is_whole = len(entries) == len(self.tensors)
-        return is_whole and all(type(a) is Tensor and a.is_set_to(b) for a, b in pairs)
+        return is_whole and all(_is_detached(a, b) for a, b in pairs)
+
+    def detached(self) -> list[Tensor]:
+        """Return the tensors as in the `state_dict`; but not DTensors, which takes long."""
+        if self.are_plain:
+            return [tensor.detach() for tensor in self.tensors]
+        return [one if is_dtensor(one) else one.detach() for one in self.tensors]
 
 
 def foresee(wrapped: nn.Module) -> Foreseen | None:
@@ -81,9 +88,20 @@ def foresee(wrapped: nn.Module) -> Foreseen | None:
         return None
     scan.outline += scan.kinds.values()
     tensors = [entry for entry in scan.entries if entry is not None]
-    if not all(map(_is_plain, scan.kinds)) or not _TENSORS.issuperset(map(type, tensors)):
+    are_plain = PLAIN_TYPES.issuperset(map(type, tensors))
+    if not all(map(_is_plain, scan.kinds)):
         return None
-    return Foreseen(outline=scan.outline, tensors=tensors)
+    if not are_plain and not tensor_types().issuperset(map(type, tensors)):
+        return None
+    return Foreseen(outline=scan.outline, tensors=tensors, are_plain=are_plain)
+
+
+def _is_detached(entry: Any, tensor: Tensor) -> bool:
+    """Whether an entry is the detached tensor."""
+    if is_dtensor(entry) and is_dtensor(tensor):
+        is_same = entry._local_tensor.is_set_to(tensor._local_tensor)
+        return is_same and entry._spec == tensor._spec
+    return type(entry) is Tensor and not is_dtensor(tensor) and entry.is_set_to(tensor)
 
 
 class _Scan:
@@ -102,7 +120,7 @@ class _Scan:
         parameters, buffers, children = map(own.get, _MEMBERS)
         if not (type(parameters) is type(buffers) is type(children) is dict):
             return False  # a scripted module makes new ones on each access
-        if own.get("_state_dict_hooks") or own.get("_state_dict_pre_hooks"):
+        if own.get("_state_dict_hooks") or not reshard(module):
             return False
         if not own.keys().isdisjoint(_SHADOWED):
             return False
@@ -141,18 +159,24 @@ class TreeWalk:
         """Walk `value`; raises `Irregular` at a value of an unsupported type."""
         self.outline: list[Any] = []
         """Types, keys and texts; equal for values whose trees differ in numbers at most."""
-        self.tensors: list[Tensor] = []
+        self.live: list[Tensor] = []
         self.numbers: list[bool | int | float] = []
         self._seen: dict[int, int] = {}
+        self._kinds = tensor_types()
         self._visit(value)
+        self.tensors, self.layouts = self.live, list[Any]()
+        """The tensors, of DTensors the local ones; and how DTensors are placed."""
+        if not PLAIN_TYPES.issuperset(map(type, self.live)):
+            self.layouts = [one._spec for one in self.live if is_dtensor(one)]
+            self.tensors = list(map(local_of, self.live))
 
     def _visit(self, value: Any) -> None:
         kind = type(value)
         if kind in _NUMBERS:
             self.numbers.append(value)
             self.outline.append(kind)
-        elif kind in _TENSORS:
-            self.tensors.append(value)
+        elif kind in self._kinds:
+            self.live.append(value)
             self.outline.append(kind)
         elif value is None or kind is str:
             self.outline.append(value)
@@ -175,8 +199,8 @@ class TreeWalk:
 
     def _visit_all(self, values: Sequence[Any]) -> None:
         kinds = list(map(type, values))
-        if _TENSORS.issuperset(kinds):
-            self.tensors += values
+        if self._kinds.issuperset(kinds):
+            self.live += values
             self.outline += kinds
         elif _DICTS.issuperset(kinds) and self._visit_dicts_of_tensors(values):
             return
@@ -192,11 +216,11 @@ class TreeWalk:
         kinds = list(map(type, tensors))
         is_new = len({*ids, *self._seen}) == len(ids) + len(self._seen)
         is_text = _TEXT.issuperset(map(type, chain.from_iterable(keys)))
-        if not (is_new and is_text and _TENSORS.issuperset(kinds)):
+        if not (is_new and is_text and self._kinds.issuperset(kinds)):
             return False
         self._seen.update(zip(ids, count(len(self._seen))))
         self.outline += (dict, *keys, *kinds)
-        self.tensors += tensors
+        self.live += tensors
         return True
 
     def _was_seen(self, value: Any) -> bool:
@@ -210,7 +234,10 @@ class TreeWalk:
 
 
 class Recollection:
-    """Cached result of one capture of a component. Holds none of its tensors."""
+    """Cached result of one capture of a component. Holds none of its tensors but views of DTensors.
+
+    So a DTensor's boxes are recognised by the address of its memory.
+    """
 
     def __init__(
         self,
@@ -235,14 +262,17 @@ class Recollection:
         self._outline, self._stamp = _shared(walk.outline), stamp
         if any(tensor.is_complex() for tensor in walk.tensors):
             raise Irregular  # they may be conjugate views; checking every other tensor is slow
-        self._facts = _facts(walk.tensors)
+        flagged = _flagged(component.kind, walk)
+        if len(flagged) < len(walk.live) and any(map(_REQUIRES_GRAD, walk.live)):
+            raise Irregular  # a `state_dict` that does not detach its DTensors
+        self._facts, self._layouts = _facts(walk.tensors, flagged), walk.layouts
         self._partition = _partition(walk.tensors, _addresses(walk.tensors))
         self._keys = tuple(component.tensors)
         self._component = replace(component, tree=b"", tensors={})
         self._document = document
         self._numbers = list(map(repr, walk.numbers))
         self._places = list(_places(value, document.node, set()))
-        if list(map(id, self._first_of_each(walk.tensors))) != list(map(id, originals)):
+        if list(map(id, self._first_of_each(walk.live))) != list(map(id, originals)):
             raise Irregular
 
     def recall(self, kind: Kind, value: Any, stamp: Any) -> CapturedComponent | None:
@@ -251,7 +281,9 @@ class Recollection:
             return None
         try:
             walk = TreeWalk(value)
-            if walk.outline != self._outline or not self._facts.hold(walk.tensors):
+            if walk.outline != self._outline or walk.layouts != self._layouts:
+                return None
+            if not self._facts.hold(walk.tensors, _flagged(kind, walk)):
                 return None
             addresses = _addresses(walk.tensors)
             partition = _partition(walk.tensors, addresses)
@@ -260,14 +292,28 @@ class Recollection:
         except (Irregular, RuntimeError, UnsupportedState, ValueError):
             return None  # nested too deeply, or a tensor without memory, refused elsewhere
         tensors = self._first_of_each(walk.tensors)
-        if self._facts.grads is not None:
+        if self._facts.grads is not None or self._layouts:
             tensors = [one.detach() if one.requires_grad else one for one in tensors]
+        by_key = dict(zip(self._keys, tensors, strict=True))
+        if self._layouts:
+            self._look_at(by_key)
         return replace(
             self._component,
             tree=self._document.data,
-            tensors=dict(zip(self._keys, tensors, strict=True)),
+            tensors=by_key,
             addresses=self._first_of_each(addresses) if self._facts.are_runs else None,
         )
+
+    def _look_at(self, tensors: Mapping[str, Tensor]) -> None:
+        """Make new views of the local tensors that have moved."""
+        known = self._component.shards
+        moved = {
+            key: shards.in_memory_of(tensors[key])
+            for key, shards in known.items()
+            if _have_moved(shards, tensors[key])
+        }
+        if moved:
+            self._component = replace(self._component, shards={**known, **moved})
 
     def _first_of_each(self, tensors: list[T]) -> list[T]:
         """Drop items of tensors that share the memory of an earlier one."""
@@ -313,8 +359,11 @@ class _TensorFacts:
         """Whether each tensor is one contiguous run of bytes in host memory."""
         return self.devices is None and self.strides is None
 
-    def hold(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether the facts hold for `tensors`, as many as those they were taken from."""
+    def hold(self, tensors: Sequence[Tensor], flagged: Sequence[Tensor]) -> bool:
+        """Whether the facts hold for `tensors`, as many as those they were taken from.
+
+        `flagged`: those that may require grad.
+        """
         # One after the other, without a list: each temporary object reuses the last one's memory,
         # which is in the processor's cache.
         try:
@@ -324,13 +373,13 @@ class _TensorFacts:
                 and all(map(eq, map(_DTYPE, tensors), self.dtypes))
                 and not any(map(Tensor.is_neg, tensors))
                 and _devices(tensors) == self.devices
-                and _grads(tensors) == self.grads
+                and _grads(flagged) == self.grads
             )
         except RuntimeError:  # layouts without shapes or strides
             return False
 
 
-def _facts(tensors: Sequence[Tensor]) -> _TensorFacts:
+def _facts(tensors: Sequence[Tensor], flagged: Sequence[Tensor]) -> _TensorFacts:
     if any(map(Tensor.is_neg, tensors)) or not _PLAIN.issuperset(map(_LAYOUT, tensors)):
         raise Irregular
     are_contiguous = all(map(Tensor.is_contiguous, tensors))
@@ -339,8 +388,23 @@ def _facts(tensors: Sequence[Tensor]) -> _TensorFacts:
         shapes=_shared(map(_SHAPE, tensors)),
         dtypes=list(map(_DTYPE, tensors)),
         devices=_devices(tensors),
-        grads=_grads(tensors),
+        grads=_grads(flagged),
     )
+
+
+def _flagged(kind: Kind, walk: TreeWalk) -> Sequence[Tensor]:
+    """Return the live tensors whose requiring grad is in the tree.
+
+    The entries of a `state_dict` are detached, but a foreseen DTensor is not.
+    """
+    if kind != "module" or not walk.layouts:
+        return walk.live
+    return [one for one in walk.live if not is_dtensor(one)]
+
+
+def _have_moved(shards: LocalShards, local: Tensor) -> bool:
+    # The first box begins where the local tensor does.
+    return bool(shards.views) and shards.views[0].data_ptr() != local.data_ptr()
 
 
 def _have_strides(tensors: Sequence[Tensor], strides: Sequence[Any] | None) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor
 from holdfast.errors import MismatchError, UnsupportedState, UsageError, listing
 from holdfast.format.objects import join
 from holdfast.format.tensors import TensorSpec
-from holdfast.state.dtypes import DTYPE_NAMES
+from holdfast.state.leaves import DTYPE_NAMES
 
 _ONE, _ANY = "*", "**"
 _MAX_KEY_BITS = 2000

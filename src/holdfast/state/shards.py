@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
-from torch.nn.parameter import Parameter, UninitializedBuffer, UninitializedParameter
 
 from holdfast.errors import UnsupportedState
 from holdfast.format.objects import Refused
-from holdfast.state.dtypes import DTYPE_NAMES
 from holdfast.state.geometry import (
     Box,
     Span,
@@ -28,8 +25,7 @@ from holdfast.state.geometry import (
     spans_of,
     whole_box,
 )
-
-_PLAIN_TYPES = frozenset({Tensor, Parameter})
+from holdfast.state.leaves import is_dtensor, refusal
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -52,68 +48,21 @@ class LocalShards:
 
     def of_whole(self, tensor: Tensor) -> Tensor:
         """Copy the boxes of a whole tensor into one of the local shape."""
-        local = torch.empty(self.local_shape, dtype=tensor.dtype)
+        local = tensor.new_empty(self.local_shape)
         for box, place in zip(self.boxes, self.places, strict=True):
             _view(local, place).copy_(_view(tensor, box))
         return local
 
     @property
     def is_whole(self) -> bool:
-        """Whether the local tensor is the global one."""
-        return self.local_shape == self.shape and self.places == self.boxes
+        """Whether the rank holds all of the tensor, as it is."""
+        return self.boxes == (whole_box(self.shape),)
 
-
-def refusal(tensor: Tensor) -> str | None:
-    """Return why `tensor` can be neither saved nor loaded into, or None if it can."""
-    if is_sharded(tensor):
-        found = _of_dtensor(tensor)  # type: ignore[arg-type]
-        return found.reason if isinstance(found, Refused) else None
-    return _plain_refusal(tensor)
-
-
-def is_sharded(tensor: Tensor) -> bool:
-    """Whether a tensor is a DTensor, of which each rank holds some boxes."""
-    # By its name: importing the class takes long, and a tensor of it has done so already.
-    return type(tensor).__name__ == "DTensor"
-
-
-def local_of(tensor: Tensor) -> Tensor:
-    """Return the memory of a tensor that this rank holds: the tensor itself, if it is plain."""
-    return tensor._local_tensor if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
-
-
-def _plain_refusal(tensor: Tensor) -> str | None:
-    if type(tensor) not in _PLAIN_TYPES:
-        return _subclass_refusal(tensor)
-    if tensor.is_meta:
-        return "a meta tensor has no data; materialise the model first"
-    if tensor.is_nested:
-        return "nested tensors cannot be saved"
-    if tensor.layout is not torch.strided:
-        return f"layout {tensor.layout} cannot be saved; only strided tensors can"
-    if tensor.is_quantized:
-        return f"quantized tensors ({tensor.dtype}) cannot be saved"
-    if tensor.dtype not in DTYPE_NAMES:
-        return f"dtype {tensor.dtype} has no name in the format"
-    if tensor._is_zerotensor():
-        return "a ZeroTensor has no memory; save a clone of it"
-    return None if _has_data(tensor) else "its storage was freed"
-
-
-def _subclass_refusal(tensor: Tensor) -> str:
-    if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
-        return "not initialised yet (lazy module); run one forward pass first"
-    name = f"{type(tensor).__module__}.{type(tensor).__qualname__}"
-    if type(tensor).__name__ == "ShardedTensor":
-        return "a ShardedTensor cannot be saved; shard with fully_shard or DTensors instead"
-    if type(tensor).__name__ == "FakeTensor":
-        return f"{name}: a fake tensor has no data"
-    return f"tensor subclass {name} cannot be saved; only torch.Tensor and Parameter can"
-
-
-def _has_data(tensor: Tensor) -> bool:
-    # Sharded wrappers free a parameter's storage between uses; reading it would crash.
-    return tensor.numel() == 0 or tensor.untyped_storage().nbytes() > 0
+    def in_memory_of(self, local: Tensor) -> LocalShards:
+        """Return the same boxes of another local tensor."""
+        if self.views and math.prod(self.shape) == 0:
+            return replace(self, views=(local.view(self.shape),))
+        return replace(self, views=tuple(_view(local, box) for box in self.places))
 
 
 def read_shards(tensors: Mapping[str, Tensor]) -> dict[str, LocalShards]:
@@ -131,9 +80,9 @@ def read_shards(tensors: Mapping[str, Tensor]) -> dict[str, LocalShards]:
 
 def shards_of(tensor: Tensor) -> LocalShards | Refused:
     """Read what this rank holds of a tensor; a plain tensor is one box, the same on every rank."""
-    if is_sharded(tensor):
-        return _of_dtensor(tensor)  # type: ignore[arg-type]
-    reason = _plain_refusal(tensor)
+    if is_dtensor(tensor):
+        return _of_dtensor(tensor)
+    reason = refusal(tensor)
     if reason is not None:
         return Refused(reason)
     return _held(tuple(tensor.shape), [[(0, size)] for size in tensor.shape], tensor)
@@ -141,7 +90,7 @@ def shards_of(tensor: Tensor) -> LocalShards | Refused:
 
 def _of_dtensor(tensor: DTensor) -> LocalShards | Refused:
     mesh, local, shape = tensor.device_mesh, tensor._local_tensor, tuple(tensor.shape)
-    reason = _plain_refusal(local)
+    reason = refusal(local)
     if reason is not None:
         return Refused(reason)
     splits = _splits(tensor)

@@ -5,7 +5,6 @@ Handles tensors, arrays, dtypes, devices and generators. `format.objects` handle
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -19,7 +18,7 @@ from torch import Tensor
 from torch.nn.parameter import Parameter
 from torch.utils.data import DataLoader
 
-from holdfast.errors import FormatError, MismatchError, UnsupportedState
+from holdfast.errors import FormatError, UnsupportedState
 from holdfast.format.nodes import (
     ArrayRef,
     DeviceName,
@@ -32,9 +31,16 @@ from holdfast.format.nodes import (
 from holdfast.format.objects import Refused, TreeDocument, decode_beside, decode_tree, document
 from holdfast.format.tensors import TensorSpec
 from holdfast.state import generators
-from holdfast.state.dtypes import DTYPE_NAMES, NUMPY_DTYPES, TORCH_DTYPES, by_plain_name, plain_name
-from holdfast.state.leaves import Leaves, in_place_of
-from holdfast.state.shards import LocalShards, is_sharded, shards_of
+from holdfast.state.collecting import Leaves
+from holdfast.state.leaves import (
+    DTYPE_NAMES,
+    NUMPY_DTYPES,
+    TORCH_DTYPES,
+    by_plain_name,
+    in_place_of,
+    is_dtensor,
+    plain_name,
+)
 
 
 def encoded(
@@ -79,7 +85,7 @@ class _Lowering:
         if isinstance(value, torch.dtype):
             return DtypeName(plain_name(value))
         if isinstance(value, torch.device):
-            return DeviceName(str(value))
+            return DeviceName(self._leaves.device_name(value))
         if isinstance(value, torch.Size):
             return SizeTuple(tuple(value))
         if generators.kind_of(value) is not None:
@@ -306,38 +312,6 @@ def keys_in(value: Any) -> tuple[str, ...]:
     return tuple(keys)
 
 
-def sharded_in(stored: Any, live: Any) -> dict[str, LocalShards]:
-    """Find stored tensors that go into DTensors: key -> the boxes of the live one.
-
-    Walks a stored tree and the live one in parallel.
-
-    Raises:
-        MismatchError: one stored tensor goes into two DTensors that are sharded differently.
-    """
-    found: dict[str, LocalShards] = {}
-    if "torch.distributed.tensor" in sys.modules:  # else there is none
-        _find_sharded(stored, live, found)
-    return found
-
-
-def _find_sharded(stored: Any, live: Any, found: dict[str, LocalShards]) -> None:
-    if isinstance(stored, TensorRef):
-        held = shards_of(live) if isinstance(live, Tensor) and is_sharded(live) else None
-        if isinstance(held, LocalShards):
-            known = found.setdefault(stored.key, held)
-            if (known.boxes, known.places) != (held.boxes, held.places):
-                raise MismatchError(
-                    "the checkpoint",
-                    hint=f"{stored.key} goes into two tensors that are sharded differently",
-                )
-    elif isinstance(stored, dict) and isinstance(live, dict):
-        for name, value in stored.items():
-            _find_sharded(value, live.get(name), found)
-    elif isinstance(stored, list | tuple) and isinstance(live, list | tuple):
-        for value, other in zip(stored, live, strict=False):
-            _find_sharded(value, other, found)
-
-
 class LiveValue:
     """Wrapper of a live value in a stored tree, which `Lifting` returns unchanged."""
 
@@ -438,7 +412,7 @@ def placed(stored: Tensor, ref: TensorRef, device: torch.device) -> Tensor:
     """
     if ref.grad or ref.order:
         check_fit(ref, stored)
-    if not ref.order:
+    if not ref.order or is_dtensor(stored):
         return owned(stored, device)
     sizes = [stored.shape[dim] for dim in ref.order]
     inverse = sorted(range(len(ref.order)), key=ref.order.__getitem__)
@@ -472,6 +446,8 @@ def owned(tensor: Tensor, device: torch.device) -> Tensor:
     A view into a read buffer is copied: it would keep the buffer alive, and kernels may round
     differently on memory of another alignment.
     """
+    if is_dtensor(tensor):
+        return tensor
     if device.type != "cpu":
         return tensor.to(device)
     alone = tensor.storage_offset() == 0 and tensor.untyped_storage().nbytes() == tensor.nbytes

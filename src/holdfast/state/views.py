@@ -19,8 +19,8 @@ from holdfast.errors import UnsupportedState, UsageError
 from holdfast.format.nodes import ArrayRef, GeneratorState, TensorRef
 from holdfast.format.objects import decode_tree, join
 from holdfast.format.tensors import TensorSpec
+from holdfast.state.collecting import Leaves
 from holdfast.state.components import StoredComponent
-from holdfast.state.leaves import Leaves
 from holdfast.state.optimizers import check_tree
 from holdfast.state.selection import names_of_keys
 from holdfast.state.trees import Lifting, Skeleton, decode_skeleton, encoded, keys_in, nodes_in

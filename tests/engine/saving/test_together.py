@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,16 +13,12 @@ import torch
 from allranks import Member, all_of, on_ranks, save_on
 from holdfast import (
     Encryption,
-    Every,
     Last,
-    SavePolicy,
     SideSaver,
-    Stop,
     Tiered,
     errors,
 )
 from holdfast.care.verify import verify
-from holdfast.engine.control.requests import answer_to, ask
 from holdfast.engine.hooks import StateHooks
 from holdfast.engine.options import MIN_BUDGET
 from holdfast.engine.roots.catalog import Catalog
@@ -328,42 +323,13 @@ def test_ranks_that_learn_of_a_failure_at_different_steps_count_the_same_saves()
     assert whole(store) == [3, 4, 5]
 
 
-def test_a_request_for_a_save_is_refused_and_disturbs_no_rank() -> None:
-    store = MemoryStore()
-
-    def work(member: Member) -> None:
-        with member.manager(store, every="2step") as manager:
-            manager.resume()
-            manager.save(1).wait()
-            if member.rank == 0:
-                name = ask(store, reason="look", tags=())
-                end = time.monotonic() + 60
-                while answer_to(store, name) is None and time.monotonic() < end:
-                    assert manager.maybe_save(1) is None
-                answer = answer_to(store, name)
-                assert answer is not None
-                assert "2 ranks" in str(answer.error)
-            for step in range(2, 5):
-                pending = manager.maybe_save(step)
-                if pending is not None:
-                    pending.wait()
-
-    all_of(on_ranks(2, work))
-    assert whole(store) == [1, 2, 4]
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"every": "10min"}, "may be due at other steps by rank"),
-        ({"every": "auto"}, "may be due at other steps by rank"),
-        ({"every": lambda now, metrics: True}, "may be due at other steps by rank"),
-        ({"every": SavePolicy(ephemeral=Every("1min"))}, "may be due at other steps by rank"),
         ({"encrypt": Encryption(keys=[SecretKey(bytes(32))])}, "encrypt"),
-        ({"stop": Stop()}, "stop"),
         ({"root": Tiered(MemoryStore(), MemoryStore())}, "two tiers"),
     ],
-    ids=["minutes", "auto", "function", "ephemeral", "encrypt", "stop", "tiers"],
+    ids=["encrypt", "tiers"],
 )
 def test_what_ranks_cannot_follow_alike_is_refused(options: dict[str, Any], said: str) -> None:
     for coordinator in ThreadCoordinator.for_ranks(2):

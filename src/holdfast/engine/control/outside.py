@@ -1,18 +1,28 @@
-"""Events from outside a running training: signals, and requests for a save."""
+"""Events from outside a running training: signals, and requests for a save.
+
+With several ranks, the leader sees them, and all ranks get them at the same call.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from math import inf
 from typing import get_args
 
+import msgspec
+from typing_extensions import override
+
 from holdfast.engine.checkpoint import Checkpoint
+from holdfast.engine.control.agreed import AgreedSaves, SignalAlarm
 from holdfast.engine.control.requests import Request, Requests
 from holdfast.engine.control.stop import Promote, Stop
 from holdfast.errors import UsageError
 from holdfast.policy.savers import Due
+from holdfast.policy.schedule import covers, together
 from holdfast.policy.triggers import Event
+from holdfast.ranks.coordinator import Coordinator
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +30,15 @@ class Asked:
     """New requests for a save, from users and other processes."""
 
     requests: tuple[Request, ...] = ()
+    is_of_leader: bool = False
+    """Whether there are requests that only the leader has."""
+    due: Due | None = None
+    """Save that the leader has found due, for all ranks."""
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether a save has to be made, also of a step that is saved already."""
+        return bool(self.requests) or self.is_of_leader
 
     @property
     def tags(self) -> tuple[str, ...]:
@@ -38,7 +57,8 @@ class Asked:
 
 _EVENTS = frozenset(get_args(Event))
 _NO_REQUESTS = Asked()
-_NOT_ASKED = "a run of {} ranks cannot be asked for a save yet; it saves at its own steps"
+_SIGNAL_S = 10.0
+"""Limit on the answers of other ranks after a signal."""
 
 
 class Outside:
@@ -47,12 +67,9 @@ class Outside:
     With several ranks requests are refused: the other ranks would not save at the same step.
     """
 
-    def __init__(
-        self, requests: Requests, stop: Stop | None, promote: Promote, *, num_ranks: int = 1
-    ) -> None:
+    def __init__(self, requests: Requests, stop: Stop | None, promote: Promote) -> None:
         """Register `promote`, which finishes the save under way when a stop's grace nearly ends."""
         self._requests = requests
-        self._num_ranks = num_ranks
         self._stop = stop
         self._promote = promote
         if stop is not None:
@@ -71,13 +88,8 @@ class Outside:
         Raises:
             UsageError: `event` is not a known event.
         """
-        events: list[Event] = [event] if isinstance(event, str) else list(event)
-        if not _EVENTS.issuperset(events):
-            raise UsageError(f"event={event!r}: must be one or several of {get_args(Event)}")
+        events = _checked(event)
         requests = self._requests.poll() if is_owner else ()
-        if requests and self._num_ranks > 1:
-            self.refuse(Asked(requests=requests), UsageError(_NOT_ASKED.format(self._num_ranks)))
-            requests = ()
         is_asked = bool(requests)
         if self._stop is not None:
             if self._stop.requested is not None:
@@ -86,6 +98,9 @@ class Outside:
         if is_asked:
             events.append("demand")
         return events, Asked(requests=requests) if requests else _NO_REQUESTS
+
+    def ask(self, due: Due | None, *, is_owner: bool) -> None:
+        """No-op: what is due by this rank alone is saved at once."""
 
     def tell(self, asked: Asked, outcome: Future[Checkpoint]) -> None:
         """Answer the requests with the outcome of their save, once it is known."""
@@ -110,3 +125,103 @@ class Outside:
             return
         for request in asked.requests:
             self._requests.answer(request, folder=ended.result().folder)
+
+
+class _Wish(msgspec.Struct, frozen=True):
+    """What the leader passes on to all ranks."""
+
+    due: Due | None
+    signal: str | None
+    is_demand: bool
+    has_requests: bool
+
+
+class SharedOutside(Outside):
+    """Poller of the leader, whose events and requests all ranks get at the same call."""
+
+    def __init__(
+        self,
+        requests: Requests,
+        stop: Stop | None,
+        promote: Promote,
+        ranks: Coordinator,
+        *,
+        timeout_s: float,
+    ) -> None:
+        super().__init__(requests, stop, promote)
+        self._agreed = AgreedSaves(ranks, timeout_s=timeout_s)
+        self._alarm = None if stop is None else SignalAlarm(ranks)
+        self._held: tuple[Request, ...] = ()
+        """Requests whose wish is on its way."""
+        self._under_way: Due | None = None
+        self._next: Due | None = None
+        """What became due while another wish was on its way."""
+        if stop is not None:
+            stop.share()
+
+    @override
+    def look(self, event: Event | Sequence[Event], *, is_owner: bool) -> tuple[list[Event], Asked]:
+        events, asked = _checked(event), _NO_REQUESTS
+        data = self._agreed.look()
+        if data is not None:
+            wish = msgspec.msgpack.decode(data, type=_Wish)
+            if wish.signal is not None and self._stop is not None:
+                self._stop.agree(wish.signal)
+            if wish.is_demand:
+                events.append("demand")
+            asked = Asked(requests=self._held, is_of_leader=wish.has_requests, due=wish.due)
+            self._held = ()
+        if self._stop is not None and self._alarm is not None:
+            self._alarm.look(self._stop.received)
+            if self._stop.requested is not None:
+                events.append("signal")
+        return events, asked
+
+    @override
+    def ask(self, due: Due | None, *, is_owner: bool) -> None:
+        """Pass on, in the leader, what is due by its clock or functions, signals and requests."""
+        is_covered = self._under_way is not None and due and covers(self._under_way, due)
+        if due is not None and not (self._agreed.is_asking and is_covered):
+            self._next = together([due] if self._next is None else [self._next, due])
+        if self._agreed.is_asking:
+            return
+        self._held = self._requests.poll() if is_owner else ()
+        stop = self._stop
+        is_demand = (stop is not None and stop.take_save_request()) or bool(self._held)
+        signal = self._signal()
+        if self._next is None and not is_demand and signal is None:
+            return
+        wish = _Wish(self._next, signal, is_demand, bool(self._held))
+        self._under_way, self._next = self._next, None
+        data = msgspec.msgpack.encode(wish)
+        # A rank that a scheduler has ended does not answer, and the others have little time.
+        self._agreed.ask(data, timeout_s=inf if signal is None else _SIGNAL_S)
+
+    def _signal(self) -> str | None:
+        """Return the signal of any rank that was not passed on yet."""
+        if self._stop is None or self._alarm is None or self._stop.requested is not None:
+            return None
+        return self._stop.received or self._alarm.received
+
+    @override
+    def close(self) -> None:
+        self._agreed.close()
+        if self._alarm is not None:
+            self._alarm.close()
+        super().close()
+
+
+def _checked(event: Event | Sequence[Event]) -> list[Event]:
+    events: list[Event] = [event] if isinstance(event, str) else list(event)
+    if not _EVENTS.issuperset(events):
+        raise UsageError(f"event={event!r}: must be one or several of {get_args(Event)}")
+    return events
+
+
+def outside_of(
+    ranks: Coordinator, requests: Requests, stop: Stop | None, promote: Promote, *, timeout_s: float
+) -> Outside:
+    """Make the poller of one rank of a manager; no wait for other ranks takes over `timeout_s`."""
+    if ranks.world_size == 1:
+        return Outside(requests, stop, promote)
+    return SharedOutside(requests, stop, promote, ranks, timeout_s=timeout_s)

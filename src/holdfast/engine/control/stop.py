@@ -98,10 +98,11 @@ class Stop:
         self._depth = 0
         self._pid = self._thread = -1
         self._watch: _GraceWatch | None = None
-        self._has_said = False
+        self._has_said = self._is_shared = False
         self._begin()
 
     def _begin(self) -> None:
+        self._received: int | None = None
         self._requested: int | None = None
         self._first_s: dict[int, float] = {}
         self._is_save_asked = self._is_armed = False
@@ -125,7 +126,21 @@ class Stop:
     @property
     def is_asked(self) -> bool:
         """Whether a signal has asked to save or to stop, and was not handled yet."""
-        return self._is_save_asked or self._requested is not None
+        return self._is_save_asked or self._received is not None
+
+    @property
+    def received(self) -> str | None:
+        """Name of the first signal that asked this process to stop, whatever other ranks know."""
+        return None if self._received is None else signal.Signals(self._received).name
+
+    def share(self) -> None:
+        """Leave it to `agree` when a signal is seen in `requested`, as all ranks stop together."""
+        self._is_shared = True
+
+    def agree(self, name: str) -> None:
+        """Record a signal that some rank has received, at the same call on all ranks."""
+        if self._requested is None:
+            self._requested = signal.Signals[name].value
 
     def take_save_request(self) -> bool:
         """Return whether one of `save_signals` has come since the last call."""
@@ -190,6 +205,8 @@ class Stop:
         self._depth -= 1
         if self._depth == 0:
             self._uninstall()
+        if self._requested is None:
+            self._requested = self._received  # the ranks did not come to agree on it
         if error is None and self._requested is not None:
             if self._requested == signal.SIGINT:
                 raise KeyboardInterrupt
@@ -236,6 +253,10 @@ class Stop:
                 self._pass_on(number, frame)
         else:
             self._first_s[number] = time.monotonic()
+            if self._received is None:
+                self._received = number
+            if self._is_shared:
+                return
             if self._requested is None:
                 self._requested = number
             if self._is_armed:

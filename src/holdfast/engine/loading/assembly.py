@@ -21,7 +21,7 @@ from holdfast.format.boxes import Column
 from holdfast.format.index import Index, Places, TensorTable
 from holdfast.format.tensors import ITEM_NBYTES, TensorSpec
 from holdfast.state.copying import bytes_of, copy_tensors
-from holdfast.state.dtypes import TORCH_DTYPES
+from holdfast.state.leaves import TORCH_DTYPES
 from holdfast.state.shards import LocalShards
 
 HeldBoxes: TypeAlias = Mapping[str, Mapping[str, LocalShards | None]]

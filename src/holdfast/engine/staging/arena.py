@@ -12,7 +12,7 @@ from holdfast.engine.memory import take
 from holdfast.errors import FormatError
 from holdfast.format.boxes import Column
 from holdfast.format.tensors import ITEM_NBYTES, TensorSpec
-from holdfast.state.dtypes import TORCH_DTYPES
+from holdfast.state.leaves import TORCH_DTYPES
 
 _LARGEST_ITEM_NBYTES = max(ITEM_NBYTES.values())
 
