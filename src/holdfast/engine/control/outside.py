@@ -62,10 +62,7 @@ _SIGNAL_S = 10.0
 
 
 class Outside:
-    """Poller of signals and save requests for one manager; also answers the requests.
-
-    With several ranks requests are refused: the other ranks would not save at the same step.
-    """
+    """Poller of signals and save requests for one manager; also answers the requests."""
 
     def __init__(self, requests: Requests, stop: Stop | None, promote: Promote) -> None:
         """Register `promote`, which finishes the save under way when a stop's grace nearly ends."""
