@@ -748,6 +748,9 @@ class CheckpointManager:
         self._announce_not_saved(captured, is_whole=due.components is None)
         if due.components is None:
             self._announce_lacks()
+        standing = self._saver.standing
+        if standing is not None and standing.step == now.step:
+            joint.stand_on(standing.folder)
         joint.propose(captured)
         if self._ranks.is_leader:
             self._beginning.expect(

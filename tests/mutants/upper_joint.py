@@ -152,4 +152,12 @@ MUTANTS: tuple[Mutant, ...] = (
         after="",
         near=_SAVES,
     ),
+    Mutant(
+        name="ranks-compare-with-other-checkpoints",
+        promise="R38: no rank waits for a comparison that others do not begin",
+        file="engine/saving/together.py",
+        before="self.compares = all(share.standing == self._standing for share in shares)",
+        after="self.compares = True",
+        near=_SAVES,
+    ),
 )

@@ -366,7 +366,7 @@ class Saver:
     ) -> Entry | None:
         """Return `standing`, newly tagged, if this save would write the same content; else None."""
         entry = self.standing
-        if entry is None or entry.step != request.timestamp.step:
+        if entry is None or entry.step != request.timestamp.step or not joint.compares:
             return None
         joint.begin_to_compare()
         stored = entry.manifest

@@ -43,6 +43,8 @@ class Share(msgspec.Struct, frozen=True, tag="share"):
     first: bytes
     """First corner of each box, 64 bits."""
     last: bytes
+    standing: str = ""
+    """Folder of the checkpoint of this step that the rank knows."""
 
 
 class Unchanged(msgspec.Struct, frozen=True, tag="unchanged"):
@@ -50,6 +52,7 @@ class Unchanged(msgspec.Struct, frozen=True, tag="unchanged"):
 
     step: int
     components: tuple[str, ...]
+    standing: str = ""
 
 
 class Assignment(msgspec.Struct, frozen=True):

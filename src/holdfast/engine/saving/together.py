@@ -74,6 +74,8 @@ class _PlanNote(msgspec.Struct, frozen=True):
     claim: _ClaimNote
     assignment: Assignment | None
     """None: that of the save before with the same components."""
+    compares: bool
+    """Whether all ranks know the same checkpoint of this step, with which the save is compared."""
 
 
 class _FolderNote(msgspec.Struct, frozen=True):
@@ -148,6 +150,7 @@ class JointSave:
 
     world_size = 1
     leads = True
+    compares = True
 
     def __enter__(self) -> JointSave:
         return self
@@ -192,6 +195,9 @@ class JointSave:
     def agree(self, owner: Ownership, phase: Phase) -> None:
         """End the agreement on the plan, if it is left to the background."""
 
+    def stand_on(self, folder: str) -> None:
+        """Say which checkpoint of this step this rank knows, before it shares what it holds."""
+
     def begin_to_compare(self) -> None:
         """Begin to compare the save with the checkpoint of its step, on all ranks."""
 
@@ -232,6 +238,7 @@ class _RanksSave(JointSave):
         """Part of the save in which this rank says next that it failed."""
         self._is_agreed = False
         self._components: tuple[str, ...] = ()
+        self._standing = ""
         self._own: OwnShare
         self._assignment: Assignment | None = None
         """The plan by which this rank has staged its part."""
@@ -248,9 +255,9 @@ class _RanksSave(JointSave):
         known = self._together.known.get(self._components)
         if known is not None and known.own.is_that_of(captured):
             self._own, self._assignment = known.own, known.assignment
-            return Unchanged(self._step, self._components)
+            return Unchanged(self._step, self._components, self._standing)
         self._own = OwnShare(captured, self._ranks.rank, socket.gethostname())
-        return msgspec.structs.replace(self._own.share, step=self._step)
+        return msgspec.structs.replace(self._own.share, step=self._step, standing=self._standing)
 
     def _post(self, part: str, message: msgspec.Struct) -> None:
         data = msgspec.msgpack.encode(message)
@@ -263,6 +270,11 @@ class _RanksSave(JointSave):
         columns = (written.row, written.file, written.start)
         row, file, start = (column.astype("<i8").tobytes() for column in columns)
         return _FilesPost(tuple(files), row, file, start, dict(trees))
+
+    @override
+    @override
+    def stand_on(self, folder: str) -> None:
+        self._standing = folder
 
     @override
     def begin_to_compare(self) -> None:
@@ -467,6 +479,8 @@ class LeadingSave(_RanksSave):
                     f"saves step {self._step} with {', '.join(self._components)}"
                 )
                 raise RanksFailed(self._name, {rank: Failure("sharing what it holds", why)})
+        # Else some would wait for a comparison that others do not begin.
+        self.compares = all(share.standing == self._standing for share in shares)
         known = self._together.shares.get(self._components)
         new = [share for share in shares if isinstance(share, Share)]
         self._plan_is_new = bool(new)
@@ -497,6 +511,7 @@ class LeadingSave(_RanksSave):
                 plan_id,
                 _ClaimNote(claim.epoch, claim.nonce, claim.resumed_from),
                 assignment if is_new else None,
+                self.compares,
             ),
         )
         self._know(plan_id, assignment)
@@ -618,6 +633,7 @@ class FollowingSave(_RanksSave):
 
     def _hear_plan(self, owner: Ownership) -> None:
         note = self._hear("plan", _PlanNote)
+        self.compares = note.compares
         claim = note.claim
         owner.adopt(Claim(epoch=claim.epoch, nonce=claim.nonce, resumed_from=claim.resumed_from))
         known = self._together.known.get(self._components)
