@@ -113,16 +113,17 @@ def test_a_request_is_answered_by_one_save_of_all(tmp_path: Path) -> None:
 
 def lose_rank_1(root: Path, rank: int) -> str:
     """What the leader says when a scheduler ends it after another rank has died."""
-    with Stop() as stop, CheckpointManager(root, {"model": {}}, stop=stop) as manager:
-        manager.resume()
-        manager.maybe_save(1)
-        os.kill(os.getpid(), signal.SIGKILL if rank == 1 else signal.SIGTERM)
-        try:
+    stop = Stop()
+    try:
+        with stop, CheckpointManager(root, {"model": {}}, stop=stop) as manager:
+            manager.resume()
+            manager.maybe_save(1)
+            os.kill(os.getpid(), signal.SIGKILL if rank == 1 else signal.SIGTERM)
             for step in range(2, MAX_STEPS):
                 time.sleep(STEP_S)
                 manager.maybe_save(step)
-        except RanksSilent as error:
-            return f"{error}, requested {stop.requested}"
+    except RanksSilent as error:
+        return f"{error}, requested {stop.requested}"
     return "no error"
 
 
