@@ -584,7 +584,7 @@ OTHERS = (
         file="engine/control/stop.py",
         before="            if self._is_shared:\n                return\n",
         after="",
-        near=("tests/distributed/test_asked.py",),
+        near=("tests/engine/control/test_stop.py",),
     ),
 )
 

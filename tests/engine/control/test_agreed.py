@@ -57,6 +57,13 @@ def test_all_ranks_get_each_wish_once_and_at_the_same_call(
     collective = threading.Barrier(world_size)
 
     def run(coordinator: Coordinator) -> Got:
+        try:
+            return looped(coordinator)
+        except BaseException:
+            collective.abort()  # no rank waits for one that failed
+            raise
+
+    def looped(coordinator: Coordinator) -> Got:
         speed = random.Random(f"{seed} {coordinator.rank}")
         pauses = [0.0, 0.0, 0.0005, 0.003][: speed.randint(1, 4)]
         agreed = AgreedSaves(coordinator, timeout_s=PATIENCE_S)

@@ -440,3 +440,21 @@ def test_promotes_can_be_taken_back() -> None:
     stop.forget(promote)
     stop.forget(promote)
     assert stop._promotes == []
+
+
+def test_a_stop_that_ranks_share_is_seen_when_they_agree_on_it() -> None:
+    """Another rank may have no signal yet; this one goes on until all stop."""
+    stop = Stop()
+    stop.share()
+    with leaving(SystemExit), stop:
+        send(signal.SIGTERM)
+        assert (stop.requested, stop.received) == (None, "SIGTERM")
+        stop.agree("SIGUSR1")
+        assert (stop.requested, stop.received) == ("SIGUSR1", "SIGTERM")
+
+
+def test_a_stop_that_ranks_did_not_agree_on_ends_the_program_all_the_same() -> None:
+    stop = Stop()
+    stop.share()
+    with leaving(SystemExit), stop:
+        send(signal.SIGTERM)
