@@ -709,6 +709,7 @@ class CheckpointManager:
         *,
         is_awaited: bool = False,
     ) -> PendingSave:
+        began = time.perf_counter()
         self._quiet, self._is_unused = _NEVER_QUIET, False
         self._check_usable()
         refuse_capture("save()")
@@ -722,6 +723,8 @@ class CheckpointManager:
                 self._emit("save_skipped", str(error), step=now.step)
                 return PendingSave.skipped(now.step, due, error)
             pending = self._save_jointly(now, due, measured, unhealthy, joint, is_awaited)
+        pending.stall_s = time.perf_counter() - began
+        self._tuning.saved(pending.stall_s)
         if self._hooks.save_begun is not None:
             self._hooks.save_begun(pending)
         return pending
@@ -786,10 +789,7 @@ class CheckpointManager:
         # Freeing its many tensors offers the GIL to other threads; harmless while none is awake.
         # Later, another thread may keep the GIL, and the core, for milliseconds.
         del captured, part
-        pending = self._saver.start(staged, request, due, joint)
-        pending.stall_s = time.perf_counter() - began
-        self._tuning.saved(pending.stall_s)
-        return pending
+        return self._saver.start(staged, request, due, joint)
 
     def _checked(self, components: Iterable[str]) -> tuple[str, ...]:
         names = (components,) if isinstance(components, str) else tuple(components)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from _pytest.mark import ParameterSet
 
 from distributed.jobs import WAYS, make
 from distributed.run import run_ranks
@@ -65,13 +66,22 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Saved]:
     return folder, expected
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("way", ["plain", "ddp", "fsdp", "tp", "hsdp", "fsdp_tp"])
+QUICK = {("plain", 1), ("ddp", 2), ("fsdp", 3), ("fsdp_tp", 4)}
+
+
+def cases() -> list[ParameterSet]:
+    """Every way on every number of ranks that it takes, most of them in the full tier."""
+    return [
+        pytest.param(name, ranks, marks=() if (name, ranks) in QUICK else pytest.mark.full)
+        for name, way in WAYS.items()
+        for ranks in way.ranks
+    ]
+
+
+@pytest.mark.parametrize(("way", "num_ranks"), cases())
 def test_each_is_loaded_as_each(
     way: str, num_ranks: int, saved: tuple[Path, Saved], tmp_path: Path
 ) -> None:
-    if num_ranks not in WAYS[way].ranks:
-        pytest.skip(f"{way} does not take {num_ranks} ranks")
     folder, expected = saved
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     compared = run_ranks(num_ranks, partial(load_all, tmp_path, expected, way))
