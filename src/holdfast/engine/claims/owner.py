@@ -117,7 +117,7 @@ class Ownership:
 
 
 class Following(Ownership):
-    """What a follower knows of the leader's claim. It claims nothing and sends no heartbeat."""
+    """A follower's copy of the leader's claim; it claims nothing and sends no heartbeat."""
 
     @override
     def check(self) -> None:

@@ -125,7 +125,7 @@ class Outside:
 
 
 class _Wish(msgspec.Struct, frozen=True):
-    """What the leader passes on to all ranks."""
+    """Message of the leader to all ranks: events, and a save that is due."""
 
     due: Due | None
     signal: str | None

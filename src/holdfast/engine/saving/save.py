@@ -94,7 +94,7 @@ def digest_staged(staged: Staged, workers: Workers, *, timeout_s: float) -> dict
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tools:
-    """What a save is written with, the same for every save of a manager."""
+    """Store, threads and caches that all saves of a manager are written with."""
 
     store: Store
     owner: Ownership

@@ -56,7 +56,7 @@ class Unchanged(msgspec.Struct, frozen=True, tag="unchanged"):
 
 
 class Assignment(msgspec.Struct, frozen=True):
-    """What each rank writes, as columns over the boxes of all ranks, in the order of ranks."""
+    """Assignment of boxes to the ranks that write them, as columns over the boxes of all ranks."""
 
     counts: tuple[int, ...]
     """Number of boxes of each rank."""
@@ -173,7 +173,7 @@ class OwnShare:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Pick:
-    """What this rank writes of a component."""
+    """Boxes of one component that this rank writes."""
 
     rows: Sequence[int]
     """Numbers, among those of the rank, of the boxes."""

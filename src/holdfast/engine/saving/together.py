@@ -112,7 +112,7 @@ class _Verdict(msgspec.Struct, frozen=True):
 
 
 class _FilesPost(msgspec.Struct, frozen=True):
-    """What one rank has written."""
+    """Post of one rank: the files that it has written."""
 
     files: tuple[OwnFile, ...]
     row: bytes
@@ -129,7 +129,7 @@ class _FilesPost(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gathered:
-    """What all ranks have written, as the leader puts it into index and manifest."""
+    """Files, trees and tables of all ranks, for the index and the manifest."""
 
     files: Sequence[OwnFile]
     trees: Mapping[str, bytes]
@@ -146,7 +146,7 @@ class _Known:
 
 
 class JointSave:
-    """One save by the only rank: no message, no plan."""
+    """Save by the only rank: no message, no plan."""
 
     world_size = 1
     leads = True
@@ -329,7 +329,7 @@ class _RanksSave(JointSave):
 
 
 class LeadingSave(_RanksSave):
-    """One save, as the leader takes part in it."""
+    """Save of several ranks, as the leader takes part in it."""
 
     _plan: Plan
 
@@ -528,7 +528,7 @@ class LeadingSave(_RanksSave):
 
 
 class FollowingSave(_RanksSave):
-    """One save, as a follower takes part in it."""
+    """Save of several ranks, as a follower takes part in it."""
 
     @override
     def propose(self, captured: Captured) -> Captured:
