@@ -566,8 +566,8 @@ OTHERS = (
         name="ranks-save-where-some-have-passed",
         promise="R38: ranks get a wish at the same call",
         file="engine/control/agreed.py",
-        before="agreed = _Place(max(_decoded(",
-        after="agreed = _Place(min(_decoded(",
+        before="agreed = _Place(max(decoded(",
+        after="agreed = _Place(min(decoded(",
         near=("tests/engine/control/test_agreed.py",),
     ),
     Mutant(

@@ -8,9 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from threading import Lock
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
-from holdfast.errors import RanksFailed, RanksSilent, UsageError
+import msgspec
+
+from holdfast.errors import FormatError, RanksFailed, RanksSilent, UsageError
+
+T = TypeVar("T")
 
 LEADER = 0
 GRACE_S = 5.0
@@ -170,3 +174,17 @@ class Coordinator(ABC):
         """Raise `UsageError` in the leader."""
         if self.is_leader:
             raise UsageError("the leader hears no announcement: it makes them")
+
+
+def decoded(message: bytes, kind: type[T], what: str) -> T:
+    """Decode a message of another rank, which was encoded by `msgspec.msgpack`.
+
+    Raises:
+        FormatError: it is not of this kind; the ranks run different releases.
+    """
+    try:
+        return msgspec.msgpack.decode(message, type=kind)
+    except msgspec.DecodeError as error:
+        raise FormatError(
+            f"{what}: not a message of this release of Holdfast, which all ranks must run: {error}"
+        ) from error

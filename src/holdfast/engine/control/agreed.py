@@ -14,8 +14,8 @@ from typing import TypeVar
 
 import msgspec
 
-from holdfast.errors import FormatError, HoldfastError, RanksError, RanksSilent
-from holdfast.ranks.coordinator import Coordinator, Failure
+from holdfast.errors import HoldfastError, RanksError, RanksSilent
+from holdfast.ranks.coordinator import Coordinator, Failure, decoded
 
 T = TypeVar("T")
 
@@ -147,7 +147,7 @@ class AgreedSaves:
             self._ranks.announce(question, b"where", timeout_s=self._timeout_s)
             self._answer(answers)
             posts = self._ranks.collect(answers, timeout_s=self._answer_s).expect_all(answers)
-            agreed = _Place(max(_decoded(post, int, answers) for post in posts), wish)
+            agreed = _Place(max(decoded(post, int, answers) for post in posts), wish)
         except HoldfastError as error:
             failure = Failure.of(error, phase="agreeing on a step to save at")
             with suppress(HoldfastError):
@@ -172,7 +172,7 @@ class AgreedSaves:
                 continue  # nothing is asked
         self._answer(answers)
         said = self._ranks.hear(place, timeout_s=self._timeout_s)
-        self._settle(_decoded(said, _Place, place))
+        self._settle(decoded(said, _Place, place))
         return True
 
     def _tags(self, number: int) -> tuple[str, str, str]:
@@ -250,10 +250,3 @@ class SignalAlarm:
             failed = self._ranks.collect(self._tag, timeout_s=_RUN_S).failed
             for failure in failed.values():
                 self.received = failure.reason
-
-
-def _decoded(data: bytes, kind: type[T], what: str) -> T:
-    try:
-        return msgspec.msgpack.decode(data, type=kind)
-    except msgspec.DecodeError as error:
-        raise FormatError(f"{what}: not a message of this Holdfast: {error}") from error

@@ -20,7 +20,6 @@ from holdfast.engine.loading.resume import LoadCandidate, LoadOptions, Reader, S
 from holdfast.engine.roots.catalog import Entry
 from holdfast.errors import (
     CorruptData,
-    FormatError,
     HoldfastError,
     MismatchError,
     RanksFailed,
@@ -28,8 +27,7 @@ from holdfast.errors import (
     is_damage,
 )
 from holdfast.events import Emitter
-from holdfast.format.manifest import Reference
-from holdfast.ranks.coordinator import GRACE_S, Coordinator, Failure
+from holdfast.ranks.coordinator import GRACE_S, Coordinator, Failure, decoded
 from holdfast.store.base import Store
 
 _FAIL_S = 5.0
@@ -42,17 +40,11 @@ class _Read(msgspec.Struct, frozen=True, tag="read"):
     folder: str
 
 
-class _ClaimNote(msgspec.Struct, frozen=True):
-    epoch: int
-    nonce: str
-    resumed_from: Reference | None
-
-
 class _Apply(msgspec.Struct, frozen=True, tag="apply"):
     """Announcement: all ranks apply what they have read; without a folder the run starts anew."""
 
     folder: str | None
-    claim: _ClaimNote | None
+    claim: Claim | None
     rejected: tuple[tuple[str, str], ...]
     """(folder, reason) of each checkpoint that was skipped."""
 
@@ -193,7 +185,7 @@ class LeadingApplying(_RanksApplying):
         claim, candidate = self._owner.claim, search.candidate
         return _Apply(
             None if candidate is None else candidate.entry.folder,
-            None if claim is None else _ClaimNote(claim.epoch, claim.nonce, claim.resumed_from),
+            claim,
             search.rejected,
         )
 
@@ -205,7 +197,7 @@ class LeadingApplying(_RanksApplying):
 
     def _answers(self) -> list[_Answer]:
         posts = self._ranks.collect(self._tag, timeout_s=self._timeout_s).expect_all(self._tag)
-        return [_decoded(post, _Answer, self._tag) for post in posts]
+        return [decoded(post, _Answer, self._tag) for post in posts]
 
 
 @dataclass(slots=True)
@@ -259,11 +251,8 @@ class FollowingApplying(_RanksApplying):
         return _Answer("ready")
 
     def _adopt(self, note: _Apply, search: Search) -> None:
-        claim = note.claim
-        if claim is not None:
-            self._owner.adopt(
-                Claim(epoch=claim.epoch, nonce=claim.nonce, resumed_from=claim.resumed_from)
-            )
+        if note.claim is not None:
+            self._owner.adopt(note.claim)
         search.reject_alike(note.rejected)
 
     def _apply_jointly(self, candidate: LoadCandidate) -> None:
@@ -278,16 +267,10 @@ class FollowingApplying(_RanksApplying):
 
     def _hear(self) -> _Read | _Apply:
         self._num_messages += 1
-        note: _Read | _Apply = _decoded(
+        kind: Any = _Read | _Apply
+        note: _Read | _Apply = decoded(
             self._ranks.hear(self._tag, timeout_s=self._timeout_s + GRACE_S),
             _Read | _Apply,
             self._tag,
         )
         return note
-
-
-def _decoded(data: bytes, kind: Any, what: str) -> Any:
-    try:
-        return msgspec.msgpack.decode(data, type=kind)
-    except msgspec.DecodeError as error:
-        raise FormatError(f"{what}: not a message of this Holdfast: {error}") from error

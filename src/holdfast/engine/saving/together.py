@@ -38,8 +38,8 @@ from holdfast.errors import (
 )
 from holdfast.format import blocks, layout
 from holdfast.format.index import StoredBlocks, TensorTable
-from holdfast.format.manifest import Aborted, FileEntry, Manifest, Reference
-from holdfast.ranks.coordinator import GRACE_S, LEADER, Coordinator, Failure
+from holdfast.format.manifest import Aborted, FileEntry, Manifest
+from holdfast.ranks.coordinator import GRACE_S, LEADER, Coordinator, Failure, decoded
 from holdfast.state.byrank import BY_RANK, joined
 from holdfast.state.capture import Captured
 from holdfast.store.base import Store
@@ -61,17 +61,11 @@ class OwnFile(msgspec.Struct, frozen=True, kw_only=True):
     stored: StoredBlocks | None
 
 
-class _ClaimNote(msgspec.Struct, frozen=True):
-    epoch: int
-    nonce: str
-    resumed_from: Reference | None
-
-
 class _PlanNote(msgspec.Struct, frozen=True):
     """Announcement of the plan by which a save is written."""
 
     plan_id: str
-    claim: _ClaimNote
+    claim: Claim
     assignment: Assignment | None
     """None: that of the save before with the same components."""
     compares: bool
@@ -509,7 +503,7 @@ class LeadingSave(_RanksSave):
             "plan",
             _PlanNote(
                 plan_id,
-                _ClaimNote(claim.epoch, claim.nonce, claim.resumed_from),
+                claim,
                 assignment if is_new else None,
                 self.compares,
             ),
@@ -524,7 +518,7 @@ class LeadingSave(_RanksSave):
     def _collect(self, part: str, kind: Any) -> list[Any]:
         tag = self._tag(part)
         posts = self._ranks.collect(tag, timeout_s=self._left_s()).expect_all(tag)
-        return [_decoded(post, kind, tag) for post in posts]
+        return [decoded(post, kind, tag) for post in posts]
 
 
 class FollowingSave(_RanksSave):
@@ -628,14 +622,13 @@ class FollowingSave(_RanksSave):
             raise
         except RanksError as error:
             return error
-        note = _decoded(heard, _OutcomeNote, tag)
+        note = decoded(heard, _OutcomeNote, tag)
         return None if note.doubt is None else RanksFailed(tag, {LEADER: note.doubt})
 
     def _hear_plan(self, owner: Ownership) -> None:
         note = self._hear("plan", _PlanNote)
         self.compares = note.compares
-        claim = note.claim
-        owner.adopt(Claim(epoch=claim.epoch, nonce=claim.nonce, resumed_from=claim.resumed_from))
+        owner.adopt(note.claim)
         known = self._together.known.get(self._components)
         if note.assignment is None:
             if known is None or known.plan_id != note.plan_id:
@@ -652,7 +645,7 @@ class FollowingSave(_RanksSave):
     def _hear(self, part: str, kind: type[T]) -> T:
         tag = self._tag(part)
         heard = self._ranks.hear(tag, timeout_s=self._left_s() + GRACE_S)
-        return _decoded(heard, kind, tag)
+        return decoded(heard, kind, tag)
 
 
 class Together:
@@ -678,10 +671,3 @@ class Together:
         """Return the name of the next save, which all ranks count alike."""
         self._count += 1
         return f"save {self._count} of manager {self._manager}"
-
-
-def _decoded(data: bytes, kind: type[T], what: str) -> T:
-    try:
-        return msgspec.msgpack.decode(data, type=kind)
-    except msgspec.DecodeError as error:
-        raise FormatError(f"{what}: not a message of this Holdfast: {error}") from error
