@@ -270,7 +270,7 @@ class FollowingApplying(_RanksApplying):
         kind: Any = _Read | _Apply
         note: _Read | _Apply = decoded(
             self._ranks.hear(self._tag, timeout_s=self._timeout_s + GRACE_S),
-            _Read | _Apply,
+            kind,
             self._tag,
         )
         return note
