@@ -63,6 +63,14 @@ MUTANTS: tuple[Mutant, ...] = (
         near=("tests/state/test_modules.py",),
     ),
     Mutant(
+        name="fsdp2-loads-by-its-own-code",
+        promise="I6: a misfit of a sharded module is found before anything changes",
+        file="state/modules.py",
+        before="not all(map(is_of_fsdp, inner._load_state_dict_post_hooks.values()))",
+        after="inner._load_state_dict_post_hooks",
+        near=("tests/state/test_dtensors.py",),
+    ),
+    Mutant(
         name="shared-tensors-are-saved-apart",
         promise="I7: tensors that share memory share it after a load",
         file="state/collecting.py",

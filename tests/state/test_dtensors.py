@@ -10,8 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import ShardOrderEntry
 from torch.distributed.tensor.placement_types import Placement
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -21,7 +23,9 @@ from holdfast.state.apply import Prepared, prepare
 from holdfast.state.capture import Capturer
 from holdfast.state.collecting import Leaves
 from holdfast.state.components import StoredComponent
+from holdfast.state.destinations import placed_as
 from holdfast.state.leaves import local_of
+from holdfast.state.shards import LocalShards, shards_of
 from state.layouts import Layout
 
 ROWS = Layout((5, 3), (2,), (Shard(0),))
@@ -241,3 +245,61 @@ def test_slots_beside_a_dtensor_without_dimensions_are_dtensors_and_its_step_is_
     held = optimizer.state[model.scale]
     assert type(held["step"]) is Tensor
     assert isinstance(held["exp_avg"], DTensor)
+
+
+def test_a_new_dtensor_is_sharded_in_the_order_of_the_other() -> None:
+    mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], _init_backend=False, _rank=1)
+    layout = DTensor.from_local(
+        torch.zeros(2), mesh, [Shard(0), Shard(0)], run_check=False, shape=(8,), stride=(1,)
+    )
+    layout._spec.shard_order = (ShardOrderEntry(0, (1, 0)),)
+    made = shards_of(placed_as(layout, torch.ones(2, dtype=torch.float64)))
+    assert isinstance(made, LocalShards)
+    assert [box.offsets for box in made.boxes] == [(4,)]
+    assert made.views[0].dtype == torch.float64
+
+
+def with_rows(model: nn.Module, has_slots: bool) -> torch.optim.Optimizer:
+    """An optimizer that keeps a number for each row of a matrix."""
+    optimizer = torch.optim.SGD(model.parameters())
+    for parameter in model.parameters() if has_slots else ():
+        optimizer.state[parameter] = {"row": torch.zeros(parameter.shape[0])}
+    return optimizer
+
+
+def test_a_slot_of_another_shape_is_refused_unless_a_live_one_tells_its_placement() -> None:
+    model = nn.Module()
+    model.w = nn.Parameter(part(Layout((5, 3), (2,), (Shard(0),))).double())
+    saved = stored_of({"model": model, "optimizer": with_rows(model, has_slots=True)})
+    for has_slots in (False, True):
+        live = {"model": model, "optimizer": with_rows(model, has_slots)}
+        if has_slots:
+            assert not prepare(live, saved, where="x", rng=False).shards.get("optimizer")
+            continue
+        with pytest.raises(MismatchError, match=r"w\.row: stored \[5\].*make one optimizer step"):
+            prepare(live, saved, where="x", rng=False)
+
+
+def fully_sharded(num_rows: int) -> nn.Module:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, num_rows))
+    for module in (*model, model):
+        fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
+    return model
+
+
+@pytest.mark.usefixtures("group")
+def test_a_shape_that_does_not_fit_fsdp2_is_refused_before_anything_changes() -> None:
+    """The hook that fully_shard adds to a module makes its loading no foreign code."""
+    with pytest.raises(MismatchError, match=r"1\.weight: stored \[6, 4\], live \[5, 4\]"):
+        prepared_for({"model": fully_sharded(5)}, {"model": fully_sharded(6)})
+
+
+@pytest.mark.usefixtures("group")
+def test_the_parameters_of_fsdp2_are_filled_in_place() -> None:
+    model = fully_sharded(5)
+    locals_ = {name: local_of(one) for name, one in model.named_parameters()}
+    prepared = prepared_for({"model": model}, {"model": fully_sharded(5)})
+    prepared.apply({"model": {name: torch.full_like(one, 7) for name, one in locals_.items()}})
+    for name, one in model.named_parameters():
+        assert local_of(one) is locals_[name]
+        assert one._local_tensor.eq(7).all()

@@ -6,7 +6,7 @@ leave it out, because a checkpoint must fit the same model with and without them
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -235,12 +235,15 @@ def reshard(module: nn.Module) -> bool:
     hooks = module.__dict__.get("_state_dict_pre_hooks")
     if not hooks:
         return True
-    of_fsdp = [
-        hook for hook in hooks.values() if getattr(hook, "__module__", "").startswith(_FULLY_SHARD)
-    ]
+    of_fsdp = [hook for hook in hooks.values() if is_of_fsdp(hook)]
     for hook in of_fsdp:
         hook(module, "", False)
     return len(of_fsdp) == len(hooks)
+
+
+def is_of_fsdp(hook: Callable[..., Any]) -> bool:
+    """Whether a hook of a module is one that `fully_shard` has registered."""
+    return getattr(hook, "__module__", "").startswith(_FULLY_SHARD)
 
 
 def cleaner_of(module: nn.Module) -> Cleaner:

@@ -5,7 +5,9 @@ A rank needs only its own part of such a tensor. Pairs stored with live values a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -68,6 +70,12 @@ class Destinations:
             (one for one in (live, beside) if isinstance(one, Tensor) and one.shape == shape), None
         )
         layout = known if is_dtensor(known) else None
+        if known is None and is_dtensor(beside) and math.prod(shape) > 1:
+            problems.other.append(
+                f"{path}: stored {list(shape)}, its parameter is {list(beside.shape)}, and no live "
+                "tensor tells how it is placed over the ranks: make one optimizer step before "
+                "the load"
+            )
         first, other = self._first.setdefault(key, (path, layout))
         if not _are_alike(layout, other):
             problems.other.append(
@@ -116,19 +124,23 @@ def _item(live: Any, name: Any) -> Any:
 def _are_alike(one: DTensor | None, other: DTensor | None) -> bool:
     if one is None or other is None:
         return one is other
-    return one.device_mesh == other.device_mesh and one.placements == other.placements
+    return _layout_of(one) == _layout_of(other)
+
+
+def _layout_of(tensor: DTensor) -> tuple[Any, ...]:
+    """Return what decides the boxes of each rank."""
+    order = getattr(tensor._spec, "shard_order", None)  # only newer torch has one
+    return tensor.device_mesh, tensor.placements, order
 
 
 def placed_as(layout: DTensor, local: Tensor) -> Tensor:
     """Make a DTensor with the mesh, placements and global shape of another one.
 
-    `local` is its local tensor, of any dtype; it is moved to the device of the mesh.
+    `local` is its local tensor, of any dtype; it is moved to the device of the other's.
     """
-    return type(layout).from_local(
-        local.to(layout._local_tensor.device),
-        layout.device_mesh,
-        layout.placements,
-        run_check=False,
-        shape=layout.shape,
-        stride=layout.stride(),
-    )
+    # Not `from_local`: it does not take the order in which a dimension was sharded.
+    spec = layout._spec
+    assert spec.tensor_meta is not None, "a live DTensor has a shape"
+    meta = spec.tensor_meta._replace(dtype=local.dtype)
+    placed = local.detach().to(layout._local_tensor.device)
+    return type(layout)(placed, replace(spec, tensor_meta=meta), requires_grad=False)

@@ -22,7 +22,7 @@ from holdfast.format.objects import TreeDocument
 from holdfast.format.tensors import TensorSpec
 from holdfast.state import generators
 from holdfast.state.collecting import Leaves
-from holdfast.state.components import Cleaner, cleaner_of, unwrap
+from holdfast.state.components import Cleaner, cleaner_of, is_of_fsdp, unwrap
 from holdfast.state.copying import Fetching, Stored, StoredPair, copy_tensors, fetched, read_all
 from holdfast.state.leaves import identity, is_dtensor, local_of, refusal
 from holdfast.state.livevalues import revive
@@ -197,7 +197,8 @@ def _own_loading(inners: _Inners) -> Iterator[str]:
             kind._load_from_state_dict in _LOADS_PLAINLY
             and kind.load_state_dict is nn.Module.load_state_dict
         )
-        if not is_plain or inner._load_state_dict_post_hooks:
+        # FSDP2's hook looks for a parameter's memory anew; a copy leaves it where it is.
+        if not is_plain or not all(map(is_of_fsdp, inner._load_state_dict_post_hooks.values())):
             yield clean
 
 
