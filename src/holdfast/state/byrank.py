@@ -76,6 +76,24 @@ def part_of(
     return part, keys, len(nodes)
 
 
+def difference(one: bytes, other: bytes) -> str:
+    """Say where two trees differ first, with both values; for messages."""
+    trees = [msgspec.json.decode(tree).get("tree") for tree in (one, other)]
+    return _difference(trees[0], trees[1], "")
+
+
+def _difference(one: Any, other: Any, path: str) -> str:
+    if isinstance(one, dict) and isinstance(other, dict):
+        for name in one.keys() | other.keys():
+            if one.get(name) != other.get(name):
+                return _difference(one.get(name), other.get(name), f"{path}.{name}".lstrip("."))
+    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        for number, pair in enumerate(zip(one, other, strict=True)):
+            if pair[0] != pair[1]:
+                return _difference(pair[0], pair[1], f"{path}.{number}".lstrip("."))
+    return f"{path or 'the whole'} is {one!r:.60} and {other!r:.60}"
+
+
 def _with_keys(node: Any, rank: int) -> Any:
     """Return a node whose tensors are named as those of a rank."""
     if isinstance(node, list):

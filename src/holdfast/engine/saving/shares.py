@@ -374,7 +374,7 @@ class Plan:
                     (
                         f"{component}.{key}",
                         f"on one rank {known[2]} {list(known[3])}, on another {dtype} "
-                        f"{list(shape)}; what differs by rank must be PerRank",
+                        f"{list(shape)}; only generators may differ by rank",
                     )
                 )
             found.append(numbers.setdefault((component, key), len(numbers)))

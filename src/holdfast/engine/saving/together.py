@@ -40,7 +40,7 @@ from holdfast.format import blocks, layout
 from holdfast.format.index import StoredBlocks, TensorTable
 from holdfast.format.manifest import Aborted, FileEntry, Manifest
 from holdfast.ranks.coordinator import GRACE_S, LEADER, Coordinator, Failure, decoded
-from holdfast.state.byrank import BY_RANK, joined
+from holdfast.state.byrank import BY_RANK, difference, joined
 from holdfast.state.capture import Captured
 from holdfast.store.base import Store
 
@@ -456,9 +456,10 @@ class LeadingSave(_RanksSave):
                 [
                     (
                         name,
-                        f"its structure or its values differ between the leader and rank {odd[0]}"
-                        f"{f' and {len(odd) - 1} more' if len(odd) > 1 else ''}; what differs by "
-                        "rank must be PerRank",
+                        f"the leader and rank {odd[0]}"
+                        f"{f' (and {len(odd) - 1} more)' if len(odd) > 1 else ''} differ: "
+                        f"{difference(own, trees[odd[0]] or b'')}. Only generators may differ by "
+                        "rank; make it equal on all, or leave it out of the state",
                     )
                 ]
             )
