@@ -238,7 +238,7 @@ def test_a_rank_that_differs_is_named_and_the_next_save_commits(what: str, is_fi
         return said
 
     said = all_of(on_ranks(2, work))
-    words = {"step": "rank 1", "components": "rank 1", "tree": "rank 1", "shape": "w.w"}[what]
+    words = {"step": "rank 1", "components": "rank 1", "tree": "n is 1 and 2", "shape": "w.w"}[what]
     assert all(words in one for one in said), said
     assert whole(store) == ([20] if is_first else [1, 20])
 
