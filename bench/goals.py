@@ -364,6 +364,11 @@ RANKS_GOALS: Sequence[Goal] = (
         quotient("ranks/save/bare:durable_s", "ranks/save/holdfast:durable_s"),
     ),
     _at_least(
+        "… beside bare writers with O_DIRECT",
+        0.9,
+        quotient("ranks/save/direct:durable_s", "ranks/save/holdfast:durable_s"),
+    ),
+    _at_least(
         "… beside `dcp.save`",
         1.5,
         quotient("ranks/save/dcp:durable_s", "ranks/save/holdfast:durable_s"),

@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor
 from bench.child import settle
 from bench.command import Bench, progress
 from bench.goals import RANKS_GOALS
+from bench.limits import DiskProbe
 from bench.machine import drop_cache, written_nbytes
 from bench.report import megabytes, results_table, seconds, times
 from bench.results import Outcome, Results
@@ -42,6 +43,7 @@ _BYTES_A_WEIGHT = 12
 _UNITS: Mapping[str, int] = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 _SAVES: Mapping[str, str] = {
     "ranks/save/bare": "bare writers: `write` and `fsync` of each rank",
+    "ranks/save/direct": "bare writers, O_DIRECT and several threads",
     "ranks/save/holdfast": "holdfast, `save(step)`",
     "ranks/save/dcp": "dcp.save",
     "ranks/save/dcp-async": "dcp.async_save",
@@ -122,6 +124,17 @@ class Round:
                             left = left[file.write(left) :]
                     os.fsync(file.fileno())
                 self._add("ranks/save/bare", "durable_s", perf_counter() - start)
+
+    def direct(self) -> None:
+        """Write as many bytes past the page cache: the disk's limit."""
+        with self._in_folder("direct") as folder:
+            mine = folder / str(dist.get_rank())
+            mine.mkdir()
+            probe = DiskProbe(mine)
+            self._get_ready()
+            nbytes = sum(tensor.nbytes for tensor in self._state.locals())
+            with self._written("ranks/save/direct"):
+                self._add("ranks/save/direct", "durable_s", probe.write_s(nbytes))
 
     def holdfast(self) -> None:
         """Save by a manager, the plan unchanged from the second save on; then resume."""
@@ -277,8 +290,8 @@ def _in_rank(rank: int, port: int, options: argparse.Namespace, folder: Path, fo
     mine = Round(folder, options.size, is_settled=options.settle)
     for measure in (mine.holdfast, mine.dcp, mine.dcp_async):
         mine.bare()  # beside each, as a disk that others use changes within seconds
+        mine.direct()
         measure()
-    mine.bare()
     mine.tiny()
     found.put({case: dict(figures) for case, figures in mine.figures.items()})
     dist.barrier()
@@ -356,6 +369,7 @@ def _tables(results: Results) -> list[str]:
             seconds(results.median(case, "stall_s")),
             seconds(results.median(case, "durable_s")),
             beside(case, "durable_s", "ranks/save/bare"),
+            beside(case, "durable_s", "ranks/save/direct"),
             beside(case, "durable_s", "ranks/save/dcp"),
             times(results.ratio((case, "stall_s"), ("ranks/save/dcp-async", "stall_s"))),
             megabytes(results.median(case, "written_nbytes")),
@@ -374,7 +388,13 @@ def _tables(results: Results) -> list[str]:
 
     saves = [
         *("save", "first stall", "first durable", "stall", "durable", "throughput of bare"),
-        *("of dcp.save", "stall beside dcp.async_save", "written", "largest over mean"),
+        *(
+            "of O_DIRECT",
+            "of dcp.save",
+            "stall beside dcp.async_save",
+            "written",
+            "largest over mean",
+        ),
     ]
     return [
         f"### {results.titles['ranks']}",
