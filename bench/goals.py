@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from bench.report import table
+from bench.report import seconds, table
 from bench.results import Results
 
 _LIMITS = "local/gpt/limits"
@@ -356,3 +356,37 @@ REMOTE_GOALS: Sequence[Goal] = (
     ),
 )
 """Of `bench.remote`."""
+
+RANKS_GOALS: Sequence[Goal] = (
+    _at_least(
+        "durable save of several ranks: throughput beside bare writers",
+        0.9,
+        quotient("ranks/save/bare:durable_s", "ranks/save/holdfast:durable_s"),
+    ),
+    _at_least(
+        "… beside bare writers with O_DIRECT",
+        0.9,
+        quotient("ranks/save/direct:durable_s", "ranks/save/holdfast:durable_s"),
+    ),
+    _at_least(
+        "… beside `dcp.save`",
+        1.5,
+        quotient("ranks/save/dcp:durable_s", "ranks/save/holdfast:durable_s"),
+    ),
+    _at_most(
+        "… its stall beside that of `dcp.async_save`",
+        1 / 3,
+        quotient("ranks/save/holdfast:stall_s", "ranks/save/dcp-async:stall_s"),
+    ),
+    Goal(
+        measure="… agreement: durable save of a tiny state, plan unchanged",
+        find=lambda results: results.median("ranks/tiny/ranks", "durable_s"),
+        bound=0.05,
+        form=seconds,
+    ),
+    _at_most(
+        "… written bytes, largest over mean of the ranks",
+        1.1,
+        lambda results: results.median("ranks/save/holdfast", "largest_over_mean"),
+    ),
+)

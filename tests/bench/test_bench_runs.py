@@ -309,6 +309,21 @@ def compute(seconds: float) -> None:
 
 
 @pytest.mark.full
+def test_ranks_save_and_load_beside_bare_writers_and_dcp(tmp_path: Path) -> None:
+    results, printed = _run(
+        tmp_path, "bench.ranks", *("--no-settle", "--rounds", "1", "--size", "2MB")
+    )
+    saves = {"bare", "direct", "holdfast", "dcp", "dcp-async"}
+    assert _measured(results, "ranks/save/") == saves
+    assert _measured(results, "ranks/load/") == {"holdfast", "dcp"}
+    assert _measured(results, "ranks/tiny/") == {"ranks", "alone"}
+    assert (
+        "| … agreement: durable save of a tiny state, plan unchanged | at most 50 ms |" in printed
+    )
+    assert "not measured" not in printed
+
+
+@pytest.mark.full
 def test_the_one_command_prints_goals_before_tables(tmp_path: Path) -> None:
     results, printed = _run(tmp_path, "bench", "--quick", "--only", "trainer")
     assert list(results.part("trainer").cases) == list(results.cases)

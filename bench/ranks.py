@@ -1,0 +1,432 @@
+"""Saves and loads of a sharded state by several processes: `python -m bench.ranks`.
+
+In each round, as many processes as there are ranks form a group of gloo, shard a model by FSDP2 and
+take a step of AdamW. Then bare writers, Holdfast and DCP save the same bytes in turns, and Holdfast
+and DCP load them. A time is that of the slowest rank. DCP writes with `sync_files=True`, its
+default: it syncs each file, and no folder; it computes no digests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from time import perf_counter
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from bench.child import settle
+from bench.command import Bench, progress
+from bench.goals import RANKS_GOALS
+from bench.limits import DiskProbe
+from bench.machine import drop_cache, written_nbytes
+from bench.report import megabytes, results_table, seconds, times
+from bench.results import Outcome, Results
+
+NUM_SAVES = 3
+"""By each saver in each round; the first plans and makes buffers."""
+NUM_TINY_SAVES = 6
+_BYTES_A_WEIGHT = 12
+"""The weight and the two moments of AdamW, in float32."""
+_UNITS: Mapping[str, int] = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
+_SAVES: Mapping[str, str] = {
+    "ranks/save/bare": "bare writers: `write` and `fsync` of each rank",
+    "ranks/save/direct": "bare writers, O_DIRECT and several threads",
+    "ranks/save/holdfast": "holdfast, `save(step)`",
+    "ranks/save/dcp": "dcp.save",
+    "ranks/save/dcp-async": "dcp.async_save",
+}
+_LOADS: Mapping[str, str] = {
+    "ranks/load/holdfast": "holdfast, `resume()`, every byte checked",
+    "ranks/load/dcp": "dcp.load, not checked",
+}
+_TINY: Mapping[str, str] = {
+    "ranks/tiny/ranks": "tiny state, all ranks",
+    "ranks/tiny/alone": "tiny state, one rank alone, `ranks=None`",
+}
+
+Measured: TypeAlias = dict[str, dict[str, list[float]]]
+"""Case → figures of one rank."""
+
+
+class Sharded:
+    """A model sharded by FSDP2 over all ranks and its AdamW, after one step."""
+
+    def __init__(self, nbytes: int) -> None:
+        torch.manual_seed(0)
+        width = 1024 if nbytes >= 100_000_000 else 64
+        depth = max(1, round(nbytes / (_BYTES_A_WEIGHT * width * width)))
+        self.model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(depth)))
+        for layer in self.model:
+            fully_shard(layer)
+        fully_shard(self.model)
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        self.model(torch.randn(8, width)).sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def locals(self) -> list[Tensor]:
+        """This rank's parts of the weights and moments."""
+        held = [*self.model.parameters()]
+        held += [slot for slots in self.optimizer.state.values() for slot in slots.values()]
+        return [tensor.to_local() for tensor in held if isinstance(tensor, DTensor)]
+
+    def change(self) -> None:
+        """Give every local tensor other values."""
+        with torch.no_grad():
+            for tensor in self.locals():
+                tensor.mul_(0.999)
+
+    def sums(self) -> list[float]:
+        """A figure of each local tensor, to see that a load brought it back."""
+        return [float(tensor.detach().double().sum()) for tensor in self.locals()]
+
+    def nested(self) -> dict[str, Any]:
+        """The state as DCP takes it."""
+        from torch.distributed.checkpoint.state_dict import get_state_dict
+
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer}
+
+
+class Round:
+    """What one rank measures in one round."""
+
+    def __init__(self, folder: Path, nbytes: int, *, is_settled: bool) -> None:
+        self.figures: Measured = defaultdict(lambda: defaultdict(list))
+        self._folder = folder
+        self._nbytes = nbytes
+        self._is_settled = is_settled
+        self._state = Sharded(nbytes)
+
+    def bare(self) -> None:
+        """Write this rank's bytes to a file and sync it."""
+        with self._in_folder("bare") as folder:
+            self._get_ready()
+            with self._written("ranks/save/bare"):
+                start = perf_counter()
+                with open(folder / f"rank{dist.get_rank()}", "wb", buffering=0) as file:
+                    for tensor in self._state.locals():
+                        left = memoryview(tensor.detach().reshape(-1).numpy()).cast("B")
+                        while left:
+                            left = left[file.write(left) :]
+                    os.fsync(file.fileno())
+                self._add("ranks/save/bare", "durable_s", perf_counter() - start)
+
+    def direct(self) -> None:
+        """Write as many bytes past the page cache: the disk's limit."""
+        with self._in_folder("direct") as folder:
+            mine = folder / str(dist.get_rank())
+            mine.mkdir()
+            probe = DiskProbe(mine)
+            self._get_ready()
+            nbytes = sum(tensor.nbytes for tensor in self._state.locals())
+            with self._written("ranks/save/direct"):
+                self._add("ranks/save/direct", "durable_s", probe.write_s(nbytes))
+
+    def holdfast(self) -> None:
+        """Save by a manager, the plan unchanged from the second save on; then resume."""
+        from holdfast import CheckpointManager
+
+        components = {"model": self._state.model, "optimizer": self._state.optimizer}
+        case = "ranks/save/holdfast"
+        with self._in_folder("holdfast") as folder:
+            with CheckpointManager(folder, components) as manager:
+                for number in range(NUM_SAVES):
+                    self._state.change()
+                    self._get_ready()
+                    with self._written(case):
+                        start = perf_counter()
+                        manager.save(number)
+                        stall_s = perf_counter() - start
+                        manager.wait()
+                        self._add_save(case, number, stall_s, perf_counter() - start)
+            with CheckpointManager(folder, components) as manager:
+                self._load("ranks/load/holdfast", folder, manager.resume)
+
+    def dcp(self) -> None:
+        """`dcp.save`, then `dcp.load` of the last."""
+        import torch.distributed.checkpoint as dcp
+
+        with self._in_folder("dcp") as folder:
+            for number in range(NUM_SAVES):
+                self._state.change()
+                self._get_ready()
+                with self._written("ranks/save/dcp"):
+                    start = perf_counter()
+                    writer = dcp.FileSystemWriter(folder / str(number), sync_files=True)
+                    dcp.save(self._state.nested(), storage_writer=writer)
+                    took_s = perf_counter() - start
+                    self._add_save("ranks/save/dcp", number, took_s, took_s)
+            newest = folder / str(NUM_SAVES - 1)
+
+            def load() -> None:
+                from torch.distributed.checkpoint.state_dict import set_state_dict
+
+                nested = self._state.nested()
+                dcp.load(nested, storage_reader=dcp.FileSystemReader(newest))
+                set_state_dict(
+                    self._state.model,
+                    self._state.optimizer,
+                    model_state_dict=nested["model"],
+                    optim_state_dict=nested["optimizer"],
+                )
+
+            self._load("ranks/load/dcp", newest, load)
+
+    def dcp_async(self) -> None:
+        """`dcp.async_save`, durable when its future is done."""
+        import torch.distributed.checkpoint as dcp
+
+        case = "ranks/save/dcp-async"
+        with self._in_folder("dcp-async") as folder:
+            for number in range(NUM_SAVES):
+                self._state.change()
+                self._get_ready()
+                with self._written(case):
+                    start = perf_counter()
+                    nested = self._state.nested()
+                    self._add(case, "state_dict_s", perf_counter() - start)
+                    writer = dcp.FileSystemWriter(folder / str(number), sync_files=True)
+                    found: Any = dcp.async_save(nested, storage_writer=writer)
+                    stall_s = perf_counter() - start
+                    getattr(found, "upload_completion", found).result()
+                    self._add_save(case, number, stall_s, perf_counter() - start)
+
+    def tiny(self) -> None:
+        """Save next to nothing: by all ranks, and by one of them alone."""
+        from holdfast import CheckpointManager
+
+        tiny = nn.Linear(8, 8)
+        with self._in_folder("alone") as folder:
+            if dist.get_rank() == 0:
+                with CheckpointManager(folder, {"model": tiny}, ranks=None) as manager:
+                    self._save_tiny("ranks/tiny/alone", manager, tiny)
+        fully_shard(tiny)
+        with (
+            self._in_folder("tiny") as folder,
+            CheckpointManager(folder, {"model": tiny}) as manager,
+        ):
+            self._save_tiny("ranks/tiny/ranks", manager, tiny, dist.barrier)
+
+    def _save_tiny(
+        self, case: str, manager: Any, tiny: nn.Module, meet: Callable[[], Any] = lambda: None
+    ) -> None:
+        for number in range(NUM_TINY_SAVES):
+            with torch.no_grad():
+                for parameter in tiny.parameters():
+                    parameter.mul_(0.9)
+            meet()
+            start = perf_counter()
+            manager.save(number)
+            stall_s = perf_counter() - start
+            manager.wait()
+            self._add_save(case, number, stall_s, perf_counter() - start)
+
+    def _load(self, case: str, folder: Path, load: Callable[[], Any]) -> None:
+        """Load from files that are not in the page cache; the values must be those saved."""
+        saved = self._state.sums()
+        self._state.change()
+        if dist.get_rank() == 0:
+            drop_cache(folder)
+        self._get_ready()
+        start = perf_counter()
+        load()
+        self._add(case, "took_s", perf_counter() - start)
+        if self._state.sums() != saved:
+            raise RuntimeError(f"{case}: the values are not what was saved")
+
+    def _get_ready(self) -> None:
+        if self._is_settled:
+            dist.barrier()
+            settle(2 * self._nbytes // dist.get_world_size())
+        dist.barrier()
+
+    @contextmanager
+    def _in_folder(self, name: str) -> Iterator[Path]:
+        """A folder that all ranks see, deleted when all are done."""
+        folder = self._folder / name
+        folder.mkdir(exist_ok=True)
+        dist.barrier()
+        yield folder
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(folder)
+        dist.barrier()
+
+    @contextmanager
+    def _written(self, case: str) -> Iterator[None]:
+        before = written_nbytes()
+        yield
+        self._add(case, "written_nbytes", written_nbytes() - before)
+
+    def _add_save(self, case: str, number: int, stall_s: float, durable_s: float) -> None:
+        first = "" if number else "first_"
+        self._add(case, f"{first}stall_s", stall_s)
+        self._add(case, f"{first}durable_s", durable_s)
+
+    def _add(self, case: str, figure: str, value: float) -> None:
+        self.figures[case][figure].append(value)
+
+
+def _in_rank(rank: int, port: int, options: argparse.Namespace, folder: Path, found: Any) -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=options.ranks)
+    dist.barrier()
+    mine = Round(folder, options.size, is_settled=options.settle)
+    for measure in (mine.holdfast, mine.dcp, mine.dcp_async):
+        mine.bare()  # beside each, as a disk that others use changes within seconds
+        mine.direct()
+        measure()
+    mine.tiny()
+    found.put({case: dict(figures) for case, figures in mine.figures.items()})
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _joined(ranks: list[Measured]) -> Measured:
+    """The figures of the group: the slowest rank's times, the sums of bytes, their balance."""
+    joined: Measured = {}
+    for case in {case: None for measured in ranks for case in measured}:
+        figures = joined[case] = {}
+        having = [measured[case] for measured in ranks if case in measured]
+        for name in having[0]:
+            by_save = [*zip(*(one[name] for one in having), strict=True)]
+            is_time = name.endswith("_s")
+            figures[name] = [max(values) if is_time else sum(values) for values in by_save]
+            if not is_time:
+                figures["largest_over_mean"] = [
+                    max(values) * len(values) / sum(values) for values in by_save if sum(values)
+                ]
+    return joined
+
+
+def _nbytes(text: str) -> int:
+    """Bytes of a text such as 512MB."""
+    number, unit = text[:-2], text[-2:].upper()
+    try:
+        return round(float(number) * _UNITS[unit])
+    except (ValueError, KeyError):
+        raise argparse.ArgumentTypeError(f"{text!r} is no size such as 512MB") from None
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--ranks", type=int, default=2, help="processes (%(default)s)")
+    parser.add_argument(
+        "--size", type=_nbytes, default="512MB", help="state of all ranks (%(default)s)"
+    )
+
+
+def _measure_round(options: argparse.Namespace, folder: Path, results: Results) -> None:
+    results.titles["ranks"] = f"{options.size / 1e6:g} MB over {options.ranks} ranks"
+    progress(f"  {results.titles['ranks']}")
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["bench.preload"])
+    found = context.SimpleQueue()
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    try:
+        mp.start_processes(
+            _in_rank,
+            (store.port, options, folder, found),
+            nprocs=options.ranks,
+            start_method="forkserver",
+        )
+    except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
+        print(error, file=sys.stderr)
+        failed = Outcome(figures={}, error=str(error).strip().splitlines()[-1])
+        for case in (*_SAVES, *_LOADS, *_TINY):
+            results.add(case, failed)
+        return
+    for case, figures in _joined([found.get() for _ in range(options.ranks)]).items():
+        results.add(case, Outcome(figures=figures))
+
+
+def _tables(results: Results) -> list[str]:
+    if not results.cases:
+        return ["Nothing was measured."]
+
+    def beside(case: str, figure: str, other: str) -> str:
+        return times(results.ratio((other, figure), (case, figure)))
+
+    def save(case: str) -> list[str]:
+        return [
+            seconds(results.median(case, "first_stall_s")),
+            seconds(results.median(case, "first_durable_s")),
+            seconds(results.median(case, "stall_s")),
+            seconds(results.median(case, "durable_s")),
+            beside(case, "durable_s", "ranks/save/bare"),
+            beside(case, "durable_s", "ranks/save/direct"),
+            beside(case, "durable_s", "ranks/save/dcp"),
+            times(results.ratio((case, "stall_s"), ("ranks/save/dcp-async", "stall_s"))),
+            megabytes(results.median(case, "written_nbytes")),
+            times(results.median(case, "largest_over_mean")),
+        ]
+
+    def load(case: str) -> list[str]:
+        return [
+            seconds(results.median(case, "took_s")),
+            beside(case, "took_s", "ranks/load/dcp"),
+        ]
+
+    def tiny(case: str) -> list[str]:
+        figures = ("first_durable_s", "stall_s", "durable_s")
+        return [seconds(results.median(case, figure)) for figure in figures]
+
+    saves = [
+        *("save", "first stall", "first durable", "stall", "durable", "throughput of bare"),
+        *(
+            "of O_DIRECT",
+            "of dcp.save",
+            "stall beside dcp.async_save",
+            "written",
+            "largest over mean",
+        ),
+    ]
+    return [
+        f"### {results.titles['ranks']}",
+        "",
+        "DCP syncs its files (`FileSystemWriter(sync_files=True)`, its default), and no folder. "
+        "`get_state_dict`, which its saves and stalls include, takes "
+        f"{seconds(results.median('ranks/save/dcp-async', 'state_dict_s'))}.",
+        "",
+        *results_table(results, "ranks/save/", saves, _SAVES, save),
+        "",
+        *results_table(
+            results, "ranks/load/", ["cold load", "time", "speed of dcp.load"], _LOADS, load
+        ),
+        "",
+        *results_table(
+            results,
+            "ranks/tiny/",
+            ["agreement: plan unchanged, commit round, syncs", "first", "stall", "durable"],
+            _TINY,
+            tiny,
+        ),
+    ]
+
+
+BENCH = Bench(
+    name="ranks",
+    about="Saves and loads of a sharded state by several processes, beside bare writers and DCP.",
+    add_options=_add_options,
+    measure_round=_measure_round,
+    tables=_tables,
+    goals=RANKS_GOALS,
+)
+
+if __name__ == "__main__":
+    sys.exit(BENCH.main())
