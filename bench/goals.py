@@ -378,6 +378,11 @@ RANKS_GOALS: Sequence[Goal] = (
         1 / 3,
         quotient("ranks/save/holdfast:stall_s", "ranks/save/dcp-async:stall_s"),
     ),
+    _at_most(
+        "… beside its kept stager",
+        1.0,
+        quotient("ranks/save/holdfast:stall_s", "ranks/save/dcp-async-kept:stall_s"),
+    ),
     Goal(
         measure="… agreement: durable save of a tiny state, plan unchanged",
         find=lambda results: results.median("ranks/tiny/ranks", "durable_s"),

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -46,7 +47,8 @@ _SAVES: Mapping[str, str] = {
     "ranks/save/direct": "bare writers, O_DIRECT and several threads",
     "ranks/save/holdfast": "holdfast, `save(step)`",
     "ranks/save/dcp": "dcp.save",
-    "ranks/save/dcp-async": "dcp.async_save",
+    "ranks/save/dcp-async": "dcp.async_save, the stager it makes itself",
+    "ranks/save/dcp-async-kept": "dcp.async_save, kept stager",
 }
 _LOADS: Mapping[str, str] = {
     "ranks/load/holdfast": "holdfast, `resume()`, every byte checked",
@@ -187,10 +189,25 @@ class Round:
             self._load("ranks/load/dcp", newest, load)
 
     def dcp_async(self) -> None:
-        """`dcp.async_save`, durable when its future is done."""
+        """`dcp.async_save` with a new stager each time."""
+        self._save_async("ranks/save/dcp-async", None)
+
+    def dcp_async_kept(self) -> None:
+        """The same with one stager for all saves, whose memory is there from the second on."""
+        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+        options = StagingOptions(
+            use_pinned_memory=False,
+            use_shared_memory=False,
+            use_async_staging=False,
+            use_non_blocking_copy=False,
+        )
+        self._save_async("ranks/save/dcp-async-kept", DefaultStager(options))
+
+    def _save_async(self, case: str, stager: AsyncStager | None) -> None:
+        """Save by `dcp.async_save`, durable when its future is done."""
         import torch.distributed.checkpoint as dcp
 
-        case = "ranks/save/dcp-async"
         with self._in_folder("dcp-async") as folder:
             for number in range(NUM_SAVES):
                 self._state.change()
@@ -200,7 +217,7 @@ class Round:
                     nested = self._state.nested()
                     self._add(case, "state_dict_s", perf_counter() - start)
                     writer = dcp.FileSystemWriter(folder / str(number), sync_files=True)
-                    found: Any = dcp.async_save(nested, storage_writer=writer)
+                    found: Any = dcp.async_save(nested, storage_writer=writer, async_stager=stager)
                     stall_s = perf_counter() - start
                     getattr(found, "upload_completion", found).result()
                     self._add_save(case, number, stall_s, perf_counter() - start)
@@ -288,7 +305,7 @@ def _in_rank(rank: int, port: int, options: argparse.Namespace, folder: Path, fo
     dist.init_process_group("gloo", store=store, rank=rank, world_size=options.ranks)
     dist.barrier()
     mine = Round(folder, options.size, is_settled=options.settle)
-    for measure in (mine.holdfast, mine.dcp, mine.dcp_async):
+    for measure in (mine.holdfast, mine.dcp, mine.dcp_async, mine.dcp_async_kept):
         mine.bare()  # beside each, as a disk that others use changes within seconds
         mine.direct()
         measure()
