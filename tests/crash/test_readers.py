@@ -133,7 +133,7 @@ def test_a_hundred_saves_hold_the_state_of_their_call(
     assert save_and_change(ram_path, 100, changed) == 0
     # The mutant copies in the background, when the tensors have changed already.
     late: list[Callable[[], object]] = []
-    prepare, write_files = Stager.prepare, save_module._write_files
+    prepare, write_files = Stager.prepare, save_module._write_own
 
     def prepare_late(stager: Stager, captured: Captured, **options: Any) -> Staged:
         staged = prepare(stager, captured)
@@ -148,7 +148,7 @@ def test_a_hundred_saves_hold_the_state_of_their_call(
             late.pop()()
         return write_files(*args)
 
-    monkeypatch.setattr(save_module, "_write_files", copy_and_write)
+    monkeypatch.setattr(save_module, "_write_own", copy_and_write)
     assert save_and_change(ram_path / "mutant", 5, changed) == 5
 
 

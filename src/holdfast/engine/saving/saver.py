@@ -370,7 +370,7 @@ class Saver:
             return None
         joint.begin_to_compare()
         stored = entry.manifest
-        is_stale = joint.leads and not (_records_all(stored, request) and self._is_kept(entry))
+        is_stale = joint.leads and not _records_all(stored, request)
         if is_stale and joint.world_size == 1:
             return None
         digests = digest_staged(staged, self.threads.workers, timeout_s=self.timeout_s)
@@ -383,7 +383,11 @@ class Saver:
             for name, file in stored.files.items()
             if name != layout.INDEX
         }
+        # Several ranks hear the answer together, so the leader looks before it gives it.
+        is_stale = is_stale or (joint.leads and joint.world_size > 1 and not self._is_kept(entry))
         if not joint.is_unchanged(staged, roots, recorded, is_stale=is_stale):
+            return None
+        if joint.world_size == 1 and not self._is_kept(entry):
             return None
         check_ownership(self._store, request.claim.epoch, committed=False)
         new_tags = tuple(tag for tag in request.tags if tag not in entry.tags)
