@@ -20,9 +20,11 @@ import torch
 import warm
 from holdfast import SideSaver, Tiered, errors
 from holdfast.engine.claims import claim
+from holdfast.engine.claims.notes import reject
 from holdfast.engine.hooks import StateHooks
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.saving import save as save_module
+from holdfast.engine.saving import saver
 from holdfast.engine.staging.arena import Arena
 from holdfast.engine.staging.inmemory import ImageTransfer
 from holdfast.engine.staging.staged import Staged
@@ -34,6 +36,7 @@ from holdfast.policy.rule import Rule
 from holdfast.policy.rules import Best, EveryNth, Last
 from holdfast.policy.savers import SavePolicy
 from holdfast.store.local import LocalStore
+from holdfast.store.memory import MemoryStore
 from holdfast.testing import Fault, FaultyStore
 from holdfast.weights import load_weights
 from runs import Recorder, new_run
@@ -1074,3 +1077,20 @@ def test_a_scheduler_of_ones_own_resumes_with_one_more_option(tmp_path: Path) ->
         manager.save(1, wait=True)
     with CheckpointManager(tmp_path, made(0.5)) as manager:
         assert manager.resume() is not None
+
+
+def test_a_checkpoint_that_is_rejected_while_it_is_compared_is_not_the_result(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """R8: what a save gives is there, and can be gone on from."""
+    store = MemoryStore()
+    digest_staged = saver.digest_staged
+    with CheckpointManager(store, {"model": torch.nn.Linear(3, 3)}, sinks=()) as manager:
+        first = manager.save(1).wait()
+
+        def reject_meanwhile(*args: Any, **named: Any) -> dict[str, bytes]:
+            reject(store, first.folder, by="a scrub", reason="a block is damaged")
+            return digest_staged(*args, **named)
+
+        monkeypatch.setattr(saver, "digest_staged", reject_meanwhile)
+        assert manager.save(1).wait().folder != first.folder

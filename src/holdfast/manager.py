@@ -709,12 +709,12 @@ class CheckpointManager:
         *,
         is_awaited: bool = False,
     ) -> PendingSave:
-        began = time.perf_counter()
         self._quiet, self._is_unused = _NEVER_QUIET, False
-        self._check_usable()
-        refuse_capture("save()")
+        # Whatever fails from here on fails the save of all ranks, which count their saves alike.
         with self._together.save(now.step) as joint:
             measured = checked_metrics(metrics)
+            self._check_usable()
+            refuse_capture("save()")
             try:
                 hook = self._hooks.before_save
                 unhealthy = checked_reasons(None if hook is None else hook(now, measured))
@@ -723,7 +723,7 @@ class CheckpointManager:
                 self._emit("save_skipped", str(error), step=now.step)
                 return PendingSave.skipped(now.step, due, error)
             pending = self._save_jointly(now, due, measured, unhealthy, joint, is_awaited)
-        pending.stall_s = time.perf_counter() - began
+        pending.stall_s = time.perf_counter() - joint.began_s
         self._tuning.saved(pending.stall_s)
         if self._hooks.save_begun is not None:
             self._hooks.save_begun(pending)
@@ -738,7 +738,6 @@ class CheckpointManager:
         joint: JointSave,
         is_awaited: bool,
     ) -> PendingSave:
-        began = time.perf_counter()
         # The previous save's arenas are needed; its housekeeping must end only for a preflight.
         self._drain(but_housekeeping=not self._beginning.preflight_due)
         self._uploads.raise_failure()
@@ -746,7 +745,7 @@ class CheckpointManager:
         if self._refuses_existing and self._ranks.is_leader:
             self._beginning.refuse_existing(now.step, self._saver.standing)
         captured = self._capture(due)
-        captured_s = time.perf_counter() - began
+        captured_s = time.perf_counter() - joint.began_s
         self._beginning.compare_clocks(self._saver.standing)
         self._announce_not_saved(captured, is_whole=due.components is None)
         if due.components is None:

@@ -28,6 +28,7 @@ def put_together(ranks: list[dict[str, Any]]) -> dict[str, Tensor]:
         shapes=shapes,
         item_nbytes=np.full(len(paths), 4),
         component=np.zeros(len(paths), int),
+        has_choice=np.ones(len(paths), bool),
     )
     tables = [
         BoxTable.of(number, shapes, [rank[path][1] for path in paths])

@@ -36,6 +36,7 @@ def leaf_table(
         shapes=shapes,
         item_nbytes=np.full(len(shapes), item_nbytes),
         component=np.zeros(len(shapes), int) if components is None else np.array(components),
+        has_choice=np.ones(len(shapes), bool),
     )
 
 

@@ -19,6 +19,7 @@ from holdfast.format.layout import MAX_TENSOR_FILE_NBYTES, MAX_TENSORS_PER_FILE
 from holdfast.state.geometry import Box, box_at, box_of, corners, whole_box
 
 Ints: TypeAlias = np.ndarray[Any, np.dtype[np.signedinteger[Any]]]
+Flags: TypeAlias = np.ndarray[Any, np.dtype[np.bool_]]
 _NUM_EXPLAINED = 10
 SMALL_NBYTES = 64 << 10
 """Least bytes of a box that any of its holders may write. What is smaller comes from the first one:
@@ -39,6 +40,9 @@ class LeafTable:
     """Bytes of an element of each leaf."""
     component: Ints
     """Number of the component of each leaf."""
+    has_choice: Flags
+    """Whether any rank that holds a copy of a large box of the leaf may write it; else the first
+    one does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +127,7 @@ def _choose(leaves: LeafTable, boxes: BoxTable, hosts: Ints) -> tuple[Ints, Ints
     nbytes = _measure(leaves, boxes, row)
     counts = np.diff(begins, append=np.int32(len(order)))
     loads = _Loads(hosts)
-    has_choice = (counts > 1) & (nbytes >= SMALL_NBYTES)
+    has_choice = (counts > 1) & (nbytes >= SMALL_NBYTES) & leaves.has_choice[boxes.leaf[row]]
     for part in _parts(len(row)):
         loads.add_all(boxes.rank[row[part]], np.where(has_choice[part], 0, nbytes[part]))
     for num_copies in np.unique(counts[has_choice]).tolist():

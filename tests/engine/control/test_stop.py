@@ -458,3 +458,13 @@ def test_a_stop_that_ranks_did_not_agree_on_ends_the_program_all_the_same() -> N
     stop.share()
     with leaving(SystemExit), stop:
         send(signal.SIGTERM)
+
+
+def test_a_stop_is_that_of_one_process_again_after_a_manager_of_several_ranks() -> None:
+    stop, promote = Stop(), lambda timeout_s: ""
+    stop.register(promote)
+    stop.share()
+    with leaving(SystemExit), stop:
+        stop.forget(promote)
+        send(signal.SIGTERM)
+        assert stop.requested == "SIGTERM"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,11 @@ from holdfast import (
     errors,
 )
 from holdfast.care.verify import verify
+from holdfast.engine.control.requests import answer_to, ask
 from holdfast.engine.hooks import StateHooks
 from holdfast.engine.options import MIN_BUDGET
 from holdfast.engine.roots.catalog import Catalog
+from holdfast.engine.saving import saver
 from holdfast.engine.saving import together as together_module
 from holdfast.errors import SaveFailed, SaveSkipped, UsageError
 from holdfast.format.layout import BLOCK_NBYTES
@@ -129,22 +132,24 @@ def test_tensors_that_do_not_change_are_linked_and_states_above_the_budget_go_in
 ) -> None:
     root = ram_path / "run"
 
-    def values(member: Member) -> dict[str, torch.Tensor]:
-        return {name: torch.full((3 * BLOCK_NBYTES // 4,), 1.0) for name in "abcd"}
+    def values(number: float) -> torch.nn.ParameterDict:
+        """A module, as the tensors of other kinds come from one rank, in one file."""
+        tensors = {name: torch.full((3 * BLOCK_NBYTES // 4,), number) for name in "abcd"}
+        frozen = {n: torch.nn.Parameter(one, requires_grad=False) for n, one in tensors.items()}
+        return torch.nn.ParameterDict(frozen)
 
     def work(member: Member) -> None:
-        state = {**member.state, "big": values(member)}
+        state = {**member.state, "big": values(1.0)}
         options = {"memory_budget": MIN_BUDGET} if member.coordinator.world_size == 2 else {}
         with member.manager(root, state=state, **options) as manager:
             manager.resume()
             for step in range(1, 4):
                 member.train()
-                state["big"]["a"] += 1
+                state["big"]["a"].add_(1)
                 manager.save(step + 10 * member.coordinator.world_size, wait=True)
 
     def load(member: Member) -> bool:
-        state = {**member.state, "big": {name: torch.zeros(1) for name in "abcd"}}
-        state["big"] = {name: torch.zeros_like(value) for name, value in values(member).items()}
+        state = {**member.state, "big": values(0.0)}
         with member.manager(root, state=state) as manager:
             assert manager.resume() is not None
         return all(
@@ -506,3 +511,116 @@ def test_ranks_that_know_other_checkpoints_of_the_step_do_not_wait_for_a_compari
     assert leader[1] == follower[1] != follower[0]
     assert leader[2] == follower[2] == leader[1]
     assert whole(store) == [1, 1]
+
+
+def test_a_rank_that_may_not_save_fails_the_save_of_all_and_the_next_commits() -> None:
+    """It counts the save that it refuses: else every later one would be paired one off."""
+    store = MemoryStore()
+
+    def work(member: Member) -> list[str]:
+        with member.manager(store, save_timeout_s=300) as manager:
+            said = []
+            for step in (1, 2, 3):
+                if member.rank == 1:
+                    manager._applying.half_loaded = "another rank failed" if step == 2 else None
+                try:
+                    manager.save(step).wait()
+                except errors.HoldfastError as error:
+                    said.append(cause(error))
+        return said
+
+    said = all_of(on_ranks(2, work))
+    assert [len(of_rank) for of_rank in said] == [1, 1]
+    assert all("half loaded" in of_rank[0] for of_rank in said), said
+    assert whole(store) == [1, 3]
+
+
+def test_a_tag_that_the_leader_cannot_write_fails_the_save_on_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The others hear that nothing has changed only when the checkpoint has its tag."""
+    store = MemoryStore()
+
+    def refuse(*args: Any, **named: Any) -> None:
+        raise errors.TransientStoreError("503")
+
+    def work(member: Member) -> str:
+        with member.manager(store, save_timeout_s=300) as manager:
+            manager.save(1).wait()  # all have made their models, with the generators they share
+            manager.save(2).wait()
+            monkeypatch.setattr(saver, "annotate", refuse)
+            try:
+                manager.save(2, tags=["best"]).wait()
+            except errors.HoldfastError as error:
+                return cause(error)
+        return "committed"
+
+    said = all_of(on_ranks(2, work))
+    assert all("503" in one for one in said), said
+
+
+class Order:
+    """A position of two tensors that belong together."""
+
+    def __init__(self, value: int) -> None:
+        self.state = {"a": torch.full((40_000,), value), "b": torch.full((40_000,), value)}
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        self.state = state
+
+
+def test_the_tensors_of_an_object_come_from_one_rank() -> None:
+    """Also where ranks differ, which nobody notices, what is saved belongs together."""
+    store = MemoryStore()
+
+    def work(member: Member) -> list[int]:
+        order = Order(member.rank + 1)
+        with member.manager(store, state={**member.state, "order": order}) as manager:
+            manager.save(1).wait()
+            manager.load(1)
+        return [int(tensor[0]) for tensor in order.state.values()]
+
+    assert all_of(on_ranks(3, work)) == [[1, 1]] * 3
+
+
+def test_a_manifest_that_a_follower_cannot_read_is_no_failure_of_the_save() -> None:
+    store = MemoryStore()
+    unread = Fault(kind="fail", op="get", key="*/manifest.json", times=None)
+    views = [store, FaultyStore(store, [unread])]
+
+    def work(member: Member) -> str:
+        manager = member.manager(views[member.rank], save_timeout_s=300)
+        try:
+            manager.save(1).wait()
+        except errors.HoldfastError as error:
+            return str(error)
+        return "committed"
+
+    leader, follower = all_of(on_ranks(2, work))
+    assert leader == "committed"
+    assert "may or may not have committed" in follower
+    assert "the leader has committed it" in follower
+
+
+def test_a_request_whose_step_never_came_is_answered() -> None:
+    store = MemoryStore()
+    names: list[str] = []
+
+    def work(member: Member) -> None:
+        with member.manager(store, every="1000step", save_timeout_s=300) as manager:
+            manager.save(1).wait()
+            manager.maybe_save(2)
+            if member.rank == 0:
+                names.append(ask(store, reason="look", tags=()))
+                end = time.monotonic() + 60
+                while not manager._outside._held and time.monotonic() < end:
+                    # Without the others, so that no call is reached at which all save.
+                    manager._outside.ask(None, is_owner=True)
+
+    all_of(on_ranks(2, work))
+    answer = answer_to(store, names[0])
+    assert answer is not None
+    assert "ended before all ranks saved" in str(answer.error)

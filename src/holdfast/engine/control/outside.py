@@ -18,7 +18,7 @@ from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.control.agreed import AgreedSaves, SignalAlarm
 from holdfast.engine.control.requests import Request, Requests
 from holdfast.engine.control.stop import Promote, Stop
-from holdfast.errors import UsageError
+from holdfast.errors import RanksError, UsageError
 from holdfast.policy.savers import Due
 from holdfast.policy.schedule import covers, together
 from holdfast.policy.triggers import Event
@@ -202,6 +202,8 @@ class SharedOutside(Outside):
 
     @override
     def close(self) -> None:
+        held, self._held = self._held, ()
+        self.refuse(Asked(requests=held), RanksError("the training ended before all ranks saved"))
         self._agreed.close()
         if self._alarm is not None:
             self._alarm.close()

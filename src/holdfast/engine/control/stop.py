@@ -163,9 +163,12 @@ class Stop:
         self._promotes.append(promote)
 
     def forget(self, promote: Promote) -> None:
-        """Unregister a callback that `register` got."""
+        """Unregister a callback that `register` got; what only this process received counts now."""
         if promote in self._promotes:
             self._promotes.remove(promote)
+        self._is_shared = False
+        if self._requested is None:
+            self._requested = self._received
 
     def __enter__(self) -> Stop:
         """Install the signal handlers.

@@ -278,6 +278,10 @@ def give_up(store: Store, attempt: SaveAttempt, *, by: str, reason: str) -> bool
             register = Catalog(store).read(attempt.folder)
         except SealError:
             committed = True
+        except StoreError as error:
+            raise OutcomeUnknown(
+                f"{store.url}/{attempt.manifest_key}: taken, and cannot be read: {error}"
+            ) from error
         else:
             committed = isinstance(register, Manifest | Deleted)
         if committed:

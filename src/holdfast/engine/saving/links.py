@@ -144,11 +144,19 @@ class Links:
                 self._verified(files, name, known)
 
     def committed(
-        self, folder: str, manifest: Manifest, stored: Mapping[str, StoredBlocks]
+        self,
+        folder: str,
+        manifest: Manifest,
+        stored: Mapping[str, StoredBlocks],
+        own: Iterable[str],
     ) -> None:
-        """Record the files of a committed save, which a later one may share."""
+        """Record the files of a committed save that this rank wrote, which a later one may share.
+
+        `own` has their stored names, `stored` the blocks of those that are compressed.
+        """
         files: dict[str, _Origin] = {}
-        for name, entry in manifest.files.items():
+        for name in own:
+            entry = manifest.files[name]
             written = _Origin(
                 folder=folder, name=name, entry=entry, stored=stored.get(name), is_verified=False
             )

@@ -410,7 +410,8 @@ class _AttemptFiles:
 
     def committed(self, manifest: Manifest, request: SaveRequest) -> None:
         """Remember the files of a committed save for links, and how fast they were written."""
-        self.tools.links.committed(self.attempt.folder, manifest, self.stored)
+        own = [file.name for file in self.own if file.name not in self.of_others]
+        self.tools.links.committed(self.attempt.folder, manifest, self.stored, own)
         self.tools.compressing.committed(self._nbytes_written, request.timings["write_s"])
 
 

@@ -383,24 +383,28 @@ class Saver:
             for name, file in stored.files.items()
             if name != layout.INDEX
         }
-        # Several ranks hear the answer together, so the leader looks before it gives it.
-        is_stale = is_stale or (joint.leads and joint.world_size > 1 and not self._is_kept(entry))
-        if not joint.is_unchanged(staged, roots, recorded, is_stale=is_stale):
-            return None
-        if joint.world_size == 1 and not self._is_kept(entry):
-            return None
-        check_ownership(self._store, request.claim.epoch, committed=False)
+        is_unchanged = joint.is_unchanged(staged, roots, recorded)
         new_tags = tuple(tag for tag in request.tags if tag not in entry.tags)
-        if new_tags and joint.leads:
+        if joint.leads:
+            # Before the other ranks hear of it: what fails here fails the save on all.
+            is_unchanged = (
+                is_unchanged and not is_stale and self._may_stand(entry, request, new_tags)
+            )
+            joint.answer(is_unchanged=is_unchanged)
+        return with_tags(entry, new_tags) if is_unchanged else None
+
+    def _may_stand(self, entry: Entry, request: SaveRequest, new_tags: tuple[str, ...]) -> bool:
+        """Whether a checkpoint may be the result of a save; adds the tags to it."""
+        found = Catalog(self._store).entry(entry.name)
+        if found is None or found.marks.rejected or found.marks.retired:
+            return False
+        check_ownership(self._store, request.claim.epoch, committed=False)
+        if new_tags:
             try:
                 annotate(self._store, entry, add_tags=new_tags)
             except NotSealed:
-                return None  # it is from before the run was encrypted
-        return with_tags(entry, new_tags)
-
-    def _is_kept(self, entry: Entry) -> bool:
-        found = Catalog(self._store).entry(entry.name)
-        return found is not None and not (found.marks.rejected or found.marks.retired)
+                return False  # it is from before the run was encrypted
+        return True
 
 
 def _records_all(stored: Manifest, request: SaveRequest) -> bool:

@@ -26,6 +26,10 @@ from holdfast.state.components import CapturedComponent
 from holdfast.state.geometry import Box, box_at, corners, whole_box
 from holdfast.state.shardplan import BoxTable, Ints, LeafTable, plan_writes
 
+_ALIKE = frozenset({"module", "optimizer"})
+"""Kinds of components whose plain tensors training keeps equal on all ranks. Those of others come
+from one rank, so that they fit each other even where ranks differ."""
+
 Leaf: TypeAlias = tuple[str, str, str, tuple[int, ...]]
 """Component, key, dtype and global shape of a leaf."""
 
@@ -35,6 +39,8 @@ class Share(msgspec.Struct, frozen=True, tag="share"):
 
     step: int
     components: tuple[str, ...]
+    kinds: tuple[str, ...]
+    """Kind of each component."""
     host: str
     leaves: bytes
     """Encoded list of `Leaf`; that of many ranks is the same."""
@@ -98,6 +104,7 @@ class OwnShare:
         self.share = Share(
             step=0,
             components=tuple(captured.components),
+            kinds=tuple(part.kind for part in captured.components.values()),
             host=host,
             leaves=msgspec.msgpack.encode(leaves),
             leaf=np.array(numbers, "<i4").tobytes(),
@@ -241,7 +248,7 @@ class Plan:
     """
 
     def __init__(self, shares: Sequence[Share]) -> None:
-        self._components = shares[0].components
+        self._components, self._kinds = shares[0].components, shares[0].kinds
         self._check_components(shares)
         self._leaves: dict[tuple[str, str], Leaf] = {}
         known: dict[bytes, Ints] = {}
@@ -403,6 +410,9 @@ class Plan:
             shapes=[shape for _, _, _, shape in leaves],
             item_nbytes=np.array([ITEM_NBYTES[dtype] for _, _, dtype, _ in leaves], np.int64),
             component=np.array([place[component] for component, _, _, _ in leaves], np.int64),
+            has_choice=np.array(
+                [self._kinds[place[component]] in _ALIKE for component, _, _, _ in leaves], np.bool_
+            ),
         )
 
     def _is_written(self) -> np.ndarray[Any, np.dtype[np.bool_]]:

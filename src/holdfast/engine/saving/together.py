@@ -30,6 +30,7 @@ from holdfast.errors import (
     FormatError,
     HoldfastError,
     NotShared,
+    OutcomeUnknown,
     RanksError,
     RanksFailed,
     SealError,
@@ -146,6 +147,9 @@ class JointSave:
     leads = True
     compares = True
 
+    def __init__(self) -> None:
+        self.began_s = time.perf_counter()
+
     def __enter__(self) -> JointSave:
         return self
 
@@ -158,8 +162,8 @@ class JointSave:
         if error is not None:
             self.fail(error, "preparing the save")
 
-    def propose(self, captured: Captured) -> Captured:
-        """Tell the leader what this rank holds; returns what the leader's checks are about.
+    def propose(self, captured: Captured) -> None:
+        """Tell the leader what this rank holds.
 
         Raises:
             UnsupportedState: this process has only a part of some tensors.
@@ -173,7 +177,6 @@ class JointSave:
         ]
         if partial:
             raise UnsupportedState(partial)
-        return captured
 
     def size(self, captured: Captured) -> tuple[int, int]:
         """Return about how many bytes and files the save will have."""
@@ -200,8 +203,6 @@ class JointSave:
         staged: Staged,
         roots: Mapping[str, str],
         recorded: Mapping[str, str],
-        *,
-        is_stale: bool,
     ) -> bool:
         """Whether the save would write what that checkpoint has.
 
@@ -209,9 +210,11 @@ class JointSave:
             staged: what this rank would write.
             roots: digest of each file of that, by plain name; all ranks have all trees.
             recorded: those of the checkpoint, of all ranks.
-            is_stale: whether the leader does not want that checkpoint in any case.
         """
         return roots == recorded
+
+    def answer(self, *, is_unchanged: bool) -> None:
+        """Tell the followers what `is_unchanged` returns to them."""
 
     def fail(self, error: BaseException, phase: str) -> None:
         """Tell the other ranks that this one failed; they fail too."""
@@ -221,6 +224,7 @@ class _RanksSave(JointSave):
     """Common part of a leader's and a follower's save."""
 
     def __init__(self, together: Together, step: int) -> None:
+        super().__init__()
         self._together = together
         self._ranks = together.ranks
         self.world_size = self._ranks.world_size
@@ -265,7 +269,6 @@ class _RanksSave(JointSave):
         row, file, start = (column.astype("<i8").tobytes() for column in columns)
         return _FilesPost(tuple(files), row, file, start, dict(trees))
 
-    @override
     @override
     def stand_on(self, folder: str) -> None:
         self._standing = folder
@@ -334,12 +337,11 @@ class LeadingSave(_RanksSave):
         """Whether this rank failed although its manifest may be in the register."""
 
     @override
-    def propose(self, captured: Captured) -> Captured:
+    def propose(self, captured: Captured) -> None:
         share = self._share(captured)
         self._post("shares", share)
         if isinstance(share, Share):
             self._collect_shares()
-        return captured
 
     @override
     def size(self, captured: Captured) -> tuple[int, int]:
@@ -372,8 +374,6 @@ class LeadingSave(_RanksSave):
         staged: Staged,
         roots: Mapping[str, str],
         recorded: Mapping[str, str],
-        *,
-        is_stale: bool,
     ) -> bool:
         own = self._comparison(staged, roots, recorded)
         self._post("comparison", own)
@@ -383,15 +383,16 @@ class LeadingSave(_RanksSave):
             tree = joined([one.trees[name] for one in found])
             digest = blocks.file_digest(len(tree), blocks.digest_blocks(tree))
             digests[layout.tree_file(name)] = digest
-        is_unchanged = (
-            not is_stale
-            and all(one.is_same and one.digests == own.digests for one in found)
+        return (
+            all(one.is_same and one.digests == own.digests for one in found)
             and all(recorded.get(name) == digest for name, digest in digests.items())
             and len(recorded) == len(digests) + sum(one.files for one in found)
         )
+
+    @override
+    def answer(self, *, is_unchanged: bool) -> None:
         self._announce("comparison", _Verdict(is_unchanged))
         self._said = "folder"
-        return is_unchanged
 
     def announce_folder(self, attempt: SaveAttempt, trees: Mapping[str, bytes]) -> None:
         """Tell the followers where to write."""
@@ -526,11 +527,10 @@ class FollowingSave(_RanksSave):
     """Save of several ranks, as a follower takes part in it."""
 
     @override
-    def propose(self, captured: Captured) -> Captured:
+    def propose(self, captured: Captured) -> None:
         share = self._share(captured)
         self._post("shares", share)
         self._said = "files"
-        return captured
 
     @override
     def part(self, captured: Captured, owner: Ownership) -> Captured:
@@ -550,8 +550,6 @@ class FollowingSave(_RanksSave):
         staged: Staged,
         roots: Mapping[str, str],
         recorded: Mapping[str, str],
-        *,
-        is_stale: bool,
     ) -> bool:
         self._post("comparison", self._comparison(staged, roots, recorded))
         self._said = "files"
@@ -592,6 +590,7 @@ class FollowingSave(_RanksSave):
 
         Raises:
             RanksFailed: the leader could not commit.
+            OutcomeUnknown: it has committed, and this rank cannot read the manifest.
             RanksError: nothing was heard, and the save did not commit and never will.
         """
         phase.text = f"waiting for the leader to commit {attempt.folder}"
@@ -601,7 +600,13 @@ class FollowingSave(_RanksSave):
         ):
             raise error
         store.refresh_folder(attempt.folder)
-        found = Catalog(store).read(attempt.folder)
+        try:
+            found = Catalog(store).read(attempt.folder)
+        except StoreError as unread:
+            raise OutcomeUnknown(
+                f"{store.url}/{attempt.folder}: the leader has committed it, and this rank cannot "
+                f"read its manifest: {unread}"
+            ) from unread
         if not isinstance(found, Manifest) or found.save_id != attempt.save_id:
             check_ownership(store, attempt.name.epoch, committed=True)  # who deletes it has claimed
             raise NotShared(
