@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from holdfast.state.shards import read_shards
+from holdfast.state.shards import LocalShards, shards_of
 
 Make: TypeAlias = Callable[[nn.Module], None]
 
@@ -107,8 +107,9 @@ def distributed(size: int) -> dict[str, Tensor]:
 def told(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """What this rank holds of each tensor, and all of it."""
     found = {}
-    for path, shards in read_shards(tensors).items():
-        tensor = tensors[path]
+    for path, tensor in tensors.items():
+        shards = shards_of(tensor)
+        assert isinstance(shards, LocalShards)
         full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         boxes = [tuple(box) for box in shards.boxes]
         views = [view.detach().clone() for view in shards.views]

@@ -13,10 +13,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import ShardOrderEntry
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from holdfast.errors import UnsupportedState
 from holdfast.format.objects import Refused
 from holdfast.state.geometry import Box, boxes_of, in_order, packed, spans_of, whole_box
-from holdfast.state.shards import LocalShards, read_shards, shards_of
+from holdfast.state.shards import LocalShards, shards_of
 from state.layouts import Layout, chunked_in, layouts, orders, region
 
 
@@ -192,28 +191,19 @@ def test_a_rank_outside_of_the_mesh_has_no_box() -> None:
     )
 
 
-def test_sums_that_are_not_reduced_are_refused_by_path() -> None:
+def test_sums_that_are_not_reduced_are_refused() -> None:
     layout = Layout((4,), (2, 2), (Replicate(), Partial()))
-    with pytest.raises(UnsupportedState) as caught:
-        read_shards({"good": torch.ones(2), "layer.weight": layout.dtensor((0, 0), torch.ones(4))})
-    assert caught.value.paths == ["layer.weight"]
-    assert "Partial(sum) of mesh dimension 1 holds values that are not reduced" in str(caught.value)
-
-
-def test_every_tensor_that_cannot_be_saved_is_listed() -> None:
-    layout = Layout((4,), (2,), (Partial(),))
-    tensors = {"a": layout.dtensor((0,), torch.ones(4)), "b": torch.ones(2, device="meta")}
-    with pytest.raises(UnsupportedState) as caught:
-        read_shards(tensors)
-    assert caught.value.paths == ["a", "b"]
+    found = shards_of(layout.dtensor((0, 0), torch.ones(4)))
+    assert isinstance(found, Refused)
+    assert "Partial(sum) of mesh dimension 1 holds values that are not reduced" in found.reason
 
 
 def test_a_local_tensor_of_another_shape_is_refused_with_mesh_and_placements() -> None:
     layout = Layout((4, 3), (2,), (Shard(0),))
-    with pytest.raises(UnsupportedState) as caught:
-        read_shards({"w": layout.dtensor((1,), torch.ones(3, 3))})
-    message = str(caught.value)
-    assert "w: the local tensor has the shape (3, 3)" in message
+    found = shards_of(layout.dtensor((1,), torch.ones(3, 3)))
+    assert isinstance(found, Refused)
+    message = found.reason
+    assert "the local tensor has the shape (3, 3)" in message
     assert "(Shard(dim=0),)" in message
     assert "DeviceMesh((2,)" in message
     assert "(2, 3) at (1,) of a tensor of shape (4, 3)" in message
@@ -239,9 +229,9 @@ def test_plain_tensors_import_nothing_of_torch_distributed() -> None:
 
     code = (
         "import sys, torch\n"
-        "from holdfast.state.shards import read_shards\n"
+        "from holdfast.state.shards import shards_of\n"
         "before = set(sys.modules)\n"
-        "read_shards({'w': torch.ones(2)})\n"
+        "shards_of(torch.ones(2))\n"
         "print(sorted(set(sys.modules) - before))\n"
     )
     assert warm.run(["-c", code]).stdout.strip() == "[]"

@@ -7,13 +7,12 @@ components and what other ranks hold.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from holdfast.errors import UnsupportedState
 from holdfast.format.objects import Refused
 from holdfast.state.geometry import (
     Box,
@@ -63,19 +62,6 @@ class LocalShards:
         if self.views and math.prod(self.shape) == 0:
             return replace(self, views=(local.view(self.shape),))
         return replace(self, views=tuple(_view(local, box) for box in self.places))
-
-
-def read_shards(tensors: Mapping[str, Tensor]) -> dict[str, LocalShards]:
-    """Read what this rank holds of each tensor, by path.
-
-    Raises:
-        UnsupportedState: some cannot be saved; lists every path with its reason.
-    """
-    found = {path: shards_of(tensor) for path, tensor in tensors.items()}
-    refused = [(path, it.reason) for path, it in found.items() if isinstance(it, Refused)]
-    if refused:
-        raise UnsupportedState(refused)
-    return {path: it for path, it in found.items() if isinstance(it, LocalShards)}
 
 
 def shards_of(tensor: Tensor) -> LocalShards | Refused:

@@ -23,7 +23,7 @@ from holdfast.ranks.coordinator import Failure
 from holdfast.state.byrank import BY_RANK, key_of_rank
 from holdfast.state.capture import Captured
 from holdfast.state.components import CapturedComponent
-from holdfast.state.geometry import Box, box_at, corners, whole_box
+from holdfast.state.geometry import Box, box_at, whole_box
 from holdfast.state.shardplan import BoxTable, Ints, LeafTable, plan_writes
 
 _ALIKE = frozenset({"module", "optimizer"})
@@ -51,6 +51,16 @@ class Share(msgspec.Struct, frozen=True, tag="share"):
     last: bytes
     standing: str = ""
     """Folder of the checkpoint of this step that the rank knows."""
+
+    def boxes(self, rank: int, numbers: Ints) -> BoxTable:
+        """Return the boxes of a rank; `numbers` has those of its leaves among the leaves of all."""
+        leaf = np.frombuffer(self.leaf, "<i4")
+        return BoxTable(
+            leaf=numbers[leaf],
+            rank=np.full(len(leaf), rank, np.int32),
+            first=np.frombuffer(self.first, "<i8"),
+            last=np.frombuffer(self.last, "<i8"),
+        )
 
 
 class Unchanged(msgspec.Struct, frozen=True, tag="unchanged"):
@@ -87,29 +97,26 @@ class OwnShare:
         self._rows: list[tuple[str, str, int]] = []
         """Component, key and number of the box in its leaf, of each box."""
         leaves: list[Leaf] = []
-        numbers: list[int] = []
-        ends: list[tuple[int, int]] = []
+        held: list[Sequence[Box]] = []
         for name, part in captured.components.items():
             for spec in part.specs:
                 shape, boxes = _boxes_of(part, spec)
-                for number, box in enumerate(boxes):
-                    self._rows.append((name, spec.key, number))
-                    numbers.append(len(leaves))
-                    ends.append(corners(shape, box))
+                self._rows += ((name, spec.key, number) for number in range(len(boxes)))
+                held.append(boxes)
                 key = key_of_rank(spec.key, rank) if part.kind in BY_RANK else spec.key
                 leaves.append((name, key, spec.dtype, shape))
         self._assignment: Assignment | None = None
         self._picks: dict[str, _Pick] = {}
-        columns = np.array(ends, "<i8").reshape(-1, 2)
+        table = BoxTable.of(rank, [shape for _, _, _, shape in leaves], held)
         self.share = Share(
             step=0,
             components=tuple(captured.components),
             kinds=tuple(part.kind for part in captured.components.values()),
             host=host,
             leaves=msgspec.msgpack.encode(leaves),
-            leaf=np.array(numbers, "<i4").tobytes(),
-            first=columns[:, 0].tobytes(),
-            last=columns[:, 1].tobytes(),
+            leaf=table.leaf.astype("<i4").tobytes(),
+            first=table.first.astype("<i8").tobytes(),
+            last=table.last.astype("<i8").tobytes(),
         )
 
     def is_that_of(self, captured: Captured) -> bool:
@@ -255,14 +262,9 @@ class Plan:
         for share in shares:
             if share.leaves not in known:
                 known[share.leaves] = self._numbered(share.leaves)
-        leaf = [known[share.leaves][np.frombuffer(share.leaf, "<i4")] for share in shares]
-        counts = [len(column) for column in leaf]
-        self._boxes = BoxTable(
-            leaf=np.concatenate(leaf),
-            rank=np.repeat(np.arange(len(shares), dtype=np.int32), counts),
-            first=np.concatenate([np.frombuffer(share.first, "<i8") for share in shares]),
-            last=np.concatenate([np.frombuffer(share.last, "<i8") for share in shares]),
-        )
+        tables = [share.boxes(rank, known[share.leaves]) for rank, share in enumerate(shares)]
+        counts = [len(table.leaf) for table in tables]
+        self._boxes = BoxTable.join(tables)
         self._starts = np.cumsum([0, *counts])
         hosts = {host: number for number, host in enumerate({share.host: 0 for share in shares})}
         table = self._table()
