@@ -197,7 +197,7 @@ class CheckpointManager:
         compressions = choices(checkpoints.compress, {*state, RNG})
         self._emit = Emitter(tuple(checkpoints.sinks))
         length = None if max_duration is None else parse(max_duration, what="max_duration")
-        self._ranks = coordinator_of(ranks)
+        self._ranks = coordinator_of(ranks, self._emit)
         is_shared = self._ranks.world_size > 1
         if is_shared:
             refuse_for_ranks(checkpoints)
