@@ -30,6 +30,7 @@ MAX_UNKNOWN_NBYTES = 8 << 20
 """Most bytes of an index that are not its known members in their shortest form, nor whitespace."""
 
 _LIMITS = {"max_nbytes": MAX_INDEX_NBYTES, "max_values": MAX_INDEX_VALUES}
+_MAX_VERSION_LENGTH = 20
 _MAX_KINDS = 100
 # Hashes of shapes are predictable: with many more, collisions could slow a dict to quadratic time.
 _HEX = re.compile(r"[0-9a-f]*", re.ASCII)
@@ -240,10 +241,6 @@ class _StoredColumns(msgspec.Struct):
     digests: str
 
 
-class _Version(msgspec.Struct):
-    holdfast: int
-
-
 class _IndexDocument(msgspec.Struct, omit_defaults=True):
     """Members of an index document, in the order in which they are written."""
 
@@ -333,8 +330,9 @@ def _check_unknown(text: bytes, *, what: str) -> None:
     A value of few bytes can take hundreds in memory, and what is known takes much less.
     """
     try:
-        version = msgspec.json.decode(text, type=_Version)
-        strictjson.check_version({"holdfast": version.holdfast}, what=what)
+        raw = bytes(msgspec.json.decode(text, type=dict[str, msgspec.Raw]).get("holdfast", b""))
+        version = int(raw) if len(raw) < _MAX_VERSION_LENGTH else None
+        strictjson.check_version({"holdfast": version}, what=what)
         known = msgspec.json.encode(msgspec.json.decode(text, type=_IndexDocument))
         unknown = len(msgspec.json.format(text, indent=-1)) - len(known)
     except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as error:
