@@ -21,7 +21,7 @@ DESIGN = SRC.parent.parent / "docs" / "design.md"
 
 LAYERS = (
     ("errors", "events"),
-    ("arguments",),
+    ("arguments", "launched"),
     ("store",),
     ("format",),
     ("state", "policy", "ranks", "keys"),
@@ -70,7 +70,17 @@ INNER: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
 }
 RANK = {folder: rank for rank, folders in enumerate(LAYERS) for folder in folders}
-WITHOUT_TORCH = ("errors", "events", "arguments", "store", "format", "policy", "care", "cli")
+WITHOUT_TORCH = (
+    "errors",
+    "events",
+    "arguments",
+    "launched",
+    "store",
+    "format",
+    "policy",
+    "care",
+    "cli",
+)
 WITHOUT_TORCH_MODULES = (
     "holdfast.engine.roots.catalog",
     "holdfast.engine.control.stop",

@@ -318,3 +318,21 @@ def test_a_loader_that_was_made_before_the_group_says_so() -> None:
         assert f"made for rank 0 of 1, but in the process group this is rank {rank} of 2" in str(
             said
         )
+
+
+def test_a_loader_that_is_made_before_its_group_takes_the_part_that_the_launcher_names(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its length is right at once, also for schedulers that are made before the group."""
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    loader = Loader(range(16), batch_size=2, seed=3)
+    assert len(loader) == 2
+    (expected,) = epochs_taken(Loader(range(16), batch_size=2, seed=3, ranks=DataRanks(1, 4)))
+    assert epochs_taken(loader) == [expected]
+    assert "part of rank 1 of 4, as its launcher says, and there is no process group" in caplog.text
+    assert len(Loader(range(16), batch_size=2, ranks=None)) == 8
+
+
+def epochs_taken(loader: Loader) -> list[Batches]:
+    return [[batch.tolist() for batch in loader]]

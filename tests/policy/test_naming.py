@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from holdfast.errors import UsageError
 from holdfast.format.layout import check_label
 from holdfast.format.manifest import Timestamp
+from holdfast.launched import Ranks
 from holdfast.policy.naming import (
     COUNTERS,
     DEFAULT_LABEL,
-    Ranks,
     compile_label,
     fill_root,
 )
@@ -81,6 +81,39 @@ def test_every_counter_can_be_formatted_and_is_missed_by_name(name: str) -> None
 def test_the_only_process_has_rank_zero_and_the_clock_runs() -> None:
     label = compile_label("{rank}-{world_size}-{time:%Y}")
     assert re.fullmatch("0-1-20[0-9]{2}", label(NOW))
+
+
+def test_names_tell_the_ranks_that_the_launcher_has_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = {"RANK": 3, "WORLD_SIZE": 8, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 2}
+    for name, value in {**environment, "GROUP_RANK": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    template = "r{rank}w{world_size}l{local_rank}of{local_world_size}n{node_rank}"
+    assert compile_label(template)(NOW) == "r3w8l1of2n1"
+    assert fill_root(f"runs/{template}") == "runs/r3w8l1of2n1"
+
+
+def test_a_local_rank_that_nobody_knows_is_not_made_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    assert compile_label("{rank}")(NOW) == "3"
+    with pytest.raises(UsageError, match="local_rank is known only where a launcher"):
+        compile_label("{local_rank}")
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"RANK": "8", "WORLD_SIZE": "8"}, "rank=8 must be from 0 to 7"),
+        ({"RANK": "one", "WORLD_SIZE": "8"}, "RANK='one', which is no rank"),
+    ],
+)
+def test_an_environment_that_contradicts_itself_is_refused(
+    environment: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match=message):
+        fill_root("runs/{rank}")
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ def test_a_manager_that_is_made_before_its_group_says_so(monkeypatch: pytest.Mon
     emit = Emitter((seen.append,))
     assert isinstance(coordinator_of("group", emit), Alone)
     monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("RANK", "1")
     assert isinstance(coordinator_of(None, emit), Alone)
     (leader, _) = ThreadCoordinator.for_ranks(2)
     assert coordinator_of(leader, emit) is leader

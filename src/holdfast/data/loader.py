@@ -24,8 +24,9 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from holdfast.arguments import checked, shown
 from holdfast.data import randomness
-from holdfast.data.ranks import ALONE, HasRank, data_ranks, of_default_group
+from holdfast.data.ranks import ALONE, DataRanks, HasRank, data_ranks
 from holdfast.errors import UsageError, listing
+from holdfast.launched import has_group, present_ranks
 
 logger = logging.getLogger("holdfast")
 
@@ -96,8 +97,8 @@ class Loader:
             batches_per_epoch: an epoch is so many batches, fewer or more than a lap, and the next
                 one continues where it ended; None: one lap.
             ranks: rank and world size of those that share the data, such as `DataRanks(0, 8)`;
-                "group": those of torch's default process group, where there is one; None: this
-                process has all of the data to itself.
+                "group": those of torch's default process group, or those that a launcher such as
+                torchrun has set, if it is made later; None: this process has all of the data.
 
         Raises:
             UsageError: an iterable, an empty dataset, or one without a full batch; or ranks that
@@ -115,7 +116,7 @@ class Loader:
         self._num_samples = len(dataset)
         given = data_ranks(ranks)
         self._ranks, self._is_alone = given or ALONE, given is None
-        self._follows_group = ranks == "group"
+        self._follows_group, self._has_warned = ranks == "group", False
         self._batch_size = batch_size * self._ranks.world_size
         """Samples of a batch of all ranks."""
         self._shuffle = shuffle
@@ -351,8 +352,19 @@ class Loader:
 
     def _check_group(self) -> None:
         """Raise `UsageError` if the process group is not that for which the loader was made."""
-        group = of_default_group()
-        if self._follows_group and group is not None and group != self._ranks:
+        if not self._follows_group:
+            return
+        present = present_ranks()
+        group = DataRanks(present.rank, present.world_size)
+        if group.world_size > 1 and not has_group() and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "the loader gives this process the part of rank %d of %d, as its launcher says, "
+                "and there is no process group: where each process trains by itself, pass "
+                "ranks=None",
+                *group,
+            )
+        if group != self._ranks:
             made_for, now = (f"rank {ranks[0]} of {ranks[1]}" for ranks in (self._ranks, group))
             raise UsageError(
                 f"the loader was made for {made_for}, but in the process group this is {now}: "

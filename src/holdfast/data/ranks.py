@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
 
-import torch
-
 from holdfast.arguments import shown
 from holdfast.errors import UsageError
+from holdfast.launched import has_group, present_ranks
 
 T = TypeVar("T")
 
@@ -61,22 +60,18 @@ class DataRanks(NamedTuple):
 ALONE = DataRanks(0, 1)
 
 
-def of_default_group() -> DataRanks | None:
-    """Return the ranks of torch's default process group; None if there is none."""
-    dist = torch.distributed
-    if not (dist.is_available() and dist.is_initialized()):
-        return None
-    return DataRanks(dist.get_rank(), dist.get_world_size())
-
-
 def data_ranks(ranks: Literal["group"] | HasRank | None) -> DataRanks | None:
     """Return the ranks that an argument `ranks` means; None: this process shares no data.
 
     Raises:
         UsageError: the numbers are not those of a rank.
     """
-    if ranks is None or isinstance(ranks, str):
-        return None if ranks is None else of_default_group()
+    if ranks is None:
+        return None
+    if isinstance(ranks, str):
+        present = present_ranks()
+        is_shared = present.world_size > 1 or has_group()
+        return DataRanks(present.rank, present.world_size) if is_shared else None
     rank, world_size = ranks.rank, ranks.world_size
     if type(rank) is not int or type(world_size) is not int or not 0 <= rank < world_size:
         raise UsageError(

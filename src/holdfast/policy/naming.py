@@ -15,6 +15,7 @@ from typing import TypeAlias
 from holdfast.errors import UsageError
 from holdfast.format.layout import MAX_LABEL_BYTES, check_label
 from holdfast.format.manifest import Timestamp
+from holdfast.launched import Ranks, present_ranks
 
 LabelFunction: TypeAlias = Callable[[Timestamp], str]
 
@@ -54,33 +55,6 @@ _TRIALS = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ranks:
-    """Ranks and world sizes of this process. The default is a run of one process.
-
-    Raises:
-        UsageError: the numbers contradict each other.
-    """
-
-    rank: int = 0
-    local_rank: int = 0
-    world_size: int = 1
-    local_world_size: int = 1
-    node_rank: int = 0
-
-    def __post_init__(self) -> None:
-        for name, size in (
-            ("rank", self.world_size),
-            ("local_rank", self.local_world_size),
-            ("node_rank", self.world_size),
-        ):
-            value = getattr(self, name)
-            if not 0 <= value < size:
-                raise UsageError(f"{name}={value} must be from 0 to {size - 1}")
-
-
-ALONE = Ranks()
-
 _NAMES = "|".join((*COUNTERS, *_MOMENTS, "run_name", *Ranks.__dataclass_fields__))
 _NAME_IN_BRACES = re.compile(r"\{(?:" + _NAMES + r")(?::[^{}]*)?\}")
 
@@ -94,15 +68,15 @@ def compile_label(
     label: str | LabelFunction,
     *,
     run_name: str | None = None,
-    ranks: Ranks = ALONE,
+    ranks: Ranks | None = None,
     clock: Callable[[], datetime] = utc_now,
 ) -> LabelFunction:
     """Make the function that labels a checkpoint from its Timestamp; checked by trial calls.
 
     `label` is a template or a function of the Timestamp. A template has names in braces, each
-    with a format spec if need be: those of `COUNTERS`, `run_name`, the fields of `Ranks`, and
-    `date` and `time` from `clock` (`{time:%H%M}`). The result raises `UsageError` when a label is
-    invalid (`check_label`) or uses a counter that is not known.
+    with a format spec if need be: those of `COUNTERS`, `run_name`, the fields of `Ranks` (None:
+    those of this process), and `date` and `time` from `clock` (`{time:%H%M}`). The result raises
+    `UsageError` when a label is invalid (`check_label`) or uses a counter that is not known.
 
     >>> compile_label("ep{epoch}-{step:06d}")(Timestamp(step=1200, epoch=3))
     'ep3-001200'
@@ -111,10 +85,12 @@ def compile_label(
         UsageError: an unknown name, an attribute or an index, or a trial gave an invalid label.
     """
     if isinstance(label, str):
-        constants: dict[str, object] = {"run_name": run_name, **asdict(ranks)}
+        constants: dict[str, object] = {
+            "run_name": run_name,
+            **asdict(present_ranks() if ranks is None else ranks),
+        }
         fields = _fields("label", label, known=(*COUNTERS, *constants, *_MOMENTS))
-        if "run_name" in fields and run_name is None:
-            raise UsageError(f"label={label!r}: run_name was not given")
+        _expect_known("label", label, fields, constants)
         render = _checked(_template_function(label, fields, constants, clock))
     elif callable(label):
         render = _checked(label)
@@ -126,12 +102,12 @@ def compile_label(
 
 
 def fill_root(
-    root: str | Callable[[], str], *, run_name: str | None = None, ranks: Ranks = ALONE
+    root: str | Callable[[], str], *, run_name: str | None = None, ranks: Ranks | None = None
 ) -> str:
     """Make the root of a run from a template such as "runs/{run_name}", or from a function.
 
     A root is the same for the whole run, so it has no counters and no time. Literal braces are
-    doubled.
+    doubled. `ranks` (None: those of this process) are for runs that have a root on each rank.
 
     >>> fill_root("runs/{run_name}/checkpoints", run_name="gpt")
     'runs/gpt/checkpoints'
@@ -145,11 +121,13 @@ def fill_root(
         if not isinstance(text, str) or not text:
             raise UsageError(f"the function for the root returned {text!r}, which is no path")
         return text
-    constants: dict[str, object] = {"run_name": run_name, **asdict(ranks)}
+    constants: dict[str, object] = {
+        "run_name": run_name,
+        **asdict(present_ranks() if ranks is None else ranks),
+    }
     fields = _fields("root", root, known=tuple(constants))
-    if "run_name" in fields:
-        if run_name is None:
-            raise UsageError(f"root={root!r}: run_name was not given")
+    _expect_known("root", root, fields, constants)
+    if run_name is not None and "run_name" in fields:
         check_label(run_name)
     text = _format("root", root, constants)
     if not text:
@@ -190,6 +168,20 @@ def _fields(what: str, template: str, *, known: tuple[str, ...]) -> frozenset[st
                 f"{what}={template!r}: a label has at most {MAX_LABEL_BYTES} characters"
             )
     return frozenset(str(name) for name, _, _ in fields)
+
+
+def _expect_known(
+    what: str, template: str, fields: frozenset[str], constants: Mapping[str, object]
+) -> None:
+    """Raise `UsageError` if a template uses a constant that is not known here."""
+    unknown = [name for name in sorted(fields & constants.keys()) if constants[name] is None]
+    if "run_name" in unknown:
+        raise UsageError(f"{what}={template!r}: run_name was not given")
+    if unknown:
+        raise UsageError(
+            f"{what}={template!r}: {', '.join(unknown)} is known only where a launcher sets "
+            "LOCAL_RANK, LOCAL_WORLD_SIZE and GROUP_RANK in the environment, as torchrun does"
+        )
 
 
 def _template_function(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from typing import Literal
 
 import torch
 
 from holdfast.events import Emitter
+from holdfast.launched import has_group, present_ranks
 from holdfast.ranks.alone import Alone
 from holdfast.ranks.coordinator import Coordinator
 
@@ -28,9 +28,9 @@ def coordinator_of(ranks: Coordinator | Literal["group"] | None, emit: Emitter) 
     group = getattr(torch, "distributed", None)
     if ranks is None or group is None or not group.is_available():
         return Alone()
-    if not group.is_initialized():
-        started = os.environ.get("WORLD_SIZE", "1")
-        if started != "1":
+    if not has_group():
+        started = present_ranks().world_size
+        if started > 1:
             emit(
                 "warning",
                 f"WORLD_SIZE is {started}, and torch.distributed has no process group yet, so this "

@@ -1,0 +1,91 @@
+"""Rank of this process among those of its run, as the process group or the launcher says.
+
+Only looks: starts nothing, and does not import torch.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+
+from holdfast.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranks:
+    """Ranks and world sizes of this process. The default is a run of one process.
+
+    Raises:
+        UsageError: the numbers contradict each other.
+    """
+
+    rank: int = 0
+    local_rank: int | None = 0
+    """Rank among the processes of this host; None, like the next two: not known."""
+    world_size: int = 1
+    local_world_size: int | None = 1
+    node_rank: int | None = 0
+
+    def __post_init__(self) -> None:
+        for name, size in (
+            ("rank", self.world_size),
+            ("local_rank", self.local_world_size),
+            ("node_rank", self.world_size),
+        ):
+            value = getattr(self, name)
+            if value is not None and size is not None and not 0 <= value < size:
+                raise UsageError(f"{name}={value} must be from 0 to {size - 1}")
+
+
+def present_ranks() -> Ranks:
+    """Return the ranks of torch's default process group, or else those that a launcher has set.
+
+    A launcher, such as torchrun, sets RANK and WORLD_SIZE in the environment; without both this is
+    a run of one process. A group has no local ranks: they are the launcher's, if it has set the
+    same rank.
+
+    Raises:
+        UsageError: the environment contradicts itself.
+    """
+    launched = _launched()
+    if not has_group():
+        return launched
+    dist = sys.modules["torch.distributed"]
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if (rank, world_size) == (launched.rank, launched.world_size):
+        return launched
+    return Ranks(
+        rank=rank, world_size=world_size, local_rank=None, local_world_size=None, node_rank=None
+    )
+
+
+def has_group() -> bool:
+    """Whether torch has a default process group."""
+    # Who has a group has imported this.
+    dist = sys.modules.get("torch.distributed")
+    return dist is not None and dist.is_available() and dist.is_initialized()
+
+
+def _launched() -> Ranks:
+    rank, world_size = _number("RANK"), _number("WORLD_SIZE")
+    if rank is None or world_size is None:
+        return Ranks()
+    if world_size == 1:
+        return Ranks(rank=rank)
+    return Ranks(
+        rank=rank,
+        world_size=world_size,
+        local_rank=_number("LOCAL_RANK"),
+        local_world_size=_number("LOCAL_WORLD_SIZE"),
+        node_rank=_number("GROUP_RANK"),
+    )
+
+
+def _number(name: str) -> int | None:
+    text = os.environ.get(name)
+    if not text:
+        return None
+    if not text.isdecimal():
+        raise UsageError(f"the environment has {name}={text!r}, which is no rank")
+    return int(text)
