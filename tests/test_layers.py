@@ -61,7 +61,8 @@ INNER: dict[str, tuple[tuple[str, ...], ...]] = {
         ("mirror",),
     ),
     "train": (
-        ("asked", "training"),
+        ("asked", "parallel"),
+        ("training",),
         ("callbacks",),
         ("loggers", "window"),
         ("evaluation", "making"),

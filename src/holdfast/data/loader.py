@@ -165,6 +165,11 @@ class Loader:
         return self._batch == len(self)
 
     @property
+    def ranks(self) -> DataRanks:
+        """Rank of this process among those that share the data, and their number."""
+        return self._ranks
+
+    @property
     def seed(self) -> int:
         """The seed in use; after `load_state_dict`, the stored one."""
         return self._seed

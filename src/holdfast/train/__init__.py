@@ -14,11 +14,14 @@ from holdfast.train.fit.saving import UnhealthyState
 from holdfast.train.loggers.default import JsonLines, ProgressBar
 from holdfast.train.loggers.services import MLflow, TensorBoard, WeightsAndBiases
 from holdfast.train.making import for_group
+from holdfast.train.parallel.strategies import DDP, FSDP2
 from holdfast.train.trainer import Trainer
 from holdfast.train.training import Counters, Metrics, Training
 from holdfast.train.window.loop import Clip, Precision
 
 __all__ = [
+    "DDP",
+    "FSDP2",
     "HOOKS",
     "REQUEUE_EXIT_CODE",
     "Callback",

@@ -19,18 +19,25 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from holdfast.arguments import shown
+from holdfast.data import Loader
 from holdfast.data.foreign import describe_inexact
 from holdfast.data.randomness import preserved
 from holdfast.engine.options import Checkpoints
 from holdfast.engine.staging.overlap import Mode
 from holdfast.engine.tiers.tiered import Tiered
 from holdfast.errors import UsageError
+from holdfast.launched import Ranks
 from holdfast.policy.clock import Time, Unit, parse
+from holdfast.policy.savers import SavePolicy
+from holdfast.policy.triggers import Trigger
 from holdfast.state.capture import unheld_in
 from holdfast.state.lacking import describe
-from holdfast.train.asked import check_range
+from holdfast.train.asked import asks_for, check_range
 from holdfast.train.callbacks.hooks import Logger
 from holdfast.train.loggers.default import JsonLines, ProgressBar
+from holdfast.train.parallel.group import Group, join_group
+from holdfast.train.parallel.strategies import FSDP2, Name, Strategy
+from holdfast.train.window.loop import Numerics
 
 logger = logging.getLogger("holdfast")
 
@@ -53,6 +60,74 @@ def checked_device(given: str | torch.device | None) -> torch.device | None:
     if device.type != "cpu" and not _is_available(device):
         raise UsageError(f"device={given!r}: this machine has none")
     return device
+
+
+def group_for(strategy: Name | Strategy | None, device: str | torch.device | None) -> Group:
+    """Return the ranks that train together; opens the process group if there is none yet."""
+    if strategy == "single":
+        return Group(Ranks(), torch.device("cpu"))
+    return join_group(device, also_alone=strategy == "fsdp2" or isinstance(strategy, FSDP2))
+
+
+def device_for(group: Group, given: str | torch.device | None) -> str | torch.device | None:
+    """Return the argument `device`; with several ranks, by default the GPU of the local rank."""
+    if given is not None or group.is_alone or not torch.cuda.is_available():
+        return given
+    local_rank = group.rank if group.local_rank is None else group.local_rank
+    return torch.device("cuda", local_rank % torch.cuda.device_count())
+
+
+def check_shared_data(data: Any, strategy: Strategy | None, group: Group) -> None:
+    """Raise `UsageError` if a `Loader` was made for other ranks than those that train together."""
+    if not isinstance(data, Loader) or (strategy is None and not group.is_alone):
+        return
+    world_size = data.ranks.world_size
+    if group.is_alone and world_size > 1:
+        raise UsageError(
+            f"data: the Loader gives this process one part of {world_size}, and it trains alone: "
+            "make it with ranks=None"
+        )
+    if not group.is_alone and world_size == 1:
+        raise UsageError(
+            f"data: the Loader gives each of the {group.world_size} ranks the same batches: leave "
+            'out ranks=None, or make it after the process group; "group" gives each its part'
+        )
+
+
+def check_parallel(
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    strategy: Strategy | None,
+    numerics: Numerics,
+    every: Trigger | SavePolicy | None,
+    group: Group,
+) -> None:
+    """Check that a strategy reaches all that is trained, and that the ranks can do what is asked.
+
+    Raises:
+        UsageError: an optimizer updates parameters that are not the model's, which no strategy
+            exchanges; or something that needs one process is asked for.
+    """
+    if isinstance(strategy, FSDP2) and numerics.scaler is not None:
+        raise UsageError(
+            'strategy="fsdp2" and precision="fp16": use "bf16", or FSDP2(param_dtype=…)'
+        )
+    if strategy is None and group.is_alone:
+        return
+    known = {id(parameter) for parameter in model.parameters()}
+    trained = [item for of_group in optimizer.param_groups for item in of_group["params"]]
+    num_others = sum(id(item) not in known for item in trained)
+    if num_others:
+        raise UsageError(
+            f"optimizer: {num_others} of its {len(trained)} parameters are not the model's, so the "
+            "ranks would not exchange their gradients: put them into the model; with "
+            'strategy="fsdp2" give a function for the optimizer, as the parameters are replaced'
+        )
+    if not group.is_alone and asks_for(every, "exception"):
+        raise UsageError(
+            'every: On("exception") needs one process: when a rank fails, its step cannot be '
+            "undone on the others"
+        )
 
 
 def make_model(given: nn.Module | MakeModel, seed: int, device: torch.device | None) -> nn.Module:

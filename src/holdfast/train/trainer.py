@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -49,6 +49,13 @@ from holdfast.train.fit.fitting import Fit, Gear
 from holdfast.train.fit.saving import Policy, Saves, StepPosition, check_health
 from holdfast.train.fit.starting import StartingPoint, Unsaved
 from holdfast.train.making import make_schedulers
+from holdfast.train.parallel.strategies import (
+    Name,
+    Strategy,
+    chosen_strategy,
+    parallel_of,
+    recompute,
+)
 from holdfast.train.training import Average, Counters, Metrics, Training
 from holdfast.train.window.loop import (
     Clip,
@@ -59,7 +66,7 @@ from holdfast.train.window.loop import (
     checked_precision,
     checked_skips,
 )
-from holdfast.train.window.metrics import LazyMetrics, Numbers
+from holdfast.train.window.metrics import LazyMetrics, Numbers, RankMeans
 from holdfast.train.window.wayback import WayBack
 
 logger = logging.getLogger("holdfast")
@@ -118,6 +125,9 @@ class Trainer:
         unhealthy: Policy = "warn",
         seed: int = 0,
         device: str | torch.device | None = None,
+        strategy: Name | Strategy | None = None,
+        activation_checkpointing: bool | Collection[type[nn.Module]] = False,
+        compile: bool | Mapping[str, Any] = False,
         callbacks: Iterable[Callback] = (),
         counts: Counts = Counts(),
         log: bool | str | os.PathLike[str] | None = None,
@@ -152,7 +162,14 @@ class Trainer:
             ema: decay of an average of the weights, which is saved, and used for validation.
             unhealthy: what to do when loss or weights are not finite at a save.
             seed: of the global generators, when a run starts without a checkpoint.
-            device: where the model and batches are moved; None: not at all.
+            device: where the model and batches are moved; None: not at all, and with several ranks
+                to the GPU of the local rank, if there is one.
+            strategy: how several ranks train (docs/trainer-ranks.md): "ddp", "fsdp2", or `DDP` or
+                `FSDP2` with options; "single": this process trains alone, whatever others do. None:
+                with DDP where torchrun has started several processes, unless the model is sharded.
+            activation_checkpointing: compute activations again in the backward pass: of these
+                classes of modules; True: of each item of each `nn.ModuleList`.
+            compile: whether to compile the model in place, or options of `torch.compile`.
             callbacks: see `Callback`.
             counts: what is counted besides steps and epochs: samples, tokens, cycles.
             log: write JSON lines to the file named, or to the root's `log/train.jsonl` (True, and
@@ -167,13 +184,22 @@ class Trainer:
         check_range("accumulate", accumulate, 1, 2**31)
         check_range("seed", seed, 0, 2**32)
         check_range("log_every", log_every, 1, 2**63)
-        on = making.checked_device(device)
+        group = making.group_for(strategy, device)
+        on = making.checked_device(making.device_for(group, device))
         self.model = making.make_model(model, seed, on)
+        chosen = chosen_strategy(strategy, self.model, group)
         self.checkpoints = Checkpoints.of(checkpoints, {})
         """The argument `checkpoints`, as a record: the root and how checkpoints are made."""
         loggers = making.own_loggers(self.checkpoints, log, progress)
-        self._callbacks = Callbacks([*callbacks, *loggers], self)
+        self._callbacks = Callbacks([*callbacks, *loggers], self, is_leader=group.is_leader)
         self._callbacks.tell(Callback.model_made)
+        self.ema = None if ema is None else Average(self.model, ema)
+        recompute(self.model, activation_checkpointing)
+        self._parallel = parallel_of(chosen, group, on)
+        for module in (self.model, *([] if self.ema is None else [self.ema.model])):
+            self._parallel.prepare(module)
+        if compile is not False:
+            self.model.compile(**({} if compile is True else compile))
         self.optimizer = making.make_optimizer(optimizer, self.model, self.model is not model)
         self.schedulers = make_schedulers(scheduler, self.optimizer)
         """Schedulers by component name."""
@@ -182,7 +208,6 @@ class Trainer:
         self.manager: CheckpointManager | None = None
         """Manager while `fit` runs, else None."""
         self._is_running = False
-        self.ema = None if ema is None else Average(self.model, ema)
         self._counts = counts
         self.counters.cycle_length = counts.cycle_length
         checked_times = partial(
@@ -203,8 +228,15 @@ class Trainer:
         self._unhealthy = unhealthy
         self._numerics = Numerics(checked_precision(precision), making.device_type(self.model, on))
         self._way_back: WayBack
+        making.check_shared_data(data, chosen, group)
+        making.check_parallel(
+            self.optimizer, self.model, chosen, self._numerics, self._every, group
+        )
         self._update = Update(
             model=self.model,
+            called=self._parallel.wrap(self.model),
+            parallel=self._parallel,
+            means=RankMeans(group),
             optimizer=self.optimizer,
             schedulers=tuple(self.schedulers.values()),
             loss=loss,
@@ -222,7 +254,8 @@ class Trainer:
         making.check_held(self.state, loss)
         self.checkpoints.check_components({*self.state, RNG})
         self._way_back = WayBack(
-            stop=stop,
+            # With several ranks nothing is interrupted: they stop where they meet.
+            stop=stop if group.is_alone else None,
             is_exact=self.root is not None and asks_for(self._every, "exception"),
             data=data,
             state=self.state,
@@ -301,6 +334,8 @@ class Trainer:
             self.counters,
             stop=self._stop,
             max_time_s=making.checked_max_time_s(max_time),
+            group=self._parallel.group,
+            shares_signals=self.root is None,
         )
         self._place.is_under_way = False
         with self._stop or nullcontext():
@@ -421,6 +456,8 @@ class Trainer:
     def _make_manager(self, goal: Time, hooks: StateHooks, saves: Saves) -> CheckpointManager:
         if self.root is None:
             logger.warning("checkpoints=None: nothing of this training is saved")
+            if self._stop is not None and not self._parallel.group.is_alone:
+                self._stop.share()
             return Unsaved()
         return CheckpointManager(
             replace(
@@ -435,19 +472,25 @@ class Trainer:
             hooks=hooks,
             stop=self._stop,
             counters=lambda: self.counters.totals,
+            ranks=self._ranks,
         )
 
     def _begin_from(self, start: StartingPoint, hooks: StateHooks) -> Checkpoint:
         """Load the whole state from another root, except the ids under which loggers record."""
         own = [(item, item.state_dict()) for item in self._callbacks.recording]
         try:
-            found = start.load(self.state, hooks, self.checkpoints.encrypt)
+            found = start.load(self.state, hooks, self.checkpoints.encrypt, self._ranks)
         except (OpaqueLoadFailed, KeyboardInterrupt):
             self._place.has_begun = True  # the state is neither the old nor the stored one
             raise
         for item, state in own:
             item.load_state_dict(state)
         return found
+
+    @property
+    def _ranks(self) -> Literal["group"] | None:
+        """The argument `ranks` of managers: None if this process trains alone, beside others."""
+        return None if self._parallel.group.is_alone else "group"
 
     def _check_validates(self) -> None:
         if not self._validations:
@@ -474,12 +517,16 @@ class Trainer:
         found: dict[str, float] = {}
         if self.manager is not None:
             self.manager.fence()  # hooks of a validation may put other weights into the model
+        self._share_buffers()
         # No saves meanwhile: modes and generators are not those of training.
         with self._place.left():
             for part in parts:
                 use_average = self.ema is not None and part.plan.use_ema
                 model = self.ema.model if self.ema is not None and use_average else self.model
-                found |= part.on(model, self.model)
+                try:
+                    found |= part.on(model, self.model)
+                finally:
+                    self._parallel.reshard(model)
         return found
 
     def _begin_update(self) -> None:
@@ -504,10 +551,18 @@ class Trainer:
     def _before_save(self, now: Timestamp, metrics: Metrics) -> tuple[str, ...]:
         """Check loss and weights, and call `before_save`; returns what is not finite."""
         self._place.check(now.step)
+        group = self._parallel.group
         with self._place.left():
-            found = check_health(self._unhealthy, now.step, self.model, metrics)
+            found = check_health(self._unhealthy, now.step, self.model, metrics, group)
             self._callbacks.tell(Callback.before_save)
+        if not group.is_alone:
+            self._share_buffers()
+            self._callbacks.follow(group)
         return found
+
+    def _share_buffers(self) -> None:
+        for module in (self.model, *([] if self.ema is None else [self.ema.model])):
+            self._parallel.share_buffers(module)
 
     @contextmanager
     def _managed(self, manager: CheckpointManager | None) -> Iterator[None]:

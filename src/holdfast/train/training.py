@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from holdfast.errors import UsageError
 from holdfast.format.manifest import Timestamp
 from holdfast.policy.clock import Time, argument_name
+from holdfast.train.parallel.strategies import local
 
 if TYPE_CHECKING:
     from holdfast.manager import CheckpointManager
@@ -218,5 +219,9 @@ class Average:
             torch._foreach_lerp_(averages, weights, 1 - self.decay)
 
     def _pairs(self, model: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
-        yield from zip(self.model.parameters(), model.parameters(), strict=True)
-        yield from zip(self.model.buffers(), model.buffers(), strict=True)
+        for own, other in (
+            (self.model.parameters(), model.parameters()),
+            (self.model.buffers(), model.buffers()),
+        ):
+            for average, live in zip(own, other, strict=True):
+                yield local(average), local(live)

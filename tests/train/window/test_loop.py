@@ -10,11 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.errors import UsageError
+from holdfast.launched import Ranks
 from holdfast.train import Callback, Precision
 from holdfast.train.callbacks.calling import Callbacks
+from holdfast.train.parallel.group import Group
+from holdfast.train.parallel.strategies import Parallel
 from holdfast.train.window.batches import Batches
 from holdfast.train.window.loop import Clip, Numerics, Update
-from holdfast.train.window.metrics import Numbers
+from holdfast.train.window.metrics import Numbers, RankMeans
+
+ALONE = Group(Ranks(), torch.device("cpu"))
 
 
 def update(*callbacks: Callback, **options: Any) -> Update:
@@ -22,6 +27,9 @@ def update(*callbacks: Callback, **options: Any) -> Update:
     model = nn.Linear(3, 1)
     options = {
         "model": model,
+        "called": model,
+        "parallel": Parallel(ALONE),
+        "means": RankMeans(ALONE),
         "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
         "schedulers": (),
         "loss": lambda model, batch: model(batch).square().mean(),

@@ -12,6 +12,7 @@ from typing import Any, Concatenate, ParamSpec
 
 from holdfast.errors import HoldfastError, UsageError, listing
 from holdfast.train.callbacks.hooks import HOOKS, Callback, Logger
+from holdfast.train.parallel.group import Group
 from holdfast.train.training import Training
 
 logger = logging.getLogger("holdfast")
@@ -34,18 +35,23 @@ class HookFailed(HoldfastError):
 class Callbacks:
     """Calls the hooks of all callbacks: by priority, then in the order given; loggers last.
 
+    With several ranks only the leader calls those of loggers.
+
     Raises:
         UsageError: lists items that are not callbacks or are given twice, names used twice, and
             methods that look like hooks and are not.
     """
 
-    def __init__(self, callbacks: Iterable[Callback], training: Training) -> None:
+    def __init__(
+        self, callbacks: Iterable[Callback], training: Training, *, is_leader: bool = True
+    ) -> None:
         given = list(callbacks)
         _check(given)
         self._training = training
         self._names = _names(given)
         self._all = sorted(given, key=lambda item: (isinstance(item, Logger), -item.priority))
-        self._by_hook = {hook: [item for item in self._all if _has(item, hook)] for hook in HOOKS}
+        called = [item for item in self._all if is_leader or not isinstance(item, Logger)]
+        self._by_hook = {hook: [item for item in called if _has(item, hook)] for hook in HOOKS}
         # Loggers start first, to be ready for what other callbacks log as they start.
         self._by_hook["fit_start"].sort(key=lambda item: not isinstance(item, Logger))
 
@@ -62,6 +68,16 @@ class Callbacks:
     def recording(self) -> list[Any]:
         """Loggers with a state to save, such as the id of the run to which they log."""
         return [item for item in self._all if isinstance(item, Logger) and _is_stateful(item)]
+
+    def follow(self, group: Group) -> None:
+        """Give the loggers of all ranks the state of the leader's, which alone are called."""
+        recording = self.recording
+        if not recording:
+            return
+        states = group.gather([item.state_dict() for item in recording])[0]
+        if not group.is_leader:
+            for item, state in zip(recording, states, strict=True):
+                item.load_state_dict(state)
 
     @property
     def vetoes(self) -> list[str]:

@@ -9,7 +9,9 @@ from contextlib import ExitStack, contextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from holdfast.engine.access import locate
@@ -28,6 +30,7 @@ from holdfast.keys import Encryption
 from holdfast.state.edits import Edit
 from holdfast.store import open_store
 from holdfast.store.base import Store
+from holdfast.train.parallel.strategies import is_sharded, local
 
 Which = str | int | os.PathLike[str]
 READ_TIMEOUT_S = 1800.0
@@ -134,14 +137,28 @@ def borrowed(weights: Mapping[str, nn.Module]) -> Iterator[None]:
         yield
     finally:
         for name, module in weights.items():
-            module.load_state_dict(before[name])
+            _put_back(module, before[name])
 
 
-def _copy(module: nn.Module) -> dict[str, object]:
+def _copy(module: nn.Module) -> dict[str, Any]:
     return {
-        name: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else deepcopy(value)
+        name: local(value.detach()).to("cpu", copy=True)
+        if isinstance(value, Tensor)
+        else deepcopy(value)
         for name, value in module.state_dict().items()
     }
+
+
+@torch.no_grad()
+def _put_back(module: nn.Module, before: Mapping[str, Any]) -> None:
+    if not is_sharded(module):
+        module.load_state_dict(before)
+        return
+    for name, value in module.state_dict().items():
+        if isinstance(value, Tensor):
+            local(value).copy_(before[name])
+    others = {name: value for name, value in before.items() if not isinstance(value, Tensor)}
+    module.load_state_dict(others, strict=False)
 
 
 def _resolve(own: Catalog | None, item: Which) -> list[Target]:

@@ -28,7 +28,7 @@ from holdfast.train.asked import check_range
 from holdfast.train.callbacks.hooks import Callback
 from holdfast.train.training import Metrics
 from holdfast.train.window.loop import LossFunction, Update, evaluate, moved
-from holdfast.train.window.metrics import LazyMetrics, Mean
+from holdfast.train.window.metrics import LazyMetrics, Mean, mean_of_ranks
 
 _END = object()
 
@@ -188,7 +188,9 @@ class Validator:
         self.update.callbacks.tell(Callback.validation_start, name)
         with self.waiting():
             found = check.run(model)
-        return self._report(name, self.update.numbers(found))
+        mean = Mean()
+        mean.add(self.update.numbers(found), 1.0)
+        return self._report(name, mean_of_ranks(self.update.parallel.group, mean).result())
 
     def _report(self, name: str, found: Mapping[str, Any]) -> dict[str, float]:
         """Call `validation_end` for a loader or a check; returns its metrics by full names."""
@@ -208,7 +210,7 @@ class Validator:
                 loss, extra = evaluate(self.plan.loss or update.loss, model, batch)
             mean.add(update.numbers({"loss": loss, **extra}), self.weigh(given))
             tell(Callback.validation_batch_end, batch)
-        return mean.result()
+        return mean_of_ranks(update.parallel.group, mean).result()
 
     def _fetch(self, loader: _Restarting) -> Iterator[Any]:
         batches = islice(loader.batches(), self.plan.batches)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from signal import Signals
 from typing import Literal
 
 from holdfast.engine.control.stop import REQUEUE_EXIT_CODE, Stop
 from holdfast.policy.clock import Time, argument_name
+from holdfast.train.parallel.group import Group
 from holdfast.train.training import Counters
 
 EndReason = Literal["goal", "max_time", "signal", "stopped"]
@@ -38,8 +40,16 @@ class FitEnding:
     """Decides when a fit ends: at its goal, by a signal, a request, or the time limit."""
 
     def __init__(
-        self, goal: Time, counters: Counters, *, stop: Stop | None, max_time_s: float
+        self,
+        goal: Time,
+        counters: Counters,
+        *,
+        stop: Stop | None,
+        max_time_s: float,
+        group: Group,
+        shares_signals: bool = False,
     ) -> None:
+        """`shares_signals`: the ranks agree here on signals, as no manager does it for them."""
         self.goal = goal
         self.reason: EndReason | None = None
         """Reason of the end; None while training continues."""
@@ -47,10 +57,14 @@ class FitEnding:
         self._counter = argument_name(goal.unit)
         self._stop = stop
         self._ends_at_s = time.monotonic() + max_time_s
+        self._group = group
+        self._shares_signals = shares_signals
         self._request: str | None = None
+        self._agreed: EndReason | None = None
+        """With several ranks, the reason on which they agreed when they met."""
 
     def ask(self, reason: str) -> None:
-        """Request that `fit` ends after the current step, for `reason`."""
+        """Request that `fit` ends after the current step, or where the ranks meet next."""
         self._request = self._request or reason or "a request"
 
     def is_at_goal(self) -> bool:
@@ -70,15 +84,34 @@ class FitEnding:
                 self.reason = "goal"
             elif self._stop is not None and self._stop.requested is not None:
                 self.reason = "signal"
-            elif self._request is not None:
-                self.reason = "stopped"
-            elif time.monotonic() >= self._ends_at_s:
-                self.reason = "max_time"
+            else:
+                self.reason = self._own_reason() if self._group.is_alone else self._agreed
         return self.reason is not None
+
+    def meet(self, num_saves: int) -> int:
+        """Agree with the other ranks whether training ends; all ranks call it at the same step.
+
+        Returns how many saves have ended on every rank, where `num_saves` have on this one.
+        """
+        reasons: list[EndReason | None] = [None, "max_time", "stopped"]
+        mine = reasons.index(self._own_reason())
+        received = self._stop.received if self._stop is not None and self._shares_signals else None
+        signal = Signals[received].value if received else 0
+        first, last, number = self._group.max([mine, -num_saves, signal])
+        self._agreed = reasons[first]
+        if number and self._stop is not None:
+            self._stop.agree(Signals(number).name)
+        return -last
+
+    def _own_reason(self) -> EndReason | None:
+        if self._request is not None:
+            return "stopped"
+        return "max_time" if time.monotonic() >= self._ends_at_s else None
 
     def outcome(self, notes: tuple[str, ...]) -> Outcome:
         """Make the outcome of the fit; `notes` are those of the resume."""
         reason = self.reason if self.reason is not None else "goal"
-        details = {"stopped": self._request, "signal": self._stop and self._stop.requested}
+        asked = self._request or "a request on another rank"
+        details = {"stopped": asked, "signal": self._stop and self._stop.requested}
         detail = details.get(reason) or ""
         return Outcome(reason=reason, step=self._counters.step, detail=detail, notes=notes)

@@ -81,6 +81,7 @@ class Fit:
         self._gear = gear
         self._start = start
         self._ending = ending
+        self._group = gear.update.parallel.group
         self._manager = manager
         self._saves = saves
         self._counters = gear.counters
@@ -136,6 +137,8 @@ class Fit:
             self._gear.callbacks,
             saved_step=self._counters.step if is_complete else None,
         )
+        if not self._group.is_alone:
+            saver.know(0)
         self._tell(Callback.fit_start)
         if found is not None:
             cost = {"load/duration_s": load_s, "load/nbytes": float(found.nbytes)}
@@ -178,7 +181,7 @@ class Fit:
                 now.step,
             )
         else:
-            making.seed_generators(self._gear.seed)
+            making.seed_generators(self._gear.seed + self._group.rank)
         if ema is not None and not is_loaded(ema.model):
             ema.begin(model)
         if now.were_loaded or is_loaded(model):
@@ -213,6 +216,7 @@ class Fit:
         for step_metrics in self._steps():
             is_over = self._ending.is_here()
             metrics = self._finish_step(step_metrics, self._before, is_over)
+            self._meet(saver)
             if not is_over:
                 saver.at(self._events(), metrics)
         if not is_over:
@@ -279,7 +283,7 @@ class Fit:
         metrics = update.leave_out() if is_skipped else update(window)
         if self._gear.ema is not None:
             self._gear.ema.follow(self._gear.model)
-        self._counters.add_step(len(window), *self._gear.counts.totals(window))
+        self._counters.add_step(len(window), *self._counted(window))
         # A save after the epoch's last step must record that the epoch is over.
         is_cut = len(window) < self._gear.accumulate
         is_over = is_cut or self._batches.are_over(self._counters.batch)
@@ -296,6 +300,21 @@ class Fit:
         if is_over:
             tell(Callback.epoch_end)
         return metrics
+
+    def _counted(self, window: list[Any]) -> list[int | None]:
+        """Count the samples and tokens of a step, on all ranks."""
+        own = self._gear.counts.totals(window)
+        if self._group.is_alone or own == (None, None):
+            return [*own]
+        total = self._group.sum([count or 0 for count in own])
+        return [None if count is None else of_all for count, of_all in zip(own, total, strict=True)]
+
+    def _meet(self, saver: StepSaver) -> None:
+        """Agree with the other ranks on the end and on failed saves, at steps that log anyway."""
+        now, before = self._now, self._before
+        is_logged = now.step % self._gear.log_every == 0 or self._validated_step == now.step
+        if not self._group.is_alone and (is_logged or now.epoch != before.epoch):
+            saver.know(self._ending.meet(saver.num_ended))
 
     def _finish_step(self, metrics: LazyMetrics, before: Timestamp, is_over: bool) -> LazyMetrics:
         """Run the validations and logs due at this step; returns all its metrics."""

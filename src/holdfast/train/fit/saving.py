@@ -9,6 +9,8 @@ import logging
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from itertools import takewhile
+from math import inf
 from typing import Literal
 
 import torch
@@ -23,6 +25,8 @@ from holdfast.policy.schedule import covers, together
 from holdfast.policy.triggers import Event
 from holdfast.train.callbacks.calling import Callbacks
 from holdfast.train.callbacks.hooks import Callback
+from holdfast.train.parallel.group import Group
+from holdfast.train.parallel.strategies import local
 from holdfast.train.training import Counters, Metrics
 
 logger = logging.getLogger("holdfast")
@@ -89,6 +93,18 @@ class StepSaver:
         self._num_failures = 0
         self._retry: Due | None = None
         self._failed_step: int | None = None
+        self._num_reported = 0
+        self._num_known: float = inf
+        """Saves whose end is known to all ranks, which alone is reported within training."""
+
+    @property
+    def num_ended(self) -> int:
+        """Number of saves that have ended on this rank, those in front of one under way."""
+        return self._num_reported + sum(1 for _ in takewhile(PendingSave.done, self._begun))
+
+    def know(self, num_ended: int) -> None:
+        """Report, from now on, only the ends of saves that all ranks know of: these, by number."""
+        self._num_known = num_ended
 
     def at(self, events: Sequence[Event], metrics: Metrics) -> None:
         """Call hooks for saves that have ended, and begin one if it is due at any of `events`.
@@ -178,12 +194,14 @@ class StepSaver:
         with suppress(SaveFailed):
             # Not the save's own wait: only the manager's has a deadline.
             self._manager.wait()
-        self._report_ended()
+        self._report_ended(inf)  # every rank has waited
 
-    def _report_ended(self) -> None:
+    def _report_ended(self, num_known: float | None = None) -> None:
         """Call hooks for saves that have ended; a third failure and ownership errors are raised."""
-        while self._begun and self._begun[0].done():
+        limit = self._num_known if num_known is None else num_known
+        while self._begun and self._num_reported < limit and self._begun[0].done():
             begun = self._begun.pop(0)
+            self._num_reported += 1
             try:
                 checkpoint = begun.wait()
             except SaveFailed as error:
@@ -276,9 +294,9 @@ class UnhealthyState(HoldfastError):
 
 
 def check_health(
-    policy: Policy, step: int, model: nn.Module, metrics: Mapping[str, float]
+    policy: Policy, step: int, model: nn.Module, metrics: Mapping[str, float], group: Group
 ) -> tuple[str, ...]:
-    """Check that loss and weights are finite, before a save; returns what is not.
+    """Check that loss and weights are finite, before a save; returns what is not, on any rank.
 
     The reasons go into the manifest. Reads every weight once, and waits for the accelerator.
 
@@ -286,7 +304,8 @@ def check_health(
         UnhealthyState: the state is unhealthy, and the policy is `raise`.
         SaveSkipped: the state is unhealthy, and the policy is `skip`.
     """
-    reasons = (*_wrong_loss(metrics), *_wrong_weights(model))
+    own = [*_wrong_loss(metrics), *_wrong_weights(model)]
+    reasons = tuple(dict.fromkeys(reason for found in group.gather(own) for reason in found))
     if not reasons:
         return ()
     error = UnhealthyState(f"step {step} is not healthy:\n{listing(reasons)}")
@@ -310,7 +329,7 @@ def _wrong_weights(model: nn.Module) -> list[str]:
     for name, weight in model.named_parameters():
         if weight.is_floating_point() or weight.is_complex():
             names.append(name)
-            checks.append(weight.isfinite().all())
+            checks.append(local(weight).isfinite().all())
     devices = {check.device for check in checks}
     if len(devices) > 1:
         checks = [check.cpu() for check in checks]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from holdfast.engine.access import place_of
 from holdfast.engine.checkpoint import Checkpoint, CheckpointList
@@ -61,14 +61,20 @@ class StartingPoint:
         return cls(store=store, which=folder or which)
 
     def load(
-        self, state: Mapping[str, Any], hooks: StateHooks, encryption: Encryption | None
+        self,
+        state: Mapping[str, Any],
+        hooks: StateHooks,
+        encryption: Encryption | None,
+        ranks: Literal["group"] | None,
     ) -> Checkpoint:
-        """Load the checkpoint's whole state into the live objects, without a claim.
+        """Load the checkpoint's whole state into the live objects of all ranks, without a claim.
 
         Raises:
             HoldfastError: as for `CheckpointManager.load`.
         """
-        with CheckpointManager(self.store, state, hooks=hooks, encrypt=encryption) as other:
+        with CheckpointManager(
+            self.store, state, hooks=hooks, encrypt=encryption, ranks=ranks
+        ) as other:
             return other.load(self.which, in_place=True)
 
 

@@ -18,7 +18,8 @@ from holdfast.arguments import checked
 from holdfast.errors import UsageError
 from holdfast.train.callbacks.calling import Callbacks
 from holdfast.train.callbacks.hooks import Callback
-from holdfast.train.window.metrics import LazyMetrics, Mean, Numbers, number
+from holdfast.train.parallel.strategies import Parallel, whole
+from holdfast.train.window.metrics import LazyMetrics, Mean, Numbers, RankMeans, number
 
 LossFunction = Callable[[Any, Any], "Tensor | tuple[Tensor, Mapping[str, Any]]"]
 _RESERVED = ("loss", "grad_norm")
@@ -55,6 +56,9 @@ class Update:
     """Runs a training step: forward, backward, clipping and the optimizer's update."""
 
     model: nn.Module
+    called: nn.Module
+    """What the loss function calls: the model, or a wrapper that exchanges gradients."""
+    parallel: Parallel
     optimizer: torch.optim.Optimizer
     schedulers: Sequence[Any]
     """Schedulers, each with `step()`, called once a step, in order."""
@@ -66,6 +70,7 @@ class Update:
     """Device to move batches to; None: they are not moved."""
     callbacks: Callbacks
     numbers: Numbers
+    means: RankMeans
     begin_update: Callable[[], None] = lambda: None
     """Callback right before the first change that cannot be undone."""
 
@@ -81,9 +86,11 @@ class Update:
         tell = self.callbacks.tell
         if any(weight.grad is not None for weight in _parameters(self.optimizer)):
             self.optimizer.zero_grad(set_to_none=True)  # gradients that other code has left
-        mean = Mean()
-        for batch in window:
-            mean.add(self.numbers(self._train_on(batch, 1 / len(window))), 1.0)
+        mean, last = Mean(), len(window) - 1
+        self.parallel.begin_step(self.model)
+        for at, batch in enumerate(window):
+            with self.parallel.batch(is_last=at == last):
+                mean.add(self.numbers(self._train_on(batch, 1 / len(window))), 1.0)
         self.numerics.unscale(self.optimizer)
         norm = self.clip(self.optimizer)
         tell(Callback.before_optimizer_step)
@@ -94,8 +101,8 @@ class Update:
         self.optimizer.zero_grad(set_to_none=True)
         tell(Callback.after_zero_grad)
         self._step_schedulers(may_be_early=self.numerics.scaler is not None)
-        extra = {} if norm is None else {"grad_norm": number("grad_norm", norm)}
-        return LazyMetrics({**mean.result(), **extra})
+        extra = {} if norm is None else {"grad_norm": number("grad_norm", whole(norm))}
+        return LazyMetrics({**self.means(mean), **extra})
 
     def leave_out(self) -> LazyMetrics:
         """Skip the training of a step: only schedulers step; returns no metrics."""
@@ -109,7 +116,7 @@ class Update:
         tell(Callback.batch_start, batch)
         tell(Callback.before_forward, batch)
         with self.numerics.autocast():
-            loss, extra = evaluate(self.loss, self.model, batch)
+            loss, extra = evaluate(self.loss, self.called, batch)
         tell(Callback.after_forward, loss)
         weighted = loss if weight == 1 else loss * weight
         tell(Callback.before_backward, weighted)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from holdfast.arguments import shown
 from holdfast.errors import UsageError
+from holdfast.train.parallel.group import Group
 
 logger = logging.getLogger("holdfast")
 
@@ -78,12 +79,79 @@ class Mean:
             self._sums[name] = weighted if known is None else known + weighted
             self._weights[name] = self._weights.get(name, 0.0) + weight
 
+    @property
+    def totals(self) -> dict[str, tuple[Tensor | float, float]]:
+        """Weighted sum and total weight of each metric."""
+        return {name: (total, self._weights[name]) for name, total in self._sums.items()}
+
+    def add_totals(self, totals: Mapping[str, tuple[Tensor | float, float]]) -> None:
+        """Add the totals of another mean."""
+        for name, (total, weight) in totals.items():
+            known = self._sums.get(name)
+            self._sums[name] = total if known is None else known + total
+            self._weights[name] = self._weights.get(name, 0.0) + weight
+
     def result(self) -> dict[str, Tensor | float]:
         """Return the means, each over the batches that had the metric."""
         return {
             name: total if self._weights[name] == 1 else total / self._weights[name]
             for name, total in self._sums.items()
         }
+
+
+class RankMeans:
+    """Means of a step's metrics over all ranks, by one small collective a step.
+
+    The names are those of the first step. One that comes later is this rank's own, and a warning
+    is logged.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._names: list[str] | None = None
+        self._own: set[str] = set()
+
+    def __call__(self, mean: Mean) -> dict[str, Tensor | float]:
+        """Return the means; every rank calls this at the same step."""
+        if self._group.is_alone:
+            return mean.result()
+        totals = mean.totals
+        if self._names is None:
+            self._names = sorted(
+                {name for names in self._group.gather([*totals]) for name in names}
+            )
+        self._warn_of_own([name for name in totals if name not in self._names])
+        sums = [totals.get(name, (0.0, 0.0)) for name in self._names]
+        device = next((s.device for s, _ in sums if isinstance(s, Tensor)), torch.device("cpu"))
+        values = [
+            torch.as_tensor(x, dtype=torch.float64, device=device) for pair in sums for x in pair
+        ]
+        found = self._group.add(torch.stack(values)).view(-1, 2)
+        means = found[:, 0] / found[:, 1]
+        known = means.unbind() if device.type != "cpu" else means.tolist()
+        of_all = dict(zip(self._names, known, strict=True))
+        return {name: of_all.get(name, own) for name, own in mean.result().items()}
+
+    def _warn_of_own(self, names: list[str]) -> None:
+        new = [name for name in names if name not in self._own]
+        if new:
+            self._own.update(new)
+            logger.warning(
+                "metrics %s came after the first step: they are those of this rank, not means over "
+                "all ranks",
+                ", ".join(new),
+            )
+
+
+def mean_of_ranks(group: Group, mean: Mean) -> Mean:
+    """Return the mean over the batches of all ranks; reads all values."""
+    if group.is_alone:
+        return mean
+    read = {name: (float(total), weight) for name, (total, weight) in mean.totals.items()}
+    joined = Mean()
+    for totals in group.gather(read):
+        joined.add_totals(totals)
+    return joined
 
 
 def is_at_hand(value: Tensor) -> bool:

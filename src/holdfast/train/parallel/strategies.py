@@ -1,0 +1,344 @@
+"""How several ranks train one model: DDP, FSDP2, or a model that the caller has sharded.
+
+A strategy prepares the model, and says for each batch whether its backward pass exchanges
+gradients. Everything is done by torch's own calls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from holdfast.arguments import checked, shown
+from holdfast.errors import UsageError, listing
+from holdfast.train.parallel.group import Group
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+Dtype = Literal["fp32", "bf16", "fp16"]
+
+
+@checked()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DDP:
+    """Strategy: each rank holds the whole model, and gradients are averaged.
+
+    By torch's `DistributedDataParallel`, whose arguments of the same names these are.
+    """
+
+    find_unused_parameters: bool = False
+    """Whether some parameters get no gradient in some steps."""
+    static_graph: bool = False
+    """Whether each step uses the same parameters in the same order."""
+    bucket_cap_mb: float | None = None
+    """Size of the buckets of gradients, in MiB; None: torch's default."""
+
+
+@checked(but=("mesh",))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FSDP2:
+    """Strategy: parameters, gradients and optimizer slots are sharded over the ranks.
+
+    By torch's `fully_shard`. With it the optimizer is a function, which gets the sharded model.
+    """
+
+    mesh: tuple[int, int] | DeviceMesh | None = None
+    """(replicas, shards) for hybrid sharding, or a mesh of torch; None: over all ranks."""
+    blocks: Collection[type[nn.Module]] | None = None
+    """Classes of the modules that are gathered one at a time, such as a transformer's layer. None:
+    each item of each `nn.ModuleList`."""
+    reshard_after_forward: bool = True
+    """Whether the parameters of a block are freed between forward and backward pass."""
+    param_dtype: Dtype | None = None
+    """Type of the parameters in computation and in all-gathers; None: their own."""
+    reduce_dtype: Dtype | None = None
+    """Type in which gradients are reduced; None: that of the parameters in computation."""
+    cpu_offload: bool = False
+    """Whether parameters, gradients and optimizer slots stay in host memory between uses."""
+
+
+Strategy: TypeAlias = DDP | FSDP2
+Name = Literal["ddp", "fsdp2", "single"]
+
+
+class Parallel:
+    """Strategy in use by this rank; this one is for a model that a single rank trains."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+
+    def prepare(self, model: nn.Module) -> None:
+        """Prepare a module in place, before its optimizer is made."""
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """Return what the loss function calls in place of the module."""
+        return model
+
+    def begin_step(self, model: nn.Module) -> None:
+        """Prepare for the batches of one step."""
+
+    def batch(self, *, is_last: bool) -> AbstractContextManager[None]:
+        """Return the context of a batch's forward and backward pass.
+
+        Gradients are exchanged only in that of the last batch of a step."""
+        return nullcontext()
+
+    def reshard(self, model: nn.Module) -> None:
+        """Free what forward passes without a backward pass have gathered."""
+
+    def share_buffers(self, model: nn.Module) -> None:
+        """Give the buffers of all ranks the values of the leader's, which a checkpoint has."""
+        self.group.copy_from_leader(_stored_buffers(model))
+
+
+class Replicated(Parallel):
+    """DDP in use."""
+
+    def __init__(self, group: Group, strategy: DDP, device: torch.device | None) -> None:
+        super().__init__(group)
+        self._strategy = strategy
+        self._device = device
+        self._wrapped: DistributedDataParallel | None = None
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """Wrap the module; the parameters of the leader are copied to all ranks."""
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            raise UsageError('strategy="ddp": no parameter of the model requires a gradient')
+        on_host = self._device is None or self._device.type == "cpu"
+        self._wrapped = DistributedDataParallel(
+            model,
+            device_ids=None if on_host else [self._device],
+            find_unused_parameters=self._strategy.find_unused_parameters,
+            static_graph=self._strategy.static_graph,
+            bucket_cap_mb=self._strategy.bucket_cap_mb,
+        )
+        self._calls = self._wrapped.register_forward_pre_hook(self._called)
+        self._is_called = False
+        return self._wrapped
+
+    def batch(self, *, is_last: bool) -> AbstractContextManager[None]:
+        assert self._wrapped is not None, "the model is wrapped before it is trained"
+        if self._is_called:
+            return nullcontext() if is_last else self._wrapped.no_sync()
+        return self._first_batch(is_last=is_last)
+
+    @contextlib.contextmanager
+    def _first_batch(self, *, is_last: bool) -> Iterator[None]:
+        """Check that the loss calls the wrapped model, which alone exchanges gradients."""
+        assert self._wrapped is not None, "the model is wrapped before it is trained"
+        with nullcontext() if is_last else self._wrapped.no_sync():
+            yield
+        if not self._is_called:
+            raise UsageError(
+                "the loss has not called the model that it was given, so the gradients of this "
+                "rank would stay its own: call `model(…)`, not a method or another reference to it"
+            )
+        self._calls.remove()
+
+    def _called(self, module: nn.Module, arguments: Any) -> None:
+        self._is_called = True
+
+
+class Sharded(Parallel):
+    """FSDP2 in use, or a model that the caller has sharded (`strategy` is None)."""
+
+    def __init__(self, group: Group, strategy: FSDP2 | None, device: torch.device | None) -> None:
+        super().__init__(group)
+        self._strategy = strategy
+        self._device = device
+        self._mesh = None if strategy is None else _mesh(strategy, group, device)
+        self._roots: list[Any] = []
+        self._is_syncing = True
+
+    def prepare(self, model: nn.Module) -> None:
+        """Shard the module in place, with the values of the leader."""
+        if self._strategy is None:
+            self._roots += [item for item in model.modules() if _is_fsdp(item)]
+            return
+        from torch.distributed.fsdp import fully_shard
+
+        if is_sharded(model):
+            raise UsageError(
+                "strategy: the model is sharded already; leave strategy out, or pass the module "
+                "as it was before"
+            )
+        self.group.copy_from_leader([*model.parameters(), *model.buffers()])
+        options: dict[str, Any] = {
+            **self._policies(),
+            "mesh": self._mesh,
+            "reshard_after_forward": self._strategy.reshard_after_forward,
+        }
+        for block in blocks_of(model, self._strategy.blocks, "FSDP2: blocks"):
+            fully_shard(block, **options)
+        fully_shard(model, **options)
+        if not self._roots:  # the average of the weights needs no gradients
+            self._roots.append(model)
+
+    def begin_step(self, model: nn.Module) -> None:
+        """Copy the leader's buffers, as DDP does, so that no rank has a state of its own."""
+        self.share_buffers(model)
+
+    def share_buffers(self, model: nn.Module) -> None:
+        """Copy the leader's buffers; those of a model that the caller has sharded stay."""
+        if self._strategy is not None:
+            self.group.copy_from_leader(_stored_buffers(model))
+
+    def batch(self, *, is_last: bool) -> AbstractContextManager[None]:
+        if is_last != self._is_syncing:
+            self._is_syncing = is_last
+            for root in self._roots:
+                root.set_requires_gradient_sync(is_last)
+        return nullcontext()
+
+    def reshard(self, model: nn.Module) -> None:
+        for module in filter(_is_fsdp, model.modules()):
+            module.reshard()  # type: ignore[operator]
+
+    def _policies(self) -> dict[str, Any]:
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+
+        assert self._strategy is not None
+        found: dict[str, Any] = {}
+        types = [self._strategy.param_dtype, self._strategy.reduce_dtype]
+        if any(types):
+            param, reduce = (None if name is None else _DTYPES[name] for name in types)
+            found["mp_policy"] = MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce)
+        if self._strategy.cpu_offload:
+            found["offload_policy"] = CPUOffloadPolicy()
+        return found
+
+
+def chosen_strategy(
+    given: Name | Strategy | None, model: nn.Module, group: Group
+) -> Strategy | None:
+    """Return the strategy that an argument means; None: the model is trained as it is.
+
+    Several ranks train with DDP unless another strategy is given, or the model is sharded already.
+
+    Raises:
+        UsageError: it is none, or the model is wrapped already.
+    """
+    if isinstance(model, DistributedDataParallel):
+        raise UsageError(
+            "model: pass the module itself, not a DistributedDataParallel: the Trainer wraps it"
+        )
+    if isinstance(given, DDP | FSDP2):
+        return given
+    if given == "fsdp2":
+        return FSDP2()
+    if given == "ddp" or (given is None and not group.is_alone and not is_sharded(model)):
+        return DDP()
+    if given in (None, "single"):
+        return None
+    raise UsageError(
+        f'strategy={shown(given)}: must be "ddp", "fsdp2", "single", a DDP or an FSDP2'
+    )
+
+
+def parallel_of(strategy: Strategy | None, group: Group, device: torch.device | None) -> Parallel:
+    """Make the strategy of this rank, for a model on a device (None: where it was)."""
+    if isinstance(strategy, FSDP2):
+        return Sharded(group, strategy, device)
+    if group.is_alone:
+        return Parallel(group)
+    if isinstance(strategy, DDP):
+        return Replicated(group, strategy, device)
+    return Sharded(group, None, device)
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether a module has DTensors as parameters."""
+    return any(hasattr(parameter, "placements") for parameter in model.parameters())
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return the part of a DTensor that this rank holds; any other tensor as it is."""
+    part = getattr(tensor, "to_local", None)
+    return tensor if part is None else part()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return the value of a DTensor, which all ranks compute together; any other as it is."""
+    full = getattr(tensor, "full_tensor", None)
+    return tensor if full is None else full()
+
+
+def blocks_of(
+    model: nn.Module, classes: Collection[type[nn.Module]] | None, what: str
+) -> list[nn.Module]:
+    """Return the modules of these classes, innermost first; None: all items of `nn.ModuleList`s.
+
+    Raises:
+        UsageError: `what` names a class that no module has, or something else.
+    """
+    if classes is None:
+        lists = [item for item in model.modules() if isinstance(item, nn.ModuleList)]
+        items = {id(item) for several in lists for item in several}
+        return [item for item in reversed([*model.modules()]) if id(item) in items]
+    wanted = tuple(classes)
+    if not all(isinstance(item, type) and issubclass(item, nn.Module) for item in wanted):
+        raise UsageError(f"{what}={shown(classes)}: must be classes of modules")
+    unused = [
+        item.__name__
+        for item in wanted
+        if not any(isinstance(module, item) for module in model.modules())
+    ]
+    if unused:
+        raise UsageError(f"{what}: the model has no module of these classes:\n" + listing(unused))
+    return [item for item in reversed([*model.modules()]) if isinstance(item, wanted)]
+
+
+def recompute(model: nn.Module, given: bool | Collection[type[nn.Module]]) -> None:
+    """Have blocks of a model compute their activations again in the backward pass, in place.
+
+    Raises:
+        UsageError: there are no such blocks.
+    """
+    if given is False:
+        return
+    what = "activation_checkpointing"
+    found = blocks_of(model, None if given is True else given, what)
+    if not found:
+        raise UsageError(
+            f"{what}=True: the model has no nn.ModuleList whose items could be computed again; "
+            "name the classes of its blocks"
+        )
+    for block in found:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+
+
+def _mesh(strategy: FSDP2, group: Group, device: torch.device | None) -> Any:
+    shape = strategy.mesh
+    if shape is not None and not isinstance(shape, tuple):
+        return shape
+    kind = "cpu" if device is None else device.type
+    if shape is None:
+        return init_device_mesh(kind, (group.world_size,))
+    if len(shape) != 2 or shape[0] * shape[1] != group.world_size:
+        raise UsageError(
+            f"FSDP2: mesh={shape!r}: (replicas, shards) must multiply to the {group.world_size} "
+            "ranks of the group"
+        )
+    return init_device_mesh(kind, shape, mesh_dim_names=("replicas", "shards"))
+
+
+def _is_fsdp(module: nn.Module) -> bool:
+    return hasattr(module, "set_requires_gradient_sync")
+
+
+def _stored_buffers(model: nn.Module) -> list[Tensor]:
+    return [
+        buffer
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    ]
