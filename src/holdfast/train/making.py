@@ -26,7 +26,6 @@ from holdfast.engine.options import Checkpoints
 from holdfast.engine.staging.overlap import Mode
 from holdfast.engine.tiers.tiered import Tiered
 from holdfast.errors import UsageError
-from holdfast.launched import Ranks
 from holdfast.policy.clock import Time, Unit, parse
 from holdfast.policy.savers import SavePolicy
 from holdfast.policy.triggers import Trigger
@@ -35,7 +34,7 @@ from holdfast.state.lacking import describe
 from holdfast.train.asked import asks_for, check_range
 from holdfast.train.callbacks.hooks import Logger
 from holdfast.train.loggers.default import JsonLines, ProgressBar
-from holdfast.train.parallel.group import Group, join_group
+from holdfast.train.parallel.group import ALONE, Group, join_group
 from holdfast.train.parallel.strategies import FSDP2, Name, Strategy
 from holdfast.train.window.loop import Numerics
 
@@ -62,14 +61,14 @@ def checked_device(given: str | torch.device | None) -> torch.device | None:
     return device
 
 
-def group_for(strategy: Name | Strategy | None, device: str | torch.device | None) -> Group:
+def group_for(strategy: Name | Strategy | None, device: torch.device | None) -> Group:
     """Return the ranks that train together; opens the process group if there is none yet."""
     if strategy == "single":
-        return Group(Ranks(), torch.device("cpu"))
+        return ALONE
     return join_group(device, also_alone=strategy == "fsdp2" or isinstance(strategy, FSDP2))
 
 
-def device_for(group: Group, given: str | torch.device | None) -> str | torch.device | None:
+def device_for(group: Group, given: torch.device | None) -> torch.device | None:
     """Return the argument `device`; with several ranks, by default the GPU of the local rank."""
     if given is not None or group.is_alone or not torch.cuda.is_available():
         return given

@@ -16,6 +16,7 @@ from holdfast.store import open_store
 from holdfast.store.memory import MemoryStore
 from holdfast.train import Callback, Training, UnhealthyState
 from holdfast.train.fit.saving import check_health
+from holdfast.train.parallel.group import ALONE
 from train.small import make
 
 
@@ -74,10 +75,10 @@ def test_only_the_first_of_many_reasons_are_recorded() -> None:
     with torch.no_grad():
         for weight in model.parameters():
             weight.fill_(float("nan"))
-    reasons = check_health("warn", 1, model, {"loss": float("nan")})
+    reasons = check_health("warn", 1, model, {"loss": float("nan")}, ALONE)
     assert reasons[0] == "the loss is nan"
     assert (len(reasons), reasons[-1]) == (11, "and 7 more")
-    assert check_health("warn", 1, nn.Linear(1, 1), {}) == ()
+    assert check_health("warn", 1, nn.Linear(1, 1), {}, ALONE) == ()
 
 
 def test_it_may_be_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,12 +16,24 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
 from distributed.run import run_ranks
-from holdfast import Checkpoints
+from holdfast import CheckpointManager, Checkpoints
 from holdfast.data import Loader
+from holdfast.errors import StoreFull, UsageError
+from holdfast.policy.triggers import On
+from holdfast.store.base import Store
+from holdfast.store.local.store import LocalStore
+from holdfast.testing.faulty import Fault, FaultyStore
 from holdfast.train import (
+    DDP,
     FSDP2,
+    Callback,
     Counts,
+    Logger,
+    Metrics,
+    Outcome,
+    StopWhen,
     Trainer,
+    Training,
     Validation,
 )
 
@@ -58,13 +72,15 @@ def loss(model: nn.Module, batch: list[Tensor]) -> tuple[Tensor, dict[str, Tenso
     return cross_entropy(output, batch[1]), {"mean": output.detach().mean()}
 
 
-def make(root: Path | None, num_ranks: int, **options: Any) -> Trainer:
+def make(root: Path | Store | None, num_ranks: int, **options: Any) -> Trainer:
     model = options.pop("model", Net)
     record = {"every": options.pop("every", "2step")}
     options = {
         "optimizer": lambda model: torch.optim.AdamW(model.parameters(), lr=0.01),
         "scheduler": lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 3),
-        "data": Loader(samples(), batch_size=GLOBAL_BATCH // num_ranks),
+        "data": Loader(
+            samples(), batch_size=GLOBAL_BATCH // num_ranks, ranks=options.pop("ranks", "group")
+        ),
         "loss": loss,
         "validate": Validation(
             data=Loader(samples(20), batch_size=4, shuffle=False), every="3step"
@@ -133,3 +149,269 @@ def test_a_resumed_run_is_the_same_bit_for_bit(options: dict[str, Any], tmp_path
 def log_of(root: Path) -> list[Any]:
     lines = map(json.loads, (root / "log" / "train.jsonl").read_text().splitlines())
     return [line for line in lines if "loss" in line["metrics"] or "val/loss" in line["metrics"]]
+
+
+def plain_loss(model: nn.Module, batch: list[Tensor]) -> Tensor:
+    return cross_entropy(model(batch[0]), batch[1])
+
+
+def weights_after(root: Path | None, num_ranks: int, options: dict[str, Any], rank: int) -> Any:
+    trainer = make(root, num_ranks, model=_without_noise, loss=plain_loss, **options)
+    trainer.fit("5step")
+    return [_whole(weight) for weight in trainer.model.parameters()]
+
+
+def _without_noise() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", FSDP2(mesh=(1, 2)), DDP(bucket_cap_mb=1.0)])
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_ranks_train_what_one_process_trains(strategy: Any, accumulate: int) -> None:
+    options = {"accumulate": accumulate, "ema": None, "validate": None}
+    alone = weights_after(None, 1, options, 0)
+    of_ranks = run_ranks(2, partial(weights_after, None, 2, {**options, "strategy": strategy}))
+    torch.testing.assert_close(of_ranks[0], alone, rtol=1e-4, atol=1e-5)
+    assert_same(of_ranks[1], of_ranks[0])
+
+
+def carried_on(root: Path, num_ranks: int, strategy: Any, rank: int) -> Any:
+    trainer = make(root, num_ranks, strategy=strategy)
+    started: list[Any] = []
+
+    class Look(Callback):
+        def resumed(self, training: Training, checkpoint: Any) -> None:
+            started.append([_whole(weight) for weight in trainer.model.parameters()])
+
+        def step_start(self, training: Training) -> None:
+            started.append(trainer.data.batch)
+
+    trainer = make(root, num_ranks, strategy=strategy, callbacks=[Look()])
+    outcome = trainer.fit("6step")
+    assert (outcome.step, outcome.reason) == (6, "goal")
+    return started
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [((2, "fsdp2"), (1, None)), ((1, None), (2, "ddp")), ((2, "ddp"), (3, "fsdp2"))],
+)
+def test_a_run_goes_on_with_another_number_of_ranks_and_strategy(
+    before: tuple[int, Any], after: tuple[int, Any], tmp_path: Path
+) -> None:
+    num_ranks, strategy = before
+    first = run_ranks(num_ranks, partial(fit, tmp_path, "4step", num_ranks, {"strategy": strategy}))
+    num_ranks, strategy = after
+    (weights, *batches), *_ = run_ranks(
+        num_ranks, partial(carried_on, tmp_path, num_ranks, strategy)
+    )
+    names = dict(Net().named_parameters())
+    assert_same(weights, [first[0]["weights"][name] for name in names])
+    assert batches == [5, 6]  # each is fetched before its step starts
+
+
+class EndAt(Callback):
+    """Asks for the end on one rank only."""
+
+    def __init__(self, step: int, rank: int) -> None:
+        self.step, self.rank = step, rank
+
+    def step_end(self, training: Training, metrics: Metrics) -> None:
+        if training.counters.step == self.step and torch.distributed.get_rank() == self.rank:
+            training.request_stop("enough")
+
+
+def ended(root: Path | None, options: dict[str, Any], rank: int) -> Outcome:
+    return make(root, 2, **options).fit("40step")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("has_root", [True, False])
+def test_a_stop_that_one_rank_asks_for_ends_all_at_the_next_log(
+    rank: int, has_root: bool, tmp_path: Path
+) -> None:
+    options = {"callbacks": [EndAt(5, rank)], "log_every": 4, "validate": None}
+    root = tmp_path if has_root else None
+    outcomes = run_ranks(2, partial(ended, root, options))
+    assert [(found.step, found.reason) for found in outcomes] == [(8, "stopped")] * 2
+    assert {found.detail for found in outcomes} == {"enough", "a request on another rank"}
+
+
+def _is_low(training: Training, metrics: Metrics) -> bool:
+    return metrics.get("val/loss", 1000.0) < 100.0
+
+
+def test_a_stop_by_a_metric_ends_all_ranks_where_it_ends_one_process(tmp_path: Path) -> None:
+    """Metrics are means over the ranks, the same on all."""
+    options = {"callbacks": [StopWhen(_is_low)], "log_every": 7}
+    outcomes = run_ranks(2, partial(ended, tmp_path, options))
+    assert [(found.step, found.reason) for found in outcomes] == [(3, "stopped")] * 2
+
+
+def test_the_time_limit_of_any_rank_ends_all(tmp_path: Path) -> None:
+    first, second = run_ranks(2, partial(_limited, tmp_path))
+    assert first.reason == second.reason == "max_time"
+    assert first.step == second.step
+
+
+def _limited(root: Path, rank: int) -> Outcome:
+    return make(root, 2).fit("1000000step", max_time="1s" if rank else None)
+
+
+class Signalled(Callback):
+    """Gets a signal on one rank, as from a scheduler that ends its host."""
+
+    def __init__(self, step: int, rank: int) -> None:
+        self.step, self.rank = step, rank
+
+    def step_end(self, training: Training, metrics: Metrics) -> None:
+        if training.counters.step == self.step and torch.distributed.get_rank() == self.rank:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def signalled(root: Path | None, rank: int) -> tuple[int, int]:
+    trainer = make(root, 2, callbacks=[Signalled(3, 1)], validate=None)
+    with pytest.raises(SystemExit) as ending:
+        trainer.fit("1000000step")
+    return trainer.counters.step, int(str(ending.value.code))
+
+
+@pytest.mark.parametrize("has_root", [True, False])
+def test_a_signal_to_one_rank_ends_all_at_one_step(has_root: bool, tmp_path: Path) -> None:
+    (step, code), other = run_ranks(2, partial(signalled, tmp_path if has_root else None))
+    assert other == (step, code)
+    assert code == 75
+    if has_root:
+        assert CheckpointManager(tmp_path, {"model": Net()}).list()[0].step == step
+
+
+class Told(Callback):
+    """Remembers at which steps it was told of saves."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, int]] = []
+
+    def checkpoint_saved(self, training: Training, checkpoint: Any, cost: Metrics) -> None:
+        self.events.append((f"saved {checkpoint.step}", training.counters.step))
+
+    def checkpoint_failed(self, training: Training, error: Exception) -> None:
+        self.events.append(("failed", training.counters.step))
+
+
+def failing(root: Path, rank: int) -> list[tuple[str, int]]:
+    """The second rank cannot write its files of step 4."""
+    told = Told()
+    full = Fault(
+        kind="fail", op="finish", key="step-00000004*", error=StoreFull("no space"), times=1
+    )
+    store = FaultyStore(LocalStore(root), [full] if rank == 1 else [])
+    make(store, 2, callbacks=[told], validate=None, log=False).fit("9step")
+    return told.events
+
+
+class Recorded(Logger):
+    """A logger that only the leader calls, with a state that only the leader's calls change."""
+
+    def __init__(self) -> None:
+        self.run = "none"
+        self.num_calls = 0
+
+    def fit_start(self, training: Training) -> None:
+        self.run = self.run if self.run != "none" else "run-of-the-leader"
+
+    def log(self, training: Training, metrics: Metrics) -> None:
+        self.num_calls += 1
+
+    def state_dict(self) -> dict[str, str]:
+        return {"run": self.run}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.run = state["run"]
+
+
+def logged(root: Path, rank: int) -> tuple[str, int]:
+    logger = Recorded()
+    make(root, 2, callbacks=[logger]).fit("4step")
+    return logger.run, logger.num_calls
+
+
+def test_a_save_that_one_rank_failed_is_made_again_at_one_step(tmp_path: Path) -> None:
+    """Every rank hears of saves at the same steps, those that log."""
+    events, others = run_ranks(2, partial(failing, tmp_path))
+    assert events == others
+    (again,) = [step for event, step in events if event == "failed"]
+    saved = [checkpoint.step for checkpoint in CheckpointManager(tmp_path, {"m": Net()}).list()]
+    assert again in (4, 6)
+    assert again + 1 in saved
+    assert 4 not in saved
+
+
+def test_only_the_leader_logs_and_all_ranks_save_under_what_it_logs(tmp_path: Path) -> None:
+    (run, calls), (other, no_calls) = run_ranks(2, partial(logged, tmp_path))
+    assert run == other == "run-of-the-leader"
+    assert calls > 0 == no_calls
+
+
+class NoSync(Callback):
+    """Compares the gradients of both ranks after each backward pass."""
+
+    def __init__(self) -> None:
+        self.are_equal: list[bool] = []
+
+    def after_backward(self, training: Training) -> None:
+        gradient = training.model.get_parameter("last.bias").grad
+        assert gradient is not None
+        found = [torch.empty_like(gradient) for _ in range(2)]
+        torch.distributed.all_gather(found, gradient.clone())
+        self.are_equal.append(torch.equal(*found))
+
+
+def synced(strategy: str, rank: int) -> list[bool]:
+    look = NoSync()
+    make(None, 2, accumulate=3, strategy=strategy, callbacks=[look]).fit("2step")
+    return look.are_equal
+
+
+def test_gradients_are_exchanged_once_a_step() -> None:
+    assert run_ranks(2, partial(synced, "ddp"))[0] == [False, False, True] * 2
+
+
+def refused(root: Path, options: dict[str, Any], rank: int) -> str:
+    try:
+        make(root, 2, **options).fit("2step")
+    except UsageError as error:
+        return str(error)
+    return "nothing was refused"
+
+
+def beside_the_model(model: nn.Module, batch: list[Tensor]) -> Tensor:
+    return sum(weight.square().sum() for weight in model.parameters())  # type: ignore[return-value]
+
+
+def _with_more(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([*model.parameters(), nn.Parameter(torch.zeros(2))])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ranks": None}, "gives each of the 2 ranks the same"),
+        ({"every": On("exception")}, "needs one process"),
+        ({"loss": beside_the_model}, "has not called the model"),
+        ({"optimizer": _with_more}, "1 of its 11 parameters are not the model's"),
+        ({"strategy": "fsdp2", "precision": "fp16"}, "precision"),
+        ({"strategy": FSDP2(mesh=(2, 2))}, "must multiply to the 2 ranks"),
+        ({"strategy": FSDP2(blocks=[nn.Conv2d])}, "no module of these classes:\n  Conv2d"),
+        ({"strategy": "zero3"}, "must be one of ('ddp', 'fsdp2', 'single')"),
+        ({"strategy": "single"}, "and it trains alone: make it with ranks=None"),
+    ],
+)
+def test_what_ranks_cannot_do_is_refused(
+    options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    found = run_ranks(2, partial(refused, tmp_path, options))
+    assert all(message in text for text in found), found
+
+
+def test_fsdp2_also_runs_on_one_process(tmp_path: Path) -> None:
+    assert_same(*run_ranks(1, partial(fit, tmp_path, "3step", 1, {"strategy": "fsdp2"})) * 2)

@@ -10,16 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.errors import UsageError
-from holdfast.launched import Ranks
 from holdfast.train import Callback, Precision
 from holdfast.train.callbacks.calling import Callbacks
-from holdfast.train.parallel.group import Group
+from holdfast.train.parallel.group import ALONE
 from holdfast.train.parallel.strategies import Parallel
 from holdfast.train.window.batches import Batches
 from holdfast.train.window.loop import Clip, Numerics, Update
 from holdfast.train.window.metrics import Numbers, RankMeans
-
-ALONE = Group(Ranks(), torch.device("cpu"))
 
 
 def update(*callbacks: Callback, **options: Any) -> Update:

@@ -86,7 +86,11 @@ class Group:
         return [int(number) for number in tensor.tolist()]
 
 
-def join_group(device: str | torch.device | None, *, also_alone: bool) -> Group:
+ALONE = Group(Ranks(), torch.device("cpu"))
+"""Group of a process that trains alone."""
+
+
+def join_group(device: torch.device | None, *, also_alone: bool) -> Group:
     """Return the ranks of the default process group, which is opened if a launcher asks for it.
 
     What is opened here is closed when the program ends without an error.
@@ -100,7 +104,7 @@ def join_group(device: str | torch.device | None, *, also_alone: bool) -> Group:
         Disconnected: the ranks cannot connect to each other.
     """
     ranks = present_ranks()
-    is_on_cpu = device is not None and torch.device(device).type == "cpu"
+    is_on_cpu = device is not None and device.type == "cpu"
     uses_cuda = not is_on_cpu and torch.cuda.is_available()
     if (ranks.world_size > 1 or also_alone) and not has_group():
         if not dist.is_available():

@@ -37,8 +37,6 @@ class DDP:
 
     find_unused_parameters: bool = False
     """Whether some parameters get no gradient in some steps."""
-    static_graph: bool = False
-    """Whether each step uses the same parameters in the same order."""
     bucket_cap_mb: float | None = None
     """Size of the buckets of gradients, in MiB; None: torch's default."""
 
@@ -118,7 +116,6 @@ class Replicated(Parallel):
             model,
             device_ids=None if on_host else [self._device],
             find_unused_parameters=self._strategy.find_unused_parameters,
-            static_graph=self._strategy.static_graph,
             bucket_cap_mb=self._strategy.bucket_cap_mb,
         )
         self._calls = self._wrapped.register_forward_pre_hook(self._called)
