@@ -341,8 +341,8 @@ def test_a_save_that_one_rank_failed_is_made_again_at_one_step(tmp_path: Path) -
     assert events == others
     (again,) = [step for event, step in events if event == "failed"]
     saved = [checkpoint.step for checkpoint in CheckpointManager(tmp_path, {"m": Net()}).list()]
-    assert again in (4, 6)
-    assert again + 1 in saved
+    assert again % 2 == 0, "the ranks meet at steps that log"
+    assert {6, 8, 9} <= set(saved)
     assert 4 not in saved
 
 
