@@ -32,6 +32,10 @@ SAYS = {
         "killed after a checkpoint was committed",
         "the same weights, bit for bit: True",
     ],
+    "trainer_ranks.py": [
+        "killed after a checkpoint was committed",
+        "the same weights, bit for bit: True",
+    ],
     "plain_loop.py": [
         "undisturbed: begins at step 0",
         "interrupted: begins at step 0",
