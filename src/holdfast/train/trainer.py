@@ -164,7 +164,7 @@ class Trainer:
             seed: of the global generators, when a run starts without a checkpoint.
             device: where the model and batches are moved; None: not at all, and with several ranks
                 to the GPU of the local rank, if there is one.
-            strategy: how several ranks train (docs/trainer-ranks.md): "ddp", "fsdp2", or `DDP` or
+            strategy: how several ranks train (docs/trainer.md): "ddp", "fsdp2", or `DDP` or
                 `FSDP2` with options; "single": this process trains alone, whatever others do. None:
                 with DDP where torchrun has started several processes, unless the model is sharded.
             activation_checkpointing: compute activations again in the backward pass: of these
