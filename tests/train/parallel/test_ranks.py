@@ -131,7 +131,7 @@ STRATEGIES = {
 
 @pytest.mark.parametrize("options", STRATEGIES.values(), ids=STRATEGIES)
 def test_a_resumed_run_is_the_same_bit_for_bit(options: dict[str, Any], tmp_path: Path) -> None:
-    """Killed in no step here: it ends at one goal, and other processes go on to the next."""
+    """Invariant 7, R38: it ends at one goal, and other processes go on to the next."""
     once = run_ranks(2, partial(fit, tmp_path / "once", "7step", 2, options))
     run_ranks(2, partial(fit, tmp_path / "twice", "4step", 2, options))
     twice = run_ranks(2, partial(fit, tmp_path / "twice", "7step", 2, options))
