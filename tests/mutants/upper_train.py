@@ -199,15 +199,15 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="gradients-are-exchanged-in-each-batch",
-        promise="C20: gradients are exchanged once a step",
+        promise="R38: gradients are exchanged once a step",
         file="train/parallel/strategies.py",
         before="return nullcontext() if is_last else self._wrapped.no_sync()\n",
-        after="nullcontext()\n",
+        after="return nullcontext()\n",
         near=("tests/train/parallel/test_ranks.py",),
     ),
     Mutant(
         name="metrics-are-those-of-one-rank",
-        promise="O59: metrics are means over ranks",
+        promise="R38: metrics are means over ranks",
         file="train/window/metrics.py",
         before="        means = found[:, 0] / found[:, 1]\n",
         after="        means = torch.stack(values).view(-1, 2)[:, 0]\n",
