@@ -1,6 +1,7 @@
-"""R38: processes that are killed or stopped in a save. Invariant 1: one checkpoint, or none.
+"""R38: processes that are killed or stopped in a save or a load. Invariant 1: one checkpoint, or
+none. Invariant 6: a load changes all ranks or none, or says that it is half done.
 
-`tests/engine/saving/test_lost_ranks.py` does it in every part of a save, to threads.
+`tests/engine/saving/test_lost_ranks.py` and that of `loading` do it in every part, to threads.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 from threading import Lock
+from typing import Any
 
 import pytest
+from torch import nn
 from typing_extensions import override
 
 from allranks import Member
@@ -54,6 +57,11 @@ class Losing(WrappedStore):
         self.inner.put(key, data, if_absent=if_absent)
         if self._after:
             self._meet(key)
+
+    @override
+    def read_into(self, key: str, start: int, buffer: memoryview, **options: Any) -> None:
+        self._meet(key)
+        self.inner.read_into(key, start, buffer, **options)
 
     @override
     def create(self, key: str, nbytes: int, *, at_most: bool = False) -> BlockWriter:
@@ -129,3 +137,88 @@ def test_the_living_ranks_agree_with_the_register_and_the_run_goes_on(
         if rank != odd and not after:
             assert f"rank {odd}" in str(one), said
     assert run_ranks(2, partial(go_on, root)) == [(steps[-1], 3)] * 2
+
+
+LOADS = {"read": "step-00000001*/model*.safetensors", "claim": "writers/*", "apply": ""}
+
+
+class Lost(nn.Linear):
+    """A module that sends its process a signal when its part of a load is applied."""
+
+    def __init__(self, how: signal.Signals | None) -> None:
+        super().__init__(2, 2)
+        self.how = how
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"version": 1}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        if self.how is not None:
+            os.kill(os.getpid(), self.how)
+
+
+def load_after_a_save(
+    root: Path, odd: int, place: str, how: signal.Signals, rank: int
+) -> tuple[str, bool, bool]:
+    """What a rank says of its load; if its state is as it was, if its manager refuses work."""
+    member = Member(C10d.of_default_group())
+    is_odd = rank == odd
+    extra = Lost(how if is_odd and place == "apply" else None)
+    view = Losing(root, LOADS[place], how, after=False) if is_odd else LocalStore(root)
+    (root.parent / f"pid{rank}").write_text(f"{os.getpid()}")
+    member.train()
+    state = {**member.state, "extra": extra}
+    with member.manager(root, state=state) as manager:
+        manager.save(1).wait(60)
+    member.train()
+    before, said = member.bits(), "loaded"
+    manager = member.manager(view, state=state, save_timeout_s=DEADLINE_S)
+    try:
+        manager.resume()
+    except errors.HoldfastError as error:
+        said = f"{error} {error.__cause__}"
+    (root.parent / f"done{rank}").touch()
+    if len(list(root.parent.glob("done*"))) == NUM_RANKS - 1 and how == signal.SIGSTOP:
+        os.kill(int((root.parent / f"pid{odd}").read_text()), signal.SIGCONT)
+    exits.unregister(manager)
+    return said, member.bits() == before, manager._applying.half_loaded is not None
+
+
+def load_once_more(root: Path, rank: int) -> int:
+    member = Member(C10d.of_default_group())
+    with member.manager(
+        root, state={**member.state, "extra": Lost(None)}, takeover=True
+    ) as manager:
+        found = manager.resume()
+        return -1 if found is None else found.step
+
+
+@pytest.mark.parametrize(
+    ("how", "odd", "place"),
+    [
+        pytest.param(
+            *(how, odd, place),
+            marks=() if (how, odd, place) == (signal.SIGKILL, 1, "read") else pytest.mark.full,
+            id=f"{how.name}-{odd}-{place}",
+        )
+        for how in (signal.SIGKILL, signal.SIGSTOP)
+        for odd in (0, 1)
+        for place in LOADS
+        if not (odd and place == "claim")  # a follower claims nothing
+    ],
+)
+def test_ranks_that_lose_another_in_a_load_have_their_state_or_say_that_it_is_mixed(
+    how: signal.Signals, odd: int, place: str, tmp_path: Path
+) -> None:
+    root = tmp_path / "run"
+    lost = [odd] if how == signal.SIGKILL else []
+    found = run_ranks(NUM_RANKS, partial(load_after_a_save, root, odd, place, how), lost=lost)
+    for rank, one in enumerate(found):
+        if rank == odd:
+            continue
+        assert one is not None
+        said, is_old, is_half = one
+        assert f"rank {odd}" in said, found
+        assert is_half == (place == "apply"), found
+        assert is_old or is_half, found
+    assert run_ranks(2, partial(load_once_more, root)) == [1, 1]
