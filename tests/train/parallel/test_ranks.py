@@ -352,6 +352,42 @@ def test_only_the_leader_logs_and_all_ranks_save_under_what_it_logs(tmp_path: Pa
     assert calls > 0 == no_calls
 
 
+class Losses(Callback):
+    """Remembers the losses of this rank's batches, and the metrics of each step."""
+
+    def __init__(self) -> None:
+        self.own: list[float] = []
+        self.told: list[dict[str, float]] = []
+
+    def before_backward(self, training: Training, loss: Tensor) -> None:
+        self.own.append(float(loss))
+
+    def step_end(self, training: Training, metrics: Metrics) -> None:
+        self.told.append(dict(metrics))
+
+
+def _sometimes(model: nn.Module, batch: list[Tensor]) -> tuple[Tensor, dict[str, float]]:
+    rank = torch.distributed.get_rank()
+    return plain_loss(model, batch), {"rank": float(rank), **({"second": 5.0} if rank else {})}
+
+
+def told(rank: int) -> tuple[list[float], list[dict[str, float]]]:
+    losses = Losses()
+    make(None, 2, loss=_sometimes, callbacks=[losses], validate=None, clip=None).fit("3step")
+    return losses.own, losses.told
+
+
+def test_metrics_are_means_over_the_ranks_that_have_them() -> None:
+    """R38: and the same on all ranks, so that a stop by a metric is one for all."""
+    (own, first), (others, second) = run_ranks(2, told)
+    assert own != others
+    means = [(one + other) / 2 for one, other in zip(own, others, strict=True)]
+    assert [found["loss"] for found in first] == pytest.approx(means)
+    assert [found["rank"] for found in first] == [0.5] * 3
+    assert [found["second"] for found in second] == [5.0] * 3
+    assert [{**found, "second": 5.0} for found in first] == second
+
+
 class NoSync(Callback):
     """Compares the gradients of both ranks after each backward pass."""
 
