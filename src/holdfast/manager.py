@@ -44,6 +44,7 @@ from holdfast.engine.saving.fingerprint import differences, environment, numeric
 from holdfast.engine.saving.save import SaveRequest
 from holdfast.engine.saving.saver import Saver
 from holdfast.engine.saving.together import JointSave, Together
+from holdfast.engine.sealed.messages import encrypted
 from holdfast.engine.staging.device import refuse_capture
 from holdfast.engine.staging.overlap import Mode, Overlap
 from holdfast.engine.tiers.catalog import catalog_of
@@ -197,7 +198,7 @@ class CheckpointManager:
         compressions = choices(checkpoints.compress, {*state, RNG})
         self._emit = Emitter(tuple(checkpoints.sinks))
         length = None if max_duration is None else parse(max_duration, what="max_duration")
-        self._ranks = coordinator_of(ranks, self._emit)
+        self._ranks = encrypted(coordinator_of(ranks, self._emit), checkpoints.encrypt)
         is_shared = self._ranks.world_size > 1
         if is_shared:
             refuse_for_ranks(checkpoints)

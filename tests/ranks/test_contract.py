@@ -14,7 +14,7 @@ from holdfast.ranks.coordinator import LEADER, Collected, Coordinator, Failure
 from ranks.together import BRIEF_S, PATIENCE_S, coordinators, in_thread, together
 
 ALONE = [("alone", 1), ("threads", 1), ("tcp", 1)]
-SEVERAL = [("threads", 3), ("tcp", 3), ("file", 2)]
+SEVERAL = [("threads", 3), ("encrypted", 3), ("tcp", 3), ("file", 2)]
 FAILURE = Failure("write", "OSError: no space left")
 
 Ranks = Sequence[Coordinator]

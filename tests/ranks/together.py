@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from children import Child
+from holdfast.engine.sealed.messages import encrypted
+from holdfast.keys import Encryption, SecretKey
 from holdfast.ranks.alone import Alone
 from holdfast.ranks.c10d import C10d
 from holdfast.ranks.coordinator import Coordinator
@@ -93,6 +95,9 @@ def coordinators(kind: str, world_size: int, folder: Path) -> Sequence[Coordinat
         return [Alone()]
     if kind == "threads":
         return ThreadCoordinator.for_ranks(world_size)
+    if kind == "encrypted":
+        seals = Encryption(keys=SecretKey(bytes(32)))
+        return [encrypted(one, seals) for one in ThreadCoordinator.for_ranks(world_size)]
     if kind == "file":
         return meet(lambda: dist.FileStore(str(folder / "store"), world_size), world_size)
     server = new_server()

@@ -164,7 +164,5 @@ def refuse_for_ranks(checkpoints: Checkpoints) -> None:
     refused = []
     if isinstance(checkpoints.root, Tiered):
         refused.append("root: two tiers cannot yet be written by several ranks")
-    if checkpoints.encrypt is not None:
-        refused.append("encrypt: the ranks cannot yet share the key of a checkpoint")
     if refused:
         raise UsageError("with several ranks this cannot be done yet:\n" + listing(refused))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from holdfast.errors import FormatError, UsageError
+from holdfast.errors import FormatError, LimitExceeded, UsageError
 from holdfast.format.codec import CODECS, CodecName
 from holdfast.store.base import MAX_SEGMENT_BYTES
 
@@ -32,6 +32,8 @@ MAX_TENSORS_PER_FILE = 50_000
 MAX_INDEX_NBYTES = 128 * 1024 * 1024
 MAX_TREE_NBYTES = 64 * 1024 * 1024
 MAX_LABEL_BYTES = 200
+MAX_STORED_FILES = 10_000_000
+"""Limit of the numbers in names of encrypted files, which have at most seven digits."""
 MAX_BOX_NUMBER = 9999
 """The highest number in the name of a box of keys."""
 
@@ -256,7 +258,13 @@ parse_keys = _number_in(r"keys-([0-9]{4})\.json")
 
 
 def stored_name(number: int) -> str:
-    """Return the name under which the n-th file of an encrypted checkpoint is stored, from 0."""
+    """Return the name under which the n-th file of an encrypted checkpoint is stored, from 0.
+
+    Raises:
+        LimitExceeded: the number has more digits than a reader accepts.
+    """
+    if number >= MAX_STORED_FILES:
+        raise LimitExceeded(f"file {number:,}: an encrypted checkpoint has no such file")
     return f"file-{number:05d}.sealed"
 
 

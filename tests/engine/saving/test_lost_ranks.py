@@ -86,7 +86,7 @@ class Scene:
         op, where = (OF_FOLLOWER if odd else OF_LEADER)[place]
         never: Verb = "hear"
         if op in _VERBS:
-            tag = f"save 2 of manager 0, {where}"
+            tag = f"save 2 of manager 1, {where}"
             broken = Breaking(ranks[odd], op, tag, how)  # type: ignore[arg-type]
             self.release = broken.release
         else:

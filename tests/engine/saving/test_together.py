@@ -13,7 +13,6 @@ import torch
 
 from allranks import Member, all_of, on_ranks, save_on
 from holdfast import (
-    Encryption,
     Last,
     SideSaver,
     Tiered,
@@ -29,7 +28,6 @@ from holdfast.engine.saving import together as together_module
 from holdfast.errors import SaveFailed, SaveSkipped, UsageError
 from holdfast.format.layout import BLOCK_NBYTES
 from holdfast.format.manifest import Aborted
-from holdfast.keys import SecretKey
 from holdfast.store.base import Store
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
@@ -330,10 +328,9 @@ def test_ranks_that_learn_of_a_failure_at_different_steps_count_the_same_saves()
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"encrypt": Encryption(keys=[SecretKey(bytes(32))])}, "encrypt"),
         ({"root": Tiered(MemoryStore(), MemoryStore())}, "two tiers"),
     ],
-    ids=["encrypt", "tiers"],
+    ids=["tiers"],
 )
 def test_what_ranks_cannot_follow_alike_is_refused(options: dict[str, Any], said: str) -> None:
     for coordinator in ThreadCoordinator.for_ranks(2):

@@ -36,6 +36,7 @@ from holdfast.engine.saving.together import (
     OwnFile,
 )
 from holdfast.engine.saving.writing import FileToWrite, write_files
+from holdfast.engine.sealed.sealing import sealed
 from holdfast.engine.staging.guard import Overlapped
 from holdfast.engine.staging.image import KnownFile
 from holdfast.engine.staging.staged import BytesContent, Content, Staged
@@ -138,7 +139,7 @@ def write(
     )
     began = time.perf_counter()
     try:
-        files = _AttemptFiles(attempt, staged, tools)
+        files = _AttemptFiles(attempt, staged, tools, joint)
         if isinstance(joint, LeadingSave):
             joint.announce_folder(attempt, staged.trees)
             _write_own(files, request, files.tensors(), phase, overlapped)
@@ -183,7 +184,7 @@ def _follow(
     """Write this rank's files into the leader's folder, and wait for the commit."""
     attempt = joint.hear_folder(phase)
     began = time.perf_counter()
-    files = _AttemptFiles(attempt, staged, tools)
+    files = _AttemptFiles(attempt, staged, tools, joint)
     try:
         _write_own(files, request, files.tensors(), phase, overlapped)
     except HoldfastError as error:
@@ -239,10 +240,15 @@ def _clean_up(store: Store, attempt: SaveAttempt, error: BaseException, *, is_al
 class _AttemptFiles:
     """The files of one save attempt, written or linked from an earlier checkpoint."""
 
-    def __init__(self, attempt: SaveAttempt, staged: Staged, tools: Tools) -> None:
+    def __init__(
+        self, attempt: SaveAttempt, staged: Staged, tools: Tools, joint: JointSave
+    ) -> None:
         self.attempt = attempt
         self.staged = staged
         self.tools = tools
+        self._sealed = sealed(tools.store)
+        if self._sealed is not None:
+            self._sealed.join(attempt.folder, joint.rank, joint.world_size)
         self.names: dict[str, str] = {}
         """Stored name of each file, by plain name."""
         self.entries: dict[str, FileEntry] = {}
@@ -350,7 +356,10 @@ class _AttemptFiles:
         digests: bytes,
         stored: StoredBlocks | None,
     ) -> None:
-        self._record(OwnFile(plain=plain, name=name, entry=entry, digests=digests, stored=stored))
+        how = None if self._sealed is None else self._sealed.report(self.attempt.folder, name)
+        self._record(
+            OwnFile(plain=plain, name=name, entry=entry, digests=digests, stored=stored, sealed=how)
+        )
 
     def _record(self, file: OwnFile) -> None:
         self.own.append(file)
@@ -367,6 +376,8 @@ class _AttemptFiles:
             if file.name not in own:
                 self._record(file)
                 self.of_others.add(file.name)
+                if self._sealed is not None and file.sealed is not None:
+                    self._sealed.include(self.attempt.folder, file.name, file.sealed)
         self._tables = gathered.tables
 
     def index(self) -> bytes:

@@ -25,6 +25,7 @@ from holdfast.engine.claims.owner import Ownership
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.roots.commit import SaveAttempt, check_ownership, give_up
 from holdfast.engine.saving.shares import Assignment, OwnShare, Plan, Share, Unchanged, Written
+from holdfast.engine.sealed.sealing import WrittenSeal
 from holdfast.engine.staging.staged import Staged
 from holdfast.errors import (
     FormatError,
@@ -60,6 +61,8 @@ class OwnFile(msgspec.Struct, frozen=True, kw_only=True):
     entry: FileEntry
     digests: bytes
     stored: StoredBlocks | None
+    sealed: WrittenSeal | None = None
+    """How it is encrypted; None: it is not."""
 
 
 class _PlanNote(msgspec.Struct, frozen=True):
@@ -143,6 +146,7 @@ class _Known:
 class JointSave:
     """Save by the only rank: no message, no plan."""
 
+    rank = LEADER
     world_size = 1
     leads = True
     compares = True
@@ -227,7 +231,7 @@ class _RanksSave(JointSave):
         super().__init__()
         self._together = together
         self._ranks = together.ranks
-        self.world_size = self._ranks.world_size
+        self.rank, self.world_size = self._ranks.rank, self._ranks.world_size
         self.leads = self._ranks.is_leader
         self._step = step
         self._name = together.next_name()
@@ -426,6 +430,7 @@ class LeadingSave(_RanksSave):
         taken: set[str] = set()
         for rank, post in enumerate(posts):
             names = [file.plain for file in post.files]
+            names += [file.sealed.seal.name for file in post.files if file.sealed is not None]
             twice = sorted(name for name in {*names} if name in taken or names.count(name) > 1)
             if twice:
                 failure = Failure("writing its files", f"{twice[0]} is written twice")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count
 
 import msgspec
 from typing_extensions import override
@@ -46,6 +47,7 @@ from holdfast.format.envelope import (
 )
 from holdfast.format.manifest import (
     MAX_MANIFEST_NBYTES,
+    Aborted,
     Deleted,
     FileEntry,
     Manifest,
@@ -54,6 +56,7 @@ from holdfast.format.manifest import (
 from holdfast.format.records import Notes
 from holdfast.format.suites import FileCipher, Suite, fresh_secret, seal_whole, stored_nbytes
 from holdfast.keys import Encryption, try_key, wrapped
+from holdfast.ranks.coordinator import LEADER
 from holdfast.store.base import (
     BlockWriter,
     Buffer,
@@ -110,14 +113,23 @@ def vouched(store: Store, folder: str) -> bytes:
 class _Attempt:
     """Uncommitted checkpoint of this process: its data key, and its files so far."""
 
-    data_key: bytes = field(repr=False)
-    box: bytes
+    data_key: bytes = field(default=b"", repr=False)
+    """Empty in a follower, which puts no manifest."""
+    box: bytes = b""
     """The stored box: the data key, wrapped for each key that may decrypt."""
     seals: dict[str, FileSeal] = field(default_factory=dict)
     """Stored name, length and secret of each file, by plain name."""
     stored: dict[str, FileEntry] = field(default_factory=dict)
     """Manifest entries of the finished files, by stored name."""
-    num_files: int = 0
+    numbers: Iterator[int] = field(default_factory=count)
+    """Numbers for the stored names of the next files."""
+
+
+class WrittenSeal(msgspec.Struct, frozen=True, kw_only=True):
+    """How a rank has encrypted one file, and what of it is stored."""
+
+    seal: FileSeal
+    entry: FileEntry
 
 
 class SealedStore(WrappedStore):
@@ -324,13 +336,43 @@ class SealedStore(WrappedStore):
             return False
         attempt = self._attempt(folder)
         with self._lock:
-            stored = layout.stored_name(attempt.num_files)
-            attempt.num_files += 1
+            stored = layout.stored_name(next(attempt.numbers))
         if not self.inner.link(f"{from_folder}/{seal.name}", f"{folder}/{stored}"):
             return False
         attempt.stored[stored] = contents.visible.files[seal.name]
         attempt.seals[name] = FileSeal(name=stored, nbytes=seal.nbytes, secret=seal.secret)
         return True
+
+    # Several ranks
+
+    def join(self, folder: str, rank: int, world_size: int) -> None:
+        """Begin to write into an attempt together with other ranks, of which each calls this.
+
+        Rank r has the numbers r, r + world_size and so on for its files.
+        """
+        attempt = self._new_attempt() if rank == LEADER else _Attempt()
+        attempt.numbers = count(rank, world_size)
+        with self._lock:
+            self._attempts[folder] = attempt
+
+    def report(self, folder: str, name: str) -> WrittenSeal:
+        """Return how this rank has encrypted a file of an attempt, for the leader to include."""
+        attempt = self._attempt(folder)
+        seal = attempt.seals[name]
+        return WrittenSeal(seal=seal, entry=attempt.stored[seal.name])
+
+    def include(self, folder: str, name: str, written: WrittenSeal) -> None:
+        """Add a file that another rank has written to an attempt.
+
+        Raises:
+            AlreadyExists: a file of that name or stored name was written by this rank or another.
+        """
+        attempt = self._attempt(folder)
+        seal = written.seal
+        if name in attempt.seals or seal.name in attempt.stored:
+            raise AlreadyExists(f"{self.url}/{folder}/{name} ({seal.name}): written by two ranks")
+        attempt.seals[name] = seal
+        attempt.stored[seal.name] = written.entry
 
     # Manifests
 
@@ -343,6 +385,8 @@ class SealedStore(WrappedStore):
         if isinstance(register, Deleted):
             redacted = Deleted(save_id=register.save_id, by=register.by, reason=REDACTED)
             data = redacted.encode()
+        if isinstance(register, Aborted):
+            data = Aborted(by=register.by, reason=REDACTED).encode()
         self.inner.put(key, data, if_absent=if_absent)
         self._drop_state(folder)
 
@@ -351,6 +395,7 @@ class SealedStore(WrappedStore):
     ) -> None:
         """Put the box of wrapped keys, then the manifest, which needs it for decryption."""
         attempt = self._attempt(folder)
+        assert attempt.data_key, "the leader alone puts a manifest"
         contents = encode_sealed(
             manifest,
             data,
@@ -394,6 +439,7 @@ class SealedStore(WrappedStore):
             with self._lock:
                 self._opened[folder] = contents
                 self._readers.pop(folder, None)
+                self._attempts.pop(folder, None)  # another rank has committed it
             return contents.manifest, contents
         if isinstance(register, Manifest) and not self._encryption.accept_plain:
             raise NotSealed(
@@ -578,19 +624,21 @@ class SealedStore(WrappedStore):
             raise UsageError(f"{self.url}/{folder}: only attempts are written into a sealed root")
         with self._lock:
             if folder not in self._attempts:
-                # Before any byte is written, so that a refusing key service costs no time.
-                data_key = fresh_secret()
-                box = wrapped(self._encryption.sealing, data_key, self._suite)
-                self._attempts[folder] = _Attempt(data_key=data_key, box=encode_box(box))
+                self._attempts[folder] = self._new_attempt()
             return self._attempts[folder]
+
+    def _new_attempt(self) -> _Attempt:
+        # Before any byte is written, so that a refusing key service costs no time.
+        data_key = fresh_secret()
+        box = wrapped(self._encryption.sealing, data_key, self._suite)
+        return _Attempt(data_key=data_key, box=encode_box(box))
 
     def _new_file(self, folder: str, name: str, nbytes: int) -> tuple[_Attempt, FileSeal]:
         attempt = self._attempt(folder)
         with self._lock:
             if name in attempt.seals or folder in self._opened:
                 raise AlreadyExists(f"{self.url}/{folder}/{name}: it is there, or was begun")
-            seal = attempt.seals[name] = new_file_seal(attempt.num_files, nbytes)
-            attempt.num_files += 1
+            seal = attempt.seals[name] = new_file_seal(next(attempt.numbers), nbytes)
         return attempt, seal
 
     def _put_file(self, folder: str, name: str, data: Buffer) -> None:

@@ -1,0 +1,202 @@
+"""Coordinator whose messages are encrypted, as they have names of tensors and secrets of files.
+
+The leader makes their key and announces it in a box, which every rank opens with its own keys
+(decision 0037). Who cannot open it says so in clear, in place of its first message.
+"""
+
+from __future__ import annotations
+
+import base64
+import time
+from threading import Lock
+from typing import Literal
+
+import msgspec
+from typing_extensions import override
+
+from holdfast.errors import (
+    DeadlineExceeded,
+    HoldfastError,
+    RanksError,
+    RanksFailed,
+    SealError,
+    Tampered,
+    UsageError,
+)
+from holdfast.format.envelope import decode_box, encode_box
+from holdfast.format.suites import SECRET_NBYTES, Cipher, Suite, fresh_secret
+from holdfast.keys import Encryption, unwrapped, wrapped
+from holdfast.ranks.coordinator import LEADER, Collected, Coordinator, Failure, decoded
+
+_OPENING = "opening the key of the ranks' messages"
+_ENCRYPTED = "an encrypted message, which a rank without `encrypt` cannot read"
+_NOT_ENCRYPTED = "its message is not encrypted with the leader's key: give `encrypt` on all ranks"
+
+_Way = Literal["post", "announcement"]
+
+
+def encrypted(ranks: Coordinator, encryption: Encryption | None) -> Coordinator:
+    """Return a coordinator that encrypts the messages of several ranks, if `encryption` is given.
+
+    All ranks call it at the same point of the program, with the same suite.
+    """
+    if ranks.world_size == 1:
+        return ranks
+    number = ranks.number()  # also without encryption, so that all ranks count alike
+    return ranks if encryption is None else EncryptedRanks(ranks, encryption, number)
+
+
+class _KeyNote(msgspec.Struct, frozen=True):
+    """Announcement of the key of the messages, wrapped."""
+
+    suite: str
+    box: bytes
+
+
+class EncryptedRanks(Coordinator):
+    """Encrypts messages and hands them to the coordinator `inner`."""
+
+    def __init__(self, inner: Coordinator, encryption: Encryption, number: int) -> None:
+        super().__init__(inner.rank, inner.world_size)
+        self._inner = inner
+        self._encryption = encryption
+        self._suite = Suite(name=encryption.suite)
+        self._tag = f"key {number} of messages, shared by ranks with `encrypt`"
+        self._key: bytes | None = None
+        self._lock = Lock()
+
+    @override
+    def number(self) -> int:
+        return self._inner.number()
+
+    @override
+    def post(self, tag: str, data: bytes, *, timeout_s: float) -> None:
+        left_s = self._share_key(timeout_s)
+        self._inner.post(tag, self._sealed("post", self.rank, tag, data), timeout_s=left_s)
+
+    @override
+    def fail(self, tag: str, failure: Failure, *, timeout_s: float) -> None:
+        """Say that this rank failed; without a key only why it has none, as reasons have names."""
+        try:
+            left_s = self._share_key(timeout_s)
+        except HoldfastError as error:
+            without = Failure.of(error, phase=_OPENING)
+            # The followers of a leader that can make no key wait for that.
+            for said_as in (self._tag, tag) if self.is_leader else (tag,):
+                self._inner.fail(said_as, without, timeout_s=timeout_s)
+            return
+        data = self._sealed(self._way, self.rank, tag, msgspec.msgpack.encode(failure))
+        said = Failure(_ENCRYPTED, base64.b64encode(data).decode())
+        self._inner.fail(tag, said, timeout_s=left_s)
+
+    @override
+    def collect(self, tag: str, *, timeout_s: float) -> Collected:
+        found = self._inner.collect(tag, timeout_s=self._share_key(timeout_s))
+        came: dict[int, bytes] = {}
+        failed = {r: self._failure("post", r, tag, said) for r, said in found.failed.items()}
+        for rank, data in found.came.items():
+            try:
+                came[rank] = self._plain("post", rank, tag, data)
+            except Tampered:
+                failed[rank] = Failure("talking to the leader", _NOT_ENCRYPTED)
+        return Collected(came=came, failed=failed, silent=found.silent)
+
+    @override
+    def announce(self, tag: str, data: bytes, *, timeout_s: float) -> None:
+        left_s = self._share_key(timeout_s)
+        self._inner.announce(tag, self._sealed(self._way, self.rank, tag, data), timeout_s=left_s)
+
+    @override
+    def hear(self, tag: str, *, timeout_s: float) -> bytes:
+        left_s = self._share_key(timeout_s)
+        try:
+            data = self._inner.hear(tag, timeout_s=left_s)
+        except RanksFailed as error:
+            said = Failure(*error.failed[LEADER])
+            failure = self._failure("announcement", LEADER, tag, said)
+            raise RanksFailed(tag, {LEADER: failure}) from None
+        try:
+            return self._plain("announcement", LEADER, tag, data)
+        except Tampered as error:
+            raise RanksError(f"{tag}: this is not what the leader has encrypted") from error
+
+    # The key
+
+    def _share_key(self, timeout_s: float) -> float:
+        """Have the key, and return the seconds that are left of `timeout_s`.
+
+        Raises:
+            SealError, Tampered: the keys of this rank do not open it, or cannot wrap it.
+            UsageError: this rank has another suite than the leader.
+            RanksError: the leader has announced none.
+        """
+        end = time.monotonic() + timeout_s
+        if not self._lock.acquire(timeout=max(timeout_s, 0)):
+            raise DeadlineExceeded(f"{self._tag}: not opened after {timeout_s:.0f} s")
+        try:
+            if self._key is None:
+                share = self._announce_key if self.is_leader else self._hear_key
+                self._key = share(max(end - time.monotonic(), 0))
+        finally:
+            self._lock.release()
+        return max(end - time.monotonic(), 0)
+
+    def _announce_key(self, timeout_s: float) -> bytes:
+        key = fresh_secret()
+        box = encode_box(wrapped(self._encryption.sealing, key, self._suite))
+        note = msgspec.msgpack.encode(_KeyNote(self._suite.name, box))
+        self._inner.announce(self._tag, note, timeout_s=timeout_s)
+        return key
+
+    def _hear_key(self, timeout_s: float) -> bytes:
+        heard = self._inner.hear(self._tag, timeout_s=timeout_s)
+        note = decoded(heard, _KeyNote, self._tag)
+        what = f"rank {self.rank}: key of the ranks' messages"
+        if note.suite != self._suite.name:
+            raise UsageError(
+                f"{what}: suite={self._suite.name!r}, and the leader has {note.suite!r}. Give all "
+                "ranks the same"
+            )
+        box = decode_box(note.box, what=what)
+        try:
+            return unwrapped(self._encryption.opening, [box], self._suite, what=what)
+        except SealError as error:
+            raise type(error)(
+                f"{error}. With several ranks each of them needs a key that opens what the "
+                "leader's keys wrap"
+            ) from error
+
+    # Messages
+
+    @property
+    def _way(self) -> _Way:
+        return "announcement" if self.is_leader else "post"
+
+    def _cipher(self, salt: bytes) -> Cipher:
+        assert self._key is not None, "every verb begins with it"
+        return self._suite.cipher(self._key, "ranks", salt=salt)
+
+    def _sealed(self, way: _Way, rank: int, tag: str, data: bytes) -> bytes:
+        salt = fresh_secret()  # so that the derived key encrypts this message only
+        return salt + self._cipher(salt).encrypt(data, _place(way, rank, tag))
+
+    def _plain(self, way: _Way, rank: int, tag: str, message: bytes) -> bytes:
+        """Decrypt a message; raises `Tampered` if this rank has not sent it so, in this round."""
+        salt, sealed = message[:SECRET_NBYTES], message[SECRET_NBYTES:]
+        return self._cipher(salt).decrypt(sealed, _place(way, rank, tag), what=tag)
+
+    def _failure(self, way: _Way, rank: int, tag: str, said: Failure) -> Failure:
+        """Decrypt why a rank failed; one without the key has said it in clear."""
+        if said.phase == _OPENING:
+            return said
+        if said.phase != _ENCRYPTED:
+            return Failure(said.phase, f"{said.reason} ({_NOT_ENCRYPTED})")
+        try:
+            data = self._plain(way, rank, tag, base64.b64decode(said.reason, validate=True))
+        except (Tampered, ValueError):
+            return Failure("telling why it failed", _NOT_ENCRYPTED)
+        return decoded(data, Failure, tag)
+
+
+def _place(way: _Way, rank: int, tag: str) -> bytes:
+    return f"{way} of rank {rank}: {tag}".encode()
