@@ -36,7 +36,7 @@ from holdfast.engine.loading.resume import (
 from holdfast.engine.loading.sides import Sides
 from holdfast.engine.loading.together import applying
 from holdfast.engine.moments import Counters, Moments
-from holdfast.engine.options import Checkpoints, OnExisting, refuse_for_ranks
+from holdfast.engine.options import Checkpoints, OnExisting
 from holdfast.engine.pause import collector_paused
 from holdfast.engine.roots.catalog import Entry
 from holdfast.engine.saving.compressing import Compress, Compressing, choices
@@ -200,8 +200,6 @@ class CheckpointManager:
         length = None if max_duration is None else parse(max_duration, what="max_duration")
         self._ranks = encrypted(coordinator_of(ranks, self._emit), checkpoints.encrypt)
         is_shared = self._ranks.world_size > 1
-        if is_shared:
-            refuse_for_ranks(checkpoints)
         self._schedule = Schedule(
             checkpoints.every, checkpoints.savers, max_duration=length, is_shared=is_shared
         )
@@ -356,10 +354,10 @@ class CheckpointManager:
         self._check_usable()
         if self._first_look_due and isinstance(event, str):
             self._warn_of_setup()
-        self._uploads.raise_failure()
         pending = self._saver.pending
         is_alone = self._ranks.world_size == 1
         if is_alone:
+            self._uploads.raise_failure()
             if pending is not None and pending.failure() is not None:
                 self._schedule.failed()
             self._raise_failure()
@@ -381,12 +379,14 @@ class CheckpointManager:
             if due is not None:
                 return self._save_as_asked(asked, now, due, metrics)
         except BaseException as error:
-            self._schedule.not_begun()
+            if is_alone:
+                self._schedule.not_begun()
             self._outside.refuse(asked, error)
             raise
         if not is_alone:
-            # Ranks learn of a failure at different steps. One that raised it in place of a save
-            # would count one save less than the others.
+            # Ranks learn of a failure at different steps, and the leader alone of that of an
+            # upload. One that raised it in place of a save would count one save less than the
+            # others.
             self._raise_failure()
         elif pending is None or pending.done():
             self._quiet = (self._schedule.quiet_until(now), time.monotonic() + POLL_S)
@@ -713,6 +713,10 @@ class CheckpointManager:
         self._quiet, self._is_unused = _NEVER_QUIET, False
         # Whatever fails from here on fails the save of all ranks, which count their saves alike.
         with self._together.save(now.step) as joint:
+            if joint.world_size > 1:
+                # Whether it can begin or not: each rank learns of that at another moment, and all
+                # must find the same saves due afterwards.
+                self._schedule.began(due, now)
             measured = checked_metrics(metrics)
             self._check_usable()
             refuse_capture("save()")
@@ -784,7 +788,8 @@ class CheckpointManager:
             unhealthy=unhealthy,
             timings=timings,
         )
-        self._schedule.began(due, now)
+        if joint.world_size == 1:
+            self._schedule.began(due, now)
         self._moments.unsaved = None
         # Freeing its many tensors offers the GIL to other threads; harmless while none is awake.
         # Later, another thread may keep the GIL, and the core, for milliseconds.

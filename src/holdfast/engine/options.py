@@ -11,7 +11,7 @@ from holdfast.arguments import checked, written
 from holdfast.engine.saving.compressing import Compress, check_choices, choices
 from holdfast.engine.staging.overlap import Mode
 from holdfast.engine.tiers.tiered import Rules, Tiered
-from holdfast.errors import UsageError, listing
+from holdfast.errors import UsageError
 from holdfast.events import Sink, log_event
 from holdfast.format.layout import BLOCK_NBYTES
 from holdfast.keys import Encryption
@@ -157,12 +157,3 @@ class Checkpoints:
 
     def __repr__(self) -> str:
         return written(self)
-
-
-def refuse_for_ranks(checkpoints: Checkpoints) -> None:
-    """Raise `UsageError` for options that several ranks cannot follow yet."""
-    refused = []
-    if isinstance(checkpoints.root, Tiered):
-        refused.append("root: two tiers cannot yet be written by several ranks")
-    if refused:
-        raise UsageError("with several ranks this cannot be done yet:\n" + listing(refused))

@@ -15,7 +15,6 @@ from allranks import Member, all_of, on_ranks, save_on
 from holdfast import (
     Last,
     SideSaver,
-    Tiered,
     errors,
 )
 from holdfast.care.verify import verify
@@ -25,14 +24,13 @@ from holdfast.engine.options import MIN_BUDGET
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.saving import saver
 from holdfast.engine.saving import together as together_module
-from holdfast.errors import SaveFailed, SaveSkipped, UsageError
+from holdfast.errors import SaveFailed, SaveSkipped
 from holdfast.format.layout import BLOCK_NBYTES
 from holdfast.format.manifest import Aborted
 from holdfast.store.base import Store
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.faulty import Fault, FaultyStore, Kind
-from holdfast.testing.ranks import ThreadCoordinator
 
 
 @pytest.fixture(params=["memory", "local"])
@@ -323,20 +321,6 @@ def test_ranks_that_learn_of_a_failure_at_different_steps_count_the_same_saves()
 
     assert all_of(on_ranks(2, work)) == [[(2, 1)], [(2, 1)]]
     assert whole(store) == [3, 4, 5]
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"root": Tiered(MemoryStore(), MemoryStore())}, "two tiers"),
-    ],
-    ids=["tiers"],
-)
-def test_what_ranks_cannot_follow_alike_is_refused(options: dict[str, Any], said: str) -> None:
-    for coordinator in ThreadCoordinator.for_ranks(2):
-        given = {"root": MemoryStore(), **options}
-        with pytest.raises(UsageError, match=said):
-            Member(coordinator).manager(given.pop("root"), **given)
 
 
 @pytest.mark.parametrize("has_arrived", [True, False])

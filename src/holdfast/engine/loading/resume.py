@@ -598,8 +598,10 @@ class Search:
         """(folder, reason) of each checkpoint that was skipped, newest first."""
         return self._reader.rejected
 
-    def choose_alike(self, folder: str) -> None:
+    def choose_alike(self, folder: str, *, is_remote: bool) -> None:
         """Read the checkpoint that the leader has chosen, and set `candidate` to it.
+
+        With `is_remote` from the remote tier, as the leader does.
 
         Raises:
             NotShared: this rank does not see it.
@@ -609,6 +611,8 @@ class Search:
         self.candidate = None
         catalog, name = self._reader.catalog, parse_attempt(folder)
         catalog.look_again()
+        if is_remote:
+            catalog.switch_tier(folder)
         entry = None if name is None else catalog.entry(name)
         if entry is None:
             raise NotShared(

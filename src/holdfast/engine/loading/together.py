@@ -38,6 +38,8 @@ class _Read(msgspec.Struct, frozen=True, tag="read"):
     """Announcement: all ranks read this checkpoint."""
 
     folder: str
+    is_remote: bool
+    """Whether they read the remote tier's copy, as that in the local one is missing or damaged."""
 
 
 class _Apply(msgspec.Struct, frozen=True, tag="apply"):
@@ -140,9 +142,9 @@ class LeadingApplying(_RanksApplying):
             raise
         return found
 
-    def ask_to_read(self, entry: Entry) -> None:
-        """Let all followers read a candidate."""
-        self._say(_Read(entry.folder))
+    def ask_to_read(self, entry: Entry, *, is_remote: bool) -> None:
+        """Let all followers read a candidate, from the same tier."""
+        self._say(_Read(entry.folder, is_remote))
 
     def expect_ready(self, entry: Entry, error: HoldfastError | None) -> None:
         """Wait until all ranks have read a candidate; `error` is what this rank has found.
@@ -208,7 +210,8 @@ class _LeadingReader(Reader):
 
     @override
     def read(self, entry: Entry, options: LoadOptions) -> LoadCandidate:
-        self.loads.ask_to_read(entry)
+        is_remote = self.catalog.home(entry.folder) is not self.catalog.store
+        self.loads.ask_to_read(entry, is_remote=is_remote)
         try:
             candidate = Reader.read(self, entry, options)
         except HoldfastError as error:
@@ -227,7 +230,7 @@ class FollowingApplying(_RanksApplying):
         phase = "reading"
         try:
             while isinstance(note := self._hear(), _Read):
-                self._post(self._read(search, note.folder))
+                self._post(self._read(search, note))
             self._adopt(note, search)
             if note.folder is None:
                 search.begin_anew()
@@ -243,9 +246,9 @@ class FollowingApplying(_RanksApplying):
             self._fail(self._tag, error, phase)
             raise
 
-    def _read(self, search: Search, folder: str) -> _Answer:
+    def _read(self, search: Search, note: _Read) -> _Answer:
         try:
-            search.choose_alike(folder)
+            search.choose_alike(note.folder, is_remote=note.is_remote)
         except HoldfastError as error:
             return self._answer_of(error)
         return _Answer("ready")
