@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from allranks import Member, all_of, on_ranks, save_on
-from holdfast import Encryption, Last, Tiered, errors
+from holdfast import CachedStore, Encryption, Last, Tiered, errors
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.sealed.sealing import sealing
 from holdfast.keys import SecretKey
@@ -231,3 +231,31 @@ def test_a_rank_that_cannot_reach_the_remote_tier_is_named(tmp_path: Path) -> No
     for error in on_ranks(3, work):
         assert isinstance(error, errors.HoldfastError)
         assert "cut off from rank 1" in str(error) or "does not see" in str(error), error
+
+
+@pytest.mark.parametrize("encrypt", [None, SEALS], ids=["plain", "encrypted"])
+def test_each_byte_crosses_the_network_once_a_host_on_the_way_in(
+    encrypt: Any, tmp_path: Path
+) -> None:
+    """Where the remote tier is a `CachedStore`, whose copies the ranks of a host share."""
+    remote = MemoryStore("remote")
+    (bits, *_) = save_on(2, Tiered(MemoryStore("local"), remote), encrypt=encrypt)
+    views = [FaultyStore(remote) for _ in range(3)]
+
+    def load(member: Member) -> dict[str, bytes]:
+        cached = CachedStore(views[member.rank], tmp_path, max_nbytes=1 << 30)
+        with torch.no_grad():
+            member.model[0].weight.zero_()
+        with member.manager(Tiered(MemoryStore("new"), cached), encrypt=encrypt) as manager:
+            assert manager.resume() is not None
+        return member.bits()
+
+    assert all_of(on_ranks(3, load)) == [bits] * 3
+    read = Counter(
+        key
+        for view in views
+        for op, key in view.ops
+        if op == "read_into" and key.endswith((".safetensors", ".sealed"))
+    )
+    assert len(read) > 3
+    assert {*read.values()} == {1}
