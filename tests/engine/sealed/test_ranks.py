@@ -505,6 +505,18 @@ def test_a_failure_arrives_as_it_was_said_and_a_forged_one_is_none() -> None:
     )
 
 
+def test_a_rank_without_the_key_says_nothing_but_why() -> None:
+    """R34: what else has failed there may have names, and is in its own error."""
+    ways, log = recording(2)
+    leader, follower = encrypted(ways[0], SEALS), encrypted(ways[1], OTHER)
+    leader.announce("first", b"", timeout_s=60)
+    follower.fail("round", Failure(f"phase of {CANARY}", CANARY), timeout_s=60)
+    failure = leader.collect("round", timeout_s=60).failed[1]
+    assert failure.phase == "opening the key of the ranks' messages"
+    assert "WrongKey" in failure.reason
+    assert not [message for message in log if CANARY.encode() in message]
+
+
 def test_a_box_of_the_leader_that_is_damaged_is_an_error() -> None:
     ways, _ = recording(2)
     leader, follower = (encrypted(one, SEALS) for one in ways)

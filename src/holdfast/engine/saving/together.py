@@ -430,7 +430,6 @@ class LeadingSave(_RanksSave):
         taken: set[str] = set()
         for rank, post in enumerate(posts):
             names = [file.plain for file in post.files]
-            names += [file.sealed.seal.name for file in post.files if file.sealed is not None]
             twice = sorted(name for name in {*names} if name in taken or names.count(name) > 1)
             if twice:
                 failure = Failure("writing its files", f"{twice[0]} is written twice")
