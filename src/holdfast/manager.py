@@ -379,8 +379,7 @@ class CheckpointManager:
             if due is not None:
                 return self._save_as_asked(asked, now, due, metrics)
         except BaseException as error:
-            if is_alone:
-                self._schedule.not_begun()
+            self._schedule.not_begun()
             self._outside.refuse(asked, error)
             raise
         if not is_alone:

@@ -462,8 +462,8 @@ OTHERS = (
         name="reason-of-a-deletion-in-clear",
         promise="R34: what is sealed is nowhere stored in clear",
         file="engine/sealed/sealing.py",
-        before="by=register.by, reason=REDACTED)",
-        after="by=register.by, reason=register.reason)",
+        before="msgspec.structs.replace(register, reason=REDACTED)",
+        after="register",
         near=(SEALING,),
     ),
     Mutant(

@@ -47,8 +47,6 @@ from holdfast.format.envelope import (
 )
 from holdfast.format.manifest import (
     MAX_MANIFEST_NBYTES,
-    Aborted,
-    Deleted,
     FileEntry,
     Manifest,
     decode_register,
@@ -382,12 +380,8 @@ class SealedStore(WrappedStore):
         if isinstance(register, Manifest):
             self._put_manifest(folder, register, data, if_absent=if_absent)
             return
-        if isinstance(register, Deleted):
-            redacted = Deleted(save_id=register.save_id, by=register.by, reason=REDACTED)
-            data = redacted.encode()
-        if isinstance(register, Aborted):
-            data = Aborted(by=register.by, reason=REDACTED).encode()
-        self.inner.put(key, data, if_absent=if_absent)
+        without_words = msgspec.structs.replace(register, reason=REDACTED)
+        self.inner.put(key, without_words.encode(), if_absent=if_absent)
         self._drop_state(folder)
 
     def _put_manifest(
