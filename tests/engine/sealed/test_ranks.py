@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable
-from itertools import product
+from itertools import count, product
 from pathlib import Path
 from typing import Any
 
@@ -169,7 +169,7 @@ def canary_state(member: Member) -> dict[str, Any]:
 
 
 def test_no_word_and_no_weight_is_told_or_stored_in_clear(tmp_path: Path) -> None:
-    """R34: in saves, in a save of what was saved, in loads, in failures, and in a request."""
+    """R34: in saves, in a save of what was saved, in loads, and in failures."""
     ranks, log = recording(3)
     weights = torch.full((16,), 3.1415927).numpy().tobytes()
 
@@ -202,6 +202,32 @@ def test_no_word_and_no_weight_is_told_or_stored_in_clear(tmp_path: Path) -> Non
             for key, data in kept.items()
             if word in data or word.decode(errors="replace") in key
         ]
+
+
+def kanarienvogel(now: Any, metrics: Any, event: Any) -> bool:
+    """Due at once; its name is the reason of the save."""
+    return True
+
+
+def test_what_only_the_leader_knows_is_agreed_on_and_not_in_clear() -> None:
+    """R34."""
+    ranks, log = recording(3)
+    store = MemoryStore()
+
+    def work(member: Member) -> tuple[int, str]:
+        with member.manager(store, encrypt=SEALS, every=kanarienvogel) as manager:
+            for step in count(1):
+                pending = manager.maybe_save(step)
+                if pending is not None:
+                    saved = pending.wait()
+                    return saved.step, saved.reason
+        raise AssertionError("it ends with a save")
+
+    first, *others = all_of(on_ranks(ranks, work))
+    assert others == [first] * 2
+    assert CANARY in first[1]
+    assert [message for message in log if b"where they save" in message]
+    assert not [message for message in log if CANARY.encode() in message]
 
 
 def test_no_key_is_in_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
