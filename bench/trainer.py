@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median, quantiles
 from time import perf_counter
@@ -117,6 +118,69 @@ def trainer(**options: Any) -> Loop:
     return train
 
 
+def lightning(loss: Stopwatch, num_steps: int, folder: Path) -> None:
+    """Lightning, with a checkpoint callback that asks after each step, and its CSV log."""
+    import lightning
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.loggers import CSVLogger
+
+    parts = Parts.make()
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = parts.model
+
+        def training_step(self, batch: Any, index: int) -> Tensor:
+            value = loss(self.model, batch)
+            self.log("loss", value)
+            return value
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return parts.optimizer
+
+    lightning.Trainer(
+        max_steps=num_steps,
+        accelerator="cpu",
+        default_root_dir=folder,
+        logger=CSVLogger(folder),
+        callbacks=[ModelCheckpoint(every_n_train_steps=10 * num_steps)],
+        log_every_n_steps=10,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    ).fit(Module(), parts.data)
+
+
+def transformers(loss: Stopwatch, num_steps: int, folder: Path) -> None:
+    """The Trainer of Hugging Face's transformers, which makes its own loader of the dataset."""
+    from transformers import Trainer as HFTrainer
+    from transformers import TrainingArguments
+
+    parts = Parts.make()
+
+    class Loop(HFTrainer):
+        def compute_loss(self, model: Any, inputs: Any, **options: Any) -> Tensor:
+            return loss(model, inputs)
+
+    Loop(
+        parts.model,
+        TrainingArguments(
+            output_dir=str(folder),
+            max_steps=num_steps,
+            per_device_train_batch_size=4,
+            logging_steps=10,
+            save_steps=10 * num_steps,
+            report_to=[],
+            disable_tqdm=True,
+            use_cpu=True,
+            max_grad_norm=0.0,
+        ),
+        data_collator=lambda samples: [torch.stack([sample[0] for sample in samples])],
+        train_dataset=parts.data.dataset,
+        optimizers=(parts.optimizer, None),
+    ).train()
+
+
 def _bar(*, is_terminal: bool) -> ProgressBar:
     return ProgressBar(Console(file=io.StringIO(), force_terminal=is_terminal))
 
@@ -128,8 +192,13 @@ LOOPS: Mapping[str, Callable[[], Loop]] = {
         progress=False, callbacks=[_bar(is_terminal=True)]
     ),
     "Trainer, neither log nor bar": lambda: trainer(progress=False, log=False),
+    "Lightning": lambda: lightning,
+    "HF Trainer": lambda: transformers,
 }
-"""How each loop is made anew. The second is the Trainer as it is by itself."""
+"""How each loop is made anew. The second is the Trainer as it is by itself.
+
+The peers log as it does, and show no bar. They are left out where they are not installed."""
+_NEEDS = {"Lightning": "lightning", "HF Trainer": "transformers"}
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
@@ -139,6 +208,8 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 def _measure_round(options: argparse.Namespace, folder: Path, results: Results) -> None:
     torch.set_num_threads(1)
     for name, make in LOOPS.items():
+        if name in _NEEDS and find_spec(_NEEDS[name]) is None:
+            continue
         with tempfile.TemporaryDirectory(dir=folder) as own:
             step_s = _measure(make(), options.steps, Path(own))
         results.add(f"trainer/{name}", Outcome(figures={"step_s": [step_s]}))
