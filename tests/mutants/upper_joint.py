@@ -8,6 +8,7 @@ _SAVES = ("tests/engine/saving/test_together.py", "tests/engine/saving/test_lost
 _LOADS = ("tests/engine/loading/test_together.py",)
 _SEALED = ("tests/engine/sealed/test_ranks.py",)
 _TIERS = ("tests/engine/tiers/test_ranks.py",)
+_JOINED = ("tests/state/test_joining.py", "tests/engine/saving/test_joined_trees.py")
 
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
@@ -265,5 +266,77 @@ MUTANTS: tuple[Mutant, ...] = (
         before="            if joint.world_size > 1:\n",
         after="            if joint.world_size > 1 and not joint.leads:\n",
         near=_TIERS,
+    ),
+    Mutant(
+        name="two-values-of-one-name-joined",
+        promise="R38: what several ranks have under one name is equal, or the save is refused",
+        file="state/joining.py",
+        before="elif not _are_equal(joined[name], value):",
+        after="elif type(joined[name]) is not type(value):",
+        near=_JOINED,
+    ),
+    Mutant(
+        name="slots-of-one-rank-joined-to-a-parameter-of-another",
+        promise="R38: a parameter that several ranks have has its slots on all of them",
+        file="state/joining.py",
+        before='"slots", _NONE)',
+        after='"slots", None)',
+        near=_JOINED,
+    ),
+    Mutant(
+        name="a-position-joined-as-a-name",
+        promise="R38: parameters that have no name are not joined",
+        file="state/joining.py",
+        before="for name in home if _POSITION.fullmatch(name))",
+        after="for name in home if not name)",
+        near=_JOINED,
+    ),
+    Mutant(
+        name="a-parameter-in-two-groups",
+        promise="R38: parameter groups are joined by number, or refused",
+        file="state/joining.py",
+        before="                    if known != number:\n",
+        after="                    if known < 0:\n",
+        near=_JOINED,
+    ),
+    Mutant(
+        name="a-leaf-that-no-rank-takes",
+        promise="R38: a load by several ranks takes all of a checkpoint, or is refused",
+        file="engine/loading/together.py",
+        before="if untaken and found.options.strict:",
+        after="if untaken and not found.options.is_full:",
+        near=_JOINED,
+    ),
+    Mutant(
+        name="leaves-of-other-ranks-demanded",
+        promise="R38: a rank takes what its own objects name, however the stages were cut",
+        file="engine/loading/resume.py",
+        before="has_other_ranks=self.world_size > 1",
+        after="has_other_ranks=self.world_size < 1",
+        near=_JOINED,
+    ),
+    Mutant(
+        name="an-empty-group-matches-any-other",
+        promise="R38: a group without parameters on this rank gets the options of its number",
+        file="state/optimizers.py",
+        before="by_number = {g: g for g in empty if g in free}",
+        after="by_number: dict[int, int] = {}",
+        near=_JOINED,
+    ),
+    Mutant(
+        name="kinds-of-components-not-compared",
+        promise="R38: ranks that save other kinds of components are told so",
+        file="engine/saving/shares.py",
+        before="if kinds != (self._components, self._kinds):",
+        after="if kinds[0] != self._components:",
+        near=_JOINED,
+    ),
+    Mutant(
+        name="joined-trees-are-never-unchanged",
+        promise="R38: a save of the same step with not one byte changed commits nothing",
+        file="engine/saving/together.py",
+        before="                or recorded.get(layout.tree_file(name)) != roots",
+        after="                and recorded.get(layout.tree_file(name)) != roots",
+        near=_JOINED,
     ),
 )

@@ -21,7 +21,7 @@ from holdfast.state.components import (
 from holdfast.state.copying import Stored, Unread
 from holdfast.state.merge import Claims
 from holdfast.state.plans import GeneratorPlan, LoadPlan, ObjectPlan, RngPlan, TreePlan
-from holdfast.state.selection import Problems, Rename, Selection, Wishes
+from holdfast.state.selection import NOT_LOADED, Problems, Rename, Selection, Wishes
 from holdfast.state.shards import LocalShards
 from holdfast.state.trees import decode_skeleton
 
@@ -49,7 +49,10 @@ class Prepared:
         protected: Sequence[Tensor],
         notes: tuple[str, ...],
         lost: tuple[str, ...] = (),
+        untaken: tuple[str, ...] = (),
     ) -> None:
+        self.untaken = untaken
+        """Stored leaves that are not loaded here; other ranks must load them."""
         self._plans: Mapping[str, LoadPlan] | None = plans
         self._protected = protected
         self.needed: Mapping[str, tuple[str, ...]] = {
@@ -91,6 +94,11 @@ class Prepared:
             plan.prepare(tensors.get(name, {}), claims)
         self.notes += claims.notes
         self._is_ready = True
+
+    def note_untaken(self, paths: Sequence[str]) -> None:
+        """Note the stored leaves that no rank loads; all others are not `untaken` any more."""
+        self.untaken = tuple(paths)
+        self.notes += tuple(f"{path}: {NOT_LOADED}" for path in paths)
 
     def apply(self, tensors: Mapping[str, Mapping[str, Stored]]) -> None:
         """Put the stored values into the live objects. Call once.
@@ -149,6 +157,7 @@ def prepare(
     unread: Collection[str] = (),
     unsaved: Collection[str] = (),
     one_sided: Collection[str] = (),
+    has_other_ranks: bool = False,
 ) -> Prepared:
     """Plan a load: match stored components with live ones and check them; changes nothing.
 
@@ -168,6 +177,8 @@ def prepare(
         unread: components that the checkpoint has besides `stored`; none of them is loaded.
         unsaved: components that were not saved and stay as they are, with a note.
         one_sided: components that only the state or only the checkpoint may have.
+        has_other_ranks: stored leaves that no live one matches may be those of other ranks: they
+            are `untaken`, and no error.
 
     Raises:
         UsageError: an argument names nothing, or a rename makes two names one.
@@ -198,8 +209,12 @@ def prepare(
             skeleton = decode_skeleton(
                 stored[name].tree, stored[name].tensors, what=f"{where}: tree of {name}"
             )
+            before = len(problems.unexpected)
             plan.check(skeleton, wishes, problems)
             plans[name] = plan
+            if has_other_ranks:
+                problems.untaken += problems.unexpected[before:]
+                del problems.unexpected[before:]
     _report_selection(wishes, problems, wanted=wanted, everything=everything, planned=plans)
     if not strict:
         problems.tolerate()
@@ -215,7 +230,13 @@ def prepare(
     ]
     problems.raise_if_any(where)
     problems.notes += [f"saved without {name}, which stays as it is" for name in unsaved]
-    return Prepared(plans, _module_tensors(state), tuple(problems.notes), tuple(problems.lost))
+    return Prepared(
+        plans,
+        _module_tensors(state),
+        tuple(problems.notes),
+        tuple(problems.lost),
+        tuple(problems.untaken),
+    )
 
 
 def _module_tensors(state: Mapping[str, Any]) -> list[Tensor]:

@@ -386,23 +386,34 @@ class OptimizerPlan(LoadPlan):
                 problems.missing.append(f"{component}.{name}")
 
     def _match_groups(self, problems: Problems) -> None:
-        """Pair stored and live groups by the parameters that both sides have."""
+        """Pair stored and live groups by the parameters that both sides have.
+
+        One without parameters, as a rank of several may have, is paired by its number, if no
+        parameter of that stored group is live.
+        """
         both = self._live.parameters.keys() & set(self._new_names.values())
         waiting: dict[frozenset[str], list[int]] = {}
         for g, names in enumerate(self._stored.groups):
             shared = frozenset(self._new_names[name] for name in names) & both
-            if shared or not names:
-                waiting.setdefault(shared, []).append(g)
+            waiting.setdefault(shared, []).append(g)
+        free = waiting.pop(frozenset(), [])
+        empty = [g for g, names in enumerate(self._live.groups) if not names]
         for g, live_names in enumerate(self._live.groups):
             shared = frozenset(live_names) & both
-            same = waiting.get(shared) if shared or not live_names else None
+            same = waiting.get(shared)
             if same:
                 self._groups.append((g, same.pop(0)))
             elif shared:
                 problems.other.append(_regrouped(self._component, g, live_names))
-            elif not live_names:
+        by_number = {g: g for g in empty if g in free}
+        others = [g for g in free if g not in by_number and not self._stored.groups[g]]
+        for g in empty:
+            old = by_number[g] if g in by_number else others.pop(0) if others else None
+            if old is None:
                 problems.other.append(f"{self._component}: live group {g} is not in the checkpoint")
-        if waiting.get(frozenset()):
+            else:
+                self._groups.append((g, old))
+        if others:
             problems.other.append(f"{self._component}: a stored group without parameters")
 
     def _check_options(self, problems: Problems) -> None:

@@ -20,6 +20,8 @@ from holdfast.state.leaves import DTYPE_NAMES
 
 _ONE, _ANY = "*", "**"
 _MAX_KEY_BITS = 2000
+NOT_LOADED = "in the checkpoint only, not loaded"
+"""Note on a stored leaf that no live one matches."""
 _PREFIXES = ("module.", "_orig_mod.", "model.")
 """Prefixes that wrappers of modules, such as torch.compile, add to the names in them."""
 
@@ -210,6 +212,9 @@ class Problems:
     wrong_shape: list[str] = field(default_factory=list)
     wrong_dtype: list[str] = field(default_factory=list)
 
+    untaken: list[str] = field(default_factory=list)
+    """Stored leaves that only other ranks may have; expected until all ranks have looked."""
+
     other: list[str] = field(default_factory=list)
     """Problems in whole sentences, which are about more than a leaf."""
 
@@ -236,7 +241,7 @@ class Problems:
     def tolerate(self) -> None:
         """Turn missing and unexpected leaves into notes."""
         self.notes += [f"{path}: not in the checkpoint, left as it is" for path in self.missing]
-        self.notes += [f"{path}: in the checkpoint only, not loaded" for path in self.unexpected]
+        self.notes += [f"{path}: {NOT_LOADED}" for path in self.unexpected]
         self.missing.clear()
         self.unexpected.clear()
 
@@ -263,10 +268,11 @@ class Problems:
     def _hint(self) -> str:
         """List other problems, and suggest a `rename=` if the paths differ by one prefix only."""
         others = ["and also:\n" + listing(self.other)] if self.other else []
+        extra = [*self.unexpected, *self.untaken]
         for prefix in _PREFIXES:
             for longer, shorter, rule in (
-                (self.unexpected, self.missing, f'name.removeprefix("{prefix}")'),
-                (self.missing, self.unexpected, f'"{prefix}" + name'),
+                (extra, self.missing, f'name.removeprefix("{prefix}")'),
+                (self.missing, extra, f'"{prefix}" + name'),
             ):
                 if longer and {_without(path, prefix) for path in longer} == {*shorter}:
                     only = f"the paths differ by {prefix!r} alone; pass rename=lambda name: {rule}"

@@ -265,6 +265,7 @@ class Reader:
             unread=[name for name in entry.manifest.components if name not in components],
             unsaved=unsaved,
             one_sided=one_sided.names,
+            has_other_ranks=self.world_size > 1,
         )
         rest = partial(self._read_rest, opened, reader, options, shards=prepared.shards)
         tensors = _completed(_as_held(edited.tensors, prepared.shards), prepared.needed, rest)

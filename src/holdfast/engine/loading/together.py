@@ -49,6 +49,8 @@ class _Apply(msgspec.Struct, frozen=True, tag="apply"):
     claim: Claim | None
     rejected: tuple[tuple[str, str], ...]
     """(folder, reason) of each checkpoint that was skipped."""
+    untaken: tuple[str, ...] = ()
+    """Leaves of the checkpoint that no rank takes, as a load that is not strict allows."""
 
 
 _Kind: TypeAlias = Literal["ready", "damaged", "unread", "misfit", "failed"]
@@ -60,6 +62,12 @@ class _Answer(msgspec.Struct, frozen=True):
 
     kind: _Kind
     reason: str = ""
+    untaken: tuple[str, ...] = ()
+    """Leaves of the checkpoint that this rank does not take."""
+
+
+def _ready(candidate: LoadCandidate) -> _Answer:
+    return _Answer("ready", untaken=candidate.prepared.untaken)
 
 
 def applying(
@@ -146,16 +154,17 @@ class LeadingApplying(_RanksApplying):
         """Let all followers read a candidate, from the same tier."""
         self._say(_Read(entry.folder, is_remote))
 
-    def expect_ready(self, entry: Entry, error: HoldfastError | None) -> None:
-        """Wait until all ranks have read a candidate; `error` is what this rank has found.
+    def expect_ready(self, entry: Entry, found: LoadCandidate | HoldfastError) -> None:
+        """Wait until all ranks have read a candidate; `found` is what this rank has read of it.
 
         Raises:
             CorruptData: it is damaged on another rank.
             TransientStoreError: another rank could not read it, and may next time.
-            MismatchError: it does not fit the state of another rank.
+            MismatchError: it does not fit the state of another rank, or has leaves for none.
             RanksFailed, RanksSilent: another rank could not say.
         """
-        self._post(_Answer("ready") if error is None else self._answer_of(error))
+        error = found if isinstance(found, HoldfastError) else None
+        self._post(_ready(found) if isinstance(found, LoadCandidate) else self._answer_of(found))
         answers = self._answers()
         if error is not None:
             raise error
@@ -169,6 +178,12 @@ class LeadingApplying(_RanksApplying):
                 raise TransientStoreError(text)
             if answer.kind == "failed":
                 raise RanksFailed("the load", {rank: Failure("reading", answer.reason)})
+        if isinstance(found, LoadCandidate):
+            others = [{*answer.untaken} for answer in answers]
+            untaken = [path for path in found.prepared.untaken if all(path in of for of in others)]
+            if untaken and found.options.strict:
+                raise MismatchError(entry.folder, unexpected=untaken)
+            found.prepared.note_untaken(untaken)
 
     @override
     def _try_apply(self, candidate: LoadCandidate, search: Search) -> bool:
@@ -189,6 +204,7 @@ class LeadingApplying(_RanksApplying):
             None if candidate is None else candidate.entry.folder,
             claim,
             search.rejected,
+            () if candidate is None else candidate.prepared.untaken,
         )
 
     def _say(self, note: _Read | _Apply) -> None:
@@ -217,7 +233,7 @@ class _LeadingReader(Reader):
         except HoldfastError as error:
             self.loads.expect_ready(entry, error)
             raise
-        self.loads.expect_ready(entry, None)
+        self.loads.expect_ready(entry, candidate)
         return candidate
 
 
@@ -251,12 +267,15 @@ class FollowingApplying(_RanksApplying):
             search.choose_alike(note.folder, is_remote=note.is_remote)
         except HoldfastError as error:
             return self._answer_of(error)
-        return _Answer("ready")
+        assert search.candidate is not None, "it was chosen"
+        return _ready(search.candidate)
 
     def _adopt(self, note: _Apply, search: Search) -> None:
         if note.claim is not None:
             self._owner.adopt(note.claim)
         search.reject_alike(note.rejected)
+        if search.candidate is not None:
+            search.candidate.prepared.note_untaken(note.untaken)
 
     def _apply_jointly(self, candidate: LoadCandidate) -> None:
         """Apply a checkpoint, and wait until all ranks have."""

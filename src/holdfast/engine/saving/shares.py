@@ -247,6 +247,11 @@ class Written:
     start: Ints
 
 
+def _described(components: Sequence[str], kinds: Sequence[str]) -> str:
+    pairs = zip(components, kinds, strict=True)
+    return ", ".join(f"{name} ({kind})" for name, kind in pairs)
+
+
 class Plan:
     """The leader's plan of one save: all leaves and boxes, and who writes which.
 
@@ -362,11 +367,12 @@ class Plan:
 
     def _check_components(self, shares: Sequence[Share]) -> None:
         for rank, share in enumerate(shares):
-            if share.components != self._components:
+            kinds = (share.components, share.kinds)
+            if kinds != (self._components, self._kinds):
                 failure = Failure(
                     "sharing",
-                    f"it saves the components {', '.join(share.components)}; the leader saves "
-                    f"{', '.join(self._components)}",
+                    f"it saves the components {_described(*kinds)}; the leader saves "
+                    f"{_described(self._components, self._kinds)}",
                 )
                 raise RanksFailed("the save", {rank: failure})
 
@@ -383,7 +389,7 @@ class Plan:
                     (
                         f"{component}.{key}",
                         f"on one rank {known[2]} {list(known[3])}, on another {dtype} "
-                        f"{list(shape)}; only generators may differ by rank",
+                        f"{list(shape)}; what several ranks have must be equal",
                     )
                 )
             found.append(numbers.setdefault((component, key), len(numbers)))

@@ -44,6 +44,7 @@ from holdfast.format.manifest import Aborted, FileEntry, Manifest
 from holdfast.ranks.coordinator import GRACE_S, LEADER, Coordinator, Failure, decoded
 from holdfast.state.byrank import BY_RANK, difference, joined
 from holdfast.state.capture import Captured
+from holdfast.state.joining import JOINED, join_by_name
 from holdfast.store.base import Store
 
 T = TypeVar("T")
@@ -102,7 +103,8 @@ class _Comparison(msgspec.Struct, frozen=True):
     digests: dict[str, str]
     """Digest of the tree of each component that is the same on all ranks."""
     trees: dict[str, bytes]
-    """Trees of the components that differ by rank."""
+    """Trees of the components of which each rank has its own, and those that the checkpoint has
+    not as they are: it may have them joined."""
 
 
 class _Verdict(msgspec.Struct, frozen=True):
@@ -293,7 +295,12 @@ class _RanksSave(JointSave):
                 for name, kind in staged.kinds.items()
                 if kind not in BY_RANK
             },
-            trees={n: tree for n, tree in staged.trees.items() if staged.kinds[n] in BY_RANK},
+            trees={
+                name: tree
+                for name, tree in staged.trees.items()
+                if staged.kinds[name] in BY_RANK
+                or recorded.get(layout.tree_file(name)) != roots[layout.tree_file(name)]
+            },
         )
 
     def _own_part(self, captured: Captured) -> Captured:
@@ -382,16 +389,28 @@ class LeadingSave(_RanksSave):
         own = self._comparison(staged, roots, recorded)
         self._post("comparison", own)
         found: list[_Comparison] = self._collect("comparison", _Comparison)
-        digests = {layout.tree_file(name): digest for name, digest in own.digests.items()}
-        for name in own.trees:
-            tree = joined([one.trees[name] for one in found])
-            digest = blocks.file_digest(len(tree), blocks.digest_blocks(tree))
-            digests[layout.tree_file(name)] = digest
+        trees = [self._joined_digest(n, kind, found) for n, kind in staged.kinds.items()]
+        files = [layout.tree_file(name) for name in staged.kinds]
         return (
-            all(one.is_same and one.digests == own.digests for one in found)
-            and all(recorded.get(name) == digest for name, digest in digests.items())
-            and len(recorded) == len(digests) + sum(one.files for one in found)
+            all(one.is_same for one in found)
+            and None not in trees
+            and trees == [recorded.get(file) for file in files]
+            and len(recorded) == len(files) + sum(one.files for one in found)
         )
+
+    def _joined_digest(self, name: str, kind: str, found: Sequence[_Comparison]) -> str | None:
+        """Return the digest of the tree of all ranks; None if they cannot be joined."""
+        digests = {one.digests.get(name) for one in found}
+        if kind not in BY_RANK and len(digests) == 1:
+            return digests.pop()
+        trees = [one.trees[name] for one in found if name in one.trees]
+        if len(trees) < len(found):
+            return None  # that of one rank is in the checkpoint, and that of another is not
+        try:
+            tree = self._join(name, kind, trees)
+        except UnsupportedState:
+            return None
+        return blocks.file_digest(len(tree), blocks.digest_blocks(tree))
 
     @override
     def answer(self, *, is_unchanged: bool) -> None:
@@ -416,7 +435,9 @@ class LeadingSave(_RanksSave):
         posts = self._collect("files", _FilesPost)
         self._expect_own_names(posts)
         trees = {
-            name: self._joined(name, kind, [post.trees.get(name) for post in posts])
+            name: self._join(
+                name, kind, [post.trees.get(name, self._trees[name]) for post in posts]
+            )
             for name, kind in staged.kinds.items()
         }
         return Gathered(
@@ -451,24 +472,28 @@ class LeadingSave(_RanksSave):
         with suppress(HoldfastError):
             self._announce("outcome", _OutcomeNote(doubt=Failure.of(error, phase=phase)))
 
-    def _joined(self, name: str, kind: str, trees: Sequence[bytes | None]) -> bytes:
-        own = self._trees[name]
+    @staticmethod
+    def _join(name: str, kind: str, trees: Sequence[bytes]) -> bytes:
+        """Join the trees of all ranks.
+
+        Raises:
+            UnsupportedState: they cannot be joined.
+        """
         if kind in BY_RANK:
-            return joined([own if tree is None else tree for tree in trees])
-        odd = [rank for rank, tree in enumerate(trees) if tree is not None]
-        if odd:
-            raise UnsupportedState(
-                [
-                    (
-                        name,
-                        f"the leader and rank {odd[0]}"
-                        f"{f' (and {len(odd) - 1} more)' if len(odd) > 1 else ''} differ: "
-                        f"{difference(own, trees[odd[0]] or b'')}. Only generators may differ by "
-                        "rank; make it equal on all, or leave it out of the state",
-                    )
-                ]
-            )
-        return own
+            return joined(trees)
+        if kind in JOINED:
+            return join_by_name(name, kind, trees)
+        odd = [rank for rank, tree in enumerate(trees) if tree != trees[LEADER]]
+        if not odd:
+            return trees[LEADER]
+        others = f" (and {len(odd) - 1} more)" if len(odd) > 1 else ""
+        why = (
+            f"the leader and rank {odd[0]}{others} differ: "
+            f"{difference(trees[LEADER], trees[odd[0]])}. Only generators, and the parameters in "
+            "modules and optimizers, may differ by rank; make it equal on all, or leave it out of "
+            "the state"
+        )
+        raise UnsupportedState([(name, why)])
 
     def _collect_shares(self) -> None:
         shares: list[Share | Unchanged] = self._collect("shares", Share | Unchanged)

@@ -1,0 +1,174 @@
+"""Trees of one component that differ by rank, joined by name: a pipeline's stages, experts.
+
+Each rank has entries under names of its own; an entry that several ranks have must be equal. Only
+modules and optimizers are joined: a load takes by name what they hold, and refills all others.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeAlias
+
+from holdfast.errors import UnsupportedState
+from holdfast.format.nodes import TensorRef
+from holdfast.format.objects import decode_beside, decode_tree, document, join
+
+JOINED = frozenset({"module", "optimizer"})
+"""Kinds of components that are joined."""
+_POSITION = re.compile(r"group\d+\.param\d+(#\d+)?", re.ASCII)
+"""Name of a parameter in no module of the state: its position in the optimizer of one rank."""
+_NONE = object()
+"""In place of the slots of a parameter that has none."""
+_EQUAL = ("type", "extra")
+_VERSIONS = "versions"
+
+_OfRanks: TypeAlias = Sequence[tuple[int, Any]]
+"""The lowest rank of each distinct value, and the value."""
+
+
+def join_by_name(component: str, kind: str, trees: Sequence[bytes]) -> bytes:
+    """Join the trees of all ranks, in their order, to one tree with the entries of all.
+
+    Raises:
+        UnsupportedState: lists each entry that is not equal on the ranks that have it.
+    """
+    distinct = {tree: rank for rank, tree in reversed([*enumerate(trees)])}
+    if len(distinct) == 1:
+        return trees[0]
+    what = f"{component}'s tree"
+    ranks = sorted((rank, tree) for tree, rank in distinct.items())
+    parts = [(rank, decode_tree(tree, what=what)) for rank, tree in ranks]
+    joining = _Joining(component)
+    beside: dict[str, Any] = {}
+    if kind == "optimizer":
+        joined = joining.optimizer(parts)
+    else:
+        joined = joining.by_name("", parts)
+        versions = [(rank, decode_beside(tree, _VERSIONS, what=what) or {}) for rank, tree in ranks]
+        beside = {_VERSIONS: found} if (found := joining.by_name(_VERSIONS, versions)) else {}
+    if joining.conflicts:
+        raise UnsupportedState(joining.conflicts)
+    return document(joined, beside=beside).data
+
+
+class _Joining:
+    """Joins the values of one component, and collects the conflicts."""
+
+    def __init__(self, component: str) -> None:
+        self._component = component
+        self.conflicts: list[tuple[str, str]] = []
+
+    def by_name(self, path: str, parts: _OfRanks) -> dict[Any, Any]:
+        """Join dicts to one with the names of all."""
+        joined: dict[Any, Any] = {}
+        holders: dict[Any, int] = {}
+        for rank, part in parts:
+            for name, value in part.items():
+                if holders.setdefault(name, rank) == rank:
+                    joined[name] = value
+                elif not _are_equal(joined[name], value):
+                    self._refuse(join(path, name), holders[name], joined[name], rank, value)
+        return joined
+
+    def equal(self, path: str, parts: _OfRanks) -> Any:
+        """Return the value that all have."""
+        (first, value), *others = parts
+        for rank, other in others:
+            if not _are_equal(value, other):
+                self._refuse(path, first, value, rank, other)
+        return value
+
+    def optimizer(self, parts: _OfRanks) -> dict[str, Any]:
+        """Join the trees of optimizers; group *n* gets the names of group *n* of each rank."""
+        tree = {name: self.equal(name, list(_members(parts, name))) for name in _EQUAL}
+        # Only with parameters does an optimizer know the modules that these come from.
+        some = [(rank, one) for rank, one in parts if one["shapes"]] or parts
+        tree["modules"] = self.equal("modules", list(_members(some, "modules")))
+        tree["shapes"] = self.by_name("shapes", list(_members(parts, "shapes")))
+        tree["devices"] = self._of_parameters(parts, "devices", "cpu")
+        tree["slots"] = self._of_parameters(parts, "slots", _NONE)
+        options = list(_members(parts, "param_groups"))
+        counts = [(rank, len(groups)) for rank, groups in options]
+        count = self.equal("number of param_groups", counts)
+        if len({num for _, num in counts}) > 1:
+            return tree  # a rank without parameters for a group must have an empty one
+        groups = list(_members(parts, "groups"))
+        tree["param_groups"] = [
+            self._options(n, [(rank, of_rank[n]) for rank, of_rank in options])
+            for n in range(count)
+        ]
+        tree["groups"] = [
+            [*dict.fromkeys(name for _, of_rank in groups for name in of_rank[n])]
+            for n in range(count)
+        ]
+        self._check_names(groups)
+        return {name: tree[name] for name in parts[0][1]}
+
+    def _of_parameters(self, parts: _OfRanks, member: str, default: Any) -> dict[str, Any]:
+        """Join a member that has entries for some parameters, and the default for all others."""
+        whole = [
+            (rank, {name: tree[member].get(name, default) for name in tree["shapes"]})
+            for rank, tree in parts
+        ]
+        joined = self.by_name(member, whole)
+        return {
+            name: value
+            for name, value in joined.items()
+            if value is not default and value != default
+        }
+
+    def _options(self, number: int, parts: _OfRanks) -> dict[str, Any]:
+        path = f"param_groups.{number}"
+        self.equal(path, [(rank, sorted(options, key=repr)) for rank, options in parts])
+        return self.by_name(path, parts)
+
+    def _check_names(self, groups: _OfRanks) -> None:
+        """Refuse parameters in groups of different numbers, and such without a name."""
+        home: dict[str, tuple[int, int]] = {}
+        for rank, of_rank in groups:
+            for number, names in enumerate(of_rank):
+                for name in names:
+                    first, known = home.setdefault(name, (rank, number))
+                    if known != number:
+                        self._refuse(f"{name} in param_groups", first, known, rank, number)
+        unnamed = sorted(name for name in home if _POSITION.fullmatch(name))
+        self.conflicts += [
+            (
+                f"{self._component}.{name}",
+                "no module of the state has this parameter, so that it has no name by which the "
+                "parameter groups of the ranks, which differ, could be joined",
+            )
+            for name in unnamed
+        ]
+
+    def _refuse(self, path: str, first: int, value: Any, rank: int, other: Any) -> None:
+        self.conflicts.append(
+            (
+                join(self._component, path),
+                f"on rank {first} it is {_shown(value)}, on rank {rank} {_shown(other)}; what "
+                "several ranks have must be equal",
+            )
+        )
+
+
+def _members(parts: _OfRanks, name: str) -> Iterator[tuple[int, Any]]:
+    for rank, tree in parts:
+        yield rank, tree[name]
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    """Whether two decoded values are the same, with their types, bit by bit."""
+    if one is _NONE or other is _NONE:
+        return one is other
+    if type(one) is TensorRef and type(other) is TensorRef:
+        return one == other
+    return one is other or _node(one) == _node(other)
+
+
+def _node(value: Any) -> bytes:
+    return document(value).data
+
+
+def _shown(value: Any) -> str:
+    return "absent" if value is _NONE else f"{value!r:.60}"
