@@ -69,6 +69,7 @@ if TYPE_CHECKING:
     from holdfast.policy.triggers import Trigger as Trigger
     from holdfast.policy.triggers import WallClock as WallClock
     from holdfast.policy.triggers import When as When
+    from holdfast.state.components import PerRank as PerRank
     from holdfast.store import open_store as open_store
     from holdfast.store.base import ObjectInfo as ObjectInfo
     from holdfast.store.base import Store as Store
@@ -111,6 +112,7 @@ _HOMES = {
     "ObjectInfo": "holdfast.store.base",
     "On": "holdfast.policy.triggers",
     "PendingSave": "holdfast.engine.checkpoint",
+    "PerRank": "holdfast.state.components",
     "RemoteOptions": "holdfast.store.remote.opening",
     "RemoteStore": "holdfast.store.remote.store",
     "Rule": "holdfast.policy.rule",

@@ -69,7 +69,7 @@ from holdfast.policy.triggers import SaveFunction, Trigger
 from holdfast.ranks.chosen import coordinator_of
 from holdfast.ranks.coordinator import Coordinator
 from holdfast.state.capture import Captured, Capturer
-from holdfast.state.components import RNG, check_state, unwrapped
+from holdfast.state.components import RNG, check_state, marked, unwrapped
 from holdfast.state.edits import Edit, edited
 from holdfast.state.lacking import NO_OPTIMIZER, OUTSIDE, is_outside, lacks_optimizer
 from holdfast.state.lacking import describe as describe_unheld
@@ -172,6 +172,7 @@ class CheckpointManager:
         preflight: bool = True,
         ranks: Coordinator | Literal["group"] | None = "group",
     ) -> None:
+        state, per_rank = marked(state)
         check_state(state)
         state = unwrapped(state)
         options = {
@@ -206,7 +207,7 @@ class CheckpointManager:
         self._catalog = catalog_of(checkpoints.root, self._emit, checkpoints.encrypt)
         self.store = self._catalog.store
         self.state = state
-        self._capturer = Capturer(state, is_shared=is_shared)
+        self._capturer = Capturer(state, is_shared=is_shared, per_rank=per_rank)
         self._hooks = hooks if hooks is not None else StateHooks()
         self._refuses_existing = checkpoints.on_existing == "error"
         self._raises_failures = on_failure == "raise"
@@ -956,7 +957,7 @@ class CheckpointManager:
         if manifest.world_size != self._ranks.world_size:
             notes.append(
                 f"saved by {manifest.world_size} ranks, loaded by {self._ranks.world_size}: rank r "
-                "goes on with the generators of r modulo the old number"
+                "goes on with the generators, and whatever is per rank, of r modulo the old number"
             )
         return describe(
             self._home(found.entry),

@@ -8,6 +8,7 @@ _SAVES = ("tests/engine/saving/test_together.py", "tests/engine/saving/test_lost
 _LOADS = ("tests/engine/loading/test_together.py",)
 _SEALED = ("tests/engine/sealed/test_ranks.py",)
 _TIERS = ("tests/engine/tiers/test_ranks.py",)
+_PER_RANK = ("tests/engine/saving/test_per_rank.py",)
 _JOINED = ("tests/state/test_joining.py", "tests/engine/saving/test_joined_trees.py")
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -103,7 +104,7 @@ MUTANTS: tuple[Mutant, ...] = (
         name="applied-before-all-are-ready",
         promise="I6: a load changes nothing on any rank before all can use it",
         file="engine/loading/together.py",
-        before="        self.loads.expect_ready(entry, None)\n",
+        before="        self.loads.expect_ready(entry, candidate)\n",
         after="",
         near=_LOADS,
     ),
@@ -279,8 +280,8 @@ MUTANTS: tuple[Mutant, ...] = (
         name="slots-of-one-rank-joined-to-a-parameter-of-another",
         promise="R38: a parameter that several ranks have has its slots on all of them",
         file="state/joining.py",
-        before='"slots", _NONE)',
-        after='"slots", None)',
+        before='.get(name, default) for name in tree["shapes"]}',
+        after="[name] for name in tree[member]}",
         near=_JOINED,
     ),
     Mutant(
@@ -311,8 +312,8 @@ MUTANTS: tuple[Mutant, ...] = (
         name="leaves-of-other-ranks-demanded",
         promise="R38: a rank takes what its own objects name, however the stages were cut",
         file="engine/loading/resume.py",
-        before="has_other_ranks=self.world_size > 1",
-        after="has_other_ranks=self.world_size < 1",
+        before="opened.by_rank if self.world_size > 1 else ()",
+        after="opened.by_rank if self.world_size < 1 else ()",
         near=_JOINED,
     ),
     Mutant(
@@ -338,5 +339,45 @@ MUTANTS: tuple[Mutant, ...] = (
         before="                or recorded.get(layout.tree_file(name)) != roots",
         after="                and recorded.get(layout.tree_file(name)) != roots",
         near=_JOINED,
+    ),
+    Mutant(
+        name="per-rank-of-the-first-for-all",
+        promise="R38: each rank gets its own back",
+        file="state/byrank.py",
+        before="    old = rank % len(nodes)\n",
+        after="    old = 0\n",
+        near=_PER_RANK,
+    ),
+    Mutant(
+        name="shapes-of-another-rank-taken",
+        promise="R38: what each rank has is given to another number of ranks only where it fits",
+        file="state/byrank.py",
+        before="    if odd:\n        names",
+        after="    if len(odd) > num_ranks:\n        names",
+        near=_PER_RANK,
+    ),
+    Mutant(
+        name="another-ranks-leaves-excuse-ones-own",
+        promise="R38: what is of each rank is loaded whole on each",
+        file="engine/loading/resume.py",
+        before="divided=opened.components.keys() - opened.by_rank if",
+        after="divided=opened.components.keys() if",
+        near=_PER_RANK,
+    ),
+    Mutant(
+        name="versions-of-each-rank-lost",
+        promise="R38: what is beside the trees of ranks comes back, too",
+        file="state/byrank.py",
+        before='tree = {**document, "tree": _without_prefix',
+        after='tree = {"holdfast": document["holdfast"], "tree": _without_prefix',
+        near=_PER_RANK,
+    ),
+    Mutant(
+        name="the-mark-of-a-rank-not-compared",
+        promise="R38: ranks that mark other components as of each rank are told so",
+        file="engine/saving/shares.py",
+        before='return f"{part.kind}, per rank" if part.by_rank else part.kind',
+        after="return part.kind",
+        near=_PER_RANK,
     ),
 )

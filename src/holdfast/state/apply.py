@@ -157,7 +157,7 @@ def prepare(
     unread: Collection[str] = (),
     unsaved: Collection[str] = (),
     one_sided: Collection[str] = (),
-    has_other_ranks: bool = False,
+    divided: Collection[str] = (),
 ) -> Prepared:
     """Plan a load: match stored components with live ones and check them; changes nothing.
 
@@ -177,8 +177,8 @@ def prepare(
         unread: components that the checkpoint has besides `stored`; none of them is loaded.
         unsaved: components that were not saved and stay as they are, with a note.
         one_sided: components that only the state or only the checkpoint may have.
-        has_other_ranks: stored leaves that no live one matches may be those of other ranks: they
-            are `untaken`, and no error.
+        divided: components that ranks may have parts of. A stored leaf in them that no live one
+            matches may be that of another rank: it is `untaken`, and no error.
 
     Raises:
         UsageError: an argument names nothing, or a rename makes two names one.
@@ -212,7 +212,7 @@ def prepare(
             before = len(problems.unexpected)
             plan.check(skeleton, wishes, problems)
             plans[name] = plan
-            if has_other_ranks:
+            if name in divided:
                 problems.untaken += problems.unexpected[before:]
                 del problems.unexpected[before:]
     _report_selection(wishes, problems, wanted=wanted, everything=everything, planned=plans)

@@ -1,4 +1,4 @@
-"""Components whose state differs by rank: each rank's whole, under keys that name the rank.
+"""Components of which each rank has its own state, under keys that name the rank.
 
 The joined tree is a `$ranks` node: the trees of all ranks, in their order.
 """
@@ -10,15 +10,15 @@ from typing import Any
 
 import msgspec
 
-from holdfast.errors import FormatError
+from holdfast.errors import FormatError, MismatchError, UnsupportedState
 from holdfast.format import strictjson
-from holdfast.format.layout import FORMAT_VERSION, MAX_TREE_NBYTES
-from holdfast.format.objects import MAX_TREE_VALUES, RANKS
+from holdfast.format.layout import MAX_TREE_NBYTES
+from holdfast.format.objects import MAX_TREE_VALUES, RANKS, TreeDocument
 from holdfast.format.tensors import TensorSpec
 from holdfast.state.components import StoredComponent
 
 BY_RANK = frozenset({"rng", "generator"})
-"""Kinds of components of which each rank keeps its own."""
+"""Kinds of components of which each rank always has its own; others may be marked so."""
 _REFERENCES = ("$tensor", "$array")
 
 
@@ -28,28 +28,34 @@ def key_of_rank(key: str, rank: int) -> str:
 
 
 def joined(trees: Sequence[bytes]) -> bytes:
-    """Join the trees of all ranks, in their order, to one document."""
-    nodes = []
-    for rank, tree in enumerate(trees):
-        document = msgspec.json.decode(tree)
-        nodes.append(_with_keys(document.pop("tree"), rank))
-    return msgspec.json.encode({"holdfast": FORMAT_VERSION, "tree": {RANKS: nodes}})
+    """Join the trees of all ranks, in their order, to one document.
+
+    Raises:
+        UnsupportedState: together they are too large, or what is beside them differs.
+    """
+    documents = [msgspec.json.decode(tree) for tree in trees]
+    nodes = [_with_keys(one.pop("tree"), rank) for rank, one in enumerate(documents)]
+    if any(one != documents[0] for one in documents):
+        raise UnsupportedState([("versions of submodules", "they differ by rank")])
+    documents[0].pop("holdfast")
+    return TreeDocument({RANKS: nodes}, documents[0]).data
 
 
 def part_of(
-    stored: StoredComponent, rank: int
-) -> tuple[StoredComponent, Mapping[str, str], int] | None:
+    stored: StoredComponent, rank: int, world_size: int | None = None
+) -> tuple[StoredComponent, Mapping[str, str]] | None:
     """Return a rank's part of a joined component; None if the component is not joined.
 
     With another number of ranks, rank r gets the part of r modulo the stored number.
 
     Returns:
-        The part, the stored key of each of its keys, and the stored number of ranks.
+        The part, and the stored key of each of its keys.
 
     Raises:
         FormatError: the tree is not valid.
+        MismatchError: `world_size` is not the stored number, and shapes differ by rank.
     """
-    if stored.kind not in BY_RANK or f'"{RANKS}"'.encode() not in stored.tree:
+    if f'"{RANKS}"'.encode() not in stored.tree:
         return None
     what = f"{stored.name}'s tree"
     document = strictjson.loads(
@@ -57,13 +63,17 @@ def part_of(
     )
     strictjson.check_version(document, what=what)
     node = document.get("tree")
-    nodes = node.get(RANKS) if isinstance(node, dict) and node.keys() == {RANKS} else None
+    if not isinstance(node, dict) or node.keys() != {RANKS}:
+        return None  # it is in a text
+    nodes = node[RANKS]
     if not isinstance(nodes, list) or not nodes:
         raise FormatError(f"{what}: `{RANKS}` is not a list of trees, one for each rank")
+    if world_size not in (None, len(nodes)) and stored.kind not in BY_RANK:
+        _expect_one_shape(stored, len(nodes))
     old = rank % len(nodes)
     prefix = key_of_rank("", old)
     keys = {key.removeprefix(prefix): key for key in stored.tensors if key.startswith(prefix)}
-    tree = {"holdfast": FORMAT_VERSION, "tree": _without_prefix(nodes[old], prefix, what)}
+    tree = {**document, "tree": _without_prefix(nodes[old], prefix, what)}
     part = StoredComponent(
         name=stored.name,
         kind=stored.kind,
@@ -73,7 +83,30 @@ def part_of(
             for key, old_key in keys.items()
         },
     )
-    return part, keys, len(nodes)
+    return part, keys
+
+
+def _expect_one_shape(stored: StoredComponent, num_ranks: int) -> None:
+    """Raise `MismatchError` if the tensors of a joined component differ by rank in their shapes."""
+    tensors = [_specs(stored, rank) for rank in range(num_ranks)]
+    odd = [rank for rank, specs in enumerate(tensors) if specs != tensors[0]]
+    if odd:
+        names = sorted({key for key, _ in tensors[0].items() ^ tensors[odd[0]].items()})
+        why = (
+            f"each of {num_ranks} ranks saved its own, and those of ranks 0 and {odd[0]} differ in "
+            f"the shapes of tensors ({', '.join(names[:3])}), so that no other number of ranks can "
+            f"take them over. Load on {num_ranks} ranks, or leave it out: load(skip=[…])"
+        )
+        raise MismatchError(stored.name, hint=why)
+
+
+def _specs(stored: StoredComponent, rank: int) -> dict[str, tuple[str, tuple[int, ...]]]:
+    prefix = key_of_rank("", rank)
+    return {
+        key.removeprefix(prefix): (spec.dtype, spec.shape)
+        for key, spec in stored.tensors.items()
+        if key.startswith(prefix)
+    }
 
 
 def difference(one: bytes, other: bytes) -> str:

@@ -15,6 +15,7 @@ from holdfast.errors import UnsupportedState
 from holdfast.format.objects import TreeDocument
 from holdfast.state import lacking as held
 from holdfast.state import modules, optimizers
+from holdfast.state.byrank import BY_RANK
 from holdfast.state.collecting import Leaves
 from holdfast.state.components import (
     RNG,
@@ -67,9 +68,19 @@ def capture(state: Mapping[str, Any], only: Collection[str] | None = None) -> Ca
 class Capturer:
     """Captures one state repeatedly, and caches what follows from its structure alone."""
 
-    def __init__(self, state: Mapping[str, Any], *, is_shared: bool = False) -> None:
-        """`is_shared`: other ranks capture the same state, so that no tree may tell this one's."""
+    def __init__(
+        self,
+        state: Mapping[str, Any],
+        *,
+        is_shared: bool = False,
+        per_rank: Collection[str] = (),
+    ) -> None:
+        """`is_shared`: other ranks capture the same state, so that no tree may tell this one's.
+
+        `per_rank`: components of which each rank has its own.
+        """
         self._state = state
+        self._per_rank = per_rank
         self._is_shared = is_shared
         self._structures: dict[str, list[Any]] = {}
         self._names = ParameterNames(homes={})
@@ -113,6 +124,7 @@ class Capturer:
         }
         if RNG not in self._state and RNG in wanted:
             components[RNG] = self._rng()
+        components = {name: self._marked(one) for name, one in components.items()}
         if self._offenders:
             raise UnsupportedState(self._offenders)
         if self._has_run_foreign:
@@ -123,6 +135,17 @@ class Capturer:
             look_for_unheld=partial(_unheld, self._state, self._names, components),
             stepping=self._stepping,
         )
+
+    def _marked(self, component: CapturedComponent) -> CapturedComponent:
+        """Mark a component as that of one rank; a DTensor is of all, and cannot be in it."""
+        if component.kind not in BY_RANK and component.name not in self._per_rank:
+            return component
+        self._offenders += [
+            (f"{component.name}.{key}", "a DTensor lies on several ranks, and is in a PerRank")
+            for key, held in component.shards.items()
+            if not held.is_whole
+        ]
+        return replace(component, by_rank=True)
 
     def _name_parameters(self) -> None:
         live = {name: value for name, value in self._state.items() if isinstance(value, nn.Module)}

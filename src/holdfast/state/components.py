@@ -91,6 +91,9 @@ class CapturedComponent:
     """Key -> the boxes of each DTensor; its entries in `tensors` and `specs` are those of its local
     tensor."""
 
+    by_rank: bool = False
+    """Whether each rank has its own."""
+
     numbers: range | None = None
     """Numbers of the tensor files into which this rank writes it; None: from 0, as many as needed,
     and unchanging tensors may get files of their own."""
@@ -122,11 +125,33 @@ def kind_of(value: Any) -> Kind:
         return "tree"
     if isinstance(value, DataLoader):
         raise UsageError(in_place_of(value))
+    if isinstance(value, PerRank):
+        raise UsageError("PerRank marks a component of a CheckpointManager, and nothing else")
     raise UsageError(
         f"a {type(value).__qualname__} cannot be a component: it must be a module, an optimizer, "
         "a generator, an object with state_dict and load_state_dict, or a dict or list, which "
         "resume refills in place"
     )
+
+
+@dataclass(frozen=True, slots=True)
+class PerRank:
+    """Mark on a component of which each rank of a run has its own state.
+
+    `CheckpointManager(root, {"model": model, "queue": PerRank(queue)})` saves the queue of every
+    rank, and each rank gets its own back. With another number of ranks, rank *r* gets that of *r*
+    modulo the old number, if all of them have tensors of the same shapes.
+    """
+
+    component: Any
+    """The component itself: a module, an optimizer, an object, a dict or a list."""
+
+
+def marked(state: Mapping[str, Any]) -> tuple[Mapping[str, Any], frozenset[str]]:
+    """Take the `PerRank` marks from a state; returns it without them, and the marked names."""
+    items = state.items() if isinstance(state, Mapping) else ()
+    inner = {name: one.component for name, one in items if isinstance(one, PerRank)}
+    return ({**state, **inner}, frozenset(inner)) if inner else (state, frozenset())
 
 
 def unwrapped(state: Mapping[str, Any]) -> Mapping[str, Any]:

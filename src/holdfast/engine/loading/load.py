@@ -28,6 +28,8 @@ class Opened:
     manifest: Manifest
     index: Index
     components: Mapping[str, StoredComponent]
+    by_rank: frozenset[str] = frozenset()
+    """Components of which each rank has its own state."""
 
 
 def open_checkpoint(
@@ -38,13 +40,15 @@ def open_checkpoint(
     components: Collection[str] | None = None,
     verify: bool = True,
     rank: int = 0,
+    world_size: int | None = None,
 ) -> Opened:
     """Read and check a checkpoint's index, and the trees of `components` (None: of all).
 
-    Of components whose state differs by rank it gives the part of `rank`.
+    Of components of which each rank has its own state it gives the part of `rank`.
 
     Raises:
         CorruptData: a document is missing, cut or changed.
+        MismatchError: such a component cannot be given to `world_size` ranks.
     """
     data = _read_file(store, folder, layout.INDEX, manifest, verify=verify)
     index = decode_index(data, files=manifest.files, what=f"{store.url}/{folder}/{layout.INDEX}")
@@ -59,13 +63,21 @@ def open_checkpoint(
         if name in manifest.components
     }
     tables = dict(index.components)
+    by_rank = set()
     for name, component in stored.items():
-        part = part_of(component, rank)
+        part = part_of(component, rank, world_size)
         if part is not None:
-            stored[name], keys, _ = part
+            by_rank.add(name)
+            stored[name], keys = part
             tables[name] = tables[name].part(keys)
     index = msgspec.structs.replace(index, components=tables)
-    return Opened(folder=folder, manifest=manifest, index=index, components=stored)
+    return Opened(
+        folder=folder,
+        manifest=manifest,
+        index=index,
+        components=stored,
+        by_rank=frozenset(by_rank),
+    )
 
 
 def _stored(

@@ -247,6 +247,7 @@ class Reader:
             components=components,
             verify=options.verify,
             rank=self.rank,
+            world_size=self.world_size,
         )
         reader = TensorReader(
             store, opened, threads=self.threads, timeout_s=self.timeout_s, verify=options.verify
@@ -265,7 +266,7 @@ class Reader:
             unread=[name for name in entry.manifest.components if name not in components],
             unsaved=unsaved,
             one_sided=one_sided.names,
-            has_other_ranks=self.world_size > 1,
+            divided=opened.components.keys() - opened.by_rank if self.world_size > 1 else (),
         )
         rest = partial(self._read_rest, opened, reader, options, shards=prepared.shards)
         tensors = _completed(_as_held(edited.tensors, prepared.shards), prepared.needed, rest)

@@ -59,7 +59,6 @@ from holdfast.format.manifest import (
     Timestamp,
 )
 from holdfast.format.tensors import TensorFile
-from holdfast.state.byrank import BY_RANK
 from holdfast.store.base import Store
 
 
@@ -398,8 +397,8 @@ class _AttemptFiles:
     @property
     def is_sharded(self) -> bool:
         """Whether a tensor is in several boxes, or a component has a state for each rank."""
-        tables, kinds = self._tables or {}, self.staged.kinds
-        return any(tables[name].boxes is not None or kinds[name] in BY_RANK for name in tables)
+        tables, by_rank = self._tables or {}, self.staged.by_rank
+        return any(tables[name].boxes is not None or name in by_rank for name in tables)
 
     def component(self, name: str, kind: str) -> ComponentEntry:
         """Make the manifest's entry of a component."""

@@ -20,7 +20,7 @@ from holdfast.format.index import Places, TensorTable
 from holdfast.format.layout import number_of_file, tensor_file
 from holdfast.format.tensors import ITEM_NBYTES, TensorSpec
 from holdfast.ranks.coordinator import Failure
-from holdfast.state.byrank import BY_RANK, key_of_rank
+from holdfast.state.byrank import key_of_rank
 from holdfast.state.capture import Captured
 from holdfast.state.components import CapturedComponent
 from holdfast.state.geometry import Box, box_at, whole_box
@@ -40,7 +40,7 @@ class Share(msgspec.Struct, frozen=True, tag="share"):
     step: int
     components: tuple[str, ...]
     kinds: tuple[str, ...]
-    """Kind of each component."""
+    """Kind of each component, and whether each rank has its own."""
     host: str
     leaves: bytes
     """Encoded list of `Leaf`; that of many ranks is the same."""
@@ -103,7 +103,7 @@ class OwnShare:
                 shape, boxes = _boxes_of(part, spec)
                 self._rows += ((name, spec.key, number) for number in range(len(boxes)))
                 held.append(boxes)
-                key = key_of_rank(spec.key, rank) if part.kind in BY_RANK else spec.key
+                key = key_of_rank(spec.key, rank) if part.by_rank else spec.key
                 leaves.append((name, key, spec.dtype, shape))
         self._assignment: Assignment | None = None
         self._picks: dict[str, _Pick] = {}
@@ -111,7 +111,7 @@ class OwnShare:
         self.share = Share(
             step=0,
             components=tuple(captured.components),
-            kinds=tuple(part.kind for part in captured.components.values()),
+            kinds=tuple(_kind(part) for part in captured.components.values()),
             host=host,
             leaves=msgspec.msgpack.encode(leaves),
             leaf=table.leaf.astype("<i4").tobytes(),
@@ -164,7 +164,7 @@ class OwnShare:
         for row in rows:
             _, key, number = self._rows[row]
             spec, held = part.specs[positions[key]], part.shards.get(key)
-            name = key_of_rank(key, self._rank) if part.kind in BY_RANK else key
+            name = key_of_rank(key, self._rank) if part.by_rank else key
             shape, box_number = spec.shape, None
             if held is not None:
                 box, shape = held.boxes[number], held.boxes[number].sizes
@@ -245,6 +245,10 @@ class Written:
     file: Ints
     """Number of its tensor file in the component."""
     start: Ints
+
+
+def _kind(part: CapturedComponent) -> str:
+    return f"{part.kind}, per rank" if part.by_rank else part.kind
 
 
 def _described(components: Sequence[str], kinds: Sequence[str]) -> str:

@@ -42,7 +42,7 @@ from holdfast.format import blocks, layout
 from holdfast.format.index import StoredBlocks, TensorTable
 from holdfast.format.manifest import Aborted, FileEntry, Manifest
 from holdfast.ranks.coordinator import GRACE_S, LEADER, Coordinator, Failure, decoded
-from holdfast.state.byrank import BY_RANK, difference, joined
+from holdfast.state.byrank import difference, joined
 from holdfast.state.capture import Captured
 from holdfast.state.joining import JOINED, join_by_name
 from holdfast.store.base import Store
@@ -292,13 +292,13 @@ class _RanksSave(JointSave):
             files=len(own),
             digests={
                 name: roots[layout.tree_file(name)]
-                for name, kind in staged.kinds.items()
-                if kind not in BY_RANK
+                for name in staged.kinds
+                if name not in staged.by_rank
             },
             trees={
                 name: tree
                 for name, tree in staged.trees.items()
-                if staged.kinds[name] in BY_RANK
+                if name in staged.by_rank
                 or recorded.get(layout.tree_file(name)) != roots[layout.tree_file(name)]
             },
         )
@@ -389,7 +389,7 @@ class LeadingSave(_RanksSave):
         own = self._comparison(staged, roots, recorded)
         self._post("comparison", own)
         found: list[_Comparison] = self._collect("comparison", _Comparison)
-        trees = [self._joined_digest(n, kind, found) for n, kind in staged.kinds.items()]
+        trees = [self._joined_digest(name, staged, found) for name in staged.kinds]
         files = [layout.tree_file(name) for name in staged.kinds]
         return (
             all(one.is_same for one in found)
@@ -398,16 +398,16 @@ class LeadingSave(_RanksSave):
             and len(recorded) == len(files) + sum(one.files for one in found)
         )
 
-    def _joined_digest(self, name: str, kind: str, found: Sequence[_Comparison]) -> str | None:
+    def _joined_digest(self, name: str, staged: Staged, found: Sequence[_Comparison]) -> str | None:
         """Return the digest of the tree of all ranks; None if they cannot be joined."""
         digests = {one.digests.get(name) for one in found}
-        if kind not in BY_RANK and len(digests) == 1:
+        if name not in staged.by_rank and len(digests) == 1:
             return digests.pop()
         trees = [one.trees[name] for one in found if name in one.trees]
         if len(trees) < len(found):
             return None  # that of one rank is in the checkpoint, and that of another is not
         try:
-            tree = self._join(name, kind, trees)
+            tree = self._join(name, staged, trees)
         except UnsupportedState:
             return None
         return blocks.file_digest(len(tree), blocks.digest_blocks(tree))
@@ -436,9 +436,9 @@ class LeadingSave(_RanksSave):
         self._expect_own_names(posts)
         trees = {
             name: self._join(
-                name, kind, [post.trees.get(name, self._trees[name]) for post in posts]
+                name, staged, [post.trees.get(name, self._trees[name]) for post in posts]
             )
-            for name, kind in staged.kinds.items()
+            for name in staged.kinds
         }
         return Gathered(
             files=[file for post in posts for file in post.files],
@@ -473,16 +473,16 @@ class LeadingSave(_RanksSave):
             self._announce("outcome", _OutcomeNote(doubt=Failure.of(error, phase=phase)))
 
     @staticmethod
-    def _join(name: str, kind: str, trees: Sequence[bytes]) -> bytes:
+    def _join(name: str, staged: Staged, trees: Sequence[bytes]) -> bytes:
         """Join the trees of all ranks.
 
         Raises:
             UnsupportedState: they cannot be joined.
         """
-        if kind in BY_RANK:
+        if name in staged.by_rank:
             return joined(trees)
-        if kind in JOINED:
-            return join_by_name(name, kind, trees)
+        if staged.kinds[name] in JOINED:
+            return join_by_name(name, staged.kinds[name], trees)
         odd = [rank for rank, tree in enumerate(trees) if tree != trees[LEADER]]
         if not odd:
             return trees[LEADER]
@@ -490,8 +490,8 @@ class LeadingSave(_RanksSave):
         why = (
             f"the leader and rank {odd[0]}{others} differ: "
             f"{difference(trees[LEADER], trees[odd[0]])}. Only generators, and the parameters in "
-            "modules and optimizers, may differ by rank; make it equal on all, or leave it out of "
-            "the state"
+            "modules and optimizers, may differ by rank; make it equal on all, or mark it as "
+            "holdfast.PerRank"
         )
         raise UnsupportedState([(name, why)])
 

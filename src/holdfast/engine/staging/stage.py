@@ -164,6 +164,7 @@ class Stager:
             files={name: self._files[name] for name in components},
             trees={name: component.tree for name, component in components.items()},
             kinds={name: component.kind for name, component in components.items()},
+            by_rank=frozenset(name for name, one in components.items() if one.by_rank),
             transfer=transfer,
         )
 

@@ -125,6 +125,8 @@ class Staged:
     """The tensor files of each component."""
     trees: Mapping[str, bytes]
     kinds: Mapping[str, str]
+    by_rank: frozenset[str]
+    """Components of which each rank has its own state."""
     transfer: Transfer
 
     @property
