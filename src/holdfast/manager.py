@@ -10,13 +10,14 @@ import os
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal
 
 from holdfast.arguments import checked
 from holdfast.care.housekeeping import FollowingChores, ManagerChores, Tuning
 from holdfast.care.mirror import ownership
-from holdfast.care.preflight import Beginning
+from holdfast.care.preflight import Beginning, look
 from holdfast.engine.checkpoint import Checkpoint, CheckpointList, PendingSave, describe, parse_seen
 from holdfast.engine.claims.notes import annotate, checked_metrics, checked_reasons, checked_tags
 from holdfast.engine.claims.owner import left_s
@@ -224,7 +225,11 @@ class CheckpointManager:
             timeout_s=checkpoints.save_timeout_s,
             leads=self._ranks.is_leader,
         )
-        self._together = Together(self._ranks, timeout_s=checkpoints.save_timeout_s)
+        self._together = Together(
+            self._ranks,
+            timeout_s=checkpoints.save_timeout_s,
+            look=partial(look, self.store, self._ranks.rank, self._emit),
+        )
         self._moments = Moments(self._catalog, self._schedule, counters, self._emit)
         self._beginning = Beginning(
             self._catalog, self._owner, rules, self._emit, preflight=checkpoints.preflight
@@ -761,7 +766,10 @@ class CheckpointManager:
         joint.propose(captured)
         if self._ranks.is_leader:
             self._beginning.expect(
-                joint.size(captured), self._saver.standing, is_rollback=self._is_rollback
+                joint.size(captured),
+                self._saver.standing,
+                is_rollback=self._is_rollback,
+                ask=joint.probe,
             )
         part = joint.part(captured, self._owner)
         preparing = time.perf_counter()

@@ -9,6 +9,7 @@ _LOADS = ("tests/engine/loading/test_together.py",)
 _SEALED = ("tests/engine/sealed/test_ranks.py",)
 _TIERS = ("tests/engine/tiers/test_ranks.py",)
 _PER_RANK = ("tests/engine/saving/test_per_rank.py",)
+_PREFLIGHT = ("tests/care/test_preflight_of_ranks.py",)
 _JOINED = ("tests/state/test_joining.py", "tests/engine/saving/test_joined_trees.py")
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -379,5 +380,53 @@ MUTANTS: tuple[Mutant, ...] = (
         before='return f"{part.kind}, per rank" if part.by_rank else part.kind',
         after="return part.kind",
         near=_PER_RANK,
+    ),
+    Mutant(
+        name="problems-of-other-ranks-unheard",
+        promise="R38: what will not work on any rank is said before the first save",
+        file="care/preflight.py",
+        before="        *others.problems(),\n",
+        after="",
+        near=_PREFLIGHT,
+    ),
+    Mutant(
+        name="a-rank-that-sees-nothing-unnoticed",
+        promise="R38: a rank with other storage is named before the first save",
+        file="care/preflight.py",
+        before="            if not found.sees:\n",
+        after="            if found.problems:\n",
+        near=_PREFLIGHT,
+    ),
+    Mutant(
+        name="files-of-a-rank-not-looked-for",
+        promise="R38: a rank whose files the leader does not see is named before the first save",
+        file="care/preflight.py",
+        before="elif not found.problems and _key_of(folder, rank) not in keys:",
+        after="elif not keys:",
+        near=_PREFLIGHT,
+    ),
+    Mutant(
+        name="room-as-the-leader-sees-it",
+        promise="R38: a save fits into the least room that any rank sees",
+        file="care/preflight.py",
+        before="_least([own.nbytes, *(one.free_nbytes for one in looks)]),",
+        after="own.nbytes,",
+        near=_PREFLIGHT,
+    ),
+    Mutant(
+        name="a-follower-fails-its-probe-unheard",
+        promise="R38: a rank that fails is heard at once",
+        file="engine/saving/together.py",
+        before='            said, self._said = self._said, "probe"\n',
+        after="            said = self._said\n",
+        near=_PREFLIGHT,
+    ),
+    Mutant(
+        name="a-leader-fails-unheard-after-the-probe",
+        promise="R38: a leader that fails before it has announced its plan is heard at once",
+        file="engine/saving/together.py",
+        before="self._said = self._plan_part = _PLAN_AFTER_PROBE",
+        after="self._plan_part = _PLAN_AFTER_PROBE",
+        near=_PREFLIGHT,
     ),
 )

@@ -7,15 +7,19 @@ claims to be, and reports every problem.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import socket
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
+
+import msgspec
 
 from holdfast.engine.claims.claim import Choice, settled_choice
 from holdfast.engine.claims.owner import Ownership
 from holdfast.engine.claims.process import utc_now
 from holdfast.engine.roots.catalog import Catalog, Entry
 from holdfast.engine.roots.commit import put_once
+from holdfast.engine.saving.probe import Ask, Look, nobody
 from holdfast.engine.sealed.sealing import sealed
 from holdfast.engine.tiers.claims import TieredOwnership
 from holdfast.engine.tiers.tiered import Rules
@@ -26,15 +30,19 @@ from holdfast.errors import (
     CorruptData,
     DeadlineExceeded,
     FormatError,
+    NotFound,
+    NotShared,
     OutcomeUnknown,
     PreflightFailed,
     StoreError,
     UsageError,
+    listing,
 )
 from holdfast.events import Emitter
 from holdfast.format import layout
 from holdfast.policy.rule import Rule
 from holdfast.policy.rules import recorded_time
+from holdfast.ranks.coordinator import LEADER
 from holdfast.store.base import FreeSpace, Store
 
 _FIRST, _SECOND = b"first", b"second"
@@ -49,23 +57,38 @@ _RACE_TIMEOUT_S = 120.0
 
 
 def preflight(
-    store: Store, *, nbytes_per_save: int, saves_kept: int | None, num_files: int
+    store: Store,
+    *,
+    nbytes_per_save: int,
+    saves_kept: int | None,
+    num_files: int,
+    ask: Ask = nobody,
 ) -> str | None:
     """Check free space, the store's operations and the encryption keys before a first save.
 
     `saves_kept` is how many checkpoints retention keeps at most, beside the one being written;
     None when there is no limit, and then space for one save is required. `num_files` is the
-    number of files of a save. Creates the root if it is missing, and a scratch folder that is
-    removed again; other contents of the root are ignored. Returns how large files will be written
+    number of files of a save. `ask` lets the other ranks of a run try the same. Creates the root
+    if it is missing, and a scratch folder that is removed again; other contents of the root are
+    ignored. Returns how large files will be written
     from now on, where the store chooses that by trying.
 
     Raises:
         PreflightFailed: lists every problem that was found.
+        NotShared: a rank does not see what another has written; lists all problems, too.
     """
+    others = _OtherRanks(store, ask)
+    refusals = [*_refusals(store, others)]
     problems = [
-        *_lack_of_room(store, nbytes_per_save, saves_kept, num_files),
-        *_refusals(store),
+        *_lack_of_room(store, nbytes_per_save, saves_kept, num_files, others.looks),
+        *refusals,
+        *others.problems(),
     ]
+    if others.apart:
+        raise NotShared(
+            f"{store.url}: all ranks must have the same storage under this root:\n"
+            + listing([*others.apart, *problems])
+        )
     if (sealing_store := sealed(store)) is not None:
         problems += (f"keys: {problem}" for problem in sealing_store.useless_keys())
     chosen = ""
@@ -79,11 +102,94 @@ def preflight(
     return chosen or None
 
 
-def _lack_of_room(
-    store: Store, nbytes_per_save: int, saves_kept: int | None, num_files: int
-) -> Iterator[str]:
+class _OtherRanks:
+    """What the other ranks find in this rank's scratch folder."""
+
+    def __init__(self, store: Store, ask: Ask) -> None:
+        self._store = store
+        self._ask = ask
+        self.looks: Sequence[Look] = ()
+        self.apart: list[str] = []
+        """Which rank does not see what, a line each."""
+
+    def look(self, folder: str) -> None:
+        """Let all other ranks look at what this one has written, and look for what they have."""
+        self.looks = self._ask(folder)
+        if not self.looks:
+            return
+        self._store.refresh_folder(folder)
+        keys = {info.key for info in self._store.list(f"{folder}/")}
+        for rank, found in self._by_rank():
+            who = f"rank {rank} on {found.host}"
+            if not found.sees:
+                self.apart.append(f"{who} does not see what the leader has written")
+            elif not found.problems and _key_of(folder, rank) not in keys:
+                self.apart.append(f"the leader does not see what {who} has written")
+
+    def problems(self) -> Iterator[str]:
+        """Yield the problems of all other ranks."""
+        for rank, found in self._by_rank():
+            for problem in found.problems:
+                yield f"rank {rank} on {found.host}: {problem}"
+
+    def _by_rank(self) -> Iterator[tuple[int, Look]]:
+        return enumerate(self.looks, start=1)
+
+
+def look(store: Store, rank: int, emit: Emitter, folder: str) -> Look:
+    """Try the operations of a save, as a follower, in the scratch folder of the leader."""
+    found = Look(host=socket.gethostname())
     try:
+        store.refresh_folder(folder)
+        sees = store.get(_key_of(folder, LEADER)) == _SECOND
         free = store.free_space()
+    except NotFound:
+        return msgspec.structs.replace(found, sees=False)
+    except (StoreError, FormatError) as error:
+        return msgspec.structs.replace(found, problems=(f"looking into {folder}: {error}",))
+    refusals = [*_register_refusals(store, _key_of(folder, rank))]
+    refusals += _file_refusals(store, f"{folder}/file-{rank}")
+    if not refusals:
+        try:
+            _tell_chosen(store, store.probe(), emit)
+        except StoreError as error:
+            refusals.append(f"trying how to write: {error}")
+    return msgspec.structs.replace(
+        found,
+        sees=sees,
+        problems=tuple(refusals),
+        free_nbytes=free.nbytes,
+        free_inodes=free.inodes,
+    )
+
+
+def _key_of(folder: str, rank: int) -> str:
+    return f"{folder}/register" if rank == LEADER else f"{folder}/register-{rank}"
+
+
+def _tell_chosen(store: Store, chosen: str | None, emit: Emitter) -> None:
+    if chosen:
+        emit("preflight", f"{store.url}: large files are written {chosen}")
+
+
+def _least(values: Iterable[int | None]) -> int | None:
+    return min((value for value in values if value is not None), default=None)
+
+
+def _lack_of_room(
+    store: Store,
+    nbytes_per_save: int,
+    saves_kept: int | None,
+    num_files: int,
+    looks: Sequence[Look],
+) -> Iterator[str]:
+    """Check that a save of all ranks fits into the least space that any of them sees."""
+    try:
+        own = store.free_space()
+        free = FreeSpace(
+            _least([own.nbytes, *(one.free_nbytes for one in looks)]),
+            _least([own.inodes, *(one.free_inodes for one in looks)]),
+        )
         if free == FreeSpace(None, None):
             return
         held_nbytes, held_files = _usage(store)
@@ -114,8 +220,11 @@ def _usage(store: Store) -> tuple[int, int]:
     return nbytes, num_files
 
 
-def _refusals(store: Store) -> Iterator[str]:
-    """Try the operations of a save, a load and a deletion in a scratch folder; yield problems."""
+def _refusals(store: Store, others: _OtherRanks) -> Iterator[str]:
+    """Try the operations of a save, a load and a deletion in a scratch folder; yield problems.
+
+    The other ranks try them, too, if the first worked here.
+    """
     folder = layout.scratch_folder(os.urandom(8))
     try:
         store.make_folder(folder, exclusive=True)
@@ -123,7 +232,9 @@ def _refusals(store: Store) -> Iterator[str]:
         yield f"making a folder: {error}"
         return
     try:
-        refusals = [*_register_refusals(store, f"{folder}/register")]
+        refusals = [*_register_refusals(store, _key_of(folder, LEADER))]
+        if not refusals:
+            others.look(folder)
         if not refusals and not store.has_folders:
             refusals += _race_refusals(store, folder)
         yield from refusals
@@ -263,12 +374,21 @@ class Beginning:
         """Whether the next save must first check space and permissions."""
         self._has_compared_clocks = False
 
-    def expect(self, size: tuple[int, int], standing: Entry | None, *, is_rollback: bool) -> None:
+    def expect(
+        self,
+        size: tuple[int, int],
+        standing: Entry | None,
+        *,
+        is_rollback: bool,
+        ask: Ask = nobody,
+    ) -> None:
         """Check that a save can be made, and claim the run if it is not claimed yet.
 
-        `size` is about how many bytes and files the save has.
+        `size` is about how many bytes and files the save has. `ask` lets the other ranks check
+        what they can.
 
         Raises:
+            NotShared: another rank has other storage under this root.
             OwnedElsewhere: a live process owns the run.
             UsageError: the root holds a run that was neither resumed nor loaded.
             PreflightFailed: a save would fail.
@@ -277,7 +397,7 @@ class Beginning:
             self._owner.check()
             self._refuse_accidental_restart(standing)
         if self.preflight_due:
-            self._check_room(size, self._store, self._rules.local)
+            self._check_room(size, self._store, self._rules.local, ask)
             if isinstance(self._owner, TieredOwnership):
                 self._check_remote(size, self._owner)
             self.preflight_due = False
@@ -381,13 +501,14 @@ class Beginning:
         with owner.remote_scratch():
             self._check_room(size, remote, self._rules.remote)
 
-    def _check_room(self, size: tuple[int, int], store: Store, keep: Rule) -> None:
+    def _check_room(
+        self, size: tuple[int, int], store: Store, keep: Rule, ask: Ask = nobody
+    ) -> None:
         nbytes, num_files = size
         chosen = preflight(
-            store, nbytes_per_save=nbytes, saves_kept=keep.quota(), num_files=num_files
+            store, nbytes_per_save=nbytes, saves_kept=keep.quota(), num_files=num_files, ask=ask
         )
-        if chosen is not None:
-            self._emit("preflight", f"{store.url}: large files are written {chosen}")
+        _tell_chosen(store, chosen, self._emit)
 
 
 def _seconds_between(first: str, second: str) -> float:

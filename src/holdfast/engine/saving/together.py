@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
@@ -24,6 +24,7 @@ from holdfast.engine.claims.claim import Claim
 from holdfast.engine.claims.owner import Ownership
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.roots.commit import SaveAttempt, check_ownership, give_up
+from holdfast.engine.saving.probe import Look, ProbeNote
 from holdfast.engine.saving.shares import Assignment, OwnShare, Plan, Share, Unchanged, Written
 from holdfast.engine.sealed.sealing import WrittenSeal
 from holdfast.engine.staging.staged import Staged
@@ -53,6 +54,9 @@ _FAIL_S = 5.0
 """Limit on saying that this rank failed."""
 
 
+_PLAN_AFTER_PROBE = "plan after the probe"
+
+
 class OwnFile(msgspec.Struct, frozen=True, kw_only=True):
     """A durable file of one rank: its names, manifest entry and block digests."""
 
@@ -66,7 +70,7 @@ class OwnFile(msgspec.Struct, frozen=True, kw_only=True):
     """How it is encrypted; None: it is not."""
 
 
-class _PlanNote(msgspec.Struct, frozen=True):
+class _PlanNote(msgspec.Struct, frozen=True, tag="plan"):
     """Announcement of the plan by which a save is written."""
 
     plan_id: str
@@ -191,6 +195,10 @@ class JointSave:
         nbytes = sum(spec.nbytes for spec in specs) + 2 * trees + 200 * len(specs)
         return nbytes, 2 * len(captured.components) + 2
 
+    def probe(self, folder: str) -> Sequence[Look]:
+        """Let the followers try the root, in a scratch folder; return what each has found."""
+        return ()
+
     def part(self, captured: Captured, owner: Ownership) -> Captured:
         """Return what this rank writes of a captured state; a follower learns of the claim."""
         return captured
@@ -240,6 +248,8 @@ class _RanksSave(JointSave):
         self._end = time.monotonic() + together.timeout_s
         self._said = "shares"
         """Part of the save in which this rank says next that it failed."""
+        self._plan_part = "plan"
+        """Part in which the plan is announced."""
         self._is_agreed = False
         self._components: tuple[str, ...] = ()
         self._standing = ""
@@ -362,6 +372,13 @@ class LeadingSave(_RanksSave):
             return super().size(captured)
         nbytes = plan.nbytes + 2 * trees + 200 * plan.num_tensors
         return nbytes, plan.num_files + len(captured.components) + 2
+
+    @override
+    def probe(self, folder: str) -> Sequence[Look]:
+        self._announce(self._plan_part, ProbeNote(folder))
+        self._said = self._plan_part = _PLAN_AFTER_PROBE
+        self._post("probe", Look(host=""))
+        return self._collect("probe", Look)[1:]
 
     @override
     def part(self, captured: Captured, owner: Ownership) -> Captured:
@@ -531,7 +548,7 @@ class LeadingSave(_RanksSave):
         plan_id = os.urandom(16).hex() if is_new or known is None else known.plan_id
         assignment = self._plan.assignment
         self._announce(
-            "plan",
+            self._plan_part,
             _PlanNote(
                 plan_id,
                 claim,
@@ -661,7 +678,13 @@ class FollowingSave(_RanksSave):
         return None if note.doubt is None else RanksFailed(tag, {LEADER: note.doubt})
 
     def _hear_plan(self, owner: Ownership) -> None:
-        note = self._hear("plan", _PlanNote)
+        kind: Any = _PlanNote | ProbeNote
+        note: _PlanNote | ProbeNote = self._hear(self._plan_part, kind)
+        if isinstance(note, ProbeNote):
+            said, self._said = self._said, "probe"
+            self._post("probe", self._together.look(note.folder))
+            self._said, self._plan_part = said, _PLAN_AFTER_PROBE
+            note = self._hear(self._plan_part, _PlanNote)
         self.compares = note.compares
         owner.adopt(note.claim)
         known = self._together.known.get(self._components)
@@ -686,8 +709,12 @@ class FollowingSave(_RanksSave):
 class Together:
     """Maker of the saves of one manager, with what its ranks agreed on before."""
 
-    def __init__(self, ranks: Coordinator, *, timeout_s: float) -> None:
+    def __init__(
+        self, ranks: Coordinator, *, timeout_s: float, look: Callable[[str], Look]
+    ) -> None:
+        """`look` is called on a follower to try the root in a scratch folder."""
         self.ranks = ranks
+        self.look = look
         self.timeout_s = timeout_s
         self.known: dict[tuple[str, ...], _Known] = {}
         self.shares: dict[tuple[str, ...], list[Share]] = {}

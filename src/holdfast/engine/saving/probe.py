@@ -1,0 +1,35 @@
+"""Messages of a preflight by several ranks: each tells the leader what it found in the root."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import msgspec
+
+
+class ProbeNote(msgspec.Struct, frozen=True, tag="probe"):
+    """Announcement: all ranks try the root, in this scratch folder, before they save."""
+
+    folder: str
+
+
+class Look(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank found when it tried the root."""
+
+    host: str
+    sees: bool = True
+    """Whether it sees what the leader has written."""
+    problems: tuple[str, ...] = ()
+    free_nbytes: int | None = None
+    """Free space as this rank sees it; None: unknown."""
+    free_inodes: int | None = None
+
+
+Ask: TypeAlias = Callable[[str], Sequence[Look]]
+"""Callback of the leader: lets all other ranks try the root in a folder; returns their looks."""
+
+
+def nobody(folder: str) -> Sequence[Look]:
+    """Return no look: there is no other rank."""
+    return ()
