@@ -147,7 +147,10 @@ MUTANTS: tuple[Mutant, ...] = (
         file="engine/saving/save.py",
         before="        joint.expect_going_on(tools.store, attempt)\n",
         after="",
-        near=_SAVES,
+        near=(
+            "tests/engine/saving/test_lost_ranks.py::"
+            "test_a_follower_whose_files_the_leader_has_removed_says_why_the_leader_gave_up",
+        ),
     ),
     Mutant(
         name="ranks-compare-with-other-checkpoints",

@@ -19,7 +19,9 @@ MUTANTS: tuple[Mutant, ...] = (
         file="ranks/c10d.py",
         before='return store.check([f"welcome/{token}"])',
         after='store.set(f"welcome/{token}", leader)\n            return True',
-        near=("tests/ranks/test_c10d.py",),
+        near=(
+            "tests/ranks/test_c10d.py::test_a_follower_whom_no_leader_answers_joins_no_former_life",
+        ),
     ),
     Mutant(
         name="a-failure-waits-for-the-other-ranks",

@@ -286,6 +286,13 @@ def test_a_follower_that_comes_before_its_new_leader_does_not_join_the_former_li
     full_round(leader, joining.result(PATIENCE_S), "save")
 
 
+def test_a_follower_whom_no_leader_answers_joins_no_former_life(store: dist.Store) -> None:
+    """Whatever a former leader has left in the store, and whoever comes first."""
+    store.set("holdfast/leader", "the nonce of a former life")
+    with pytest.raises(RanksSilent, match="meeting of all ranks"):
+        C10d(store, 1, 2, timeout_s=BRIEF_S)
+
+
 def test_ranks_that_do_not_come_are_named(store: dist.Store) -> None:
     come = [in_thread(partial(C10d, store, rank, 4, timeout_s=PATIENCE_S)) for rank in (1, 3)]
     with pytest.raises(RanksSilent, match="meeting of all ranks") as raised:

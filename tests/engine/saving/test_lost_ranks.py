@@ -11,6 +11,7 @@ from threading import Event
 from typing import Any, Literal
 
 import pytest
+from typing_extensions import override
 
 from allranks import Breaking, Member, Verb, all_of, on_ranks
 from holdfast import errors
@@ -19,8 +20,9 @@ from holdfast.engine.control import exits
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.saving import together as together_module
 from holdfast.ranks.coordinator import Coordinator
-from holdfast.store.base import Store
+from holdfast.store.base import BlockWriter, Store
 from holdfast.store.local import LocalStore
+from holdfast.store.memory import MemoryStore
 from holdfast.testing.faulty import Fault, FaultyStore, OpName
 from holdfast.testing.ranks import ThreadCoordinator
 
@@ -163,3 +165,38 @@ def test_the_living_ranks_agree_with_the_register_and_the_run_goes_on(
             return found.step, manager.save(3).wait().step
 
     assert all_of(on_ranks(2, go_on)) == [(steps[-1], 3)] * 2
+
+
+class Late(FaultyStore):
+    """A view of a store whose files vanish while they are made, once an event is set."""
+
+    def __init__(self, inner: Store, vanished: Event) -> None:
+        super().__init__(inner)
+        self._vanished = vanished
+
+    @override
+    def create(self, key: str, nbytes: int, *, at_most: bool = False) -> BlockWriter:
+        assert self._vanished.wait(60)
+        raise errors.NotFound(f"{key}: its folder is gone")
+
+
+def test_a_follower_whose_files_the_leader_has_removed_says_why_the_leader_gave_up() -> None:
+    """In this order: the leader fails and removes the files, then the follower finds them gone."""
+    store = MemoryStore()
+    full = Fault(kind="fail", op="create", error=errors.StoreFull("no room left"), times=None)
+    has_failed = Event()
+    views = [FaultyStore(store, [full]), Late(store, has_failed)]
+
+    def work(member: Member) -> str:
+        manager = member.manager(views[member.rank], save_timeout_s=300.0)
+        pending = manager.save(1)
+        error = pending.committed.exception(60)
+        if member.rank == 0:
+            has_failed.set()
+        return f"{error} {error.__cause__ if error else None}"
+
+    leader, follower = all_of(on_ranks(2, work))
+    assert "no room left" in leader
+    assert "rank 0, in " in follower
+    assert "no room left" in follower
+    assert "same storage" not in follower
