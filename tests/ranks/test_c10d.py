@@ -290,7 +290,7 @@ def test_a_follower_whom_no_leader_answers_joins_no_former_life(store: dist.Stor
     """Whatever a former leader has left in the store, and whoever comes first."""
     store.set("holdfast/leader", "the nonce of a former life")
     with pytest.raises(RanksSilent, match="meeting of all ranks"):
-        C10d(store, 1, 2, timeout_s=BRIEF_S)
+        C10d(store, 1, 2, timeout_s=2.0)
 
 
 def test_ranks_that_do_not_come_are_named(store: dist.Store) -> None:

@@ -193,6 +193,8 @@ def test_a_follower_whose_files_the_leader_has_removed_says_why_the_leader_gave_
         error = pending.committed.exception(60)
         if member.rank == 0:
             has_failed.set()
+        with pytest.raises(errors.SaveFailed):
+            manager.close()
         return f"{error} {error.__cause__ if error else None}"
 
     leader, follower = all_of(on_ranks(2, work))
