@@ -11,9 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.utils.data import TensorDataset
 
 from distributed.run import run_ranks
-from holdfast import CheckpointManager, PerRank, errors
+from holdfast import CheckpointManager, Checkpoints, PerRank, errors
+from holdfast.data import Loader
+from holdfast.train import Trainer
 
 
 def save(folder: Path, rank: int) -> None:
@@ -74,3 +77,26 @@ def save_sharded(folder: Path, rank: int) -> str:
 def test_a_tensor_that_lies_on_several_ranks_is_refused_by_name(tmp_path: Path) -> None:
     for said in run_ranks(2, partial(save_sharded, tmp_path)):
         assert "model.weight: a DTensor lies on several ranks, and is in a PerRank" in str(said)
+
+
+def train(root: Path, until: str, rank: int) -> list[int]:
+    queue = [rank]
+    data = Loader(TensorDataset(torch.ones(8, 2)), batch_size=2)
+    trainer = Trainer(
+        lambda: nn.Linear(2, 1),
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        data=data,
+        loss=lambda model, batch: model(batch[0]).square().mean(),
+        state={"queue": PerRank(queue)},
+        checkpoints=Checkpoints(root, every="1step"),
+        progress=False,
+    )
+    if until == "4step":
+        queue.clear()
+    trainer.fit(until)
+    return queue
+
+
+def test_a_trainer_takes_the_mark_too(tmp_path: Path) -> None:
+    for until in ("2step", "4step"):
+        assert run_ranks(2, partial(train, tmp_path, until)) == [[0], [1]]

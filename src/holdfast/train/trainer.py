@@ -28,7 +28,7 @@ from holdfast.format.manifest import Timestamp
 from holdfast.manager import CheckpointManager
 from holdfast.policy.clock import Time
 from holdfast.state.apply import OpaqueLoadFailed
-from holdfast.state.components import RNG, check_state
+from holdfast.state.components import RNG, PerRank, check_state, marked
 from holdfast.state.edits import StateView
 from holdfast.state.selection import listed
 from holdfast.store.base import Store
@@ -250,7 +250,8 @@ class Trainer:
         )
         self._validations = self._make_validations(validate)
         self._ending: FitEnding | None = None
-        self.state = self._components(state or {})
+        extra, self._per_rank = marked(state or {})
+        self.state = self._components(extra)
         check_state(self.state)
         making.check_held(self.state, loss)
         self.checkpoints.check_components({*self.state, RNG})
@@ -467,7 +468,7 @@ class Trainer:
                 overlap=self._overlap,
                 sinks=(*self.checkpoints.sinks, saves),
             ),
-            self.state,
+            {n: PerRank(one) if n in self._per_rank else one for n, one in self.state.items()},
             max_duration=goal,
             on_failure="warn",
             hooks=hooks,
