@@ -126,7 +126,9 @@ def kind_of(value: Any) -> Kind:
     if isinstance(value, DataLoader):
         raise UsageError(in_place_of(value))
     if isinstance(value, PerRank):
-        raise UsageError("PerRank marks a component of a CheckpointManager or a Trainer, and nothing else")
+        raise UsageError(
+            "PerRank marks a component of a CheckpointManager or a Trainer, and nothing else"
+        )
     raise UsageError(
         f"a {type(value).__qualname__} cannot be a component: it must be a module, an optimizer, "
         "a generator, an object with state_dict and load_state_dict, or a dict or list, which "
