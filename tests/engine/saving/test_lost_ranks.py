@@ -14,11 +14,13 @@ import pytest
 from typing_extensions import override
 
 from allranks import Breaking, Member, Verb, all_of, on_ranks
-from holdfast import errors
+from holdfast import Encryption, errors
 from holdfast.care.verify import verify
 from holdfast.engine.control import exits
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.saving import together as together_module
+from holdfast.engine.sealed.sealing import sealing
+from holdfast.keys import SecretKey
 from holdfast.ranks.coordinator import Coordinator
 from holdfast.store.base import BlockWriter, Store
 from holdfast.store.local import LocalStore
@@ -78,14 +80,38 @@ def cases() -> list[Any]:
     return found
 
 
+def encrypted_cases() -> list[Any]:
+    """Without one file: that of the index, whose name does not tell."""
+    found = []
+    for rank, places in ((0, OF_LEADER), (1, OF_FOLLOWER)):
+        for place, how in product(places, ("raise", "die")):
+            if place != "put the index":
+                marks = pytest.mark.full if how == "die" else ()
+                name = f"{'follower' if rank else 'leader'}-{place}-{how}".replace(" ", "_")
+                found.append(pytest.param(rank, place, how, marks=marks, id=name))
+    return found
+
+
 class Scene:
     """Ranks of which one meets a fault in its second save."""
 
-    def __init__(self, store: Store, odd: int, place: str, how: How, *, anew: bool) -> None:
+    def __init__(
+        self,
+        store: Store,
+        odd: int,
+        place: str,
+        how: How,
+        *,
+        anew: bool,
+        encrypt: Encryption | None = None,
+    ) -> None:
         ranks: list[Coordinator] = [*ThreadCoordinator.for_ranks(NUM_RANKS)]
         self.odd, self.how, self.anew, self.ranks = odd, how, anew, ranks
+        self.encrypt = encrypt
         self.views: list[Store] = [store] * NUM_RANKS
         op, where = (OF_FOLLOWER if odd else OF_LEADER)[place]
+        if encrypt is not None:
+            where = where.replace(".safetensors", ".sealed")
         never: Verb = "hear"
         if op in _VERBS:
             tag = f"save 2 of manager 1, {where}"
@@ -109,7 +135,9 @@ class Scene:
 
     def save_twice(self, member: Member) -> str:
         """Save steps 1 and 2; returns what the rank says of step 2."""
-        manager = member.manager(self.views[member.rank], save_timeout_s=DEADLINE_S)
+        manager = member.manager(
+            self.views[member.rank], save_timeout_s=DEADLINE_S, encrypt=self.encrypt
+        )
         if not self.anew:
             member.train()  # else the optimizer gets its slots between the saves
         manager.save(1).wait(60)
@@ -138,7 +166,22 @@ def test_the_living_ranks_agree_with_the_register_and_the_run_goes_on(
 ) -> None:
     monkeypatch.setattr(together_module, "GRACE_S", 0.5)
     store = LocalStore(ram_path / "run")
-    scene = Scene(store, odd, place, how, anew=anew)
+    expect_agreement(store, Scene(store, odd, place, how, anew=anew))
+
+
+@pytest.mark.parametrize(("odd", "place", "how"), encrypted_cases())
+def test_so_do_ranks_that_encrypt(
+    odd: int, place: str, how: How, ram_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(together_module, "GRACE_S", 0.5)
+    seals = Encryption(keys=SecretKey(bytes(range(32))))
+    store = LocalStore(ram_path / "run")
+    expect_agreement(store, Scene(store, odd, place, how, anew=False, encrypt=seals))
+
+
+def expect_agreement(root: Store, scene: Scene) -> None:
+    """All living ranks say of the second save what the register says, and the run goes on."""
+    store, odd, how = sealing(root, scene.encrypt), scene.odd, scene.how
     said = on_ranks(scene.ranks, scene.save_twice)
     entries = Catalog(store).checkpoints()
     for entry in entries:
@@ -159,7 +202,7 @@ def test_the_living_ranks_agree_with_the_register_and_the_run_goes_on(
         assert all(f"rank {odd}" in str(one) for one in living), said
 
     def go_on(member: Member) -> tuple[int, int]:
-        with member.manager(store, takeover=True) as manager:
+        with member.manager(root, takeover=True, encrypt=scene.encrypt) as manager:
             found = manager.resume()
             assert found is not None
             return found.step, manager.save(3).wait().step
