@@ -50,10 +50,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
+from typing import Any
 
 
 class HoldfastError(Exception):
-    """Base of every error that Holdfast raises on purpose."""
+    """Base of every error that Holdfast raises on purpose. Can be pickled, also for other ranks."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # By default pickle would call the class with the message alone.
+        return _remade, (type(self), self.args, self.__dict__)
+
+
+def _remade(
+    kind: type[HoldfastError], args: tuple[Any, ...], members: Mapping[str, Any]
+) -> HoldfastError:
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(members)
+    return error
 
 
 class UsageError(HoldfastError, ValueError):

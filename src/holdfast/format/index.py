@@ -96,6 +96,23 @@ class TensorTable(Mapping[str, TensorEntry]):
         self.boxes = boxes
         """The boxes of all shards; None if every tensor is one shard."""
 
+    @classmethod
+    def of_boxes(
+        cls,
+        specs: Mapping[str, TensorSpec],
+        shards: Places,
+        tensor: Column,
+        offsets: Sequence[Sequence[int]],
+        sizes: Sequence[Sequence[int]],
+    ) -> TensorTable:
+        """Make a table of boxes in the order of their tensors; `tensor` has the number of each."""
+        is_whole = len(offsets) == len(specs) and all(
+            tuple(size) == spec.shape for size, spec in zip(sizes, specs.values(), strict=True)
+        )
+        if is_whole:
+            return cls(specs, shards)
+        return cls(specs, shards, Boxes(tensor, Ragged.of(offsets), Ragged.of(sizes)))
+
     @property
     def places(self) -> Places | None:
         """Positions of the tensors, in the order of `specs`; None if any has several shards."""

@@ -138,7 +138,7 @@ def write(
     )
     began = time.perf_counter()
     try:
-        files = _AttemptFiles(attempt, staged, tools, joint)
+        files = AttemptFiles(attempt, staged, tools, joint)
         if isinstance(joint, LeadingSave):
             joint.announce_folder(attempt, staged.trees)
             _write_own(files, request, files.tensors(), phase, overlapped)
@@ -149,13 +149,13 @@ def write(
         else:
             contents = chain(files.trees(staged.trees), files.tensors())
             _write_own(files, request, contents, phase, overlapped)
-        _write_index(files, phase)
+        write_index(files, phase)
         request.timings["write_s"] = time.perf_counter() - began
-        manifest = _manifest(attempt, staged, request, files, joint.world_size)
+        manifest = manifest_of(attempt, staged.kinds, request, files, joint.world_size)
         phase.text = f"committing {attempt.folder}"
         commit(store, attempt, manifest)
     except BaseException as error:
-        _clean_up(store, attempt, error, is_alone=joint.world_size == 1)
+        clean_up(store, attempt, error, is_alone=joint.world_size == 1)
         if isinstance(joint, LeadingSave):
             # After a conflict the register certainly holds something else.
             joint.is_in_doubt = attempt.put_sent and not isinstance(error, CommitConflict)
@@ -183,7 +183,7 @@ def _follow(
     """Write this rank's files into the leader's folder, and wait for the commit."""
     attempt = joint.hear_folder(phase)
     began = time.perf_counter()
-    files = _AttemptFiles(attempt, staged, tools, joint)
+    files = AttemptFiles(attempt, staged, tools, joint)
     try:
         _write_own(files, request, files.tensors(), phase, overlapped)
     except HoldfastError as error:
@@ -202,7 +202,7 @@ def _follow(
 
 
 def _write_own(
-    files: _AttemptFiles,
+    files: AttemptFiles,
     request: SaveRequest,
     contents: Iterable[FileToWrite],
     phase: Phase,
@@ -217,7 +217,7 @@ def _write_own(
         overlapped.expect_copied("the save", files.tools.timeout_s)
 
 
-def _clean_up(store: Store, attempt: SaveAttempt, error: BaseException, *, is_alone: bool) -> None:
+def clean_up(store: Store, attempt: SaveAttempt, error: BaseException, *, is_alone: bool) -> None:
     """Remove the files of a failed attempt; an error in that becomes the context of `error`.
 
     With several ranks the abort marker stays: others may still write into the folder, and gc
@@ -236,7 +236,7 @@ def _clean_up(store: Store, attempt: SaveAttempt, error: BaseException, *, is_al
         error.__context__ = leftover
 
 
-class _AttemptFiles:
+class AttemptFiles:
     """The files of one save attempt, written or linked from an earlier checkpoint."""
 
     def __init__(
@@ -425,7 +425,13 @@ class _AttemptFiles:
         self.tools.compressing.committed(self._nbytes_written, request.timings["write_s"])
 
 
-def _write_index(files: _AttemptFiles, phase: Phase) -> None:
+def write_index(files: AttemptFiles, phase: Phase) -> None:
+    """Write the index of all files of a save, and compare the size of each with what was written.
+
+    Raises:
+        StoreError: a file has another size.
+        NotShared: a file of another rank is not visible.
+    """
     folder, store = files.attempt.folder, files.tools.store
     index = files.index()
     phase.text = f"writing {folder}/{layout.INDEX}"
@@ -438,7 +444,7 @@ def _write_index(files: _AttemptFiles, phase: Phase) -> None:
     _check_sizes(store, files)
 
 
-def _check_sizes(store: Store, files: _AttemptFiles) -> None:
+def _check_sizes(store: Store, files: AttemptFiles) -> None:
     folder = files.attempt.folder
     sizes = {info.key: info.nbytes for info in store.list(f"{folder}/")}
     for name, entry in files.entries.items():
@@ -455,14 +461,15 @@ def _check_sizes(store: Store, files: _AttemptFiles) -> None:
             )
 
 
-def _manifest(
+def manifest_of(
     attempt: SaveAttempt,
-    staged: Staged,
+    kinds: Mapping[str, str],
     request: SaveRequest,
-    files: _AttemptFiles,
+    files: AttemptFiles,
     world_size: int,
 ) -> Manifest:
-    components = {name: files.component(name, kind) for name, kind in staged.kinds.items()}
+    """Make the manifest of a save whose files and index are written; `kinds`: by component."""
+    components = {name: files.component(name, kind) for name, kind in kinds.items()}
     listed = [name for entry in components.values() for name in entry.files]
     return Manifest(
         save_id=attempt.save_id,

@@ -15,7 +15,7 @@ import numpy as np
 
 from holdfast.engine.staging.image import KnownFile
 from holdfast.errors import RanksFailed, UnsupportedState
-from holdfast.format.boxes import Boxes, Ragged, key_of_box
+from holdfast.format.boxes import key_of_box
 from holdfast.format.index import Places, TensorTable
 from holdfast.format.layout import number_of_file, tensor_file
 from holdfast.format.tensors import ITEM_NBYTES, TensorSpec
@@ -356,17 +356,12 @@ class Plan:
         )
         ends = zip(self._boxes.first[row].tolist(), self._boxes.last[row].tolist(), strict=True)
         boxes = [box_at(leaves[n][3], *pair) for n, pair in zip(tensor.tolist(), ends, strict=True)]
-        shapes = [leaf[3] for leaf in leaves]
-        if len(boxes) == len(leaves) and boxes == [whole_box(shape) for shape in shapes]:
-            return TensorTable(specs, own)
-        return TensorTable(
+        return TensorTable.of_boxes(
             specs,
             own,
-            Boxes(
-                tensor.astype(np.int64),
-                Ragged.of([box.offsets for box in boxes]),
-                Ragged.of([box.sizes for box in boxes]),
-            ),
+            tensor.astype(np.int64),
+            [box.offsets for box in boxes],
+            [box.sizes for box in boxes],
         )
 
     def _check_components(self, shares: Sequence[Share]) -> None:

@@ -1,0 +1,1 @@
+"""Bridges to the checkpoints of other libraries."""

@@ -1,0 +1,324 @@
+"""Folders of DCP's own: imported as checkpoints of a run, and exported from them.
+
+Nothing in a folder is trusted: its `.metadata` is a pickle, of which only the classes of DCP's
+metadata are read, and its tensors are read as torch reads weights.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pathlib
+import pickle
+from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from typing_extensions import override
+
+from holdfast.arguments import checked
+from holdfast.errors import FormatError, UnsupportedState, UsageError
+from holdfast.interop.dcp.reader import HoldfastReader, StoredState
+from holdfast.interop.dcp.writer import HoldfastWriter
+from holdfast.state.geometry import Box
+from holdfast.store.base import Store
+
+METADATA = ".metadata"
+MAX_METADATA_NBYTES = 1 << 30
+
+
+@checked()
+def import_folder(
+    folder: str | os.PathLike[str],
+    root: str | os.PathLike[str] | Store,
+    *,
+    step: int,
+    label: str | None = None,
+    unsafe_pickle: bool = False,
+) -> str:
+    """Save what a folder of DCP holds as a new checkpoint of a run; return its folder's name.
+
+    Keeps at most one file's tensors, 4 GiB, in memory. Runs nothing that is in the folder.
+
+    Raises:
+        FormatError: the folder is damaged, or its metadata holds more than metadata.
+        UnsupportedState: a value in it is no typed tree; `unsafe_pickle` keeps its pickle.
+    """
+    source = DcpFolder(Path(folder))
+    writer = HoldfastWriter(root, step=step, unsafe_pickle=unsafe_pickle)
+    try:
+        writer.reset(label)
+        writer.set_up_storage_writer(True)
+        plan = SavePlan([*_write_items(source.metadata)], planner_data=source.metadata.planner_data)
+        [central] = writer.prepare_global_plan([writer.prepare_local_plan(plan)])
+        results = writer.write_data(central, _Planner(source)).value()
+        writer.finish(source.metadata, [results])
+    finally:
+        writer.close()
+    assert writer.saved is not None, "it has committed"
+    return writer.saved
+
+
+@checked()
+def export_folder(
+    source: str | os.PathLike[str] | Store, folder: str | os.PathLike[str]
+) -> StoredState:
+    """Write a checkpoint as a folder of DCP's own, which `dcp.load` reads.
+
+    `source` is what `HoldfastReader` takes. Reads tensor by tensor, each checked. DCP has no form
+    for generators that differ by rank, which are left out.
+
+    Raises:
+        UsageError: the folder exists and is not empty.
+        CorruptData: the checkpoint is damaged.
+    """
+    if os.path.isdir(folder) and os.listdir(folder):
+        raise UsageError(f"{os.fspath(folder)}: not empty; give a folder that does not exist yet")
+    reader = HoldfastReader(source)
+    try:
+        state = reader.open()
+        writer = FileSystemWriter(folder)
+        writer.set_up_storage_writer(True)
+        plan = writer.prepare_local_plan(SavePlan([*_write_items(state.metadata)]))
+        [central] = writer.prepare_global_plan([plan])
+        results = writer.write_data(central, _Planner(state)).value()
+        writer.finish(state.metadata, [results])
+    finally:
+        reader.close()
+    return state
+
+
+def _write_items(metadata: Metadata) -> Iterator[WriteItem]:
+    for name, found in metadata.state_dict_metadata.items():
+        if isinstance(found, BytesStorageMetadata):
+            yield WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO)
+            continue
+        for number, chunk in enumerate(found.chunks):
+            yield WriteItem(
+                MetadataIndex(name, chunk.offsets, number),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, found.properties, found.size),
+            )
+
+
+class _Planner(SavePlanner):
+    """Planner of a state that is read from a checkpoint, item by item."""
+
+    def __init__(self, source: DcpFolder | StoredState) -> None:
+        self._source = source
+
+    @override
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        index, data = write_item.index, write_item.tensor_data
+        if data is None:
+            return self._source.pickled(index.fqn)
+        box = Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
+        return self._source.read({index.fqn: [box]})[index.fqn][0]
+
+    @override
+    def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
+        raise AssertionError("the plan is made without it")
+
+    @override
+    def create_local_plan(self) -> SavePlan:
+        raise AssertionError("the plan is made without it")
+
+    @override
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        raise AssertionError("the plan is made without it")
+
+    @override
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        raise AssertionError("the plan is made without it")
+
+
+class DcpFolder:
+    """A folder that DCP has written, with its metadata checked.
+
+    Raises:
+        FormatError: the metadata is missing, damaged, or holds something else.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.metadata = read_metadata(folder / METADATA)
+        self._places: dict[MetadataIndex, _StorageInfo] = self.metadata.storage_data
+
+    def read(self, wanted: dict[str, list[Box]]) -> dict[str, list[Tensor]]:
+        """Read chunks of tensors as they were saved, by DCP's names."""
+        return {
+            name: [self._tensor(MetadataIndex(name, box.offsets), box) for box in boxes]
+            for name, boxes in wanted.items()
+        }
+
+    def pickled(self, name: str) -> io.BytesIO:
+        """Return the pickle of an item that is no tensor."""
+        return self._bytes(MetadataIndex(name))
+
+    def _tensor(self, index: MetadataIndex, box: Box) -> Tensor:
+        try:
+            found = torch.load(self._bytes(index), map_location="cpu", weights_only=True)
+        except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+            raise FormatError(f"{self._folder}: {index.fqn!r}: no tensor: {error}") from error
+        if not isinstance(found, Tensor) or tuple(found.shape) != box.sizes:
+            raise FormatError(f"{self._folder}: {index.fqn!r}: not a tensor of {list(box.sizes)}")
+        return found
+
+    def _bytes(self, index: MetadataIndex) -> io.BytesIO:
+        place = self._places.get(index)
+        if place is None:
+            raise FormatError(f"{self._folder}: the metadata does not say where {index} is")
+        if getattr(place, "transform_descriptors", None):
+            raise UnsupportedState([(index.fqn, "was transformed by an extension of DCP")])
+        path = (self._folder / place.relative_path).resolve()
+        if not path.is_relative_to(self._folder.resolve()):
+            raise FormatError(f"{self._folder}: {place.relative_path!r} leads out of it")
+        try:
+            with path.open("rb") as file:
+                file.seek(place.offset)
+                data = file.read(place.length)
+        except OSError as error:
+            raise FormatError(f"{path}: cannot be read: {error}") from error
+        if len(data) != place.length:
+            raise FormatError(f"{path}: ends before {index.fqn!r} does")
+        return io.BytesIO(data)
+
+
+def read_metadata(path: Path) -> Metadata:
+    """Read the metadata of a folder of DCP, and check it; runs nothing that is in it.
+
+    Raises:
+        FormatError: it is missing or damaged, or is a pickle of anything but metadata.
+    """
+    try:
+        if path.stat().st_size > MAX_METADATA_NBYTES:
+            raise FormatError(f"{path}: more than {MAX_METADATA_NBYTES:,} bytes")
+        data = path.read_bytes()
+    except OSError as error:
+        raise FormatError(f"{path}: not a folder that DCP has saved whole: {error}") from error
+    try:
+        metadata: Metadata = _MetadataUnpickler(io.BytesIO(data)).load()
+        _check(metadata)
+    except FormatError as error:
+        raise FormatError(f"{path}: {error}") from error
+    except Exception as error:
+        raise FormatError(f"{path}: not the metadata of DCP: {error!r:.300}") from error
+    return metadata
+
+
+class _Properties:
+    """Stand-in for `TensorProperties`, whose state has more members in newer torch."""
+
+    dtype: torch.dtype
+
+    def __setstate__(self, state: Any) -> None:
+        self.dtype = state["dtype"] if isinstance(state, dict) else state[0]
+
+
+class _Encoding(int):
+    """Stand-in for the enumeration of memory formats."""
+
+
+def _layout(name: str) -> str:
+    return name
+
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+_KNOWN: dict[tuple[str, str], Any] = {
+    **{
+        (_METADATA, kind.__name__): kind
+        for kind in (
+            BytesStorageMetadata,
+            ChunkStorageMetadata,
+            Metadata,
+            MetadataIndex,
+            StorageMeta,
+            TensorStorageMetadata,
+        )
+    },
+    (_METADATA, "TensorProperties"): _Properties,
+    (_METADATA, "_MEM_FORMAT_ENCODING"): _Encoding,
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _StorageInfo,
+    ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): _layout,
+    ("collections", "OrderedDict"): OrderedDict,
+}
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Unpickler of nothing but DCP's metadata."""
+
+    @override
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "pathlib" or module.startswith("pathlib."):
+            if name.endswith("Path"):
+                return pathlib.PurePosixPath
+        elif module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        elif (module, name) in _KNOWN:
+            return _KNOWN[module, name]
+        raise FormatError(f"it holds {module}.{name}, which is no metadata, and was not loaded")
+
+
+def _check(metadata: Any) -> None:
+    """Check the types of all that is used of the metadata, and make its properties torch's own."""
+    if not isinstance(metadata, Metadata) or not isinstance(metadata.state_dict_metadata, dict):
+        raise FormatError("not the metadata of DCP")
+    places = metadata.storage_data
+    if not isinstance(places, dict) or not all(
+        isinstance(index, MetadataIndex) and isinstance(place, _StorageInfo)
+        for index, place in places.items()
+    ):
+        raise FormatError("does not say where its items are, as DCP's own writer does")
+    for place in places.values():
+        numbers = (place.offset, place.length)
+        if type(place.relative_path) is not str or not all(map(_is_natural, numbers)):
+            raise FormatError("an item without a place")
+    for name, found in metadata.state_dict_metadata.items():
+        if type(name) is not str or not isinstance(
+            found, TensorStorageMetadata | BytesStorageMetadata
+        ):
+            raise FormatError(f"{name!r:.80}: neither a tensor nor bytes")
+        if isinstance(found, TensorStorageMetadata):
+            _check_tensor(name, found)
+
+
+def _check_tensor(name: str, found: TensorStorageMetadata) -> None:
+    dtype = getattr(found.properties, "dtype", None)
+    chunks_are = isinstance(found.chunks, list) and all(
+        isinstance(chunk, ChunkStorageMetadata)
+        and all(
+            isinstance(of, torch.Size) and len(of) == len(found.size)
+            for of in (chunk.offsets, chunk.sizes)
+        )
+        for chunk in found.chunks
+    )
+    if not isinstance(dtype, torch.dtype) or not isinstance(found.size, torch.Size):
+        raise FormatError(f"{name!r:.80}: no dtype or no shape")
+    if not chunks_are:
+        raise FormatError(f"{name!r:.80}: its chunks are not boxes of it")
+    found.properties = TensorProperties(dtype=dtype)
+
+
+def _is_natural(value: Any) -> bool:
+    return type(value) is int and value >= 0

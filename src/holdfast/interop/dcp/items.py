@@ -1,0 +1,223 @@
+"""Items of DCP's flat state dicts as leaves of components, and back.
+
+An item is a tensor, or any other value. Its name joins, by dots, the keys and positions on its
+path. A component is what is below one key at the top; other items share one component.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import msgspec
+
+from holdfast.errors import FormatError, HoldfastError, UsageError
+from holdfast.format.layout import RNG, check_component
+from holdfast.format.nodes import TensorRef
+from holdfast.format.objects import decode_beside, document
+
+Path: TypeAlias = tuple[str | int, ...]
+
+REST = "state"
+"""Component of the items that have none of their own."""
+MODEL = "model"
+"""Component of the tensors at the top, if no key at the top is called so: torchtitan's models."""
+_BESIDE = "dcp"
+_EXTRA_STATE = "_extra_state"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Item:
+    """Place of one item: its component, and its path from the component's top."""
+
+    component: str
+    under: tuple[str, ...]
+    """What precedes `path` in the path of the item: the component's name, or nothing."""
+    path: Path
+    is_tensor: bool
+    is_pickled: bool = False
+    """Whether its value is kept as the pickle that DCP made of it."""
+
+    @property
+    def full_path(self) -> Path:
+        """Path from the top of the state."""
+        return (*self.under, *self.path)
+
+    @property
+    def name(self) -> str:
+        """Name of the item in DCP."""
+        return _name(self.full_path)
+
+    @property
+    def key(self) -> str:
+        """Key of the item's tensor in the component."""
+        return _name(self.path)
+
+
+def _name(path: Path) -> str:
+    return ".".join(map(str, path))
+
+
+def placed(paths: Mapping[str, Path], tensors: Iterable[str]) -> dict[str, Item]:
+    """Choose the component of each item; `tensors` are the names of those that are tensors."""
+    tops = {path[0] for path in paths.values() if len(path) > 1 and _is_component(path[0])}
+    are_tensors = {*tensors}
+    items = {}
+    for name, path in paths.items():
+        top, is_tensor = path[0], name in are_tensors
+        if len(path) > 1 and top in tops:
+            component: str = str(top)
+            under: tuple[str, ...] = (str(top),)
+        else:
+            is_weight = len(path) == 1 and is_tensor and MODEL not in tops
+            component, under = MODEL if is_weight else REST, ()
+        items[name] = Item(
+            component=component, under=under, path=path[len(under) :], is_tensor=is_tensor
+        )
+    return items
+
+
+def _is_component(name: str | int) -> bool:
+    if name in (REST, RNG):
+        return False
+    try:
+        check_component(str(name))
+    except HoldfastError:
+        return False
+    return True
+
+
+def paths_of(names: Iterable[str], planner_data: Any) -> dict[str, Path]:
+    """Return the path of each item: as the planner flattened the state, else the name alone.
+
+    Raises:
+        UsageError: the planner keeps other data than paths.
+    """
+    if planner_data is None:
+        return {name: (name,) for name in names}
+    if not isinstance(planner_data, dict):
+        raise UsageError(
+            f"the planner keeps a {type(planner_data).__qualname__} in the metadata, and this "
+            "writer only what DefaultSavePlanner keeps: the path of each item"
+        )
+    paths = {name: tuple(planner_data.get(name, (name,))) for name in names}
+    for name, path in paths.items():
+        if _name(path) != name or not all(type(part) in (str, int) for part in path):
+            raise UsageError(f"{name!r}: the planner says that its path is {path!r}")
+    return paths
+
+
+def kind_of(items: Iterable[Item]) -> str:
+    """Return the kind of a component: `module` for names with tensors alone, else `tree`."""
+    found = [*items]
+    is_module = any(item.is_tensor for item in found) and all(
+        len(item.path) == 1 and (item.is_tensor or str(item.path[0]).endswith(_EXTRA_STATE))
+        for item in found
+    )
+    return "module" if is_module else "tree"
+
+
+def tree_of(items: Mapping[Item, Any], *, is_flat: bool) -> bytes:
+    """Encode a component's tree; `items`: the node of each. `is_flat`: DCP knew their paths.
+
+    Raises:
+        UnsupportedState: the tree is too large.
+        UsageError: one item is inside another.
+    """
+    tree: dict[Any, Any] = {}
+    for item, node in items.items():
+        _set(tree, item, node)
+    listed = [*items]
+    beside = {
+        "under": list(listed[0].under),
+        "flat": is_flat,
+        "paths": [list(item.path) for item in listed],
+        "pickled": [number for number, item in enumerate(listed) if item.is_pickled],
+    }
+    return document(tree, beside={_BESIDE: beside}).data
+
+
+def _set(tree: dict[Any, Any], item: Item, node: Any) -> None:
+    container: Any = tree
+    for part, following in zip(item.path, (*item.path[1:], None), strict=True):
+        if isinstance(part, int):
+            if not isinstance(container, list):
+                raise UsageError(f"{item.name!r}: {part} is a position, but not of a list")
+            container += [None] * (part + 1 - len(container))
+        elif not isinstance(container, dict):
+            raise UsageError(f"{item.name!r}: inside another item, or {part!r} is no position")
+        if following is None:
+            container[part] = node
+            return
+        empty: Any = [] if isinstance(following, int) else {}
+        inner = container[part] if isinstance(part, int) else container.setdefault(part, empty)
+        if inner is None:
+            inner = container[part] = empty
+        container = inner
+
+
+class _Beside(msgspec.Struct, forbid_unknown_fields=False):
+    """What is stored beside a tree: which of its nodes are items."""
+
+    under: list[str]
+    flat: bool
+    paths: list[list[str | int]]
+    pickled: list[int]
+
+
+def items_of(component: str, tree: bytes, value: Any) -> tuple[dict[Item, Any], bool]:
+    """Return the items of a stored component with their nodes, and whether DCP gets their paths.
+
+    `value` is the decoded tree. In what DCP did not save, they are those that it would have made.
+
+    Raises:
+        FormatError: what is recorded of the items does not fit the tree.
+    """
+    what = f"{component}'s tree"
+    recorded = decode_beside(tree, _BESIDE, what=what) if b'"dcp"' in tree else None
+    if recorded is None:
+        nodes = _leaves(value, ())
+        return {_item(component, (component,), path, node): node for path, node in nodes}, True
+    try:
+        beside = msgspec.convert(recorded, _Beside)
+    except msgspec.ValidationError as error:
+        raise FormatError(f"{what}: `{_BESIDE}`: {error}") from error
+    found: dict[Item, Any] = {}
+    for number, path in enumerate(beside.paths):
+        node = _at(value, path, what)
+        item = _item(component, tuple(beside.under), tuple(path), node)
+        found[replace(item, is_pickled=number in beside.pickled)] = node
+    return found, beside.flat
+
+
+def _item(component: str, under: tuple[str, ...], path: Path, node: Any) -> Item:
+    return Item(component=component, under=under, path=path, is_tensor=isinstance(node, TensorRef))
+
+
+def _at(value: Any, path: list[str | int], what: str) -> Any:
+    for part in path:
+        try:
+            value = value[part]
+        except (KeyError, IndexError, TypeError) as error:
+            raise FormatError(f"{what}: has nothing at {path!r:.200}") from error
+    return value
+
+
+def _leaves(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
+    """Yield what DCP takes for items: it looks into dicts, and into lists that hold tensors."""
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            yield from _leaves(inner, (*path, str(key)))
+    elif isinstance(value, list) and _holds_tensors(value):
+        for number, inner in enumerate(value):
+            yield from _leaves(inner, (*path, number))
+    else:
+        yield path, value
+
+
+def _holds_tensors(value: list[Any]) -> bool:
+    return any(
+        isinstance(one, TensorRef | dict) or (isinstance(one, list) and _holds_tensors(one))
+        for one in value
+    )

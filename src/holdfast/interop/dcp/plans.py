@@ -1,0 +1,240 @@
+"""The coordinator's plan of one save: who writes which boxes, into files of which numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItemType,
+)
+
+from holdfast.errors import UnsupportedState, UsageError
+from holdfast.format.boxes import Unfit, check_boxes, key_of_box
+from holdfast.format.index import Places, TensorTable
+from holdfast.format.layout import tensor_file
+from holdfast.format.tensors import TensorSpec, lay_out
+from holdfast.interop.dcp.items import Item, paths_of, placed
+from holdfast.state.leaves import DTYPE_NAMES, plain_name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A box of a tensor that one rank writes."""
+
+    component: str
+    tensor: TensorSpec
+    """The whole tensor, by its key in the component."""
+    offsets: tuple[int, ...]
+    stored: TensorSpec
+    """The box, by its key in the file."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedPart:
+    """A part and where it was written."""
+
+    part: Part
+    file: int
+    """Number of the component's tensor file."""
+    start: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Note:
+    """What the coordinator tells one rank of a save, in its plan."""
+
+    folder: str
+    save_id: str
+    parts: Mapping[MetadataIndex, Part]
+    """The boxes of the rank; those without elements are written by nobody."""
+    values: Mapping[str, Item]
+    """Its items that are no tensors."""
+    first: Mapping[str, int]
+    """Number of the rank's first tensor file of each component."""
+
+
+class Layout:
+    """Items, boxes and numbers of files of one save.
+
+    Raises:
+        UsageError, UnsupportedState: something in the plans cannot be saved.
+    """
+
+    def __init__(self, plans: Sequence[SavePlan]) -> None:
+        names = [item.index.fqn for plan in plans for item in plan.items]
+        tensors = {
+            item.index.fqn: item.tensor_data
+            for plan in plans
+            for item in plan.items
+            if item.type != WriteItemType.BYTE_IO and item.tensor_data is not None
+        }
+        self.items = placed(paths_of(dict.fromkeys(names), _mappings(plans)), tensors)
+        """The items of all ranks, by DCP's name."""
+        self._specs = _specs(self.items, tensors)
+        self._whole: set[str] = set()
+        self.parts = [self._parts(plan) for plan in plans]
+        """The boxes that each rank writes."""
+        self.counts: dict[str, int] = dict.fromkeys(self.components, 0)
+        """Number of tensor files of each component."""
+        self.first = [self._numbers(parts) for parts in self.parts]
+        """Number of each rank's first tensor file of each component."""
+
+    @property
+    def components(self) -> dict[str, list[Item]]:
+        """The items of each component."""
+        found: dict[str, list[Item]] = {}
+        for item in self.items.values():
+            found.setdefault(item.component, []).append(item)
+        return found
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(spec.nbytes for spec in self._specs.values())
+
+    def values(self, plan: SavePlan) -> dict[str, Item]:
+        """Return the items of a plan that are no tensors."""
+        names = [item.index.fqn for item in plan.items if item.type == WriteItemType.BYTE_IO]
+        return {name: self.items[name] for name in names}
+
+    def _parts(self, plan: SavePlan) -> dict[MetadataIndex, Part]:
+        parts: dict[MetadataIndex, Part] = {}
+        for write_item in plan.items:
+            data = write_item.tensor_data
+            if write_item.type == WriteItemType.BYTE_IO or data is None:
+                continue
+            item = self.items[write_item.index.fqn]
+            box = self._box(item.name, data)
+            if box is not None:
+                parts[write_item.index] = self._part(item, *box)
+        return parts
+
+    def _box(
+        self, name: str, data: TensorWriteData
+    ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """Return offsets and sizes of a chunk; None if it has no elements, and others have."""
+        offsets, sizes = tuple(data.chunk.offsets), tuple(data.chunk.sizes)
+        if math.prod(sizes):
+            return offsets, sizes
+        if math.prod(data.size) or name in self._whole:
+            return None
+        self._whole.add(name)
+        return (0,) * len(data.size), tuple(data.size)
+
+    def _part(self, item: Item, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Part:
+        spec = self._specs[item.name]
+        key = spec.key if sizes == spec.shape else key_of_box(spec.key, offsets, sizes)
+        return Part(
+            component=item.component,
+            tensor=spec,
+            offsets=offsets,
+            stored=TensorSpec(key, spec.dtype, sizes),
+        )
+
+    def _numbers(self, parts: Mapping[MetadataIndex, Part]) -> dict[str, int]:
+        first: dict[str, int] = {}
+        for component, specs in specs_by_component(parts.values()).items():
+            first[component] = self.counts[component]
+            self.counts[component] += len(lay_out(component, specs, first_number=0))
+        return first
+
+
+def specs_by_component(parts: Iterable[Part]) -> dict[str, list[TensorSpec]]:
+    """List the stored boxes of parts by component."""
+    found: dict[str, list[TensorSpec]] = {}
+    for part in parts:
+        found.setdefault(part.component, []).append(part.stored)
+    return found
+
+
+def _mappings(plans: Sequence[SavePlan]) -> object:
+    """Join what the planner of each rank knows of paths."""
+    known = [plan.planner_data for plan in plans if plan.planner_data is not None]
+    if all(isinstance(one, dict) for one in known):
+        return {name: path for one in known for name, path in one.items()} if known else None
+    return known[0]
+
+
+def _specs(
+    items: Mapping[str, Item], tensors: Mapping[str, TensorWriteData]
+) -> dict[str, TensorSpec]:
+    odd = [
+        (name, f"dtype {plain_name(data.properties.dtype)} has no name in the format")
+        for name, data in tensors.items()
+        if data.properties.dtype not in DTYPE_NAMES
+    ]
+    if odd:
+        raise UnsupportedState(odd)
+    return {
+        name: TensorSpec(items[name].key, DTYPE_NAMES[data.properties.dtype], tuple(data.size))
+        for name, data in tensors.items()
+    }
+
+
+def whole_plans(plans: list[SavePlan]) -> list[SavePlan]:
+    """Return the plans with their items, also where a planner that caches has left them out.
+
+    A rank's plan must come whole, as it also tells the folder and the numbers of files.
+
+    Raises:
+        UsageError: it is unknown which of several planners left them out.
+    """
+    if all(getattr(plan, "usable", True) for plan in plans):
+        return plans
+    caches = getattr(SavePlanner, "_cached_global_plan", {}).values()
+    known = [
+        cached
+        for cached in caches
+        if len(cached) == len(plans)
+        and all(one is plan for one, plan in zip(cached, plans, strict=True) if plan.usable)
+    ]
+    if len(known) != 1:
+        raise UsageError(
+            f"a planner with enable_plan_caching left out its plan, and {len(known)} classes of "
+            "planners in this process have cached one for as many ranks. Let one class of "
+            "planners cache its plans"
+        )
+    return list(known[0])
+
+
+def tables_of(
+    components: Sequence[str], placed_parts: Sequence[PlacedPart], counts: Mapping[str, int]
+) -> dict[str, TensorTable]:
+    """Make the tables of the index from what was written; `counts`: tensor files by component.
+
+    Raises:
+        UsageError: the boxes of a tensor do not tile it.
+    """
+    tables = {}
+    for component in components:
+        own = [one for one in placed_parts if one.part.component == component]
+        specs = {one.part.tensor.key: one.part.tensor for one in own}
+        numbers = {key: number for number, key in enumerate(specs)}
+        own.sort(key=lambda one: (numbers[one.part.tensor.key], one.part.offsets))
+        columns = [
+            (numbers[one.part.tensor.key], one.file, one.start, one.part.stored.nbytes)
+            for one in own
+        ]
+        tensor, file, start, nbytes = np.array(columns, np.int64).reshape(-1, 4).T
+        files = [tensor_file(component, number) for number in range(counts[component])]
+        table = tables[component] = TensorTable.of_boxes(
+            specs,
+            Places(files, file, start, nbytes),
+            tensor,
+            [one.part.offsets for one in own],
+            [one.part.stored.shape for one in own],
+        )
+        if table.boxes is not None:
+            try:
+                check_boxes([spec.shape for spec in specs.values()], table.boxes)
+            except Unfit as error:
+                name = [*specs][error.tensor]
+                raise UsageError(f"{component}.{name}: {error}") from error
+    return tables
