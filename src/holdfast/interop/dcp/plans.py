@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.planner import (
     SavePlan,
     SavePlanner,
     TensorWriteData,
+    WriteItem,
     WriteItemType,
 )
 
@@ -47,17 +48,30 @@ class PlacedPart:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Note:
-    """What the coordinator tells one rank of a save, in its plan."""
+class Task:
+    """What one rank writes."""
 
-    folder: str
-    save_id: str
+    write_items: Sequence[WriteItem]
     parts: Mapping[MetadataIndex, Part]
     """The boxes of the rank; those without elements are written by nobody."""
     values: Mapping[str, Item]
     """Its items that are no tensors."""
     first: Mapping[str, int]
     """Number of the rank's first tensor file of each component."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Note:
+    """What the coordinator tells one rank of a save, in its plan."""
+
+    folder: str
+    save_id: str
+    tasks: Mapping[str | None, Task]
+    """What the rank writes, by the cache of the planner; see `whole_plans`."""
+
+    def cache_of(self, planner: SavePlanner) -> str | None:
+        """Return the name in `tasks` of what a rank with this planner writes."""
+        return None if None in self.tasks else getattr(planner, "_cached_plans_key", None)
 
 
 class Layout:
@@ -99,10 +113,20 @@ class Layout:
         """Bytes of all tensors."""
         return sum(spec.nbytes for spec in self._specs.values())
 
-    def values(self, plan: SavePlan) -> dict[str, Item]:
-        """Return the items of a plan that are no tensors."""
+    @property
+    def num_files(self) -> int:
+        """Number of files, at least, of a checkpoint."""
+        return sum(self.counts.values()) + len(self.counts) + 2
+
+    def task(self, rank: int, plan: SavePlan) -> Task:
+        """Return what a rank writes."""
         names = [item.index.fqn for item in plan.items if item.type == WriteItemType.BYTE_IO]
-        return {name: self.items[name] for name in names}
+        return Task(
+            write_items=plan.items,
+            parts=self.parts[rank],
+            values={name: self.items[name] for name in names},
+            first=self.first[rank],
+        )
 
     def _parts(self, plan: SavePlan) -> dict[MetadataIndex, Part]:
         parts: dict[MetadataIndex, Part] = {}
@@ -178,30 +202,30 @@ def _specs(
     }
 
 
-def whole_plans(plans: list[SavePlan]) -> list[SavePlan]:
+def whole_plans(plans: list[SavePlan]) -> dict[str | None, list[SavePlan]]:
     """Return the plans with their items, also where a planner that caches has left them out.
 
-    A rank's plan must come whole, as it also tells the folder and the numbers of files.
+    They are then in its cache, but the coordinator's storage is not told which planner it is: so
+    all that it may be are returned, by their caches. Each rank knows the planner when it writes.
 
     Raises:
-        UsageError: it is unknown which of several planners left them out.
+        UsageError: no planner can have left them out.
     """
     if all(getattr(plan, "usable", True) for plan in plans):
-        return plans
-    caches = getattr(SavePlanner, "_cached_global_plan", {}).values()
-    known = [
-        cached
-        for cached in caches
+        return {None: plans}
+    known = {
+        name: list(cached)
+        for name, cached in getattr(SavePlanner, "_cached_global_plan", {}).items()
         if len(cached) == len(plans)
         and all(one is plan for one, plan in zip(cached, plans, strict=True) if plan.usable)
-    ]
-    if len(known) != 1:
+    }
+    if not known:
         raise UsageError(
-            f"a planner with enable_plan_caching left out its plan, and {len(known)} classes of "
-            "planners in this process have cached one for as many ranks. Let one class of "
-            "planners cache its plans"
+            "the planner left out its plan (enable_plan_caching), and no planner of this process "
+            f"has cached one for {len(plans)} ranks; this torch may keep it elsewhere. Turn the "
+            "caching off"
         )
-    return list(known[0])
+    return known
 
 
 def tables_of(

@@ -6,7 +6,7 @@ import dataclasses
 import os
 import re
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,7 +65,8 @@ class _Save:
     """The save under way, as its coordinator knows it."""
 
     attempt: SaveAttempt
-    layout: Layout
+    layouts: Mapping[str | None, Layout]
+    """By the cache of the planner; see `whole_plans`."""
     claim: Claim
     sequence: int
     world_size: int
@@ -110,6 +111,8 @@ class HoldfastWriter(StorageWriter):
         self._takeover = takeover
         self._timeout_s = timeout_s
         self._save: _Save | None = None
+        self._cache: str | None = None
+        """In which of its caches the planner had the plan of this save."""
         self._loaded: Reference | None = None
         self._root  # noqa: B018 - a wrong root is refused here
 
@@ -164,12 +167,12 @@ class HoldfastWriter(StorageWriter):
         root = self._root
         root.clean()
         whole = whole_plans(plans)
-        layout = Layout(whole)
+        layouts = {cache: Layout(of_cache) for cache, of_cache in whole.items()}
         if self._loaded is not None:
             root.loaded, self._loaded = self._loaded, None
         claim, sequence = root.claim(
-            nbytes=layout.nbytes,
-            num_files=sum(layout.counts.values()) + len(layout.counts) + 2,
+            nbytes=max(layout.nbytes for layout in layouts.values()),
+            num_files=max(layout.num_files for layout in layouts.values()),
             takeover=self._takeover,
         )
         label = self._label or DEFAULT_LABEL.format(step=self._step_now())
@@ -177,7 +180,7 @@ class HoldfastWriter(StorageWriter):
         root.begin(attempt, is_alone=len(plans) == 1)
         self._save = _Save(
             attempt=attempt,
-            layout=layout,
+            layouts=layouts,
             claim=claim,
             sequence=sequence,
             world_size=len(plans),
@@ -189,12 +192,13 @@ class HoldfastWriter(StorageWriter):
                 storage_data=Note(
                     folder=attempt.folder,
                     save_id=attempt.save_id,
-                    parts=layout.parts[rank],
-                    values=layout.values(plan),
-                    first=layout.first[rank],
+                    tasks={
+                        cache: layouts[cache].task(rank, of_cache[rank])
+                        for cache, of_cache in whole.items()
+                    },
                 ),
             )
-            for rank, plan in enumerate(whole)
+            for rank, plan in enumerate(next(iter(whole.values())))
         ]
 
     @override
@@ -216,21 +220,23 @@ class HoldfastWriter(StorageWriter):
         assert isinstance(note, Note), "the plan was made for this writer"
         name = parse_attempt(note.folder)
         assert name is not None, "the coordinator made the folder"
-        write_items = {item.index: item for item in plan.items}
+        self._cache = note.cache_of(planner)
+        task = note.tasks[self._cache]
+        write_items = {item.index: item for item in task.write_items}
         sources = {
             (part.component, part.stored.key): write_items[index]
-            for index, part in note.parts.items()
+            for index, part in task.parts.items()
         }
         values = [
-            self._value(note.values[index.fqn], write_item, planner)
+            self._value(task.values[index.fqn], write_item, planner)
             for index, write_item in write_items.items()
-            if index.fqn in note.values
+            if index.fqn in task.values
         ]
         try:
             files = write_tensors(
                 SaveAttempt(name=name, save_id=note.save_id),
-                specs_by_component(note.parts.values()),
-                first=note.first,
+                specs_by_component(task.parts.values()),
+                first=task.first,
                 resolve=lambda component, spec: _resolved(
                     planner, sources[component, spec.key], spec
                 ),
@@ -246,7 +252,7 @@ class HoldfastWriter(StorageWriter):
         except BaseException:
             root.drop_pool()
             raise
-        return _share(files, note.parts.values(), values)
+        return _share(files, task.parts.values(), values)
 
     def _value(self, item: Item, write_item: WriteItem, planner: SavePlanner) -> Value:
         try:
@@ -273,7 +279,7 @@ class HoldfastWriter(StorageWriter):
         self._root.release_if_in_daemon()
 
     def _commit(self, save: _Save, metadata: Metadata, shares: Sequence[_Share]) -> None:
-        root, layout, attempt = self._root, save.layout, save.attempt
+        root, layout, attempt = self._root, save.layouts[self._cache], save.attempt
         _expect_all(layout, metadata)
         values = [value for share in shares for value in share.values]
         inner, counts = self._write_inner(save, values)
@@ -300,7 +306,7 @@ class HoldfastWriter(StorageWriter):
 
     def _write_inner(self, save: _Save, values: Sequence[Value]) -> tuple[_Share, dict[str, int]]:
         """Write the tensors inside values, into the last files; return the counts of all files."""
-        specs, counts = specs_of(values), dict(save.layout.counts)
+        specs, counts = specs_of(values), dict(save.layouts[self._cache].counts)
         tensors = {
             (value.item.component, key): tensor
             for value in values
