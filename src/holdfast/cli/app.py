@@ -181,6 +181,27 @@ def tag(target: str, tags: Sequence[str]) -> Answer:
     return mark(target, tags=tags)
 
 
+@_answering(
+    options.dcp_folder,
+    options.root,
+    *(options.step, options.label, options.unsafe_pickle),
+    name="import",
+)
+def import_(folder: str, root: str, step: int, label: str | None, unsafe_pickle: bool) -> Answer:
+    """Save a folder of PyTorch Distributed Checkpoint as a new checkpoint of a run."""
+    from holdfast.cli.folders import import_dcp
+
+    return import_dcp(folder, root, step=step, label=label, unsafe_pickle=unsafe_pickle)
+
+
+@_answering(options.target, options.new_folder, options.to)
+def export(target: str, folder: str, to: str) -> Answer:
+    """Write a checkpoint in the form of another library; without @WHICH the latest."""
+    from holdfast.cli.folders import export_dcp
+
+    return export_dcp(target, folder)
+
+
 @_answering(options.root, options.save_tags, options.reason, options.timeout)
 def save(root: str, tags: Sequence[str], reason: str, timeout: str) -> Answer:
     """Ask the running training for a checkpoint, and wait for it.

@@ -152,6 +152,17 @@ yes = flag("--yes", "With --damaged: delete it.")
 keep = option("--keep", "RULE", "Such as last:3,best:loss:min:2.", required=True)
 new_tags = argument("tags", "TAG...", "Names to add.", nargs=-1)
 
+# import, export
+
+dcp_folder = argument("folder", "FOLDER", "A folder that dcp.save has written.")
+step = option("--step", "N", "Completed steps.", type=click.IntRange(min=0), required=True)
+label = option("--label", "TEXT", "The label. [default: from the step]")
+unsafe_pickle = flag("--unsafe-pickle", "Keep values that are no typed trees as pickles.")
+new_folder = argument("folder", "FOLDER", "A folder that does not exist yet.")
+to = click.option(
+    "--to", type=click.Choice(["dcp"]), required=True, help="Form: PyTorch Distributed Checkpoint."
+)
+
 # save
 
 save_tags = several("--tag", "tags", "TAG", "A name for the checkpoint.")

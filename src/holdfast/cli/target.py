@@ -24,7 +24,7 @@ from holdfast.store.local import LocalStore
 from holdfast.store.remote.opening import SCHEMES, RemoteOptions
 
 if TYPE_CHECKING:
-    from holdfast.keys import Key
+    from holdfast.keys import Encryption, Key
 
 PATIENCE: ContextVar[str] = ContextVar("patience", default="20s")
 """Value of `--timeout`: how long an object store may leave requests unanswered."""
@@ -139,13 +139,26 @@ def unlocked(store: Store) -> Store:
     Raises:
         KeyUnavailable: a key cannot be obtained.
     """
-    sources = NAMED.get(KeySources())
-    if not (sources.files or sources.variables or sources.commands):
+    keys = named_keys()
+    if keys is None:
         return store
     from holdfast.engine.sealed.sealing import sealing
+
+    return sealing(store, keys)
+
+
+def named_keys() -> Encryption | None:
+    """Return the keys that were given before the command; None if there are none.
+
+    Raises:
+        KeyUnavailable: a key cannot be obtained.
+    """
+    sources = NAMED.get(KeySources())
+    if not (sources.files or sources.variables or sources.commands):
+        return None
     from holdfast.keys import Encryption
 
-    return sealing(store, Encryption(keys=keys_of(sources), accept_plain=sources.accepts_plain))
+    return Encryption(keys=keys_of(sources), accept_plain=sources.accepts_plain)
 
 
 def keys_of(sources: KeySources) -> tuple[Key, ...]:

@@ -37,9 +37,11 @@ from torch.distributed.checkpoint.planner import (
 from typing_extensions import override
 
 from holdfast.arguments import checked
+from holdfast.engine.checkpoint import Checkpoint, describe
 from holdfast.errors import FormatError, UnsupportedState, UsageError
 from holdfast.interop.dcp.reader import HoldfastReader, StoredState
 from holdfast.interop.dcp.writer import HoldfastWriter
+from holdfast.keys import Encryption
 from holdfast.state.geometry import Box
 from holdfast.store.base import Store
 
@@ -55,8 +57,8 @@ def import_folder(
     step: int,
     label: str | None = None,
     unsafe_pickle: bool = False,
-) -> str:
-    """Save what a folder of DCP holds as a new checkpoint of a run; return its folder's name.
+) -> Checkpoint:
+    """Save what a folder of DCP holds as a new checkpoint of a run.
 
     Keeps at most one file's tensors, 4 GiB, in memory. Runs nothing that is in the folder.
 
@@ -75,18 +77,21 @@ def import_folder(
         writer.finish(source.metadata, [results])
     finally:
         writer.close()
-    assert writer.saved is not None, "it has committed"
-    return writer.saved
+    store, entry = writer.saved()
+    return describe(store, entry)
 
 
 @checked()
 def export_folder(
-    source: str | os.PathLike[str] | Store, folder: str | os.PathLike[str]
-) -> StoredState:
+    source: str | os.PathLike[str] | Store,
+    folder: str | os.PathLike[str],
+    *,
+    encrypt: Encryption | None = None,
+) -> Checkpoint:
     """Write a checkpoint as a folder of DCP's own, which `dcp.load` reads.
 
-    `source` is what `HoldfastReader` takes. Reads tensor by tensor, each checked. DCP has no form
-    for generators that differ by rank, which are left out.
+    `source` and `encrypt` are what `HoldfastReader` takes. Reads tensor by tensor, each checked.
+    DCP has no form for generators that differ by rank, which are left out.
 
     Raises:
         UsageError: the folder exists and is not empty.
@@ -94,7 +99,7 @@ def export_folder(
     """
     if os.path.isdir(folder) and os.listdir(folder):
         raise UsageError(f"{os.fspath(folder)}: not empty; give a folder that does not exist yet")
-    reader = HoldfastReader(source)
+    reader = HoldfastReader(source, encrypt=encrypt)
     try:
         state = reader.open()
         writer = FileSystemWriter(folder)
@@ -105,7 +110,7 @@ def export_folder(
         writer.finish(state.metadata, [results])
     finally:
         reader.close()
-    return state
+    return describe(state.store, state.entry)
 
 
 def _write_items(metadata: Metadata) -> Iterator[WriteItem]:
@@ -195,13 +200,12 @@ class DcpFolder:
             raise FormatError(f"{self._folder}: {place.relative_path!r} leads out of it")
         try:
             with path.open("rb") as file:
+                if file.seek(0, os.SEEK_END) < place.offset + place.length:
+                    raise FormatError(f"{path}: ends before {index.fqn!r} does")
                 file.seek(place.offset)
-                data = file.read(place.length)
+                return io.BytesIO(file.read(place.length))
         except OSError as error:
             raise FormatError(f"{path}: cannot be read: {error}") from error
-        if len(data) != place.length:
-            raise FormatError(f"{path}: ends before {index.fqn!r} does")
-        return io.BytesIO(data)
 
 
 def read_metadata(path: Path) -> Metadata:

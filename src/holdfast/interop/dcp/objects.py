@@ -7,10 +7,12 @@ is taken; of any other its pickle is read as torch reads weights, which runs no 
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -25,6 +27,20 @@ from holdfast.state.collecting import Leaves
 from holdfast.state.leaves import DTYPE_NAMES
 from holdfast.state.trees import Lifting, decode_skeleton, encoded, nodes_in
 
+_GLOBAL = re.compile(r"GLOBAL (\S+)")
+_MAKERS: list[Any] = [one.__reduce__()[0] for one in (np.empty(0), np.float32(0))]
+_PLAIN: list[Any] = [
+    frozenset,
+    np.ndarray,
+    np.dtype,
+    *{type(np.dtype(code)) for code in "?bBhHiIlLqQefdFD"},
+    *(
+        (function, f"numpy.{core}.multiarray.{function.__name__}")
+        for function in _MAKERS
+        for core in ("core", "_core")
+    ),
+]
+"""Types without code of their own that are read beside those that torch allows in weights."""
 _UNSAFE = "unsafe_pickle=True saves the pickle as it is, and loading it then runs what is in it"
 
 
@@ -50,12 +66,7 @@ def value_of(item: Item, write_item: WriteItem, planner: SavePlanner) -> Value:
     Raises:
         UnsupportedState: it cannot be saved as a typed tree.
     """
-    try:
-        value = _taken(write_item, planner)
-    except Exception as error:
-        raise UnsupportedState(
-            [(item.name, f"its pickle cannot be read as weights are ({error!r:.300}). {_UNSAFE}")]
-        ) from error
+    value = _taken(item, write_item, planner)
     leaves = Leaves(component=item.component, key_of=lambda path: f"{item.key}.{path}".strip("."))
     made = encoded(value, leaves)
     if made is None or leaves.offenders:
@@ -77,14 +88,21 @@ def pickle_of(write_item: WriteItem, planner: SavePlanner) -> bytes:
     return data.getvalue()
 
 
-def _taken(write_item: WriteItem, planner: SavePlanner) -> Any:
+def _taken(item: Item, write_item: WriteItem, planner: SavePlanner) -> Any:
     own = [getattr(type(planner), name, None) for name in ("resolve_data", "transform_object")]
     usual = [DefaultSavePlanner.resolve_data, DefaultSavePlanner.transform_object]
     if isinstance(planner, DefaultSavePlanner) and own == usual:
         return planner.lookup_object(write_item.index)
-    return torch.load(
-        io.BytesIO(pickle_of(write_item, planner)), map_location="cpu", weights_only=True
-    )
+    data = io.BytesIO(pickle_of(write_item, planner))
+    try:
+        with torch.serialization.safe_globals(_PLAIN):
+            return torch.load(data, map_location="cpu", weights_only=True)
+    except Exception as error:
+        found = _GLOBAL.search(str(error))
+        why = f"it holds {found[1]}" if found else type(error).__name__
+        raise UnsupportedState(
+            [(item.name, f"its pickle cannot be read as weights are: {why}. {_UNSAFE}")]
+        ) from error
 
 
 def pickled(node: Any, tensors: Mapping[str, Tensor]) -> io.BytesIO:

@@ -28,12 +28,13 @@ from holdfast.arguments import checked
 from holdfast.engine.access import located
 from holdfast.engine.loading.load import Opened, open_checkpoint
 from holdfast.engine.loading.tensors import TensorReader
+from holdfast.engine.roots.catalog import Entry
 from holdfast.engine.threads import Threads
 from holdfast.errors import FormatError, NoCheckpoint, UsageError
-from holdfast.format.manifest import Reference
 from holdfast.interop.dcp.items import Item, items_of
 from holdfast.interop.dcp.objects import pickled
 from holdfast.interop.dcp.roots import expect_path, written_root
+from holdfast.keys import Encryption
 from holdfast.state.byrank import BY_RANK
 from holdfast.state.geometry import Box
 from holdfast.state.leaves import TORCH_DTYPES
@@ -48,12 +49,10 @@ BATCH_NBYTES = 4 << 30
 class StoredState:
     """A checkpoint as DCP sees it: its items, and readers of them."""
 
-    def __init__(
-        self, store: Store, opened: Opened, reference: Reference, timeout_s: float
-    ) -> None:
+    def __init__(self, store: Store, opened: Opened, entry: Entry, timeout_s: float) -> None:
         self.store = store
         self.opened = opened
-        self.reference = reference
+        self.entry = entry
         self.items: dict[str, tuple[Item, Any]] = {}
         """Item and node by DCP's name."""
         self.is_flat = True
@@ -165,6 +164,7 @@ class HoldfastReader(StorageReader):
     Args:
         root: path or URL of the run, `root@which`, or the folder of one checkpoint.
         unsafe_pickle: load values that were saved as pickles, which runs what is in them.
+        encrypt: the keys of encrypted checkpoints.
         timeout_s: longest time that one read of all tensors may take.
     """
 
@@ -174,11 +174,13 @@ class HoldfastReader(StorageReader):
         root: str | os.PathLike[str] | Store,
         *,
         unsafe_pickle: bool = False,
+        encrypt: Encryption | None = None,
         timeout_s: float = 1800.0,
     ) -> None:
         self._where = root
         self._which: str | None = None
         self._unsafe_pickle = unsafe_pickle
+        self._encrypt = encrypt
         self._timeout_s = timeout_s
         self._held = ExitStack()
         self._state: StoredState | None = None
@@ -207,10 +209,10 @@ class HoldfastReader(StorageReader):
             source, which = f"{os.fspath(source)}@{self._which}", None
         else:
             which = self._which
-        store, kept = self._held.enter_context(located(source, which=which))
+        store, kept = self._held.enter_context(located(source, which=which, encrypt=self._encrypt))
         try:
             opened = open_checkpoint(store, kept.entry.folder, kept.entry.manifest)
-            self._state = StoredState(store, opened, kept.entry.reference, self._timeout_s)
+            self._state = StoredState(store, opened, kept.entry, self._timeout_s)
         except BaseException:
             self.close()
             raise
@@ -240,7 +242,7 @@ class HoldfastReader(StorageReader):
                 "as a pickle, and to load it runs what is in it. If you trust who saved it, pass "
                 "HoldfastReader(…, unsafe_pickle=True)"
             )
-        return replace(plan, storage_data=state.reference)
+        return replace(plan, storage_data=state.entry.reference)
 
     @override
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
@@ -259,12 +261,16 @@ class HoldfastReader(StorageReader):
         """Read and check all that the plan asks for, and give it to the planner."""
         state = self._loading
         try:
+            values = [
+                (read_item, state.pickled(read_item.storage_index.fqn))
+                for read_item in plan.items
+                if read_item.type == LoadItemType.BYTE_IO
+            ]
             self._read_tensors(state, plan, planner)
-            for read_item in plan.items:
-                if read_item.type == LoadItemType.BYTE_IO:
-                    planner.load_bytes(read_item, state.pickled(read_item.storage_index.fqn))
+            for read_item, value in values:
+                planner.load_bytes(read_item, value)
             where = self._where if isinstance(self._where, Store) else state.store.url
-            written_root(where).loaded = state.reference
+            written_root(where).loaded = state.entry.reference
         finally:
             self.close()
         future: Future[None] = Future()

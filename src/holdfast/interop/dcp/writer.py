@@ -20,14 +20,15 @@ from typing_extensions import override
 from holdfast.arguments import checked
 from holdfast.engine.checkpoint import Phase
 from holdfast.engine.claims.claim import Claim
+from holdfast.engine.roots.catalog import Catalog, Entry
 from holdfast.engine.roots.commit import SaveAttempt, begin, commit
 from holdfast.engine.saving.fingerprint import environment, numerics
 from holdfast.engine.saving.save import AttemptFiles, SaveRequest, manifest_of, write_index
 from holdfast.engine.saving.together import Gathered, OwnFile
 from holdfast.engine.staging.staged import Staged
 from holdfast.engine.staging.waves import WaveTransfer
-from holdfast.errors import NotFound, NotShared, UnsupportedState, UsageError
-from holdfast.format.layout import check_label, parse_attempt
+from holdfast.errors import NoCheckpoint, NotFound, NotShared, UnsupportedState, UsageError
+from holdfast.format.layout import AttemptName, check_label, parse_attempt
 from holdfast.format.manifest import Reference, Timestamp
 from holdfast.format.nodes import TensorRef
 from holdfast.format.tensors import TensorSpec
@@ -103,8 +104,7 @@ class HoldfastWriter(StorageWriter):
     ) -> None:
         self.step = step
         """Step of the next save; may be set between two saves."""
-        self.saved: str | None = None
-        """Folder of the last checkpoint that this process has committed through this writer."""
+        self._saved: AttemptName | None = None
         self._where = root
         self._label: str | None = None
         self._unsafe_pickle = unsafe_pickle
@@ -274,7 +274,7 @@ class HoldfastWriter(StorageWriter):
         except BaseException as error:
             self._give_up(error)
             raise
-        self._save, self.saved = None, save.attempt.folder
+        self._save, self._saved = None, save.attempt.name
         self._root.end(save.attempt)
         self._root.release_if_in_daemon()
 
@@ -348,6 +348,18 @@ class HoldfastWriter(StorageWriter):
         self._save = None
         self._root.clean(error)
         self._root.release_if_in_daemon()
+
+    def saved(self) -> tuple[Store, Entry]:
+        """Return the last checkpoint that was committed through this writer in this process.
+
+        Raises:
+            NoCheckpoint: there is none, or it was deleted since.
+        """
+        store = self._root.store
+        entry = None if self._saved is None else Catalog(store).entry(self._saved)
+        if entry is None:
+            raise NoCheckpoint(f"{store.url}: nothing was saved by this writer that is still there")
+        return store, entry
 
     def close(self) -> None:
         """Release the run, and remove what a failed save left behind. The writer stays usable."""

@@ -1,0 +1,51 @@
+"""`holdfast import` and `export`: checkpoints in the form of another library."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from holdfast.cli.output import Answer, size
+from holdfast.cli.target import named_keys, open_target, opened
+from holdfast.errors import UsageError
+
+if TYPE_CHECKING:
+    from holdfast.engine.checkpoint import Checkpoint
+
+
+def import_dcp(
+    folder: str, root: str, *, step: int, label: str | None, unsafe_pickle: bool
+) -> Answer:
+    """Save what a folder of DCP holds as a new checkpoint.
+
+    Raises:
+        FormatError: the folder is damaged, or its metadata holds more than metadata.
+        UnsupportedState: a value in it is no typed tree.
+        UsageError: keys are given, which an import cannot use.
+    """
+    from holdfast.interop.dcp import import_folder
+
+    if named_keys() is not None:
+        raise UsageError("import does not encrypt; give it a root of its own, and no keys")
+    opened(root)
+    found = import_folder(folder, root, step=step, label=label, unsafe_pickle=unsafe_pickle)
+    return _answer(found, folder, f"{found.folder}: {size(found.nbytes)} from {folder}")
+
+
+def export_dcp(target: str, folder: str) -> Answer:
+    """Write a checkpoint as a folder of DCP.
+
+    Raises:
+        NoCheckpoint: no checkpoint matches.
+        UsageError: the folder is not empty.
+        CorruptData: the checkpoint is damaged.
+    """
+    from holdfast.interop.dcp import export_folder
+
+    open_target(target)
+    found = export_folder(target, folder, encrypt=named_keys())
+    return _answer(found, folder, f"{folder}: {size(found.nbytes)} from {found.folder}")
+
+
+def _answer(found: Checkpoint, path: str, text: str) -> Answer:
+    document = {"root": found.root, "folder": found.folder, "step": found.step, "path": path}
+    return Answer(document=document, parts=[text])

@@ -1,0 +1,257 @@
+"""Folders of DCP's own: imported, exported, and refused where they are not what they say."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from tests.cli.conftest import holdfast as holdfast
+from tests.interop.test_dcp import UNSAVED, Rewriting, flat, load, network, save, state_of
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from holdfast import CheckpointManager
+from holdfast.care.verify import verify
+from holdfast.engine.access import locate
+from holdfast.engine.roots.catalog import Catalog
+from holdfast.errors import CorruptData, FormatError, UnsupportedState, UsageError
+from holdfast.interop.dcp import export_folder, import_folder
+from holdfast.interop.dcp.folders import read_metadata
+from holdfast.store import open_store
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """What DCP's own writer makes of a state."""
+    dcp.save(state_of(3), checkpoint_id=tmp_path / "dcp")
+    return tmp_path / "dcp"
+
+
+def change(folder: Path, edit: Callable[[Metadata], object]) -> None:
+    """Edit the metadata of a folder."""
+    metadata = FileSystemReader(folder).read_metadata()
+    edit(metadata)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def test_an_imported_folder_is_a_checkpoint(folder: Path, tmp_path: Path) -> None:
+    """Bit by bit, with digests; R17."""
+    root = tmp_path / "run"
+    found = import_folder(folder, root, step=12, label="from-dcp")
+    store, entry = locate(root)
+    assert (found.folder, found.step) == (entry.folder, 12)
+    assert entry.manifest.label == "from-dcp"
+    assert verify(store, entry.folder).ok
+    assert flat(load(root, state_of(5))) == flat(state_of(3))
+
+
+def test_imports_go_on_after_what_the_run_has(folder: Path, tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    for step in (1, 2):
+        import_folder(folder, root, step=step)
+    assert [one.step for one in Catalog(open_store(root)).lineage_entries()] == [2, 1]
+
+
+def test_dcp_loads_an_exported_folder(tmp_path: Path) -> None:
+    save(tmp_path / "run", state_of(3))
+    found = export_folder(tmp_path / "run", tmp_path / "out")
+    assert found.step == 1
+    state = state_of(5)
+    dcp.load(state, checkpoint_id=tmp_path / "out")
+    assert flat(state) == flat(state_of(3))
+
+
+def test_what_a_manager_has_saved_is_exported_too(tmp_path: Path) -> None:
+    model, progress = network(3), {"seen": 5, "t": torch.ones(2)}
+    with CheckpointManager(tmp_path / "run", {"model": model, "progress": progress}) as manager:
+        manager.save(1, wait=True)
+    export_folder(tmp_path / "run", tmp_path / "out")
+    state = {"model": network(1).state_dict(), "progress": {"seen": 0, "t": torch.zeros(2)}}
+    dcp.load(state, checkpoint_id=tmp_path / "out")
+    assert flat(dict(state["model"])) == flat(dict(model.state_dict()))
+    assert flat(state["progress"]) == flat(progress)
+
+
+def test_an_export_never_mixes_with_what_is_there(tmp_path: Path) -> None:
+    save(tmp_path / "run", state_of(3))
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "old").touch()
+    with pytest.raises(UsageError, match="not empty"):
+        export_folder(tmp_path / "run", tmp_path / "out")
+
+
+def test_a_damaged_checkpoint_is_not_exported(tmp_path: Path) -> None:
+    """Invariant 3: what DCP would not notice later is noticed now."""
+    save(tmp_path / "run", state_of(3))
+    [path] = (tmp_path / "run").glob("step-*/model-00000.safetensors")
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CorruptData, match="model-00000"):
+        export_folder(tmp_path / "run", tmp_path / "out")
+    assert not (tmp_path / "out" / ".metadata").exists()
+
+
+class Hostile:
+    """Pickled as a call."""
+
+    def __init__(self, call: Any, *arguments: Any) -> None:
+        self.call, self.arguments = call, arguments
+
+    def __reduce__(self) -> Any:
+        return self.call, self.arguments
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        Hostile(os.system, "touch ran"),
+        Hostile(eval, "open('ran', 'w')"),
+        Hostile(getattr, Path, "home"),
+        Hostile(torch.load, "ran"),
+        Hostile(torch.nn.Linear, 2, 2),
+        Hostile(Path, "ran"),
+    ],
+    ids=lambda value: value.call.__name__,
+)
+def test_nothing_in_the_metadata_runs(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, value: Any
+) -> None:
+    """Invariant 5: a pickle of anything but metadata is refused by its name."""
+    monkeypatch.chdir(tmp_path)
+    change(folder, lambda metadata: setattr(metadata, "planner_data", value))
+    is_path = value.call is Path
+    with pytest.raises(
+        UsageError if is_path else FormatError,
+        match="Path" if is_path else "which is no metadata, and was not loaded",
+    ):
+        import_folder(folder, tmp_path / "run", step=1)
+    assert not (tmp_path / "ran").exists()
+    assert not (tmp_path / "run").exists()
+
+
+def test_no_pickle_of_a_value_is_opened(tmp_path: Path) -> None:
+    """Invariant 5: values are read as weights are, or kept closed where that is asked for."""
+    dcp.save({"x": torch.ones(1), "odd": 1}, checkpoint_id=tmp_path / "dcp", planner=Rewriting())
+    with pytest.raises(UnsupportedState, match="odd: its pickle cannot be read as weights"):
+        import_folder(tmp_path / "dcp", tmp_path / "run", step=1)
+    assert Catalog(open_store(tmp_path / "run")).attempts() == ()
+    import_folder(tmp_path / "dcp", tmp_path / "run", step=1, unsafe_pickle=True)
+    export_folder(tmp_path / "run", tmp_path / "again")
+    found = read_metadata(tmp_path / "again" / ".metadata")
+    place = found.storage_data[MetadataIndex("odd")]
+    data = (tmp_path / "again" / place.relative_path).read_bytes()[place.offset :]
+    assert pickle.loads(data) is print
+
+
+def test_a_typeless_value_survives_import_and_export(tmp_path: Path) -> None:
+    dcp.save(UNSAVED, checkpoint_id=tmp_path / "dcp")
+    import_folder(tmp_path / "dcp", tmp_path / "run", step=1, unsafe_pickle=True)
+    export_folder(tmp_path / "run", tmp_path / "again")
+    state = {"model": {"w": torch.zeros(2)}, "progress": {"share": None}}
+    dcp.load(state, checkpoint_id=tmp_path / "again")
+    assert flat(state) == flat(UNSAVED)
+
+
+def first_place(metadata: Metadata) -> Any:
+    return metadata.storage_data[MetadataIndex("half", [0, 0])]
+
+
+def entry_of(metadata: Metadata, name: str) -> Any:
+    return metadata.state_dict_metadata[name]
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda m: setattr(first_place(m), "relative_path", "../../secret"), "leads out of it"),
+        (lambda m: setattr(first_place(m), "relative_path", "/etc/passwd"), "leads out of it"),
+        (lambda m: setattr(first_place(m), "relative_path", "gone"), "cannot be read"),
+        (lambda m: setattr(first_place(m), "offset", -1), "without a place"),
+        (lambda m: setattr(first_place(m), "length", 1 << 40), "ends before 'half' does"),
+        (lambda m: setattr(first_place(m), "length", 20), "'half': no tensor"),
+        (lambda m: setattr(entry_of(m, "half"), "size", torch.Size([9, 2])), "do not tile"),
+        (lambda m: setattr(entry_of(m, "half"), "size", "big"), "no dtype or no shape"),
+        (lambda m: setattr(entry_of(m, "half"), "chunks", [1]), "its chunks are not boxes"),
+        (lambda m: m.storage_data.clear(), "does not say where"),
+        (lambda m: setattr(m, "storage_data", None), "does not say where its items are"),
+        (lambda m: setattr(m, "state_dict_metadata", []), "not the metadata of DCP"),
+        (lambda m: m.state_dict_metadata.update({"half": 5}), "neither a tensor nor bytes"),
+        (lambda m: m.planner_data.update({"half": ("other",)}), "the planner says"),
+    ],
+)
+def test_metadata_that_does_not_fit_is_refused(
+    folder: Path, tmp_path: Path, edit: Callable[[Metadata], object], message: str
+) -> None:
+    """Invariant 5, R28: no path leads out of the folder, and no checkpoint is made."""
+    change(folder, edit)
+    with pytest.raises((FormatError, UsageError), match=message):
+        import_folder(folder, tmp_path / "run", step=1)
+    assert Catalog(open_store(tmp_path / "run")).attempts() == ()
+
+
+@pytest.mark.parametrize("data", [b"", b"\x80\x04.", b"junk", pickle.dumps({"a": 1})])
+def test_a_file_that_is_no_metadata_is_refused(folder: Path, tmp_path: Path, data: bytes) -> None:
+    (folder / ".metadata").write_bytes(data)
+    with pytest.raises(FormatError, match="not the metadata of DCP"):
+        import_folder(folder, tmp_path / "run", step=1)
+    (folder / ".metadata").unlink()
+    with pytest.raises(FormatError, match="not a folder that DCP has saved whole"):
+        import_folder(folder, tmp_path / "run", step=1)
+
+
+def test_properties_of_newer_torch_are_read(tmp_path: Path) -> None:
+    """torch 2.15 has one member more."""
+
+    class Newer(TensorProperties):
+        def __getstate__(self) -> Any:
+            return (*super().__getstate__(), (1,))
+
+    Newer.__qualname__, Newer.__module__ = "TensorProperties", TensorProperties.__module__
+    size = torch.Size([2])
+    tensor = TensorStorageMetadata(
+        Newer(torch.float16), size, [ChunkStorageMetadata(torch.Size([0]), size)]
+    )
+    metadata = Metadata({"x": tensor, "b": BytesStorageMetadata()}, storage_data={})
+    out = io.BytesIO()
+    pickler = pickle._Pickler(out)  # type: ignore[attr-defined] - the one that takes our word
+    pickler.save_global = lambda obj, name=None: pickle._Pickler.save_global(  # type: ignore[attr-defined]
+        pickler, TensorProperties if obj is Newer else obj, name
+    )
+    pickler.dispatch = {**pickler.dispatch, type: lambda self, obj: pickler.save_global(obj)}
+    pickler.dump(metadata)
+    (tmp_path / ".metadata").write_bytes(out.getvalue())
+    found = read_metadata(tmp_path / ".metadata")
+    assert found.state_dict_metadata["x"].properties == TensorProperties(torch.float16)
+
+
+def test_the_commands_import_and_export(folder: Path, tmp_path: Path, holdfast: Any) -> None:
+    run, out = tmp_path / "run", tmp_path / "out"
+    done = holdfast("import", folder, run, "--step", 8, "--label", "old")
+    assert done.code == 0
+    assert done.out.startswith("old.0001-000001-")
+    done = holdfast("export", f"{run}@step=8", out, "--to", "dcp", "--json")
+    assert done.code == 0
+    assert (done.document["step"], done.document["path"]) == (8, str(out))
+    state = state_of(5)
+    dcp.load(state, checkpoint_id=out)
+    assert flat(state) == flat(state_of(3))
+    assert holdfast("export", run, out, "--to", "dcp").code == 2
+    (folder / ".metadata").write_bytes(b"junk")
+    assert holdfast("import", folder, run, "--step", 9).code == 1
