@@ -89,7 +89,10 @@ def test_every_link_leads_somewhere() -> None:
     assert [link for page in PAGES for link in broken_links(page)] == []
 
 
-PUBLIC = {f"holdfast.{name}" for name in ("data", "errors", "events", "keys", "testing", "train")}
+PUBLIC = {
+    f"holdfast.{name}"
+    for name in ("data", "errors", "events", "interop.dcp", "keys", "testing", "train")
+}
 
 
 def modules_imported(path: Path) -> set[str]:

@@ -23,6 +23,12 @@ SAYS = {
         "killed: ended with status 0",
         "weights and averaged weights are the same bits",
     ],
+    "dcp.py": [
+        "2 ranks: trained to step 20",
+        "3 ranks: trained to step 40",
+        "what two ranks saved, three have loaded, bit for bit: True",
+        "and one process loads what three have saved: True",
+    ],
     "fine_tune.py": [
         r"small, on code: \d\.\d\d",
         r"large, on documentation: \d\.\d\d, and \d\.\d\d from nothing",

@@ -57,14 +57,20 @@ class HoldfastError(Exception):
     """Base of every error that Holdfast raises on purpose. Can be pickled, also for other ranks."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # By default pickle would call the class with the message alone.
-        return _remade, (type(self), self.args, self.__dict__)
+        kind = type(self)
+        if not any(
+            "__init__" in vars(one) for one in kind.__mro__ if issubclass(one, HoldfastError)
+        ):
+            return super().__reduce__()  # type: ignore[return-value]
+        # That would call the class with the message alone.
+        return _remade, (kind, self.args, self.__dict__)
 
 
 def _remade(
     kind: type[HoldfastError], args: tuple[Any, ...], members: Mapping[str, Any]
 ) -> HoldfastError:
-    error = kind.__new__(kind, *args)
+    error = kind.__new__(kind)
+    error.args = args
     error.__dict__.update(members)
     return error
 

@@ -23,13 +23,14 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.planner import SavePlan
 
 from distributed.run import run_ranks
-from holdfast import CheckpointManager, load_weights
+from holdfast import CheckpointManager, Encryption, errors, load_weights
 from holdfast.care.gc import collect
 from holdfast.engine.access import locate
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.errors import CorruptData, OwnedElsewhere, Superseded, UsageError
 from holdfast.interop.dcp import HoldfastReader, HoldfastWriter
 from holdfast.interop.dcp.roots import release_all
+from holdfast.keys import generate
 from holdfast.store import open_store
 from holdfast.store.memory import MemoryStore
 
@@ -422,3 +423,34 @@ def test_a_load_into_another_dtype_warns(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="1 tensors were loaded into another dtype, first 'x'"):
         load(tmp_path, state)
     assert state["x"].tolist() == [1, 1, 1]
+
+
+def test_encrypted_checkpoints_are_loaded_with_their_key(tmp_path: Path) -> None:
+    encrypt = Encryption(keys=generate())
+    model = network(3)
+    with CheckpointManager(tmp_path, {"model": model}, encrypt=encrypt) as manager:
+        manager.save(1, wait=True)
+    state = {"model": dict(network(1).state_dict())}
+    with pytest.raises(CheckpointException, match=r"seal|encrypted"):
+        load(tmp_path, state)
+    assert flat(load(tmp_path, state, encrypt=encrypt)["model"]) == flat(dict(model.state_dict()))
+
+
+ERRORS = [
+    errors.Superseded("text", committed=True),
+    errors.SaveFailed("text", step=4),
+    errors.UnsupportedState([("a.b", "why")]),
+    errors.MismatchError("where", missing=["x"]),
+    errors.RanksFailed("the save", {1: ("phase", "why")}),
+    errors.RanksSilent("the save", [1, 2]),
+    errors.PreflightFailed(["full"]),
+    errors.DeadlineExceeded("late"),
+    errors.OutOfMemory("none"),
+]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+def test_an_error_reaches_another_rank_as_it_is(error: Exception) -> None:
+    """DCP pickles what a rank raises; an error that cannot be opened would hang all others."""
+    found = pickle.loads(pickle.dumps(error))
+    assert (type(found), str(found), vars(found)) == (type(error), str(error), vars(error))

@@ -23,7 +23,12 @@ from holdfast import load_weights
 from holdfast.care.verify import verify
 from holdfast.engine.access import locate
 from holdfast.engine.roots.catalog import Catalog
-from holdfast.interop.dcp import HoldfastReader, HoldfastWriter
+from holdfast.interop.dcp import (
+    HoldfastReader,
+    HoldfastWriter,
+    export_folder,
+    import_folder,
+)
 from holdfast.store import open_store
 
 Bits = dict[str, bytes]
@@ -104,6 +109,46 @@ def test_cached_plans_are_saved_into_new_folders(tmp_path: Path) -> None:
     """A planner that sends its plan once does for every save, also for those of new writers."""
     bits, _ = run_ranks(2, partial(save, tmp_path / "run", steps=3, planner=True))
     assert [one.step for one in Catalog(open_store(tmp_path / "run")).checkpoints()] == [3, 2, 1]
+    assert run_ranks(2, partial(load, tmp_path / "run")) == [bits] * 2
+
+
+def load_folder(folder: Path, rank: int) -> Bits:
+    """Load a folder of DCP with DCP's own reader."""
+    job = make("fsdp", seed=2)
+    job.step()
+    state = state_of(job)
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(
+        job.model,
+        job.optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+    )
+    return job.whole()
+
+
+def test_dcp_itself_loads_what_was_exported_on_any_number_of_ranks(
+    saved: tuple[Path, Bits], tmp_path: Path
+) -> None:
+    """Boxes become DCP's chunks."""
+    root, bits = saved
+    export_folder(root, tmp_path / "dcp")
+    assert run_ranks(3, partial(load_folder, tmp_path / "dcp")) == [bits] * 3
+
+
+def save_folder(folder: Path, rank: int) -> Bits:
+    """Save by DCP with DCP's own writer."""
+    job = make("fsdp", seed=1)
+    job.step()
+    dcp.save(state_of(job), checkpoint_id=folder)
+    return job.whole()
+
+
+def test_a_folder_of_several_ranks_is_imported_as_it_is_cut(tmp_path: Path) -> None:
+    """DCP's chunks become boxes."""
+    bits, _ = run_ranks(2, partial(save_folder, tmp_path / "dcp"))
+    import_folder(tmp_path / "dcp", tmp_path / "run", step=3)
+    assert locate(tmp_path / "run")[1].manifest.sharded
     assert run_ranks(2, partial(load, tmp_path / "run")) == [bits] * 2
 
 
