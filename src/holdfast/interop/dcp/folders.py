@@ -11,7 +11,7 @@ import os
 import pathlib
 import pickle
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,8 @@ from holdfast.store.base import Store
 
 METADATA = ".metadata"
 MAX_METADATA_NBYTES = 1 << 30
+AHEAD_NBYTES = 32 << 20
+"""Most bytes of tensors that an export reads at a time, unless one tensor has more."""
 
 
 @checked()
@@ -73,7 +75,8 @@ def import_folder(
         writer.set_up_storage_writer(True)
         plan = SavePlan([*_write_items(source.metadata)], planner_data=source.metadata.planner_data)
         [central] = writer.prepare_global_plan([writer.prepare_local_plan(plan)])
-        results = writer.write_data(central, _Planner(source)).value()
+        planner = _Planner(source, plan.items, ahead_nbytes=0)
+        results = writer.write_data(central, planner).value()
         writer.finish(source.metadata, [results])
     finally:
         writer.close()
@@ -104,9 +107,12 @@ def export_folder(
         state = reader.open()
         writer = FileSystemWriter(folder)
         writer.set_up_storage_writer(True)
-        plan = writer.prepare_local_plan(SavePlan([*_write_items(state.metadata)]))
+        # In the order in which DCP asks for them where there is a device.
+        items = sorted(_write_items(state.metadata), key=lambda one: one.tensor_storage_size() or 0)
+        plan = writer.prepare_local_plan(SavePlan(items))
         [central] = writer.prepare_global_plan([plan])
-        results = writer.write_data(central, _Planner(state)).value()
+        planner = _Planner(state, items, ahead_nbytes=AHEAD_NBYTES)
+        results = writer.write_data(central, planner).value()
         writer.finish(state.metadata, [results])
     finally:
         reader.close()
@@ -127,18 +133,44 @@ def _write_items(metadata: Metadata) -> Iterator[WriteItem]:
 
 
 class _Planner(SavePlanner):
-    """Planner of a state that is read from a checkpoint, item by item."""
+    """Planner of a state that is read from elsewhere, some items at a time."""
 
-    def __init__(self, source: DcpFolder | StoredState) -> None:
+    def __init__(
+        self,
+        source: DcpFolder | StoredState,
+        write_items: Sequence[WriteItem],
+        *,
+        ahead_nbytes: int,
+    ) -> None:
         self._source = source
+        self._write_items = [item for item in write_items if item.tensor_data is not None]
+        self._positions = {item.index: place for place, item in enumerate(self._write_items)}
+        self._ahead_nbytes = ahead_nbytes
+        self._read: dict[MetadataIndex, Tensor] = {}
 
     @override
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        index, data = write_item.index, write_item.tensor_data
-        if data is None:
-            return self._source.pickled(index.fqn)
-        box = Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
-        return self._source.read({index.fqn: [box]})[index.fqn][0]
+        if write_item.tensor_data is None:
+            return self._source.pickled(write_item.index.fqn)
+        if write_item.index not in self._read:
+            self._read_from(self._positions[write_item.index])
+        return self._read.pop(write_item.index)
+
+    def _read_from(self, place: int) -> None:
+        """Read an item, and those behind it that are small: each read has a cost of its own."""
+        some: list[WriteItem] = []
+        nbytes = 0
+        for number in range(place, len(self._write_items)):
+            item = self._write_items[number]
+            nbytes += item.tensor_storage_size() or 0
+            if some and nbytes > self._ahead_nbytes:
+                break
+            some.append(item)
+        wanted: dict[str, list[Box]] = {}
+        for item in some:
+            wanted.setdefault(item.index.fqn, []).append(_box(item))
+        found = {name: iter(tensors) for name, tensors in self._source.read(wanted).items()}
+        self._read = {item.index: next(found[item.index.fqn]) for item in some}
 
     @override
     def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
@@ -155,6 +187,12 @@ class _Planner(SavePlanner):
     @override
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         raise AssertionError("the plan is made without it")
+
+
+def _box(write_item: WriteItem) -> Box:
+    assert write_item.tensor_data is not None, "an item of a tensor"
+    chunk = write_item.tensor_data.chunk
+    return Box(tuple(chunk.offsets), tuple(chunk.sizes))
 
 
 class DcpFolder:
