@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import io
 import os
 import pickle
@@ -20,14 +21,14 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
 
 from distributed.run import run_ranks
 from holdfast import CheckpointManager, Encryption, errors, load_weights
 from holdfast.care.gc import collect
 from holdfast.engine.access import locate
 from holdfast.engine.roots.catalog import Catalog
-from holdfast.errors import CorruptData, OwnedElsewhere, Superseded, UsageError
+from holdfast.errors import CorruptData, NoCheckpoint, OwnedElsewhere, Superseded, UsageError
 from holdfast.interop.dcp import HoldfastReader, HoldfastWriter
 from holdfast.interop.dcp.roots import release_all
 from holdfast.keys import generate
@@ -207,6 +208,10 @@ def test_what_cannot_be_is_refused_by_name(
     assert [*tmp_path.iterdir()] == []
 
 
+class Phase(enum.Enum):
+    WARM = 1
+
+
 UNSAVED = {"model": {"w": torch.ones(2)}, "progress": {"share": Fraction(1, 3)}}
 
 
@@ -214,6 +219,8 @@ def test_a_value_that_is_no_tree_is_refused_and_named(tmp_path: Path) -> None:
     """Invariant 5: what would come back only by running a pickle is not saved unasked."""
     with pytest.raises(CheckpointException, match=r"progress.share: fractions:Fraction is not"):
         save(tmp_path, UNSAVED)
+    with pytest.raises(CheckpointException, match=r"phase: its Enum would come back as another"):
+        save(tmp_path, {"x": torch.ones(1), "phase": Phase.WARM})
     assert Catalog(open_store(tmp_path)).attempts() == ()
 
 
@@ -398,6 +405,19 @@ def test_a_run_goes_on_from_what_was_loaded(tmp_path: Path) -> None:
     catalog = Catalog(open_store(tmp_path))
     lineage = [entry.step for entry in catalog.lineage_entries()]
     assert lineage == [5, 4, 2, 1]
+
+
+def test_ranks_that_find_different_checkpoints_load_none(tmp_path: Path) -> None:
+    """Invariant 6: as when one was committed between two ranks' looks."""
+    plans = []
+    for step in (1, 2):
+        save(tmp_path, {"x": torch.ones(1)}, step=step)
+        reader = HoldfastReader(tmp_path)
+        reader.read_metadata()
+        plans.append(reader.prepare_local_plan(LoadPlan([])))
+    with pytest.raises(NoCheckpoint, match="different checkpoints: step-00000001"):
+        reader.prepare_global_plan(plans)
+    assert reader.prepare_global_plan(plans[:1] * 2) == plans[:1] * 2
 
 
 def test_a_store_in_memory_holds_a_run(tmp_path: Path) -> None:
