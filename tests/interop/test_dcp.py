@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
 
 from distributed.run import run_ranks
-from holdfast import CheckpointManager, Encryption, errors, load_weights
+from holdfast import CheckpointManager, Encryption, Last, errors, load_weights
 from holdfast.care.gc import collect
 from holdfast.engine.access import locate
 from holdfast.engine.roots.catalog import Catalog
@@ -420,6 +420,15 @@ def test_ranks_that_find_different_checkpoints_load_none(tmp_path: Path) -> None
     assert reader.prepare_global_plan(plans[:1] * 2) == plans[:1] * 2
 
 
+def test_the_step_of_a_save_is_that_at_its_beginning(tmp_path: Path) -> None:
+    """A writer may be used again, and get its next step while it saves in the background."""
+    writer = HoldfastWriter(tmp_path, step=1)
+    later = Meanwhile(lambda: setattr(writer, "step", 2))
+    dcp.save({"x": torch.ones(1)}, storage_writer=writer, planner=later)
+    dcp.save({"x": torch.ones(1)}, storage_writer=writer)
+    assert [one.step for one in Catalog(open_store(tmp_path)).checkpoints()] == [2, 1]
+
+
 def test_a_store_in_memory_holds_a_run(tmp_path: Path) -> None:
     """A root may be a Store, which stays in this process."""
     store = MemoryStore()
@@ -448,6 +457,21 @@ def test_encrypted_checkpoints_are_loaded_with_their_key(tmp_path: Path) -> None
     with pytest.raises(CheckpointException, match=r"seal|encrypted"):
         load(tmp_path, state)
     assert flat(load(tmp_path, state, encrypt=encrypt)["model"]) == flat(dict(model.state_dict()))
+
+
+def test_what_retention_has_dropped_is_missing_and_the_rest_loads(tmp_path: Path) -> None:
+    model, progress = network(3), {"t": torch.ones(2)}
+    keep = Last(1) | Last(3).then_drop("progress")
+    with CheckpointManager(
+        tmp_path, {"model": model, "progress": progress}, keep=keep, on_existing="keep"
+    ) as manager:
+        for step in (1, 2, 3):
+            progress["t"] += 1
+            manager.save(step, wait=True)
+    state = {"model": dict(network(1).state_dict())}
+    assert flat(load(tmp_path, state, which="step=1")) == flat({"model": dict(model.state_dict())})
+    with pytest.raises(CheckpointException, match=r"Missing key in checkpoint .* progress.t"):
+        load(tmp_path, {**state, "progress": {"t": torch.zeros(2)}}, which="step=1")
 
 
 ERRORS = [

@@ -94,7 +94,7 @@ def export_folder(
     """Write a checkpoint as a folder of DCP's own, which `dcp.load` reads.
 
     `source` and `encrypt` are what `HoldfastReader` takes. Reads tensor by tensor, each checked.
-    DCP has no form for generators that differ by rank, which are left out.
+    Generators of a manager are left out: DCP has no form for what differs by rank.
 
     Raises:
         UsageError: the folder exists and is not empty.

@@ -184,10 +184,13 @@ def items_of(component: str, tree: bytes, value: Any) -> tuple[dict[Item, Any], 
     except msgspec.ValidationError as error:
         raise FormatError(f"{what}: `{_BESIDE}`: {error}") from error
     found: dict[Item, Any] = {}
+    pickled = {*beside.pickled}
     for number, path in enumerate(beside.paths):
         node = _at(value, path, what)
         item = _item(component, tuple(beside.under), tuple(path), node)
-        found[replace(item, is_pickled=number in beside.pickled)] = node
+        if number in pickled and not isinstance(node, bytes):
+            raise FormatError(f"{what}: {item.name!r} is said to be a pickle, and is none")
+        found[replace(item, is_pickled=number in pickled)] = node
     return found, beside.flat
 
 

@@ -237,8 +237,10 @@ def tables_of(
         UsageError: the boxes of a tensor do not tile it.
     """
     tables = {}
-    for component in components:
-        own = [one for one in placed_parts if one.part.component == component]
+    by_component: dict[str, list[PlacedPart]] = {name: [] for name in components}
+    for one in placed_parts:
+        by_component[one.part.component].append(one)
+    for component, own in by_component.items():
         specs = {one.part.tensor.key: one.part.tensor for one in own}
         numbers = {key: number for number, key in enumerate(specs)}
         own.sort(key=lambda one: (numbers[one.part.tensor.key], one.part.offsets))

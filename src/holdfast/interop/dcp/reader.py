@@ -26,6 +26,7 @@ from typing_extensions import override
 
 from holdfast.arguments import checked
 from holdfast.engine.access import located
+from holdfast.engine.claims.claim import dropped
 from holdfast.engine.loading.load import Opened, open_checkpoint
 from holdfast.engine.loading.tensors import TensorReader
 from holdfast.engine.roots.catalog import Entry
@@ -60,7 +61,7 @@ class StoredState:
         self._tensors = TensorReader(store, opened, threads=self._threads, timeout_s=timeout_s)
         for name, component in opened.components.items():
             if component.kind in BY_RANK:
-                continue  # generators of each rank, which DCP has no form for
+                continue  # DCP has no form for what differs by rank
             what = f"{opened.folder}: {name}'s tree"
             value = decode_skeleton(component.tree, component.tensors, what=what).value
             found, is_flat = items_of(name, component.tree, value)
@@ -211,8 +212,15 @@ class HoldfastReader(StorageReader):
             which = self._which
         store, kept = self._held.enter_context(located(source, which=which, encrypt=self._encrypt))
         try:
-            opened = open_checkpoint(store, kept.entry.folder, kept.entry.manifest)
-            self._state = StoredState(store, opened, kept.entry, self._timeout_s)
+            entry = kept.entry
+            gone = dropped(store, entry.folder, entry.manifest, entry.marks)
+            opened = open_checkpoint(
+                store,
+                entry.folder,
+                entry.manifest,
+                components=[name for name in entry.manifest.components if name not in gone],
+            )
+            self._state = StoredState(store, opened, entry, self._timeout_s)
         except BaseException:
             self.close()
             raise

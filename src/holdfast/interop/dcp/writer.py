@@ -68,6 +68,7 @@ class _Save:
     attempt: SaveAttempt
     layouts: Mapping[str | None, Layout]
     """By the cache of the planner; see `whole_plans`."""
+    step: int
     claim: Claim
     sequence: int
     world_size: int
@@ -175,12 +176,14 @@ class HoldfastWriter(StorageWriter):
             num_files=max(layout.num_files for layout in layouts.values()),
             takeover=self._takeover,
         )
-        label = self._label or DEFAULT_LABEL.format(step=self._step_now())
+        step = self._step_now()
+        label = self._label or DEFAULT_LABEL.format(step=step)
         attempt = begin(root.store, label=label, epoch=claim.epoch, sequence=sequence)
         root.begin(attempt, is_alone=len(plans) == 1)
         self._save = _Save(
             attempt=attempt,
             layouts=layouts,
+            step=step,
             claim=claim,
             sequence=sequence,
             world_size=len(plans),
@@ -334,7 +337,7 @@ class HoldfastWriter(StorageWriter):
             label=save.attempt.name.label,
             claim=save.claim,
             sequence=save.sequence,
-            timestamp=Timestamp(step=self._step_now()),
+            timestamp=Timestamp(step=save.step),
             save_class="permanent",
             reason="dcp",
             tags=(),
