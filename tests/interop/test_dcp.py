@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import gc
 import io
 import os
 import pickle
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -405,6 +407,19 @@ def test_a_run_goes_on_from_what_was_loaded(tmp_path: Path) -> None:
     catalog = Catalog(open_store(tmp_path))
     lineage = [entry.step for entry in catalog.lineage_entries()]
     assert lineage == [5, 4, 2, 1]
+
+
+def test_a_load_that_fails_early_lets_the_checkpoint_go(tmp_path: Path) -> None:
+    """DCP does not tell the reader, whose lease ends with it."""
+    save(tmp_path, {"x": torch.ones(4)})
+    reader = HoldfastReader(f"{tmp_path}@latest")
+    leases = tmp_path / "readers"
+    with suppress(CheckpointException):  # held by nothing afterwards
+        dcp.load({"x": torch.zeros(5)}, checkpoint_id="step=1", storage_reader=reader)
+    assert len([*leases.iterdir()]) == 1
+    del reader
+    gc.collect()
+    assert [*leases.iterdir()] == []
 
 
 def test_ranks_that_find_different_checkpoints_load_none(tmp_path: Path) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -30,6 +31,7 @@ from holdfast.engine.claims.claim import dropped
 from holdfast.engine.loading.load import Opened, open_checkpoint
 from holdfast.engine.loading.tensors import TensorReader
 from holdfast.engine.roots.catalog import Entry
+from holdfast.engine.roots.sources import split_source
 from holdfast.engine.threads import Threads
 from holdfast.errors import FormatError, NoCheckpoint, UsageError
 from holdfast.interop.dcp.items import Item, items_of
@@ -183,12 +185,13 @@ class HoldfastReader(StorageReader):
         self._unsafe_pickle = unsafe_pickle
         self._encrypt = encrypt
         self._timeout_s = timeout_s
-        self._held = ExitStack()
+        self._close: Callable[[], object] | None = None
+        """Lets go of the checkpoint that is being read."""
         self._state: StoredState | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         expect_path(self._where)
-        return {**self.__dict__, "_held": ExitStack(), "_state": None}
+        return {**self.__dict__, "_close": None, "_state": None}
 
     @override
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -207,10 +210,13 @@ class HoldfastReader(StorageReader):
         self.close()
         source = self._where
         if self._which is not None and not isinstance(source, Store):
-            source, which = f"{os.fspath(source)}@{self._which}", None
+            source, which = f"{split_source(source)[0]}@{self._which}", None
         else:
             which = self._which
-        store, kept = self._held.enter_context(located(source, which=which, encrypt=self._encrypt))
+        held = ExitStack()
+        # Also at exit: DCP does not tell a reader that the load has failed.
+        self._close = weakref.finalize(self, held.close)
+        store, kept = held.enter_context(located(source, which=which, encrypt=self._encrypt))
         try:
             entry = kept.entry
             gone = dropped(store, entry.folder, entry.manifest, entry.marks)
@@ -224,7 +230,7 @@ class HoldfastReader(StorageReader):
         except BaseException:
             self.close()
             raise
-        self._held.callback(self._state.close)
+        held.callback(self._state.close)
         return self._state
 
     @property
@@ -306,7 +312,8 @@ class HoldfastReader(StorageReader):
     def close(self) -> None:
         """Let go of the checkpoint that is being read. The reader stays usable."""
         self._state = None
-        self._held.close()
+        if self._close is not None:
+            self._close()
 
     @classmethod
     @override

@@ -247,6 +247,8 @@ class HoldfastWriter(StorageWriter):
                 pool=root.pool,
             )
         except NotFound as error:
+            if self._save is not None:
+                raise
             raise NotShared(
                 f"{root.store.url}/{note.folder}: the coordinator has made this folder, and this "
                 f"rank does not see it: {error}. All ranks must have the same storage under this "
@@ -365,7 +367,10 @@ class HoldfastWriter(StorageWriter):
         return store, entry
 
     def close(self) -> None:
-        """Release the run, and remove what a failed save left behind. The writer stays usable."""
+        """Release the run, and remove what a failed save left behind. The writer stays usable.
+
+        A save in the background must have ended, as before the next save: it would fail.
+        """
         self._root.release()
 
     @classmethod
