@@ -24,7 +24,7 @@ from holdfast.engine.roots.catalog import Catalog, Entry
 from holdfast.engine.roots.commit import SaveAttempt, begin, commit
 from holdfast.engine.saving.fingerprint import environment, numerics
 from holdfast.engine.saving.save import AttemptFiles, SaveRequest, manifest_of, write_index
-from holdfast.engine.saving.together import Gathered, OwnFile
+from holdfast.engine.saving.together import Gathered, JointSave, OwnFile
 from holdfast.engine.staging.staged import Staged
 from holdfast.engine.staging.waves import WaveTransfer
 from holdfast.errors import NoCheckpoint, NotFound, NotShared, UnsupportedState, UsageError
@@ -295,6 +295,7 @@ class HoldfastWriter(StorageWriter):
             attempt,
             Staged(files={}, trees=trees, kinds=kinds, transfer=WaveTransfer({}, root.pool)),
             root.tools(self._timeout_s),
+            JointSave(),
         )
         placed_parts = [part for share in shares for part in share.parts]
         files.join(

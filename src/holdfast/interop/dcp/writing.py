@@ -11,6 +11,7 @@ from typing_extensions import override
 from holdfast.engine.checkpoint import Phase
 from holdfast.engine.roots.commit import SaveAttempt
 from holdfast.engine.saving.save import AttemptFiles, Tools
+from holdfast.engine.saving.together import JointSave
 from holdfast.engine.staging.image import KnownFile
 from holdfast.engine.staging.staged import Staged
 from holdfast.engine.staging.waves import Pool, WaveContent, WaveTransfer
@@ -52,7 +53,7 @@ def write_tensors(
             pool,
         ),
     )
-    files = AttemptFiles(attempt, staged, tools)
+    files = AttemptFiles(attempt, staged, tools, JointSave())
     files.write(files.tensors(), Phase())
     return files
 
