@@ -35,7 +35,9 @@ from holdfast.interop.dcp import HoldfastReader, HoldfastWriter
 from holdfast.interop.dcp.roots import release_all
 from holdfast.keys import generate
 from holdfast.store import open_store
+from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
+from holdfast.testing import Fault, FaultyStore
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -299,6 +301,28 @@ def test_a_failed_save_leaves_nothing(tmp_path: Path) -> None:
     assert flat(load(tmp_path, state_of(1))) == flat(state_of(5))
 
 
+@pytest.mark.parametrize(
+    ("key", "kind"),
+    [
+        ("*/model-00000.safetensors", "fail"),
+        ("*/progress-00000.json", "fail"),
+        ("*/index.json", "fail"),
+        ("*/index.json", "truncate"),
+        ("*/manifest.json", "fail"),
+    ],
+)
+def test_a_store_that_fails_at_any_point_fails_the_save(
+    tmp_path: Path, key: str, kind: Any
+) -> None:
+    """Invariant 2: what was not written is not committed, and the next save is as any other."""
+    store = FaultyStore(LocalStore(tmp_path), [Fault(kind=kind, key=key)])
+    with pytest.raises(CheckpointException):
+        save(store, state_of(3))
+    assert Catalog(LocalStore(tmp_path)).checkpoints() == ()
+    save(store, state_of(4), step=2)
+    assert flat(load(store, state_of(5))) == flat(state_of(4))
+
+
 @pytest.mark.parametrize("how", ["next save", "close"])
 def test_an_attempt_of_which_nothing_was_heard_is_removed(tmp_path: Path, how: str) -> None:
     """As after a failure of another rank, which DCP does not tell the writer."""
@@ -471,6 +495,8 @@ def test_encrypted_checkpoints_are_loaded_with_their_key(tmp_path: Path) -> None
     state = {"model": dict(network(1).state_dict())}
     with pytest.raises(CheckpointException, match=r"seal|encrypted"):
         load(tmp_path, state)
+    with pytest.raises(CheckpointException, match=r"seal|encrypted"):
+        save(tmp_path, state, step=2)  # in the clear, beside what is encrypted
     assert flat(load(tmp_path, state, encrypt=encrypt)["model"]) == flat(dict(model.state_dict()))
 
 

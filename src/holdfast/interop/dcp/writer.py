@@ -212,6 +212,8 @@ class HoldfastWriter(StorageWriter):
         except BaseException as error:
             if self._save is not None:
                 self._give_up(error)
+            else:
+                self._root.drop_pool()
             raise
         future: Future[list[WriteResult]] = Future()
         nbytes = sum(file.entry.nbytes for file in share.files)
@@ -254,9 +256,6 @@ class HoldfastWriter(StorageWriter):
                 f"rank does not see it: {error}. All ranks must have the same storage under this "
                 "root"
             ) from error
-        except BaseException:
-            root.drop_pool()
-            raise
         return _share(files, task.parts.values(), values)
 
     def _value(self, item: Item, write_item: WriteItem, planner: SavePlanner) -> Value:
@@ -352,6 +351,7 @@ class HoldfastWriter(StorageWriter):
 
     def _give_up(self, error: BaseException) -> None:
         self._save = None
+        self._root.drop_pool()
         self._root.clean(error)
         self._root.release_if_in_daemon()
 
