@@ -239,7 +239,7 @@ class ServiceKey:
     `wrap(data_key, context)` and `unwrap(wrapped, context)` take and give bytes and raise when the
     service refuses. `context` says what the data key is for, and is the same at both calls. They
     are called from a thread of the save, once a checkpoint, and must have their own time limit.
-    With several ranks the first save or load calls one of them on each rank, in the caller's thread.
+    With several ranks the first save or load calls one on each rank, in the caller's thread.
 
     With `unwrap=None` this process can only wrap, and decrypts nothing with this key; preflight
     does not test such a key. It tests every other one.

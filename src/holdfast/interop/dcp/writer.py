@@ -292,7 +292,13 @@ class HoldfastWriter(StorageWriter):
         trees = _trees(layout, values, is_flat=metadata.planner_data is not None)
         files = AttemptFiles(
             attempt,
-            Staged(files={}, trees=trees, kinds=kinds, transfer=WaveTransfer({}, root.pool)),
+            Staged(
+                files={},
+                trees=trees,
+                kinds=kinds,
+                by_rank=frozenset(),
+                transfer=WaveTransfer({}, root.pool),
+            ),
             root.tools(self._timeout_s),
             JointSave(),
         )
