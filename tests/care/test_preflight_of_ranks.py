@@ -11,9 +11,10 @@ import pytest
 from typing_extensions import override
 
 from allranks import Breaking, Member, all_of, on_ranks
-from holdfast import errors
+from holdfast import Encryption, Tiered, errors
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.events import Event
+from holdfast.keys import SecretKey
 from holdfast.ranks.coordinator import Coordinator
 from holdfast.store.base import Buffer, FreeSpace, Store
 from holdfast.store.local import LocalStore
@@ -193,3 +194,33 @@ def test_a_leader_that_may_not_begin_is_heard_after_the_probe_too() -> None:
     found = first_save([FaultyStore(store, [taken]), store])
     assert all("x" in said for _, said in found)
     assert "rank 0, in preparing the save" in found[1][1]
+
+
+def test_encrypted_ranks_try_the_root_too() -> None:
+    store = MemoryStore()
+    found = first_save([store] * 3, encrypt=Encryption(keys=[SecretKey(bytes(range(32)))]))
+    assert [said for _, said in found] == ["committed"] * 3
+    assert not [key for key in store.children() if key.startswith("preflight")]
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_a_local_tier_that_each_host_has_for_itself_is_refused(
+    is_shared: bool, tmp_path: Path
+) -> None:
+    def work(member: Member) -> str:
+        host = 0 if is_shared else member.rank
+        root = Tiered(tmp_path / f"local-{host}", tmp_path / "remote")
+        manager = member.manager(root, preflight=True, save_timeout_s=300)
+        try:
+            manager.save(1).wait()
+            manager.close()
+        except errors.HoldfastError as error:
+            return f"{type(error).__name__} {error}"
+        return "committed"
+
+    leader, follower = all_of(on_ranks(2, work))
+    if is_shared:
+        assert (leader, follower) == ("committed", "committed")
+    else:
+        assert leader.startswith("NotShared")
+        assert "rank 1 on" in follower

@@ -89,8 +89,7 @@ def preflight(
             f"{store.url}: all ranks must have the same storage under this root:\n"
             + listing([*others.apart, *problems])
         )
-    if (sealing_store := sealed(store)) is not None:
-        problems += (f"keys: {problem}" for problem in sealing_store.useless_keys())
+    problems += _useless_keys(store)
     chosen = ""
     if not problems:
         try:
@@ -149,6 +148,7 @@ def look(store: Store, rank: int, emit: Emitter, folder: str) -> Look:
         return msgspec.structs.replace(found, problems=(f"looking into {folder}: {error}",))
     refusals = [*_register_refusals(store, _key_of(folder, rank))]
     refusals += _file_refusals(store, f"{folder}/file-{rank}")
+    refusals += _useless_keys(store)
     if not refusals:
         try:
             _tell_chosen(store, store.probe(), emit)
@@ -161,6 +161,12 @@ def look(store: Store, rank: int, emit: Emitter, folder: str) -> Look:
         free_nbytes=free.nbytes,
         free_inodes=free.inodes,
     )
+
+
+def _useless_keys(store: Store) -> Iterator[str]:
+    sealing_store = sealed(store)
+    for problem in sealing_store.useless_keys() if sealing_store is not None else ():
+        yield f"keys: {problem}"
 
 
 def _key_of(folder: str, rank: int) -> str:
