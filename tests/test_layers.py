@@ -62,7 +62,7 @@ INNER: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "train": (
         ("asked", "parallel"),
-        ("training",),
+        ("training", "outputs"),
         ("callbacks",),
         ("loggers", "window"),
         ("evaluation", "making"),

@@ -91,7 +91,7 @@ class KilledIn(StepReporter):
         if self.phase == "train":
             self._tell(training)
 
-    def validation_batch_end(self, training: Training, batch: Any) -> None:
+    def validation_batch_end(self, training: Training, batch: Any, outputs: Any) -> None:
         if self.phase == "validation":
             self._tell(training)
 

@@ -106,7 +106,7 @@ class Meddling(Callback):
     def validation_start(self, training: Training, name: str) -> None:
         self._see("validation_start")
 
-    def validation_batch_end(self, training: Training, batch: Any) -> None:
+    def validation_batch_end(self, training: Training, batch: Any, outputs: Any) -> None:
         self._see("validation_batch_end")
 
     def validation_end(self, training: Training, name: str, metrics: Metrics) -> None:

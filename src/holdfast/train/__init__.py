@@ -14,10 +14,12 @@ from holdfast.train.fit.saving import UnhealthyState
 from holdfast.train.loggers.default import JsonLines, ProgressBar
 from holdfast.train.loggers.services import MLflow, TensorBoard, WeightsAndBiases
 from holdfast.train.making import for_group
+from holdfast.train.outputs import Image, StepOutput
 from holdfast.train.parallel.strategies import DDP, FSDP2
 from holdfast.train.trainer import Trainer
 from holdfast.train.training import Counters, Metrics, Training
 from holdfast.train.window.loop import Clip, Precision
+from holdfast.train.window.scores import Measured, Perplexity
 
 __all__ = [
     "DDP",
@@ -31,14 +33,18 @@ __all__ = [
     "Downstream",
     "EarlyStopping",
     "HookFailed",
+    "Image",
     "JsonLines",
     "Logger",
     "MLflow",
+    "Measured",
     "Metrics",
     "Outcome",
+    "Perplexity",
     "Precision",
     "ProgressBar",
     "Pruning",
+    "StepOutput",
     "StopWhen",
     "TensorBoard",
     "Trainer",

@@ -67,7 +67,10 @@ from holdfast.train.window.loop import (
     checked_skips,
 )
 from holdfast.train.window.metrics import LazyMetrics, Numbers, RankMeans
-from holdfast.train.window.wayback import WayBack
+from holdfast.train.window.scores import Scores, check_apart
+from holdfast.train.window.splitting import MicroBatches
+from holdfast.train.window.wayback import Boundary, WayBack, modules_of, small
+from holdfast.train.window.weighing import Weighing
 
 logger = logging.getLogger("holdfast")
 
@@ -133,6 +136,8 @@ class Trainer:
         log: bool | str | os.PathLike[str] | None = None,
         log_every: int = 10,
         progress: bool = True,
+        metrics: Mapping[str, Any] | None = None,
+        micro_batch: Literal["auto"] | int | None = None,
     ) -> None:
         """Set up a run; reads, writes and claims nothing. docs/trainer.md describes each argument.
 
@@ -144,8 +149,8 @@ class Trainer:
                 `state_dict` and `load_state_dict` whose iteration gives the rest of an epoch. Its
                 length (in batches of an epoch) or `at_epoch_end` shows the end of an epoch
                 (docs/trainer.md).
-            loss: called with the model and a batch; gives the batch's mean loss, or that and a
-                dict of metrics.
+            loss: called with the model and a batch; gives the batch's mean loss, that and a dict
+                of metrics, a `StepOutput`, or an object or a mapping with a `loss`.
             checkpoints: the root of the run (a path, a URL, a Store or a `Tiered`), or a
                 `Checkpoints` with a root and options. The last step is always saved, and fractions
                 of the run in `every` are those of the goal. Saves overlap with training on
@@ -176,6 +181,10 @@ class Trainer:
                 None where the root is a local folder).
             log_every: steps between two calls of `log`, each of which may wait for the device.
             progress: show a progress bar on a terminal.
+            metrics: metrics of the training that are no means, over each epoch, by name: objects
+                with `update`, `compute` and `reset`, functions of all outputs, or `Measured`.
+            micro_batch: most samples in a forward pass: larger batches are split, with the
+                gradient of the whole; "auto": as many as fit into memory.
 
         Raises:
             UsageError: an argument is wrong.
@@ -233,11 +242,17 @@ class Trainer:
         making.check_parallel(
             self.optimizer, self.model, chosen, self._numerics, self._every, group
         )
+        self._scores = Scores(metrics or {}, group, what="metrics", is_saved=True)
+        self._micro_batches = MicroBatches(micro_batch, group)
         self._update = Update(
             model=self.model,
             called=self._parallel.wrap(self.model),
             parallel=self._parallel,
             means=RankMeans(group),
+            weighing=Weighing(group, is_scaled=self._numerics.scaler is not None),
+            micro_batches=self._micro_batches,
+            scores=self._scores,
+            snapshot=self._snapshot,
             optimizer=self.optimizer,
             schedulers=tuple(self.schedulers.values()),
             loss=loss,
@@ -249,6 +264,7 @@ class Trainer:
             begin_update=self._begin_update,
         )
         self._validations = self._make_validations(validate)
+        check_apart(self._scores, [part.plan.metrics for part in self._validations.parts])
         self._ending: FitEnding | None = None
         extra, self._per_rank = marked(state or {})
         self.state = self._components(extra)
@@ -560,7 +576,13 @@ class Trainer:
         if not group.is_alone:
             self._share_buffers()
             self._callbacks.follow(group)
+            self._scores.share()
         return found
+
+    def _snapshot(self) -> Boundary:
+        """Copy what a forward pass may change."""
+        fixed = ("data", "progress", "scaler", "micro_batch", *self.schedulers)
+        return Boundary(components=small(self.state, *fixed), modules=modules_of(self.state))
 
     def _share_buffers(self) -> None:
         for module in (self.model, *([] if self.ema is None else [self.ema.model])):
@@ -619,6 +641,10 @@ class Trainer:
         if self.ema is not None:
             own["ema"] = self.ema.model
         own |= {"data": self.data, "progress": self.counters, **self._callbacks.components}
+        if self._scores:
+            own["metrics"] = self._scores
+        if self._micro_batches.is_auto:
+            own["micro_batch"] = self._micro_batches
         taken = [name for name in extra if name in own or name == RNG]
         if taken:
             raise UsageError(f"state: the Trainer has components named {taken} itself")

@@ -13,7 +13,7 @@ from torch import nn
 from holdfast.data import Loader
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.faulty import Fault, FaultyStore
-from holdfast.train import Callback, HookFailed, Training, Validation
+from holdfast.train import Callback, HookFailed, Measured, Training, Validation
 from holdfast.train.callbacks.hooks import HOOKS
 from train.hooks_page import PAGE, page
 from train.small import Noisy, make, network
@@ -140,7 +140,10 @@ def test_an_error_in_any_hook_ends_in_exception_and_close(hook: str) -> None:
             store,
             data=Loader(Noisy(), batch_size=5),
             every=None,
-            validate=Loader(Noisy(), batch_size=5),
+            validate=Validation(
+                data=Loader(Noisy(), batch_size=5),
+                metrics={"matrix": Measured(lambda inputs: inputs[:2], lambda batch, _: batch)},
+            ),
             callbacks=callbacks,
         )
 

@@ -115,7 +115,7 @@ def test_a_limit_takes_the_same_first_batches_each_time() -> None:
     batches: list[Tensor] = []
 
     class Watch(Callback):
-        def validation_batch_end(self, training: Training, batch: Tensor) -> None:
+        def validation_batch_end(self, training: Training, batch: Tensor, outputs: Any) -> None:
             batches.append(batch)
 
     plan = Validation(data=held_out(), batches=2, every="1step")
@@ -170,7 +170,7 @@ def test_modes_are_those_of_before_module_by_module() -> None:
         def step_start(self, training: Training) -> None:
             training.model[1].eval()  # type: ignore[index]
 
-        def validation_batch_end(self, training: Training, batch: Tensor) -> None:
+        def validation_batch_end(self, training: Training, batch: Tensor, outputs: Any) -> None:
             assert not any(module.training for module in training.model.modules())
             assert not torch.is_grad_enabled()
 

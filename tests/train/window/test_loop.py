@@ -17,6 +17,9 @@ from holdfast.train.parallel.strategies import Parallel
 from holdfast.train.window.batches import Batches
 from holdfast.train.window.loop import Clip, Numerics, Update
 from holdfast.train.window.metrics import Numbers, RankMeans
+from holdfast.train.window.scores import Scores
+from holdfast.train.window.splitting import MicroBatches
+from holdfast.train.window.weighing import Weighing
 
 
 def update(*callbacks: Callback, **options: Any) -> Update:
@@ -27,6 +30,10 @@ def update(*callbacks: Callback, **options: Any) -> Update:
         "called": model,
         "parallel": Parallel(ALONE),
         "means": RankMeans(ALONE),
+        "weighing": Weighing(ALONE, is_scaled=False),
+        "micro_batches": MicroBatches(None, ALONE),
+        "scores": Scores({}, ALONE, what="metrics"),
+        "snapshot": lambda: None,
         "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
         "schedulers": (),
         "loss": lambda model, batch: model(batch).square().mean(),

@@ -138,7 +138,7 @@ class Swaps(Callback):
         for parameter in training.model.parameters():
             parameter.data.zero_()
 
-    def validation_batch_end(self, training: Training, batch: Any) -> None:
+    def validation_batch_end(self, training: Training, batch: Any, outputs: Any) -> None:
         raise ZeroDivisionError
 
 
@@ -164,7 +164,7 @@ class FailsTwice(Swaps):
         if not self.failures:
             super().validation_start(training, name)
 
-    def validation_batch_end(self, training: Training, batch: Any) -> None:
+    def validation_batch_end(self, training: Training, batch: Any, outputs: Any) -> None:
         if not self.failures:
             self.failures = 1
             raise ZeroDivisionError

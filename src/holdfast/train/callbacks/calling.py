@@ -8,7 +8,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
-from typing import Any, Concatenate, ParamSpec
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from holdfast.errors import HoldfastError, UsageError, listing
 from holdfast.train.callbacks.hooks import HOOKS, Callback, Logger
@@ -18,6 +18,7 @@ from holdfast.train.training import Training
 logger = logging.getLogger("holdfast")
 
 P = ParamSpec("P")
+T = TypeVar("T")
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9_]{0,39}")
 _STATE = ("state_dict", "load_state_dict")
@@ -108,6 +109,18 @@ class Callbacks:
         for callback in self._by_hook[name]:
             self._run(callback, name, *arguments, **named)
 
+    def transformed(self, hook: Callable[[Any, Training, T], T | None], value: T) -> T:
+        """Call a hook of all callbacks with a value, which what one returns replaces.
+
+        Raises:
+            HookFailed: a callback raised; later ones were not called.
+        """
+        name = hook.__name__
+        for callback in self._by_hook[name]:
+            replaced = self._run(callback, name, value)
+            value = value if replaced is None else replaced
+        return value
+
     def tell_loggers(self, metrics: Any, to: Collection[str] | None) -> None:
         """Call the `log` hook of all callbacks, or of those named in `to`.
 
@@ -148,9 +161,9 @@ class Callbacks:
         if failures:
             raise failures[0]
 
-    def _run(self, callback: Callback, hook: str, *arguments: Any, **named: Any) -> None:
+    def _run(self, callback: Callback, hook: str, *arguments: Any, **named: Any) -> Any:
         try:
-            getattr(callback, hook)(self._training, *arguments, **named)
+            return getattr(callback, hook)(self._training, *arguments, **named)
         except HookFailed:
             raise  # already wrapped, by a hook called from this one
         except Exception as error:

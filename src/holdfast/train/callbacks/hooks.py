@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from holdfast.engine.checkpoint import Checkpoint
     from holdfast.state.edits import StateView
+    from holdfast.train.outputs import Image, StepOutput
 
 MOMENTS: Mapping[str, tuple[str, ...]] = {
     "Once, when the Trainer is made": ("model_made", "setup"),
@@ -40,7 +41,7 @@ MOMENTS: Mapping[str, tuple[str, ...]] = {
         *("validation_start", "validation_batch_start", "validation_batch_end"),
         "validation_end",
     ),
-    "Loggers, if it is time": ("log",),
+    "Loggers, if it is time": ("log", "log_image"),
     "Saving, if it is due": ("before_save", "edit_save", "checkpoint_saved", "checkpoint_failed"),
     "`fit` or `validate` ends": ("exception", "fit_end", "close"),
 }
@@ -106,22 +107,25 @@ class Callback:
         """Called when the batches of a step were fetched."""
 
     def batch_start(self, training: Training, batch: Any) -> None:
-        """Called before a batch is trained on; it is on its device."""
+        """Called before a batch is trained on; it is on its device. With `micro_batch` a part of a
+        batch is a batch for hooks."""
 
-    def before_forward(self, training: Training, batch: Any) -> None:
-        """Called before the loss function."""
+    def before_forward(self, training: Training, batch: Any) -> Any:
+        """Called before the loss function; what it returns, if anything, is the batch from here."""
 
-    def after_forward(self, training: Training, loss: Tensor) -> None:
-        """Called with the loss of a batch, neither divided nor scaled."""
+    def after_forward(self, training: Training, batch: Any, outputs: StepOutput) -> None:
+        """Called with what the loss function gave, the loss neither divided nor scaled."""
 
     def before_backward(self, training: Training, loss: Tensor) -> None:
-        """Called before the backward pass, with the loss divided by the number of batches."""
+        """Called before the backward pass, with the loss divided by the number of batches; or
+        multiplied by its weight, if the loss function gives one."""
 
     def after_backward(self, training: Training) -> None:
-        """Called when the batch's gradients were added; under a loss scale they are scaled."""
+        """Called when the batch's gradients were added; under a loss scale they are scaled, and
+        where batches have weights they are not yet divided by the total weight."""
 
-    def batch_end(self, training: Training, batch: Any) -> None:
-        """Called when the batch was trained on."""
+    def batch_end(self, training: Training, batch: Any, outputs: StepOutput) -> None:
+        """Called when the batch was trained on, with what the loss function gave."""
 
     def before_optimizer_step(self, training: Training) -> None:
         """Called before the optimizer steps, with the gradients complete, unscaled and clipped."""
@@ -153,8 +157,8 @@ class Callback:
     def validation_batch_start(self, training: Training, batch: Any) -> None:
         """Called before a batch is validated on; it is on its device."""
 
-    def validation_batch_end(self, training: Training, batch: Any) -> None:
-        """Called when the batch was validated on."""
+    def validation_batch_end(self, training: Training, batch: Any, outputs: StepOutput) -> None:
+        """Called when the batch was validated on, with what the loss function gave."""
 
     def validation_end(self, training: Training, name: str, metrics: Metrics) -> None:
         """Called after the loader or check `name`, with its metrics, named as in checkpoints."""
@@ -163,6 +167,12 @@ class Callback:
         """Called with metrics to record: every `log_every` steps, after a validation, at the end.
 
         They belong to `training.present_step`. `Trainer.log` calls it, too.
+        """
+
+    def log_image(self, training: Training, name: str, image: Image) -> None:
+        """Called with a picture to record, such as that of a confusion matrix.
+
+        `image.pixels` has the shape height x width x 3; `image.values` is the matrix.
         """
 
     def before_save(self, training: Training) -> None:

@@ -26,9 +26,11 @@ from holdfast.policy.triggers import Every
 from holdfast.state.generators import device_generators
 from holdfast.train.asked import check_range
 from holdfast.train.callbacks.hooks import Callback
+from holdfast.train.outputs import Image, StepOutput
 from holdfast.train.training import Metrics
 from holdfast.train.window.loop import LossFunction, Update, evaluate, moved
-from holdfast.train.window.metrics import LazyMetrics, Mean, mean_of_ranks
+from holdfast.train.window.metrics import LazyMetrics, Mean, mean_of_ranks, number
+from holdfast.train.window.scores import Scores
 
 _END = object()
 
@@ -75,12 +77,15 @@ class Validation:
     use_ema: bool = True
     """Whether to validate the averaged weights, if the Trainer keeps an average."""
     weigh: Callable[[Any], float] | None = None
-    """Weight of a batch in the means; None: its samples, as the Trainer counts them, or else
-    the first dimension of its first tensor."""
+    """Weight of a batch in the means; None: the weight that the loss gives, or its samples, as the
+    Trainer counts them, or else the first dimension of its first tensor."""
     name: str = ""
     """Name that distinguishes several validations: metrics are then `val/<name>/…`."""
     downstream: Sequence[Downstream] = ()
     """Further checks at each, or each n-th, of these validations."""
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    """Metrics that are no means, by name: objects with `update`, `compute` and `reset`, functions
+    of all outputs, or `Measured`; each is of one loader at a time."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
@@ -147,6 +152,7 @@ class Validator:
     waiting: Callable[[], AbstractContextManager[Any]] = nullcontext
     """Context for operations that a stop may interrupt: a fetch, a forward pass."""
     _loaders: dict[str, _Restarting] = field(init=False)
+    _scores: Scores = field(init=False)
 
     def __post_init__(self) -> None:
         data = self.plan.data
@@ -155,6 +161,9 @@ class Validator:
             raise UsageError("validation data: give a loader, or some by name")
         loaders = {self._name(name): _Restarting(loader) for name, loader in named.items()}
         object.__setattr__(self, "_loaders", loaders)
+        what = f"validation {self.plan.name!r}: metrics" if self.plan.name else "validation metrics"
+        scores = Scores(self.plan.metrics, self.update.parallel.group, what=what)
+        object.__setattr__(self, "_scores", scores)
 
     @property
     def parts(self) -> tuple[ValidationPart, ...]:
@@ -180,7 +189,10 @@ class Validator:
         found: dict[str, float] = {}
         for name, loader in self._loaders.items():
             self.update.callbacks.tell(Callback.validation_start, name)
-            found |= self._report(name, self._mean_metrics(loader, model))
+            metrics, pictures = self._metrics(loader, model)
+            found |= self._report(name, metrics)
+            for of, image in pictures.items():
+                self.update.callbacks.tell(Callback.log_image, f"{_prefix(name)}{of}", image)
         return found
 
     def _run_check(self, check: Downstream, model: nn.Module) -> dict[str, float]:
@@ -201,16 +213,41 @@ class Validator:
         self.update.callbacks.tell(Callback.validation_end, name, metrics)
         return metrics
 
-    def _mean_metrics(self, loader: _Restarting, model: nn.Module) -> Mapping[str, Any]:
+    def _metrics(
+        self, loader: _Restarting, model: nn.Module
+    ) -> tuple[Mapping[str, Any], dict[str, Image]]:
+        """Return the metrics of a loader, and their pictures."""
         mean, update, tell = Mean(), self.update, self.update.callbacks.tell
+        self._scores.reset()
+        has_weights: bool | None = None
         for given in self._fetch(loader):
             batch = moved(given, update.device)
             tell(Callback.validation_batch_start, batch)
             with update.numerics.autocast(), self.waiting():
-                loss, extra = evaluate(self.plan.loss or update.loss, model, batch)
-            mean.add(update.numbers({"loss": loss, **extra}), self.weigh(given))
-            tell(Callback.validation_batch_end, batch)
-        return mean_of_ranks(update.parallel.group, mean).result()
+                output = evaluate(self.plan.loss or update.loss, model, batch)
+            has_weight = output.weight is not None
+            if has_weights not in (None, has_weight):
+                raise UsageError("validation: the loss gives some batches a weight, others none")
+            has_weights = has_weight
+            found = update.numbers({"loss": output.loss, **output.metrics})
+            mean.add(found, self._weight(given, output))
+            if self._scores:
+                self._scores.update(batch, output)
+            tell(Callback.validation_batch_end, batch, output)
+        means = mean_of_ranks(update.parallel.group, mean).result()
+        if not self._scores or not means:
+            return means, {}
+        scored, pictures = self._scores.compute()
+        self._scores.reset()
+        taken = [name for name in scored if name in means]
+        if taken:
+            raise UsageError(f"validation metrics: the loss gives metrics named {taken}, too")
+        return {**means, **update.numbers(scored)}, pictures
+
+    def _weight(self, given: Any, output: StepOutput) -> Tensor | float:
+        if output.weight is None or self.plan.weigh is not None:
+            return self.weigh(given)
+        return number("weight", output.weight)
 
     def _fetch(self, loader: _Restarting) -> Iterator[Any]:
         batches = islice(loader.batches(), self.plan.batches)

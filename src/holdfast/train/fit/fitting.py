@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,7 @@ from holdfast.train.callbacks.hooks import Callback
 from holdfast.train.evaluation.validation import ValidationPart, Validations
 from holdfast.train.fit.ending import FitEnding, Outcome
 from holdfast.train.fit.saving import Saves, StepPosition, StepSaver
+from holdfast.train.outputs import Image
 from holdfast.train.training import Average, Counters, Metrics
 from holdfast.train.window.batches import Batches
 from holdfast.train.window.loop import Update
@@ -91,6 +92,7 @@ class Fit:
         self._validated_step: int | None = None
         self._logged_step: int | None = None
         self._finished_step: int | None = None
+        self._scored_step: int | None = None
         self._before = self._now = gear.counters.timestamp
         """Timestamps before and after the last completed step."""
         self._batches = Batches(gear.data)
@@ -98,6 +100,10 @@ class Fit:
         """Error kept until after the save, as `_batches`: dropping it may wait for data workers."""
         self._metrics = LazyMetrics({})
         """Known metrics of the last completed step."""
+        self._pictures: dict[str, Image] = {}
+        """Pictures of the metrics of the epoch that ended with the step, to be logged with it."""
+        self._of_late_epoch = LazyMetrics({})
+        """Metrics of an epoch that proved to be over after its last step, when training ended."""
 
     def run(self) -> Outcome:
         """Resume, train and save, as `Trainer.fit` does."""
@@ -219,6 +225,7 @@ class Fit:
             self._meet(saver)
             if not is_over:
                 saver.at(self._events(), metrics)
+        metrics = metrics.joined(self._of_late_epoch)
         if not is_over:
             # Training ended after the last step was handled: by hooks, or at the end of the data.
             metrics = self._finish_step(metrics, self._now, is_over=True)
@@ -260,10 +267,12 @@ class Fit:
                 else:
                     if self._counters.batch:
                         self._batches.ended_late(self._counters.batch, self._counters.step)
+                    of_epoch, pictures = self._gear.update.end_epoch()
                     self._counters.end_epoch()
                     self._place.leave_step()
                     # Unless training is over, a resume from the step before runs this hook again.
                     self._place.is_under_way = not self._ending.is_here()
+                    self._log_late_epoch(of_epoch, pictures)
                     tell(Callback.epoch_end)
                 goes_on = not self._ending.is_here() and self._counters.epoch == epoch
         if not self._place.is_between:
@@ -289,6 +298,9 @@ class Fit:
         is_over = is_cut or self._batches.are_over(self._counters.batch)
         if is_over:
             self._counters.end_epoch()
+            of_epoch, self._pictures = update.end_epoch()
+            metrics = metrics.joined(of_epoch)
+            self._scored_step = self._counters.step if of_epoch else None
         self._metrics = metrics
         self._before, self._now = self._now, self._counters.timestamp
         # Set before the hooks that follow, as they may save or fail.
@@ -300,6 +312,14 @@ class Fit:
         if is_over:
             tell(Callback.epoch_end)
         return metrics
+
+    def _log_late_epoch(self, metrics: LazyMetrics, pictures: Mapping[str, Image]) -> None:
+        for name, image in pictures.items():
+            self._tell(Callback.log_image, name, image)
+        if not self._place.is_under_way:
+            self._of_late_epoch = metrics
+        elif metrics:
+            self._tell(Callback.log, metrics)
 
     def _counted(self, window: list[Any]) -> list[int | None]:
         """Count the samples and tokens of a step, on all ranks."""
@@ -320,6 +340,9 @@ class Fit:
         """Run the validations and logs due at this step; returns all its metrics."""
         step, due = self._counters.step, []
         self._finished_step = step
+        pictures, self._pictures = self._pictures, {}
+        for name, image in pictures.items():
+            self._tell(Callback.log_image, name, image)
         if self._gear.validations:
             is_last = is_over and self._ending.reason == "goal"
             due = self._gear.validations.due(before, self._counters.timestamp, is_last=is_last)
@@ -329,6 +352,7 @@ class Fit:
             return metrics  # the resume that validates will log them
         # The log must be the same whether or not the run is stopped.
         is_due = step % self._gear.log_every == 0 or (is_over and self._ending.reason != "signal")
+        is_due |= self._scored_step == step
         if due or (is_due and metrics and self._logged_step != step):
             self._logged_step = step
             self._tell(Callback.log, metrics)

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import time
+from collections.abc import Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from holdfast.format.manifest import Timestamp
 from holdfast.train.callbacks.hooks import Logger
+from holdfast.train.outputs import Image
 from holdfast.train.training import Metrics, Training
 
 if TYPE_CHECKING:
@@ -36,6 +38,7 @@ class JsonLines(Logger):
 
     Members: `step` (within a step the one under way), `epoch`, `samples`, `tokens`, `time` (ISO
     8601 UTC) and `metrics`, in which a value that is not finite is the text `nan`, `inf` or `-inf`.
+    A matrix, such as a confusion matrix, has a line of its own, as a list of its rows.
     The cost of a save has a line of its own, written when the checkpoint is durable, and so has
     that of a load.
     """
@@ -57,6 +60,12 @@ class JsonLines(Logger):
         if self._file is None:
             return
         self._write(training.present_step, training.counters.timestamp, metrics)
+
+    def log_image(self, training: Training, name: str, image: Image) -> None:
+        """Write the matrix that a picture shows; no-op outside of `fit`."""
+        if self._file is not None and image.values is not None:
+            rows = [[_finite(value) for value in row] for row in image.values]
+            self._write_line(training.present_step, training.counters.timestamp, {name: rows})
 
     def before_save(self, training: Training) -> None:
         """Flush the lines of all steps before the checkpoint is made."""
@@ -80,6 +89,9 @@ class JsonLines(Logger):
             self._file = None
 
     def _write(self, step: int, now: Timestamp, metrics: Metrics) -> None:
+        self._write_line(step, now, {name: _finite(value) for name, value in metrics.items()})
+
+    def _write_line(self, step: int, now: Timestamp, metrics: Mapping[str, Any]) -> None:
         assert self._file is not None
         line = {
             "step": step,
@@ -87,7 +99,7 @@ class JsonLines(Logger):
             "samples": now.samples,
             "tokens": now.tokens,
             "time": datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
-            "metrics": {name: _finite(value) for name, value in metrics.items()},
+            "metrics": metrics,
         }
         self._file.write(_encode(line) + b"\n")
         if time.monotonic() >= self._next_flush_s:

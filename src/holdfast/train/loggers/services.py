@@ -19,6 +19,7 @@ from typing_extensions import override
 from holdfast.data.randomness import preserved
 from holdfast.errors import FormatError, UsageError
 from holdfast.train.callbacks.hooks import Logger
+from holdfast.train.outputs import Image
 from holdfast.train.training import Metrics, Training
 
 if TYPE_CHECKING:
@@ -105,6 +106,12 @@ class RunLogger(Logger):
         if self._service is not None and self._replays.is_new(step):
             self._log(metrics, step, self._replays.position)
 
+    def log_image(self, training: Training, name: str, image: Image) -> None:
+        """Log a picture of the step."""
+        step = training.present_step
+        if self._service is not None and self._replays.is_new(step):
+            self._log_image(name, image, step)
+
     def checkpoint_loaded(self, training: Training, checkpoint: Checkpoint, cost: Metrics) -> None:
         """Log the cost of the load."""
         self._log(cost, checkpoint.step)
@@ -129,6 +136,10 @@ class RunLogger(Logger):
 
     def _log(self, metrics: Metrics, step: int, position: str | None = None) -> None:
         """Log metrics, and with them the position of the log."""
+        raise NotImplementedError
+
+    def _log_image(self, name: str, image: Image, step: int) -> None:
+        """Log a picture; the position of the log comes with the metrics of the step."""
         raise NotImplementedError
 
 
@@ -204,6 +215,10 @@ class MLflow(RunLogger):
             tags=[] if position is None else [entities.RunTag(_POSITION_TAG, position)],
         )
 
+    @override
+    def _log_image(self, name: str, image: Image, step: int) -> None:
+        self._service.log_image(self._id, image.pixels, f"{name}/step{step}.png")
+
 
 class TensorBoard(Logger):
     """Logger of metrics, and of the costs of saves and loads, as scalars of their steps.
@@ -230,6 +245,12 @@ class TensorBoard(Logger):
     def log(self, training: Training, metrics: Metrics) -> None:
         """Write the metrics of the step."""
         self._write(metrics, training.present_step)
+
+    def log_image(self, training: Training, name: str, image: Image) -> None:
+        """Write a picture of the step."""
+        if self._writer is not None:
+            step = training.present_step
+            self._writer.add_image(name, image.pixels, step, dataformats="HWC")
 
     def checkpoint_loaded(self, training: Training, checkpoint: Checkpoint, cost: Metrics) -> None:
         """Write the cost of the load."""
@@ -306,6 +327,13 @@ class WeightsAndBiases(RunLogger):
         self._service.log({**metrics, "step": step})
         if position is None or self._service.disabled:  # then it has no folder
             return
+        self._keep_position(position)
+
+    @override
+    def _log_image(self, name: str, image: Image, step: int) -> None:
+        self._service.log({name: self._library.Image(image.pixels), "step": step})
+
+    def _keep_position(self, position: str) -> None:
         aside = self._position_file.with_suffix(".new")
         aside.write_text(position, "utf-8")
         aside.replace(self._position_file)

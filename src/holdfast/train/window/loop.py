@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +18,15 @@ from holdfast.arguments import checked
 from holdfast.errors import UsageError
 from holdfast.train.callbacks.calling import Callbacks
 from holdfast.train.callbacks.hooks import Callback
+from holdfast.train.outputs import Image, StepOutput
 from holdfast.train.parallel.strategies import Parallel, whole
 from holdfast.train.window.metrics import LazyMetrics, Mean, Numbers, RankMeans, number
+from holdfast.train.window.scores import Scores
+from holdfast.train.window.splitting import MicroBatches, Piece, is_out_of_memory
+from holdfast.train.window.weighing import Weighing
 
-LossFunction = Callable[[Any, Any], "Tensor | tuple[Tensor, Mapping[str, Any]]"]
-_RESERVED = ("loss", "grad_norm")
+LossFunction = Callable[[Any, Any], Any]
+"""Function of the model and a batch that gives its mean loss, as `StepOutput.of` takes it."""
 
 
 @checked()
@@ -63,7 +67,7 @@ class Update:
     schedulers: Sequence[Any]
     """Schedulers, each with `step()`, called once a step, in order."""
     loss: LossFunction
-    """Function that computes the mean loss of a batch, and optionally metrics."""
+    """Function that computes the mean loss of a batch, and optionally metrics, outputs, weight."""
     clip: Clip
     numerics: Numerics
     device: torch.device | None
@@ -71,11 +75,17 @@ class Update:
     callbacks: Callbacks
     numbers: Numbers
     means: RankMeans
+    weighing: Weighing
+    micro_batches: MicroBatches
+    scores: Scores
+    """Metrics of the training that are no means."""
+    snapshot: Callable[[], Undo]
+    """Function that copies what a forward and a backward pass change, except gradients."""
     begin_update: Callable[[], None] = lambda: None
     """Callback right before the first change that cannot be undone."""
 
     def __call__(self, window: Sequence[Any]) -> LazyMetrics:
-        """Train on the batches of one step, each with the same weight; returns mean metrics.
+        """Train on the batches of one step; returns mean metrics.
 
         Metrics besides `loss` are those of the loss function, and `grad_norm` (before clipping)
         when gradients are clipped by their norm.
@@ -86,11 +96,8 @@ class Update:
         tell = self.callbacks.tell
         if any(weight.grad is not None for weight in _parameters(self.optimizer)):
             self.optimizer.zero_grad(set_to_none=True)  # gradients that other code has left
-        mean, last = Mean(), len(window) - 1
-        self.parallel.begin_step(self.model)
-        for at, batch in enumerate(window):
-            with self.parallel.batch(is_last=at == last):
-                mean.add(self.numbers(self._train_on(batch, 1 / len(window))), 1.0)
+        mean = self._gradients_that_fit(window)
+        self.weighing.divide(_parameters(self.optimizer))
         self.numerics.unscale(self.optimizer)
         norm = self.clip(self.optimizer)
         tell(Callback.before_optimizer_step)
@@ -110,20 +117,61 @@ class Update:
         self._step_schedulers(may_be_early=True)
         return LazyMetrics({})
 
-    def _train_on(self, given: Any, weight: float) -> dict[str, Any]:
+    def end_epoch(self) -> tuple[LazyMetrics, dict[str, Image]]:
+        """Return metrics and pictures of the epoch, named `train/…`; its metrics begin anew."""
+        if not self.scores:
+            return LazyMetrics({}), {}
+        found, pictures = self.scores.compute()
+        self.scores.reset()
+        named = self.numbers({f"train/{name}": value for name, value in found.items()})
+        return LazyMetrics(named), {f"train/{name}": image for name, image in pictures.items()}
+
+    def _gradients_that_fit(self, window: Sequence[Any]) -> Mean:
+        """Compute the gradients of a step; does it again with smaller parts if they are too large.
+
+        All that the failed try has changed is as before then, so that the step is exact.
+        """
+        while self.micro_batches.is_auto:
+            before = self.snapshot()
+            try:
+                return self._gradients(window)
+            except RuntimeError as error:
+                if not is_out_of_memory(error) or not self.micro_batches.can_halve(window):
+                    raise
+            # Outside of the handler, where the error would keep the tensors of the failed try.
+            self.optimizer.zero_grad(set_to_none=True)
+            before.put_back()
+            self.micro_batches.halve(window)
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+        return self._gradients(window)
+
+    def _gradients(self, window: Sequence[Any]) -> Mean:
+        pieces, mean = self.micro_batches.pieces(window), Mean()
+        self.weighing.begin()
+        self.parallel.begin_step(self.model)
+        for at, piece in enumerate(pieces):
+            with self.parallel.batch(is_last=at == len(pieces) - 1):
+                self._train_on(piece, len(pieces), mean)
+        return mean
+
+    def _train_on(self, piece: Piece, num_pieces: int, mean: Mean) -> None:
         tell = self.callbacks.tell
-        batch = moved(given, self.device)
+        batch = moved(piece.batch, self.device)
         tell(Callback.batch_start, batch)
-        tell(Callback.before_forward, batch)
+        batch = self.callbacks.transformed(Callback.before_forward, batch)
         with self.numerics.autocast():
-            loss, extra = evaluate(self.loss, self.called, batch)
-        tell(Callback.after_forward, loss)
-        weighted = loss if weight == 1 else loss * weight
+            output = evaluate(self.loss, self.called, batch)
+        tell(Callback.after_forward, batch, output)
+        weighted, weight = self.weighing.weighted(output, piece.share, num_pieces)
         tell(Callback.before_backward, weighted)
         self.numerics.backward(weighted)
         tell(Callback.after_backward)
-        tell(Callback.batch_end, batch)
-        return {"loss": loss, **extra}
+        if self.scores:
+            self.scores.update(batch, output)
+        tell(Callback.batch_end, batch, output)
+        found = self.numbers({"loss": output.loss, **output.metrics})
+        mean.add(found, piece.weight if weight is None else weight)
 
     def _step_schedulers(self, *, may_be_early: bool) -> None:
         for scheduler in self.schedulers:
@@ -146,21 +194,20 @@ def _step_without_warning(scheduler: Any) -> None:
         scheduler.step()
 
 
-def evaluate(loss: LossFunction, model: nn.Module, batch: Any) -> tuple[Tensor, Mapping[str, Any]]:
-    """Compute the loss of a batch, and the metrics that `loss` gives with it.
+class Undo(Protocol):
+    """Copy of a state."""
+
+    def put_back(self) -> None:
+        """Restore it."""
+
+
+def evaluate(loss: LossFunction, model: nn.Module, batch: Any) -> StepOutput:
+    """Compute the loss of a batch, and what `loss` gives with it.
 
     Raises:
         UsageError: the loss is not a single number, or a metric has a reserved name.
     """
-    result = loss(model, batch)
-    value, extra = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
-    is_loss = isinstance(value, Tensor) and value.numel() == 1
-    if not is_loss or not isinstance(extra, Mapping):
-        raise UsageError("loss must give a tensor of one number, or that and a dict of metrics")
-    reserved = [name for name in extra if name in _RESERVED]
-    if reserved:
-        raise UsageError(f"loss gives metrics with reserved names: {reserved}")
-    return value, extra
+    return StepOutput.of(loss(model, batch))
 
 
 def moved(batch: Any, device: torch.device | None) -> Any:

@@ -36,7 +36,8 @@ class LazyMetrics(Mapping[str, float]):
 
     def joined(self, others: Mapping[str, float]) -> LazyMetrics:
         """Return these metrics and `others`, without reading any value."""
-        return LazyMetrics({**self._values, **others})
+        more = others._values if isinstance(others, LazyMetrics) else others
+        return LazyMetrics({**self._values, **more})
 
     def __repr__(self) -> str:
         return repr(dict(self))
@@ -69,22 +70,22 @@ class Mean:
 
     def __init__(self) -> None:
         self._sums: dict[str, Tensor | float] = {}
-        self._weights: dict[str, float] = {}
+        self._weights: dict[str, Tensor | float] = {}
 
-    def add(self, values: Mapping[str, Tensor | float], weight: float) -> None:
+    def add(self, values: Mapping[str, Tensor | float], weight: Tensor | float) -> None:
         """Add the values of one batch, as `Numbers` returns them."""
         for name, value in values.items():
-            weighted = value if weight == 1 else value * weight
+            weighted = value if _is_one(weight) else value * weight
             known = self._sums.get(name)
             self._sums[name] = weighted if known is None else known + weighted
             self._weights[name] = self._weights.get(name, 0.0) + weight
 
     @property
-    def totals(self) -> dict[str, tuple[Tensor | float, float]]:
+    def totals(self) -> dict[str, tuple[Tensor | float, Tensor | float]]:
         """Weighted sum and total weight of each metric."""
         return {name: (total, self._weights[name]) for name, total in self._sums.items()}
 
-    def add_totals(self, totals: Mapping[str, tuple[Tensor | float, float]]) -> None:
+    def add_totals(self, totals: Mapping[str, tuple[Tensor | float, Tensor | float]]) -> None:
         """Add the totals of another mean."""
         for name, (total, weight) in totals.items():
             known = self._sums.get(name)
@@ -92,11 +93,23 @@ class Mean:
             self._weights[name] = self._weights.get(name, 0.0) + weight
 
     def result(self) -> dict[str, Tensor | float]:
-        """Return the means, each over the batches that had the metric."""
+        """Return the means, each over the batches that had the metric.
+
+        Where all weights are zero the mean is zero, as is the gradient.
+        """
         return {
-            name: total if self._weights[name] == 1 else total / self._weights[name]
+            name: total if _is_one(self._weights[name]) else total / _divisor(self._weights[name])
             for name, total in self._sums.items()
         }
+
+
+def _is_one(weight: Tensor | float) -> bool:
+    return not isinstance(weight, Tensor) and weight == 1
+
+
+def _divisor(weight: Tensor | float) -> Tensor | float:
+    """Return the weight to divide by; one for zero, without waiting for the device."""
+    return torch.where(weight == 0, 1.0, weight) if isinstance(weight, Tensor) else weight or 1.0
 
 
 class RankMeans:
@@ -127,7 +140,7 @@ class RankMeans:
             torch.as_tensor(x, dtype=torch.float64, device=device) for pair in sums for x in pair
         ]
         found = self._group.add(torch.stack(values)).view(-1, 2)
-        means = found[:, 0] / found[:, 1]
+        means = found[:, 0] / _divisor(found[:, 1])
         known = means.unbind() if device.type != "cpu" else means.tolist()
         of_all = dict(zip(self._names, known, strict=True))
         return {name: of_all.get(name, own) for name, own in mean.result().items()}
@@ -147,7 +160,7 @@ def mean_of_ranks(group: Group, mean: Mean) -> Mean:
     """Return the mean over the batches of all ranks; reads all values."""
     if group.is_alone:
         return mean
-    read = {name: (float(total), weight) for name, (total, weight) in mean.totals.items()}
+    read = {name: (float(total), float(weight)) for name, (total, weight) in mean.totals.items()}
     joined = Mean()
     for totals in group.gather(read):
         joined.add_totals(totals)

@@ -50,7 +50,7 @@ class WayBack:
         self._has_hooks = callbacks.are_told("epoch_start", "before_data")
         self._small = small(state, "data")
         self._state = state
-        self._modules = [value for value in state.values() if isinstance(value, nn.Module)]
+        self._modules = modules_of(state)
         self._boundary: Boundary | None = None
         self._weights: Weights | None = None
         self._is_validating = False
@@ -180,6 +180,11 @@ class Boundary:
         if self._live is not None:
             ready = prepare(self._live, self._stored, where="the state before the step")
             ready.apply(self._tensors)
+
+
+def modules_of(state: Mapping[str, Any]) -> list[nn.Module]:
+    """Select the components that are modules."""
+    return [value for value in state.values() if isinstance(value, nn.Module)]
 
 
 def small(state: Mapping[str, Any], *without: str) -> dict[str, Any]:

@@ -1,0 +1,130 @@
+"""What a loss function gives for a batch, and pictures of what metrics give.
+
+Knows no model and no loop.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from holdfast.arguments import shown
+from holdfast.errors import UsageError
+
+_RESERVED = ("loss", "grad_norm")
+_EXPECTED = (
+    "loss must give a tensor of one number, or that and a dict of metrics, a StepOutput, or an "
+    "object or a mapping with a `loss`"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """Result of a loss function for one batch, as hooks and metrics get it.
+
+    >>> import torch
+    >>> StepOutput(torch.tensor(1.5), weight=12).weight
+    12
+    """
+
+    loss: Tensor
+    """Mean loss of the batch, a tensor of one number."""
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    """Numbers by name, of which means are logged."""
+    outputs: Any = None
+    """What the forward pass gave, for hooks and for metrics that are no means."""
+    weight: float | Tensor | None = None
+    """Number of tokens or samples over which the loss is a mean, also as a tensor of one number.
+    Gradients and metrics of a step are then means over all of these. None: batches count alike."""
+
+    @classmethod
+    def of(cls, result: Any) -> StepOutput:
+        """Convert what a loss function returned.
+
+        Raises:
+            UsageError: it has no loss of one number, a metric has a reserved name, or the weight
+                is not a number.
+        """
+        found = cls._converted(result)
+        if not isinstance(found.loss, Tensor) or found.loss.numel() != 1:
+            raise UsageError(_EXPECTED)
+        if not isinstance(found.metrics, Mapping):
+            raise UsageError(_EXPECTED)
+        reserved = [name for name in found.metrics if name in _RESERVED]
+        if reserved:
+            raise UsageError(f"loss gives metrics with reserved names: {reserved}")
+        if found.weight is not None:
+            _check_weight(found.weight)
+        return found
+
+    @classmethod
+    def _converted(cls, result: Any) -> StepOutput:
+        if isinstance(result, StepOutput):
+            return result
+        if isinstance(result, Tensor):
+            return cls(result)
+        if isinstance(result, Mapping):
+            if "loss" not in result:
+                raise UsageError(f"{_EXPECTED}; the mapping has {[*result][:10]}")
+            return cls(result["loss"], outputs=result)
+        if isinstance(getattr(result, "loss", None), Tensor):
+            return cls(result.loss, outputs=result)
+        if isinstance(result, tuple) and len(result) == 2:
+            return cls(*result)
+        raise UsageError(_EXPECTED)
+
+
+def _check_weight(weight: Any) -> None:
+    if isinstance(weight, Tensor):
+        if weight.numel() == 1 and not weight.is_complex():
+            return
+    elif _is_number(weight) and 0 <= weight < math.inf:
+        return
+    raise UsageError(
+        f"loss: weight={shown(weight)}: must be one number, 0 or above: the tokens or samples over "
+        "which the loss is a mean"
+    )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float | np.number) and not isinstance(value, bool)
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """Picture for loggers."""
+
+    pixels: NDArray[np.uint8]
+    """Height x width x 3, red, green and blue."""
+    values: Sequence[Sequence[float]] | None = None
+    """The matrix that it shows, if it shows one."""
+
+
+_FROM, _TO = np.array([247.0, 251.0, 255.0]), np.array([8.0, 48.0, 107.0])
+_MIN_SIDE, _MAX_CELL = 256, 64
+
+
+def picture(values: Sequence[Sequence[float]]) -> Image:
+    """Draw a matrix, one square a value: white is its smallest, dark blue its largest.
+
+    A value that is not finite is red.
+
+    >>> picture([[0.0, 1.0], [2.0, 4.0]]).pixels.shape
+    (128, 128, 3)
+    """
+    matrix = np.asarray(values, dtype=np.float64)
+    is_finite = np.isfinite(matrix)
+    known = matrix[is_finite]
+    low, high = (known.min(), known.max()) if known.size else (0.0, 0.0)
+    part = np.where(is_finite, matrix - low, 0.0) / ((high - low) or 1.0)
+    colours = _FROM + part[..., None] * (_TO - _FROM)
+    colours[~is_finite] = (220.0, 30.0, 30.0)
+    cell = max(1, min(_MAX_CELL, _MIN_SIDE // max(matrix.shape)))
+    pixels = colours.round().astype(np.uint8).repeat(cell, axis=0).repeat(cell, axis=1)
+    return Image(pixels, [[*row] for row in matrix.tolist()])
