@@ -16,11 +16,21 @@ from typing import Any, Literal
 
 import pytest
 import torch
+import torchmetrics
 from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
 
 from holdfast.data import Loader
 from holdfast.testing.resume import Report, StepReporter, assert_resume_equivalent
-from holdfast.train import Callback, Metrics, Precision, Training, Validation, for_group
+from holdfast.train import (
+    Callback,
+    Measured,
+    Metrics,
+    Perplexity,
+    Precision,
+    Training,
+    Validation,
+    for_group,
+)
 from runs import be_a_script
 from train.small import Noisy, make, network
 
@@ -129,6 +139,11 @@ def run(case: Case, root: str, steps: int, report: Report) -> None:
         precision=precision,
         clip=0.5,
         ema=0.9,
+        metrics={
+            "mean": Measured(torchmetrics.MeanMetric(), lambda batch, outputs: outputs.loss),
+            "perplexity": Measured(Perplexity(), lambda batch, outputs: (outputs.loss, len(batch))),
+            "all": Measured(torch.std, lambda batch, outputs: batch),
+        },
         callbacks=[Best(), KilledIn(report, case.phase)],
     )
     trainer.fit(steps)

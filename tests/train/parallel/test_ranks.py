@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
+from torchmetrics.classification import MulticlassConfusionMatrix, MulticlassF1Score
 
 from distributed.run import run_ranks
 from holdfast import CheckpointManager, Checkpoints
@@ -31,6 +32,8 @@ from holdfast.train import (
     Logger,
     Metrics,
     Outcome,
+    Perplexity,
+    StepOutput,
     StopWhen,
     Trainer,
     Training,
@@ -451,3 +454,159 @@ def test_what_ranks_cannot_do_is_refused(
 
 def test_fsdp2_also_runs_on_one_process(tmp_path: Path) -> None:
     assert_same(*run_ranks(1, partial(fit, tmp_path, "3step", 1, {"strategy": "fsdp2"})) * 2)
+
+
+def weighed_loss(model: nn.Module, batch: list[Tensor]) -> StepOutput:
+    """Mean over the samples whose first value is positive: another number on each rank."""
+    inputs, target = batch
+    is_counted = inputs[:, 0] > 0
+    output = model(inputs)
+    errors = cross_entropy(output, target, reduction="none")
+    count = is_counted.sum()
+    value = torch.where(is_counted, errors, 0.0).sum() / count.clamp(min=1)
+    return StepOutput(value, {"own": value.detach()}, outputs=(output, target), weight=count)
+
+
+def weighed(num_ranks: int, options: dict[str, Any], rank: int) -> Any:
+    seen: list[dict[str, float]] = []
+
+    class Watch(Callback):
+        def step_end(self, training: Training, metrics: Metrics) -> None:
+            seen.append(dict(metrics))
+
+    options = {"callbacks": [Watch()], "ema": None, "validate": None, **options}
+    trainer = make(None, num_ranks, model=_without_noise, loss=weighed_loss, **options)
+    trainer.fit("5step")
+    return [_whole(weight) for weight in trainer.model.parameters()], seen
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("options", [{}, {"accumulate": 3}, {"micro_batch": 4}], ids=str)
+def test_ranks_with_unequal_weights_train_what_one_process_trains(
+    strategy: str, options: dict[str, Any]
+) -> None:
+    alone, metrics = weighed(1, options, 0)
+    of_ranks = run_ranks(2, partial(weighed, 2, {**options, "strategy": strategy}))
+    torch.testing.assert_close(of_ranks[0][0], alone, rtol=1e-4, atol=1e-5)
+    assert_same(of_ranks[1][0], of_ranks[0][0])
+    for found, expected in zip(of_ranks[0][1], metrics, strict=True):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+def only_one_weighs(rank: int) -> str:
+    def some(model: nn.Module, batch: list[Tensor]) -> StepOutput:
+        found = weighed_loss(model, batch)
+        return found if rank else StepOutput(found.loss)
+
+    with pytest.raises(UsageError) as raised:
+        make(None, 2, loss=some).fit("1step")
+    return str(raised.value)
+
+
+def test_a_weight_on_some_ranks_only_is_refused_on_all() -> None:
+    assert (
+        run_ranks(2, only_one_weighs)
+        == ["loss: only ranks [1] give a weight: all or none must"] * 2
+    )
+
+
+class Right:
+    """A metric of one's own, which adds what other ranks have."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def update(self, output: Tensor, target: Tensor) -> None:
+        self.count += int((output.argmax(1) == target).sum())
+
+    def compute(self) -> int:
+        return self.count
+
+    def reset(self) -> None:
+        self.count = 0
+
+    def merge_state(self, others: list[Right]) -> None:
+        self.count += sum(other.count for other in others)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
+def share_of_right(output: Tensor, target: Tensor) -> Tensor:
+    return (output.argmax(1) == target).double().mean()
+
+
+def scored() -> dict[str, Any]:
+    return {
+        "f1": MulticlassF1Score(3),
+        "matrix": MulticlassConfusionMatrix(3),
+        "right": Right(),
+        "share": share_of_right,
+        "perplexity": Perplexity(),
+    }
+
+
+def scores_of(root: Path) -> list[Any]:
+    lines = map(json.loads, (root / "log" / "train.jsonl").read_text().splitlines())
+    return [
+        {name: value for name, value in line["metrics"].items() if "/" in name}
+        for line in lines
+        if {*line["metrics"]} & {"train/f1", "train/matrix", "val/f1", "val/matrix"}
+    ]
+
+
+def fit_scored(root: Path, num_ranks: int, untils: list[str], rank: int) -> None:
+    for until in untils:
+        plan = Validation(
+            data=Loader(samples(24), batch_size=12 // num_ranks, shuffle=False),
+            every="1ep",
+            at_end=False,
+            metrics=scored(),
+        )
+        options = {"loss": weighed_loss, "metrics": scored(), "model": _without_noise, "ema": None}
+        make(root, num_ranks, validate=plan, **options).fit(until)
+
+
+def test_metrics_are_those_of_all_ranks_and_a_resume_goes_on_with_each_ranks_own(
+    tmp_path: Path,
+) -> None:
+    """An epoch is 8 steps: it ends in the middle of one, and of the next one."""
+    fit_scored(tmp_path / "alone", 1, ["2ep"], 0)
+    run_ranks(2, partial(fit_scored, tmp_path / "once", 2, ["2ep"]))
+    run_ranks(2, partial(fit_scored, tmp_path / "twice", 2, ["3step", "13step", "2ep"]))
+    alone, once = scores_of(tmp_path / "alone"), scores_of(tmp_path / "once")
+    assert scores_of(tmp_path / "twice") == once
+    assert len(once) == len(alone) == 2 * 4 - 2  # at the end of an epoch the two logs are one
+    for found, expected in zip(once, alone, strict=True):
+        assert found == pytest.approx(expected, rel=1e-4)
+
+
+def test_metrics_of_another_number_of_ranks_begin_anew_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_ranks(2, partial(fit_scored, tmp_path, 2, ["3step"]))
+    fit_scored(tmp_path, 1, ["1ep"], 0)
+    said = "metrics f1, matrix, right, share, perplexity begin anew in the middle of the epoch"
+    assert f"{said}: they are those of 2 ranks" in caplog.text
+
+
+class Unmerged(Right):
+    merge_state = None  # type: ignore[assignment]
+
+
+def refused_scores(rank: int) -> list[str]:
+    found = []
+    for options in ({"metrics": {"own": Unmerged()}}, {"micro_batch": "auto"}):
+        with pytest.raises(UsageError) as raised:
+            make(None, 2, **options)
+        found.append(str(raised.value))
+    return found
+
+
+def test_what_ranks_cannot_do_with_metrics_and_micro_batches_is_refused_by_name() -> None:
+    metric, size = run_ranks(2, refused_scores)[0]
+    assert "metric 'own': Unmerged cannot be computed over 2 ranks" in metric
+    assert 'micro_batch="auto" needs one process' in size

@@ -52,7 +52,8 @@ def test_a_loss_gives_what_it_has_and_hooks_get_all_of_it(kind: str) -> None:
     assert torch.equal(weight(made), weight(plain))
     (first, batch_1, output), (last, batch_2, again) = calls
     assert (first, last) == ("forward", "end")
-    assert batch_1 is batch_2 is batch and output is again
+    assert batch_1 is batch_2 is batch
+    assert output is again
     assert float(output.loss.detach()) == metrics["loss"]
     assert dict(output.metrics) == ({"size": 2.0} if kind in ("pair", "step output") else {})
     expected = {"step output": Tensor, "object": ModelOutput, "mapping": dict}

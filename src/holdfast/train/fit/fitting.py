@@ -225,10 +225,10 @@ class Fit:
             self._meet(saver)
             if not is_over:
                 saver.at(self._events(), metrics)
-        metrics = metrics.joined(self._of_late_epoch)
         if not is_over:
             # Training ended after the last step was handled: by hooks, or at the end of the data.
             metrics = self._finish_step(metrics, self._now, is_over=True)
+        metrics = metrics.joined(self._of_late_epoch)
         events = self._events() if self._counters.step > begun_at else []
         if self._counters.step == begun_at:
             metrics = LazyMetrics(known).joined(metrics)
@@ -316,10 +316,10 @@ class Fit:
     def _log_late_epoch(self, metrics: LazyMetrics, pictures: Mapping[str, Image]) -> None:
         for name, image in pictures.items():
             self._tell(Callback.log_image, name, image)
+        if metrics:
+            self._tell(Callback.log, metrics)
         if not self._place.is_under_way:
             self._of_late_epoch = metrics
-        elif metrics:
-            self._tell(Callback.log, metrics)
 
     def _counted(self, window: list[Any]) -> list[int | None]:
         """Count the samples and tokens of a step, on all ranks."""
