@@ -173,6 +173,8 @@ CASES: dict[str, Case] = {
             "callbacks": (3, None, ["x"]),
             "counts": (3, None, "x", {"samples": len}),
             "log": (3, ["x"]),
+            "metrics": (3, ["x"], {"own": 3}),
+            "micro_batch": (0, *NO_COUNT),
             "log_every": (0, *NO_COUNT),
             "progress": NOT_TRUE_OR_FALSE,
         },

@@ -10,7 +10,7 @@ import pytest
 
 from holdfast.data import Loader
 from holdfast.errors import UsageError
-from holdfast.train import Callback, HookFailed, MLflow, Training, Validation
+from holdfast.train import Callback, HookFailed, Measured, MLflow, Training, Validation
 from train.small import Noisy, make
 
 # Its own use of SQLAlchemy.
@@ -102,3 +102,15 @@ def test_without_the_extra_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(sys.modules, "mlflow", None)
     with pytest.raises(UsageError, match=r"holdfast\[mlflow\]"):
         MLflow()
+
+
+@pytest.mark.full
+def test_a_matrix_is_a_picture_of_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # where MLflow keeps files of runs in such a database
+    matrix = Measured(lambda inputs: inputs[:2], lambda batch, outputs: batch)
+    plan = Validation(data=Loader(Noisy(), batch_size=5), every="2step", metrics={"matrix": matrix})
+    service = MLflow("mine", tracking_uri=f"sqlite:///{tmp_path}/runs.db")
+    make(tmp_path / "run", validate=plan, callbacks=[service]).fit(4)
+    (run,) = runs(tmp_path)
+    found = client(tmp_path).list_artifacts(run.info.run_id, "val/matrix")
+    assert [Path(item.path).name for item in found] == ["step2.png", "step4.png"]

@@ -10,7 +10,15 @@ import pytest
 
 from holdfast.data import Loader
 from holdfast.errors import UsageError
-from holdfast.train import Callback, HookFailed, Metrics, TensorBoard, Training, Validation
+from holdfast.train import (
+    Callback,
+    HookFailed,
+    Measured,
+    Metrics,
+    TensorBoard,
+    Training,
+    Validation,
+)
 from train.small import Noisy, make
 
 accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
@@ -91,3 +99,18 @@ def test_without_the_extra_the_error_names_it(
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     with pytest.raises(UsageError, match=r"holdfast\[tensorboard\]"):
         TensorBoard(tmp_path)
+
+
+def test_a_matrix_is_a_picture_of_its_step(tmp_path: Path) -> None:
+    matrix = Measured(lambda inputs: inputs[:2], lambda batch, outputs: batch)
+    plan = Validation(data=Loader(Noisy(), batch_size=5), every="2step", metrics={"matrix": matrix})
+    logger = TensorBoard(tmp_path / "events")
+    make(tmp_path / "run", validate=plan, callbacks=[logger]).fit(4)
+    events = accumulator.EventAccumulator(str(tmp_path / "events"))
+    events.Reload()
+    pictures = events.Images("val/matrix")
+    assert [(item.step, item.height, item.width) for item in pictures] == [
+        (2, 128, 256),
+        (4, 128, 256),
+    ]
+    assert "val/matrix" not in events.Tags()["scalars"]

@@ -11,10 +11,18 @@ from typing import Any
 
 import pytest
 
+from holdfast.data import Loader
 from holdfast.errors import UsageError
 from holdfast.store.memory import MemoryStore
-from holdfast.train import Callback, HookFailed, Training, WeightsAndBiases
-from train.small import make
+from holdfast.train import (
+    Callback,
+    HookFailed,
+    Measured,
+    Training,
+    Validation,
+    WeightsAndBiases,
+)
+from train.small import Noisy, make
 
 wandb = pytest.importorskip("wandb")
 
@@ -126,3 +134,13 @@ def test_without_the_extra_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(UsageError, match=r"holdfast\[wandb\]"):
         WeightsAndBiases()
+
+
+def test_a_matrix_is_a_picture_of_its_step(tmp_path: Path) -> None:
+    matrix = Measured(lambda inputs: inputs[:2], lambda batch, outputs: batch)
+    plan = Validation(data=Loader(Noisy(), batch_size=5), every="2step", metrics={"matrix": matrix})
+    make(MemoryStore(), validate=plan, callbacks=[logger(tmp_path)]).fit(4)
+    (file,) = tmp_path.rglob("*.wandb")
+    found = [item for item in history(file) if any("val/matrix" in name for name in item)]
+    assert [item["step"] for item in found] == ["2", "4"]
+    assert len([*tmp_path.rglob("*.png")]) == 2

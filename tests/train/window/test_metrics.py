@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from holdfast.errors import UsageError
 from holdfast.store.memory import MemoryStore
-from holdfast.train import Callback, Downstream, Metrics, Training, Validation
+from holdfast.train import Callback, Downstream, Metrics, StepOutput, Training, Validation
 from holdfast.train.window.metrics import LazyMetrics, Mean, number
 from train.small import make
 
@@ -38,6 +38,11 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> Looks:
 
 def loss(model: nn.Module, batch: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     return model(batch).square().mean(), {"extra": batch.max()}
+
+
+def weighed(model: nn.Module, batch: Tensor) -> StepOutput:
+    value, extra = loss(model, batch)
+    return StepOutput(value, extra, weight=(batch > 0).sum())
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -78,7 +83,8 @@ def test_nobody_waits_between_two_logs(looks: Looks, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_nobody_waits_for_an_accelerator_between_two_logs(precision: str) -> None:
+@pytest.mark.parametrize("weighs", [False, True])
+def test_nobody_waits_for_an_accelerator_between_two_logs(precision: str, weighs: bool) -> None:
     """As torch itself sees it: any wait inside the step is an error."""
 
     class Strict(Callback):
@@ -92,7 +98,7 @@ def test_nobody_waits_for_an_accelerator_between_two_logs(precision: str) -> Non
         MemoryStore(),
         device="cuda",
         optimizer=sgd,
-        loss=loss,
+        loss=weighed if weighs else loss,
         precision=precision,
         clip=1.0,
         ema=0.9,

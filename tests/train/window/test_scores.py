@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import math
+import signal
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -422,3 +423,23 @@ def test_metrics_do_not_keep_the_graph_of_a_batch() -> None:
 
     trainer(MemoryStore(), metrics={"own": Keeps()}).fit(1)
     assert not kept[0].requires_grad
+
+
+def test_a_signal_in_the_validation_at_the_end_of_an_epoch_loses_and_doubles_nothing(
+    tmp_path: Path,
+) -> None:
+    class Signals(Callback):
+        def validation_batch_end(self, training: Training, batch: Any, outputs: Any) -> None:
+            signal.raise_signal(signal.SIGTERM)
+
+    for name, callbacks in (("once", [[]]), ("twice", [[Signals()], []])):
+        for given in callbacks:
+            plan = Validation(
+                data=Loader(samples(), batch_size=3), every="1ep", metrics=all_kinds()
+            )
+            made = trainer(tmp_path / name, validate=plan, callbacks=given)
+            with pytest.raises(SystemExit) if given else nullcontext():
+                made.fit("1ep")
+    once, twice = ({*map(repr, lines(tmp_path / name))} for name in ("once", "twice"))
+    assert twice == once
+    assert len(only_of_epochs(tmp_path / "twice")) == 2

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torchmetrics import MeanMetric
 
 from holdfast.data import Loader
 from holdfast.errors import UsageError
 from holdfast.store.memory import MemoryStore
-from holdfast.train import Callback, StepOutput, Training
+from holdfast.train import Callback, Measured, StepOutput, Training
 from holdfast.train.parallel.group import ALONE
 from holdfast.train.window.splitting import MicroBatches
 from train.small import Noisy, make
@@ -111,6 +112,7 @@ def auto(root: Any, limit: int, **options: Any) -> Any:
         "data": Loader(Noisy(), batch_size=8, drop_last=True),
         "loss": loss,
         "micro_batch": "auto",
+        "metrics": {"mean": Measured(MeanMetric(), lambda batch, outputs: batch)},
         **options,
     }
     return make(root, **options)
@@ -165,6 +167,7 @@ def state(made: Any) -> list[Any]:
         *[slot for slots in made.optimizer.state.values() for slot in slots.values()],
         torch.rand(3),
         torch.tensor(random.random()),
+        made.state["metrics"].state_dict()["ranks"][0]["metrics"]["mean"]["states"][0]["values"],
         torch.tensor([item.count for item in made._callbacks._all if isinstance(item, Counts)]),
     ]
 
