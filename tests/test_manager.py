@@ -251,11 +251,10 @@ def test_what_a_rollback_left_behind_is_named_when_it_is_asked_for(
         assert manager.load(folder).step == 2
 
 
-def test_best_is_a_tag_and_the_error_says_who_gives_it(tmp_path: Path) -> None:
-    """`@best` names what a person has tagged so, and no rule does that by itself."""
+def test_best_is_a_tag_if_nothing_says_which_metric_is_meant(tmp_path: Path) -> None:
     run = new_run()
-    with run.manager(tmp_path, keep=Best("loss")) as manager:
-        manager.save(1, metrics={"loss": 1.0}, wait=True)
+    with run.manager(tmp_path) as manager:
+        manager.save(1, metrics={"accuracy": 1.0}, wait=True)
         with pytest.raises(errors.NoCheckpoint, match="holdfast tag ROOT@step=N best"):
             manager.load("best")
         manager.tag("step=1", "best")

@@ -58,11 +58,12 @@ from holdfast.errors import (
     UsageError,
 )
 from holdfast.events import Emitter, Sink, log_event
-from holdfast.format.manifest import Timestamp
+from holdfast.format.manifest import Timestamp, Watched
 from holdfast.keys import Encryption
 from holdfast.policy.clock import Time, parse
 from holdfast.policy.naming import DEFAULT_LABEL, LabelFunction, compile_label
 from holdfast.policy.rule import Rule, SaveClass
+from holdfast.policy.rules import best_rules
 from holdfast.policy.savers import Due, SavePolicy, SideSaver
 from holdfast.policy.schedule import Schedule, together
 from holdfast.policy.triggers import Event as TriggerEvent
@@ -266,6 +267,10 @@ class CheckpointManager:
         self._is_unused = True
         """Whether this manager has neither loaded nor saved, so that a resume may load in place."""
         self._is_rollback = False
+        self._best = tuple(
+            Watched(metric=rule.metric, mode=rule.mode)
+            for rule in best_rules(rules.remote, rules.local)
+        )
         self._not_saved_due = True
         self._lacks_due = True
         self._stop = stop
@@ -794,6 +799,7 @@ class CheckpointManager:
             savers=self._schedule.savers_of(due),
             left_out=tuple(n for n in (*self.state, RNG) if n not in captured.components),
             unhealthy=unhealthy,
+            best=self._best,
             timings=timings,
         )
         if joint.world_size == 1:

@@ -25,6 +25,7 @@ Natural = Annotated[int, Meta(ge=0, le=_MAX_INT)]
 Positive = Annotated[int, Meta(ge=1, le=_MAX_INT)]
 Seconds = Annotated[float, Meta(ge=0)]
 Hex128 = Annotated[str, Meta(pattern=r"\A[0-9a-f]{32}\Z")]
+Mode = Literal["min", "max"]
 Digest = Annotated[str, Meta(pattern=r"\Ablake3:[0-9a-f]{64}\Z")]
 
 
@@ -70,7 +71,7 @@ class Timestamp(msgspec.Struct, frozen=True, kw_only=True):
 
 _COUNTERS = Timestamp.__struct_fields__
 _OPTIONAL_COUNTERS = _COUNTERS[_COUNTERS.index("wall_s") + 1 :]
-_OPTIONAL_MEMBERS = ("writer", "savers", "left_out", "unhealthy", "sharded")
+_OPTIONAL_MEMBERS = ("writer", "savers", "left_out", "unhealthy", "sharded", "best")
 
 
 def needed_of(left_out: Sequence[str]) -> tuple[str, ...]:
@@ -109,6 +110,13 @@ class ComponentEntry(msgspec.Struct, frozen=True, kw_only=True):
     num_tensors: Natural
 
 
+class Watched(msgspec.Struct, frozen=True, kw_only=True):
+    """A metric by which retention keeps the best checkpoints, and whether low values are good."""
+
+    metric: str
+    mode: Mode
+
+
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, rename={"save_class": "class"}):
     """A committed checkpoint. Fields as in docs/format.md; `created` is for people only."""
 
@@ -140,6 +148,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, rename={"save_class": 
     """Reasons not to resume from the state; empty: nothing wrong is known."""
     sharded: bool = False
     """Whether a tensor is stored as several boxes, or a component has a state for each rank."""
+    best: tuple[Watched, ...] = ()
+    """Metrics of the run's rules `Best`; the first is the one that `best` alone means."""
 
     @property
     def lacks(self) -> tuple[str, ...]:

@@ -14,10 +14,10 @@ from typing import ClassVar, Literal, cast, get_args
 
 from holdfast.arguments import checked
 from holdfast.errors import UsageError
+from holdfast.format.manifest import Mode
 from holdfast.policy.clock import Time, argument_name, parse
-from holdfast.policy.rule import MAIN, BySaver, Candidate, Rule, SaveClass, counting
+from holdfast.policy.rule import MAIN, BySaver, Candidate, Rule, SaveClass, counting, flat
 
-Mode = Literal["min", "max"]
 Removal = Literal["ephemeral_only", "all_non_permanent", "never"]
 _BEST = re.compile(r"(?P<metric>.+?)(?::(?P<mode>min|max))?(?::(?P<n>[0-9]{1,18}))?")
 _SIZES = {
@@ -177,6 +177,21 @@ class Best(Rule):
     def __str__(self) -> str:
         many = "" if self.n == 1 else f"{self.n} "
         return f"best {many}{self.metric} ({self.mode})"
+
+
+def best_rules(*rules: Rule) -> tuple[Best, ...]:
+    """List the rules `Best` in some rules, one for each metric; that of `main` comes first."""
+    found: dict[str, Best] = {}
+    for rule in rules:
+        for part, _, _ in flat(rule):
+            if isinstance(part, Best):
+                found.setdefault(part.metric, part)
+    return tuple(found.values())
+
+
+def is_least_best(metric: str) -> bool:
+    """Whether low values of a metric are good, as its name says: it is a loss."""
+    return metric.rpartition("/")[2].endswith("loss")
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)

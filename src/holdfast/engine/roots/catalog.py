@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from holdfast.engine.roots.best import best_of, means_best
 from holdfast.engine.roots.documents import read_if_there
 from holdfast.engine.roots.ended import known_ended
 from holdfast.engine.roots.lost import Evidence, latest_of
@@ -427,10 +428,12 @@ class Catalog:
 
         `which` is "latest" (see `newest`: if it is damaged, nothing older takes its place),
         "step=1000" (or an int), a folder's name, a tag, or a label; a folder's name is also found
-        outside the lineage.
+        outside the lineage. "best", if nothing has that tag or label, is the best by the metric of
+        the run's rule `Best`, "best:METRIC" or "best:METRIC:max" by that metric.
 
         Raises:
-            UsageError: "step=" with something that is no number.
+            UsageError: "step=" with something that is no number, or "best:" with a metric of which
+                it is not known whether low or high values are good.
             NoCheckpoint: no checkpoint matches; the message lists those that exist.
             SealError: the match, or a checkpoint that may match, is encrypted with other keys.
             FormatError: the manifest of the named folder, or of the latest, is damaged or lost.
@@ -550,7 +553,16 @@ class Catalog:
                 return entry
             if by_label is None and wanted == entry.name.label:
                 by_label = entry
-        return by_label
+        return by_label if by_label is not None or not means_best(wanted) else self._best(wanted)
+
+    def _best(self, wanted: str) -> Entry:
+        found = [
+            entry
+            for entry in self.lineage_entries(opens_all=False)
+            if not (entry.marks.rejected or entry.marks.retired)
+        ]
+        manifests = [entry.manifest for entry in found]
+        return found[best_of(manifests, wanted, where=self.store.url)]
 
     def _expect_readable_after(self, entry: Entry | None) -> None:
         for name in self.lineage():
@@ -593,11 +605,8 @@ class Catalog:
                 f"{left[0].folder} was left behind by a rollback, when the run went on from an "
                 "earlier one. To mean it, name that folder"
             )
-        hint = ""
-        if wanted == "best":
-            hint = " None has the tag 'best': `holdfast tag ROOT@step=N best` gives it to one."
         return (
-            f"{self.store.url}: no checkpoint for {wanted!r} in this run.{hint} There are:\n"
+            f"{self.store.url}: no checkpoint for {wanted!r} in this run. There are:\n"
             + listing(lines)
         )
 

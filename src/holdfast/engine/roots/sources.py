@@ -50,7 +50,7 @@ def expect_root(path: str) -> None:
 
 
 def _is_which(which: str) -> bool:
-    is_word = which in ("latest", "best") or which.startswith("step=")
+    is_word = which in ("latest", "best") or which.startswith(("step=", "best:"))
     return is_word or layout.parse_attempt(which) is not None
 
 

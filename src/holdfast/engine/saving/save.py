@@ -57,6 +57,7 @@ from holdfast.format.manifest import (
     FileEntry,
     Manifest,
     Timestamp,
+    Watched,
 )
 from holdfast.format.tensors import TensorFile
 from holdfast.store.base import Store
@@ -79,6 +80,7 @@ class SaveRequest:
     savers: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
     unhealthy: tuple[str, ...] = ()
+    best: tuple[Watched, ...] = ()
     timings: dict[str, float] = field(default_factory=dict)
 
 
@@ -495,4 +497,5 @@ def manifest_of(
         left_out=request.left_out,
         unhealthy=request.unhealthy,
         sharded=files.is_sharded,
+        best=request.best,
     )

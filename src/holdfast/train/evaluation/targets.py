@@ -18,6 +18,7 @@ from holdfast.engine.access import locate
 from holdfast.engine.checkpoint import Checkpoint, describe
 from holdfast.engine.claims.leases import leased
 from holdfast.engine.loading.resume import LoadOptions, Reader
+from holdfast.engine.roots.best import means_best
 from holdfast.engine.roots.catalog import Catalog, Entry, is_root
 from holdfast.engine.roots.sources import split_source
 from holdfast.engine.threads import Threads
@@ -173,7 +174,7 @@ def _resolve(own: Catalog | None, item: Which) -> list[Target]:
 
 
 def _is_path(text: str) -> bool:
-    return "@" in text or os.sep in text
+    return "@" in text or (os.sep in text and not means_best(text))
 
 
 def _target(catalog: Catalog, entry: Entry) -> Target:
