@@ -201,6 +201,7 @@ CASES: dict[str, Case] = {
             "until": (0, 1.5, "x", None, True, ["x"]),
             "max_time": (3, "5step", ["1h"]),
             "start_from": (3, ["x"]),
+            "load_best": NOT_TRUE_OR_FALSE,
             "without": (*NO_NAMES, [3]),
         },
     ),

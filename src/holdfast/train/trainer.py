@@ -23,7 +23,7 @@ from holdfast.engine.hooks import StateHooks
 from holdfast.engine.loading.sides import Sides
 from holdfast.engine.options import Checkpoints
 from holdfast.engine.tiers.tiered import Tiered
-from holdfast.errors import UsageError
+from holdfast.errors import NoCheckpoint, UsageError
 from holdfast.format.manifest import Timestamp
 from holdfast.manager import CheckpointManager
 from holdfast.policy.clock import Time
@@ -44,6 +44,8 @@ from holdfast.train.evaluation.validation import (
     plans_of,
     size_of,
 )
+from holdfast.train.evaluation.watching import Watched
+from holdfast.train.fit.best import BestSaves, best_rules, check_load_best, finder
 from holdfast.train.fit.ending import FitEnding, Outcome
 from holdfast.train.fit.fitting import Fit, Gear
 from holdfast.train.fit.saving import Policy, Saves, StepPosition, check_health
@@ -295,6 +297,8 @@ class Trainer:
             log_every=log_every,
             seed=seed,
             counts=counts,
+            best=BestSaves(best_rules(self.checkpoints)),
+            watched=Watched(self._watched, self._validations),
         )
         self._callbacks.tell(Callback.setup)
 
@@ -306,6 +310,7 @@ class Trainer:
         max_time: str | Time | None = None,
         without: Collection[str] = (),
         start_from: str | os.PathLike[str] | None = None,
+        load_best: bool = False,
     ) -> Outcome:
         """Train the run until it reaches `until`; the steps of earlier processes count.
 
@@ -329,12 +334,14 @@ class Trainer:
                 "s3://bucket/old@best" or the folder of a checkpoint. The whole state is loaded,
                 except the ids under which loggers record. Once `root` has a checkpoint, the run
                 resumes from that, and nothing is loaded from `start_from`.
+            load_best: at the end, load the weights of the best checkpoint into the model and its
+                average. Nothing else changes: the run goes on from its newest checkpoint.
 
         Raises:
             UsageError: `until` is not a goal, or counts what is not counted here; `without` names
-                what this Trainer has; `start_from` does not name another root; or the Trainer has
-                trained before and nothing of that was saved.
-            NoCheckpoint: `start_from` names no checkpoint.
+                what this Trainer has; `start_from` does not name another root; a metric is watched
+                that nobody logs; or the Trainer has trained before and nothing of that was saved.
+            NoCheckpoint: `start_from` names no checkpoint, or there is no best one to load.
             MismatchError: the checkpoint does not fit; nothing was changed.
             SaveFailed: saving failed three times in a row.
             OwnershipError: another process trains this run.
@@ -347,6 +354,8 @@ class Trainer:
         without = listed(without, "without")
         Sides(without=without).check(self.state)
         start = StartingPoint.of(start_from, self.root)
+        if load_best:
+            check_load_best(self.checkpoints, validates=bool(self._validations))
         self._ending = ending = FitEnding(
             goal,
             self.counters,
@@ -354,10 +363,12 @@ class Trainer:
             max_time_s=making.checked_max_time_s(max_time),
             group=self._parallel.group,
             shares_signals=self.root is None,
+            find_best=finder(self.checkpoints),
         )
         self._place.is_under_way = False
         with self._stop or nullcontext():
-            return self._fit_to(ending, without, start)
+            outcome = self._fit_to(ending, without, start)
+            return self._with_best(outcome) if load_best else outcome
 
     @property
     def root(self) -> str | os.PathLike[str] | Store | Tiered | None:
@@ -471,6 +482,40 @@ class Trainer:
             with manager, self._managed(manager):
                 return Fit(self._gear, ending, manager, saves, begin).run()
 
+    def _with_best(self, outcome: Outcome) -> Outcome:
+        """Load the weights of the best checkpoint; adds a note on it to the outcome."""
+        group = self._parallel.group
+        found = outcome.best if group.is_leader else None
+        folder = group.gather(None if found is None else found.folder)[0]
+        if folder is None:
+            raise NoCheckpoint(
+                f"load_best=True: no checkpoint has the metric of the best one. The run ended at "
+                f"step {outcome.step} ({outcome.reason}), and all is saved"
+            )
+        targets = select(self.root, folder, self.checkpoints.encrypt)
+        weights = {
+            name: module
+            for name, module in self._weights.items()
+            if name in targets[0].entry.manifest.components
+        }
+        with kept_all(targets):
+            best = targets[0].load(weights, self._editing(Callback.edit_load))
+        note = (
+            f"{' and '.join(weights)}: loaded from the best checkpoint, {best.folder}; the run "
+            f"itself is at step {outcome.step}"
+        )
+        logger.info("%s", note)
+        return replace(outcome, notes=(*outcome.notes, note))
+
+    @property
+    def _weights(self) -> dict[str, nn.Module]:
+        return {"model": self.model, **({} if self.ema is None else {"ema": self.ema.model})}
+
+    def _watched(self) -> dict[str, Sequence[str]]:
+        """Metrics that retention and callbacks watch, by who does."""
+        rules = {f"keep: {item.rule}": [item.rule.metric] for item in best_rules(self.checkpoints)}
+        return {**rules, **self._callbacks.watched}
+
     def _make_manager(self, goal: Time, hooks: StateHooks, saves: Saves) -> CheckpointManager:
         if self.root is None:
             logger.warning("checkpoints=None: nothing of this training is saved")
@@ -521,7 +566,7 @@ class Trainer:
         return select(self.root, which, self.checkpoints.encrypt)
 
     def _validate_each(self, targets: Sequence[Target]) -> tuple[Validated, ...]:
-        weights = {"model": self.model, **({} if self.ema is None else {"ema": self.ema.model})}
+        weights = self._weights
         found = []
         with self._closing(), self._managed(None), kept_all(targets), borrowed(weights):
             for target in targets:

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.runs import new_run
 
 from holdfast import Best, CheckpointManager, Last, SideSaver, errors, load_weights
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.store import open_store
-from tests.runs import new_run
 
 Resolve = Callable[[str], int]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from pathlib import Path
 from typing import Any
@@ -68,7 +67,6 @@ def trainer(root: Any, values: list[float], *callbacks: Callback) -> Any:
         ([1, 2, 3, 3, 2, 9, 9], {"patience": 2, "mode": "max"}, (5, "stopped")),
         ([math.nan, math.nan, 1, 1, 1, 1, 1], {"patience": 2}, (2, "stopped")),
         ([math.nan, 2, math.nan, 1, 1, 1, 1], {"patience": 3}, (7, "goal")),
-        ([1.0] * 7, {"metric": "val/other"}, (7, "goal")),
     ],
 )
 def test_it_ends_when_the_metric_has_become_no_better(
@@ -105,10 +103,35 @@ def test_what_was_ended_stays_so_until_there_is_more_patience(tmp_path: Path) ->
     assert trainer(tmp_path, values, EarlyStopping(patience=3)).fit(6).reason == "goal"
 
 
-def test_a_metric_that_is_never_there_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "holdfast"):
-        trainer(MemoryStore(), [1.0, 1.0], EarlyStopping("val/lss")).fit(2)
-    assert "no validation gave 'val/lss'; there were val/loss" in caplog.text
+@pytest.mark.parametrize(
+    ("watching", "says"),
+    [
+        (EarlyStopping("val/lss"), "earlystopping: 'val/lss'; is 'val/loss' meant"),
+        (EarlyStopping("val/other/f1"), "There are: loss, val/loss"),
+        (
+            StopWhen(lambda training, metrics: metrics.get("val/los", 1.0) < 0),
+            "stopwhen: 'val/los'; is 'val/loss' meant",
+        ),
+        (StopWhen(lambda training, metrics: metrics.get("los", 1.0) < 0), "is 'loss' meant"),
+    ],
+)
+def test_a_metric_that_is_never_there_is_an_error_at_the_first_validation(
+    watching: Callback, says: str
+) -> None:
+    made = trainer(MemoryStore(), [1.0, 1.0], watching)
+    with pytest.raises(UsageError, match=says):
+        made.fit(2)
+    assert made.counters.step == 1
+
+
+def test_a_stop_by_a_validation_needs_one() -> None:
+    with pytest.raises(UsageError, match=r"give validate=.*\n.*earlystopping: 'val/loss'"):
+        make(MemoryStore(), callbacks=[EarlyStopping()])
+
+
+def test_a_condition_on_a_metric_of_steps_may_be_asked_at_validations_too() -> None:
+    condition = StopWhen(lambda training, metrics: metrics.get("loss", 9.0) < -1)
+    assert trainer(MemoryStore(), [1.0, 1.0], condition).fit(2).reason == "goal"
 
 
 def test_a_validation_outside_of_fit_does_not_count() -> None:
@@ -166,7 +189,7 @@ def test_a_condition_is_not_asked_about_a_checkpoint_of_which_nothing_is_known()
 def test_two_of_them_have_names(tmp_path: Path) -> None:
     """Issue 20, line 10: without one they are refused, as their states would change places."""
     loss, draw = EarlyStopping("val/loss", name="loss"), EarlyStopping("val/draw", name="draw")
-    trainer = make(tmp_path, callbacks=[loss, draw])
+    trainer = make(tmp_path, callbacks=[loss, draw], validate=[torch.zeros(1, 4)])
     assert {"callback-loss", "callback-draw"} <= set(trainer.state)
     with pytest.raises(UsageError, match="EarlyStopping"):
         make(tmp_path, callbacks=[EarlyStopping("val/loss"), EarlyStopping("val/draw")])

@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 from torchmetrics.classification import MulticlassConfusionMatrix, MulticlassF1Score
 
 from distributed.run import run_ranks
-from holdfast import CheckpointManager, Checkpoints
+from holdfast import Best, CheckpointManager, Checkpoints, Last, load_weights
 from holdfast.data import Loader
 from holdfast.errors import StoreFull, UsageError
 from holdfast.policy.triggers import On
@@ -77,7 +77,7 @@ def loss(model: nn.Module, batch: list[Tensor]) -> tuple[Tensor, dict[str, Tenso
 
 def make(root: Path | Store | None, num_ranks: int, **options: Any) -> Trainer:
     model = options.pop("model", Net)
-    record = {"every": options.pop("every", "2step")}
+    record = {"every": options.pop("every", "2step"), "keep": options.pop("keep", None)}
     options = {
         "optimizer": lambda model: torch.optim.AdamW(model.parameters(), lr=0.01),
         "scheduler": lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 3),
@@ -147,6 +147,25 @@ def test_a_resumed_run_is_the_same_bit_for_bit(options: dict[str, Any], tmp_path
     ]
     assert [line for line in lines[1] if line[0] > 4] == [line for line in lines[0] if line[0] > 4]
     assert lines[0][-1][1] == 7 * GLOBAL_BATCH * options.get("accumulate", 1)
+
+
+def best_weights(root: Path, strategy: str, rank: int) -> Any:
+    trainer = make(root, 2, strategy=strategy, every="5step", keep=Best("val/loss") | Last(99))
+    outcome = trainer.fit("10step", load_best=True)
+    assert outcome.best is not None
+    saved = [found.step for found in CheckpointManager(root, {"x": {}}, ranks=None).list()]
+    return outcome.best.step, saved, state_of(trainer)["weights"]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_ranks_save_and_load_the_best_checkpoint_together(strategy: str, tmp_path: Path) -> None:
+    found = run_ranks(2, partial(best_weights, tmp_path, strategy))
+    assert_same(found[1], found[0])
+    step, saved, weights = found[0]
+    assert {3, 5, 10} <= set(saved)
+    model = Net()
+    assert load_weights(f"{tmp_path}@best", model).step == step
+    assert_same(weights, {name: _whole(value) for name, value in model.state_dict().items()})
 
 
 def log_of(root: Path) -> list[Any]:

@@ -7,7 +7,7 @@ import inspect
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from holdfast.errors import HoldfastError, UsageError, listing
@@ -84,6 +84,11 @@ class Callbacks:
     def vetoes(self) -> list[str]:
         """Names of callbacks that currently veto ephemeral checkpoints."""
         return [name for name, callback in self._names.items() if callback.vetoes_ephemeral]
+
+    @property
+    def watched(self) -> dict[str, Sequence[str]]:
+        """Metrics that callbacks watch, by the callbacks' names."""
+        return {name: item.watches for name, item in self._names.items() if item.watches}
 
     def listens(self, hook: Callable[..., None]) -> bool:
         """Whether any callback overrides this hook."""

@@ -6,7 +6,7 @@ beside the place that calls it. `docs/hooks.md` is made from this module.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from holdfast.errors import SaveFailed
@@ -67,6 +67,14 @@ class Callback:
     """Higher ones run first; equal ones in the order in which they were given."""
     vetoes_ephemeral: bool = False
     """While it is True, no ephemeral checkpoint is made; permanent ones are."""
+
+    @property
+    def watches(self) -> Sequence[str]:
+        """Full names of the metrics that it needs, such as "val/loss".
+
+        One that neither steps nor validations give is an error at the first validation.
+        """
+        return ()
 
     def model_made(self, training: Training) -> None:
         """Called when the model was made, to rebuild it before optimizer and average are made."""

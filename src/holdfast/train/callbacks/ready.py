@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
@@ -50,6 +50,12 @@ class StopWhen(Callback):
             raise UsageError(f"StopWhen: {condition!r} cannot be called")
         self._condition = condition
         self._reason = reason
+        self._asked: dict[str, None] = {}
+
+    @property
+    def watches(self) -> Sequence[str]:
+        """Names of the metrics that the condition has looked up so far."""
+        return tuple(self._asked)
 
     def resumed(self, training: Training, checkpoint: Checkpoint) -> None:
         """Check the condition for the step of the checkpoint, if its metrics are known."""
@@ -65,8 +71,26 @@ class StopWhen(Callback):
         self._ask(training, metrics)
 
     def _ask(self, training: Training, metrics: Metrics) -> None:
-        if self._condition(training, metrics):
+        if self._condition(training, _LookedUp(metrics, self._asked)):
             training.request_stop(self._reason)
+
+
+class _LookedUp(Mapping[str, float]):
+    """Metrics that note which names are looked up, whether they exist or not."""
+
+    def __init__(self, metrics: Metrics, names: dict[str, None]) -> None:
+        self._metrics = metrics
+        self._names = names
+
+    def __getitem__(self, name: str) -> float:
+        self._names[name] = None
+        return self._metrics[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._metrics)
+
+    def __len__(self) -> int:
+        return len(self._metrics)
 
 
 class EarlyStopping(Callback):
@@ -112,16 +136,18 @@ class EarlyStopping(Callback):
         """Number of validations in a row without a better value."""
         self._sign = 1 if mode == "min" else -1
         self._min_delta = min_delta
-        self._seen: set[str] = set()
+
+    @property
+    def watches(self) -> Sequence[str]:
+        """The metric; one that no validation gives is an error at the first validation."""
+        return (self.metric,)
 
     def fit_start(self, training: Training) -> None:
         """Request a stop if an earlier process exhausted the patience."""
-        self._seen.clear()
         self._stop_if_over(training)
 
     def validation_end(self, training: Training, name: str, metrics: Metrics) -> None:
         """Compare the metric with the best value, if the validation has it."""
-        self._seen |= set(metrics)
         if training.manager is None or self.metric not in metrics:
             return  # a validation outside of `fit` does not count
         value = metrics[self.metric]
@@ -130,15 +156,6 @@ class EarlyStopping(Callback):
         else:
             self.num_waited += 1
         self._stop_if_over(training)
-
-    def fit_end(self, training: Training) -> None:
-        """Log a warning if no validation had the metric."""
-        if self._seen and self.metric not in self._seen:
-            logger.warning(
-                "EarlyStopping: no validation gave %r; there were %s",
-                self.metric,
-                ", ".join(sorted(self._seen)),
-            )
 
     def state_dict(self) -> dict[str, float | None]:
         """Return the best value, and the number of validations without a better one."""

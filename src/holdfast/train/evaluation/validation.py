@@ -326,6 +326,11 @@ class Validations:
         self._done.update(dict.fromkeys(missed, step))
         return [self.parts[at] for at in missed]
 
+    def has_run(self, metric: str) -> bool:
+        """Whether the part that would compute a metric has run; True if no part would."""
+        owner = self._owner(metric)
+        return owner is None or owner in self._done
+
     def _due_indices(self, before: Timestamp, now: Timestamp, is_last: bool) -> list[int]:
         return [
             at

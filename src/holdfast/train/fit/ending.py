@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from signal import Signals
 from typing import Literal
 
+from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.control.stop import REQUEUE_EXIT_CODE, Stop
 from holdfast.policy.clock import Time, argument_name
 from holdfast.train.parallel.group import Group
@@ -29,6 +31,18 @@ class Outcome:
     """Reason given by the callback, or the signal's name."""
     notes: tuple[str, ...] = ()
     """Notes of the resume: what was not loaded, stayed as it was, or is not restored exactly."""
+    find_best: Callable[[], Checkpoint | None] = field(
+        default=lambda: None, repr=False, compare=False
+    )
+    """Function that finds the best checkpoint in the root."""
+
+    @property
+    def best(self) -> Checkpoint | None:
+        """The checkpoint that `best` names (docs/keeping.md); None: there is none.
+
+        Read from the root whenever it is asked for.
+        """
+        return self.find_best()
 
     @property
     def exit_code(self) -> int:
@@ -48,6 +62,7 @@ class FitEnding:
         max_time_s: float,
         group: Group,
         shares_signals: bool = False,
+        find_best: Callable[[], Checkpoint | None] = lambda: None,
     ) -> None:
         """`shares_signals`: the ranks agree here on signals, as no manager does it for them."""
         self.goal = goal
@@ -59,6 +74,7 @@ class FitEnding:
         self._ends_at_s = time.monotonic() + max_time_s
         self._group = group
         self._shares_signals = shares_signals
+        self._find_best = find_best
         self._request: str | None = None
         self._agreed: EndReason | None = None
         """With several ranks, the reason on which they agreed when they met."""
@@ -114,4 +130,10 @@ class FitEnding:
         asked = self._request or "a request on another rank"
         details = {"stopped": asked, "signal": self._stop and self._stop.requested}
         detail = details.get(reason) or ""
-        return Outcome(reason=reason, step=self._counters.step, detail=detail, notes=notes)
+        return Outcome(
+            reason=reason,
+            step=self._counters.step,
+            detail=detail,
+            notes=notes,
+            find_best=self._find_best,
+        )

@@ -27,6 +27,8 @@ from holdfast.train.asked import Counts
 from holdfast.train.callbacks.calling import Callbacks, HookFailed
 from holdfast.train.callbacks.hooks import Callback
 from holdfast.train.evaluation.validation import ValidationPart, Validations
+from holdfast.train.evaluation.watching import Watched
+from holdfast.train.fit.best import BestSaves
 from holdfast.train.fit.ending import FitEnding, Outcome
 from holdfast.train.fit.saving import Saves, StepPosition, StepSaver
 from holdfast.train.outputs import Image
@@ -62,6 +64,8 @@ class Gear:
     """Steps between two logs."""
     seed: int
     counts: Counts
+    best: BestSaves
+    watched: Watched
 
 
 class Fit:
@@ -141,10 +145,12 @@ class Fit:
             self._place,
             self._counters,
             self._gear.callbacks,
+            self._gear.best,
             saved_step=self._counters.step if is_complete else None,
         )
         if not self._group.is_alone:
             saver.know(0)
+        self._gear.best.begin(self._manager, self._group)
         self._tell(Callback.fit_start)
         if found is not None:
             cost = {"load/duration_s": load_s, "load/nbytes": float(found.nbytes)}
@@ -213,6 +219,7 @@ class Fit:
         self._before = self._now = self._counters.timestamp
         begun_at = self._now.step
         known: Metrics = {} if found is None else found.metrics
+        self._gear.watched.saw(known)
         self._metrics = LazyMetrics(known)
         self._gear.validations.begin(self._ending.goal, begun_at, known)
         if any(name.startswith("val/") for name in known):
@@ -302,6 +309,7 @@ class Fit:
             metrics = metrics.joined(of_epoch)
             self._scored_step = self._counters.step if of_epoch else None
         self._metrics = metrics
+        self._gear.watched.saw(metrics)
         self._before, self._now = self._now, self._counters.timestamp
         # Set before the hooks that follow, as they may save or fail.
         self._counters.unvalidated = self._gear.validations.names_due(
@@ -371,6 +379,7 @@ class Fit:
         self._counters.unvalidated = []
         self._validated_step = self._counters.step
         self._metrics = metrics.joined(found)
+        self._gear.watched.check(self._metrics)
         return self._metrics
 
     def _validate_late(self, saver: StepSaver, found: Checkpoint) -> Metrics:

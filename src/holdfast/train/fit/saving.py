@@ -25,6 +25,7 @@ from holdfast.policy.schedule import covers, together
 from holdfast.policy.triggers import Event
 from holdfast.train.callbacks.calling import Callbacks
 from holdfast.train.callbacks.hooks import Callback
+from holdfast.train.fit.best import BestSaves
 from holdfast.train.parallel.group import Group
 from holdfast.train.parallel.strategies import local
 from holdfast.train.training import Counters, Metrics
@@ -77,6 +78,7 @@ class StepSaver:
         place: StepPosition,
         counters: Counters,
         callbacks: Callbacks,
+        best: BestSaves,
         *,
         saved_step: int | None,
     ) -> None:
@@ -87,6 +89,7 @@ class StepSaver:
         self._place = place
         self._counters = counters
         self._callbacks = callbacks
+        self._best = best
         self._saved_step = saved_step
         self._newest_own: PendingSave | None = None
         """Newest save that this object began, not a callback."""
@@ -118,7 +121,9 @@ class StepSaver:
             return
         self._report_ended()
         vetoes = self._callbacks.vetoes
-        self._save(events, metrics, self._due_retry(vetoes), vetoes)
+        best = self._best.due(self._counters.step, metrics) if "evaluation" in events else None
+        wanted = [due for due in (self._due_retry(vetoes), best) if due is not None]
+        self._save(events, metrics, together(wanted), vetoes)
         self._report_ended()
 
     def finish(self, events: Sequence[Event], metrics: Metrics, reason: str) -> None:
@@ -179,7 +184,10 @@ class StepSaver:
             self._counters.step, metrics=metrics, event=events, vetoes=vetoes, wanted=wanted
         )
         self._newest_own = pending if pending is not None else self._newest_own
-        return pending is not None and not isinstance(pending.failure(), SaveSkipped)
+        if pending is None or isinstance(pending.failure(), SaveSkipped):
+            return False
+        self._best.begun(self._counters.step, metrics)
+        return True
 
     def _due_retry(self, vetoes: Collection[str]) -> Due | None:
         """Return the save that failed at an earlier step, unless one under way replaces it."""
@@ -206,9 +214,12 @@ class StepSaver:
                 checkpoint = begun.wait()
             except SaveFailed as error:
                 self._failed_step = begun.step
+                self._best.failed(begun.step)
                 self._failed(begun.due, error)
                 continue
             self._num_failures = 0
+            if checkpoint.unhealthy:
+                self._best.failed(begun.step)
             if self._retry is not None and covers(begun.due, self._retry):
                 self._retry = None
             is_whole = begun.due.components is None

@@ -1,0 +1,65 @@
+"""Metrics that retention rules and callbacks watch: one that nobody logs is an error."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from holdfast.errors import UsageError, listing
+from holdfast.train.evaluation.validation import Validations
+from holdfast.train.training import Metrics
+
+OF_VALIDATION = "val/"
+"""Beginning of the names of all metrics of validations."""
+Watchers = Callable[[], Mapping[str, Sequence[str]]]
+"""Function that returns who watches, as text, with the names of metrics."""
+
+
+class Watched:
+    """Checks, after each validation, that all metrics that are watched are known by then."""
+
+    def __init__(self, watchers: Watchers, validations: Validations) -> None:
+        """`watchers` is called at each check, as some find out late what they watch.
+
+        Raises:
+            UsageError: metrics of validations are watched, and there are no validations.
+        """
+        self._watchers = watchers
+        self._validations = validations
+        self._seen: set[str] = set()
+        self._is_checked = False
+        if not validations and (wrong := list(self._unseen())):
+            raise UsageError(f"there is nothing to validate on; give validate=…:\n{listing(wrong)}")
+
+    def saw(self, metrics: Metrics) -> None:
+        """Note the names of a step's metrics, until the first validation."""
+        if not self._is_checked:
+            self._seen.update(metrics)
+
+    def check(self, metrics: Metrics) -> None:
+        """Check what is watched after a validation; `metrics` are those of its step.
+
+        A metric of a validation that has not run yet may still come.
+
+        Raises:
+            UsageError: a metric is watched, and neither steps nor validations give it.
+        """
+        self._seen.update(metrics)
+        wrong = list(self._unseen(but_of_steps=self._is_checked))
+        self._is_checked = True
+        if wrong:
+            known = ", ".join(sorted(self._seen))
+            raise UsageError(
+                f"metrics that nobody logs are watched:\n{listing(wrong)}\nThere are: {known}"
+            )
+
+    def _unseen(self, *, but_of_steps: bool = False) -> Iterator[str]:
+        """Yield a text for each metric that is not known and will not come."""
+        for who, names in self._watchers().items():
+            for name in names:
+                is_of_step = not name.startswith(OF_VALIDATION)
+                if name in self._seen or (is_of_step and (but_of_steps or not self._seen)):
+                    continue
+                if is_of_step or self._validations.has_run(name):
+                    meant = difflib.get_close_matches(name, self._seen, 1, 0.6)
+                    yield f"{who}: {name!r}" + (f"; is {meant[0]!r} meant?" if meant else "")
