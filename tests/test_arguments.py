@@ -137,6 +137,7 @@ _LOAD: dict[str, Wrong] = {
     "in_place": NOT_TRUE_OR_FALSE,
     "new": (*NO_NAMES, [3]),
     "without": (*NO_NAMES, [3]),
+    "override": (*NO_NAMES, [3], ["lrr"]),
 }
 _CHOOSE: dict[str, Wrong] = {
     "strict": NOT_TRUE_OR_FALSE,
@@ -202,6 +203,7 @@ CASES: dict[str, Case] = {
             "max_time": (3, "5step", ["1h"]),
             "start_from": (3, ["x"]),
             "load_best": NOT_TRUE_OR_FALSE,
+            "override": (*NO_NAMES, [3], ["lrr"]),
             "without": (*NO_NAMES, [3]),
         },
     ),
@@ -217,6 +219,7 @@ CASES: dict[str, Case] = {
             "on_failure": ("x", 3, None),
             "hooks": (3, {"before_save": print}),
             "counters": (3, {"epoch": 3}),
+            "config": (3, "x", ["x"]),
             "ranks": (3, "all", [0, 1]),
         },
     ),

@@ -24,6 +24,7 @@ Kind = Literal[
     "rejected",
     "passed_over",
     "resumed",
+    "changed",
     "loaded",
     "retracted",
     "thinned",

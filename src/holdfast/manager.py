@@ -42,6 +42,7 @@ from holdfast.engine.pause import collector_paused
 from holdfast.engine.roots.catalog import Entry
 from holdfast.engine.saving.compressing import Compress, Compressing, choices
 from holdfast.engine.saving.fingerprint import differences, environment, numerics
+from holdfast.engine.saving.history import History
 from holdfast.engine.saving.save import SaveRequest
 from holdfast.engine.saving.saver import Saver
 from holdfast.engine.saving.together import JointSave, Together
@@ -76,6 +77,7 @@ from holdfast.state.edits import Edit, edited
 from holdfast.state.lacking import NO_OPTIMIZER, OUTSIDE, is_outside, lacks_optimizer
 from holdfast.state.lacking import describe as describe_unheld
 from holdfast.state.modules import note_loaded
+from holdfast.state.overrides import OptimizerOptions
 from holdfast.state.selection import listed
 from holdfast.state.settings import Rates, Settings
 from holdfast.store.base import Store
@@ -86,9 +88,12 @@ _NEVER_QUIET = (0, 0.0)  # (step, monotonic seconds) until which `maybe_save` is
 class _Before:
     """Learning rates and settings in the live state, recorded before a load replaces them."""
 
-    def __init__(self, state: Mapping[str, Any]) -> None:
+    def __init__(self, state: Mapping[str, Any], override: Iterable[str]) -> None:
         self.rates = Rates(state)
         self.settings = Settings(state)
+        self.options = OptimizerOptions(state)
+        self.override = listed(override, "override")
+        self.options.check(self.override)
 
 
 class CheckpointManager:
@@ -129,6 +134,8 @@ class CheckpointManager:
         encrypt: the keys that checkpoints are encrypted and read with (docs/encryption.md). None:
             they are not encrypted.
         counters: gives `epoch`, `cycle`, `samples` and `tokens` where a call does not.
+        config: settings of the script by name, such as `vars(args)`. Checkpoints record them as
+            text, and what a later life of the run has changed, which `holdfast log` shows.
         takeover: claim the run although another live process owns it.
         label: readable name of a checkpoint: a template, or a function of the Timestamp.
         run_name: what `{run_name}` in the label stands for.
@@ -165,6 +172,7 @@ class CheckpointManager:
         stop: Stop | None = None,
         encrypt: Encryption | None = None,
         counters: Counters | None = None,
+        config: Mapping[str, object] | None = None,
         takeover: bool = False,
         label: str | LabelFunction = DEFAULT_LABEL,
         run_name: str | None = None,
@@ -271,6 +279,7 @@ class CheckpointManager:
             Watched(metric=rule.metric, mode=rule.mode)
             for rule in best_rules(rules.remote, rules.local)
         )
+        self._history = History(config, world_size=self._ranks.world_size)
         self._not_saved_due = True
         self._lacks_due = True
         self._stop = stop
@@ -452,6 +461,7 @@ class CheckpointManager:
         in_place: bool | None = None,
         new: Iterable[str] = (),
         without: Iterable[str] = (),
+        override: Iterable[str] = (),
     ) -> Checkpoint | None:
         """Claim the run and load its newest usable checkpoint; None if no whole state was saved.
 
@@ -473,6 +483,10 @@ class CheckpointManager:
         `without` names components that only the checkpoint has: they are not loaded. All others
         are loaded, and the run continues from there; `notes` lists both.
 
+        `override` names options of optimizers that take the script's value, such as "lr", or
+        "optimizer.param_groups.0.lr" of one group. Of all others the checkpoint's go on, and a
+        warning tells of those that the script has changed (docs/loading.md).
+
         Raises:
             OwnedElsewhere: a live process owns the run.
             RolledBack: what was seen before is gone; nothing was claimed or changed.
@@ -481,15 +495,15 @@ class CheckpointManager:
             MismatchError: the checkpoint does not fit the live state; nothing was changed.
             FormatError: a checkpoint that was named explicitly is damaged.
             OpaqueLoadFailed: the state was replaced in part when something failed.
-            UsageError: a CUDA graph is being captured, or the checkpoint has a component that
-                `new` names, or lacks one that `without` names; or with `on_existing="error"` there
-                are checkpoints of later steps than the latest.
+            UsageError: a CUDA graph is being captured, no optimizer has what `override` names, or
+                the checkpoint has a component that `new` names, or lacks one that `without` names;
+                or with `on_existing="error"` there are checkpoints of later steps than the latest.
         """
         began = time.perf_counter()
         self._check_process()
         refuse_capture("resume()")
         self._drain()
-        reader, before = self._reader(), _Before(self.state)
+        reader, before = self._reader(), _Before(self.state, override)
         sides = self._sides(new, without)
         if in_place is None:
             is_alone = self._ranks.world_size == 1
@@ -507,8 +521,10 @@ class CheckpointManager:
         self._is_unused = found is None
         if found is not None:
             self._warn_of_lost_steps(found.entry, is_rollback=search.is_rollback)
-            self._continue_from(found, before, is_rollback=search.is_rollback)
+            replaced = self._continue_from(found, before, is_rollback=search.is_rollback)
+            self._compare_lives(found.entry)
         else:
+            self._history.origins = before.options.origins
             self._beginning.look_around()
         if self._refuses_existing and which == "latest":
             self._beginning.refuse_later(None if found is None else found.entry)
@@ -524,7 +540,7 @@ class CheckpointManager:
             folder=found.entry.folder,
             rejected=reader.rejected,
         )
-        return self._described(found, reader)
+        return self._described(found, reader, replaced)
 
     @checked()
     @collector_paused()
@@ -542,6 +558,7 @@ class CheckpointManager:
         in_place: bool = False,
         new: Iterable[str] = (),
         without: Iterable[str] = (),
+        override: Iterable[str] = (),
     ) -> Checkpoint:
         """Load a checkpoint, or parts of it, into the live state. Does not claim the run.
 
@@ -550,8 +567,8 @@ class CheckpointManager:
         stored paths to live ones; `edit` changes what is stored before it is compared with the
         live state, in the place of the hook `edit_load`. With `strict=False` missing and
         unexpected leaves are reported in `notes` instead of raised. When this manager owns the
-        run, the run continues from a full load. `in_place`, `new` and `without` as for `resume`:
-        damage in place leaves the state mixed until a whole load succeeds.
+        run, the run continues from a full load. `in_place`, `new`, `without` and `override` as for
+        `resume`: damage in place leaves the state mixed until a whole load succeeds.
 
         Raises:
             UsageError: an argument names nothing, or an edit is not possible.
@@ -575,7 +592,7 @@ class CheckpointManager:
             in_place=in_place,
             sides=self._sides(new, without),
         )
-        reader, before = self._reader(), _Before(self.state)
+        reader, before = self._reader(), _Before(self.state, override)
         self._catalog.look_again()
         with ExitStack() as holding:
             is_read_late = in_place or self._memory_budget is not None
@@ -584,14 +601,14 @@ class CheckpointManager:
             found = self._applying.apply(search, claims=False)
         assert found is not None, "what is named is there, or an error says why not"
         self._is_unused = False
-        self._continue_from(found, before, is_rollback=search.is_rollback)
+        replaced = self._continue_from(found, before, is_rollback=search.is_rollback)
         self._emit(
             "loaded",
             f"loaded {found.entry.folder}",
             step=found.entry.step,
             folder=found.entry.folder,
         )
-        return self._described(found, reader)
+        return self._described(found, reader, replaced)
 
     def count_from(self, timestamp: Timestamp) -> None:
         """Set counters and training time from `timestamp`, for a state loaded from another root.
@@ -800,6 +817,8 @@ class CheckpointManager:
             left_out=tuple(n for n in (*self.state, RNG) if n not in captured.components),
             unhealthy=unhealthy,
             best=self._best,
+            config=self._config(),
+            changes=self._history.changes,
             timings=timings,
         )
         if joint.world_size == 1:
@@ -923,20 +942,46 @@ class CheckpointManager:
         sides.check(self.state)
         return sides
 
-    def _continue_from(self, found: LoadCandidate, before: _Before, *, is_rollback: bool) -> None:
-        """Log notes of a successful load; after a full load, continue the run from it."""
+    def _config(self) -> dict[str, str]:
+        if self._history.origins is None:
+            self._history.origins = OptimizerOptions(self.state).origins
+        return self._history.config
+
+    def _compare_lives(self, entry: Entry) -> None:
+        """Log what is another one in this life of the run than in that of the checkpoint."""
+        claim = self._owner.claim
+        if claim is None or not self._ranks.is_leader:
+            return
+        what = self._history.stand_on(entry.manifest, claim.epoch)
+        if what:
+            text = "\n".join(f"  {line}" for line in what)
+            self._emit("changed", f"changed since {entry.folder}:\n{text}", step=entry.step)
+
+    def _continue_from(
+        self, found: LoadCandidate, before: _Before, *, is_rollback: bool
+    ) -> tuple[str, ...]:
+        """Log notes of a successful load; after a full load, continue the run from it.
+
+        Returns the notes on settings that the script and the checkpoint have otherwise.
+        """
         note_loaded(self.state.get(name) for name in found.prepared.needed)
         before.rates.put_back(found.one_sided.new)
-        lost, replaced = found.prepared.lost, before.settings.replaced()
-        for note in (*found.one_sided.notes, *lost, *replaced):
+        config = found.entry.manifest.config
+        settled, origins = before.options.settle(
+            before.override, config, loaded=found.prepared.needed
+        )
+        replaced = (*settled, *before.settings.replaced())
+        for note in (*found.one_sided.notes, *found.prepared.lost, *replaced):
             self._emit("warning", f"{found.entry.folder}: {note}", folder=found.entry.folder)
         if not found.options.is_full:
-            return
+            return replaced
+        self._history.origins = origins
         self._quiet = _NEVER_QUIET
         self._saver.standing, self._is_rollback = found.entry, is_rollback
         self._moments.stand_on(found.entry)
         if found.is_proof:
             self._housekeeper.trust(found.entry)
+        return replaced
 
     def _warn_of_lost_steps(self, entry: Entry, *, is_rollback: bool) -> None:
         """Warn if a resume has discarded steps that were trained since the last save."""
@@ -964,10 +1009,13 @@ class CheckpointManager:
             )
         self._first_look_due = False
 
-    def _described(self, found: LoadCandidate, reader: Reader) -> Checkpoint:
+    def _described(
+        self, found: LoadCandidate, reader: Reader, replaced: Sequence[str]
+    ) -> Checkpoint:
         manifest = found.entry.manifest
         unhealthy = (f"the state was not healthy: {why}" for why in manifest.unhealthy)
-        notes = [*reader.notes, *found.one_sided.notes, *found.prepared.notes, *unhealthy]
+        notes = [*reader.notes, *found.one_sided.notes, *found.prepared.notes]
+        notes += [*replaced, *unhealthy]
         if manifest.world_size != self._ranks.world_size:
             notes.append(
                 f"saved by {manifest.world_size} ranks, loaded by {self._ranks.world_size}: rank r "

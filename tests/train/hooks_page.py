@@ -43,8 +43,8 @@ class StopWhenGood(Callback):
 * `training.manager.save(training.counters.step)` works in `fit_start`, `step_end`, `epoch_end`,
   `log` and `fit_end`; elsewhere the parts of the state do not belong to one step, and it is
   refused. While `vetoes_ephemeral` is True, the Trainer makes no ephemeral checkpoints.
-* `watches` lists the metrics that a callback needs. One that neither steps nor validations give is an
-  error at the first validation.
+* `watches` lists the metrics that a callback needs. One that neither steps nor validations give is
+  an error at the first validation.
 * The save of a step comes after its validation and its log, so that callbacks, metrics and log
   of that step are complete when it is made. A run that goes on from one that was made in `step_end`
   makes up for the validation; the hooks after it are not called again for that step.

@@ -115,6 +115,14 @@ def ls(root: str) -> Answer:
     return list_root(root)
 
 
+@_answering(options.root)
+def log(root: str) -> Answer:
+    """List the lives of a run, oldest first: where, from which step to which, what had changed."""
+    from holdfast.cli.log import log_root
+
+    return log_root(root)
+
+
 @_answering(options.target, options.tensors)
 def show(target: str, tensors: bool) -> Answer:
     """Show what one checkpoint holds; without @WHICH the latest."""

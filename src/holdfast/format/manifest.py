@@ -71,7 +71,10 @@ class Timestamp(msgspec.Struct, frozen=True, kw_only=True):
 
 _COUNTERS = Timestamp.__struct_fields__
 _OPTIONAL_COUNTERS = _COUNTERS[_COUNTERS.index("wall_s") + 1 :]
-_OPTIONAL_MEMBERS = ("writer", "savers", "left_out", "unhealthy", "sharded", "best")
+_OPTIONAL_MEMBERS = (
+    *("writer", "savers", "left_out", "unhealthy", "sharded"),
+    *("best", "config", "changes"),
+)
 
 
 def needed_of(left_out: Sequence[str]) -> tuple[str, ...]:
@@ -117,6 +120,16 @@ class Watched(msgspec.Struct, frozen=True, kw_only=True):
     mode: Mode
 
 
+class Change(msgspec.Struct, frozen=True, kw_only=True):
+    """What was other in a life of the run, which began at `step`, than in the one before."""
+
+    epoch: Positive
+    """Claim of that life."""
+    step: Natural
+    what: tuple[str, ...]
+    """A text for each setting: name, old and new value."""
+
+
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, rename={"save_class": "class"}):
     """A committed checkpoint. Fields as in docs/format.md; `created` is for people only."""
 
@@ -150,6 +163,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, rename={"save_class": 
     """Whether a tensor is stored as several boxes, or a component has a state for each rank."""
     best: tuple[Watched, ...] = ()
     """Metrics of the run's rules `Best`; the first is the one that `best` alone means."""
+    config: Mapping[str, str] = {}
+    """Settings of the script, by name, as text."""
+    changes: tuple[Change, ...] = ()
+    """Changes at the resumes up to this checkpoint, oldest first; those before may be left out."""
 
     @property
     def lacks(self) -> tuple[str, ...]:

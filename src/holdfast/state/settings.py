@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from holdfast.state.overrides import is_number
+
 _NO_SETTINGS = frozenset({"params", "param_names", "self", "optimizer", "last_epoch", "verbose"})
 _PLAIN = (bool, int, float, str, tuple, list, Counter, type(None))
 
@@ -33,7 +35,7 @@ class Settings:
     def replaced(self) -> tuple[str, ...]:
         """List a message for each setting whose value has changed since construction."""
         return tuple(
-            f"{path}: {made!r} here, {now!r} in the checkpoint, which is used"
+            f"{path}: the checkpoint's {now!r} goes on; the script says {made!r}"
             for path, owner, name, made in self._made
             if (now := _value(owner, name)) != made
         )
@@ -48,26 +50,18 @@ def made_with(scheduler: LRScheduler, *, only_required: bool = False) -> frozens
 
 def _settings(state: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
     """Yield (path, owner, name) of each setting: `owner[name]` is its value."""
-    moves_rates = any(isinstance(value, ReduceLROnPlateau) for value in state.values())
     for component, value in state.items():
         if isinstance(value, Optimizer):
-            # Other options are counters of the optimizer.
+            # Other options are counters of the optimizer, and numbers those of `overrides`.
             arguments = inspect.signature(type(value).__init__).parameters
-            options = value.defaults.keys() & arguments | {"initial_lr"}
+            options = value.defaults.keys() & arguments
             for number, group in enumerate(value.param_groups):
-                for name in sorted(options & _options(group, moves_rates)):
-                    yield f"{component}.param_groups.{number}.{name}", group, name
+                for name in sorted(options & group.keys() - _NO_SETTINGS):
+                    if not is_number(group[name]):
+                        yield f"{component}.param_groups.{number}.{name}", group, name
         elif isinstance(value, LRScheduler):
             for name in sorted(made_with(value)):
                 yield f"{component}.{name}", vars(value), name
-
-
-def _options(group: Mapping[str, Any], moves_rates: bool) -> set[str]:
-    """List the options of a parameter group that no scheduler changes."""
-    moved = {"lr"} if moves_rates or "initial_lr" in group else set()
-    if "max_momentum" in group:
-        moved |= {"momentum", "betas"}
-    return {*group} - moved - _NO_SETTINGS
 
 
 def _value(owner: Mapping[str, Any], name: str) -> Any:

@@ -30,6 +30,7 @@ from holdfast.policy.clock import Time
 from holdfast.state.apply import OpaqueLoadFailed
 from holdfast.state.components import RNG, PerRank, check_state, marked
 from holdfast.state.edits import StateView
+from holdfast.state.overrides import OptimizerOptions
 from holdfast.state.selection import listed
 from holdfast.store.base import Store
 from holdfast.train import making
@@ -46,6 +47,7 @@ from holdfast.train.evaluation.validation import (
 )
 from holdfast.train.evaluation.watching import Watched
 from holdfast.train.fit.best import BestSaves, best_rules, check_load_best, finder
+from holdfast.train.fit.config import config_of
 from holdfast.train.fit.ending import FitEnding, Outcome
 from holdfast.train.fit.fitting import Fit, Gear
 from holdfast.train.fit.saving import Policy, Saves, StepPosition, check_health
@@ -191,6 +193,7 @@ class Trainer:
         Raises:
             UsageError: an argument is wrong.
         """
+        given = dict(locals())
         making.check_data(data)
         check_range("accumulate", accumulate, 1, 2**31)
         check_range("seed", seed, 0, 2**32)
@@ -300,6 +303,13 @@ class Trainer:
             best=BestSaves(best_rules(self.checkpoints)),
             watched=Watched(self._watched, self._validations),
         )
+        self._config = config_of(
+            given,
+            checkpoints=self.checkpoints,
+            model=self.model,
+            optimizer=self.optimizer,
+            schedulers=self.schedulers,
+        )
         self._callbacks.tell(Callback.setup)
 
     @checked(but=("until", "max_time"))
@@ -311,6 +321,7 @@ class Trainer:
         without: Collection[str] = (),
         start_from: str | os.PathLike[str] | None = None,
         load_best: bool = False,
+        override: Collection[str] = (),
     ) -> Outcome:
         """Train the run until it reaches `until`; the steps of earlier processes count.
 
@@ -336,11 +347,15 @@ class Trainer:
                 resumes from that, and nothing is loaded from `start_from`.
             load_best: at the end, load the weights of the best checkpoint into the model and its
                 average. Nothing else changes: the run goes on from its newest checkpoint.
+            override: options of the optimizer that take the script's value when a checkpoint is
+                loaded, such as "lr", or "optimizer.param_groups.0.lr" of one group; schedules go on
+                from the new rate. All others stay as in the checkpoint, with a warning.
 
         Raises:
             UsageError: `until` is not a goal, or counts what is not counted here; `without` names
-                what this Trainer has; `start_from` does not name another root; a metric is watched
-                that nobody logs; or the Trainer has trained before and nothing of that was saved.
+                what this Trainer has; `start_from` does not name another root; no optimizer has
+                what `override` names; nobody logs a metric that is watched; or the Trainer has
+                trained before and nothing of that was saved.
             NoCheckpoint: `start_from` names no checkpoint, or there is no best one to load.
             MismatchError: the checkpoint does not fit; nothing was changed.
             SaveFailed: saving failed three times in a row.
@@ -351,7 +366,8 @@ class Trainer:
         """
         goal = making.checked_goal(until)
         check_counted(goal.unit, f"until={until!r}", self._counts.units)
-        without = listed(without, "without")
+        without, override = listed(without, "without"), listed(override, "override")
+        OptimizerOptions(self.state).check(override)
         Sides(without=without).check(self.state)
         start = StartingPoint.of(start_from, self.root)
         if load_best:
@@ -367,7 +383,7 @@ class Trainer:
         )
         self._place.is_under_way = False
         with self._stop or nullcontext():
-            outcome = self._fit_to(ending, without, start)
+            outcome = self._fit_to(ending, without, start, override)
             return self._with_best(outcome) if load_best else outcome
 
     @property
@@ -465,7 +481,11 @@ class Trainer:
         self._callbacks.tell_loggers(LazyMetrics(self._numbers(metrics)), to)
 
     def _fit_to(
-        self, ending: FitEnding, without: Collection[str], start: StartingPoint | None
+        self,
+        ending: FitEnding,
+        without: Collection[str],
+        start: StartingPoint | None,
+        override: Collection[str],
     ) -> Outcome:
         saves = Saves()
         may_be_new = self.state.keys() - _IN_EVERY_RUN
@@ -478,9 +498,9 @@ class Trainer:
         )
         with self._closing():
             manager = self._make_manager(ending.goal, hooks, saves)
-            begin = None if start is None else partial(self._begin_from, start, hooks)
+            begin = None if start is None else partial(self._begin_from, start, hooks, override)
             with manager, self._managed(manager):
-                return Fit(self._gear, ending, manager, saves, begin).run()
+                return Fit(self._gear, ending, manager, saves, begin, override).run()
 
     def _with_best(self, outcome: Outcome) -> Outcome:
         """Load the weights of the best checkpoint; adds a note on it to the outcome."""
@@ -535,14 +555,17 @@ class Trainer:
             hooks=hooks,
             stop=self._stop,
             counters=lambda: self.counters.totals,
+            config={**self._config, "until": str(goal)},
             ranks=self._ranks,
         )
 
-    def _begin_from(self, start: StartingPoint, hooks: StateHooks) -> Checkpoint:
+    def _begin_from(
+        self, start: StartingPoint, hooks: StateHooks, override: Collection[str]
+    ) -> Checkpoint:
         """Load the whole state from another root, except the ids under which loggers record."""
         own = [(item, item.state_dict()) for item in self._callbacks.recording]
         try:
-            found = start.load(self.state, hooks, self.checkpoints.encrypt, self._ranks)
+            found = start.load(self.state, hooks, self.checkpoints.encrypt, self._ranks, override)
         except (OpaqueLoadFailed, KeyboardInterrupt):
             self._place.has_begun = True  # the state is neither the old nor the stored one
             raise

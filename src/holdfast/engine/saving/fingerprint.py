@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from functools import lru_cache
+from importlib.metadata import version
 from typing import Any
 
 import numpy as np
@@ -71,6 +72,7 @@ def environment() -> Mapping[str, Any]:
     """Describe this process: Python, libraries, host, program and git commit; cached."""
     return {
         "python": platform.python_version(),
+        "holdfast": version("holdfast"),
         "platform": platform.platform(),
         "numpy": np.__version__,
         "host": socket.gethostname(),

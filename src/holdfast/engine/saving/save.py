@@ -53,6 +53,7 @@ from holdfast.format import blocks, layout
 from holdfast.format.codec import CodecName, Encoding
 from holdfast.format.index import StoredBlocks, TensorTable, encode_index
 from holdfast.format.manifest import (
+    Change,
     ComponentEntry,
     FileEntry,
     Manifest,
@@ -81,6 +82,8 @@ class SaveRequest:
     left_out: tuple[str, ...] = ()
     unhealthy: tuple[str, ...] = ()
     best: tuple[Watched, ...] = ()
+    config: Mapping[str, str] = field(default_factory=dict)
+    changes: tuple[Change, ...] = ()
     timings: dict[str, float] = field(default_factory=dict)
 
 
@@ -498,4 +501,6 @@ def manifest_of(
         unhealthy=request.unhealthy,
         sharded=files.is_sharded,
         best=request.best,
+        config=request.config,
+        changes=request.changes,
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,13 +78,16 @@ class Fit:
         manager: CheckpointManager,
         saves: Saves,
         start: Callable[[], Checkpoint] | None = None,
+        override: Collection[str] = (),
     ) -> None:
         """Prepare a call of `fit`; `saves` collects the saves that `manager` begins.
 
         `start` loads the checkpoint of another root. It is called if this run has no checkpoint.
+        `override` names options of optimizers that a resume does not take from the checkpoint.
         """
         self._gear = gear
         self._start = start
+        self._override = override
         self._ending = ending
         self._group = gear.update.parallel.group
         self._manager = manager
@@ -113,7 +116,7 @@ class Fit:
         """Resume, train and save, as `Trainer.fit` does."""
         self._tell(Callback.before_load)
         began_s = time.monotonic()
-        found = self._manager.resume()
+        found = self._manager.resume(override=self._override)
         is_resumed = found is not None
         if found is None:
             found = self._load_start()

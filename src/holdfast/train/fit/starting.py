@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -66,6 +66,7 @@ class StartingPoint:
         hooks: StateHooks,
         encryption: Encryption | None,
         ranks: Literal["group"] | None,
+        override: Collection[str] = (),
     ) -> Checkpoint:
         """Load the checkpoint's whole state into the live objects of all ranks, without a claim.
 
@@ -75,7 +76,7 @@ class StartingPoint:
         with CheckpointManager(
             self.store, state, hooks=hooks, encrypt=encryption, ranks=ranks
         ) as other:
-            return other.load(self.which, in_place=True)
+            return other.load(self.which, in_place=True, override=override)
 
 
 class _NoRoot(UsageError, AttributeError):

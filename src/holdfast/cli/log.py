@@ -1,0 +1,189 @@
+"""`holdfast log`: list the lives of a run, with what each has changed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from holdfast.cli.documents import unread_documents, unread_line
+from holdfast.cli.output import Answer, TextTable
+from holdfast.cli.target import open_root
+from holdfast.engine.claims.claim import is_closed
+from holdfast.engine.claims.process import liveness
+from holdfast.engine.pause import collector_paused
+from holdfast.engine.roots.catalog import Catalog, Entry
+from holdfast.errors import FormatError, HoldfastError
+from holdfast.format import layout
+from holdfast.format.records import WriterRecord
+from holdfast.store.base import Store
+
+_STEP = re.compile(r"step-(\d{1,18})", re.ASCII)
+"""The default label of a checkpoint."""
+
+Ended = Literal["running", "closed", "lost", "unknown"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Life:
+    """One life of a run: what one process did between its claim and its end."""
+
+    epoch: int
+    claim: WriterRecord | None
+    """None: the claim is lost or damaged."""
+    start: int | None
+    """Step at which it went on; None: not known."""
+    steps: Sequence[int]
+    """Steps of its checkpoints that exist or are known from later claims, in order."""
+    num_checkpoints: int
+    reason: str
+    """Why its newest checkpoint was saved, if that exists."""
+    ended: Ended
+    changes: Sequence[str]
+
+
+@collector_paused()
+def log_root(root: str) -> Answer:
+    """List the lives of a run, oldest first. Claims nothing.
+
+    Raises:
+        NoCheckpoint: there is no run in `root`.
+    """
+    store = open_root(root)
+    catalog = Catalog(store)
+    entries, unread = catalog.survey()
+    lives = [*_lives(store, catalog, entries)]
+    document = {"root": store.url, "lives": [_document(life) for life in lives]}
+    return Answer(
+        document={**document, **unread_documents(unread)}, parts=_parts(store, lives, unread)
+    )
+
+
+def _lives(store: Store, catalog: Catalog, entries: Sequence[Entry]) -> Iterator[_Life]:
+    epochs = sorted({*catalog.epochs(), *(entry.name.epoch for entry in entries)})
+    claims = {epoch: _claim(catalog, epoch) for epoch in epochs}
+    steps: dict[str, int | None] = {entry.folder: entry.step for entry in entries}
+    points = [claim.resumed_from for claim in claims.values() if claim is not None]
+    for point in points:
+        if point is not None:
+            steps.setdefault(point.folder, _step_of(point.folder))
+    changes = {life.epoch: life for entry in reversed(entries) for life in entry.manifest.changes}
+    for epoch, claim in claims.items():
+        own = [entry for entry in entries if entry.name.epoch == epoch]
+        reached = {entry.step for entry in own}
+        reached |= {
+            step
+            for point in points
+            if point is not None
+            and point.epoch == epoch
+            and (step := steps[point.folder]) is not None
+        }
+        changed = changes.get(epoch)
+        start = changed.step if changed is not None else _start(claim, steps)
+        yield _Life(
+            epoch=epoch,
+            claim=claim,
+            start=start,
+            steps=sorted(reached),
+            num_checkpoints=len(own),
+            reason=own[0].manifest.reason if own else "",
+            ended=_ended(store, epoch, claim, is_newest=epoch == epochs[-1]),
+            changes=() if changed is None else changed.what,
+        )
+
+
+def _claim(catalog: Catalog, epoch: int) -> WriterRecord | None:
+    try:
+        return catalog.writer(epoch)
+    except FormatError:
+        return None
+
+
+def _start(claim: WriterRecord | None, steps: Mapping[str, int | None]) -> int | None:
+    if claim is None:
+        return None
+    return 0 if claim.resumed_from is None else steps[claim.resumed_from.folder]
+
+
+def _step_of(folder: str) -> int | None:
+    """Read the step of a deleted checkpoint from its label, if that is the default one."""
+    name = layout.parse_attempt(folder)
+    found = None if name is None else _STEP.fullmatch(name.label)
+    return None if found is None else int(found[1])
+
+
+def _ended(store: Store, epoch: int, claim: WriterRecord | None, *, is_newest: bool) -> Ended:
+    if is_closed(store, epoch):
+        return "closed"
+    if claim is None:
+        return "unknown"
+    state = liveness(claim.process)
+    if state in ("alive", "ours"):
+        return "running" if is_newest else "lost"
+    return "lost" if state == "dead" or not is_newest else "unknown"
+
+
+def _document(life: _Life) -> dict[str, Any]:
+    claim = life.claim
+    return {
+        "epoch": life.epoch,
+        "began": None if claim is None else claim.created,
+        "host": None if claim is None else claim.process.host,
+        "pid": None if claim is None else claim.process.pid,
+        "resumed_from": _resumed_from(claim),
+        "rollback": claim is not None and claim.rollback,
+        "takeover": claim is not None and claim.takeover,
+        "from_step": life.start,
+        "to_step": life.steps[-1] if life.steps else None,
+        "num_checkpoints": life.num_checkpoints,
+        "reason": life.reason or None,
+        "ended": life.ended,
+        "changes": list(life.changes),
+    }
+
+
+def _resumed_from(claim: WriterRecord | None) -> str | None:
+    return None if claim is None or claim.resumed_from is None else claim.resumed_from.folder
+
+
+_ENDS: Mapping[Ended, str] = {
+    "running": "runs",
+    "closed": "ended",
+    "lost": "died",
+    "unknown": "runs elsewhere, or died",
+}
+
+
+def _parts(
+    store: Store, lives: Sequence[_Life], unread: Sequence[tuple[str, HoldfastError]]
+) -> list[str | TextTable]:
+    table = TextTable(
+        columns=("life", "began (UTC)", "where", "went on from", "steps", "saved", "end"),
+        rows=[_row(life) for life in lives],
+        right=frozenset({0, 5}),
+        whole=frozenset({0, 4}),
+    )
+    lines = [f"life {life.epoch} changed {change}" for life in lives for change in life.changes]
+    return [store.url, table, *lines, *(unread_line(folder, error) for folder, error in unread)]
+
+
+def _row(life: _Life) -> tuple[str, ...]:
+    claim = life.claim
+    where = "claim lost" if claim is None else f"{claim.process.host}:{claim.process.pid}"
+    how = "" if claim is None or not claim.rollback else " (rollback)"
+    taken = "" if claim is None or not claim.takeover else ", taken over"
+    reason = f" ({life.reason})" if life.reason else ""
+    return (
+        str(life.epoch),
+        "" if claim is None else claim.created[:19].replace("T", " "),
+        f"{where}{taken}",
+        f"{_resumed_from(claim) or 'the beginning'}{how}",
+        f"{_count(life.start)} to {_count(life.steps[-1] if life.steps else life.start)}",
+        str(life.num_checkpoints),
+        f"{_ENDS[life.ended]}{reason}",
+    )
+
+
+def _count(step: int | None) -> str:
+    return "?" if step is None else str(step)

@@ -1,0 +1,80 @@
+"""History of a run's settings: what each life has, and what was another one in the life before."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from itertools import chain
+from typing import Any
+
+from holdfast.arguments import shown
+from holdfast.engine.saving.fingerprint import environment, numerics
+from holdfast.format.manifest import Change, Manifest
+
+_COMPARED = ("torch", "device", "cuda", "cudnn", "world_size")
+_OF_ENVIRONMENT = ("python", "holdfast", "numpy", "git_commit")
+MAX_LIVES = 100
+"""Most lives with changes that a manifest lists: the newest."""
+_MAX_CHANGES = 50
+_MAX_LENGTH = 200
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+
+
+class History:
+    """Settings of the present life of a run, and the changes up to it."""
+
+    def __init__(self, config: Mapping[str, object] | None, *, world_size: int) -> None:
+        """Begin with settings of the script by name, such as `vars(args)`."""
+        self._given = {str(name): as_text(value) for name, value in (config or {}).items()}
+        self._world_size = world_size
+        self.origins: Mapping[str, str] | None = None
+        """Options of optimizers, as `OptimizerOptions` settles them; None: not settled yet."""
+        self.changes: tuple[Change, ...] = ()
+
+    @property
+    def config(self) -> dict[str, str]:
+        """Settings to record with a checkpoint."""
+        return {**self._given, **(self.origins or {})}
+
+    def stand_on(self, manifest: Manifest, epoch: int) -> tuple[str, ...]:
+        """Go on from a checkpoint in the life of `epoch`; returns what is another one there."""
+        now = _versions(numerics(self._world_size), environment())
+        before = _versions(manifest.numerics, manifest.environment)
+        both = {name: (text, now[name]) for name, text in before.items() if name in now}
+        if manifest.config:  # older versions recorded none
+            names = dict.fromkeys(chain(self.config, manifest.config))
+            config = {
+                n: (manifest.config.get(n, "none"), self.config.get(n, "none")) for n in names
+            }
+            both |= config
+        what = [f"{name}: {was} → {is_}" for name, (was, is_) in both.items() if was != is_]
+        if len(what) > _MAX_CHANGES:
+            what[_MAX_CHANGES - 1 :] = [f"and {len(what) - _MAX_CHANGES + 1} more"]
+        self.changes = manifest.changes
+        if what:
+            life = Change(epoch=epoch, step=manifest.timestamp.step, what=tuple(what))
+            self.changes = (*manifest.changes, life)[-MAX_LIVES:]
+        return tuple(what)
+
+
+def as_text(value: object) -> str:
+    """Format a setting so that equal ones of two processes have one text, of bounded length."""
+    return value[:_MAX_LENGTH] if isinstance(value, str) else _stable(value)[:_MAX_LENGTH]
+
+
+def _stable(value: object) -> str:
+    if value is None or isinstance(value, bool | int | float | str):
+        return repr(value)
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_stable, value))}]"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{name}: {_stable(item)}' for name, item in value.items())}}}"
+    if isinstance(value, type) or type(value).__repr__ is object.__repr__ or callable(value):
+        return str(getattr(value, "__qualname__", type(value).__qualname__))
+    return " ".join(_ADDRESS.sub("", shown(value)).split())
+
+
+def _versions(numerics: Mapping[str, Any], environment: Mapping[str, Any]) -> dict[str, str]:
+    found = {name: numerics[name] for name in _COMPARED if name in numerics}
+    found |= {name: environment[name] for name in _OF_ENVIRONMENT if environment.get(name)}
+    return {name: str(value) for name, value in found.items()}
