@@ -65,6 +65,7 @@ _LEVELS: Mapping[str, int] = {
     "warning": logging.WARNING,
     "no_position": logging.WARNING,
     "passed_over": logging.INFO,
+    "changed": logging.INFO,
     "retracted": logging.INFO,
     "thinned": logging.INFO,
     "gc": logging.INFO,

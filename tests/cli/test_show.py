@@ -23,6 +23,8 @@ Command = Callable[..., Result]
         ("@step=200", 200),
         ("@paper", 200),
         ("@step-00000100", 100),
+        ("@best:loss", 300),
+        ("@best:loss:max", 100),
     ],
 )
 def test_a_checkpoint_is_found_by_what_people_call_it(
@@ -49,7 +51,7 @@ def test_everything_that_the_manifest_says_is_shown(holdfast: Command, root: Pat
         "optimizer-00000.safetensors",
     ):
         assert text in result.out
-    assert "0.weight" not in result.out
+    assert "model.0.weight" not in result.out
 
 
 def test_json_has_every_member_that_the_page_promises(holdfast: Command, root: Path) -> None:

@@ -243,7 +243,7 @@ def _starts(
     by_order = {entry.order: entry for entry in entries}
     for number, claim in enumerate(claims, start=1):
         following = claims[number] if number < len(claims) else None
-        ending = _ending(store, claim, following)
+        ending = ending_of(store, claim, following)
         left_behind, gap_s = None, None
         if ending == "failed" and following is not None:
             left_behind, gap_s = _lost(claim, following, by_order)
@@ -258,7 +258,8 @@ def _starts(
         )
 
 
-def _ending(store: Store, claim: WriterRecord, following: WriterRecord | None) -> Ending:
+def ending_of(store: Store, claim: WriterRecord, following: WriterRecord | None) -> Ending:
+    """Say how the process of a claim ended; `following` is the next claim, if there is one."""
     if is_closed(store, claim.epoch):
         return "closed"
     if following is not None and _is_same(claim.process, following.process):

@@ -90,6 +90,9 @@ def details_document(store: Store, entry: Entry) -> dict[str, Any]:
         "numerics": dict(manifest.numerics),
         "environment": dict(manifest.environment),
         "timings": dict(manifest.timings),
+        "best": msgspec.to_builtins(manifest.best),
+        "config": dict(manifest.config),
+        "changes": msgspec.to_builtins(manifest.changes),
     }
 
 

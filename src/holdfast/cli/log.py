@@ -5,13 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
+from holdfast.care.advise import Ending, ending_of
 from holdfast.cli.documents import unread_documents, unread_line
 from holdfast.cli.output import Answer, TextTable
 from holdfast.cli.target import open_root
-from holdfast.engine.claims.claim import is_closed
-from holdfast.engine.claims.process import liveness
 from holdfast.engine.pause import collector_paused
 from holdfast.engine.roots.catalog import Catalog, Entry
 from holdfast.errors import FormatError, HoldfastError
@@ -21,8 +20,6 @@ from holdfast.store.base import Store
 
 _STEP = re.compile(r"step-(\d{1,18})", re.ASCII)
 """The default label of a checkpoint."""
-
-Ended = Literal["running", "closed", "lost", "unknown"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +36,7 @@ class _Life:
     num_checkpoints: int
     reason: str
     """Why its newest checkpoint was saved, if that exists."""
-    ended: Ended
+    ending: Ending
     changes: Sequence[str]
 
 
@@ -80,6 +77,7 @@ def _lives(store: Store, catalog: Catalog, entries: Sequence[Entry]) -> Iterator
             and (step := steps[point.folder]) is not None
         }
         changed = changes.get(epoch)
+        following = next((found for at, found in claims.items() if at > epoch and found), None)
         start = changed.step if changed is not None else _start(claim, steps)
         yield _Life(
             epoch=epoch,
@@ -88,7 +86,7 @@ def _lives(store: Store, catalog: Catalog, entries: Sequence[Entry]) -> Iterator
             steps=sorted(reached),
             num_checkpoints=len(own),
             reason=own[0].manifest.reason if own else "",
-            ended=_ended(store, epoch, claim, is_newest=epoch == epochs[-1]),
+            ending="unknown" if claim is None else ending_of(store, claim, following),
             changes=() if changed is None else changed.what,
         )
 
@@ -113,17 +111,6 @@ def _step_of(folder: str) -> int | None:
     return None if found is None else int(found[1])
 
 
-def _ended(store: Store, epoch: int, claim: WriterRecord | None, *, is_newest: bool) -> Ended:
-    if is_closed(store, epoch):
-        return "closed"
-    if claim is None:
-        return "unknown"
-    state = liveness(claim.process)
-    if state in ("alive", "ours"):
-        return "running" if is_newest else "lost"
-    return "lost" if state == "dead" or not is_newest else "unknown"
-
-
 def _document(life: _Life) -> dict[str, Any]:
     claim = life.claim
     return {
@@ -138,7 +125,7 @@ def _document(life: _Life) -> dict[str, Any]:
         "to_step": life.steps[-1] if life.steps else None,
         "num_checkpoints": life.num_checkpoints,
         "reason": life.reason or None,
-        "ended": life.ended,
+        "ending": life.ending,
         "changes": list(life.changes),
     }
 
@@ -147,19 +134,11 @@ def _resumed_from(claim: WriterRecord | None) -> str | None:
     return None if claim is None or claim.resumed_from is None else claim.resumed_from.folder
 
 
-_ENDS: Mapping[Ended, str] = {
-    "running": "runs",
-    "closed": "ended",
-    "lost": "died",
-    "unknown": "runs elsewhere, or died",
-}
-
-
 def _parts(
     store: Store, lives: Sequence[_Life], unread: Sequence[tuple[str, HoldfastError]]
 ) -> list[str | TextTable]:
     table = TextTable(
-        columns=("life", "began (UTC)", "where", "went on from", "steps", "saved", "end"),
+        columns=("life", "began (UTC)", "where", "went on from", "steps", "saved", "ending"),
         rows=[_row(life) for life in lives],
         right=frozenset({0, 5}),
         whole=frozenset({0, 4}),
@@ -181,7 +160,7 @@ def _row(life: _Life) -> tuple[str, ...]:
         f"{_resumed_from(claim) or 'the beginning'}{how}",
         f"{_count(life.start)} to {_count(life.steps[-1] if life.steps else life.start)}",
         str(life.num_checkpoints),
-        f"{_ENDS[life.ended]}{reason}",
+        f"{life.ending}{reason}",
     )
 
 

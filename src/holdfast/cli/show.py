@@ -66,8 +66,10 @@ def _parts(store: Store, entry: Entry, folder: str) -> list[str | TextTable]:
         "rejected": "; ".join(entry.marks.rejected),
         "being deleted": "yes" if entry.marks.retired else "",
         "metrics": ", ".join(f"{k} {number(v)}" for k, v in sorted(manifest.metrics.items())),
+        "best by": ", ".join(f"{item.metric} ({item.mode})" for item in manifest.best),
         "numerics": _pairs(manifest.numerics),
         "environment": _pairs(manifest.environment),
+        "config": _pairs(manifest.config),
         "took": ", ".join(f"{k} {v:.3f}" for k, v in manifest.timings.items()),
     }
     width = max(map(len, facts))

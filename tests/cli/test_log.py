@@ -1,0 +1,108 @@
+"""Claims about `holdfast log`: each life of a run, and what it changed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.cli.roots import Result, flip, folder_of
+
+from holdfast import Last
+from runs import new_run
+
+Command = Callable[..., Result]
+
+
+def life(root: Path, *steps: int, which: str = "latest", **options: Any) -> None:
+    with new_run().manager(root, **options) as manager:
+        manager.resume(which)
+        for step in steps:
+            manager.save(step, reason="interval", wait=True)
+
+
+def lives(holdfast: Command, root: Path, *members: str) -> list[tuple[Any, ...]]:
+    found = holdfast("log", root, "--json").document["lives"]
+    return [tuple(one[member] for member in members) for one in found]
+
+
+def test_each_life_is_listed_with_its_steps_its_place_and_its_end(
+    holdfast: Command, tmp_path: Path
+) -> None:
+    life(tmp_path, 1, 2)
+    life(tmp_path, 3)
+    life(tmp_path, 4, which="step=2")
+    members = ("epoch", "from_step", "to_step", "num_checkpoints", "rollback", "ending", "reason")
+    assert lives(holdfast, tmp_path, *members) == [
+        (1, 0, 2, 2, False, "closed", "interval"),
+        (2, 2, 3, 1, False, "closed", "interval"),
+        (3, 2, 4, 1, True, "closed", "interval"),
+    ]
+    (first, second, _) = lives(holdfast, tmp_path, "pid", "host", "resumed_from")
+    assert first == (os.getpid(), os.uname().nodename, None)
+    assert second[2] == folder_of(tmp_path, 2).name
+    lines = holdfast("log", tmp_path).out.splitlines()
+    assert [line.split()[0] for line in lines[1:]] == ["life", "1", "2", "3"]
+    assert "(rollback)" in lines[-1]
+    assert "2 to 4" in lines[-1]
+
+
+def test_what_a_life_has_changed_is_known_after_its_checkpoints_are_deleted(
+    holdfast: Command, tmp_path: Path
+) -> None:
+    given: dict[str, Any] = {"batch_size": 2, "lr": 0.1, "name": "a"}
+    life(tmp_path, 1, config=given)
+    life(tmp_path, 2, config={**given, "batch_size": 4, "layers": [1, 2]})
+    life(tmp_path, 3, config=given)
+    life(tmp_path, 4, config=given, keep=Last(1))
+    members = ("from_step", "to_step", "num_checkpoints", "changes")
+    assert lives(holdfast, tmp_path, *members) == [
+        (0, 1, 0, []),
+        (1, 2, 0, ["batch_size: 2 → 4", "layers: none → [1, 2]"]),
+        (2, 3, 0, ["batch_size: 4 → 2", "layers: [1, 2] → none"]),
+        (3, 4, 1, []),
+    ]
+    assert "life 2 changed batch_size: 2 → 4" in holdfast("log", tmp_path).out
+    shown = holdfast("show", tmp_path, "--json").document["checkpoint"]
+    assert shown["config"]["batch_size"] == "2"
+    assert [change["epoch"] for change in shown["changes"]] == [2, 3]
+
+
+def test_a_process_that_was_killed_is_told_from_one_that_ended(
+    holdfast: Command, tmp_path: Path
+) -> None:
+    script = (
+        "import os, sys\n"
+        "sys.path.insert(0, 'tests')\n"
+        "from runs import new_run\n"
+        "manager = new_run().manager(sys.argv[1])\n"
+        "manager.save(1, wait=True)\n"
+        "os._exit(1)\n"
+    )
+    subprocess.run([sys.executable, "-c", script, tmp_path], check=False, timeout=120)
+    assert lives(holdfast, tmp_path, "ending", "to_step") == [("failed", 1)]
+    with new_run().manager(tmp_path) as manager:
+        manager.resume()
+        assert lives(holdfast, tmp_path, "ending", "to_step") == [("failed", 1), ("running", None)]
+
+
+def test_a_lost_claim_and_a_damaged_manifest_are_named(holdfast: Command, tmp_path: Path) -> None:
+    life(tmp_path, 1)
+    life(tmp_path, 2)
+    (tmp_path / "writers" / "00000001.json").unlink()
+    assert lives(holdfast, tmp_path, "epoch", "began", "to_step")[0] == (1, None, 1)
+    flip(folder_of(tmp_path, 1) / "manifest.json", 100)
+    result = holdfast("log", tmp_path)
+    assert result.code == 0
+    assert "claim lost" in result.out
+    assert "cannot be read: step-00000001" in result.out
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_place_without_a_run_is_nothing(holdfast: Command, tmp_path: Path, exists: bool) -> None:
+    result = holdfast("log", tmp_path if exists else tmp_path / "no")
+    assert result.code == 3
