@@ -41,8 +41,8 @@ def load_weights(
 ) -> Checkpoint:
     """Load and verify a model's weights from a checkpoint; claims nothing, runs no code from it.
 
-    `source` is a root (its newest checkpoint), `root@step=1000`, `root@tag`, the folder of one
-    checkpoint, or a store, where `which` selects another checkpoint than the newest. `include`
+    `source` is a root (its newest checkpoint), `root@step=1000`, `root@best`, `root@tag`, the
+    folder of one checkpoint, or a store, where `which` selects another than the newest. `include`
     and `skip` choose leaves by `component.path` or by patterns, `rename` maps stored names to the
     model's, `edit` changes the stored state before it is compared with the model. `encrypt` has the
     keys of encrypted checkpoints. With `strict=False`, `notes` of the result lists what was

@@ -118,6 +118,36 @@ def test_a_counter_within_something_that_is_none_is_refused(name: str, value: An
     assert read(changed("timestamp", name, to=None)) == MANIFEST.value
 
 
+def test_metrics_settings_and_changes_come_back_and_are_left_out_where_there_are_none() -> None:
+    later = {
+        "best": (manifest.Watched(metric="val/loss", mode="min"),),
+        "config": {"lr": "0.1"},
+        "changes": (manifest.Change(epoch=2, step=5, what=("lr: 0.1 → 0.2",)),),
+    }
+    found = manifest.decode_register(manifest.encode_manifest(make_manifest(**later)), what="w")
+    assert isinstance(found, manifest.Manifest)
+    assert {name: getattr(found, name) for name in later} == later
+    assert not set(later) & set(members_of(MANIFEST))
+
+
+@each(
+    ("name", "value"),
+    [
+        ("best", [{"metric": "loss", "mode": "low"}]),
+        ("best", [{"metric": 3, "mode": "min"}]),
+        ("best", "loss"),
+        ("config", {"lr": 0.1}),
+        ("config", ["lr"]),
+        ("changes", [{"epoch": 0, "step": 1, "what": []}]),
+        ("changes", [{"epoch": 1, "step": -1, "what": []}]),
+        ("changes", [{"epoch": 1, "step": 1, "what": [1]}]),
+    ],
+)
+def test_metrics_settings_and_changes_of_another_form_are_refused(name: str, value: Any) -> None:
+    with pytest.raises(FormatError, match=name):
+        read(changed(name, to=value))
+
+
 @each("path", GOLDEN)
 def test_old_manifests_are_written_again_byte_for_byte(path: Path) -> None:
     """R21: members that came later are left out where nobody counted them."""

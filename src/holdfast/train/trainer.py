@@ -193,6 +193,7 @@ class Trainer:
         Raises:
             UsageError: an argument is wrong.
         """
+        callbacks = list(callbacks)
         given = dict(locals())
         making.check_data(data)
         check_range("accumulate", accumulate, 1, 2**31)
@@ -383,8 +384,7 @@ class Trainer:
         )
         self._place.is_under_way = False
         with self._stop or nullcontext():
-            outcome = self._fit_to(ending, without, start, override)
-            return self._with_best(outcome) if load_best else outcome
+            return self._fit_to(ending, without, start, override, load_best)
 
     @property
     def root(self) -> str | os.PathLike[str] | Store | Tiered | None:
@@ -438,9 +438,9 @@ class Trainer:
         `edit_load` gets only these components.
 
         Args:
-            which: one checkpoint or several: "latest", a step, a folder, a tag or a label of this
-                root, also as a pattern such as "step=*"; or a path, `other/root@which`, of which
-                every part may be a pattern. None: the newest of this root.
+            which: one checkpoint or several: "latest", "best", a step, a folder, a tag or a label
+                of this root, also as a pattern such as "step=*"; or a path, `other/root@which`, of
+                which every part may be a pattern. None: the newest of this root.
 
         Returns:
             By step, then in the order in which they were made; each checkpoint once.
@@ -486,6 +486,7 @@ class Trainer:
         without: Collection[str],
         start: StartingPoint | None,
         override: Collection[str],
+        load_best: bool,
     ) -> Outcome:
         saves = Saves()
         may_be_new = self.state.keys() - _IN_EVERY_RUN
@@ -500,7 +501,9 @@ class Trainer:
             manager = self._make_manager(ending.goal, hooks, saves)
             begin = None if start is None else partial(self._begin_from, start, hooks, override)
             with manager, self._managed(manager):
-                return Fit(self._gear, ending, manager, saves, begin, override).run()
+                outcome = Fit(self._gear, ending, manager, saves, begin, override).run()
+            # A signal ends the program, and leaves it little time.
+            return self._with_best(outcome) if load_best and outcome.reason != "signal" else outcome
 
     def _with_best(self, outcome: Outcome) -> Outcome:
         """Load the weights of the best checkpoint; adds a note on it to the outcome."""

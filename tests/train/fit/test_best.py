@@ -148,6 +148,15 @@ def test_a_rule_about_a_metric_that_nobody_logs_is_an_error_at_the_first_validat
     assert made.counters.step == 2
 
 
+def test_a_callback_says_what_it_watches() -> None:
+    class Plots(Callback):
+        watches = ("loss", "val/acc", "val/f1")
+
+    made = trainer(MemoryStore(), callbacks=[Steps(), Plots()])
+    with pytest.raises(UsageError, match=r"watched:\n *plots: 'val/f1'"):
+        made.fit(11)
+
+
 def test_a_rule_about_validations_needs_one() -> None:
     with pytest.raises(UsageError, match="give validate="):
         trainer(MemoryStore(), keep=Best("val/loss"), validate=None)

@@ -12,7 +12,7 @@ from torch.optim import lr_scheduler as schedules
 
 from holdfast.errors import UsageError
 from holdfast.store.memory import MemoryStore
-from holdfast.train import Callback, Trainer, Training
+from holdfast.train import Callback, Trainer, Training, for_group
 from runs import new_run
 from train.small import make, network
 
@@ -61,6 +61,7 @@ SCHEDULES: Mapping[str, Schedule] = {
         ],
         [3],
     ),
+    "of one group": for_group(0, lambda optimizer: schedules.StepLR(optimizer, 3, gamma=0.5)),
     "chained": lambda optimizer: schedules.ChainedScheduler(
         [schedules.LinearLR(optimizer, 0.1), schedules.ExponentialLR(optimizer, 0.9)],
         optimizer=optimizer,

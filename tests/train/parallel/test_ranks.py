@@ -19,8 +19,10 @@ from torchmetrics.classification import MulticlassConfusionMatrix, MulticlassF1S
 from distributed.run import run_ranks
 from holdfast import Best, CheckpointManager, Checkpoints, Last, load_weights
 from holdfast.data import Loader
+from holdfast.engine.roots.catalog import Catalog
 from holdfast.errors import StoreFull, UsageError
 from holdfast.policy.triggers import On
+from holdfast.store import open_store
 from holdfast.store.base import Store
 from holdfast.store.local.store import LocalStore
 from holdfast.testing.faulty import Fault, FaultyStore
@@ -166,6 +168,29 @@ def test_ranks_save_and_load_the_best_checkpoint_together(strategy: str, tmp_pat
     model = Net()
     assert load_weights(f"{tmp_path}@best", model).step == step
     assert_same(weights, {name: _whole(value) for name, value in model.state_dict().items()})
+
+
+def overridden(root: Path, strategy: str, rank: int) -> Any:
+    trainer = make(
+        root,
+        2,
+        strategy=strategy,
+        optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=0.05),
+    )
+    outcome = trainer.fit("4step", override=["lr"])
+    told = [note for note in outcome.notes if "replaces" in note]
+    return trainer.optimizer.param_groups[0]["lr"], told
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_all_ranks_take_the_rate_of_the_script(strategy: str, tmp_path: Path) -> None:
+    fit(tmp_path, "2step", 1, {"strategy": "single", "ranks": None}, 0)
+    found = run_ranks(2, partial(overridden, tmp_path, strategy))
+    assert found[0] == found[1]
+    assert found[0][0] == pytest.approx(0.005)
+    assert len(found[0][1]) == 1
+    (life,) = Catalog(open_store(tmp_path)).resolve().manifest.changes
+    assert {"world_size: 1 → 2", "optimizer.param_groups.0.lr: 0.01 → 0.05"} <= set(life.what)
 
 
 def log_of(root: Path) -> list[Any]:

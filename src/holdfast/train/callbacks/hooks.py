@@ -67,14 +67,11 @@ class Callback:
     """Higher ones run first; equal ones in the order in which they were given."""
     vetoes_ephemeral: bool = False
     """While it is True, no ephemeral checkpoint is made; permanent ones are."""
+    watches: Sequence[str] = ()
+    """Full names of the metrics that it needs, such as "val/loss".
 
-    @property
-    def watches(self) -> Sequence[str]:
-        """Full names of the metrics that it needs, such as "val/loss".
-
-        One that neither steps nor validations give is an error at the first validation.
-        """
-        return ()
+    One that neither steps nor validations give is an error at the first validation.
+    """
 
     def model_made(self, training: Training) -> None:
         """Called when the model was made, to rebuild it before optimizer and average are made."""

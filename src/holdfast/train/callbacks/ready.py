@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
@@ -50,12 +50,8 @@ class StopWhen(Callback):
             raise UsageError(f"StopWhen: {condition!r} cannot be called")
         self._condition = condition
         self._reason = reason
-        self._asked: dict[str, None] = {}
-
-    @property
-    def watches(self) -> Sequence[str]:
-        """Names of the metrics that the condition has looked up so far."""
-        return tuple(self._asked)
+        self._asked: list[str] = []
+        self.watches = self._asked
 
     def resumed(self, training: Training, checkpoint: Checkpoint) -> None:
         """Check the condition for the step of the checkpoint, if its metrics are known."""
@@ -78,12 +74,13 @@ class StopWhen(Callback):
 class _LookedUp(Mapping[str, float]):
     """Metrics that note which names are looked up, whether they exist or not."""
 
-    def __init__(self, metrics: Metrics, names: dict[str, None]) -> None:
+    def __init__(self, metrics: Metrics, names: list[str]) -> None:
         self._metrics = metrics
         self._names = names
 
     def __getitem__(self, name: str) -> float:
-        self._names[name] = None
+        if name not in self._names:
+            self._names.append(name)
         return self._metrics[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -136,11 +133,7 @@ class EarlyStopping(Callback):
         """Number of validations in a row without a better value."""
         self._sign = 1 if mode == "min" else -1
         self._min_delta = min_delta
-
-    @property
-    def watches(self) -> Sequence[str]:
-        """The metric; one that no validation gives is an error at the first validation."""
-        return (self.metric,)
+        self.watches = (metric,)
 
     def fit_start(self, training: Training) -> None:
         """Request a stop if an earlier process exhausted the patience."""

@@ -14,6 +14,7 @@ from holdfast.engine.saving.history import as_text
 from holdfast.train.callbacks.hooks import Callback
 
 _LEFT_OUT = frozenset({"self", "checkpoints", "stop", "log", "log_every", "progress", "device"})
+_DESCRIBED = frozenset({"model", "optimizer", "scheduler", "data", "state", "callbacks"})
 _POSITION = frozenset({"epoch", "batch"})
 
 
@@ -26,7 +27,8 @@ def config_of(
     schedulers: Mapping[str, Any],
 ) -> dict[str, str]:
     """Describe the arguments `given` to a Trainer, and what it has made of them, as text."""
-    found = {name: as_text(value) for name, value in given.items() if name not in _LEFT_OUT}
+    plain = given.keys() - _LEFT_OUT - _DESCRIBED
+    found = {name: as_text(value) for name, value in given.items() if name in plain}
     found["every"], found["keep"] = as_text(checkpoints.every), as_text(checkpoints.keep)
     found["model"], found["optimizer"] = _class(model), _class(optimizer)
     found["model.parameters"] = str(sum(item.numel() for item in model.parameters()))
