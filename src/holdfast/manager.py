@@ -524,7 +524,7 @@ class CheckpointManager:
             replaced = self._continue_from(found, before, is_rollback=search.is_rollback)
             self._compare_lives(found.entry)
         else:
-            self._history.origins = before.options.origins
+            self._history.origins = before.options.origins(is_start=True)
             self._beginning.look_around()
         if self._refuses_existing and which == "latest":
             self._beginning.refuse_later(None if found is None else found.entry)
@@ -944,7 +944,7 @@ class CheckpointManager:
 
     def _config(self) -> dict[str, str]:
         if self._history.origins is None:
-            self._history.origins = OptimizerOptions(self.state).origins
+            self._history.origins = OptimizerOptions(self.state).origins(is_start=False)
         return self._history.config
 
     def _compare_lives(self, entry: Entry) -> None:

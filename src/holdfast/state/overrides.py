@@ -48,10 +48,13 @@ class OptimizerOptions:
         self._schedulers = [*_schedulers(state.values())]
         self._has_plateau = any(isinstance(value, ReduceLROnPlateau) for value in state.values())
 
-    @property
-    def origins(self) -> dict[str, str]:
-        """The options of a run that begins here, as text."""
-        return {option.path: _text(option.value) for option in self._options}
+    def origins(self, *, is_start: bool) -> dict[str, str]:
+        """The options as text; unless a run starts here, without those that schedules change."""
+        return {
+            option.path: _text(option.value)
+            for option in self._options
+            if is_start or not self._is_moved(option)
+        }
 
     def check(self, override: Collection[str]) -> None:
         """Raise `UsageError` if one of `override` is no option of any optimizer, or group."""

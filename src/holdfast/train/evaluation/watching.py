@@ -27,7 +27,8 @@ class Watched:
         self._watchers = watchers
         self._validations = validations
         self._seen: set[str] = set()
-        self._is_checked = False
+        self._is_checked = not validations
+        """Whether the first check was made, or there will be none."""
         if not validations and (wrong := list(self._unseen())):
             raise UsageError(f"there is nothing to validate on; give validate=…:\n{listing(wrong)}")
 
