@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,14 @@ def trainer(root: Any, *, every: Any = "7step", keep: Any = None, **options: Any
 
 def steps(root: Path | Store) -> list[int]:
     return sorted(entry.step for entry in Catalog(open_store(root)).checkpoints())
+
+
+def test_an_outcome_in_another_process_knows_the_best_too() -> None:
+    outcome = trainer(MemoryStore(), keep=Best("val/loss") | Last(1)).fit(5)
+    copied = pickle.loads(pickle.dumps(outcome))
+    assert copied == outcome
+    assert copied.best == outcome.best
+    assert copied.best.step == 4
 
 
 @pytest.mark.parametrize("every", [None, "7step", SavePolicy(permanent="9step", ephemeral="5step")])

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from signal import Signals
-from typing import Literal
+from typing import Any, Literal
 
 from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.control.stop import REQUEUE_EXIT_CODE, Stop
@@ -44,10 +44,20 @@ class Outcome:
         """
         return self.find_best()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the best checkpoint as it is now, as another process may not have the root."""
+        return _restored, (self.reason, self.step, self.detail, self.notes, self.best)
+
     @property
     def exit_code(self) -> int:
         """Exit code for `sys.exit`: 75 if running the script again would continue, else 0."""
         return REQUEUE_EXIT_CODE if self.reason in ("max_time", "signal") else 0
+
+
+def _restored(
+    reason: EndReason, step: int, detail: str, notes: tuple[str, ...], best: Checkpoint | None
+) -> Outcome:
+    return Outcome(reason=reason, step=step, detail=detail, notes=notes, find_best=lambda: best)
 
 
 class FitEnding:
