@@ -64,7 +64,7 @@ INNER: dict[str, tuple[tuple[str, ...], ...]] = {
         ("asked", "parallel"),
         ("training", "outputs"),
         ("callbacks",),
-        ("loggers", "window"),
+        ("loggers", "schedules", "window"),
         ("evaluation", "making"),
         ("fit",),
         ("trainer",),

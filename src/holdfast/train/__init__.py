@@ -16,6 +16,8 @@ from holdfast.train.loggers.services import MLflow, TensorBoard, WeightsAndBiase
 from holdfast.train.making import for_group
 from holdfast.train.outputs import Image, StepOutput
 from holdfast.train.parallel.strategies import DDP, FSDP2
+from holdfast.train.schedules.curves import Curve, cosine, linear, one_cycle, warmup, wsd
+from holdfast.train.schedules.stepping import Schedule
 from holdfast.train.trainer import Trainer
 from holdfast.train.training import Counters, Metrics, Training
 from holdfast.train.window.loop import Clip, Precision
@@ -30,6 +32,7 @@ __all__ = [
     "Clip",
     "Counters",
     "Counts",
+    "Curve",
     "Downstream",
     "EarlyStopping",
     "HookFailed",
@@ -44,6 +47,7 @@ __all__ = [
     "Precision",
     "ProgressBar",
     "Pruning",
+    "Schedule",
     "StepOutput",
     "StopWhen",
     "TensorBoard",
@@ -53,5 +57,10 @@ __all__ = [
     "Validated",
     "Validation",
     "WeightsAndBiases",
+    "cosine",
     "for_group",
+    "linear",
+    "one_cycle",
+    "warmup",
+    "wsd",
 ]

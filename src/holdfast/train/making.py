@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 
 from holdfast.arguments import shown
 from holdfast.data import Loader
@@ -36,6 +36,8 @@ from holdfast.train.callbacks.hooks import Logger
 from holdfast.train.loggers.default import JsonLines, ProgressBar
 from holdfast.train.parallel.group import ALONE, Group, join_group
 from holdfast.train.parallel.strategies import FSDP2, Name, Strategy
+from holdfast.train.schedules.curves import EpochLength
+from holdfast.train.schedules.stepping import Schedule
 from holdfast.train.window.loop import Numerics
 
 logger = logging.getLogger("holdfast")
@@ -299,6 +301,15 @@ def own_loggers(
     return loggers
 
 
+def epoch_length(data: Any, accumulate: int) -> EpochLength:
+    """Return the length of an epoch, as far as the data tells it."""
+    try:
+        num_batches = len(data) or None
+    except (TypeError, NotImplementedError):
+        num_batches = None
+    return EpochLength(num_batches=num_batches, accumulate=accumulate)
+
+
 def seed_generators(seed: int) -> None:
     """Seed the global generators of Python, NumPy and torch."""
     random.seed(seed)
@@ -346,12 +357,12 @@ def for_group(group: int, make: Make) -> Make:
     return make_for_group
 
 
-def make_schedulers(given: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Make the schedulers of the argument `scheduler`, by component name.
+def make_schedulers(given: Any, optimizer: torch.optim.Optimizer) -> dict[str, Schedule]:
+    """Make the schedulers of the argument `scheduler`, and when they step, by component name.
 
     Raises:
-        UsageError: a scheduler has no `step`, or steps on a metric, or two set the learning rate
-            of the same group of parameters.
+        UsageError: a scheduler has no `step`, or steps on a metric that is not named, or two set
+            the learning rate of the same group of parameters.
     """
     if given is None:
         return {}
@@ -359,20 +370,15 @@ def make_schedulers(given: Any, optimizer: torch.optim.Optimizer) -> dict[str, A
     made = [_make(item, optimizer) for item in (given if several else [given])]
     if not several:
         return {"scheduler": made[0]}
-    _check_apart(made, len(optimizer.param_groups))
+    _check_apart([item.scheduler for item in made], len(optimizer.param_groups))
     return {f"scheduler-{number}": scheduler for number, scheduler in enumerate(made)}
 
 
-def _make(item: Any, optimizer: torch.optim.Optimizer) -> Any:
-    scheduler = item if hasattr(item, "step") or not callable(item) else item(optimizer)
-    if isinstance(scheduler, ReduceLROnPlateau):
-        raise UsageError(
-            "scheduler: ReduceLROnPlateau steps on a metric, not after each step: pass it in "
-            "state, and step it in the validation_end of a callback"
-        )
-    if not callable(getattr(scheduler, "step", None)):
-        raise UsageError(f"scheduler: {scheduler!r} has no step()")
-    return scheduler
+def _make(item: Any, optimizer: torch.optim.Optimizer) -> Schedule:
+    plan = item if isinstance(item, Schedule) else Schedule(item)
+    given = plan.scheduler
+    is_factory = isinstance(given, type) or (callable(given) and not hasattr(given, "step"))
+    return plan.made(given(optimizer) if is_factory else given)
 
 
 def _check_apart(schedulers: list[Any], num_groups: int) -> None:

@@ -52,7 +52,7 @@ from holdfast.train.fit.ending import FitEnding, Outcome
 from holdfast.train.fit.fitting import Fit, Gear
 from holdfast.train.fit.saving import Policy, Saves, StepPosition, check_health
 from holdfast.train.fit.starting import StartingPoint, Unsaved
-from holdfast.train.making import make_schedulers
+from holdfast.train.making import epoch_length, make_schedulers
 from holdfast.train.parallel.strategies import (
     Name,
     Strategy,
@@ -60,6 +60,7 @@ from holdfast.train.parallel.strategies import (
     parallel_of,
     recompute,
 )
+from holdfast.train.schedules.stepping import Schedules
 from holdfast.train.training import Average, Counters, Metrics, Training
 from holdfast.train.window.loop import (
     Clip,
@@ -148,7 +149,8 @@ class Trainer:
         Args:
             model, optimizer, scheduler: the object, or a function that makes it: of nothing, of
                 the model, of the optimizer. `fit` puts the model into training mode. There may be
-                a list of schedulers; each has `step()`, called after each step, and is saved.
+                a list of schedulers; each has `step()`, called after each step (or as a `Schedule`
+                says), and is saved. `warmup`, `cosine`, `linear`, `wsd`, `one_cycle` are ready.
             data: batches with a position: a `holdfast.data.Loader`, or an iterable with
                 `state_dict` and `load_state_dict` whose iteration gives the rest of an epoch. Its
                 length (in batches of an epoch) or `at_epoch_end` shows the end of an epoch
@@ -217,7 +219,8 @@ class Trainer:
         if compile is not False:
             self.model.compile(**({} if compile is True else compile))
         self.optimizer = making.make_optimizer(optimizer, self.model, self.model is not model)
-        self.schedulers = make_schedulers(scheduler, self.optimizer)
+        self._schedules = Schedules(make_schedulers(scheduler, self.optimizer), self._callbacks)
+        self.schedulers = self._schedules.components
         """Schedulers by component name."""
         self.data = data
         self.counters = Counters()
@@ -260,7 +263,7 @@ class Trainer:
             scores=self._scores,
             snapshot=self._snapshot,
             optimizer=self.optimizer,
-            schedulers=tuple(self.schedulers.values()),
+            schedulers=self._schedules.plain,
             loss=loss,
             clip=clip if isinstance(clip, Clip) else Clip(norm=clip),
             numerics=self._numerics,
@@ -271,6 +274,7 @@ class Trainer:
         )
         self._validations = self._make_validations(validate)
         check_apart(self._scores, [part.plan.metrics for part in self._validations.parts])
+        self._schedules.check(counts.units, validates=validate is not None)
         self._ending: FitEnding | None = None
         extra, self._per_rank = marked(state or {})
         self.state = self._components(extra)
@@ -294,6 +298,7 @@ class Trainer:
             callbacks=self._callbacks,
             update=self._update,
             skip_steps=checked_skips(skip_steps),
+            schedules=self._schedules,
             validations=self._validations,
             validated=self._validated,
             way_back=self._way_back,
@@ -373,6 +378,7 @@ class Trainer:
         start = StartingPoint.of(start_from, self.root)
         if load_best:
             check_load_best(self.checkpoints, validates=bool(self._validations))
+        self._schedules.resolve(goal, epoch_length(self.data, self._gear.accumulate))
         self._ending = ending = FitEnding(
             goal,
             self.counters,

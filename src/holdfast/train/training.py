@@ -95,6 +95,8 @@ class Counters:
     """Tokens trained on; None: not counted."""
     unvalidated: list[str] = field(default_factory=list)
     """Names of validations that are due at this step and are not done; stored only if any are."""
+    only_at_goal: list[str] = field(default_factory=list)
+    """Those of `unvalidated` that are due only because the goal was reached; stored likewise."""
     cycle_length: Time | None = None
     """Length of a cycle, in a counted unit. Not stored: it is an argument of the Trainer."""
     were_loaded: bool = field(default=False, init=False, compare=False, repr=False)
@@ -145,17 +147,18 @@ class Counters:
     def state_dict(self) -> dict[str, Any]:
         """Return the counters to save, by name."""
         state: dict[str, Any] = {name: getattr(self, name) for name in _STORED}
-        return {**state, "unvalidated": list(self.unvalidated)} if self.unvalidated else state
+        lists = {name: list(getattr(self, name)) for name in _LISTS if getattr(self, name)}
+        return state | lists
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
         """Raise `UsageError` if a stored counter is missing, unknown or not a count."""
-        if set(state) - {"unvalidated"} != set(_STORED):
+        if set(state) - {*_LISTS} != set(_STORED):
             raise UsageError(f"not the counters of a Trainer: {sorted(state)}")
-        unvalidated = state.get("unvalidated", [])
-        if not _are_texts(unvalidated):
-            raise UsageError(f"stored unvalidated={unvalidated!r}: must be a list of names")
+        for name in _LISTS:
+            if not _are_texts(names := state.get(name, [])):
+                raise UsageError(f"stored {name}={names!r}: must be a list of names")
         for name, value in state.items():
-            if name == "unvalidated" or (value is None and name in ("samples", "tokens")):
+            if name in _LISTS or (value is None and name in ("samples", "tokens")):
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise UsageError(f"stored {name}={value!r}: must be a whole number, 0 or above")
@@ -167,11 +170,12 @@ class Counters:
             UsageError: a counter is missing, unknown or not a count; nothing is changed then.
         """
         self.check_state_dict(state)
-        for name, value in {**state, "unvalidated": [*state.get("unvalidated", [])]}.items():
+        for name, value in {**state, **{name: [*state.get(name, [])] for name in _LISTS}}.items():
             setattr(self, name, value)
         self.were_loaded = True
 
 
+_LISTS = ("unvalidated", "only_at_goal")
 _STORED = ("step", "epoch", "batch", "samples", "tokens")
 
 

@@ -331,6 +331,11 @@ class Validations:
         owner = self._owner(metric)
         return owner is None or owner in self._done
 
+    def owner_of(self, metric: str) -> str | None:
+        """Return the name of the part that computes this metric; None: no part does."""
+        at = self._owner(metric)
+        return None if at is None else self.parts[at].name
+
     def _due_indices(self, before: Timestamp, now: Timestamp, is_last: bool) -> list[int]:
         return [
             at

@@ -32,6 +32,7 @@ from holdfast.train.fit.best import BestSaves
 from holdfast.train.fit.ending import FitEnding, Outcome
 from holdfast.train.fit.saving import Saves, StepPosition, StepSaver
 from holdfast.train.outputs import Image
+from holdfast.train.schedules.stepping import Schedules
 from holdfast.train.training import Average, Counters, Metrics
 from holdfast.train.window.batches import Batches
 from holdfast.train.window.loop import Update
@@ -54,6 +55,7 @@ class Gear:
     update: Update
     skip_steps: Sequence[range]
     """Steps whose batches are not trained on."""
+    schedules: Schedules
     validations: Validations
     validated: Callable[[Sequence[ValidationPart]], dict[str, float]]
     """Function that runs parts of validations, and returns their metrics."""
@@ -129,6 +131,7 @@ class Fit:
         elif "ema" in found.new and self._gear.ema is not None:
             self._gear.ema.begin(self._gear.model)
         self._begin_counting()
+        self._gear.schedules.begin(self._counters)
         self._place.leave_step()
         if found is not None:
             self._tell(Callback.resumed, found)
@@ -279,6 +282,8 @@ class Fit:
                         self._batches.ended_late(self._counters.batch, self._counters.step)
                     of_epoch, pictures = self._gear.update.end_epoch()
                     self._counters.end_epoch()
+                    self._manager.fence()  # a schedule may change what a save copies
+                    self._gear.schedules.advance(self._counters, self._metrics)
                     self._place.leave_step()
                     # Unless training is over, a resume from the step before runs this hook again.
                     self._place.is_under_way = not self._ending.is_here()
@@ -313,11 +318,16 @@ class Fit:
             self._scored_step = self._counters.step if of_epoch else None
         self._metrics = metrics
         self._gear.watched.saw(metrics)
+        self._gear.schedules.advance(self._counters, metrics)
         self._before, self._now = self._now, self._counters.timestamp
         # Set before the hooks that follow, as they may save or fail.
         self._counters.unvalidated = self._gear.validations.names_due(
             self._before, self._now, is_last=self._ending.is_at_goal()
         )
+        if self._gear.schedules.watch:
+            regular = self._gear.validations.names_due(self._before, self._now, is_last=False)
+            due = self._counters.unvalidated
+            self._counters.only_at_goal = [name for name in due if name not in regular]
         self._place.leave_step()
         tell(Callback.step_end, metrics)
         if is_over:
@@ -379,7 +389,12 @@ class Fit:
         except Interrupted as error:
             self._interruption = error
             return metrics
-        self._counters.unvalidated = []
+        self._gear.schedules.validated(
+            [part.name for part in parts if part.name not in self._counters.only_at_goal],
+            metrics.joined(found),
+            self._gear.validations.owner_of,
+        )
+        self._counters.unvalidated, self._counters.only_at_goal = [], []
         self._validated_step = self._counters.step
         self._metrics = metrics.joined(found)
         self._gear.watched.check(self._metrics)
