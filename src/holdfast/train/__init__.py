@@ -6,12 +6,19 @@ from holdfast.engine.control.stop import REQUEUE_EXIT_CODE
 from holdfast.train.asked import Counts
 from holdfast.train.callbacks.calling import HookFailed
 from holdfast.train.callbacks.hooks import HOOKS, Callback, Logger
+from holdfast.train.callbacks.measuring import (
+    GradientNorm,
+    LearningRates,
+    MemoryMonitor,
+    SpeedMonitor,
+)
 from holdfast.train.callbacks.ready import EarlyStopping, Pruning, StopWhen
 from holdfast.train.evaluation.targets import Validated
 from holdfast.train.evaluation.validation import Downstream, Validation
 from holdfast.train.fit.ending import Outcome
 from holdfast.train.fit.saving import UnhealthyState
-from holdfast.train.loggers.default import JsonLines, ProgressBar
+from holdfast.train.loggers.default import JsonLines
+from holdfast.train.loggers.progress import ProgressBar
 from holdfast.train.loggers.services import MLflow, TensorBoard, WeightsAndBiases
 from holdfast.train.making import for_group
 from holdfast.train.outputs import Image, StepOutput
@@ -35,12 +42,15 @@ __all__ = [
     "Curve",
     "Downstream",
     "EarlyStopping",
+    "GradientNorm",
     "HookFailed",
     "Image",
     "JsonLines",
+    "LearningRates",
     "Logger",
     "MLflow",
     "Measured",
+    "MemoryMonitor",
     "Metrics",
     "Outcome",
     "Perplexity",
@@ -48,6 +58,7 @@ __all__ = [
     "ProgressBar",
     "Pruning",
     "Schedule",
+    "SpeedMonitor",
     "StepOutput",
     "StopWhen",
     "TensorBoard",

@@ -33,7 +33,8 @@ from holdfast.state.capture import unheld_in
 from holdfast.state.lacking import describe
 from holdfast.train.asked import asks_for, check_range
 from holdfast.train.callbacks.hooks import Logger
-from holdfast.train.loggers.default import JsonLines, ProgressBar
+from holdfast.train.loggers.default import JsonLines
+from holdfast.train.loggers.progress import ProgressBar
 from holdfast.train.parallel.group import ALONE, Group, join_group
 from holdfast.train.parallel.strategies import FSDP2, Name, Strategy
 from holdfast.train.schedules.curves import EpochLength

@@ -186,7 +186,7 @@ class Trainer:
             log: write JSON lines to the file named, or to the root's `log/train.jsonl` (True, and
                 None where the root is a local folder).
             log_every: steps between two calls of `log`, each of which may wait for the device.
-            progress: show a progress bar on a terminal.
+            progress: show the progress: a bar on a terminal, else a line at each log, on stderr.
             metrics: metrics of the training that are no means, over each epoch, by name: objects
                 with `update`, `compute` and `reset`, functions of all outputs, or `Measured`.
             micro_batch: most samples in a forward pass: larger batches are split, with the
@@ -412,6 +412,11 @@ class Trainer:
     def present_step(self) -> int:
         """The step under way; between steps, the last completed one."""
         return self._place.present_step
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks that train together."""
+        return self._parallel.group.world_size
 
     def validate(self, which: Which | None = None) -> dict[str, float]:
         """Validate now, whether due or not; returns the metrics as a checkpoint would get them.

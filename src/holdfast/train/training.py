@@ -19,6 +19,7 @@ from holdfast.policy.clock import Time, argument_name
 from holdfast.train.parallel.strategies import local
 
 if TYPE_CHECKING:
+    from holdfast.engine.options import Checkpoints
     from holdfast.manager import CheckpointManager
 
 Metrics = Mapping[str, float]
@@ -65,6 +66,14 @@ class Training(Protocol):
     @property
     def manager(self) -> CheckpointManager | None:
         """Checkpoint manager while `fit` runs, else None. It saves between steps only."""
+
+    @property
+    def checkpoints(self) -> Checkpoints:
+        """The root of the run, and how its checkpoints are made."""
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks that train together."""
 
     def request_stop(self, reason: str) -> None:
         """End `fit` after the current step, which is saved. Requests cannot be cancelled.

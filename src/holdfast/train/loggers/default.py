@@ -1,4 +1,4 @@
-"""Default loggers of a Trainer: metrics as JSON lines, and a progress bar for terminals."""
+"""Log of a Trainer by default: metrics as JSON lines."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 import msgspec
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from holdfast.format.manifest import Timestamp
 from holdfast.train.callbacks.hooks import Logger
+from holdfast.train.callbacks.measuring import rates_of
 from holdfast.train.outputs import Image
 from holdfast.train.training import Metrics, Training
 
@@ -25,6 +24,8 @@ if TYPE_CHECKING:
 
 FLUSH_S = 0.5
 """Longest delay, in seconds, of lines of fast steps, which are written together."""
+
+_NO_RATES: Mapping[str, Any] = {}
 
 _encode = msgspec.json.Encoder().encode
 
@@ -37,8 +38,9 @@ class JsonLines(Logger):
     begun, so a kill loses none that a resume needs; a power cut may lose the last ones.
 
     Members: `step` (within a step the one under way), `epoch`, `samples`, `tokens`, `time` (ISO
-    8601 UTC) and `metrics`, in which a value that is not finite is the text `nan`, `inf` or `-inf`.
-    A matrix, such as a confusion matrix, has a line of its own, as a list of its rows.
+    8601 UTC) and `metrics`, in which a value that is not finite is the text `nan`, `inf` or `-inf`;
+    with the loss of a step also `lr`, its learning rates by group. A matrix, such as a confusion
+    matrix, has a line of its own, as a list of its rows.
     The cost of a save has a line of its own, written when the checkpoint is durable, and so has
     that of a load.
     """
@@ -47,6 +49,7 @@ class JsonLines(Logger):
         self.path = Path(path)
         self._file: IO[bytes] | None = None
         self._next_flush_s = 0.0
+        self._rates: dict[str, Any] = {}
 
     def fit_start(self, training: Training) -> None:
         """Drop lines of steps that will be done again, and open the file."""
@@ -55,11 +58,16 @@ class JsonLines(Logger):
         drop_beyond(self.path, now.step, is_validated=not now.unvalidated)
         self._file = self.path.open("ab")
 
+    def before_optimizer_step(self, training: Training) -> None:
+        """Note the learning rates of the step, which schedulers change after it."""
+        self._rates = rates_of(training.optimizer)
+
     def log(self, training: Training, metrics: Metrics) -> None:
         """Write the line of the step; no-op outside of `fit`."""
         if self._file is None:
             return
-        self._write(training.present_step, training.counters.timestamp, metrics)
+        rates = self._rates if "loss" in metrics else {}
+        self._write(training.present_step, training.counters.timestamp, metrics, rates)
 
     def log_image(self, training: Training, name: str, image: Image) -> None:
         """Write the matrix that a picture shows; no-op outside of `fit`."""
@@ -88,10 +96,19 @@ class JsonLines(Logger):
             self._file.close()
             self._file = None
 
-    def _write(self, step: int, now: Timestamp, metrics: Metrics) -> None:
-        self._write_line(step, now, {name: _finite(value) for name, value in metrics.items()})
+    def _write(
+        self, step: int, now: Timestamp, metrics: Metrics, rates: Mapping[str, Any] = _NO_RATES
+    ) -> None:
+        finite = {name: _finite(value) for name, value in metrics.items()}
+        self._write_line(step, now, finite, rates)
 
-    def _write_line(self, step: int, now: Timestamp, metrics: Mapping[str, Any]) -> None:
+    def _write_line(
+        self,
+        step: int,
+        now: Timestamp,
+        metrics: Mapping[str, Any],
+        rates: Mapping[str, Any] = _NO_RATES,
+    ) -> None:
         assert self._file is not None
         line = {
             "step": step,
@@ -101,6 +118,8 @@ class JsonLines(Logger):
             "time": datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
             "metrics": metrics,
         }
+        if rates:
+            line["lr"] = {name: float(rate) for name, rate in rates.items()}
         self._file.write(_encode(line) + b"\n")
         if time.monotonic() >= self._next_flush_s:
             self._flush()
@@ -151,67 +170,3 @@ def _of(line: dict[str, Any]) -> dict[str, Any]:
 
 def _finite(value: float) -> float | str:
     return value if math.isfinite(value) else str(value)
-
-
-class ProgressBar(Logger):
-    """Progress bar of training. No-op where the console is not a terminal."""
-
-    def __init__(self, console: Console | None = None) -> None:
-        self._console = console or Console(stderr=True)
-        self._bar: Progress | None = None
-        self._loss = ""
-
-    def resumed(self, training: Training, checkpoint: Checkpoint) -> None:
-        """Print the checkpoint that training resumes from."""
-        self._say(f"resumed {checkpoint.folder} at step {checkpoint.step}")
-
-    def already_done(self, training: Training) -> None:
-        """Print that the goal is reached already."""
-        self._say(f"{training.goal} is reached already, at step {training.counters.step}")
-
-    def fit_start(self, training: Training) -> None:
-        """Show the bar."""
-        if not self._console.is_terminal:
-            return
-        self._bar = Progress(
-            TextColumn("epoch {task.fields[epoch]}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn(training.goal.unit.value),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[loss]}"),
-            console=self._console,
-        )
-        self._bar.add_task("fit", total=training.goal.value, epoch="", loss="")
-        self._bar.start()
-        self._show(training)
-
-    def step_end(self, training: Training, metrics: Metrics) -> None:
-        """Move the bar, without reading metrics, which may wait for the device."""
-        self._show(training)
-
-    def log(self, training: Training, metrics: Metrics) -> None:
-        """Show the loss of training and of validation."""
-        if self._bar is None:
-            return
-        self._loss = " ".join(
-            f"{name} {metrics[name]:.4g}" for name in ("loss", "val/loss") if name in metrics
-        )
-        self._show(training)
-
-    def close(self, training: Training) -> None:
-        """Remove the bar and restore the terminal."""
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
-
-    def _show(self, training: Training) -> None:
-        if self._bar is None:
-            return
-        done = training.goal.unit.of(training.counters.timestamp)
-        task, epoch = self._bar.task_ids[0], training.counters.epoch
-        self._bar.update(task, completed=done or 0, epoch=epoch, loss=self._loss)
-
-    def _say(self, text: str) -> None:
-        if self._console.is_terminal:
-            self._console.print(text, highlight=False)

@@ -1,0 +1,169 @@
+"""Progress of a training for people: a bar on a terminal, lines anywhere else."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+from holdfast.policy.clock import Unit
+from holdfast.train.callbacks.hooks import Logger
+from holdfast.train.callbacks.measuring import Clock, Pace, memory_nbytes, rates_of
+from holdfast.train.loggers.words import duration, short, size, summary
+from holdfast.train.training import Metrics, Training
+
+if TYPE_CHECKING:
+    from holdfast.engine.checkpoint import Checkpoint
+
+MAX_METRICS = 8
+"""Most metrics of a validation that are shown."""
+
+
+class ProgressBar(Logger):
+    """Shows how far training is: a bar on a terminal, else a line at each log, to stderr.
+
+    Both show loss, learning rate, samples and tokens per second (where counted, else steps),
+    memory, the time that is left, and the last checkpoint. Validations, saves and resumes have
+    lines of their own, and so has the model at the beginning.
+    """
+
+    def __init__(self, console: Console | None = None, *, clock: Clock = time.monotonic) -> None:
+        """Show on `console`, by default the process's stderr; `clock` gives seconds."""
+        self._console = console or Console(stderr=True)
+        self._clock = clock
+        self._bar: Progress | None = None
+        self._pace = Pace(clock, 2)
+        self._is_running = False
+        self._rates: dict[str, Any] = {}
+        self._saved: int | None = None
+        self._began = 0.0, 0.0
+        """Time and progress at the beginning of `fit`."""
+
+    def resumed(self, training: Training, checkpoint: Checkpoint) -> None:
+        """Print the checkpoint that training resumes from."""
+        self._saved = checkpoint.step
+        self._say(f"resumed {checkpoint.folder} at step {checkpoint.step}")
+
+    def already_done(self, training: Training) -> None:
+        """Print that the goal is reached already."""
+        self._say(
+            f"{training.goal} is reached already, at step {training.counters.step}: nothing is "
+            "trained; a larger goal goes on from there"
+        )
+
+    def fit_start(self, training: Training) -> None:
+        """Print what is trained and saved, and show the bar."""
+        self._is_running = True
+        self._pace.clear()
+        self._pace.mark(training.counters)
+        self._began = self._clock(), _progress(training)
+        for line in summary(training.model, training.checkpoints):
+            self._say(line)
+        if not self._console.is_terminal:
+            return
+        columns = ("{task.fields[at]}", BarColumn(), "{task.fields[state]}")
+        self._bar = Progress(
+            *(
+                TextColumn(column, markup=False) if isinstance(column, str) else column
+                for column in columns
+            ),
+            console=self._console,
+        )
+        self._bar.add_task("fit", total=training.goal.value, at="", state="")
+        self._bar.start()
+        self._move(training)
+
+    def before_optimizer_step(self, training: Training) -> None:
+        """Note the learning rate of the step, which schedulers change after it."""
+        self._rates = rates_of(training.optimizer)
+
+    def step_end(self, training: Training, metrics: Metrics) -> None:
+        """Move the bar, without reading metrics, which may wait for the device."""
+        self._move(training)
+
+    def validation_end(self, training: Training, name: str, metrics: Metrics) -> None:
+        """Print the metrics of a validation."""
+        if self._is_running:
+            shown = [f"{key} {metrics[key]:.4g}" for key in [*metrics][:MAX_METRICS]]
+            more = f", and {len(metrics) - MAX_METRICS} more" * (len(metrics) > MAX_METRICS)
+            self._say(f"validated step {training.present_step}: {', '.join(shown)}{more}")
+
+    def log(self, training: Training, metrics: Metrics) -> None:
+        """Show the state of training, if these are the metrics of a step."""
+        if "loss" not in metrics or not self._is_running:
+            return
+        self._pace.mark(training.counters)
+        state = "  ".join(self._state(training, metrics))
+        if self._bar is None:
+            self._say(f"{_place(training)}  {state}")
+        else:
+            self._bar.update(self._bar.task_ids[0], state=state)
+
+    def checkpoint_saved(self, training: Training, checkpoint: Checkpoint, cost: Metrics) -> None:
+        """Print the name of a checkpoint, and what it cost."""
+        self._saved = checkpoint.step
+        took = f"{size(cost['save/nbytes'])} in {cost['save/duration_s']:.2g} s"
+        self._say(f"saved {checkpoint.folder} at step {checkpoint.step}: {took}")
+
+    def close(self, training: Training) -> None:
+        """Remove the bar and restore the terminal."""
+        self._is_running = False
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def _state(self, training: Training, metrics: Metrics) -> list[str]:
+        found = [f"loss {metrics['loss']:.4g}"]
+        rates = list(dict.fromkeys(float(rate) for rate in self._rates.values()))
+        found += [f"lr {', '.join(f'{rate:.3g}' for rate in rates[:3])}"] if rates else []
+        speeds = self._pace.rates
+        names = ("samples", "tokens") if "samples" in speeds or "tokens" in speeds else ("steps",)
+        found += [f"{short(speeds[name])} {name}/s" for name in names if name in speeds]
+        nbytes = memory_nbytes(training.model)
+        found += [] if nbytes is None else [f"memory {size(nbytes)}"]
+        left_s = self._left_s(training)
+        found += [] if left_s is None else [f"ETA {duration(left_s)}"]
+        return [*found, "not saved yet" if self._saved is None else f"saved step {self._saved}"]
+
+    def _left_s(self, training: Training) -> float | None:
+        """Return the seconds that are left at the mean speed of this call; None: not known."""
+        began_s, begun_at = self._began
+        done = _progress(training)
+        if done <= begun_at:
+            return None
+        per_unit_s = (self._clock() - began_s) / (done - begun_at)
+        return max(float(training.goal.value) - done, 0.0) * per_unit_s
+
+    def _move(self, training: Training) -> None:
+        if self._bar is not None:
+            task = self._bar.task_ids[0]
+            self._bar.update(task, completed=_progress(training), at=_place(training))
+
+    def _say(self, text: str) -> None:
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def _place(training: Training) -> str:
+    """Describe the step and the epoch, with the goal: "step 20/100" or "step 20  epoch 2/3"."""
+    now, goal = training.counters, training.goal
+    step, epoch = f"step {now.step}", f"epoch {now.epoch}"
+    if goal.unit is Unit.STEP:
+        return f"{step}/{goal.value}  {epoch}"
+    if goal.unit is Unit.EPOCH:
+        return f"{step}  {epoch}/{goal.value}"
+    done = goal.unit.of(now.timestamp) or 0
+    return f"{step}  {short(done)}/{short(goal.value)} {goal.unit.value}"
+
+
+def _progress(training: Training) -> float:
+    """Return the progress in the unit of the goal, within an epoch where its length is known."""
+    now, unit = training.counters, training.goal.unit
+    done = float(unit.of(now.timestamp) or 0)
+    if unit is not Unit.EPOCH:
+        return done
+    try:
+        return done + min(now.batch / len(training.data), 1.0)
+    except (TypeError, NotImplementedError, ZeroDivisionError):
+        return done
