@@ -53,7 +53,7 @@ def logged(*callbacks: Callback, until: str = "6step", **options: Any) -> dict[i
     notes = Notes()
     options = {"log_every": 2, "scheduler": None, **options}
     make(MemoryStore(), callbacks=[*callbacks, notes], **options).fit(until)
-    own = [name for name in ("speed", "memory", "lr", "grad_norm")]
+    own = ("speed", "memory", "lr", "grad_norm")
     return {
         step: {name: value for name, value in found.items() if name.partition("/")[0] in own}
         for step, found in notes.seen.items()
@@ -78,11 +78,13 @@ def test_memory_is_that_of_the_process_on_a_cpu() -> None:
     assert all(2**20 < value["memory/resident_nbytes"] < 2**40 for value in found.values())
 
 
+def sgd(model: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_memory_is_that_of_the_device() -> None:
-    found = logged(
-        MemoryMonitor(), device="cuda", optimizer=lambda m: torch.optim.SGD(m.parameters())
-    )
+    found = logged(MemoryMonitor(), device="cuda", optimizer=sgd)
     assert all(
         0 < metrics["memory/allocated_nbytes"] <= metrics["memory/peak_nbytes"]
         for metrics in found.values()

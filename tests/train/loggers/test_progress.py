@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +53,7 @@ def shown(root: Any, until: str = "6step", *, is_terminal: bool = False, **optio
 def test_without_a_terminal_each_log_is_a_line() -> None:
     lines = [line for line in shown(MemoryStore()).splitlines() if line.startswith("step ")]
     assert [line.split("  ")[0] for line in lines] == ["step 2/6", "step 4/6", "step 6/6"]
-    at, epoch, loss, *others = lines[1].split("  ")
+    _, epoch, loss, *others = lines[1].split("  ")
     assert epoch == "epoch 0"
     assert re.fullmatch(r"loss [0-9.]+", loss)
     memory = others.pop(3)
@@ -102,13 +101,6 @@ def test_the_goal_is_shown_in_its_unit(until: str, place: str) -> None:
     assert "ETA 0:02" in shown(MemoryStore(), until)  # four of ten steps are left
 
 
-@pytest.fixture
-def _plain_script(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("TERM", "dumb")
-    yield
-
-
-@pytest.mark.usefixtures("_plain_script")
 @pytest.mark.parametrize("progress", [True, False])
 def test_a_plain_script_speaks_on_stderr_unless_told_not_to(
     progress: bool, capfd: pytest.CaptureFixture[str]
@@ -127,9 +119,9 @@ def test_the_summary_counts_each_parameter_once_and_names_its_part() -> None:
     lines = summary(model, Checkpoints("runs/x", every="5step", keep="last:3"))
     assert lines == [
         "ModuleDict: 15 parameters, 12 trainable",
-        "  (own)              2",
-        "  first  Linear      9",
-        "  last   Linear      4  1 trainable",
+        "  (own)          2",
+        "  first  Linear  9",
+        "  last   Linear  4  1 trainable",
         "saves: to runs/x every 5step, and at the end; kept: last:3",
     ]
 
