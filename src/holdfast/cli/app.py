@@ -241,6 +241,14 @@ def advise(root: str, **known: Any) -> Answer:
     return advise_root(root, Options(**known))
 
 
+@_answering(options.root, options.output, options.metrics, options.log)
+def plot(root: str, output: Path | None, metrics: Sequence[str], log: Path | None) -> Answer:
+    """Draw loss, learning rate and throughput over steps, with saves, resumes and kills."""
+    from holdfast.cli.plot import plot as draw
+
+    return draw(root, output=output, metrics=metrics, log=log)
+
+
 # What stands behind the command's name is the command's own.
 @app.command("run", context_settings={"allow_interspersed_args": False})
 @taking(

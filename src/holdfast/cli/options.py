@@ -188,6 +188,23 @@ background = option("--background", "TIME", "How much its writing delays trainin
 commit = option("--commit", "TIME", "How long until it is committed: 0s.")
 restart = option("--restart", "TIME", "From a failure to the first new step: 2min.")
 
+# plot
+
+output = click.option(
+    "-o",
+    "--output",
+    metavar="FILE",
+    help="Write FILE.svg, FILE.html or FILE.png; without it, text.",
+    type=_PATH,
+)
+metrics = several("--metric", "metrics", "NAME", "Draw this metric instead.")
+log = option(
+    "--log",
+    "PATH",
+    "The log, where it is not in the root.",
+    type=_PATH,
+)
+
 # run
 
 command = argument("command", "COMMAND...", "What to run, with its arguments.", nargs=-1)

@@ -1,0 +1,213 @@
+"""`holdfast plot`: draw loss, learning rate and throughput of a run, with its saves and starts."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from holdfast.care.advise import RecordedStart, gather
+from holdfast.cli.drawing import Figure, Mark, Panel, Series, text, write
+from holdfast.cli.output import Answer
+from holdfast.cli.target import open_root
+from holdfast.engine.roots.catalog import Catalog, Entry
+from holdfast.errors import NoCheckpoint, UsageError
+from holdfast.format.manifest import Timestamp
+
+_STEP = re.compile(r"step-(\d{1,18})\b", re.ASCII)
+_LOSSES = ("loss", "val/loss")
+_LEARNING_RATE = "lr/"
+
+
+@dataclass(slots=True)
+class _Record:
+    """What a log, or the manifests, say of a run."""
+
+    metrics: dict[str, dict[float, float]] = field(default_factory=dict)
+    """Values by metric and step, learning rates among them as `lr/<group>`."""
+    pace: list[tuple[datetime, Timestamp] | None] = field(default_factory=list)
+    """When steps were logged; None where training went on from a checkpoint."""
+    saved: set[int] = field(default_factory=set)
+    num_broken: int = 0
+    """Lines that are none of a log."""
+
+
+def plot(root: str, *, output: Path | None, metrics: Sequence[str], log: Path | None) -> Answer:
+    """Draw a run from its log and manifests, into a file or as text.
+
+    Raises:
+        NoCheckpoint: `root` is none, or nothing was logged and no checkpoint has metrics.
+        UsageError: a metric that nothing has, or a file that cannot be read or written.
+    """
+    store = open_root(root)
+    entries, unread = Catalog(store).survey()
+    record = _read_log(log if log is not None else _log_of(root), is_given=log is not None)
+    notes = [f"{folder}: not read: {reason}" for folder, reason in unread]
+    if record is None:
+        record = _of_manifests(entries)
+        notes.append("no log: only what the checkpoints say of their steps")
+    if record.num_broken:
+        notes.append(f"{record.num_broken} lines of the log are damaged and left out")
+    panels = _chosen(record, metrics) if metrics else _usual(record)
+    if not panels:
+        raise NoCheckpoint(f"{store.url}: nothing was logged, and no checkpoint has metrics")
+    starts = _starts(gather(store).starts, entries)
+    resumed = {start["step"] for start in starts if start["step"] is not None}
+    saved = sorted(record.saved | resumed | {entry.step for entry in entries})
+    figure = Figure(title=store.url, panels=panels, marks=_marks(saved, starts))
+    if output is not None:
+        write(figure, output)
+    document = {
+        "root": store.url,
+        "output": None if output is None else str(output),
+        "series": [
+            {"panel": panel.title, "name": one.name, "points": [list(p) for p in one.points]}
+            for panel in panels
+            for one in panel.series
+        ],
+        "saves": saved,
+        "starts": starts,
+        "notes": notes,
+    }
+    width = shutil.get_terminal_size().columns
+    drawn = [*text(figure, width)] if output is None else [f"{output}: {len(panels)} panels"]
+    return Answer(document=document, parts=[*drawn, *notes])
+
+
+def _log_of(root: str) -> Path | None:
+    return None if "://" in root else Path(root, "log", "train.jsonl")
+
+
+def _read_log(path: Path | None, *, is_given: bool) -> _Record | None:
+    """Read a log of a Trainer; None if there is none, unless it was named."""
+    if path is None:
+        return None
+    try:
+        lines = path.read_bytes().splitlines()
+    except FileNotFoundError:
+        if is_given:
+            raise UsageError(f"--log={str(path)!r}: there is no such file") from None
+        return None
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror or error}") from error
+    record = _Record()
+    for line in lines:
+        try:
+            _add(record, json.loads(line))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            record.num_broken += 1
+    return record
+
+
+def _add(record: _Record, line: Mapping[str, Any]) -> None:
+    step, values, rates = line["step"], line["metrics"], line.get("lr", {})
+    found = {name: float(value) for name, value in values.items()}
+    found |= {_LEARNING_RATE + name: float(rate) for name, rate in rates.items()}
+    when = datetime.fromisoformat(line["time"])
+    if "save/nbytes" in found:
+        record.saved.add(step)
+    if "load/nbytes" in found:
+        record.pace.append(None)
+    if "loss" in found:
+        now = Timestamp(step=step, samples=line.get("samples"), tokens=line.get("tokens"))
+        record.pace.append((when, now))
+    for name, value in found.items():
+        record.metrics.setdefault(name, {})[step] = value
+
+
+def _of_manifests(entries: Sequence[Entry]) -> _Record:
+    record = _Record()
+    for entry in sorted(entries, key=lambda entry: entry.step):
+        for name, value in entry.manifest.metrics.items():
+            record.metrics.setdefault(name, {})[entry.step] = value
+    return record
+
+
+def _usual(record: _Record) -> list[Panel]:
+    known = record.metrics
+    rates = [name for name in known if name.startswith(_LEARNING_RATE)]
+    panels = [
+        _panel("loss", [name for name in _LOSSES if name in known], record),
+        _panel("learning rate", rates, record),
+    ]
+    pace = _throughput(record)
+    if pace is not None:
+        panels.append(Panel(title="throughput", series=[pace]))
+    return [panel for panel in panels if panel.points]
+
+
+def _chosen(record: _Record, names: Sequence[str]) -> list[Panel]:
+    unknown = [name for name in names if name not in record.metrics]
+    if unknown:
+        raise UsageError(
+            f"--metric={unknown[0]!r}: there is no such metric; there are "
+            + ", ".join(sorted(record.metrics))
+        )
+    return [_panel(name, [name], record) for name in dict.fromkeys(names)]
+
+
+def _panel(title: str, names: Sequence[str], record: _Record) -> Panel:
+    series = [Series(name=name, points=sorted(record.metrics[name].items())) for name in names]
+    return Panel(title=title, series=series)
+
+
+def _throughput(record: _Record) -> Series | None:
+    """Compute tokens, samples or steps per second between logged steps of one process."""
+    known = [mark for mark in record.pace if mark is not None]
+    names = [
+        name
+        for name in ("tokens", "samples", "step")
+        if known and all(getattr(now, name) is not None for _, now in known)
+    ]
+    if not names:
+        return None
+    name = names[0]
+    points = []
+    for before, after in pairwise(record.pace):
+        if before is None or after is None:
+            continue
+        passed_s = (after[0] - before[0]).total_seconds()
+        done = getattr(after[1], name) - getattr(before[1], name)
+        if passed_s > 0 and done > 0:
+            points.append((float(after[1].step), done / passed_s))
+    return Series(name=f"{'steps' if name == 'step' else name}/s", points=points)
+
+
+def _starts(starts: Sequence[RecordedStart], entries: Sequence[Entry]) -> list[dict[str, Any]]:
+    """List from which step each start but the first went on, and how the one before ended."""
+    steps = {entry.order: entry.step for entry in entries}
+    found = []
+    for before, start in pairwise(starts):
+        point = start.resumed_from
+        if point is None:
+            continue
+        named = _STEP.match(point.folder)
+        step = steps.get(point.order, None if named is None else int(named[1]))
+        found.append(
+            {"step": step, "created": start.created, "host": start.host, "before": before.ending}
+        )
+    return found
+
+
+def _marks(saved: Sequence[int], starts: Sequence[Mapping[str, Any]]) -> list[Mark]:
+    def after(*, is_killed: bool) -> list[float]:
+        chosen = {
+            start["step"]
+            for start in starts
+            if start["step"] is not None and (start["before"] == "failed") == is_killed
+        }
+        return sorted(chosen)
+
+    return [
+        Mark(name="saves", steps=saved, color="#555555", letter="^", is_line=False),
+        Mark(
+            name="resumes", steps=after(is_killed=False), color="#2ca02c", letter="r", is_line=True
+        ),
+        Mark(name="kills", steps=after(is_killed=True), color="#d62728", letter="k", is_line=True),
+    ]

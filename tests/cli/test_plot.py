@@ -1,0 +1,201 @@
+"""Claims about `holdfast plot`, and about the drawings that it makes."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.cli.roots import Result
+
+from children import environment
+from holdfast.cli.drawing import Figure, Mark, Panel, Series, html, svg, text, thinned, ticks
+
+Command = Callable[..., Result]
+SCRIPT = Path(__file__).with_name("plotted.py")
+
+
+@pytest.fixture(scope="session")
+def _drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("plot") / "run"
+    for arguments, code in ((("9step", "5"), -9), (("6step",), 0), (("9step",), 0)):
+        done = subprocess.run(
+            [sys.executable, str(SCRIPT), str(root), *arguments], env=environment(), timeout=120
+        )
+        assert done.returncode == code
+    return root
+
+
+@pytest.fixture
+def run(_drawn: Path, tmp_path: Path) -> Path:
+    """A run of nine steps: killed in step 5, ended at step 6, and gone on to step 9."""
+    return Path(shutil.copytree(_drawn, tmp_path / "run", symlinks=True))
+
+
+def test_the_series_are_those_of_the_log_with_saves_and_kills(holdfast: Command, run: Path) -> None:
+    document = holdfast("plot", run, "--json").document
+    assert list(document) == ["holdfast", "root", "output", "series", "saves", "starts", "notes"]
+    series = {one["name"]: one for one in document["series"]}
+    panels = {name: one["panel"] for name, one in series.items()}
+    assert panels == {
+        "loss": "loss",
+        "val/loss": "loss",
+        "lr/0": "learning rate",
+        "samples/s": "throughput",
+    }
+    assert [step for step, _ in series["loss"]["points"]] == list(range(1, 10))
+    assert [step for step, _ in series["val/loss"]["points"]] == [4, 6, 8, 9]
+    rates = [rate for _, rate in series["lr/0"]["points"]]
+    assert rates == pytest.approx([0.5 * (1 - done / 10) for done in range(9)])
+    assert document["saves"] == [3, 6, 9]
+    assert [(one["step"], one["before"]) for one in document["starts"]] == [
+        (3, "failed"),
+        (6, "closed"),
+    ]
+    assert document["notes"] == []
+
+
+def test_the_throughput_leaves_out_what_lies_between_two_processes(
+    holdfast: Command, run: Path
+) -> None:
+    series = holdfast("plot", run, "--json").document["series"]
+    (points,) = [one["points"] for one in series if one["name"] == "samples/s"]
+    assert {4, 7}.isdisjoint({step for step, _ in points})
+
+
+def test_without_a_file_it_is_text(holdfast: Command, run: Path) -> None:
+    result = holdfast("plot", run)
+    assert result.code == 0
+    lines = result.out.splitlines()
+    assert lines[0] == "loss, val/loss"
+    assert all(len(line) <= 80 for line in lines)
+    marks = {line.split()[0]: line for line in lines if line.split()[:1] != []}
+    assert marks["saves"].count("^") == 3
+    assert marks["kills"].count("k") == 1
+    assert marks["resumes"].count("r") == 2  # one is in the name
+
+
+@pytest.mark.parametrize("ending", ["svg", "html", "png"])
+def test_a_file_is_of_the_kind_that_its_name_says(
+    holdfast: Command, run: Path, tmp_path: Path, ending: str
+) -> None:
+    path = tmp_path / f"plot.{ending}"
+    result = holdfast("plot", run, "-o", path)
+    assert (result.code, result.out) == (0, f"{path}: 3 panels\n")
+    start = {"svg": b"<svg ", "html": b"<!doctype html>", "png": b"\x89PNG"}[ending]
+    assert path.read_bytes().startswith(start)
+
+
+def test_chosen_metrics_have_a_panel_each(holdfast: Command, run: Path) -> None:
+    document = holdfast(
+        "plot", run, "--metric", "save/nbytes", "--metric", "lr/0", "--json"
+    ).document
+    assert [one["panel"] for one in document["series"]] == ["save/nbytes", "lr/0"]
+
+
+def test_damaged_lines_are_left_out_and_counted(holdfast: Command, run: Path) -> None:
+    log = run / "log" / "train.jsonl"
+    log.write_bytes(b"torn\n" + log.read_bytes() + b'{"step": 3}\n[1]\n')
+    document = holdfast("plot", run, "--json").document
+    assert document["notes"] == ["3 lines of the log are damaged and left out"]
+    assert len(document["series"][0]["points"]) == 9
+
+
+def test_a_log_may_be_elsewhere(holdfast: Command, run: Path, tmp_path: Path) -> None:
+    log = run / "log" / "train.jsonl"
+    moved = log.replace(tmp_path / "moved.jsonl")
+    document = holdfast("plot", run, "--log", moved, "--json").document
+    assert len(document["series"][0]["points"]) == 9
+
+
+def test_without_a_log_the_checkpoints_are_drawn(holdfast: Command, root: Path) -> None:
+    document = holdfast("plot", root, "--json").document
+    assert document["series"] == [
+        {"panel": "loss", "name": "loss", "points": [[100, 0.3], [200, 0.15], [300, 0.1]]}
+    ]
+    assert document["notes"] == ["no log: only what the checkpoints say of their steps"]
+    assert holdfast("plot", root, "--metric", "odd").code == 0  # NaN at all steps
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["--metric", "lost"], 2, "--metric='lost': there is no such metric; there are"),
+        (["-o", "plot.pdf"], 2, "must end in .svg, .html or .png"),
+        (["-o", "lost/plot.svg"], 2, "No such file"),
+        (["--log", "lost.jsonl"], 2, "there is no such file"),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused(
+    holdfast: Command, run: Path, arguments: list[str], code: int, message: str
+) -> None:
+    result = holdfast("plot", run, *arguments)
+    assert result.code == code
+    assert message in result.err
+
+
+def test_a_run_that_logged_nothing_is_refused(holdfast: Command, run: Path) -> None:
+    (run / "log" / "train.jsonl").unlink()
+    for path in run.glob("step-*"):
+        shutil.rmtree(path)
+    result = holdfast("plot", run)
+    assert result.code == 3
+    assert "nothing was logged" in result.err
+
+
+def figure(points: list[tuple[float, float]], *, name: str = "loss") -> Figure:
+    marks = [Mark(name="saves", steps=[1, 2], color="#000", letter="^", is_line=False)]
+    return Figure(
+        title="<run> & co",
+        panels=[Panel(title="loss", series=[Series(name=name, points=points)])],
+        marks=marks,
+    )
+
+
+VALUES = st.floats(allow_nan=True, allow_infinity=True)
+
+
+@given(st.lists(st.tuples(st.integers(0, 10**9).map(float), VALUES), max_size=30))
+def test_any_values_can_be_drawn(points: list[tuple[float, float]]) -> None:
+    tree = ElementTree.fromstring(svg(figure(sorted(points, key=lambda point: point[0]))))
+    for element in tree.iter():
+        for value in element.attrib.values():
+            assert "nan" not in value
+            assert "inf" not in value
+    assert all(len(line) <= 60 for line in text(figure(points), 60) if "|" in line)
+
+
+def test_names_are_escaped() -> None:
+    page = html(figure([(1, 1.0)], name="<script>"))
+    assert "<script>" not in page
+    assert "&lt;run&gt; &amp; co" in page
+
+
+def test_a_value_that_is_not_finite_leaves_a_gap() -> None:
+    drawn = svg(figure([(1, 1.0), (2, 2.0), (3, math.nan), (4, 1.0), (5, 2.0)]))
+    assert drawn.count("<polyline") == 2
+
+
+def test_many_points_keep_their_extremes() -> None:
+    points = [(float(step), float(step % 7)) for step in range(50_000)]
+    points[31_234] = (31_234.0, 99.0)
+    found = thinned(points)
+    assert len(found) <= 2_000
+    assert max(found, key=lambda point: point[1]) == (31_234.0, 99.0)
+    assert found == sorted(found)
+
+
+@given(st.floats(-1e9, 1e9), st.floats(1e-6, 1e9))
+def test_ticks_are_few_and_inside(low: float, size: float) -> None:
+    high = low + size
+    found = ticks(low, high)
+    assert len(found) <= 6
+    slack = (high - low) * 1e-6
+    assert all(low - slack <= value <= high + slack for value in found)
