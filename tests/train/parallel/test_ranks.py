@@ -31,15 +31,19 @@ from holdfast.train import (
     FSDP2,
     Callback,
     Counts,
+    GradientNorm,
     Logger,
     Metrics,
     Outcome,
     Perplexity,
+    Schedule,
     StepOutput,
     StopWhen,
     Trainer,
     Training,
     Validation,
+    cosine,
+    warmup,
 )
 
 GLOBAL_BATCH = 12
@@ -125,11 +129,21 @@ def fit(root: Path, until: str, num_ranks: int, options: dict[str, Any], rank: i
     return state_of(trainer)
 
 
+def _on_plateau(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.5)
+
+
 STRATEGIES = {
     "ddp": {"strategy": "ddp"},
     "ddp of windows": {"accumulate": 2},
     "fsdp2": {"strategy": "fsdp2"},
     "fsdp2 of windows": {"strategy": FSDP2(reshard_after_forward=False), "accumulate": 2},
+    "a curve": {"scheduler": warmup("2ep").then(cosine("4step"))},
+    "a plateau": {
+        "strategy": "fsdp2",
+        "scheduler": Schedule(_on_plateau, every="evaluation", metric="val/loss"),
+        "callbacks": [GradientNorm()],
+    },
     "recomputed": {"strategy": "fsdp2", "activation_checkpointing": True},
 }
 
@@ -433,6 +447,34 @@ def test_metrics_are_means_over_the_ranks_that_have_them() -> None:
     assert [found["rank"] for found in first] == [0.5] * 3
     assert [found["second"] for found in second] == [5.0] * 3
     assert [{**found, "second": 5.0} for found in first] == second
+
+
+class Norms(Logger):
+    """Keeps the norms that are logged."""
+
+    def __init__(self) -> None:
+        self.seen: list[Metrics] = []
+
+    def log(self, training: Training, metrics: Metrics) -> None:
+        if "grad_norm/total" in metrics:
+            self.seen.append(dict(metrics))
+
+
+def norms_of(num_ranks: int, strategy: Any, rank: int) -> list[Metrics]:
+    norms = Norms()
+    options = {"model": _without_noise, "loss": plain_loss, "strategy": strategy}
+    make(None, num_ranks, callbacks=[GradientNorm(), norms], **options).fit("4step")
+    return norms.seen
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_norms_of_gradients_are_those_of_one_process(strategy: str) -> None:
+    found, none = run_ranks(2, partial(norms_of, 2, strategy))
+    (expected,) = run_ranks(1, partial(norms_of, 1, None))
+    assert none == []
+    assert len(found) == 2
+    for one, other in zip(found, expected, strict=True):
+        assert one == pytest.approx(other, rel=1e-4)
 
 
 class NoSync(Callback):
