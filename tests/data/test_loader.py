@@ -538,7 +538,7 @@ class Endless(IterableDataset[int]):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"dataset": Endless()}, r"holdfast\.data\.skip"),
+        ({"dataset": Endless()}, r"holdfast\.data\.Stream"),
         ({"dataset": iter([1, 2])}, "__getitem__"),
         ({"dataset": []}, "empty"),
         ({"dataset": [1, 2], "batch_size": 3, "drop_last": True}, "no batch"),

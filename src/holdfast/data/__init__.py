@@ -4,6 +4,18 @@ from __future__ import annotations
 
 from holdfast.data.foreign import describe_inexact, skip
 from holdfast.data.loader import Loader
+from holdfast.data.mixture import Mixture
 from holdfast.data.ranks import DataRanks
+from holdfast.data.samplers import Buckets, Weighted
+from holdfast.data.stream import Stream
 
-__all__ = ["DataRanks", "Loader", "describe_inexact", "skip"]
+__all__ = [
+    "Buckets",
+    "DataRanks",
+    "Loader",
+    "Mixture",
+    "Stream",
+    "Weighted",
+    "describe_inexact",
+    "skip",
+]

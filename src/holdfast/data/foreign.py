@@ -12,6 +12,11 @@ from holdfast.errors import UsageError
 
 T = TypeVar("T")
 
+_BUFFERED = (
+    "the samples in the buffer of shuffle() are lost at a resume: leave shuffle() out and give "
+    "holdfast.data.Stream(shuffle=…) a number"
+)
+
 
 def describe_inexact(loader: object) -> str | None:
     """Describe why a resume with `loader` is known to be inexact; None: no reason is known.
@@ -23,7 +28,34 @@ def describe_inexact(loader: object) -> str | None:
         return _stateful(loader)
     if name == "torch.DataLoader":
         return "a torch DataLoader has no position: after a resume it starts its epoch again"
+    if _is_buffered(loader):
+        return f"datasets.IterableDataset: {_BUFFERED}"
     return None
+
+
+def unrepeatable(source: object) -> str | None:
+    """Describe why `source` is known to give other samples when it is read again; None: unknown.
+
+    Of webdataset a shuffle without a seed, which is seeded by the clock.
+    """
+    for stage in _pipeline(source):
+        known = getattr(stage, "kw", {})
+        is_shuffle = getattr(getattr(stage, "f", None), "__name__", "") == "_shuffle"
+        if is_shuffle and known.get("seed") is None and known.get("rng") is None:
+            return (
+                "webdataset's shuffle() is seeded by the clock: leave it out and give the Stream "
+                "shuffle=…, or give it a seed"
+            )
+    return None
+
+
+def set_epoch(source: Any, epoch: int) -> None:
+    """Tell a source the number of the epoch that begins, if it has a way to be told."""
+    if hasattr(source, "set_epoch"):
+        source.set_epoch(epoch)
+    for stage in _pipeline(source):
+        if type(getattr(stage, "epoch", None)) is int:
+            stage.epoch = epoch - 1  # webdataset's stages count up when they begin
 
 
 def skip(
@@ -55,9 +87,31 @@ def _stateful(loader: object) -> str | None:
         problems.append("the stock RandomSampler loses its order in mid-epoch")
     if getattr(loader, "num_workers", 0) > 0:
         problems.append("the workers' random generators are not restored")
+    if _is_buffered(getattr(loader, "dataset", None)):
+        problems.append(_BUFFERED)
     if not problems:
         return None
     return f"StatefulDataLoader: {'; '.join(problems)}. holdfast.data.Loader is exact in both"
+
+
+def _is_buffered(source: Any) -> bool:
+    """Whether datasets' IterableDataset shuffles in a buffer, which its state does not have."""
+    if _type_name(source) != "datasets.IterableDataset":
+        return False
+    left = [getattr(source, "_ex_iterable", None)]
+    while left:
+        part = left.pop()
+        if type(part).__name__ == "BufferShuffledExamplesIterable":
+            return True
+        if part is not None:
+            left += [getattr(part, "ex_iterable", None), *getattr(part, "ex_iterables", ())]
+    return False
+
+
+def _pipeline(source: Any) -> list[Any]:
+    """Return the stages of a pipeline of webdataset."""
+    bases = [base.__module__.split(".")[0] for base in type(source).__mro__]
+    return list(source.pipeline) if "webdataset" in bases else []
 
 
 def _sampler(loader: object) -> Any:

@@ -4,39 +4,33 @@ The order of samples is a pure function of (seed, lap), and each batch is fetche
 generators seeded from (seed, lap, batch). So two numbers are the whole position, and it counts
 the batches that the loop has taken, not those that workers have fetched ahead. With several ranks
 they are batches of all ranks, of which each takes its part, so the position is the same on all.
+Orders of samplers are in `samplers.py`, the stored position is checked in `position.py`.
 """
 
 from __future__ import annotations
 
-import atexit
 import logging
-import multiprocessing
-import multiprocessing.connection
-import os
-import signal
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
-from weakref import WeakKeyDictionary
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from holdfast.arguments import checked, shown
-from holdfast.data import randomness
-from holdfast.data.ranks import ALONE, DataRanks, HasRank, data_ranks
+from holdfast.data import identity, position, randomness, samplers
+from holdfast.data.mixture import Mixture
+from holdfast.data.permutation import Permutation
+from holdfast.data.ranks import ALONE, DataRanks, HasRank, check_group, data_ranks
+from holdfast.data.workers import begin_worker, watch
 from holdfast.errors import UsageError, listing
-from holdfast.launched import has_group, present_ranks
 
 logger = logging.getLogger("holdfast")
 
 _BatchSpec = tuple[int, int, Sequence[int]]
 """(epoch, batch, indices of this rank's samples)."""
-_SETTINGS = ("num_samples", "batch_size", "shuffle", "drop_last")
-_PER_EPOCH = "batches_per_epoch"
-"""Member of the position that is stored only if the option is given."""
-_iterators: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-"""torch's iterators with workers -> id of the process that started them."""
+_COMPUTED_ABOVE = 2**27
+"""Samples above which a shuffle is computed by default: a stored order of them has 1 GiB."""
 
 
 class Loader:
@@ -56,6 +50,9 @@ class Loader:
     and torch (CPU). A dataset that keeps a generator of its own, or other state that fetching
     changes, is exact with no loader. The generators of the process are left as they were.
 
+    A sampler or batch sampler is drawn anew for each lap, under generators that depend on the seed
+    and the lap alone. A resume in the middle of an epoch checks that its order is the same.
+
     With several ranks, `batch_size` samples of each rank are one batch of all ranks. Order and
     position are the same on all ranks, which count batches of all ranks, so the seed must be, too.
 
@@ -67,17 +64,20 @@ class Loader:
     True
     """
 
-    @checked()
+    @checked(but=("batch_size", "shuffle"))
     def __init__(
         self,
         dataset: Any,
         *,
-        batch_size: int,
+        batch_size: int | Mapping[int, int] | Callable[[int], int] | None = None,
+        sampler: Any = None,
+        batch_sampler: Any = None,
         seed: int = 0,
-        shuffle: bool = True,
+        shuffle: bool | Literal["computed"] = True,
         drop_last: bool = False,
         batches_per_epoch: int | None = None,
         ranks: Literal["group"] | HasRank | None = "group",
+        fingerprint: str | None = None,
         num_workers: int = 0,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         pin_memory: bool = False,
@@ -89,9 +89,15 @@ class Loader:
 
         Args:
             dataset: has `__len__`, and `__getitem__` or `__getitems__`.
-            batch_size: samples a batch, of each rank.
+            batch_size: samples a batch, of each rank; a function gives that of each epoch, and a
+                mapping that of epochs from each of its keys on, as `{0: 32, 10: 64}`.
+            sampler: in place of `shuffle`, which samples a lap has: a function of (seed, lap) that
+                gives indices, such as `Weighted`, or a sampler of torch.
+            batch_sampler: in place of `batch_size`, too: gives a list of indices for each batch of
+                all ranks, such as `Buckets`.
             seed: of the order and of what a fetch draws, the same on all ranks; zero or above.
             shuffle: draw a new order for each lap through the data; otherwise the dataset's own.
+                "computed": the order is computed and not stored, as True does above 2**27 samples.
             drop_last: leave out a lap's last batch when it is not full. Otherwise the ranks divide
                 it; their parts differ by one sample at most, and none is empty.
             batches_per_epoch: an epoch is so many batches, fewer or more than a lap, and the next
@@ -99,16 +105,23 @@ class Loader:
             ranks: rank and world size of those that share the data, such as `DataRanks(0, 8)`;
                 "group": those of torch's default process group, or those that a launcher such as
                 torchrun has set, if it is made later; None: this process has all of the data.
+            fingerprint: name of this very data; a resume with another one is refused.
 
         Raises:
-            UsageError: an iterable, an empty dataset, or one without a full batch; or ranks that
-                are none.
+            UsageError: an iterable, an empty dataset, or one without a full batch; ranks that are
+                none; or a sampler that cannot be drawn from again, or not with these options.
         """
         _check_dataset(dataset)
-        _check_whole("batch_size", batch_size, at_least=1)
+        _check_options(dataset, batch_size, sampler, batch_sampler, shuffle, drop_last)
+        self._sizes = _Sizes(batch_size)
         _check_whole("seed", seed, at_least=0)
         if batches_per_epoch is not None:
             _check_whole("batches_per_epoch", batches_per_epoch, at_least=1)
+            if self._sizes.vary or batch_sampler is not None:
+                raise UsageError(
+                    "batches_per_epoch needs one batch_size: with a batch_sampler, or batch sizes "
+                    "by epoch, an epoch is a lap through the data. Leave it out"
+                )
         _check_whole("num_workers", num_workers, at_least=0)
         if prefetch_factor is not None:
             _check_whole("prefetch_factor", prefetch_factor, at_least=1)
@@ -117,16 +130,25 @@ class Loader:
         given = data_ranks(ranks)
         self._ranks, self._is_alone = given or ALONE, given is None
         self._follows_group, self._has_warned = ranks == "group", False
-        self._batch_size = batch_size * self._ranks.world_size
-        """Samples of a batch of all ranks."""
-        self._shuffle = shuffle
+        self._shuffle, self._asks_computed = bool(shuffle), shuffle == "computed"
+        self._is_computed = self._asks_computed or (
+            self._shuffle and self._num_samples > _COMPUTED_ABOVE
+        )
         self._drop_last = drop_last
-        self._batches_per_lap = _num_batches(self._num_samples, self._batch_size, drop_last)
         self._batches_per_epoch = batches_per_epoch
-        self._check_not_empty()
         self._seed = seed
         self._epoch = 0
         self._batch = 0
+        if isinstance(dataset, Mixture):
+            sampler = partial(dataset.order, shuffle=self._shuffle)
+        self._sampler, self._batch_sampler = sampler, batch_sampler
+        self._is_sampled = sampler is not None or batch_sampler is not None
+        self._laps: dict[tuple[int, int], samplers.Lap] = {}
+        """Of a sampler: the last two laps that were drawn, by seed and lap."""
+        self._data, self._fingerprint = identity.describe(dataset), fingerprint
+        self._check_not_empty()
+        if self._is_sampled:
+            self._check_is_pure()
         self._generation = 0
         self._begun_epoch = -1
         """Epoch that an iterator was made for since the position was loaded."""
@@ -144,7 +166,7 @@ class Loader:
                 persistent_workers=persistent_workers,
                 prefetch_factor=prefetch_factor,
                 multiprocessing_context=multiprocessing_context,
-                worker_init_fn=_begin_worker,
+                worker_init_fn=begin_worker,
             )
         except (TypeError, ValueError) as error:  # its message names the option
             raise UsageError(f"torch's DataLoader: {error}") from error
@@ -175,8 +197,11 @@ class Loader:
         return self._seed
 
     def __len__(self) -> int:
-        """Return the number of batches of an epoch, the same on all ranks."""
-        return self._batches_per_epoch or self._batches_per_lap
+        """Return the number of batches of this epoch, the same on all ranks.
+
+        Epochs differ in it only with a batch sampler, or with batch sizes by epoch.
+        """
+        return self._num_batches(self._seed, self._epoch)
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over the rest of this epoch, or the next one if this one is at its end."""
@@ -207,26 +232,32 @@ class Loader:
             )
         return self._take(max(0, step - start) * batches_per_step)
 
-    def state_dict(self) -> dict[str, int | bool]:
+    def state_dict(self) -> dict[str, int | bool | str]:
         """Return the position, with the settings that it depends on."""
         return {
             "epoch": self._epoch,
             "batch": self._batch,
             "seed": self._seed,
-            **self._settings(),
+            **self._settings(self._seed, self._epoch, self._batch),
+            "data": self._data,
+            **({} if self._fingerprint is None else {"fingerprint": self._fingerprint}),
         }
 
     def check_state_dict(self, state: Mapping[str, Any]) -> list[str]:
         """Validate a position as `load_state_dict` does, without changes; resumes call it first.
 
         Returns:
-            Notes for the resume: where the position among batches of another size goes on.
+            Notes for the resume: where the position among batches of another size goes on, and
+            what has changed in the dataset.
         """
-        _, notes = self._batch_from(_checked(state))
+        _, notes = self._batch_from(position.checked(state))
         return notes
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a stored position. A stored seed that differs replaces this one, with a warning.
+
+        In the middle of an epoch, so does the way in which its order was drawn: all at once, or
+        computed. That the dataset is another one is told as far as its type and attributes show.
 
         A loader of several ranks goes on with batches of another size, too, at the first one
         without a sample that was taken; a warning says how many samples that leaves out.
@@ -234,9 +265,10 @@ class Loader:
         Raises:
             UsageError: not a position, or one inside an epoch that has another length, batch
                 size or order here; with `batches_per_epoch`, any such difference unless the
-                stored position is the very first. Nothing is changed then.
+                stored position is the very first; or another `fingerprint`. Nothing is changed
+                then.
         """
-        stored = _checked(state)
+        stored = position.checked(state)
         batch, notes = self._batch_from(stored)
         for note in notes:
             logger.warning("the loader's position: %s", note)
@@ -246,6 +278,16 @@ class Loader:
                 self._seed,
                 stored["seed"],
             )
+        was_computed = stored.get(position.ORDER) == position.COMPUTED
+        if self._shuffle and stored["shuffle"] and was_computed != self._is_computed:
+            if self._asks_computed and not stored["batch"] and self._batches_per_epoch is None:
+                was_computed = True  # a new epoch may be ordered as it likes
+            elif self._asks_computed:
+                logger.warning(
+                    'shuffle="computed", and the stored order was drawn at once: it goes on, '
+                    "until a resume at an epoch's start"
+                )
+            self._is_computed = was_computed
         self._seed, self._epoch, self._batch = stored["seed"], stored["epoch"], batch
         self._generation += 1
         self._begun_epoch = -1
@@ -269,10 +311,11 @@ class Loader:
                 f"the dataset had {self._num_samples} samples and now has {len(self.dataset)}: "
                 "make a new loader"
             )
-        self._check_group()
+        if self._follows_group:
+            self._has_warned = check_group(self._ranks, self._has_warned)
         self._plan.specs = self._specs(self._epoch, self._batch, count)
         batches = iter(self._batches)
-        _iterators[batches] = os.getpid()
+        watch(batches)
         for epoch, batch, samples in batches:
             self._epoch, self._batch = epoch, batch + 1
             yield samples
@@ -283,109 +326,200 @@ class Loader:
                 )
 
     def _specs(self, epoch: int, batch: int, count: int) -> Iterator[tuple[bytes, _BatchSpec]]:
-        first = epoch * len(self) + batch
-        order, ordered_lap = torch.empty(0), -1
+        orders: tuple[int, Any] = (-1, None)
         # Ranks draw differently. The first draws as a single one does.
         own = (self._ranks.rank,) if self._ranks.rank else ()
-        for number in range(first, first + count):
-            lap, place = divmod(number, self._batches_per_lap)
-            if lap != ordered_lap:
-                order, ordered_lap = self._order(lap), lap
-            indices = order[place * self._batch_size : (place + 1) * self._batch_size].tolist()
+        length = self._num_batches(self._seed, epoch)
+        for _ in range(count):
+            if batch == length:
+                epoch, batch = epoch + 1, 0
+                length = self._num_batches(self._seed, epoch)
+            lap, place = self._place(epoch, batch)
+            if lap != orders[0]:
+                orders = lap, self._order(lap)
             # Not derived from the epoch: batches do not depend on where epochs end.
             entropy = randomness.derive(self._seed, "batch", lap, place, *own)
-            yield entropy, (*divmod(number, len(self)), self._ranks.part(indices))
+            indices = self._indices(orders[1], epoch, place)
+            yield entropy, (epoch, batch, self._ranks.part(indices))
+            batch += 1
 
-    def _order(self, lap: int) -> torch.Tensor:
+    def _place(self, epoch: int, batch: int) -> tuple[int, int]:
+        """Return the lap of a batch, and its place there."""
+        if self._batches_per_epoch is None:
+            return epoch, batch
+        return divmod(epoch * self._batches_per_epoch + batch, self._batches_of_lap(self._seed, 0))
+
+    def _order(self, lap: int) -> Any:
+        if self._is_sampled:
+            return self._lap(self._seed, lap)
         if not self._shuffle:
-            return torch.arange(self._num_samples)
+            return range(self._num_samples)
+        if self._is_computed:
+            return Permutation(self._num_samples, seed=self._seed, lap=lap)
         own = randomness.generator(randomness.derive(self._seed, "order", lap))
         return torch.randperm(self._num_samples, generator=own)
 
-    def _settings(self) -> dict[str, int | bool]:
-        settings: dict[str, int | bool] = {
+    def _indices(self, order: Any, epoch: int, place: int) -> Sequence[int]:
+        if isinstance(order, samplers.Lap):
+            return order.batch(place)
+        batch_size = self._batch_size(epoch)
+        part = order[place * batch_size : (place + 1) * batch_size]
+        return list(part) if isinstance(part, range) else part.tolist()
+
+    def _lap(self, seed: int, lap: int) -> samplers.Lap:
+        """Return a lap of the sampler, drawn if it is not one of the last two."""
+        if (seed, lap) not in self._laps:
+            drawn = self._drawn(seed, lap)
+            if self._batches_per_epoch is not None and lap:
+                _check_like_first(len(drawn.ends), self._batches_of_lap(seed, 0), lap)
+            kept = list(self._laps.items())[-1:]
+            self._laps = dict([*kept, ((seed, lap), drawn)])
+        return self._laps[seed, lap]
+
+    def _drawn(self, seed: int, lap: int) -> samplers.Lap:
+        if self._batch_sampler is not None:
+            return samplers.draw_batches(self._batch_sampler, seed, lap, self._num_samples)
+        size = self._batch_size(lap)  # the epoch, unless there is one size for all
+        return samplers.draw_lap(self._sampler, seed, lap, self._num_samples, size, self._drop_last)
+
+    def _check_is_pure(self) -> None:
+        """Raise `UsageError` if the sampler gives another order when it is asked again."""
+        if self._drawn(self._seed, 0).digest != self._lap(self._seed, 0).digest:
+            which = "sampler" if self._batch_sampler is None else "batch_sampler"
+            raise UsageError(
+                f"{which}: it gave two orders for one lap, so no resume would be exact: it draws "
+                "from a generator of its own. Write a function of (seed, lap), or give it an "
+                "attribute `generator` as torch's samplers have"
+            )
+
+    def _batch_size(self, epoch: int) -> int:
+        """Return the samples of a batch of all ranks; with a batch sampler zero."""
+        return self._sizes.of(epoch) * self._ranks.world_size
+
+    def _batches_of_lap(self, seed: int, lap: int) -> int:
+        if self._is_sampled:
+            return len(self._lap(seed, lap).ends)
+        return position.num_batches(self._num_samples, self._batch_size(lap), self._drop_last)
+
+    def _num_batches(self, seed: int, epoch: int) -> int:
+        found = self._batches_per_epoch or self._batches_of_lap(seed, epoch)
+        if not found:
+            raise UsageError(f"epoch {epoch} has no full batch (drop_last)")
+        return found
+
+    def _settings(self, seed: int, epoch: int, batch: int) -> dict[str, int | bool | str]:
+        """Return what a position depends on."""
+        settings: dict[str, int | bool | str] = {
             "num_samples": self._num_samples,
-            "batch_size": self._batch_size,
+            "batch_size": self._batch_size(epoch),
             "shuffle": self._shuffle,
             "drop_last": self._drop_last,
         }
         if self._batches_per_epoch is not None:
-            settings[_PER_EPOCH] = self._batches_per_epoch
+            settings[position.PER_EPOCH] = self._batches_per_epoch
+        if self._is_sampled:
+            lap = self._lap(seed, self._place(epoch, batch)[0])
+            settings |= {position.ORDER: lap.digest, position.NUM_BATCHES: len(lap.ends)}
+        elif self._is_computed:
+            settings[position.ORDER] = position.COMPUTED
         return settings
 
-    def _batch_from(self, stored: Mapping[str, int]) -> tuple[int, list[str]]:
-        """Return the batch to resume at, and notes on it.
+    def _batch_from(self, stored: Mapping[str, Any]) -> tuple[int, list[str]]:
+        """Return the batch to resume at, and notes on it and on the dataset.
 
         Settings may differ only at an epoch's start or end; the batch size may differ everywhere
         in whole laps of several ranks.
         """
-        batch, settings = stored["batch"], self._settings()
-        names = (*_SETTINGS, _PER_EPOCH)
-        differing = [name for name in names if stored.get(name) != settings.get(name)]
-        if not differing or stored["epoch"] == batch == 0:
-            return batch, []
-        are_laps = _PER_EPOCH not in stored and _PER_EPOCH not in settings
-        if are_laps and batch == _epoch_length(stored):
-            return len(self), []
-        if batch and are_laps and differing == ["batch_size"] and not self._is_alone:
-            return self._carry_on(stored)
-        if batch or not are_laps:
-            of_all = "" if self._is_alone else " (batch_size is that of all ranks together)"
-            raise UsageError(
-                f"the position is batch {batch} of epoch {stored['epoch']}, and means nothing in "
-                f"an epoch of another shape{of_all}:\n"
-                + listing(
-                    f"{name}: stored {stored.get(name)}, here {settings.get(name)}"
-                    for name in differing
-                )
+        seed, epoch, batch = stored["seed"], stored["epoch"], stored["batch"]
+        if epoch == batch == 0:
+            return 0, []
+        notes = position.changes_of_data(stored, self._num_samples, self._data, self._fingerprint)
+        are_laps = position.PER_EPOCH not in stored and self._batches_per_epoch is None
+        if are_laps and batch == 0:
+            return 0, notes
+        settings = self._settings(seed, epoch, batch)
+        differing = position.differing(stored, settings)
+        if not differing:
+            return batch, notes
+        if are_laps and batch == position.epoch_length(stored):
+            return self._num_batches(seed, epoch), notes
+        of_size = {"batch_size", position.NUM_BATCHES}
+        if (
+            are_laps
+            and "batch_size" in differing
+            and of_size >= {*differing}
+            and not self._is_alone
+        ):
+            return self._carry_on(stored, notes)
+        of_all = "" if self._is_alone else " (batch_size is that of all ranks together)"
+        raise UsageError(
+            f"the position is batch {batch} of epoch {epoch}, and means nothing in "
+            f"an epoch of another shape{of_all}:\n"
+            + listing(
+                f"{name}: stored {stored.get(name)}, here {settings.get(name)}"
+                for name in differing
             )
-        return batch, []
+        )
 
-    def _carry_on(self, stored: Mapping[str, int]) -> tuple[int, list[str]]:
+    def _carry_on(self, stored: Mapping[str, Any], notes: list[str]) -> tuple[int, list[str]]:
         """Return the first batch without a sample that was taken in batches of another size."""
+        seed, epoch = stored["seed"], stored["epoch"]
+        batch_size = self._batch_size(epoch)
+        in_lap = len(self._lap(seed, epoch).indices) if self._is_sampled else self._num_samples
         num_taken = stored["batch"] * stored["batch_size"]
-        batch = min(-(-num_taken // self._batch_size), len(self))
-        num_left_out = min(batch * self._batch_size, self._num_samples) - num_taken
+        batch = min(-(-num_taken // batch_size), self._num_batches(seed, epoch))
+        num_left_out = min(batch * batch_size, in_lap) - num_taken
         note = (
             f"a batch of all ranks was of {stored['batch_size']} samples and is of "
-            f"{self._batch_size} here, so epoch {stored['epoch']} goes on at batch {batch} in "
+            f"{batch_size} here, so epoch {epoch} goes on at batch {batch} in "
             f"place of {stored['batch']}"
         )
         if num_left_out > 0:
             note += f", and {num_left_out} of its samples are left out"
-        return batch, [note]
-
-    def _check_group(self) -> None:
-        """Raise `UsageError` if the process group is not that for which the loader was made."""
-        if not self._follows_group:
-            return
-        present = present_ranks()
-        group = DataRanks(present.rank, present.world_size)
-        if group.world_size > 1 and not has_group() and not self._has_warned:
-            self._has_warned = True
-            logger.warning(
-                "the loader gives this process the part of rank %d of %d, as its launcher says, "
-                "and there is no process group: where each process trains by itself, pass "
-                "ranks=None",
-                *group,
-            )
-        if group != self._ranks:
-            made_for, now = (f"rank {ranks[0]} of {ranks[1]}" for ranks in (self._ranks, group))
-            raise UsageError(
-                f"the loader was made for {made_for}, but in the process group this is {now}: "
-                "make the loader after the group, or give it `ranks`"
-            )
+        return batch, [*notes, note]
 
     def _check_not_empty(self) -> None:
         if self._num_samples == 0:
             raise UsageError("the dataset is empty")
-        if self._batches_per_lap == 0:
+        if self._batches_of_lap(self._seed, 0) == 0:
             num_ranks = self._ranks.world_size
             on_ranks = f" on each of {num_ranks} ranks" if num_ranks > 1 else ""
             raise UsageError(
-                f"batch_size={self._batch_size // num_ranks}{on_ranks} with drop_last leaves no "
+                f"batch_size={self._sizes.of(0)}{on_ranks} with drop_last leaves no "
                 f"batch of {self._num_samples} samples"
             )
+
+
+class _Sizes:
+    """Batch size of one rank, by epoch."""
+
+    def __init__(self, given: int | Mapping[int, int] | Callable[[int], int] | None) -> None:
+        """Keep a size, a mapping or a function; None, as with a batch sampler, means zero."""
+        self._given = given
+        self.vary = isinstance(given, Mapping) or callable(given)
+        if isinstance(given, Mapping):
+            self._check_mapping(given)
+        elif given is not None and not callable(given):
+            _check_whole("batch_size", given, at_least=1)
+        self.of(0)
+
+    def of(self, epoch: int) -> int:
+        """Return the size in an epoch."""
+        if self._given is None or isinstance(self._given, int):
+            return self._given or 0
+        if isinstance(self._given, Mapping):
+            return self._given[max(first for first in self._given if first <= epoch)]
+        size = self._given(epoch)
+        _check_whole(f"batch_size({epoch})", size, at_least=1)
+        return size
+
+    @staticmethod
+    def _check_mapping(given: Mapping[int, int]) -> None:
+        for first, size in given.items():
+            _check_whole("batch_size: an epoch", first, at_least=0)
+            _check_whole(f"batch_size[{first}]", size, at_least=1)
+        if 0 not in given:
+            raise UsageError(f"batch_size={shown(given)}: must have a size for epoch 0")
 
 
 class _PlannedBatches:
@@ -417,81 +551,15 @@ class _Fetcher(torch.utils.data.Dataset[Any]):
         return [self._dataset[index] for index in indices]
 
 
-def _begin_worker(worker: int) -> None:
-    _outlive_signals()
-    threading.Thread(target=_end_with_training, name="holdfast-watch", daemon=True).start()
-
-
-def _end_with_training() -> None:
-    """End this worker when the training process has ended, in whatever way.
-
-    torch's workers watch their parent, which with a fork server is another process, and only
-    between two fetches.
-    """
-    training = multiprocessing.parent_process()
-    assert training is not None, "a worker is a process of multiprocessing"
-    multiprocessing.connection.wait([training.sentinel])
-    os._exit(1)
-
-
-def _outlive_signals() -> None:
-    """Make this worker ignore signals that supervisors send to its whole process group.
-
-    The signals are meant for the training process, which ends its workers itself. If a worker died
-    of one, the training process would raise an error, at an arbitrary line.
-    """
-    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, _ignore)
-    # A second signal comes from the training process, for a worker that hangs.
-    signal.signal(signal.SIGTERM, _ignore_once)
-
-
-def _end_workers() -> None:
-    """Kill the workers of this process at its exit.
-
-    multiprocessing would send each a single SIGTERM, which workers ignore (it may have been sent to
-    the whole process group), and then wait for them forever.
-    """
-    ours = [batches for batches, pid in _iterators.items() if pid == os.getpid()]  # not a parent's
-    workers = [worker for batches in ours for worker in getattr(batches, "_workers", ())]
-    if workers:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise
-    for worker in workers:
-        worker.kill()
-
-
-# Runs before multiprocessing's own exit function, which its import above registered.
-atexit.register(_end_workers)
-
-
-def _ignore(number: int, frame: Any) -> None:
-    """Ignore a signal, but not with SIG_IGN, which the worker's own children would inherit."""
-
-
-def _ignore_once(number: int, frame: Any) -> None:
-    signal.signal(number, signal.SIG_DFL)
-
-
 def _identity(batch: Any) -> Any:
     return batch
-
-
-def _num_batches(num_samples: int, batch_size: int, drop_last: bool) -> int:
-    return num_samples // batch_size if drop_last else -(-num_samples // batch_size)
-
-
-def _epoch_length(stored: Mapping[str, int]) -> int:
-    num_batches = _num_batches(
-        stored["num_samples"], stored["batch_size"], bool(stored["drop_last"])
-    )
-    return stored.get(_PER_EPOCH, num_batches) if num_batches else 0
 
 
 def _check_dataset(dataset: Any) -> None:
     if isinstance(dataset, IterableDataset):
         raise UsageError(
-            "an IterableDataset has no position: give it state_dict and load_state_dict and put "
-            "it into the state itself, or go forward with holdfast.data.skip"
+            "an IterableDataset cannot be read by index: use holdfast.data.Stream(dataset, "
+            "batch_size=…) (docs/data.md)"
         )
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         raise UsageError(
@@ -500,24 +568,40 @@ def _check_dataset(dataset: Any) -> None:
         )
 
 
+def _check_options(
+    dataset: Any, batch_size: Any, sampler: Any, batch_sampler: Any, shuffle: Any, drop_last: bool
+) -> None:
+    """Raise `UsageError` if options that decide the batches contradict each other."""
+    if not isinstance(shuffle, bool) and shuffle != "computed":
+        raise UsageError(f'shuffle={shown(shuffle)}: must be True, False or "computed"')
+    if batch_size is None and batch_sampler is None:
+        raise UsageError("batch_size=None: must be a whole number, 1 or above (or a batch_sampler)")
+    if batch_sampler is not None and (batch_size is not None or sampler is not None or drop_last):
+        raise UsageError(
+            "batch_sampler: it decides the batches, so give no batch_size, sampler or drop_last"
+        )
+    is_of_samples = batch_sampler is None
+    name, given = ("sampler", sampler) if is_of_samples else ("batch_sampler", batch_sampler)
+    is_mixture = isinstance(dataset, Mixture)
+    if given is None:
+        if is_mixture and shuffle == "computed":
+            raise UsageError('shuffle="computed": the order of a Mixture is stored; leave it out')
+        return
+    if is_mixture:
+        raise UsageError(f"{name}: a Mixture has an order of its own, by its weights")
+    if shuffle is not True:
+        raise UsageError(f"{name}: it decides the order, so leave out shuffle")
+    samplers.check_sampler(name, given, len(dataset))
+
+
+def _check_like_first(num_batches: int, first: int, lap: int) -> None:
+    if num_batches != first:
+        raise UsageError(
+            f"sampler: lap {lap} has {num_batches} batches and the first one {first}; with "
+            "batches_per_epoch all laps must be of one length"
+        )
+
+
 def _check_whole(name: str, value: Any, *, at_least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
         raise UsageError(f"{name}={value!r}: must be a whole number, {at_least} or above")
-
-
-def _checked(state: Mapping[str, Any]) -> dict[str, int]:
-    """Check types and ranges of the members of a stored position."""
-    least = {"epoch": 0, "batch": 0, "seed": 0, "num_samples": 1, "batch_size": 1}
-    if _PER_EPOCH in state:
-        least[_PER_EPOCH] = 1
-    if set(state) != {*least, *_SETTINGS}:
-        raise UsageError(f"not the position of a Loader: it has {sorted(state)}")
-    for name, at_least in least.items():
-        _check_whole(f"stored {name}", state[name], at_least=at_least)
-    for name in ("shuffle", "drop_last"):
-        if not isinstance(state[name], bool):
-            raise UsageError(f"stored {name}={state[name]!r}: must be true or false")
-    num_batches = _epoch_length(state)
-    if not 0 < num_batches >= state["batch"]:
-        raise UsageError(f"stored batch={state['batch']}: its epoch has {num_batches} batches")
-    return dict(state)

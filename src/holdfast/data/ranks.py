@@ -5,12 +5,15 @@ Sends nothing: whatever the ranks have to agree on follows from what is the same
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from holdfast.arguments import shown
 from holdfast.errors import UsageError
 from holdfast.launched import has_group, present_ranks
+
+logger = logging.getLogger("holdfast")
 
 T = TypeVar("T")
 
@@ -79,3 +82,31 @@ def data_ranks(ranks: Literal["group"] | HasRank | None) -> DataRanks | None:
             "whole numbers, rank from 0 to world_size - 1"
         )
     return DataRanks(rank, world_size)
+
+
+def check_group(made_for: DataRanks, has_warned: bool) -> bool:
+    """Check that the process group is that for which a loader was made.
+
+    Returns:
+        Whether it was warned, now or before, that there is no group, but a launcher's ranks.
+
+    Raises:
+        UsageError: it is another group.
+    """
+    present = present_ranks()
+    group = DataRanks(present.rank, present.world_size)
+    if group.world_size > 1 and not has_group() and not has_warned:
+        has_warned = True
+        logger.warning(
+            "the loader gives this process the part of rank %d of %d, as its launcher says, "
+            "and there is no process group: where each process trains by itself, pass "
+            "ranks=None",
+            *group,
+        )
+    if group != made_for:
+        then, now = (f"rank {ranks[0]} of {ranks[1]}" for ranks in (made_for, group))
+        raise UsageError(
+            f"the loader was made for {then}, but in the process group this is {now}: "
+            "make the loader after the group, or give it `ranks`"
+        )
+    return has_warned

@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from holdfast.arguments import shown
-from holdfast.data import Loader
+from holdfast.data import Loader, Stream
 from holdfast.data.foreign import describe_inexact
 from holdfast.data.randomness import preserved
 from holdfast.engine.options import Checkpoints
@@ -80,19 +80,20 @@ def device_for(group: Group, given: torch.device | None) -> torch.device | None:
 
 
 def check_shared_data(data: Any, strategy: Strategy | None, group: Group) -> None:
-    """Raise `UsageError` if a `Loader` was made for other ranks than those that train together."""
-    if not isinstance(data, Loader) or (strategy is None and not group.is_alone):
+    """Raise `UsageError` if a `Loader` or `Stream` was made for other ranks than these."""
+    if not isinstance(data, Loader | Stream) or (strategy is None and not group.is_alone):
         return
     world_size = data.ranks.world_size
     if group.is_alone and world_size > 1:
         raise UsageError(
-            f"data: the Loader gives this process one part of {world_size}, and it trains alone: "
-            "make it with ranks=None"
+            f"data: the {type(data).__name__} gives this process one part of {world_size}, and it "
+            "trains alone: make it with ranks=None"
         )
     if not group.is_alone and world_size == 1:
         raise UsageError(
-            f"data: the Loader gives each of the {group.world_size} ranks the same batches: leave "
-            'out ranks=None, or make it after the process group; "group" gives each its part'
+            f"data: the {type(data).__name__} gives each of the {group.world_size} ranks the same "
+            'batches: leave out ranks=None, or make it after the process group; "group" gives '
+            "each its part"
         )
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from holdfast.data import Loader, randomness
+from holdfast.data import Loader, Stream, randomness
 from holdfast.engine.control.stop import Interrupted, Stop
 from holdfast.state.apply import prepare
 from holdfast.state.capture import capture
@@ -46,7 +46,7 @@ class WayBack:
         """Whether the state can be saved after an error, once `go` was called."""
         self._stop = stop
         self._data = data
-        self._can_interrupt = stop is not None and isinstance(data, Loader)
+        self._can_interrupt = stop is not None and isinstance(data, Loader | Stream)
         self._has_hooks = callbacks.are_told("epoch_start", "before_data")
         self._small = small(state, "data")
         self._state = state

@@ -1,0 +1,106 @@
+"""What is cheaply known of a dataset's identity, to detect another one at a resume.
+
+Reads attributes by name; imports none of the packages, reads no sample and no file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from holdfast.arguments import shown
+from holdfast.errors import UsageError
+
+_PLACES = ("root", "path", "data_dir", "filename")
+_LISTS = ("paths", "files", "filenames", "urls", "shards")
+
+
+def describe(dataset: Any) -> str:
+    """Describe a dataset: its type, and the fingerprint or the names of files that it has.
+
+    Of a path only the last part counts, as the folders before it differ between machines.
+
+    >>> from torch.utils.data import Subset
+    >>> describe(Subset(range(10), [1, 2]))
+    'Subset(range)'
+    """
+    known = getattr(dataset, "__dict__", {})
+    parts = []
+    # datasets: a hash of the data and of all that was done to it.
+    if isinstance(known.get("_fingerprint"), str):
+        parts.append(known["_fingerprint"])
+    parts += [f"{name}={_last(known[name])}" for name in _PLACES if _is_path(known.get(name))]
+    parts += [f"{name}={_digest(known[name])}" for name in _LISTS if _are_paths(known.get(name))]
+    inner = [known["dataset"]] if "dataset" in known else known.get("datasets", [])
+    if isinstance(inner, list | tuple):
+        parts += [describe(each) for each in inner]
+    name = type(dataset).__qualname__
+    return f"{name}({', '.join(parts)})" if parts else name
+
+
+def changes(stored: Mapping[str, Any], data: str, fingerprint: str | None) -> list[str]:
+    """Describe how the data is another than that of a stored position.
+
+    Raises:
+        UsageError: it had another fingerprint, given by the user.
+    """
+    before = stored.get("fingerprint")
+    if before is not None and fingerprint is not None and before != fingerprint:
+        raise UsageError(
+            f"the position is one in the data with fingerprint={shown(before)}, and here is "
+            f"{shown(fingerprint)}: load that data, or begin a new run (to go on with other data "
+            "in any case, leave out the argument fingerprint)"
+        )
+    notes = []
+    if before is not None and fingerprint is None:
+        notes.append(f"the data had the fingerprint {shown(before)}, and none is given now")
+    if stored.get("data", data) != data:
+        notes.append(f"the data was {stored['data']} and is {data} now")
+    return notes
+
+
+def digest(sample: Any) -> str:
+    """Return a digest of a sample's numbers, texts and bytes; of other objects of their types."""
+    found = hashlib.blake2b(digest_size=8)
+    for part in _parts(sample):
+        found.update(len(part).to_bytes(8, "little") + part)
+    return found.hexdigest()
+
+
+def _parts(value: Any) -> Iterator[bytes]:
+    yield type(value).__qualname__.encode()
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _parts(key)
+            yield from _parts(inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _parts(inner)
+    elif isinstance(value, torch.Tensor):
+        yield bytes(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    elif isinstance(value, np.ndarray) and value.dtype != object:
+        yield value.tobytes()
+    elif isinstance(value, str | bytes | int | float | complex | None):
+        yield value if isinstance(value, bytes) else repr(value).encode()
+
+
+def _is_path(value: Any) -> bool:
+    return isinstance(value, str | os.PathLike) and bool(os.fspath(value))
+
+
+def _are_paths(value: Any) -> bool:
+    return isinstance(value, list | tuple) and bool(value) and all(map(_is_path, value))
+
+
+def _last(path: Any) -> str:
+    return os.path.basename(str(os.fspath(path)).rstrip("/\\")) or "/"
+
+
+def _digest(paths: Sequence[Any]) -> str:
+    text = "\0".join(map(_last, paths))
+    return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()

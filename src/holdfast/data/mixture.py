@@ -1,0 +1,126 @@
+"""Several map-style datasets as one, each with a share of the samples."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterable
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from holdfast.arguments import shown
+from holdfast.data import randomness
+from holdfast.errors import UsageError
+
+
+class Mixture:
+    """Map-style dataset of several, of which a `Loader` takes samples by weights.
+
+    Each lap has the same number of samples of each dataset, in a new order. A dataset goes through
+    its own laps, in an order of its own: none of its samples comes again before all have come. So
+    the position is that of any Loader, and whatever was taken follows from it.
+
+    >>> from holdfast.data import Loader
+    >>> mixture = Mixture([(range(3), 1), (range(100, 200), 2)], num_samples=9)
+    >>> (batch,) = Loader(mixture, batch_size=9)
+    >>> sorted(batch.tolist())[:3], sum(batch > 99).item()
+    ([0, 1, 2], 6)
+    """
+
+    def __init__(
+        self, parts: Iterable[tuple[Any, float]], *, num_samples: int | None = None
+    ) -> None:
+        """Make a mixture of (dataset, weight).
+
+        Args:
+            parts: datasets with `__len__` and `__getitem__`, and weights above zero, whose sum is
+                arbitrary.
+            num_samples: samples of a lap; None: as many as all datasets have together.
+
+        Raises:
+            UsageError: a dataset is empty or no map-style one, a weight is not above zero, or too
+                small to get a sample in a lap.
+        """
+        pairs = [*parts]
+        if not pairs:
+            raise UsageError("parts: must be a list of (dataset, weight), not empty")
+        for number, (dataset, weight) in enumerate(pairs):
+            _check_part(number, dataset, weight)
+        self.datasets = [dataset for dataset, _ in pairs]
+        self._lengths = [len(dataset) for dataset in self.datasets]
+        self._ends = list(accumulate(self._lengths))
+        total = self._ends[-1] if num_samples is None else num_samples
+        if type(total) is not int or total < 1:
+            raise UsageError(
+                f"num_samples={shown(num_samples)}: must be a whole number, 1 or above"
+            )
+        self.counts = _apportioned(total, [float(weight) for _, weight in pairs])
+        """Samples of each dataset in a lap."""
+        if 0 in self.counts:
+            number = self.counts.index(0)
+            raise UsageError(
+                f"parts[{number}]: with weight={pairs[number][1]} the dataset gets none of the "
+                f"{total} samples of a lap: raise num_samples or the weight"
+            )
+
+    def __len__(self) -> int:
+        """Return the number of samples of all datasets together."""
+        return self._ends[-1]
+
+    def __getitem__(self, index: int) -> Any:
+        """Return a sample, counted through the datasets one after the other."""
+        number = bisect_right(self._ends, index)
+        return self.datasets[number][index - (self._ends[number - 1] if number else 0)]
+
+    def order(self, seed: int, lap: int, *, shuffle: bool = True) -> Tensor:
+        """Return the indices of a lap; a sampler."""
+        parts = [self._part(seed, lap, number, shuffle) for number in range(len(self.counts))]
+        taken = torch.cat(parts)
+        if shuffle:
+            own = randomness.generator(randomness.derive(seed, "mixture", lap))
+            return taken[torch.randperm(len(taken), generator=own)]
+        # Spread evenly: the sample k of n comes at (k + 1/2) / n of the lap.
+        places = [(torch.arange(n, dtype=torch.float64) + 0.5) / n for n in self.counts]
+        return taken[torch.argsort(torch.cat(places), stable=True)]
+
+    def _part(self, seed: int, lap: int, number: int, shuffle: bool) -> Tensor:
+        """Return what a lap takes of one dataset, which goes on where the lap before ended."""
+        count, length = self.counts[number], self._lengths[number]
+        start = lap * count
+        found = []
+        for own_lap in range(start // length, (start + count - 1) // length + 1):
+            order = torch.arange(length)
+            if shuffle:
+                entropy = randomness.derive(seed, "part", number, own_lap)
+                order = torch.randperm(length, generator=randomness.generator(entropy))
+            first = max(0, start - own_lap * length)
+            found.append(order[first : start + count - own_lap * length])
+        return torch.cat(found) + (self._ends[number] - length)
+
+
+def _check_part(number: int, dataset: Any, weight: Any) -> None:
+    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+        raise UsageError(
+            f"parts[{number}]: a {type(dataset).__name__} has no __len__ and __getitem__. Iterable "
+            "sources cannot be mixed exactly here: mix them in the source (datasets: "
+            "interleave_datasets), which a Stream then reads"
+        )
+    if not len(dataset):
+        raise UsageError(f"parts[{number}]: the dataset is empty")
+    if isinstance(weight, bool) or not isinstance(weight, int | float):
+        raise UsageError(f"parts[{number}]: weight={shown(weight)} must be a number above zero")
+    if not 0 < weight < math.inf:
+        raise UsageError(f"parts[{number}]: weight={shown(weight)} must be a number above zero")
+
+
+def _apportioned(total: int, weights: list[float]) -> list[int]:
+    """Divide `total` by weights, the largest remainders rounded up."""
+    exact = [total * weight / math.fsum(weights) for weight in weights]
+    counts = [math.floor(each) for each in exact]
+    by_remainder = sorted(range(len(exact)), key=lambda n: counts[n] - exact[n])
+    for number in by_remainder[: total - sum(counts)]:
+        counts[number] += 1
+    return counts

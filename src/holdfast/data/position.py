@@ -1,0 +1,94 @@
+"""The stored position of a `Loader`: its members, their checks, and what differs from a loader's.
+
+Old positions have neither `data` nor `fingerprint`, and an `order` only where it is not torch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from holdfast.arguments import shown
+from holdfast.data import identity
+from holdfast.errors import UsageError
+
+SETTINGS = ("num_samples", "batch_size", "shuffle", "drop_last")
+PER_EPOCH = "batches_per_epoch"
+"""Stored only if the option is given."""
+ORDER = "order"
+"""Stored only of a computed shuffle, as `COMPUTED`, and of samplers, as the digest of a lap."""
+COMPUTED = "computed"
+NUM_BATCHES = "num_batches"
+"""Batches of the present lap; stored only of samplers."""
+_TEXTS = ("data", "fingerprint", ORDER)
+
+
+def checked(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Check types and ranges of the members of a stored position.
+
+    Raises:
+        UsageError: it is not the position of a Loader.
+    """
+    is_of_batches = NUM_BATCHES in state and state.get("batch_size") == 0
+    least = {"epoch": 0, "batch": 0, "seed": 0, "num_samples": 1}
+    least["batch_size"] = 0 if is_of_batches else 1
+    least |= {name: 1 for name in (PER_EPOCH, NUM_BATCHES) if name in state}
+    if {*state} - {*_TEXTS} != {*least, *SETTINGS}:
+        raise UsageError(f"not the position of a Loader: it has {sorted(state)}")
+    for name, at_least in least.items():
+        value = state[name]
+        if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
+            raise UsageError(
+                f"stored {name}={value!r}: must be a whole number, {at_least} or above"
+            )
+    for name in ("shuffle", "drop_last"):
+        if not isinstance(state[name], bool):
+            raise UsageError(f"stored {name}={state[name]!r}: must be true or false")
+    for name in _TEXTS:
+        if not isinstance(state.get(name, ""), str):
+            raise UsageError(f"stored {name}={shown(state[name])}: must be text")
+    length = epoch_length(state)
+    if not 0 < length >= state["batch"]:
+        raise UsageError(f"stored batch={state['batch']}: its epoch has {length} batches")
+    return dict(state)
+
+
+def num_batches(num_samples: int, batch_size: int, drop_last: bool) -> int:
+    """Return the number of batches of a lap."""
+    return num_samples // batch_size if drop_last else -(-num_samples // batch_size)
+
+
+def epoch_length(stored: Mapping[str, Any]) -> int:
+    """Return the number of batches of the stored epoch; zero if a lap has none."""
+    if NUM_BATCHES in stored:
+        in_lap = int(stored[NUM_BATCHES])
+    else:
+        in_lap = num_batches(stored["num_samples"], stored["batch_size"], stored["drop_last"])
+    return int(stored.get(PER_EPOCH, in_lap)) if in_lap else 0
+
+
+def differing(stored: Mapping[str, Any], settings: Mapping[str, Any]) -> list[str]:
+    """List the members that differ from a loader's settings.
+
+    A shuffle that is computed or drawn at once is no difference: the stored one goes on.
+    """
+    names = (*SETTINGS, PER_EPOCH, NUM_BATCHES)
+    found = [name for name in names if stored.get(name) != settings.get(name)]
+    orders = [of.get(ORDER) for of in (stored, settings)]
+    if len({None if order == COMPUTED else order for order in orders}) > 1:
+        found.append(ORDER)
+    return found
+
+
+def changes_of_data(
+    stored: Mapping[str, Any], num_samples: int, data: str, fingerprint: str | None
+) -> list[str]:
+    """Describe what has changed in the dataset since the position was stored.
+
+    Raises:
+        UsageError: it had another fingerprint, given by the user.
+    """
+    notes = identity.changes(stored, data, fingerprint)
+    if stored["num_samples"] != num_samples:
+        notes.append(f"the dataset had {stored['num_samples']} samples and has {num_samples} now")
+    return notes

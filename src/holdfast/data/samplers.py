@@ -1,0 +1,295 @@
+"""Orders of samples other than a plain shuffle: what a lap through the data consists of.
+
+A sampler is a pure function of seed and lap. So no state of it is saved: the position has a digest
+of the lap's order, by which a resume detects that it would be another one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DistributedSampler
+
+from holdfast.arguments import shown
+from holdfast.data import randomness
+from holdfast.errors import UsageError
+
+Sampler = Callable[[int, int], Sequence[int] | Tensor] | Iterable[int]
+BatchSampler = Callable[[int, int], Sequence[Sequence[int]]] | Iterable[Sequence[int]]
+
+
+class Weighted:
+    """Sampler that draws samples by weights, such as for classes that are rare.
+
+    >>> order = Weighted([1, 0, 3], num_samples=1000)(0, 0)
+    >>> counts = order.bincount(minlength=3).tolist()
+    >>> counts[1], counts[2] > 2 * counts[0]
+    (0, True)
+    """
+
+    def __init__(
+        self,
+        weights: Sequence[float] | Tensor,
+        num_samples: int | None = None,
+        *,
+        replacement: bool = True,
+    ) -> None:
+        """Make a sampler.
+
+        Args:
+            weights: one for each sample of the dataset, zero or above; their sum is arbitrary.
+            num_samples: samples of a lap; None: as many as there are weights, or, without
+                replacement, as many as have a weight above zero.
+            replacement: a sample may come several times in a lap.
+
+        Raises:
+            UsageError: a weight is negative or not finite, all are zero, or there are fewer
+                samples to draw than `num_samples`, without replacement.
+        """
+        self._weights = torch.as_tensor(weights, dtype=torch.float64)
+        self.dataset_length = len(self._weights)
+        num_positive = int((self._weights > 0).sum())
+        is_good = bool(torch.isfinite(self._weights).all() and (self._weights >= 0).all())
+        if self._weights.dim() != 1 or not is_good or not num_positive:
+            raise UsageError(
+                "weights: must be a list of finite numbers, zero or above, and one above zero"
+            )
+        default = self.dataset_length if replacement else num_positive
+        self._num_samples = default if num_samples is None else num_samples
+        if type(self._num_samples) is not int or self._num_samples < 1:
+            raise UsageError(
+                f"num_samples={shown(num_samples)}: must be a whole number, 1 or above"
+            )
+        if not replacement and self._num_samples > num_positive:
+            raise UsageError(
+                f"num_samples={num_samples}: without replacement there are {num_positive} samples "
+                "with a weight above zero"
+            )
+        self._replacement = replacement
+
+    def __call__(self, seed: int, lap: int) -> Tensor:
+        """Return the order of a lap."""
+        own = randomness.generator(randomness.derive(seed, "weighted", lap))
+        if self._replacement:
+            # Not torch.multinomial, which takes 2**24 weights at most.
+            sums = np.cumsum(self._weights.numpy())
+            drawn = torch.rand(self._num_samples, generator=own, dtype=torch.float64).numpy()
+            places = np.searchsorted(sums, drawn * sums[-1], side="right")
+            last = int(np.flatnonzero(self._weights.numpy())[-1])  # for a product rounded up
+            return torch.from_numpy(np.minimum(places, last).astype(np.int64))
+        # The order of exponential times with these rates (Efraimidis and Spirakis, 2006).
+        drawn_times = torch.rand(self.dataset_length, generator=own, dtype=torch.float64)
+        times = -torch.log1p(-drawn_times) / self._weights
+        times[self._weights == 0] = float("inf")
+        return torch.argsort(times, stable=True)[: self._num_samples]
+
+
+class Buckets:
+    """Batch sampler that puts samples of similar length into a batch, so that little is padded.
+
+    Samples are shuffled, divided into pools, sorted by length within each pool, cut into batches,
+    and the batches are shuffled.
+
+    >>> batches = Buckets([5, 90, 6, 80, 7, 85], max_tokens=180)(0, 0)
+    >>> sorted(sorted(batch) for batch in batches)
+    [[0, 2, 4], [1, 5], [3]]
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int] | Tensor,
+        *,
+        batch_size: int | None = None,
+        max_tokens: int | None = None,
+        pool: int = 100,
+    ) -> None:
+        """Make a batch sampler, with one of `batch_size` and `max_tokens`.
+
+        Args:
+            lengths: of each sample of the dataset.
+            batch_size: samples of a batch, of all ranks together.
+            max_tokens: the most that a batch has, of all ranks together, when each of its samples
+                is padded to the longest one.
+            pool: batches of a pool, about; more of them mean less padding and less chance.
+
+        Raises:
+            UsageError: not one of the two is given, or a sample is longer than `max_tokens`.
+        """
+        self._lengths = torch.as_tensor(lengths, dtype=torch.int64)
+        self.dataset_length = len(self._lengths)
+        given = [size for size in (batch_size, max_tokens) if size is not None]
+        if len(given) != 1 or any(type(size) is not int or size < 1 for size in [*given, pool]):
+            raise UsageError(
+                f"batch_size={shown(batch_size)}, max_tokens={shown(max_tokens)}, "
+                f"pool={shown(pool)}: give one of batch_size and max_tokens; whole numbers, 1 or "
+                "above"
+            )
+        if self._lengths.dim() != 1 or not self.dataset_length or int(self._lengths.min()) < 0:
+            raise UsageError("lengths: must be a list of whole numbers, zero or above, not empty")
+        longest = int(self._lengths.max())
+        if max_tokens is not None and longest > max_tokens:
+            raise UsageError(f"max_tokens={max_tokens}: the longest sample has {longest}")
+        self._batch_size, self._max_tokens = batch_size, max_tokens
+        mean = max(1.0, float(self._lengths.double().mean()))
+        about = int((max_tokens or 0) / mean) if batch_size is None else batch_size
+        self._num_pooled = max(1, about) * pool
+
+    def __call__(self, seed: int, lap: int) -> list[list[int]]:
+        """Return the batches of a lap."""
+        own = randomness.generator(randomness.derive(seed, "buckets", lap))
+        order = torch.randperm(self.dataset_length, generator=own)
+        batches = []
+        for pool in torch.split(order, self._num_pooled):
+            ranked = pool[torch.argsort(self._lengths[pool], stable=True)]
+            batches += list(self._cut(ranked.tolist(), self._lengths[ranked].tolist()))
+        return [batches[place] for place in torch.randperm(len(batches), generator=own).tolist()]
+
+    def _cut(self, indices: list[int], lengths: list[int]) -> Iterator[list[int]]:
+        """Cut indices, sorted by length, into batches."""
+        first = 0
+        for place, length in enumerate(lengths):
+            count = place - first
+            if self._batch_size is None:
+                is_full = (count + 1) * length > (self._max_tokens or 0)
+            else:
+                is_full = count == self._batch_size
+            if is_full and count:
+                yield indices[first:place]
+                first = place
+        yield indices[first:]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lap:
+    """Batches of one lap that a sampler gave."""
+
+    indices: Tensor
+    """Of all batches, one after the other."""
+    ends: Sequence[int]
+    """For each batch, where it ends in `indices`."""
+    digest: str
+    """Of the order; for a batch sampler also of where batches end."""
+
+    def batch(self, place: int) -> list[int]:
+        """Return the indices of a batch."""
+        start = self.ends[place - 1] if place else 0
+        found: list[int] = self.indices[start : self.ends[place]].tolist()
+        return found
+
+
+def draw_lap(
+    sampler: Sampler, seed: int, lap: int, num_samples: int, batch_size: int, drop_last: bool
+) -> Lap:
+    """Draw a lap from a sampler of samples, and cut it into batches.
+
+    Raises:
+        UsageError: an index is none of the dataset.
+    """
+    given = _draw(sampler, seed, lap)
+    indices = given if isinstance(given, Tensor) else torch.as_tensor(np.asarray(list(given)))
+    indices = _checked_indices(indices, num_samples, "sampler", lap)
+    ends = list(range(batch_size, len(indices) + 1, batch_size))
+    if not drop_last and len(indices) % batch_size:
+        ends.append(len(indices))
+    return Lap(indices=indices, ends=ends, digest=_digest(indices))
+
+
+def draw_batches(sampler: BatchSampler, seed: int, lap: int, num_samples: int) -> Lap:
+    """Draw a lap from a batch sampler.
+
+    Raises:
+        UsageError: an index is none of the dataset, or a batch is empty.
+    """
+    batches = [np.asarray(list(batch)) for batch in _draw(sampler, seed, lap)]
+    if any(not len(batch) for batch in batches):
+        raise UsageError(f"batch_sampler: a batch of lap {lap} is empty")
+    flat = np.concatenate(batches) if batches else np.empty(0, np.int64)
+    indices = _checked_indices(torch.as_tensor(flat), num_samples, "batch_sampler", lap)
+    ends = np.cumsum([len(batch) for batch in batches]).tolist()
+    return Lap(indices=indices, ends=ends, digest=_digest(indices, torch.tensor(ends)))
+
+
+def check_sampler(name: str, sampler: Any, num_samples: int) -> None:
+    """Check that a sampler can be drawn from again, for this dataset.
+
+    Raises:
+        UsageError: it cannot; or it was made for another number of samples.
+    """
+    for inner in _with_inner(sampler):
+        if isinstance(inner, DistributedSampler) or hasattr(inner, "num_replicas"):
+            raise UsageError(
+                f"{name}: a {type(inner).__name__} gives each rank its part, which the Loader does "
+                "itself (ranks=): leave it out"
+            )
+    if not callable(sampler) and (not hasattr(sampler, "__iter__") or iter(sampler) is sampler):
+        raise UsageError(
+            f"{name}={shown(sampler)} is a {type(sampler).__name__}: must be a function of "
+            "(seed, lap), or an object that gives its indices each time it is iterated over"
+        )
+    made_for = getattr(sampler, "dataset_length", num_samples)
+    if made_for != num_samples:
+        raise UsageError(
+            f"{name}: the {type(sampler).__name__} was made for {made_for} samples, and the "
+            f"dataset has {num_samples}"
+        )
+
+
+def _draw(sampler: Any, seed: int, lap: int) -> Any:
+    """Call or iterate over a sampler, under generators that depend on seed and lap alone."""
+    entropy = randomness.derive(seed, "sampler", lap)
+    with randomness.seeded(entropy):
+        if callable(sampler):
+            return sampler(seed, lap)
+        with _reseeded(_with_inner(sampler), entropy, lap):
+            return list(sampler)
+
+
+@contextmanager
+def _reseeded(samplers: list[Any], entropy: bytes, lap: int) -> Iterator[None]:
+    """Give torch's samplers their own seeded generator for the block, and the lap as epoch."""
+    before = [(each, each.generator) for each in samplers if hasattr(each, "generator")]
+    for each, _ in before:
+        each.generator = randomness.generator(entropy)
+    for each in samplers:
+        if hasattr(each, "set_epoch"):
+            each.set_epoch(lap)
+    try:
+        yield
+    finally:
+        for each, generator in before:
+            each.generator = generator
+
+
+def _with_inner(sampler: Any) -> list[Any]:
+    """Return a sampler, and the one that it takes its indices from, as torch's BatchSampler."""
+    inner = getattr(sampler, "sampler", None)
+    return [sampler] if inner is None else [sampler, *_with_inner(inner)]
+
+
+def _checked_indices(indices: Tensor, num_samples: int, name: str, lap: int) -> Tensor:
+    if not len(indices):
+        raise UsageError(f"{name}: lap {lap} has no sample")
+    if indices.dim() != 1 or indices.is_floating_point() or indices.dtype == torch.bool:
+        raise UsageError(f"{name}: lap {lap} must be whole numbers, indices of the dataset")
+    least, most = int(indices.min()), int(indices.max())
+    if least < 0 or most >= num_samples:
+        wrong = least if least < 0 else most
+        raise UsageError(
+            f"{name}: lap {lap} has the index {wrong}, and the dataset has {num_samples} samples"
+        )
+    return indices.to("cpu", torch.int64)
+
+
+def _digest(*numbers: Tensor) -> str:
+    found = hashlib.blake2b(digest_size=8)
+    for each in numbers:
+        found.update(len(each).to_bytes(8, "little"))
+        found.update(np.ascontiguousarray(each.numpy(), dtype="<i8").data)
+    return found.hexdigest()

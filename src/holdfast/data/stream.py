@@ -1,0 +1,472 @@
+"""Batches of an iterable source with an exact position, for sources that cannot be read by index.
+
+A source is read in blocks, each under global generators seeded from (seed, epoch, worker, block):
+one batch, or as many as are shuffled among each other. The position has the source's state from
+before the present block, and how much of the block was taken. A resume reads the block again.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any, Literal
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
+
+from holdfast.arguments import checked, shown
+from holdfast.data import identity, randomness
+from holdfast.data.foreign import describe_inexact, set_epoch, unrepeatable
+from holdfast.data.ranks import ALONE, DataRanks, HasRank, check_group, data_ranks
+from holdfast.data.workers import begin_worker, watch
+from holdfast.errors import UsageError, listing
+
+logger = logging.getLogger("holdfast")
+
+_SETTINGS = ("batch_size", "shuffle", "drop_last", "resume", "num_workers")
+
+
+class Stream:
+    """Loader of an iterable source, whose position resumes exactly.
+
+    Exact for a source whose `state_dict` and `load_state_dict` are exact for the samples that it
+    gives, and for what it, or `collate_fn`, draws from the global generators of Python, NumPy and
+    torch (CPU). The generators of the process are left as they were.
+
+    Each epoch begins with the state that the source had when the Stream was made; of a source with
+    `set_epoch`, it is called with the epoch's number first. An epoch ends where the source does.
+    Loops, `until` and positions at the end of an epoch are as for a `Loader`.
+
+    With several ranks each rank reads the whole stream, and takes its part of each batch. So the
+    position is the same on all ranks, and any number of them can go on from it.
+    """
+
+    @checked()
+    def __init__(
+        self,
+        source: Any,
+        *,
+        batch_size: int,
+        seed: int = 0,
+        shuffle: int = 0,
+        drop_last: bool = False,
+        resume: Literal["state", "replay"] = "state",
+        ranks: Literal["group"] | HasRank | None = "group",
+        fingerprint: str | None = None,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        pin_memory: bool = False,
+        prefetch_factor: int | None = None,
+        multiprocessing_context: Any = None,
+    ) -> None:
+        """Make a stream; options from `num_workers` on are those of torch's DataLoader.
+
+        Args:
+            source: gives samples each time it is iterated over. With workers it must divide itself
+                among them, as datasets' IterableDataset does.
+            batch_size: samples a batch, of each rank.
+            seed: of the shuffle and of what a fetch draws, the same on all ranks; zero or above.
+            shuffle: samples that are shuffled among each other, rounded up to whole batches; they
+                are in memory, and a resume reads them again. 0: the source's own order.
+            drop_last: leave out an epoch's last batch (of each worker) when it is not full.
+            resume: "state": with the source's `state_dict` and `load_state_dict`; "replay": read
+                the epoch again from its start, for sources without them. It takes that time, and
+                is exact where the source gives the same samples again.
+            ranks: as for a `Loader`.
+            fingerprint: name of this very data; a resume with another one is refused.
+
+        Raises:
+            UsageError: an argument is not possible, the source has no state, or it gives each rank
+                a part of its own.
+        """
+        _check_source(source, resume)
+        for name, value, at_least in (
+            ("batch_size", batch_size, 1),
+            ("seed", seed, 0),
+            ("shuffle", shuffle, 0),
+            ("num_workers", num_workers, 0),
+        ):
+            if value < at_least:
+                raise UsageError(f"{name}={value}: must be {at_least} or above")
+        given = data_ranks(ranks)
+        self.source = source
+        self._ranks, self._is_alone = given or ALONE, given is None
+        self._follows_group, self._has_warned = ranks == "group", False
+        self._data, self._fingerprint = identity.describe(source), fingerprint
+        self._seed, self._epoch, self._batch = seed, 0, 0
+        self._workers: list[_Place | None] = [None] * max(1, num_workers)
+        """Of each worker, where it stands in the epoch; None: at its start."""
+        self._next_worker = 0
+        self._at_end = False
+        self._generation, self._begun_epoch = 0, -1
+        self._reader = _Reader(
+            source=source,
+            initial=None if resume == "replay" else _state_of(source),
+            batch_size=batch_size * self._ranks.world_size,
+            num_shuffled=shuffle,
+            drop_last=drop_last,
+            ranks=self._ranks,
+            collate_fn=collate_fn or default_collate,
+        )
+        self._settings = {
+            "batch_size": self._reader.batch_size,
+            "shuffle": shuffle,
+            "drop_last": drop_last,
+            "resume": resume,
+            "num_workers": num_workers,
+        }
+        try:
+            self._batches: DataLoader[Any] = DataLoader(
+                self._reader,
+                batch_size=None,
+                collate_fn=_identity,
+                generator=torch.Generator(),
+                num_workers=num_workers,
+                pin_memory=pin_memory,
+                prefetch_factor=prefetch_factor,
+                multiprocessing_context=multiprocessing_context,
+                worker_init_fn=begin_worker,
+            )
+        except (TypeError, ValueError) as error:  # its message names the option
+            raise UsageError(f"torch's DataLoader: {error}") from error
+
+    @property
+    def epoch(self) -> int:
+        """Number of epochs that have ended."""
+        return self._epoch
+
+    @property
+    def batch(self) -> int:
+        """Number of batches, of all ranks, that the loop has taken of this epoch."""
+        return self._batch
+
+    @property
+    def at_epoch_end(self) -> bool:
+        """Whether the loop has taken the epoch's last batch and has not requested another."""
+        return self._at_end
+
+    @property
+    def ranks(self) -> DataRanks:
+        """Rank of this process among those that share the data, and their number."""
+        return self._ranks
+
+    @property
+    def seed(self) -> int:
+        """The seed in use; after `load_state_dict`, the stored one."""
+        return self._seed
+
+    def __iter__(self) -> Iterator[Any]:
+        """Iterate over the rest of this epoch, or the next one if this one is at its end."""
+        if self._at_end and self._begun_epoch == self._epoch:
+            self._end_epoch()
+        self._begun_epoch = self._epoch
+        return self._rest()
+
+    @checked()
+    def until(self, step: int, *, start: int = 0, batches_per_step: int = 1) -> Iterator[Any]:
+        """Iterate over batches, across epochs, until `step` steps are done; as for a `Loader`.
+
+        Raises:
+            UsageError: an epoch has no batch, or an argument is too small.
+        """
+        if min(step, start, batches_per_step - 1) < 0:
+            raise UsageError(
+                f"until({step}, start={start}, batches_per_step={batches_per_step}): step and "
+                "start must be 0 or above, batches_per_step 1 or above"
+            )
+        if start and self._epoch == self._batch == 0:
+            logger.warning(
+                "until(start=%d): the stream stands at its very first batch; was it in the state "
+                "that was resumed?",
+                start,
+            )
+        return islice(self._endless(), max(0, step - start) * batches_per_step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position, with the states of the source and the settings they depend on."""
+        return {
+            "epoch": self._epoch,
+            "batch": self._batch,
+            "seed": self._seed,
+            "next_worker": self._next_worker,
+            "at_end": self._at_end,
+            "workers": [None if place is None else place.stored() for place in self._workers],
+            "data": self._data,
+            **self._settings,
+            **({} if self._fingerprint is None else {"fingerprint": self._fingerprint}),
+        }
+
+    def check_state_dict(self, state: Mapping[str, Any]) -> list[str]:
+        """Validate a position as `load_state_dict` does, without changes; resumes call it first.
+
+        Returns:
+            Notes for the resume: what has changed in the source.
+        """
+        return self._checked(state)[1]
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a stored position. A stored seed that differs replaces this one, with a warning.
+
+        Raises:
+            UsageError: not a position, one in the middle of an epoch with other settings, or one
+                in the data of another fingerprint. Nothing is changed then.
+        """
+        places, notes = self._checked(state)
+        for note in notes:
+            logger.warning("the stream's position: %s", note)
+        if state["seed"] != self._seed:
+            logger.warning(
+                "the stream's seed is %d, the stored one %d: the stored one is used",
+                self._seed,
+                state["seed"],
+            )
+        self._epoch, self._batch, self._seed = state["epoch"], state["batch"], state["seed"]
+        self._workers, self._at_end = places, state["at_end"]
+        self._next_worker = state["next_worker"] if state["batch"] and not self._at_end else 0
+        self._generation += 1
+        self._begun_epoch = -1
+
+    def _checked(self, state: Mapping[str, Any]) -> tuple[list[_Place | None], list[str]]:
+        least = {"epoch": 0, "batch": 0, "seed": 0, "next_worker": 0}
+        known = {*least, *_SETTINGS, "at_end", "workers", "data", "fingerprint"}
+        is_good = {*state, "fingerprint"} == known and all(
+            type(state[name]) is int and state[name] >= bound for name, bound in least.items()
+        )
+        if not is_good or not isinstance(state["at_end"], bool):
+            raise UsageError(f"not the position of a Stream: it has {sorted(state)}")
+        notes = []
+        if state["epoch"] or state["batch"]:
+            notes = identity.changes(state, self._data, self._fingerprint)
+        differing = [name for name in _SETTINGS if state[name] != self._settings[name]]
+        fresh: list[_Place | None] = [None] * len(self._workers)
+        if state["at_end"] or not state["batch"]:
+            return fresh, notes
+        if differing:
+            raise UsageError(
+                f"the position is batch {state['batch']} of epoch {state['epoch']}, and means "
+                "nothing in a stream with other settings; batch_size is that of all ranks "
+                "together:\n"
+                + listing(
+                    f"{name}: stored {state[name]}, here {self._settings[name]}"
+                    for name in differing
+                )
+            )
+        return [None if part is None else _Place.of(part) for part in state["workers"]], notes
+
+    def _endless(self) -> Iterator[Any]:
+        while True:
+            had_some, epoch = bool(self._batch), self._epoch
+            for batch in self:
+                had_some = True
+                yield batch
+            if not had_some:
+                raise UsageError(f"the source gives no batch in epoch {epoch}")
+
+    def _rest(self) -> Iterator[Any]:
+        epoch = self._begun_epoch = self._epoch
+        if not self._at_end:
+            yield from self._take()
+        if self._epoch == epoch:  # otherwise a later iterator has ended it
+            self._end_epoch()
+
+    def _end_epoch(self) -> None:
+        self._epoch, self._batch, self._at_end = self._epoch + 1, 0, False
+        self._workers, self._next_worker = [None] * len(self._workers), 0
+
+    def _take(self) -> Iterator[Any]:
+        """Take the rest of the epoch, one batch ahead, so that its end is known with its last."""
+        self._generation += 1
+        generation = self._generation
+        if self._follows_group:
+            self._has_warned = check_group(self._ranks, self._has_warned)
+        self._reader.begin(self._seed, self._epoch, self._workers, self._next_worker)
+        with randomness.preserved():
+            batches = iter(self._batches)
+        watch(batches)
+        items = (item for item in batches if item is not None)
+        item = next(items, None)
+        while item is not None:
+            worker, samples, place = item
+            following = next(items, None)
+            self._workers[worker] = place
+            self._next_worker = (worker + 1) % len(self._workers)
+            self._batch += 1
+            self._at_end = following is None
+            yield samples
+            if generation != self._generation:
+                raise UsageError(
+                    "this iterator of the stream has ended: another one began, or the position "
+                    "was loaded; iterate over the stream anew"
+                )
+            item = following
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a worker stands in its epoch."""
+
+    source: Any
+    """State of the source before the present block; None: replayed from the epoch's start."""
+    block: int
+    taken: int
+    """Samples of the block that were taken."""
+    batch: int
+    digest: str = ""
+    """When replayed: of the first samples of the blocks so far, to see that they are the same."""
+
+    @classmethod
+    def of(cls, stored: Any) -> _Place:
+        try:
+            return cls(**stored)
+        except TypeError:
+            raise UsageError(f"not the position of a Stream: {shown(stored)}") from None
+
+    def stored(self) -> dict[str, Any]:
+        return {
+            "source": deepcopy(self.source),
+            "block": self.block,
+            "taken": self.taken,
+            "batch": self.batch,
+            "digest": self.digest,
+        }
+
+
+class _Reader(IterableDataset[Any]):
+    """Reads batches from a source, in this process or in a worker. Pickled to workers.
+
+    Gives (worker, batch, place after it). For workers before the one whose turn is next, torch's
+    round begins with None, so that the turns go on as they were.
+    """
+
+    def __init__(
+        self,
+        *,
+        source: Any,
+        initial: Any,
+        batch_size: int,
+        num_shuffled: int,
+        drop_last: bool,
+        ranks: DataRanks,
+        collate_fn: Callable[[list[Any]], Any],
+    ) -> None:
+        self.batch_size = batch_size
+        self._source, self._initial = source, initial
+        self._num_shuffled, self._drop_last = num_shuffled, drop_last
+        self._block_size = batch_size * max(1, -(-num_shuffled // batch_size))
+        self._ranks, self._collate_fn = ranks, collate_fn
+        self._seed, self._epoch, self._next_worker = 0, 0, 0
+        self._places: list[_Place | None] = []
+
+    def begin(self, seed: int, epoch: int, places: list[_Place | None], next_worker: int) -> None:
+        """Say where the next iteration begins."""
+        self._seed, self._epoch = seed, epoch
+        self._places, self._next_worker = [*places], next_worker
+
+    def __iter__(self) -> Iterator[tuple[int, Any, _Place] | None]:
+        info = get_worker_info()
+        worker = 0 if info is None else info.id
+        if worker < self._next_worker:
+            yield None
+        place = self._places[worker] or _Place(deepcopy(self._initial), 0, 0, 0)
+        samples = self._opened(worker, place)
+        while block := self._block(samples, worker, place.block):
+            after = self._state(), self._digest(place.digest, block)
+            for start in range(place.taken, len(block), self.batch_size):
+                part = block[start : start + self.batch_size]
+                if self._drop_last and len(part) < self.batch_size:
+                    return
+                entropy = self._entropy("collate", worker, place.batch, self._ranks.rank)
+                with randomness.seeded(entropy):
+                    batch = self._collate_fn([*self._ranks.part(part)])
+                taken, number = start + len(part), place.batch + 1
+                if taken == len(block):
+                    place = _Place(after[0], place.block + 1, 0, number, after[1])
+                else:
+                    place = replace(place, taken=taken, batch=number)
+                yield worker, batch, place
+
+    def _opened(self, worker: int, place: _Place) -> Iterator[Any]:
+        """Begin to read the source where the place's block begins."""
+        with randomness.seeded(self._entropy("open", worker)):
+            set_epoch(self._source, self._epoch)
+            if self._initial is not None:
+                self._source.load_state_dict(deepcopy(place.source))
+            samples: Iterator[Any] = iter(self._source)
+        if self._initial is None:
+            self._replay(samples, worker, place)
+        return samples
+
+    def _replay(self, samples: Iterator[Any], worker: int, place: _Place) -> None:
+        """Read again what was taken, and check that it is the same."""
+        found = ""
+        for number in range(place.block):
+            found = self._digest(found, self._block(samples, worker, number))
+        if found != place.digest:
+            raise UsageError(
+                f"the source gave other samples when epoch {self._epoch} was read again, so the "
+                "position means nothing there: is it shuffled without a seed, or other data?"
+            )
+
+    def _block(self, samples: Iterator[Any], worker: int, number: int) -> list[Any]:
+        with randomness.seeded(self._entropy("read", worker, number)):
+            block = list(islice(samples, self._block_size))
+        if self._num_shuffled:
+            own = randomness.generator(self._entropy("order", worker, number))
+            block = [block[place] for place in torch.randperm(len(block), generator=own).tolist()]
+        return block
+
+    def _digest(self, before: str, block: list[Any]) -> str:
+        """Go on with the digest of a replayed epoch; of each block the first sample counts."""
+        if self._initial is not None or not block:
+            return before
+        return identity.digest((before, block[0]))
+
+    def _state(self) -> Any:
+        return None if self._initial is None else _state_of(self._source)
+
+    def _entropy(self, purpose: str, *numbers: int) -> bytes:
+        return randomness.derive(self._seed, f"stream {purpose}", self._epoch, *numbers)
+
+
+def _state_of(source: Any) -> Any:
+    with randomness.preserved():
+        return deepcopy(source.state_dict())
+
+
+def _check_source(source: Any, resume: str) -> None:
+    if not hasattr(source, "__iter__") or hasattr(source, "__next__"):
+        raise UsageError(
+            f"source={shown(source)} is a {type(source).__name__}: must be an object that gives "
+            "its samples each time it is iterated over"
+        )
+    if getattr(source, "_distributed", None) is not None:
+        raise UsageError(
+            "source: it was divided by split_dataset_by_node, and the Stream gives each rank its "
+            "part itself (ranks=): leave that out"
+        )
+    inexact = unrepeatable(source) or (None if resume == "replay" else describe_inexact(source))
+    if inexact is not None:
+        raise UsageError(f"source: {inexact}")
+    if resume == "replay":
+        return
+    if not hasattr(source, "state_dict") or not hasattr(source, "load_state_dict"):
+        raise UsageError(
+            f"source: a {type(source).__name__} has no state_dict and load_state_dict. Where it "
+            'gives the same samples again, give resume="replay", which reads the epoch again up '
+            "to the position"
+        )
+    try:
+        inspect.signature(source.state_dict).bind()
+    except TypeError:
+        raise UsageError(
+            f"source: the state_dict of {type(source).__name__} needs arguments, as that of "
+            "MosaicML's StreamingDataset: read it by index, with a Loader (docs/data.md)"
+        ) from None
+
+
+def _identity(item: Any) -> Any:
+    return item

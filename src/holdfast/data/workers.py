@@ -1,0 +1,76 @@
+"""Data workers of torch's DataLoader that neither signals nor a killed training leave behind."""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import threading
+from typing import Any
+from weakref import WeakKeyDictionary
+
+_iterators: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+"""torch's iterators with workers -> id of the process that started them."""
+
+
+def watch(batches: Any) -> None:
+    """Have the workers of torch's iterator killed at this process's exit."""
+    _iterators[batches] = os.getpid()
+
+
+def begin_worker(worker: int) -> None:
+    """Prepare a worker; the `worker_init_fn` of torch's DataLoader."""
+    _outlive_signals()
+    threading.Thread(target=_end_with_training, name="holdfast-watch", daemon=True).start()
+
+
+def _end_with_training() -> None:
+    """End this worker when the training process has ended, in whatever way.
+
+    torch's workers watch their parent, which with a fork server is another process, and only
+    between two fetches.
+    """
+    training = multiprocessing.parent_process()
+    assert training is not None, "a worker is a process of multiprocessing"
+    multiprocessing.connection.wait([training.sentinel])
+    os._exit(1)
+
+
+def _outlive_signals() -> None:
+    """Make this worker ignore signals that supervisors send to its whole process group.
+
+    The signals are meant for the training process, which ends its workers itself. If a worker died
+    of one, the training process would raise an error, at an arbitrary line.
+    """
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, _ignore)
+    # A second signal comes from the training process, for a worker that hangs.
+    signal.signal(signal.SIGTERM, _ignore_once)
+
+
+def _end_workers() -> None:
+    """Kill the workers of this process at its exit.
+
+    multiprocessing would send each a single SIGTERM, which workers ignore (it may have been sent to
+    the whole process group), and then wait for them forever.
+    """
+    ours = [batches for batches, pid in _iterators.items() if pid == os.getpid()]  # not a parent's
+    workers = [worker for batches in ours for worker in getattr(batches, "_workers", ())]
+    if workers:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise
+    for worker in workers:
+        worker.kill()
+
+
+# Runs before multiprocessing's own exit function, which its import above registered.
+atexit.register(_end_workers)
+
+
+def _ignore(number: int, frame: Any) -> None:
+    """Ignore a signal, but not with SIG_IGN, which the worker's own children would inherit."""
+
+
+def _ignore_once(number: int, frame: Any) -> None:
+    signal.signal(number, signal.SIG_DFL)
