@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from torch import nn
 
 import holdfast
 from holdfast import CheckpointManager, Checkpoints, Last, SideSaver, load_weights
-from holdfast.data import DataRanks, Loader
+from holdfast.data import Buckets, DataRanks, Loader, Mixture, Stream, Weighted
 from holdfast.errors import UsageError
 from holdfast.train import Clip, Counts, Trainer
 
@@ -58,6 +58,23 @@ def a_state() -> dict[str, Any]:
 
 def a_loader(**given: Any) -> Loader:
     return Loader(given.pop("dataset", [torch.ones(2)] * 4), **{"batch_size": 2, **given})
+
+
+class Source:
+    """An iterable with a state."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([1, 2, 3])
+
+    def state_dict(self) -> dict[str, int]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        pass
+
+
+def a_stream(**given: Any) -> Stream:
+    return Stream(given.pop("source", Source()), **{"batch_size": 2, **given})
 
 
 def mean(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
@@ -310,18 +327,68 @@ CASES: dict[str, Case] = {
         beside={"multiprocessing_context": {"num_workers": 1}},
         wrong={
             "dataset": (3, None),
-            "batch_size": (0, *NO_COUNT),
+            "batch_size": (0, *NO_COUNT, {}, {0: 0}, {1: 4}),
+            "sampler": (3, iter([1]), [9], ["x"]),
+            "batch_sampler": (3, [[0]]),
             "seed": NO_COUNT,
             "shuffle": NOT_TRUE_OR_FALSE,
             "drop_last": NOT_TRUE_OR_FALSE,
             "batches_per_epoch": (0, *NO_COUNT),
             "ranks": (3, "x", (0, 2), DataRanks(2, 2)),
+            "fingerprint": NO_TEXT,
             "num_workers": (*NO_COUNT, None),
             "collate_fn": NO_FUNCTION,
             "pin_memory": NOT_TRUE_OR_FALSE,
             "persistent_workers": NOT_TRUE_OR_FALSE,
             "prefetch_factor": (*NO_COUNT, 0),
             "multiprocessing_context": ("x", b"fork"),
+        },
+    ),
+    "Stream": Case(
+        of=Stream,
+        call=lambda folder, **given: a_stream(**given),
+        beside={"multiprocessing_context": {"num_workers": 1}},
+        wrong={
+            "source": (3, iter([1]), [1], None),
+            "batch_size": (0, *NO_COUNT, None),
+            "seed": NO_COUNT,
+            "shuffle": (-1, "x", 1.5, None),
+            "drop_last": NOT_TRUE_OR_FALSE,
+            "resume": (3, "x", None),
+            "ranks": (3, "x", (0, 2), DataRanks(2, 2)),
+            "fingerprint": NO_TEXT,
+            "num_workers": (*NO_COUNT, None),
+            "collate_fn": NO_FUNCTION,
+            "pin_memory": NOT_TRUE_OR_FALSE,
+            "prefetch_factor": (*NO_COUNT, 0),
+            "multiprocessing_context": ("x", b"fork"),
+        },
+    ),
+    "Weighted": Case(
+        of=Weighted,
+        call=lambda folder, **given: Weighted(**{"weights": [1.0, 2.0], **given}),
+        wrong={
+            "weights": ([], [-1], [float("nan")], "x", 3, None, [[1.0]]),
+            "num_samples": (0, *NO_COUNT),
+            "replacement": NOT_TRUE_OR_FALSE,
+        },
+    ),
+    "Buckets": Case(
+        of=Buckets,
+        call=lambda folder, **given: Buckets(**{"lengths": [1, 2], "batch_size": 2, **given}),
+        wrong={
+            "lengths": ([], [-1], "x", 3, None, [[1]]),
+            "batch_size": (0, *NO_COUNT, None),
+            "max_tokens": (0, *NO_COUNT, 1),
+            "pool": (0, *NO_COUNT, None),
+        },
+    ),
+    "Mixture": Case(
+        of=Mixture,
+        call=lambda folder, **given: Mixture(**{"parts": [([1], 1)], **given}),
+        wrong={
+            "parts": (3, None, [], [1], [([1], 0)], [([1],)], [(3, 1)], "x"),
+            "num_samples": (0, *NO_COUNT),
         },
     ),
     "All": Case(of=holdfast.All, call=plain("All"), wrong={}),

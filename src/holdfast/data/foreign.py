@@ -87,11 +87,10 @@ def _stateful(loader: object) -> str | None:
         problems.append("the stock RandomSampler loses its order in mid-epoch")
     if getattr(loader, "num_workers", 0) > 0:
         problems.append("the workers' random generators are not restored")
+    advice = ". holdfast.data.Loader is exact in both" if problems else ""
     if _is_buffered(getattr(loader, "dataset", None)):
         problems.append(_BUFFERED)
-    if not problems:
-        return None
-    return f"StatefulDataLoader: {'; '.join(problems)}. holdfast.data.Loader is exact in both"
+    return f"StatefulDataLoader: {'; '.join(problems)}{advice}" if problems else None
 
 
 def _is_buffered(source: Any) -> bool:

@@ -578,7 +578,8 @@ def _check_options(
         raise UsageError("batch_size=None: must be a whole number, 1 or above (or a batch_sampler)")
     if batch_sampler is not None and (batch_size is not None or sampler is not None or drop_last):
         raise UsageError(
-            "batch_sampler: it decides the batches, so give no batch_size, sampler or drop_last"
+            f"batch_sampler={shown(batch_sampler)}: it decides the batches, so give no batch_size, "
+            "sampler or drop_last"
         )
     is_of_samples = batch_sampler is None
     name, given = ("sampler", sampler) if is_of_samples else ("batch_sampler", batch_sampler)

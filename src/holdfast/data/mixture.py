@@ -44,11 +44,13 @@ class Mixture:
             UsageError: a dataset is empty or no map-style one, a weight is not above zero, or too
                 small to get a sample in a lap.
         """
-        pairs = [*parts]
-        if not pairs:
-            raise UsageError("parts: must be a list of (dataset, weight), not empty")
+        pairs = [*parts] if isinstance(parts, Iterable) else []
+        if not pairs or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
+            raise UsageError(
+                f"parts={shown(parts)}: must be a list of (dataset, weight), not empty"
+            )
         for number, (dataset, weight) in enumerate(pairs):
-            _check_part(number, dataset, weight)
+            _check_part(f"parts[{number}]={shown((dataset, weight))}", dataset, weight)
         self.datasets = [dataset for dataset, _ in pairs]
         self._lengths = [len(dataset) for dataset in self.datasets]
         self._ends = list(accumulate(self._lengths))
@@ -101,19 +103,19 @@ class Mixture:
         return torch.cat(found) + (self._ends[number] - length)
 
 
-def _check_part(number: int, dataset: Any, weight: Any) -> None:
+def _check_part(name: str, dataset: Any, weight: Any) -> None:
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         raise UsageError(
-            f"parts[{number}]: a {type(dataset).__name__} has no __len__ and __getitem__. Iterable "
+            f"{name}: a {type(dataset).__name__} has no __len__ and __getitem__. Iterable "
             "sources cannot be mixed exactly here: mix them in the source (datasets: "
             "interleave_datasets), which a Stream then reads"
         )
     if not len(dataset):
-        raise UsageError(f"parts[{number}]: the dataset is empty")
+        raise UsageError(f"{name}: the dataset is empty")
     if isinstance(weight, bool) or not isinstance(weight, int | float):
-        raise UsageError(f"parts[{number}]: weight={shown(weight)} must be a number above zero")
+        raise UsageError(f"{name}: weight={shown(weight)} must be a number above zero")
     if not 0 < weight < math.inf:
-        raise UsageError(f"parts[{number}]: weight={shown(weight)} must be a number above zero")
+        raise UsageError(f"{name}: weight={shown(weight)} must be a number above zero")
 
 
 def _apportioned(total: int, weights: list[float]) -> list[int]:

@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DistributedSampler
 
-from holdfast.arguments import shown
+from holdfast.arguments import checked, shown
 from holdfast.data import randomness
 from holdfast.errors import UsageError
 
@@ -34,6 +35,7 @@ class Weighted:
     (0, True)
     """
 
+    @checked(but=("weights", "num_samples"))
     def __init__(
         self,
         weights: Sequence[float] | Tensor,
@@ -53,13 +55,13 @@ class Weighted:
             UsageError: a weight is negative or not finite, all are zero, or there are fewer
                 samples to draw than `num_samples`, without replacement.
         """
-        self._weights = torch.as_tensor(weights, dtype=torch.float64)
+        self._weights = _vector("weights", weights, torch.float64)
         self.dataset_length = len(self._weights)
         num_positive = int((self._weights > 0).sum())
         is_good = bool(torch.isfinite(self._weights).all() and (self._weights >= 0).all())
-        if self._weights.dim() != 1 or not is_good or not num_positive:
+        if not is_good or not num_positive:
             raise UsageError(
-                "weights: must be a list of finite numbers, zero or above, and one above zero"
+                f"weights={shown(weights)}: must be finite numbers, zero or above, and not all zero"
             )
         default = self.dataset_length if replacement else num_positive
         self._num_samples = default if num_samples is None else num_samples
@@ -102,6 +104,7 @@ class Buckets:
     [[0, 2, 4], [1, 5], [3]]
     """
 
+    @checked(but=("lengths", "batch_size", "max_tokens", "pool"))
     def __init__(
         self,
         lengths: Sequence[int] | Tensor,
@@ -122,7 +125,7 @@ class Buckets:
         Raises:
             UsageError: not one of the two is given, or a sample is longer than `max_tokens`.
         """
-        self._lengths = torch.as_tensor(lengths, dtype=torch.int64)
+        self._lengths = _vector("lengths", lengths, torch.int64)
         self.dataset_length = len(self._lengths)
         given = [size for size in (batch_size, max_tokens) if size is not None]
         if len(given) != 1 or any(type(size) is not int or size < 1 for size in [*given, pool]):
@@ -131,8 +134,8 @@ class Buckets:
                 f"pool={shown(pool)}: give one of batch_size and max_tokens; whole numbers, 1 or "
                 "above"
             )
-        if self._lengths.dim() != 1 or not self.dataset_length or int(self._lengths.min()) < 0:
-            raise UsageError("lengths: must be a list of whole numbers, zero or above, not empty")
+        if not self.dataset_length or int(self._lengths.min()) < 0:
+            raise UsageError(f"lengths={shown(lengths)}: must be zero or above, and not empty")
         longest = int(self._lengths.max())
         if max_tokens is not None and longest > max_tokens:
             raise UsageError(f"max_tokens={max_tokens}: the longest sample has {longest}")
@@ -193,7 +196,7 @@ def draw_lap(
         UsageError: an index is none of the dataset.
     """
     given = _draw(sampler, seed, lap)
-    indices = given if isinstance(given, Tensor) else torch.as_tensor(np.asarray(list(given)))
+    indices = given if isinstance(given, Tensor) else _array(given, "sampler", lap)
     indices = _checked_indices(indices, num_samples, "sampler", lap)
     ends = list(range(batch_size, len(indices) + 1, batch_size))
     if not drop_last and len(indices) % batch_size:
@@ -207,12 +210,12 @@ def draw_batches(sampler: BatchSampler, seed: int, lap: int, num_samples: int) -
     Raises:
         UsageError: an index is none of the dataset, or a batch is empty.
     """
-    batches = [np.asarray(list(batch)) for batch in _draw(sampler, seed, lap)]
-    if any(not len(batch) for batch in batches):
-        raise UsageError(f"batch_sampler: a batch of lap {lap} is empty")
-    flat = np.concatenate(batches) if batches else np.empty(0, np.int64)
-    indices = _checked_indices(torch.as_tensor(flat), num_samples, "batch_sampler", lap)
-    ends = np.cumsum([len(batch) for batch in batches]).tolist()
+    batches = _draw(sampler, seed, lap)
+    if not all(hasattr(batch, "__len__") and len(batch) for batch in batches):
+        raise UsageError(f"batch_sampler: a batch of lap {lap} is empty, or no list of indices")
+    flat = _array([index for batch in batches for index in batch], "batch_sampler", lap)
+    indices = _checked_indices(flat, num_samples, "batch_sampler", lap)
+    ends = list(accumulate(len(batch) for batch in batches))
     return Lap(indices=indices, ends=ends, digest=_digest(indices, torch.tensor(ends)))
 
 
@@ -271,6 +274,26 @@ def _with_inner(sampler: Any) -> list[Any]:
     """Return a sampler, and the one that it takes its indices from, as torch's BatchSampler."""
     inner = getattr(sampler, "sampler", None)
     return [sampler] if inner is None else [sampler, *_with_inner(inner)]
+
+
+def _vector(name: str, given: Any, dtype: torch.dtype) -> Tensor:
+    try:
+        vector = torch.as_tensor(given, dtype=dtype)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise UsageError(f"{name}={shown(given)}: must be a list of numbers: {error}") from None
+    if vector.dim() != 1:
+        raise UsageError(f"{name}={shown(given)}: must be a list of numbers")
+    return vector
+
+
+def _array(given: Any, name: str, lap: int) -> Tensor:
+    try:
+        found = np.asarray(list(given))
+        return torch.as_tensor(found if len(found) else found.astype(np.int64))
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"{name}={shown(given)}: lap {lap} must be a list of indices: {error}"
+        ) from None
 
 
 def _checked_indices(indices: Tensor, num_samples: int, name: str, lap: int) -> Tensor:

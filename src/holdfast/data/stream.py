@@ -89,6 +89,7 @@ class Stream:
             ("seed", seed, 0),
             ("shuffle", shuffle, 0),
             ("num_workers", num_workers, 0),
+            ("prefetch_factor", 1 if prefetch_factor is None else prefetch_factor, 1),
         ):
             if value < at_least:
                 raise UsageError(f"{name}={value}: must be {at_least} or above")
@@ -455,8 +456,8 @@ def _check_source(source: Any, resume: str) -> None:
         return
     if not hasattr(source, "state_dict") or not hasattr(source, "load_state_dict"):
         raise UsageError(
-            f"source: a {type(source).__name__} has no state_dict and load_state_dict. Where it "
-            'gives the same samples again, give resume="replay", which reads the epoch again up '
+            f"source={shown(source)}: a {type(source).__name__} has no state_dict and "
+            'load_state_dict. Where it the same samples again, give resume="replay", which reads the epoch again up '
             "to the position"
         )
     try:
