@@ -457,8 +457,8 @@ def _check_source(source: Any, resume: str) -> None:
     if not hasattr(source, "state_dict") or not hasattr(source, "load_state_dict"):
         raise UsageError(
             f"source={shown(source)}: a {type(source).__name__} has no state_dict and "
-            'load_state_dict. Where it the same samples again, give resume="replay", which reads the epoch again up '
-            "to the position"
+            'load_state_dict. Where it gives the same samples again, give resume="replay", which '
+            "reads the epoch again up to the position"
         )
     try:
         inspect.signature(source.state_dict).bind()

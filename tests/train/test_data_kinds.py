@@ -1,0 +1,123 @@
+"""A Trainer goes on bit for bit, whatever decides its samples and batches."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import RandomSampler
+
+from data.sources import Shards, Stateless
+from holdfast.data import Buckets, Loader, Mixture, Stream, Weighted
+from holdfast.testing.resume import Report, assert_resume_equivalent, leaf_digests
+from holdfast.train import Validation
+from runs import be_a_script
+from train.small import Noisy, make, network
+from train.test_resume import KilledIn, Phase
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
+]
+
+STEPS = 13
+
+DATA: dict[str, Callable[[], Any]] = {
+    "weighted": lambda: Loader(Noisy(), batch_size=2, sampler=Weighted(range(10))),
+    "sampler": lambda: Loader(Noisy(), batch_size=3, sampler=RandomSampler(Noisy())),
+    "buckets": lambda: Loader(Noisy(), batch_sampler=Buckets(range(10), max_tokens=20)),
+    "sizes": lambda: Loader(Noisy(), batch_size={0: 2, 1: 3, 2: 5}),
+    "computed": lambda: Loader(Noisy(), batch_size=2, shuffle="computed"),
+    "mixture": lambda: Loader(Mixture([(Noisy(), 1), (Noisy(), 2)]), batch_size=3),
+    "stream": lambda: Stream(Shards(), batch_size=3),
+    "stream-shuffled": lambda: Stream(Shards(), batch_size=3, shuffle=6),
+    "stream-replayed": lambda: Stream(Stateless(), batch_size=3, resume="replay"),
+    "stream-workers": lambda: Stream(Shards(), batch_size=3, num_workers=2),
+}
+
+
+def trainer(root: Path, data: Any, **options: Any) -> Any:
+    return make(root, data=data, loss=mean_square, every="1step", **options)
+
+
+def mean_square(model: torch.nn.Module, batch: Tensor) -> Tensor:
+    return model(batch.float()).square().mean()
+
+
+@pytest.mark.parametrize("kind", DATA)
+def test_a_run_that_ended_goes_on_bit_for_bit(tmp_path: Path, kind: str) -> None:
+    """Invariant 7: within epochs, at their ends, and in the third one."""
+    straight = trainer(tmp_path / "straight", DATA[kind]())
+    straight.fit(STEPS)
+    for steps in (2, 5, 6, 11, STEPS):
+        parts = trainer(tmp_path / "parts", DATA[kind]())
+        parts.fit(steps)
+    assert leaf_digests(parts.state) == leaf_digests(straight.state)
+    assert parts.data.epoch >= 1
+
+
+def run(kind: str, phase: Phase, root: str, steps: int, report: Report) -> None:
+    be_a_script()
+    trainer(
+        Path(root),
+        DATA[kind](),
+        model=network(),
+        validate=Validation(data=Loader(Noisy(), batch_size=4), every="1step"),
+        callbacks=[KilledIn(report, phase)],
+    ).fit(steps)
+
+
+def check(kind: str, phase: Phase) -> None:
+    assert_resume_equivalent(
+        partial(run, kind, phase), 8, 5, timeout_s=120.0, start_method="forkserver"
+    )
+
+
+@pytest.mark.parametrize(("kind", "phase"), [("stream-workers", "validation"), ("buckets", "save")])
+def test_a_killed_run_goes_on_bit_for_bit(kind: str, phase: Phase) -> None:
+    """Invariant 7."""
+    check(kind, phase)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", DATA)
+@pytest.mark.parametrize("phase", ["train", "validation", "save"])
+def test_the_product_of_data_and_phases(kind: str, phase: Phase) -> None:
+    """Invariant 7."""
+    check(kind, phase)
+
+
+class Interrupting(Shards):
+    """Sends the signal to stop once, in the middle of a fetch."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self._left = at
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for sample in super().__iter__():
+            self._left -= 1
+            if not self._left:
+                os.kill(os.getpid(), signal.SIGTERM)
+            yield sample
+
+
+@pytest.mark.parametrize("at", [1, 8, 20, 24])
+def test_a_stop_in_a_fetch_of_a_stream_goes_on_bit_for_bit(tmp_path: Path, at: int) -> None:
+    """Invariant 7: also in one ahead of what the loop has taken, and in the second epoch."""
+    straight = trainer(tmp_path / "straight", Stream(Interrupting(0), batch_size=3, shuffle=6))
+    straight.fit(STEPS)
+    data = Stream(Interrupting(at), batch_size=3, shuffle=6)
+    first = trainer(tmp_path / "parts", data)
+    with pytest.raises(SystemExit):
+        first.fit(STEPS)
+    again = trainer(tmp_path / "parts", Stream(Interrupting(0), batch_size=3, shuffle=6))
+    again.fit(STEPS)
+    assert leaf_digests(again.state) == leaf_digests(straight.state)
