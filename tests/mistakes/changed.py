@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
+import random
+
 import torch
 from tests.mistakes.table import Theme
 from tests.mistakes.user import User, new_state
 from torch import nn
+from torch.utils.data import DistributedSampler, IterableDataset
 
 import holdfast
-from holdfast.data import DataRanks, Loader
+from holdfast.data import DataRanks, Loader, Stream
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        return itertools.count()
+
 
 MODEL = Theme("Changed model or optimizer")
 case = MODEL.case
@@ -192,6 +202,26 @@ changed(
 changed("`Loader` in place of a dict", "data", lambda s: {**s, "data": {"batches": 0}}, theme=DATA)
 
 
+def named(fingerprint):
+    """A run whose data has a fingerprint."""
+
+    def with_it(state, name):
+        data = Loader(torch.zeros(8, 4), batch_size=2, fingerprint=name)
+        return {**state, "data": data}
+
+    @DATA.case("another `fingerprint` of the `Loader`", names="fingerprint", state=None)
+    def _(user: User):
+        before = with_it(new_state(), "photos 1")
+        next(iter(before["data"]))
+        with user.manager(user.new, state=before) as manager:
+            manager.save(1).wait()
+        yield
+        user.manager(user.new, state=with_it(new_state(), fingerprint)).resume()
+
+
+named("photos 2")
+
+
 @DATA.case("`Loader(dataset, batch_size=0)`", names="batch_size=0")
 def _(user: User) -> None:
     Loader(torch.zeros(4, 4), batch_size=0)
@@ -205,6 +235,33 @@ def _(user: User) -> None:
 @DATA.case("`Loader` of an iterable without a length", names="__len__")
 def _(user: User) -> None:
     Loader(iter([1, 2]), batch_size=2)
+
+
+@DATA.case("`Loader` of an `IterableDataset`", names="Stream")
+def _(user: User) -> None:
+    Loader(Endless(), batch_size=2)
+
+
+@DATA.case("`Loader(…, sampler=DistributedSampler(…))`", names="ranks")
+def _(user: User) -> None:
+    samples = torch.zeros(4, 4)
+    Loader(samples, batch_size=2, sampler=DistributedSampler(samples, 2, 0))
+
+
+@DATA.case("a `sampler` with a generator of its own", names="generator")
+def _(user: User) -> None:
+    draws = random.Random(1)
+    Loader(torch.zeros(40, 4), batch_size=2, sampler=lambda seed, lap: draws.sample(range(40), 40))
+
+
+@DATA.case("`Loader` without a `batch_size`", names="batch_size")
+def _(user: User) -> None:
+    Loader(torch.zeros(4, 4))
+
+
+@DATA.case("`Stream` of a source without a state", names="replay")
+def _(user: User) -> None:
+    Stream(Endless(), batch_size=2)
 
 
 @DATA.case("`Loader(…, num_workers=-1)`", names="num_workers")
