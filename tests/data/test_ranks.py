@@ -201,7 +201,7 @@ def test_one_rank_is_what_it_was() -> None:
         "drop_last": False,
         "data": "Noise",
     }
-    assert list(alone.state_dict()) == [*position, "shuffle", "drop_last"]
+    assert list(alone.state_dict()) == [*position, "shuffle", "drop_last", "data"]
     assert one.state_dict() == alone.state_dict()
     assert [batch.tolist() for batch in one] == [batch.tolist() for batch in alone]
 

@@ -15,11 +15,18 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data import DataLoader, default_collate
 
-from holdfast.arguments import checked, shown
+from holdfast.arguments import checked
 from holdfast.data import identity, position, randomness, samplers
 from holdfast.data.mixture import Mixture
+from holdfast.data.options import (
+    Sizes,
+    check_dataset,
+    check_like_first,
+    check_options,
+    check_whole,
+)
 from holdfast.data.permutation import Permutation
 from holdfast.data.ranks import ALONE, DataRanks, HasRank, check_group, data_ranks
 from holdfast.data.workers import begin_worker, watch
@@ -111,20 +118,20 @@ class Loader:
             UsageError: an iterable, an empty dataset, or one without a full batch; ranks that are
                 none; or a sampler that cannot be drawn from again, or not with these options.
         """
-        _check_dataset(dataset)
-        _check_options(dataset, batch_size, sampler, batch_sampler, shuffle, drop_last)
-        self._sizes = _Sizes(batch_size)
-        _check_whole("seed", seed, at_least=0)
+        check_dataset(dataset)
+        check_options(dataset, batch_size, sampler, batch_sampler, shuffle, drop_last)
+        self._sizes = Sizes(batch_size)
+        check_whole("seed", seed, at_least=0)
         if batches_per_epoch is not None:
-            _check_whole("batches_per_epoch", batches_per_epoch, at_least=1)
+            check_whole("batches_per_epoch", batches_per_epoch, at_least=1)
             if self._sizes.vary or batch_sampler is not None:
                 raise UsageError(
                     "batches_per_epoch needs one batch_size: with a batch_sampler, or batch sizes "
                     "by epoch, an epoch is a lap through the data. Leave it out"
                 )
-        _check_whole("num_workers", num_workers, at_least=0)
+        check_whole("num_workers", num_workers, at_least=0)
         if prefetch_factor is not None:
-            _check_whole("prefetch_factor", prefetch_factor, at_least=1)
+            check_whole("prefetch_factor", prefetch_factor, at_least=1)
         self.dataset = dataset
         self._num_samples = len(dataset)
         given = data_ranks(ranks)
@@ -221,9 +228,9 @@ class Loader:
         Raises:
             UsageError: an argument is not a whole number, or is too small.
         """
-        _check_whole("step", step, at_least=0)
-        _check_whole("start", start, at_least=0)
-        _check_whole("batches_per_step", batches_per_step, at_least=1)
+        check_whole("step", step, at_least=0)
+        check_whole("start", start, at_least=0)
+        check_whole("batches_per_step", batches_per_step, at_least=1)
         if start and self._epoch == self._batch == 0:
             logger.warning(
                 "until(start=%d): the loader stands at its very first batch; was it in the state "
@@ -355,7 +362,7 @@ class Loader:
         if not self._shuffle:
             return range(self._num_samples)
         if self._is_computed:
-            return Permutation(self._num_samples, seed=self._seed, lap=lap)
+            return Permutation(self._num_samples, self._seed, lap)
         own = randomness.generator(randomness.derive(self._seed, "order", lap))
         return torch.randperm(self._num_samples, generator=own)
 
@@ -371,7 +378,7 @@ class Loader:
         if (seed, lap) not in self._laps:
             drawn = self._drawn(seed, lap)
             if self._batches_per_epoch is not None and lap:
-                _check_like_first(len(drawn.ends), self._batches_of_lap(seed, 0), lap)
+                check_like_first(len(drawn.ends), self._batches_of_lap(seed, 0), lap)
             kept = list(self._laps.items())[-1:]
             self._laps = dict([*kept, ((seed, lap), drawn)])
         return self._laps[seed, lap]
@@ -481,45 +488,14 @@ class Loader:
     def _check_not_empty(self) -> None:
         if self._num_samples == 0:
             raise UsageError("the dataset is empty")
-        if self._batches_of_lap(self._seed, 0) == 0:
-            num_ranks = self._ranks.world_size
-            on_ranks = f" on each of {num_ranks} ranks" if num_ranks > 1 else ""
-            raise UsageError(
-                f"batch_size={self._sizes.of(0)}{on_ranks} with drop_last leaves no "
-                f"batch of {self._num_samples} samples"
-            )
-
-
-class _Sizes:
-    """Batch size of one rank, by epoch."""
-
-    def __init__(self, given: int | Mapping[int, int] | Callable[[int], int] | None) -> None:
-        """Keep a size, a mapping or a function; None, as with a batch sampler, means zero."""
-        self._given = given
-        self.vary = isinstance(given, Mapping) or callable(given)
-        if isinstance(given, Mapping):
-            self._check_mapping(given)
-        elif given is not None and not callable(given):
-            _check_whole("batch_size", given, at_least=1)
-        self.of(0)
-
-    def of(self, epoch: int) -> int:
-        """Return the size in an epoch."""
-        if self._given is None or isinstance(self._given, int):
-            return self._given or 0
-        if isinstance(self._given, Mapping):
-            return self._given[max(first for first in self._given if first <= epoch)]
-        size = self._given(epoch)
-        _check_whole(f"batch_size({epoch})", size, at_least=1)
-        return size
-
-    @staticmethod
-    def _check_mapping(given: Mapping[int, int]) -> None:
-        for first, size in given.items():
-            _check_whole("batch_size: an epoch", first, at_least=0)
-            _check_whole(f"batch_size[{first}]", size, at_least=1)
-        if 0 not in given:
-            raise UsageError(f"batch_size={shown(given)}: must have a size for epoch 0")
+        for epoch in self._sizes.epochs:
+            if self._batches_of_lap(self._seed, epoch) == 0:
+                num_ranks = self._ranks.world_size
+                on_ranks = f" on each of {num_ranks} ranks" if num_ranks > 1 else ""
+                raise UsageError(
+                    f"batch_size={self._sizes.of(epoch)}{on_ranks} with drop_last leaves no "
+                    f"batch of {self._num_samples} samples"
+                )
 
 
 class _PlannedBatches:
@@ -553,56 +529,3 @@ class _Fetcher(torch.utils.data.Dataset[Any]):
 
 def _identity(batch: Any) -> Any:
     return batch
-
-
-def _check_dataset(dataset: Any) -> None:
-    if isinstance(dataset, IterableDataset):
-        raise UsageError(
-            "an IterableDataset cannot be read by index: use holdfast.data.Stream(dataset, "
-            "batch_size=…) (docs/data.md)"
-        )
-    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
-        raise UsageError(
-            f"dataset={shown(dataset)} is a {type(dataset).__name__}: it must have __len__ and "
-            "__getitem__"
-        )
-
-
-def _check_options(
-    dataset: Any, batch_size: Any, sampler: Any, batch_sampler: Any, shuffle: Any, drop_last: bool
-) -> None:
-    """Raise `UsageError` if options that decide the batches contradict each other."""
-    if not isinstance(shuffle, bool) and shuffle != "computed":
-        raise UsageError(f'shuffle={shown(shuffle)}: must be True, False or "computed"')
-    if batch_size is None and batch_sampler is None:
-        raise UsageError("batch_size=None: must be a whole number, 1 or above (or a batch_sampler)")
-    if batch_sampler is not None and (batch_size is not None or sampler is not None or drop_last):
-        raise UsageError(
-            f"batch_sampler={shown(batch_sampler)}: it decides the batches, so give no batch_size, "
-            "sampler or drop_last"
-        )
-    is_of_samples = batch_sampler is None
-    name, given = ("sampler", sampler) if is_of_samples else ("batch_sampler", batch_sampler)
-    is_mixture = isinstance(dataset, Mixture)
-    if given is None:
-        if is_mixture and shuffle == "computed":
-            raise UsageError('shuffle="computed": the order of a Mixture is stored; leave it out')
-        return
-    if is_mixture:
-        raise UsageError(f"{name}: a Mixture has an order of its own, by its weights")
-    if shuffle is not True:
-        raise UsageError(f"{name}: it decides the order, so leave out shuffle")
-    samplers.check_sampler(name, given, len(dataset))
-
-
-def _check_like_first(num_batches: int, first: int, lap: int) -> None:
-    if num_batches != first:
-        raise UsageError(
-            f"sampler: lap {lap} has {num_batches} batches and the first one {first}; with "
-            "batches_per_epoch all laps must be of one length"
-        )
-
-
-def _check_whole(name: str, value: Any, *, at_least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
-        raise UsageError(f"{name}={value!r}: must be a whole number, {at_least} or above")

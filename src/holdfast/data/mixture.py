@@ -13,7 +13,11 @@ from torch import Tensor
 
 from holdfast.arguments import shown
 from holdfast.data import randomness
+from holdfast.data.permutation import Permutation
 from holdfast.errors import UsageError
+
+_COMPUTED_ABOVE = 2**16
+"""Samples of a part above which its order is computed, as a lap may take only some of it."""
 
 
 class Mixture:
@@ -94,12 +98,17 @@ class Mixture:
         start = lap * count
         found = []
         for own_lap in range(start // length, (start + count - 1) // length + 1):
-            order = torch.arange(length)
-            if shuffle:
-                entropy = randomness.derive(seed, "part", number, own_lap)
-                order = torch.randperm(length, generator=randomness.generator(entropy))
             first = max(0, start - own_lap * length)
-            found.append(order[first : start + count - own_lap * length])
+            stop = min(length, start + count - own_lap * length)
+            if not shuffle:
+                found.append(torch.arange(first, stop))
+            elif length > _COMPUTED_ABOVE:
+                order = Permutation(length, seed, own_lap, number)
+                found.append(torch.from_numpy(order[first:stop]))
+            else:
+                entropy = randomness.derive(seed, "part", number, own_lap)
+                own = randomness.generator(entropy)
+                found.append(torch.randperm(length, generator=own)[first:stop])
         return torch.cat(found) + (self._ends[number] - length)
 
 

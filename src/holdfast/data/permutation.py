@@ -23,22 +23,22 @@ _BLOCK = 2**14
 
 
 class Permutation:
-    """Order of `num_samples` indices, drawn from a seed and a lap, in constant memory.
+    """Order of `num_samples` indices, drawn from a seed and numbers, in constant memory.
 
-    >>> order = Permutation(10**12, seed=1, lap=0)
+    >>> order = Permutation(10**12, 1, 0)
     >>> len(set(order[10**11 : 10**11 + 1000].tolist()))
     1000
     """
 
-    def __init__(self, num_samples: int, *, seed: int, lap: int) -> None:
+    def __init__(self, num_samples: int, seed: int, *numbers: int) -> None:
         self._num_samples = num_samples
         num_bits = max(2, (num_samples - 1).bit_length())
         self._widths = (num_bits // 2, num_bits - num_bits // 2)
         self._keys = [
             np.uint64(
-                int.from_bytes(randomness.derive(seed, "computed", lap, number)[:8], "little")
+                int.from_bytes(randomness.derive(seed, "computed", *numbers, turn)[:8], "little")
             )
-            for number in range(_NUM_ROUNDS)
+            for turn in range(_NUM_ROUNDS)
         ]
         self._number, self._block = -1, np.empty(0, np.int64)
 

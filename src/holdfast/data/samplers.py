@@ -101,7 +101,7 @@ class Buckets:
 
     >>> batches = Buckets([5, 90, 6, 80, 7, 85], max_tokens=180)(0, 0)
     >>> sorted(sorted(batch) for batch in batches)
-    [[0, 2, 4], [1, 5], [3]]
+    [[0, 2, 4], [1], [3, 5]]
     """
 
     @checked(but=("lengths", "batch_size", "max_tokens", "pool"))

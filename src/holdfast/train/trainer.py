@@ -151,9 +151,9 @@ class Trainer:
                 the model, of the optimizer. `fit` puts the model into training mode. There may be
                 a list of schedulers; each has `step()`, called after each step (or as a `Schedule`
                 says), and is saved. `warmup`, `cosine`, `linear`, `wsd`, `one_cycle` are ready.
-            data: batches with a position: a `holdfast.data.Loader`, or an iterable with
-                `state_dict` and `load_state_dict` whose iteration gives the rest of an epoch. Its
-                length (in batches of an epoch) or `at_epoch_end` shows the end of an epoch
+            data: batches with a position: a `Loader` or `Stream` of `holdfast.data`, or an iterable
+                with `state_dict` and `load_state_dict` whose iteration gives the rest of an epoch.
+                Its length (in batches of an epoch) or `at_epoch_end` shows the end of an epoch
                 (docs/trainer.md).
             loss: called with the model and a batch; gives the batch's mean loss, that and a dict
                 of metrics, a `StepOutput`, or an object or a mapping with a `loss`.
@@ -336,7 +336,7 @@ class Trainer:
         component that the checkpoint lacks, such as a callback or an average that the run did not
         have before, stays as it is, with a warning and a note in the outcome.
 
-        A stop signal ends it after the current step; a fetch from a `holdfast.data.Loader` and a
+        A stop signal ends it after the current step; a fetch from a `Loader` or `Stream` and a
         validation are interrupted, and done again after the resume. When all is durable and
         closed, an exception ends the program as docs/running.md describes.
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from torchmetrics.classification import MulticlassConfusionMatrix, MulticlassF1S
 
 from distributed.run import run_ranks
 from holdfast import Best, CheckpointManager, Checkpoints, Last, load_weights
-from holdfast.data import Loader
+from holdfast.data import Loader, Stream
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.errors import StoreFull, UsageError
 from holdfast.policy.triggers import On
@@ -205,6 +207,43 @@ def test_all_ranks_take_the_rate_of_the_script(strategy: str, tmp_path: Path) ->
     assert len(found[0][1]) == 1
     (life,) = Catalog(open_store(tmp_path)).resolve().manifest.changes
     assert {"world_size: 1 → 2", "optimizer.param_groups.0.lr: 0.01 → 0.05"} <= set(life.what)
+
+
+class Rows:
+    """The samples as a source that is read from start to end."""
+
+    def __init__(self) -> None:
+        self.place = 0
+
+    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
+        while self.place < 96:
+            self.place += 1
+            yield samples()[self.place - 1]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place = state["place"]
+
+
+def fit_stream(root: Path, until: str, num_ranks: int, rank: int) -> Any:
+    stream = Stream(Rows(), batch_size=GLOBAL_BATCH // num_ranks, shuffle=24)
+    trainer = make(root, num_ranks, data=stream)
+    trainer.fit(until)
+    return state_of(trainer), (stream.epoch, stream.batch)
+
+
+def test_a_resumed_run_over_a_stream_is_the_same_on_any_number_of_ranks(tmp_path: Path) -> None:
+    """Invariant 7: bit for bit on two; on one it goes on where the two were."""
+    once = run_ranks(2, partial(fit_stream, tmp_path / "once", "11step", 2))
+    run_ranks(2, partial(fit_stream, tmp_path / "twice", "5step", 2))
+    alone = tmp_path / "alone"
+    shutil.copytree(tmp_path / "twice", alone)
+    twice = run_ranks(2, partial(fit_stream, tmp_path / "twice", "11step", 2))
+    assert_same([state for state, _ in twice], [state for state, _ in once])
+    (*_, place), *_ = run_ranks(1, partial(fit_stream, alone, "11step", 1))
+    assert place == once[0][1] == (1, 3)
 
 
 def log_of(root: Path) -> list[Any]:
