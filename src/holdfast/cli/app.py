@@ -264,6 +264,21 @@ def supervise(command: Sequence[str], as_json: bool, **limits: Any) -> int:
     return run_command(command, as_json=as_json, **limits)
 
 
+@app.command()
+@taking(
+    *(options.script, options.until, options.sets, options.max_time),
+    *(options.progress_root, options.max_failures),
+    *(options.backoff, options.backoff_max, options.progress_after),
+    *(options.requeue_code, options.grace, options.as_json_lines),
+)
+@_ending
+def train(script: str, as_json: bool, **given: Any) -> int:
+    """Fit the Trainer that a script's function makes; start again when it crashes."""
+    from holdfast.cli.train import train_command
+
+    return train_command(script, as_json=as_json, **given)
+
+
 @app.group(no_args_is_help=True, cls=Commands)
 def keys() -> None:
     """Make, list and replace the keys of encrypted checkpoints."""

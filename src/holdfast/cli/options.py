@@ -231,6 +231,17 @@ requeue_code = option(
 grace = option("--grace", "TIME", "How long after a signal the command is killed.", default="5min")
 as_json_lines = flag("--json", "A line of JSON after each life and at the end.", "as_json")
 
+# train
+
+script = argument(
+    "script",
+    "SCRIPT:FUNCTION",
+    "File or module, and what makes the Trainer: train.py:make_trainer.",
+)
+until = option("--until", "GOAL", "The goal of the run: 10_000step, 2ep.", required=True)
+sets = several("--set", "sets", "NAME=VALUE", "Argument of the function, by its type.")
+max_time = option("--max-time", "TIME", "End after so long, with the code for a requeue.")
+
 # demo
 
 out = option(

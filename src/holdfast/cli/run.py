@@ -38,8 +38,12 @@ def run_command(
     requeue_code: int,
     grace: str,
     as_json: bool,
+    is_final_usage: bool = False,
 ) -> int:
     """Run a command until it succeeds, is stopped, or makes no progress; return the exit code.
+
+    `is_final_usage`: the command ends with `Code.USAGE` if its arguments are wrong, which no
+    restart would mend.
 
     Raises:
         UsageError: an option is invalid or would do nothing, or the command does not exist.
@@ -53,6 +57,7 @@ def run_command(
         backoff_s=_seconds(backoff, "--backoff"),
         backoff_max_s=_seconds(backoff_max, "--backoff-max"),
         requeue_code=requeue_code,
+        usage_code=int(Code.USAGE) if is_final_usage else None,
         progress_after_s=_seconds(progress_after or "10min", "--progress-after"),
     )
     head = None if root is None else _head_of(_open(root))
@@ -178,6 +183,8 @@ def _verdict(result: Supervised) -> str:
         return f"finished in life {last.number}"
     if result.outcome is SupervisionOutcome.REQUEUE:
         return f"status {result.code}: to be run again by its scheduler"
+    if result.outcome is SupervisionOutcome.WRONG:
+        return f"status {result.code}: its arguments are wrong"
     if result.outcome is SupervisionOutcome.STOPPED:
         return f"stopped in or after life {last.number}, as a signal asked"
     return f"gave up: {last.failures} in a row made no progress; the last ended with {last.ending}"

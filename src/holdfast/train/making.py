@@ -26,6 +26,7 @@ from holdfast.engine.options import Checkpoints
 from holdfast.engine.staging.overlap import Mode
 from holdfast.engine.tiers.tiered import Tiered
 from holdfast.errors import UsageError
+from holdfast.launched import present_ranks
 from holdfast.policy.clock import Time, Unit, parse
 from holdfast.policy.savers import SavePolicy
 from holdfast.policy.triggers import Trigger
@@ -34,6 +35,7 @@ from holdfast.state.lacking import describe
 from holdfast.train.asked import asks_for, check_range
 from holdfast.train.callbacks.hooks import Logger
 from holdfast.train.loggers.default import JsonLines
+from holdfast.train.loggers.notebook import NotebookCard, is_notebook
 from holdfast.train.loggers.progress import ProgressBar
 from holdfast.train.parallel.group import ALONE, Group, join_group
 from holdfast.train.parallel.strategies import FSDP2, Name, Strategy
@@ -71,12 +73,30 @@ def group_for(strategy: Name | Strategy | None, device: torch.device | None) -> 
     return join_group(device, also_alone=strategy == "fsdp2" or isinstance(strategy, FSDP2))
 
 
-def device_for(group: Group, given: torch.device | None) -> torch.device | None:
-    """Return the argument `device`; with several ranks, by default the GPU of the local rank."""
-    if given is not None or group.is_alone or not torch.cuda.is_available():
+def device_for(
+    group: Group, given: torch.device | None, model: nn.Module | MakeModel
+) -> torch.device | None:
+    """Return the argument `device`; by default the accelerator, of the local rank if several train.
+
+    A model that is on one accelerator already stays there. None: nothing is moved, because there is
+    no accelerator, or the model is on several devices.
+    """
+    if given is not None:
         return given
-    local_rank = group.rank if group.local_rank is None else group.local_rank
-    return torch.device("cuda", local_rank % torch.cuda.device_count())
+    if isinstance(model, nn.Module):
+        places = {item.device for item in (*model.parameters(), *model.buffers())}
+        if places - {torch.device("cpu")}:
+            only = next(iter(places))
+            return only if len(places) == 1 and only.type != "meta" else None
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or not torch.accelerator.is_available():
+        return None
+    ranks = present_ranks()
+    if ranks.world_size == 1:
+        return torch.device(accelerator.type, torch.accelerator.current_device_index())
+    # Also with strategy="single": others train beside this process, each on a device of its own.
+    local_rank = ranks.rank if ranks.local_rank is None else ranks.local_rank
+    return torch.device(accelerator.type, local_rank % torch.accelerator.device_count())
 
 
 def check_shared_data(data: Any, strategy: Strategy | None, group: Group) -> None:
@@ -98,7 +118,7 @@ def check_shared_data(data: Any, strategy: Strategy | None, group: Group) -> Non
 
 
 def check_parallel(
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | None,
     model: nn.Module,
     strategy: Strategy | None,
     numerics: Numerics,
@@ -115,7 +135,7 @@ def check_parallel(
         raise UsageError(
             'strategy="fsdp2" and precision="fp16": use "bf16", or FSDP2(param_dtype=…)'
         )
-    if strategy is None and group.is_alone:
+    if optimizer is None or (strategy is None and group.is_alone):
         return
     known = {id(parameter) for parameter in model.parameters()}
     trained = [item for of_group in optimizer.param_groups for item in of_group["params"]]
@@ -154,14 +174,16 @@ def make_model(given: nn.Module | MakeModel, seed: int, device: torch.device | N
 
 
 def make_optimizer(
-    given: torch.optim.Optimizer | MakeOptimizer, model: nn.Module, model_was_made: bool
-) -> torch.optim.Optimizer:
-    """Return the optimizer of the model, made by a factory if one is given.
+    given: torch.optim.Optimizer | MakeOptimizer | None, model: nn.Module, model_was_made: bool
+) -> Any:
+    """Return the optimizer of the model, made by a factory if one is given; None stays None.
 
     Raises:
         UsageError: `given` is neither an optimizer nor a factory of one, was made before the
             model, or its step needs a closure.
     """
+    if given is None:
+        return None
     if not isinstance(given, torch.optim.Optimizer):
         if not callable(given):
             raise UsageError(f"optimizer={given!r}: must be a torch optimizer, or make one")
@@ -209,6 +231,8 @@ def check_data(data: Any) -> None:
     Raises:
         UsageError: the data has no position at all.
     """
+    if data is None:
+        return
     missing = [
         name for name in ("__iter__", "state_dict", "load_state_dict") if not hasattr(data, name)
     ]
@@ -220,6 +244,21 @@ def check_data(data: Any) -> None:
     inexact = describe_inexact(data)
     if inexact is not None:
         logger.warning("data: %s", inexact)
+
+
+def no_loss(model: Any, batch: Any) -> Any:
+    """Loss of a Trainer that was made without one.
+
+    Raises:
+        UsageError: always.
+    """
+    raise UsageError("this needs a loss, and the Trainer was made without one: give loss=…")
+
+
+def check_loader(loader: Any) -> None:
+    """Raise `UsageError` if an argument is not a loader of batches."""
+    if isinstance(loader, str) or not hasattr(loader, "__iter__"):
+        raise UsageError(f"data={shown(loader)}: must be a loader of batches")
 
 
 def check_held(state: Mapping[str, Any], loss: Any) -> None:
@@ -299,7 +338,7 @@ def own_loggers(
     elif log is not False:
         loggers.append(JsonLines(log))
     if progress:
-        loggers.append(ProgressBar())
+        loggers.append(NotebookCard() if is_notebook() else ProgressBar())
     return loggers
 
 
@@ -359,7 +398,7 @@ def for_group(group: int, make: Make) -> Make:
     return make_for_group
 
 
-def make_schedulers(given: Any, optimizer: torch.optim.Optimizer) -> dict[str, Schedule]:
+def make_schedulers(given: Any, optimizer: torch.optim.Optimizer | None) -> dict[str, Schedule]:
     """Make the schedulers of the argument `scheduler`, and when they step, by component name.
 
     Raises:
@@ -368,6 +407,8 @@ def make_schedulers(given: Any, optimizer: torch.optim.Optimizer) -> dict[str, S
     """
     if given is None:
         return {}
+    if optimizer is None:
+        raise UsageError("scheduler: there is no optimizer whose learning rate it could set")
     several = isinstance(given, Iterable) and not (isinstance(given, str) or hasattr(given, "step"))
     made = [_make(item, optimizer) for item in (given if several else [given])]
     if not several:

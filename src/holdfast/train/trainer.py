@@ -8,10 +8,11 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -26,7 +27,7 @@ from holdfast.engine.tiers.tiered import Tiered
 from holdfast.errors import NoCheckpoint, UsageError
 from holdfast.format.manifest import Timestamp
 from holdfast.manager import CheckpointManager
-from holdfast.policy.clock import Time
+from holdfast.policy.clock import Time, Unit
 from holdfast.state.apply import OpaqueLoadFailed
 from holdfast.state.components import RNG, PerRank, check_state, marked
 from holdfast.state.edits import StateView
@@ -36,22 +37,34 @@ from holdfast.store.base import Store
 from holdfast.train import making
 from holdfast.train.asked import Counts, asks_for, check_counted, check_range, checked_every
 from holdfast.train.callbacks.calling import Callbacks, HookFailed
-from holdfast.train.callbacks.hooks import Callback
+from holdfast.train.callbacks.hooks import Callback, Logger
+from holdfast.train.evaluation.predicting import Predictions, predict
 from holdfast.train.evaluation.targets import Target, Validated, Which, borrowed, kept_all, select
 from holdfast.train.evaluation.validation import (
+    Restarting,
+    Validation,
     ValidationPart,
     Validations,
     Validator,
     plans_of,
     size_of,
+    undisturbed,
 )
 from holdfast.train.evaluation.watching import Watched
 from holdfast.train.fit.best import BestSaves, best_rules, check_load_best, finder
 from holdfast.train.fit.config import config_of
 from holdfast.train.fit.ending import FitEnding, Outcome
+from holdfast.train.fit.finding import (
+    BatchSizes,
+    LearningRateCurve,
+    Trial,
+    find_batch_size,
+    find_learning_rate,
+)
 from holdfast.train.fit.fitting import Fit, Gear
 from holdfast.train.fit.saving import Policy, Saves, StepPosition, check_health
 from holdfast.train.fit.starting import StartingPoint, Unsaved
+from holdfast.train.loggers.notebook import card
 from holdfast.train.making import epoch_length, make_schedulers
 from holdfast.train.parallel.strategies import (
     Name,
@@ -62,6 +75,7 @@ from holdfast.train.parallel.strategies import (
 )
 from holdfast.train.schedules.stepping import Schedules
 from holdfast.train.training import Average, Counters, Metrics, Training
+from holdfast.train.window.limits import Limits
 from holdfast.train.window.loop import (
     Clip,
     LossFunction,
@@ -70,14 +84,19 @@ from holdfast.train.window.loop import (
     Update,
     checked_precision,
     checked_skips,
+    moved,
 )
 from holdfast.train.window.metrics import LazyMetrics, Numbers, RankMeans
+from holdfast.train.window.nan import NanBudget
 from holdfast.train.window.scores import Scores, check_apart
 from holdfast.train.window.splitting import MicroBatches
+from holdfast.train.window.swa import SWA, EqualAverage
 from holdfast.train.window.wayback import Boundary, WayBack, modules_of, small
 from holdfast.train.window.weighing import Weighing
 
 logger = logging.getLogger("holdfast")
+
+C = TypeVar("C", bound=Callback)
 
 _IN_EVERY_RUN = frozenset({"model", "optimizer", "data", "progress"})
 """Components that every checkpoint of a Trainer has."""
@@ -117,9 +136,9 @@ class Trainer:
         self,
         model: nn.Module | making.MakeModel,
         *,
-        optimizer: torch.optim.Optimizer | making.MakeOptimizer,
-        data: Any,
-        loss: LossFunction,
+        optimizer: torch.optim.Optimizer | making.MakeOptimizer | None = None,
+        data: Any = None,
+        loss: LossFunction | None = None,
         checkpoints: str | os.PathLike[str] | Store | Tiered | Checkpoints | None,
         scheduler: Any = None,
         state: Mapping[str, Any] | None = None,
@@ -127,10 +146,14 @@ class Trainer:
         validate: Any = None,
         skip_steps: Iterable[range] = (),
         accumulate: int = 1,
-        precision: str | Precision = "fp32",
+        precision: str | int | Precision = "fp32",
         clip: float | Clip | None = None,
         ema: float | None = None,
+        swa: SWA | None = None,
         unhealthy: Policy = "warn",
+        skip_nan: int | None = None,
+        detect_anomaly: bool = False,
+        limits: Limits = Limits(),
         seed: int = 0,
         device: str | torch.device | None = None,
         strategy: Name | Strategy | None = None,
@@ -151,6 +174,7 @@ class Trainer:
                 the model, of the optimizer. `fit` puts the model into training mode. There may be
                 a list of schedulers; each has `step()`, called after each step (or as a `Schedule`
                 says), and is saved. `warmup`, `cosine`, `linear`, `wsd`, `one_cycle` are ready.
+                Optimizer, data and loss may be left out where nothing is trained (docs/trainer.md).
             data: batches with a position: a `Loader` or `Stream` of `holdfast.data`, or an iterable
                 with `state_dict` and `load_state_dict` whose iteration gives the rest of an epoch.
                 Its length (in batches of an epoch) or `at_epoch_end` shows the end of an epoch
@@ -168,13 +192,21 @@ class Trainer:
             skip_steps: steps whose batches are not trained on, such as `[range(100, 110)]` for
                 those from 100 to 109; they count, and schedulers step.
             accumulate: batches of a step.
-            precision: "fp32", "bf16", "fp16" or a `Precision`.
+            precision: "fp32", "bf16", "fp16" or a `Precision`; "bf16-mixed", "16-mixed" and other
+                libraries' names are understood.
             clip: the largest norm of all gradients together, or a `Clip`.
             ema: decay of an average of the weights, which is saved, and used for validation.
+            swa: an equal average of the weights from late in the run, which is saved.
             unhealthy: what to do when loss or weights are not finite at a save.
+            skip_nan: how many steps of the run may be skipped because loss or gradients are not
+                finite; one more is an error. None: such a step is applied, as any other.
+            detect_anomaly: whether `fit` runs under torch's anomaly detection, which is slow and
+                raises at the operation that gave NaN in the backward pass.
+            limits: for trials: parts of epochs and validations, the same few batches
+                (`overfit`), one batch of each (`fast_dev_run`), a validation before training.
             seed: of the global generators, when a run starts without a checkpoint.
-            device: where the model and batches are moved; None: not at all, and with several ranks
-                to the GPU of the local rank, if there is one.
+            device: where the model and batches are moved; None: to the accelerator that there is
+                (with several ranks that of the local rank), unless the model is on one already.
             strategy: how several ranks train (docs/trainer.md): "ddp", "fsdp2", or `DDP` or
                 `FSDP2` with options; "single": this process trains alone, whatever others do. None:
                 with DDP where torchrun has started several processes, unless the model is sharded.
@@ -203,26 +235,35 @@ class Trainer:
         check_range("log_every", log_every, 1, 2**63)
         on = making.checked_device(device)
         group = making.group_for(strategy, on)
-        on = making.device_for(group, on)
+        on = making.device_for(group, on, model)
         self.model = making.make_model(model, seed, on)
         chosen = chosen_strategy(strategy, self.model, group)
+        if limits.fast_dev_run:
+            logger.info("limits: fast_dev_run: nothing of this training is saved or logged")
+            checkpoints, log, accumulate = None, False, 1
         self.checkpoints = Checkpoints.of(checkpoints, {})
         """The argument `checkpoints`, as a record: the root and how checkpoints are made."""
         loggers = making.own_loggers(self.checkpoints, log, progress)
+        if limits.fast_dev_run:
+            callbacks = [item for item in callbacks if not isinstance(item, Logger)]
         self._callbacks = Callbacks([*callbacks, *loggers], self, is_leader=group.is_leader)
         self._callbacks.tell(Callback.model_made)
         self.ema = None if ema is None else Average(self.model, ema)
+        self.swa = None if swa is None else EqualAverage(self.model, swa)
         recompute(self.model, activation_checkpointing)
         self._parallel = parallel_of(chosen, group, on)
-        for module in (self.model, *([] if self.ema is None else [self.ema.model])):
+        for module in self._with_averages():
             self._parallel.prepare(module)
         if compile is not False:
             self.model.compile(**({} if compile is True else compile))
         self.optimizer = making.make_optimizer(optimizer, self.model, self.model is not model)
+        """The optimizer; None where nothing is trained."""
         self._schedules = Schedules(make_schedulers(scheduler, self.optimizer), self._callbacks)
         self.schedulers = self._schedules.components
         """Schedulers by component name."""
-        self.data = data
+        self._limits = limits
+        self._given_data = data
+        self.data = limits.of_data(data)
         self.counters = Counters()
         self.manager: CheckpointManager | None = None
         """Manager while `fit` runs, else None."""
@@ -253,25 +294,31 @@ class Trainer:
         )
         self._scores = Scores(metrics or {}, group, what="metrics", is_saved=True)
         self._micro_batches = MicroBatches(micro_batch, group)
+        self._nan = (
+            None if skip_nan is None else NanBudget(skip_nan, group, lambda: self.present_step)
+        )
         self._update = Update(
             model=self.model,
-            called=self._parallel.wrap(self.model),
+            called=self.model if optimizer is None else self._parallel.wrap(self.model),
             parallel=self._parallel,
             means=RankMeans(group),
             weighing=Weighing(group, is_scaled=self._numerics.scaler is not None),
             micro_batches=self._micro_batches,
             scores=self._scores,
             snapshot=self._snapshot,
-            optimizer=self.optimizer,
+            optimizer=self.optimizer,  # not used where it is None
             schedulers=self._schedules.plain,
-            loss=loss,
+            loss=making.no_loss if loss is None else loss,
             clip=clip if isinstance(clip, Clip) else Clip(norm=clip),
             numerics=self._numerics,
             device=on,
             callbacks=self._callbacks,
             numbers=self._numbers,
             begin_update=self._begin_update,
+            nan=self._nan,
         )
+        self._validate = validate
+        self._strategy = chosen
         self._validations = self._make_validations(validate)
         check_apart(self._scores, [part.plan.metrics for part in self._validations.parts])
         self._schedules.check(counts.units, validates=validate is not None)
@@ -281,18 +328,12 @@ class Trainer:
         check_state(self.state)
         making.check_held(self.state, loss)
         self.checkpoints.check_components({*self.state, RNG})
-        self._way_back = WayBack(
-            # With several ranks nothing is interrupted: they stop where they meet.
-            stop=stop if group.is_alone else None,
-            is_exact=self.root is not None and asks_for(self._every, "exception"),
-            data=data,
-            state=self.state,
-            callbacks=self._callbacks,
-        )
+        self._way_back = self._make_way_back()
         self._gear = Gear(
             model=self.model,
             ema=self.ema,
-            data=data,
+            swa=self.swa,
+            data=self.data,
             counters=self.counters,
             place=self._place,
             callbacks=self._callbacks,
@@ -308,6 +349,7 @@ class Trainer:
             counts=counts,
             best=BestSaves(best_rules(self.checkpoints)),
             watched=Watched(self._watched, self._validations),
+            sanity=self._check_sanity,
         )
         self._config = config_of(
             given,
@@ -316,6 +358,9 @@ class Trainer:
             optimizer=self.optimizer,
             schedulers=self.schedulers,
         )
+        self._scopes: list[str] = []
+        self._is_complete = optimizer is not None and loss is not None
+        self._detects_anomaly = detect_anomaly
         self._callbacks.tell(Callback.setup)
 
     @checked(but=("until", "max_time"))
@@ -324,6 +369,7 @@ class Trainer:
         until: str | int,
         *,
         max_time: str | Time | None = None,
+        data: Any = None,
         without: Collection[str] = (),
         start_from: str | os.PathLike[str] | None = None,
         load_best: bool = False,
@@ -345,6 +391,7 @@ class Trainer:
                 that of earlier calls and processes.
             max_time: time after which this call ends, at the end of a step, such as "3h50min";
                 `sys.exit(trainer.fit(…).exit_code)` then requests another run of the script.
+            data: batches for this and later calls, as the argument of the Trainer; None: as before.
             without: components that the checkpoint may have and this Trainer does not, such as
                 "ema" or "callback-<name>"; they are not loaded.
             start_from: checkpoint of another root to begin with: "old", "old@step=3",
@@ -370,7 +417,15 @@ class Trainer:
             UnhealthyState: loss or weights are not finite, and `unhealthy="raise"`.
             SystemExit, KeyboardInterrupt: a signal asked to stop, the latter for SIGINT.
         """
+        if data is not None:
+            self._use_data(data)
+        if self.data is None or not self._is_complete:
+            raise UsageError(
+                "fit needs an optimizer, a loss and data; this Trainer was made without one of them"
+            )
         goal = making.checked_goal(until)
+        if self._limits.num_steps is not None:
+            goal = Time(self._limits.num_steps, Unit.STEP)
         check_counted(goal.unit, f"until={until!r}", self._counts.units)
         without, override = listed(without, "without"), listed(override, "override")
         OptimizerOptions(self.state).check(override)
@@ -389,7 +444,8 @@ class Trainer:
             find_best=finder(self.checkpoints),
         )
         self._place.is_under_way = False
-        with self._stop or nullcontext():
+        watch = torch.autograd.set_detect_anomaly(True) if self._detects_anomaly else nullcontext()
+        with self._stop or nullcontext(), watch:
             return self._fit_to(ending, without, start, override, load_best)
 
     @property
@@ -418,28 +474,177 @@ class Trainer:
         """The number of ranks that train together."""
         return self._parallel.group.world_size
 
-    def validate(self, which: Which | None = None) -> dict[str, float]:
+    @property
+    def is_log_step(self) -> bool:
+        """Whether the present step is logged: each `log_every`-th, and the last one."""
+        return self.present_step % self._gear.log_every == 0 or self.is_last
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the present step is the first one of the current or last call of `fit`."""
+        ending = self._ending
+        return (
+            ending is not None
+            and ending.begun_at is not None
+            and self.present_step == ending.begun_at + 1
+        )
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the present step is the last one of the current or last call of `fit`.
+
+        Within a step this is known of a goal in steps only; from `step_end` on, of any.
+        """
+        if self._ending is None:
+            return False
+        goal = self._ending.goal
+        is_known = self._ending.reason is not None or self._ending.is_at_goal()
+        return is_known or (goal.unit is Unit.STEP and self.present_step >= goal.value)
+
+    @property
+    def callbacks(self) -> tuple[Callback, ...]:
+        """All callbacks in the order of their calls, with the loggers that come by themselves."""
+        return self._callbacks.all
+
+    def callback(self, kind: type[C]) -> C:
+        """Return the only callback of a class.
+
+        Raises:
+            UsageError: there is none, or there are several.
+        """
+        found = [item for item in self.callbacks if isinstance(item, kind)]
+        if len(found) != 1:
+            names = [type(item).__name__ for item in self.callbacks]
+            raise UsageError(f"{len(found)} callbacks are a {kind.__name__}; there are {names}")
+        return found[0]
+
+    @contextmanager
+    def scope(self, name: str) -> Iterator[None]:
+        """Begin the names of metrics that are logged in the block with `name/`; may be nested.
+
+        Raises:
+            UsageError: `name` is not a text.
+        """
+        if not isinstance(name, str) or not name:
+            raise UsageError(f"scope: name={name!r}: must be a text")
+        self._scopes.append(name)
+        try:
+            yield
+        finally:
+            self._scopes.pop()
+
+    def validate(self, which: Any = None, *, data: Any = None) -> dict[str, float]:
         """Validate now, whether due or not; returns the metrics as a checkpoint would get them.
 
         Args:
-            which: one checkpoint, as for `validate_all`; None: the weights as they are.
+            which: one checkpoint, as for `validate_all`; None: the weights as they are. Loaders
+                are taken as `data`.
+            data: what to validate on, as the argument `validate` of the Trainer; None: on that.
 
         Raises:
-            UsageError: the Trainer has no `validate`, `which` is given while `fit` runs, or it is
+            UsageError: there is nothing to validate on, `which` is given while `fit` runs, or it is
                 a pattern for several checkpoints.
             NoCheckpoint: no checkpoint matches `which`.
             HookFailed: a callback raised.
         """
-        if which is not None:
-            chosen = self._chosen(which)
-            if len(chosen) > 1:
-                raise UsageError(f"which={which!r}: {len(chosen)} checkpoints; use validate_all")
-            return dict(self._validate_each(chosen)[0].metrics)
-        self._check_validates()
-        if self.manager is not None:
-            return self._validated(self._validations.parts)
-        with self._closing(), self._managed(None):
-            return self._validated(self._validations.parts)
+        if which is not None and not isinstance(which, str | int | os.PathLike):
+            if data is not None:
+                raise UsageError(f"which={which!r}: not a checkpoint, and data is given, too")
+            which, data = None, which
+        return self._evaluate(self._parts(data), which)
+
+    def test(self, data: Any, *, which: Which | None = None) -> dict[str, float]:
+        """Evaluate on loaders that no decision of the training has seen: metrics `test/…`.
+
+        Args:
+            data: a loader, loaders by name, or a `Validation` or a list of them.
+            which: one checkpoint, as for `validate_all`; None: the weights as they are.
+
+        Raises:
+            UsageError, NoCheckpoint, HookFailed: as `validate`.
+        """
+        return self._evaluate(self._parts(data, kind="test"), which)
+
+    def predict(
+        self,
+        data: Any,
+        *,
+        to: str | os.PathLike[str],
+        which: Which | None = None,
+        outputs: Callable[[nn.Module, Any], Any] | None = None,
+        use_ema: bool = True,
+        batches_per_part: int = 100,
+    ) -> Predictions:
+        """Write the model's outputs for all samples into a folder, in the order of the samples.
+
+        They are written by parts, each as soon as it is complete. When it was killed, the same
+        call goes on after the last complete part. Several ranks share the work.
+
+        Args:
+            data: a loader that does not shuffle.
+            to: local folder of the parts, safetensors files; shared by all ranks.
+            which: one checkpoint, as for `validate_all`; None: the weights as they are.
+            outputs: called with the model and a batch; gives a tensor or a dict of tensors, whose
+                first dimension is the samples of the batch. None: `model(batch)`.
+            use_ema: whether the averaged weights predict, if the Trainer keeps an average.
+            batches_per_part: batches of a part, which are kept in memory until it is written.
+
+        Raises:
+            UsageError: an argument is wrong, or the folder has predictions of other weights.
+            NoCheckpoint: no checkpoint matches `which`.
+        """
+        making.check_loader(data)
+        weights = self._weights
+        with ExitStack() as stack:
+            if which is not None:
+                targets = self._one(which)
+                stack.enter_context(kept_all(targets))
+                stack.enter_context(borrowed(weights))
+                targets[0].load(weights, self._editing(Callback.edit_load))
+            self._share_buffers()
+            chosen = self.ema.model if self.ema is not None and use_ema else self.model
+            stack.callback(self._parallel.reshard, chosen)
+            return predict(
+                chosen,
+                self._limits.of_validation(data),
+                folder=Path(to),
+                outputs=outputs,
+                update=self._update,
+                batches_per_part=batches_per_part,
+            )
+
+    def find_learning_rate(
+        self, *, lowest: float = 1e-7, highest: float = 1.0, steps: int = 100
+    ) -> LearningRateCurve:
+        """Train with growing learning rates, and restore everything; returns losses by rate.
+
+        Model, optimizer, average, data, generators and root are those of before, bit for bit.
+        Callbacks and schedulers are not called. With several groups of parameters all rates grow
+        by the same factors, so that the first group goes from `lowest` to `highest`.
+
+        Raises:
+            UsageError: an argument is wrong, `fit` runs, or there is nothing to train.
+        """
+        with self._trying("find_learning_rate"):
+            return find_learning_rate(self._trial, lowest=lowest, highest=highest, steps=steps)
+
+    def find_batch_size(
+        self, make: Callable[[int], Any], *, start: int = 1, highest: int = 2**16, steps: int = 2
+    ) -> BatchSizes:
+        """Train with growing batches until memory is exhausted; restores everything.
+
+        Args:
+            make: makes a loader with a batch size, such as
+                `lambda size: Loader(dataset, batch_size=size)`.
+            start: the first size that is tried; it doubles, and is then halved into place.
+            highest: the largest size that is tried.
+            steps: steps at each size.
+
+        Raises:
+            UsageError: an argument is wrong, `fit` runs, or not even `start` fits.
+        """
+        with self._trying("find_batch_size"):
+            return find_batch_size(self._trial, make, start=start, highest=highest, steps=steps)
 
     def validate_all(self, which: Which | Iterable[Which] | None = None) -> tuple[Validated, ...]:
         """Validate checkpoints one after the other, with all loaders and checks.
@@ -462,7 +667,8 @@ class Trainer:
             FormatError, MismatchError: one is damaged, or does not fit.
             HookFailed: a callback raised.
         """
-        return self._validate_each(self._chosen(which))
+        self._check_validates()
+        return self._validate_each(self._chosen(which), self._validations.parts)
 
     def request_stop(self, reason: str) -> None:
         """End `fit` after the current step, which is saved. Requests cannot be cancelled.
@@ -489,6 +695,11 @@ class Trainer:
             UsageError: `to` names a logger that does not exist.
             HookFailed: a logger raised.
         """
+        if self._scopes:
+            prefix = "/".join(self._scopes)
+            metrics = {f"{prefix}/{name}": value for name, value in metrics.items()}
+        if self._limits.fast_dev_run:
+            to = None  # there are no loggers
         self._callbacks.tell_loggers(LazyMetrics(self._numbers(metrics)), to)
 
     def _fit_to(
@@ -540,10 +751,6 @@ class Trainer:
         )
         logger.info("%s", note)
         return replace(outcome, notes=(*outcome.notes, note))
-
-    @property
-    def _weights(self) -> dict[str, nn.Module]:
-        return {"model": self.model, **({} if self.ema is None else {"ema": self.ema.model})}
 
     def _watched(self) -> dict[str, Sequence[str]]:
         """Metrics that retention and callbacks watch, by who does."""
@@ -597,18 +804,43 @@ class Trainer:
             raise UsageError("there is nothing to validate on: give the Trainer validate=…")
 
     def _chosen(self, which: Which | Iterable[Which] | None) -> list[Target]:
-        self._check_validates()
         if self.manager is not None:
             raise UsageError(f"which={which!r}: while fit runs, only its weights can be used")
         return select(self.root, which, self.checkpoints.encrypt)
 
-    def _validate_each(self, targets: Sequence[Target]) -> tuple[Validated, ...]:
+    @property
+    def _weights(self) -> dict[str, nn.Module]:
+        return {"model": self.model, **({} if self.ema is None else {"ema": self.ema.model})}
+
+    def _one(self, which: Which) -> list[Target]:
+        chosen = self._chosen(which)
+        if len(chosen) > 1:
+            raise UsageError(f"which={which!r}: {len(chosen)} checkpoints; use validate_all")
+        return chosen
+
+    def _parts(self, data: Any, kind: str = "val") -> tuple[ValidationPart, ...]:
+        if data is not None:
+            return self._make_validations(data, kind=kind).parts
+        self._check_validates()
+        return self._validations.parts
+
+    def _evaluate(self, parts: Sequence[ValidationPart], which: Which | None) -> dict[str, float]:
+        if which is not None:
+            return dict(self._validate_each(self._one(which), parts)[0].metrics)
+        if self.manager is not None:
+            return self._validated(parts)
+        with self._closing(), self._managed(None):
+            return self._validated(parts)
+
+    def _validate_each(
+        self, targets: Sequence[Target], parts: Sequence[ValidationPart]
+    ) -> tuple[Validated, ...]:
         weights = self._weights
         found = []
         with self._closing(), self._managed(None), kept_all(targets), borrowed(weights):
             for target in targets:
                 checkpoint = target.load(weights, self._editing(Callback.edit_load))
-                metrics = self._validated(self._validations.parts)
+                metrics = self._validated(parts)
                 found.append(Validated(checkpoint=checkpoint, metrics=metrics))
         return tuple(found)
 
@@ -652,6 +884,9 @@ class Trainer:
         """Check loss and weights, and call `before_save`; returns what is not finite."""
         self._place.check(now.step)
         group = self._parallel.group
+        ending = self._ending
+        if self.swa is not None and ending is not None and ending.is_at_goal():
+            self._update_statistics(self.swa)
         with self._place.left():
             found = check_health(self._unhealthy, now.step, self.model, metrics, group)
             self._callbacks.tell(Callback.before_save)
@@ -666,9 +901,23 @@ class Trainer:
         fixed = ("data", "progress", "scaler", "micro_batch", *self.schedulers)
         return Boundary(components=small(self.state, *fixed), modules=modules_of(self.state))
 
+    def _update_statistics(self, swa: EqualAverage) -> None:
+        """Compute the statistics of the averaged model's batch norm anew, at the goal."""
+        if swa.plan.batch_norm is None:
+            return
+        with undisturbed(), torch.no_grad(), self._update.numerics.autocast():
+            swa.update_statistics(
+                Restarting(swa.plan.batch_norm).batches(),
+                lambda batch: self._update.loss(swa.model, moved(batch, self._update.device)),
+            )
+
     def _share_buffers(self) -> None:
-        for module in (self.model, *([] if self.ema is None else [self.ema.model])):
+        for module in self._with_averages():
             self._parallel.share_buffers(module)
+
+    def _with_averages(self) -> list[nn.Module]:
+        averages = [item.model for item in (self.ema, self.swa) if item is not None]
+        return [self.model, *averages]
 
     @contextmanager
     def _managed(self, manager: CheckpointManager | None) -> Iterator[None]:
@@ -694,11 +943,15 @@ class Trainer:
             raise
         self._callbacks.close()
 
-    def _make_validations(self, given: Any) -> Validations:
-        plans = plans_of(given)
+    def _make_validations(
+        self, given: Any, *, kind: str = "val", batches: int | None = None, is_quiet: bool = False
+    ) -> Validations:
+        """Make validations on `given`, on so many batches or as many as the limits allow."""
+        plans = [self._limited(plan, batches) for plan in plans_of(given)]
+        update = replace(self._update, callbacks=Callbacks([], self)) if is_quiet else self._update
         for plan in plans:
             loaders = plan.data.values() if isinstance(plan.data, Mapping) else [plan.data]
-            if any(loader is self.data for loader in loaders):
+            if self.data is not None and any(loader is self._given_data for loader in loaders):
                 raise UsageError(
                     "validate: this loader is the one that is trained on, whose position would be "
                     "lost; make another Loader of the same dataset"
@@ -708,7 +961,8 @@ class Trainer:
             [
                 Validator(
                     plan=plan,
-                    update=self._update,
+                    update=update,
+                    kind=kind,
                     weigh=plan.weigh or self._counts.samples or size_of,
                     waiting=lambda: self._way_back.waiting(),
                 )
@@ -718,11 +972,18 @@ class Trainer:
 
     def _components(self, extra: Mapping[str, Any]) -> dict[str, Any]:
         own: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer, **self.schedulers}
+        own = {name: value for name, value in own.items() if value is not None}
         if self._numerics.scaler is not None:
             own["scaler"] = self._numerics.scaler
         if self.ema is not None:
             own["ema"] = self.ema.model
-        own |= {"data": self.data, "progress": self.counters, **self._callbacks.components}
+        if self.swa is not None:
+            own |= {"swa": self.swa.model, "swa-count": self.swa}
+        if self._nan is not None:
+            own["nan-count"] = self._nan
+        if self.data is not None:
+            own["data"] = self.data
+        own |= {"progress": self.counters, **self._callbacks.components}
         if self._scores:
             own["metrics"] = self._scores
         if self._micro_batches.is_auto:
@@ -731,3 +992,67 @@ class Trainer:
         if taken:
             raise UsageError(f"state: the Trainer has components named {taken} itself")
         return own | dict(extra)
+
+    def _limited(self, plan: Validation, batches: int | None) -> Validation:
+        at_end = plan.at_end or bool(self._limits.fast_dev_run)
+        return replace(plan, data=self._limits.of_validation(plan.data, batches), at_end=at_end)
+
+    def _make_way_back(self) -> WayBack:
+        return WayBack(
+            # With several ranks nothing is interrupted: they stop where they meet.
+            stop=self._stop if self._parallel.group.is_alone else None,
+            is_exact=self.root is not None and asks_for(self._every, "exception"),
+            data=self.data,
+            state=self.state,
+            callbacks=self._callbacks,
+        )
+
+    def _use_data(self, data: Any) -> None:
+        """Train on other data from now on."""
+        if self._is_running:
+            raise UsageError("fit(data=…): fit runs already")
+        making.check_data(data)
+        making.check_shared_data(data, self._strategy, self._parallel.group)
+        self._given_data, self.data = data, self._limits.of_data(data)
+        self.state["data"] = self.data
+        self._way_back = self._make_way_back()
+        self._gear = replace(self._gear, data=self.data, way_back=self._way_back)
+
+    def _check_sanity(self) -> None:
+        """Try a validation on some batches of each loader; leaves no trace."""
+        if not self._limits.sanity or not self._validations:
+            return
+        validations = self._make_validations(
+            self._validate, batches=self._limits.sanity, is_quiet=True
+        )
+        modules = [item for item in self.state.values() if isinstance(item, nn.Module)]
+        kept = Boundary(components={}, modules=modules)
+        try:
+            self._validated(validations.parts)
+        finally:
+            kept.put_back()
+
+    @contextmanager
+    def _trying(self, what: str) -> Iterator[None]:
+        """Check that the Trainer may try some steps."""
+        if self._is_running:
+            raise UsageError(f"{what}: fit runs")
+        if not self._is_complete:
+            raise UsageError(f"{what}: there is nothing to train: give an optimizer and a loss")
+        yield
+
+    @property
+    def _trial(self) -> Trial:
+        quiet = Callbacks([], self)
+        return Trial(
+            update=replace(
+                self._update, callbacks=quiet, schedulers=(), begin_update=lambda: None, nan=None
+            ),
+            state=self.state,
+            data=self.data,
+            accumulate=self._gear.accumulate,
+        )
+
+    def _repr_html_(self) -> str:
+        """Show the state of the run, in a notebook."""
+        return card(self)

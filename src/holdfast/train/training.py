@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -74,6 +75,24 @@ class Training(Protocol):
     @property
     def world_size(self) -> int:
         """The number of ranks that train together."""
+
+    @property
+    def is_log_step(self) -> bool:
+        """Whether the present step is logged: each `log_every`-th, and the last one."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the present step is the first one of this call of `fit`."""
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the present step is the last one of this call of `fit`.
+
+        Within a step this is known of a goal in steps only; from `step_end` on, of any.
+        """
+
+    def scope(self, name: str) -> AbstractContextManager[None]:
+        """Return a context in which the names of metrics that are logged begin with `name/`."""
 
     def request_stop(self, reason: str) -> None:
         """End `fit` after the current step, which is saved. Requests cannot be cancelled.

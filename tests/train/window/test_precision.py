@@ -135,7 +135,7 @@ def test_a_scaled_loss_gives_the_gradients_of_the_loss() -> None:
     "options",
     [
         {"precision": "fp8"},
-        {"precision": 16},
+        {"precision": 15},
         {"precision": None},
         {"clip": -1.0},
         {"clip": "norm"},

@@ -57,6 +57,11 @@ class Callbacks:
         self._by_hook["fit_start"].sort(key=lambda item: not isinstance(item, Logger))
 
     @property
+    def all(self) -> tuple[Callback, ...]:
+        """All callbacks, in the order of their calls."""
+        return tuple(self._all)
+
+    @property
     def components(self) -> dict[str, Any]:
         """Callbacks with a state to save, by component name."""
         return {

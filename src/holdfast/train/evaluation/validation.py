@@ -137,7 +137,7 @@ class ValidationPart:
             UsageError: a loader gives no batch, or a metric is not a number.
             HookFailed: a callback raised.
         """
-        with undisturbed(), _evaluating(live, model), torch.no_grad():
+        with undisturbed(), evaluating(live, model), torch.no_grad():
             return self.run(model)
 
 
@@ -149,9 +149,11 @@ class Validator:
     update: Update
     """Training step, whose loss function, precision and device are used."""
     weigh: Callable[[Any], float]
+    kind: str = "val"
+    """First part of the names of metrics."""
     waiting: Callable[[], AbstractContextManager[Any]] = nullcontext
     """Context for operations that a stop may interrupt: a fetch, a forward pass."""
-    _loaders: dict[str, _Restarting] = field(init=False)
+    _loaders: dict[str, Restarting] = field(init=False)
     _scores: Scores = field(init=False)
 
     def __post_init__(self) -> None:
@@ -159,7 +161,7 @@ class Validator:
         named = dict(data) if isinstance(data, Mapping) else {"": data}
         if not named or not all(isinstance(name, str) for name in named):
             raise UsageError("validation data: give a loader, or some by name")
-        loaders = {self._name(name): _Restarting(loader) for name, loader in named.items()}
+        loaders = {self._name(name): Restarting(loader) for name, loader in named.items()}
         object.__setattr__(self, "_loaders", loaders)
         what = f"validation {self.plan.name!r}: metrics" if self.plan.name else "validation metrics"
         scores = Scores(self.plan.metrics, self.update.parallel.group, what=what)
@@ -209,12 +211,12 @@ class Validator:
         values = LazyMetrics(found)
         if not values:
             raise UsageError(f"validation data {name!r} gave no batch, or a check no metric")
-        metrics = {f"{_prefix(name)}{metric}": value for metric, value in values.items()}
+        metrics = {f"{_prefix(name, self.kind)}{metric}": value for metric, value in values.items()}
         self.update.callbacks.tell(Callback.validation_end, name, metrics)
         return metrics
 
     def _metrics(
-        self, loader: _Restarting, model: nn.Module
+        self, loader: Restarting, model: nn.Module
     ) -> tuple[Mapping[str, Any], dict[str, Image]]:
         """Return the metrics of a loader, and their pictures."""
         mean, update, tell = Mean(), self.update, self.update.callbacks.tell
@@ -249,7 +251,7 @@ class Validator:
             return self.weigh(given)
         return number("weight", output.weight)
 
-    def _fetch(self, loader: _Restarting) -> Iterator[Any]:
+    def _fetch(self, loader: Restarting) -> Iterator[Any]:
         batches = islice(loader.batches(), self.plan.batches)
         while True:
             with self.waiting():
@@ -358,11 +360,11 @@ class Validations:
         return max(fitting)[1] if fitting else None
 
 
-def _prefix(name: str) -> str:
-    return f"val/{name}/" if name else "val/"
+def _prefix(name: str, kind: str = "val") -> str:
+    return f"{kind}/{name}/" if name else f"{kind}/"
 
 
-class _Restarting:
+class Restarting:
     """Validation loader that starts from its first position each time, if it has positions."""
 
     def __init__(self, loader: Any) -> None:
@@ -373,9 +375,15 @@ class _Restarting:
         self._begin = loader.state_dict() if has_position else None
 
     def batches(self) -> Iterator[Any]:
-        if self._begin is not None:
+        """Iterate from the first position; the loader is there again afterwards."""
+        return iter(self._loader) if self._begin is None else self._from_begin()
+
+    def _from_begin(self) -> Iterator[Any]:
+        self._loader.load_state_dict(self._begin)
+        try:
+            yield from self._loader
+        finally:
             self._loader.load_state_dict(self._begin)
-        return iter(self._loader)
 
 
 def size_of(batch: Any) -> int:
@@ -407,7 +415,7 @@ def undisturbed() -> Iterator[None]:
 
 
 @contextmanager
-def _evaluating(*models: nn.Module) -> Iterator[None]:
+def evaluating(*models: nn.Module) -> Iterator[None]:
     """Set eval mode for the block; restore the mode of each module after it."""
     modes = [(module, module.training) for model in models for module in model.modules()]
     for model in models:

@@ -78,6 +78,8 @@ class FitEnding:
         self.goal = goal
         self.reason: EndReason | None = None
         """Reason of the end; None while training continues."""
+        self.begun_at: int | None = None
+        """Completed steps when this call began to train; None before that."""
         self._counters = counters
         self._counter = argument_name(goal.unit)
         self._stop = stop

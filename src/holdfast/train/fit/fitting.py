@@ -37,6 +37,7 @@ from holdfast.train.training import Average, Counters, Metrics
 from holdfast.train.window.batches import Batches
 from holdfast.train.window.loop import Update
 from holdfast.train.window.metrics import LazyMetrics
+from holdfast.train.window.swa import EqualAverage
 from holdfast.train.window.wayback import WayBack
 
 logger = logging.getLogger("holdfast")
@@ -48,6 +49,7 @@ class Gear:
 
     model: nn.Module
     ema: Average | None
+    swa: EqualAverage | None
     data: Any
     counters: Counters
     place: StepPosition
@@ -68,6 +70,8 @@ class Gear:
     counts: Counts
     best: BestSaves
     watched: Watched
+    sanity: Callable[[], None]
+    """Function that tries a validation before a new run trains."""
 
 
 class Fit:
@@ -162,6 +166,8 @@ class Fit:
             cost = {"load/duration_s": load_s, "load/nbytes": float(found.nbytes)}
             self._tell(Callback.checkpoint_loaded, found, cost)
         self._gear.model.train()
+        if found is None:
+            self._gear.sanity()
         if not is_resumed:
             saver.at(["start"], {})
         try:
@@ -223,7 +229,7 @@ class Fit:
         """
         metrics, is_over = LazyMetrics({}), False
         self._before = self._now = self._counters.timestamp
-        begun_at = self._now.step
+        begun_at = self._ending.begun_at = self._now.step
         known: Metrics = {} if found is None else found.metrics
         self._gear.watched.saw(known)
         self._metrics = LazyMetrics(known)
@@ -320,6 +326,8 @@ class Fit:
         self._gear.watched.saw(metrics)
         self._gear.schedules.advance(self._counters, metrics)
         self._before, self._now = self._now, self._counters.timestamp
+        if self._gear.swa is not None:
+            self._gear.swa.follow(self._gear.model, self._before, self._now, self._ending.goal)
         # Set before the hooks that follow, as they may save or fail.
         self._counters.unvalidated = self._gear.validations.names_due(
             self._before, self._now, is_last=self._ending.is_at_goal()

@@ -21,6 +21,7 @@ from holdfast.train.callbacks.hooks import Callback
 from holdfast.train.outputs import Image, StepOutput
 from holdfast.train.parallel.strategies import Parallel, whole
 from holdfast.train.window.metrics import LazyMetrics, Mean, Numbers, RankMeans, number
+from holdfast.train.window.nan import NanBudget
 from holdfast.train.window.scores import Scores
 from holdfast.train.window.splitting import MicroBatches, Piece, is_out_of_memory
 from holdfast.train.window.weighing import Weighing
@@ -83,6 +84,8 @@ class Update:
     """Function that copies what a forward and a backward pass change, except gradients."""
     begin_update: Callable[[], None] = lambda: None
     """Callback right before the first change that cannot be undone."""
+    nan: NanBudget | None = None
+    """Budget of steps that are skipped as they are not finite; None: none is skipped."""
 
     def __call__(self, window: Sequence[Any]) -> LazyMetrics:
         """Train on the batches of one step; returns mean metrics.
@@ -96,10 +99,17 @@ class Update:
         tell = self.callbacks.tell
         if any(weight.grad is not None for weight in _parameters(self.optimizer)):
             self.optimizer.zero_grad(set_to_none=True)  # gradients that other code has left
+        if self.nan is not None:
+            self.nan.begin(self.model)
         mean = self._gradients_that_fit(window)
         self.weighing.divide(_parameters(self.optimizer))
         self.numerics.unscale(self.optimizer)
         norm = self.clip(self.optimizer)
+        if self.nan is not None and self.nan.must_skip(self._checked_for_nan(mean)):
+            self.optimizer.zero_grad(set_to_none=True)
+            self.begin_update()
+            self._step_schedulers(may_be_early=True)
+            return LazyMetrics({"nan_skipped": self.nan.num_skipped})
         tell(Callback.before_optimizer_step)
         self.begin_update()
         self.numerics.step(self.optimizer)
@@ -110,6 +120,12 @@ class Update:
         self._step_schedulers(may_be_early=self.numerics.scaler is not None)
         extra = {} if norm is None else {"grad_norm": number("grad_norm", whole(norm))}
         return LazyMetrics({**self.means(mean), **extra})
+
+    def _checked_for_nan(self, mean: Mean) -> list[Tensor | float]:
+        """Values that must be finite; a loss scaler looks at the gradients itself."""
+        gradients = [] if self.numerics.scaler is not None else _parameters(self.optimizer)
+        found = [item.grad for item in gradients if item.grad is not None]
+        return [mean.totals["loss"][0], *found]
 
     def leave_out(self) -> LazyMetrics:
         """Skip the training of a step: only schedulers step; returns no metrics."""
@@ -325,14 +341,34 @@ class Numerics:
         self._is_unscaled = False
 
 
-def checked_precision(value: str | Precision) -> Precision:
-    """Convert an argument to a `Precision`.
+_MEANT: dict[str, Name] = {
+    **dict.fromkeys(("32", "32-true", "float32", "no", "amp_fp32"), "fp32"),
+    **dict.fromkeys(("bf16-mixed", "bfloat16", "amp_bf16"), "bf16"),
+    **dict.fromkeys(("16", "16-mixed", "fp16-mixed", "float16", "amp_fp16"), "fp16"),
+}
+"""Names of other libraries (Lightning, Accelerate, Composer) for the same precisions."""
+
+
+def checked_precision(value: str | int | Precision) -> Precision:
+    """Convert an argument to a `Precision`; names of other libraries are understood.
 
     Raises:
-        UsageError: `value` is not a precision.
+        UsageError: `value` is not a precision, or means weights of another type.
     """
     if isinstance(value, Precision):
         return value
-    if not isinstance(value, str):
+    if isinstance(value, bool) or not isinstance(value, str | int):
         raise UsageError(f"precision={value!r}: must be one of {get_args(Name)} or a Precision")
-    return Precision(dtype=value)  # type: ignore[arg-type]
+    name = str(value)
+    if name in ("bf16-true", "16-true", "64", "64-true"):
+        raise UsageError(
+            f"precision={value!r}: the Trainer does not convert weights: give the model in that "
+            'type, such as model.to(torch.bfloat16), with precision="fp32"'
+        )
+    known = _MEANT.get(name, name)
+    if known not in get_args(Name):
+        raise UsageError(
+            f"precision={value!r}: must be one of {get_args(Name)}, a Precision, or one of "
+            f"{', '.join(_MEANT)}"
+        )
+    return Precision(dtype=known)  # type: ignore[arg-type]

@@ -1,0 +1,388 @@
+"""Predictions for all samples of a loader, written by parts into a folder, resumable after a kill.
+
+The folder has safetensors files, each with the outputs of some batches in the order of the samples,
+and `predictions.json`, which says what they are of. A part is complete when its file exists.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from blake3 import blake3
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from holdfast.data import Loader
+from holdfast.errors import FormatError, UsageError
+from holdfast.format.tensors import TensorSpec, lay_out, parse_header
+from holdfast.state.leaves import DTYPE_NAMES, TORCH_DTYPES
+from holdfast.train.asked import check_range
+from holdfast.train.evaluation.validation import evaluating, undisturbed
+from holdfast.train.parallel.group import Group
+from holdfast.train.parallel.strategies import is_sharded, local
+from holdfast.train.window.loop import Update, moved
+
+_INDEX = "predictions.json"
+_ONLY = "output"
+"""Name of the tensor, where the outputs are one."""
+
+Outputs = Callable[[nn.Module, Any], Any]
+Batch = tuple[int, int, dict[str, Tensor]]
+"""Number of a batch of all ranks, the rank that has a part of it, its outputs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Predictions:
+    """Outputs of a model in a folder, in the order of the samples."""
+
+    folder: Path
+    num_samples: int
+    files: tuple[Path, ...]
+    """The parts, in order: safetensors files."""
+
+    @classmethod
+    def of(cls, folder: str | os.PathLike[str]) -> Predictions:
+        """Open the predictions in a folder.
+
+        Raises:
+            UsageError: the folder has none, or they are not complete.
+        """
+        index = _read_index(Path(folder))
+        if index is None or not index["complete"]:
+            raise UsageError(f"{folder}: has no complete predictions; call predict again")
+        files = tuple(Path(folder) / name for name in index["files"])
+        return cls(folder=Path(folder), num_samples=index["num_samples"], files=files)
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        """Read one part after the other: tensors by name."""
+        return map(_read, self.files)
+
+    def load(self) -> dict[str, Tensor]:
+        """Read all parts into memory: tensors by name; a single output is called `output`."""
+        parts = [*self]
+        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def predict(
+    model: nn.Module,
+    data: Any,
+    *,
+    folder: Path,
+    outputs: Outputs | None,
+    update: Update,
+    batches_per_part: int,
+) -> Predictions:
+    """Write the outputs for all batches of a loader; goes on where a killed call has ended.
+
+    Raises:
+        UsageError: the loader's order is not that of the samples, an output has another number of
+            rows than others, or the folder has predictions of other weights or another loader.
+    """
+    check_range("batches_per_part", batches_per_part, 1, 2**31)
+    source = _Source(data, update.parallel.group, is_sharded=is_sharded(model))
+    whole = _Folder(folder, update.parallel.group)
+    with undisturbed(), evaluating(model), torch.no_grad():
+        identity = {
+            "weights": _digest(model, update.parallel.group),
+            "batches": source.num_batches,
+            "batches_per_part": batches_per_part,
+        }
+        done = whole.begin(identity)
+        if done is None:
+            return Predictions.of(folder)
+        batches = source.batches(done * batches_per_part)
+        at = done * batches_per_part
+        while True:
+            own: list[Batch] = []
+            count = 0
+            for number, batch in enumerate(islice(batches, batches_per_part), at):
+                count += 1
+                if source.is_mine(number):
+                    with update.numerics.autocast():
+                        found = (outputs or _call)(model, moved(batch, update.device))
+                    own.append((number, source.rank_in_batch, source.cut(number, _named(found))))
+            if not count:
+                break
+            whole.write(own)
+            at += count
+        return whole.end()
+
+
+class _Source:
+    """A loader whose batches are in the order of the samples, and who computes which of them."""
+
+    def __init__(self, data: Any, group: Group, *, is_sharded: bool) -> None:
+        self._data = data
+        self._group = group
+        sampler = getattr(data, "sampler", None)
+        state = data.state_dict() if isinstance(data, Loader) else {}
+        if state.get("shuffle") or isinstance(sampler, RandomSampler):
+            raise UsageError(
+                "predict: the loader shuffles, so outputs could not be matched with samples: make "
+                "one with shuffle=False"
+            )
+        self._is_split = isinstance(data, Loader) and data.ranks.world_size > 1
+        self._state: Mapping[str, Any] = state
+        if (
+            isinstance(data, Loader)
+            and self._is_split
+            and tuple(data.ranks)
+            != (
+                group.rank,
+                group.world_size,
+            )
+        ):
+            raise UsageError("predict: the Loader was made for other ranks than those that predict")
+        if isinstance(sampler, DistributedSampler) or (
+            is_sharded and not group.is_alone and not self._is_split
+        ):
+            raise UsageError(
+                "predict: with several ranks give a holdfast.data.Loader(…, shuffle=False), or, "
+                "unless the model is sharded, a loader that gives every rank all batches"
+            )
+        if isinstance(data, DataLoader) and getattr(data, "drop_last", False):
+            raise UsageError("predict: drop_last=True leaves out samples")
+        if state.get("drop_last") and state["num_samples"] % state["batch_size"]:
+            raise UsageError("predict: drop_last=True leaves out samples")
+
+    @property
+    def num_batches(self) -> int | None:
+        """Batches of all ranks; None where the loader does not know."""
+        try:
+            return len(self._data)
+        except (TypeError, NotImplementedError):
+            return None
+
+    @property
+    def rank_in_batch(self) -> int:
+        """Place of this rank's outputs within a batch."""
+        return self._group.rank if self._is_split else 0
+
+    def is_mine(self, number: int) -> bool:
+        """Whether this rank computes a part of this batch."""
+        return self._is_split or number % self._group.world_size == self._group.rank
+
+    def cut(self, number: int, found: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Drop outputs that another rank has, too: of a batch with fewer samples than ranks."""
+        if not self._is_split:
+            return found
+        size, world_size = self._state["batch_size"], self._group.world_size
+        here = min(size, self._state["num_samples"] - number * size)
+        begin, end = (
+            rank * here // world_size for rank in (self._group.rank, self._group.rank + 1)
+        )
+        return {name: value[: end - begin] for name, value in found.items()}
+
+    def batches(self, start: int) -> Iterator[Any]:
+        """Iterate over the batches from number `start` on, from the beginning of the data."""
+        if isinstance(self._data, Loader):
+            self._data.load_state_dict({**self._state, "epoch": 0, "batch": start})
+            if start == len(self._data):
+                return iter(())
+            return iter(self._data)
+        return islice(iter(self._data), start, None)
+
+
+class _Folder:
+    """Folder of predictions; the leader writes, after it has gathered the outputs of all ranks."""
+
+    def __init__(self, folder: Path, group: Group) -> None:
+        self._folder = folder
+        self._group = group
+        self._index: dict[str, Any] = {}
+        self._files: list[str] = []
+        self._num_samples = 0
+
+    def begin(self, identity: Mapping[str, Any]) -> int | None:
+        """Return how many parts are complete already; None: all.
+
+        Raises:
+            UsageError: the folder has predictions of something else.
+        """
+        own: tuple[int | None, list[str], int, str] = (0, [], 0, "")
+        if self._group.is_leader:
+            own = self._look(identity)
+        done, self._files, self._num_samples, problem = self._group.gather(own)[0]
+        if problem:
+            raise UsageError(problem)
+        self._index = {"format": 1, **identity}
+        if self._group.is_leader and done == 0:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._write_index(is_complete=False)
+        return done
+
+    def _look(self, identity: Mapping[str, Any]) -> tuple[int | None, list[str], int, str]:
+        index = _read_index(self._folder)
+        if index is None:
+            return 0, [], 0, ""
+        differing = [name for name, value in identity.items() if index.get(name) != value]
+        if differing:
+            return (
+                0,
+                [],
+                0,
+                (
+                    f"{self._folder}: has predictions with other {', '.join(differing)}; choose "
+                    "another folder, or delete this one"
+                ),
+            )
+        if index["complete"]:
+            return None, index["files"], index["num_samples"], ""
+        files: list[str] = []
+        num_samples = 0
+        while (path := self._folder / _file_name(len(files))).exists():
+            files.append(path.name)
+            num_samples += _num_rows(path)
+        return len(files), files, num_samples, ""
+
+    def write(self, own: Sequence[Batch]) -> None:
+        """Write the next part from the outputs of all ranks."""
+        gathered = self._group.gather(list(own))
+        problem = ""
+        if self._group.is_leader:
+            batches = sorted(
+                (batch for of_rank in gathered for batch in of_rank), key=lambda item: item[:2]
+            )
+            try:
+                joined = _joined([found for _, _, found in batches])
+                path = self._folder / _file_name(len(self._files))
+                _write(path, joined, len(self._files))
+                self._files.append(path.name)
+                self._num_samples += len(next(iter(joined.values())))
+            except (UsageError, OSError) as error:
+                problem = f"predict: {error}"
+        problem = self._group.gather(problem)[0]  # else the other ranks would wait for the leader
+        if problem:
+            raise UsageError(problem)
+
+    def end(self) -> Predictions:
+        """Write down that all parts are complete."""
+        if self._group.is_leader:
+            if not self._files:
+                raise UsageError("predict: the loader gave no batch")
+            self._write_index(is_complete=True)
+        self._group.gather(None)  # nobody reads before the leader has written
+        return Predictions.of(self._folder)
+
+    def _write_index(self, *, is_complete: bool) -> None:
+        index = {
+            **self._index,
+            "complete": is_complete,
+            "files": self._files,
+            "num_samples": self._num_samples,
+        }
+        _replace(self._folder / _INDEX, [json.dumps(index, indent=1).encode()])
+
+
+def _call(model: nn.Module, batch: Any) -> Any:
+    return model(batch)
+
+
+def _named(found: Any) -> dict[str, Tensor]:
+    named = {_ONLY: found} if isinstance(found, Tensor) else found
+    if not isinstance(named, Mapping) or not named:
+        raise UsageError(
+            f"predict: outputs are a {type(found).__name__}: must be a tensor or a dict of "
+            "tensors; give outputs=… that makes it of the model and a batch"
+        )
+    for name, value in named.items():
+        if not isinstance(name, str) or not isinstance(value, Tensor) or not value.dim():
+            raise UsageError(
+                f"predict: output {name!r} must be a tensor with a row for each sample"
+            )
+    rows = {name: len(value) for name, value in named.items()}
+    if len({*rows.values()}) > 1:
+        raise UsageError(f"predict: the outputs of a batch differ in their number of rows: {rows}")
+    return {name: value.detach().to("cpu") for name, value in named.items()}
+
+
+def _joined(batches: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    names = {tuple(sorted(found)) for found in batches}
+    if len(names) > 1:
+        raise UsageError(f"batches give outputs of different names: {sorted(names)}")
+    try:
+        return {name: torch.cat([found[name] for found in batches]) for name in batches[0]}
+    except RuntimeError as error:
+        raise UsageError(f"outputs of different shapes cannot be joined: {error}") from error
+
+
+def _digest(model: nn.Module, group: Group) -> str:
+    """Digest of the weights: those of the leader, or of all ranks where they are sharded."""
+    digest = blake3()
+    for name, value in model.state_dict().items():
+        digest.update(name.encode())
+        if isinstance(value, Tensor):
+            flat = local(value).detach().to("cpu").contiguous().reshape(-1)
+            digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
+            digest.update(flat.view(torch.uint8).numpy().data)
+    found = group.gather(digest.hexdigest())
+    return blake3("".join(found).encode()).hexdigest() if is_sharded(model) else found[0]
+
+
+def _file_name(number: int) -> str:
+    return f"predictions-{number:05d}.safetensors"
+
+
+def _write(path: Path, tensors: Mapping[str, Tensor], number: int) -> None:
+    specs = [
+        TensorSpec(key=name, dtype=DTYPE_NAMES[value.dtype], shape=tuple(value.shape))
+        for name, value in tensors.items()
+    ]
+    files = lay_out("predictions", specs, first_number=number)
+    if len(files) != 1:
+        raise UsageError("a part is too large for one file; give fewer batches_per_part")
+    file, end = files[0], len(files[0].header)
+    pieces: list[Any] = [file.header]
+    for spec, start in zip(file.specs, file.starts, strict=True):
+        data = tensors[spec.key].contiguous().reshape(-1).view(torch.uint8).numpy()
+        pieces += [bytes(start - end), data]
+        end = start + spec.nbytes
+    pieces.append(bytes(file.nbytes - end))
+    _replace(path, pieces)
+
+
+def _replace(path: Path, pieces: Sequence[Any]) -> None:
+    aside = path.with_name(f".{path.name}.new")
+    with aside.open("wb") as file:
+        file.writelines(pieces)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.replace(path)
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    data = bytearray(path.read_bytes())
+    found = {}
+    header = parse_header(data, file_nbytes=len(data), what=str(path))
+    for name, (dtype, shape, start, stop) in header.items():
+        tensor = (
+            torch.frombuffer(data, dtype=torch.uint8, offset=start, count=stop - start)
+            if (stop > start)
+            else torch.empty(0, dtype=torch.uint8)
+        )
+        found[name] = tensor.view(TORCH_DTYPES[dtype]).view(shape)
+    return found
+
+
+def _num_rows(path: Path) -> int:
+    return len(next(iter(_read(path).values())))
+
+
+def _read_index(folder: Path) -> dict[str, Any] | None:
+    try:
+        found = json.loads((folder / _INDEX).read_text("utf-8"))
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise FormatError(f"{folder / _INDEX}: {error}") from error
+    if not isinstance(found, dict) or found.get("format") != 1:
+        raise FormatError(f"{folder / _INDEX}: not an index of predictions of this version")
+    return found

@@ -1,0 +1,152 @@
+"""Equal average of weights from late in a run (stochastic weight averaging, SWA).
+
+After Izmailov et al., "Averaging Weights Leads to Wider Optima and Better Generalization", 2018.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from holdfast.arguments import checked
+from holdfast.errors import UsageError, listing
+from holdfast.format.manifest import Timestamp
+from holdfast.policy.clock import ALL_UNITS, Time, Unit, parse
+from holdfast.train.parallel.strategies import local
+
+
+@checked(but=("start", "every"))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SWA:
+    """Settings of an equal average of the weights, kept beside training.
+
+        Trainer(…, swa=SWA(start="0.75dur", every="1ep"))
+
+    Raises:
+        UsageError: a time is wrong.
+    """
+
+    start: str | Time
+    """When averaging begins, such as "10ep", or "0.75dur" for the last quarter of the way to the
+    goal."""
+    every: str | Time = "1ep"
+    """Interval at which the weights are added, in a counted unit."""
+    batch_norm: Any = None
+    """Loader for a pass that computes the statistics of batch norm anew, before the save at the
+    goal. A model with batch norm needs it, since averaged weights have other statistics."""
+
+    def __post_init__(self) -> None:
+        if self.starts_at.unit is Unit.SECOND or self.interval.unit in (Unit.SECOND, Unit.DURATION):
+            raise UsageError(
+                f"swa: start={str(self.start)!r}, every={str(self.every)!r}: must be counted, such "
+                "as '1ep', so that both are the same after a resume"
+            )
+
+    @property
+    def starts_at(self) -> Time:
+        """The argument `start`, parsed."""
+        return parse(self.start, what="swa: start", units=ALL_UNITS)
+
+    @property
+    def interval(self) -> Time:
+        """The argument `every`, parsed."""
+        return parse(self.every, what="swa: every")
+
+
+class EqualAverage:
+    """Mean of the weights at several moments, in a copy of the model: the component `swa`.
+
+    How many weights it has is the component `swa-count`.
+    """
+
+    def __init__(self, model: nn.Module, plan: SWA) -> None:
+        """Copy `model`, to average weights in the copy; `model` itself is never changed.
+
+        Raises:
+            UsageError: the model has batch norm, and `plan` no loader for its statistics.
+        """
+        self.plan = plan
+        self.num_averaged = 0
+        """Number of weights in the average; with 0 the copy is that of the beginning."""
+        self.model: nn.Module = copy.deepcopy(model).requires_grad_(False).eval()
+        """The averaged model."""
+        names = [name for name, _ in _with_statistics(model)]
+        if names and plan.batch_norm is None:
+            raise UsageError(
+                "swa: averaged weights have other statistics in batch norm, which need a pass over "
+                "data: give SWA(batch_norm=loader). The modules are:\n" + listing(names)
+            )
+
+    @torch.no_grad()
+    def follow(self, model: nn.Module, before: Timestamp, now: Timestamp, goal: Time) -> None:
+        """Add the model's weights if they are due after the step from `before` to `now`."""
+        interval = self.plan.interval
+        passed = [(interval.unit.of(stamp) or 0) // interval.value for stamp in (before, now)]
+        if passed[0] == passed[1] or not self._has_begun(now, goal):
+            return
+        self.num_averaged += 1
+        for average, live in _pairs(self.model.parameters(), model.parameters()):
+            if average.is_floating_point() or average.is_complex():
+                average.lerp_(live.to(average), 1 / self.num_averaged)
+            else:
+                average.copy_(live)
+        for average, live in _pairs(self.model.buffers(), model.buffers()):
+            average.copy_(live)
+
+    @torch.no_grad()
+    def update_statistics(self, batches: Iterable[Any], forward: Callable[[Any], Any]) -> None:
+        """Compute the statistics of batch norm anew, as means over `batches`; no-op without any."""
+        modules = [module for _, module in _with_statistics(self.model)]
+        if not modules or not self.num_averaged:
+            return
+        before = [module.momentum for module in modules]
+        for module in modules:
+            module.reset_running_stats()
+            module.momentum = None  # the mean over all batches
+            module.train()
+        try:
+            for batch in batches:
+                forward(batch)
+        finally:
+            for module, momentum in zip(modules, before, strict=True):
+                module.momentum = momentum
+                module.eval()
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the count to save."""
+        return {"num_averaged": self.num_averaged}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the count.
+
+        Raises:
+            UsageError: not the state of an average.
+        """
+        if set(state) != {"num_averaged"}:
+            raise UsageError(f"not the count of an average: {sorted(state)}")
+        self.num_averaged = state["num_averaged"]
+
+    def _has_begun(self, now: Timestamp, goal: Time) -> bool:
+        start = self.plan.starts_at
+        if start.unit is Unit.DURATION:
+            return (goal.unit.of(now) or 0) >= start.value * goal.value
+        return (start.unit.of(now) or 0) >= start.value
+
+
+def _pairs(own: Iterable[Tensor], other: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    for average, live in zip(own, other, strict=True):
+        yield local(average), local(live)
+
+
+def _with_statistics(model: nn.Module) -> list[tuple[str, _BatchNorm]]:
+    return [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, _BatchNorm) and module.running_mean is not None
+    ]

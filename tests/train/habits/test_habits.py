@@ -1,0 +1,506 @@
+"""What users of other trainers expect: names, devices, look-ups, scopes, trials, skipped NaN."""
+
+from __future__ import annotations
+
+import logging
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from holdfast.data import Loader
+from holdfast.errors import UsageError
+from holdfast.policy.triggers import On
+from holdfast.store.memory import MemoryStore
+from holdfast.testing.resume import leaf_digests
+from holdfast.train import (
+    SWA,
+    Callback,
+    Freeze,
+    JsonLines,
+    Limits,
+    Logger,
+    Metrics,
+    NotFinite,
+    Trainer,
+    Training,
+    Validation,
+)
+from holdfast.train.making import device_for
+from holdfast.train.parallel.group import ALONE
+from holdfast.train.window.loop import checked_precision
+from train.small import Noisy, make, mean_square
+
+
+def digests(trainer: Trainer) -> dict[str, str]:
+    found = dict(leaf_digests(trainer.state))
+    # The order in which an optimizer has first seen its parameters, which a load does not keep.
+    found.pop("optimizer.state (keys)", None)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("given", "dtype"),
+    [
+        *(("bf16-mixed", "bf16"), ("16-mixed", "fp16"), (16, "fp16"), ("32-true", "fp32")),
+        *((32, "fp32"), ("no", "fp32"), ("amp_bf16", "bf16"), ("bf16", "bf16")),
+    ],
+)
+def test_precisions_of_other_libraries_are_understood(given: Any, dtype: str) -> None:
+    assert checked_precision(given).dtype == dtype
+
+
+@pytest.mark.parametrize("given", ["bf16-true", "16-true", "64-true"])
+def test_converted_weights_are_refused_with_what_to_do(given: str) -> None:
+    with pytest.raises(UsageError, match=r"does not convert weights: give the model"):
+        checked_precision(given)
+
+
+def test_without_a_device_the_accelerator_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(2, 2)
+    assert device_for(ALONE, torch.device("cpu"), model) == torch.device("cpu")
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda *_, **__: torch.device("cuda")
+    )
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 3)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 8)
+    assert device_for(ALONE, None, model) == torch.device("cuda", 3)
+    assert device_for(ALONE, None, lambda: model) == torch.device("cuda", 3)
+    assert device_for(ALONE, None, model.to("meta")) is None
+    for name, value in (("RANK", "5"), ("WORLD_SIZE", "6"), ("LOCAL_RANK", "2")):
+        monkeypatch.setenv(name, value)
+    assert device_for(ALONE, None, nn.Linear(2, 2)) == torch.device("cuda", 2)
+
+
+def test_without_an_accelerator_nothing_is_moved() -> None:
+    if torch.accelerator.is_available():
+        pytest.skip("there is one")
+    assert device_for(ALONE, None, nn.Linear(2, 2)) is None
+
+
+class Notes(Callback):
+    def __init__(self) -> None:
+        self.steps: list[tuple[int, bool, bool, bool]] = []
+
+    def step_end(self, training: Training, metrics: Metrics) -> None:
+        self.steps.append(
+            (training.present_step, training.is_first, training.is_log_step, training.is_last)
+        )
+
+
+@pytest.mark.parametrize("goal", ["5step", "1ep"])
+def test_callbacks_know_first_last_and_logged_steps(goal: str) -> None:
+    """K18: of each call of fit, so that a resume has a first step, too."""
+    notes = Notes()
+    trainer = make(MemoryStore(), callbacks=[notes], log_every=2)
+    trainer.fit(goal)
+    assert notes.steps == [
+        (1, True, False, False),
+        (2, False, True, False),
+        (3, False, False, False),
+        (4, False, True, False),
+        (5, False, True, True),
+    ]
+    trainer.fit("6step")
+    assert notes.steps[5:] == [(6, True, True, True)]
+
+
+def test_callbacks_are_found_by_their_class(tmp_path: Path) -> None:
+    notes = Notes()
+    trainer = make(tmp_path / "run", callbacks=[notes, Freeze("0.*"), Freeze("2.*")])
+    assert trainer.callback(Notes) is notes
+    assert trainer.callback(JsonLines) in trainer.callbacks
+    for kind in (Freeze, Recorder):
+        with pytest.raises(UsageError, match=r"callbacks are a \w+; there are \['Freeze'"):
+            trainer.callback(kind)
+
+
+class Recorder(Logger):
+    name = "recorder"
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def log(self, training: Training, metrics: Metrics) -> None:
+        self.names += metrics
+
+
+def test_a_scope_is_put_before_the_names_of_metrics() -> None:
+    class Scoped(Callback):
+        def step_end(self, training: Training, metrics: Metrics) -> None:
+            with training.scope("gen"), training.scope("inner"):
+                training.log({"fid": 1.0}, to=["recorder"])
+            training.log({"plain": 1.0})
+
+    recorder = Recorder()
+    make(MemoryStore(), callbacks=[recorder, Scoped()], log_every=100).fit(1)
+    assert recorder.names == ["gen/inner/fid", "plain", "loss", "draw"]
+
+
+# Anomaly detection and NaN
+
+
+class Spoiled(nn.Module):
+    """Batch norm sees a bad batch before the loss shows it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm = nn.BatchNorm1d(4)
+        self.linear = nn.Linear(4, 1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        output: Tensor = self.linear(self.norm(inputs))
+        return output
+
+
+BAD = (2, 5)
+
+
+def spoiled(root: Any, **options: Any) -> Trainer:
+    samples = [torch.full((4,), float(number)) + torch.arange(4.0) / 10 for number in range(20)]
+    for step in BAD:
+        samples[2 * step - 1] = samples[2 * step - 1] * float("nan")
+    options = {
+        "model": Spoiled(),
+        "data": Loader(samples, batch_size=2, shuffle=False),
+        "loss": lambda model, batch: model(batch).square().mean(),
+        "skip_nan": 2,
+        **options,
+    }
+    return make(root, **options)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_step_that_is_not_finite_is_not_applied_and_counted(
+    precision: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = spoiled(tmp_path / "once", precision=precision)
+    trainer.fit(8)
+    for name, value in trainer.model.state_dict().items():
+        assert value.isfinite().all(), name
+    assert trainer.state["nan-count"].num_skipped == 2
+    assert trainer.counters.step == 8
+    said = [record.getMessage() for record in caplog.records if "not finite" in record.getMessage()]
+    assert said[0].startswith("step 2: ")
+    assert "(1 of the 2" in said[0]
+    assert len(said) == 2
+
+    spoiled(tmp_path / "twice", precision=precision).fit(3)
+    again = spoiled(tmp_path / "twice", precision=precision)
+    again.fit(8)
+    assert digests(again) == digests(trainer)
+
+
+def test_one_more_than_the_budget_is_an_error_also_after_a_resume(tmp_path: Path) -> None:
+    spoiled(tmp_path / "run", skip_nan=1, every=On("exception")).fit(3)
+    with pytest.raises(NotFinite, match=r"step 5: .*1 steps were skipped.*skip_nan=1"):
+        spoiled(tmp_path / "run", skip_nan=1, every=On("exception")).fit(8)
+    assert spoiled(tmp_path / "run").fit(8).step == 8
+
+
+def test_anomalies_are_found_in_the_backward_pass() -> None:
+    def wrong(model: nn.Module, batch: Tensor) -> Tensor:
+        return (model(batch) * 0).sqrt().sum()
+
+    with (
+        pytest.warns(UserWarning, match="Error detected"),
+        pytest.raises(RuntimeError, match="nan values"),
+    ):
+        make(MemoryStore(), loss=wrong, detect_anomaly=True).fit(1)
+    assert not torch.is_anomaly_enabled()
+
+
+# Freeze
+
+
+def frozen(root: Any, *callbacks: Callback, **options: Any) -> Trainer:
+    return make(root, callbacks=callbacks, **options)
+
+
+def test_frozen_parameters_stay_and_are_trained_afterwards(tmp_path: Path) -> None:
+    """Weight decay does not change them, either; the resume is exact on both sides."""
+    weights: list[Tensor] = []
+
+    class Watch(Callback):
+        def step_end(self, training: Training, metrics: Metrics) -> None:
+            weights.append(training.model[0].weight.detach().clone())  # type: ignore[index]
+
+    trainer = frozen(tmp_path / "once", Freeze("0.*", until="1ep"), Watch())
+    before = trainer.model[0].weight.detach().clone()  # type: ignore[index]
+    trainer.fit(8)
+    assert all(torch.equal(weight, before) for weight in weights[:5])
+    assert not torch.equal(weights[5], before)
+    for split in (3, 5, 6):
+        root = tmp_path / f"split-{split}"
+        frozen(root, Freeze("0.*", until="1ep")).fit(split)
+        again = frozen(root, Freeze("0.*", until="1ep"))
+        again.fit(8)
+        assert digests(again) == digests(trainer)
+
+
+def test_what_the_optimizer_has_for_frozen_parameters_stays() -> None:
+    trainer = frozen(MemoryStore(), Freeze("0.weight", since="2step", until="4step"))
+    trainer.fit(2)
+    weight = trainer.model[0].weight  # type: ignore[index]
+    slots = {name: value.clone() for name, value in trainer.optimizer.state[weight].items()}
+    assert not weight.requires_grad
+    trainer.fit(4)
+    assert slots.keys() == trainer.optimizer.state[weight].keys()
+    assert all(torch.equal(trainer.optimizer.state[weight][name], slots[name]) for name in slots)
+    assert weight.requires_grad
+
+
+@pytest.mark.parametrize(
+    "make_callback",
+    [
+        lambda: Freeze(),
+        lambda: Freeze("0.*", until="3h"),
+        lambda: Freeze("0.*", until=3),  # type: ignore[arg-type]
+        lambda: frozen(MemoryStore(), Freeze("encoder.*")),
+        lambda: frozen(MemoryStore(), Freeze("0.*", until="3tok")).fit(1),
+    ],
+)
+def test_what_cannot_be_frozen_is_refused(make_callback: Any) -> None:
+    with pytest.raises(Exception, match="Freeze"):
+        make_callback()
+
+
+# SWA
+
+
+def test_an_equal_average_is_the_mean_and_resumes_exactly(tmp_path: Path) -> None:
+    weights: list[Tensor] = []
+
+    class Watch(Callback):
+        def step_end(self, training: Training, metrics: Metrics) -> None:
+            weights.append(training.model[2].weight.detach().clone())  # type: ignore[index]
+
+    plan = SWA(start="4step", every="2step")
+    trainer = make(tmp_path / "once", swa=plan, ema=0.9, callbacks=[Watch()])
+    trainer.fit(9)
+    assert trainer.swa is not None
+    assert trainer.swa.num_averaged == 3
+    mean = torch.stack([weights[at] for at in (3, 5, 7)]).mean(0)
+    torch.testing.assert_close(trainer.swa.model[2].weight, mean)  # type: ignore[index]
+    for split in (3, 4, 7):
+        make(tmp_path / f"{split}", swa=plan, ema=0.9).fit(split)
+        again = make(tmp_path / f"{split}", swa=plan, ema=0.9)
+        again.fit(9)
+        assert digests(again) == digests(trainer)
+
+
+def test_batch_norm_of_an_average_needs_data_and_gets_its_statistics(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"(?s)batch_norm=loader.*norm"):
+        spoiled(tmp_path / "run", swa=SWA(start="1step"))
+    samples = [torch.full((4,), float(number)) for number in range(8)]
+    plan = SWA(start="0.5dur", every="1step", batch_norm=Loader(samples, batch_size=8))
+    trainer = spoiled(tmp_path / "run", swa=plan)
+    draw = random.getstate()
+    trainer.fit(4)
+    assert trainer.swa is not None
+    torch.testing.assert_close(trainer.swa.model.norm.running_mean, torch.full((4,), 3.5))  # type: ignore[union-attr]
+    assert not trainer.swa.model.norm.training  # type: ignore[union-attr]
+    assert random.getstate() != draw  # fit seeds
+    again = spoiled(tmp_path / "run", swa=plan)
+    again.fit(4)
+    assert digests(again) == digests(trainer)
+
+
+# Limits
+
+
+def test_limited_epochs_go_on_in_the_data_and_resume_exactly(tmp_path: Path) -> None:
+    """Epochs of 3 of 5 batches: the second one continues; also after a kill in the middle."""
+    whole = make(tmp_path / "whole")
+    whole.fit(6)
+    trainer = make(tmp_path / "once", limits=Limits(train=3))
+    trainer.fit("2ep")
+    assert trainer.counters.step == 6
+    assert torch.equal(*(each.model[0].weight for each in (whole, trainer)))  # type: ignore[index]
+    for split in (1, 3, 5):
+        make(tmp_path / f"{split}", limits=Limits(train=0.6)).fit(split)
+        again = make(tmp_path / f"{split}", limits=Limits(train=0.6))
+        again.fit("2ep")
+        assert digests(again) == digests(trainer)
+
+
+class Seen(Callback):
+    def __init__(self) -> None:
+        self.batches: list[Tensor] = []
+        self.validated = 0
+
+    def batch_start(self, training: Training, batch: Tensor) -> None:
+        self.batches.append(batch.clone())
+
+    def validation_batch_end(self, training: Training, batch: Any) -> None:
+        self.validated += 1
+
+
+def test_overfitting_takes_the_same_batches_in_every_epoch(tmp_path: Path) -> None:
+    class Spoil(Callback):
+        def batch_end(self, training: Training, batch: Tensor) -> None:
+            batch.zero_()
+
+    seen = Seen()
+    limits = Limits(overfit=2)
+    trainer = make(tmp_path / "once", limits=limits, callbacks=[seen, Spoil()])
+    trainer.fit("3ep")
+    assert trainer.counters.step == 6
+    assert all(torch.equal(seen.batches[at], seen.batches[at % 2]) for at in range(6))
+    assert not torch.equal(seen.batches[0], seen.batches[1])
+    for split in (1, 2, 3):
+        make(tmp_path / f"{split}", limits=limits, callbacks=[Spoil()]).fit(split)
+        again = make(tmp_path / f"{split}", limits=limits, callbacks=[Spoil()])
+        again.fit("3ep")
+        assert digests(again) == digests(trainer)
+
+
+def test_validation_is_limited(tmp_path: Path) -> None:
+    for limits, expected in ((Limits(val=2), 2), (Limits(val=0.6), 3), (Limits(), 5)):
+        seen = Seen()
+        loaders = {"a": Loader(Noisy(), batch_size=2), "b": [torch.ones(2, 4)] * 5}
+        make(MemoryStore(), validate=loaders, limits=limits, callbacks=[seen]).fit("1ep")
+        assert seen.validated == 2 * expected
+
+
+def test_a_fast_run_does_one_batch_of_each_and_saves_and_logs_nothing(tmp_path: Path) -> None:
+    seen, recorder = Seen(), Recorder()
+    trainer = make(
+        tmp_path / "run",
+        limits=Limits(fast_dev_run=True),
+        accumulate=2,
+        callbacks=[seen, recorder],
+        validate=Validation(data=Loader(Noisy(), batch_size=2), every="7ep", at_end=False),
+    )
+    outcome = trainer.fit("10_000step")
+    assert (outcome.step, len(seen.batches), seen.validated) == (1, 1, 1)
+    assert not recorder.names
+    assert not [*tmp_path.iterdir()]
+
+
+def test_sanity_checks_validation_first_and_leaves_no_trace(tmp_path: Path) -> None:
+    seen = Seen()
+    called: list[bool] = []
+
+    def loss(model: nn.Module, batch: Tensor) -> Any:
+        called.append(model.training)
+        return mean_square(model, batch)
+
+    def run(name: str, limits: Limits, **options: Any) -> Trainer:
+        trainer = make(
+            tmp_path / name, limits=limits, validate=Loader(Noisy(), batch_size=2), **options
+        )
+        trainer.fit("1ep")
+        return trainer
+
+    checked = run("checked", Limits(sanity=2), callbacks=[seen], loss=loss)
+    assert called[:3] == [False, False, True]
+    assert seen.validated == 5
+    assert digests(checked) == digests(run("plain", Limits()))
+    called.clear()
+    make(tmp_path / "checked", limits=Limits(sanity=2), loss=loss).fit("6step")
+    assert called == [True]
+
+
+def test_sanity_finds_what_would_fail_later(tmp_path: Path) -> None:
+    def loss(model: nn.Module, batch: Tensor) -> Any:
+        if not model.training:
+            raise ValueError("no labels")
+        return mean_square(model, batch)
+
+    trainer = make(
+        MemoryStore(), limits=Limits(sanity=1), validate=Loader(Noisy(), batch_size=2), loss=loss
+    )
+    with pytest.raises(ValueError, match="no labels"):
+        trainer.fit("1ep")
+    assert trainer.counters.step == 0
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"train": 0},
+        {"train": 1.5},
+        {"val": 0.0},
+        {"overfit": 0},
+        {"sanity": -1},
+        {"fast_dev_run": 0},
+        {"fast_dev_run": True, "sanity": 1},
+        {"overfit": 1, "train": 2},
+    ],
+)
+def test_limits_that_mean_nothing_are_refused(limits: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="limits"):
+        Limits(**limits)
+
+
+def test_a_trial_is_not_resumed_by_a_run_without_its_limits(tmp_path: Path) -> None:
+    make(tmp_path / "run", limits=Limits(overfit=2)).fit(3)
+    with pytest.raises(UsageError, match=r"limits: train=3|limits: overfit=3"):
+        make(tmp_path / "run", limits=Limits(overfit=3)).fit(4)
+
+
+# Loaders for a call, and Trainers that train nothing
+
+
+def test_data_may_come_with_each_call_of_fit(tmp_path: Path) -> None:
+    def loader() -> Loader:
+        return Loader(Noisy(), batch_size=2)
+
+    once = make(tmp_path / "once")
+    once.fit(7)
+    trainer = make(tmp_path / "run", data=None)
+    with pytest.raises(UsageError, match="fit needs an optimizer, a loss and data"):
+        trainer.fit(1)
+    trainer.fit(3, data=loader())
+    again = make(tmp_path / "run", data=None)
+    again.fit(7, data=loader())
+    assert digests(again) == digests(once)
+
+
+def test_nothing_but_a_model_is_needed_to_validate_a_checkpoint(tmp_path: Path) -> None:
+    held_out = Loader(Noisy(), batch_size=2, shuffle=False)
+    trained = make(tmp_path / "run", validate=held_out)
+    trained.fit(4)
+    reader = Trainer(
+        make(MemoryStore()).model,
+        loss=mean_square,
+        checkpoints=tmp_path / "run",
+        log=False,
+        progress=False,
+    )
+    expected = trained.validate()
+    found = reader.validate("latest", data=held_out)
+    assert found["val/loss"] == expected["val/loss"]
+    tested = reader.test(held_out, which="latest")
+    assert tested["test/loss"] == expected["val/loss"]
+    assert "val/loss" not in tested
+    assert reader.validate(held_out)["val/loss"] != expected["val/loss"]  # the weights as they are
+    for wrong in (lambda: reader.fit(5), lambda: reader.fit(5, data=held_out)):
+        with pytest.raises(UsageError, match="fit needs"):
+            wrong()
+    with pytest.raises(UsageError, match="validate="):
+        reader.validate()
+    with pytest.raises(UsageError, match="needs a loss"):
+        Trainer(nn.Linear(4, 1), checkpoints=None, progress=False).validate(held_out)
+
+
+def test_logs_at_info_that_a_fast_run_saves_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "holdfast"):
+        make(MemoryStore(), limits=Limits(fast_dev_run=2)).fit("9ep")
+    assert "nothing of this training is saved or logged" in caplog.text
+
+
+def test_a_trainer_shows_itself_in_notebooks() -> None:
+    trainer = make(MemoryStore())
+    assert "goal" not in trainer._repr_html_()
+    trainer.fit(2)
+    html = trainer._repr_html_()
+    assert "2step" in html
+    assert "Sequential, 49 parameters" in html
+    assert "value='1.0000'" in html

@@ -1,0 +1,166 @@
+"""Predictions: in the order of the samples, by parts, and after a kill from the next part on."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+from distributed.run import run_ranks
+from holdfast.data import Loader
+from holdfast.errors import UsageError
+from holdfast.train import Predictions, Trainer
+from train.small import make
+
+COUNT = 23
+
+
+def samples(count: int = COUNT) -> list[Tensor]:
+    return [torch.full((4,), float(number)) for number in range(count)]
+
+
+def loader(**options: Any) -> Loader:
+    return Loader(samples(), **{"batch_size": 4, "shuffle": False, **options})
+
+
+def reader(root: Path | None = None, **options: Any) -> Trainer:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5))
+    return Trainer(model, checkpoints=root, progress=False, log=False, **options)
+
+
+def expected(trainer: Trainer) -> Tensor:
+    with torch.no_grad():
+        return trainer.model.eval()(torch.stack(samples()))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        loader(),
+        loader(num_workers=1),
+        DataLoader(samples(), batch_size=4),
+        [*DataLoader(samples())],
+    ],  # type: ignore[arg-type]
+    ids=["Loader", "workers", "torch", "list"],
+)
+def test_predictions_are_in_the_order_of_the_samples(data: Any, tmp_path: Path) -> None:
+    trainer = reader()
+    found = trainer.predict(data, to=tmp_path / "out", batches_per_part=2)
+    assert found.num_samples == COUNT
+    assert trainer.model.training
+    torch.testing.assert_close(found.load()["output"], expected(trainer))
+    read = [load_file(path)["output"] for path in found.files]
+    assert torch.equal(torch.cat(read), found.load()["output"])
+    assert len(found.files) == -(-len(data) // 2)
+    assert [part["output"].shape for part in Predictions.of(tmp_path / "out")] == [
+        each.shape for each in read
+    ]
+
+
+class Killed(BaseException):
+    pass
+
+
+def test_a_killed_prediction_goes_on_after_its_last_part(tmp_path: Path) -> None:
+    seen: list[float] = []
+
+    def outputs(model: nn.Module, batch: Tensor, last: float) -> dict[str, Tensor]:
+        if batch[0, 0] >= last:
+            raise Killed
+        seen.append(float(batch[0, 0]))
+        return {"sum": batch.sum(1).bfloat16(), "half": model(batch).half()}
+
+    trainer = reader()
+    with pytest.raises(Killed):
+        trainer.predict(
+            loader(), to=tmp_path / "out", outputs=partial(outputs, last=12), batches_per_part=2
+        )
+    with pytest.raises(UsageError, match="no complete predictions"):
+        Predictions.of(tmp_path / "out")
+    assert seen == [0, 4, 8]
+    seen.clear()
+    again = partial(outputs, last=99)
+    found = trainer.predict(loader(), to=tmp_path / "out", outputs=again, batches_per_part=2)
+    assert seen == [8, 12, 16, 20]
+    assert found.load()["sum"].tolist() == [4.0 * number for number in range(COUNT)]
+    assert found.load()["half"].dtype == torch.float16
+    seen.clear()
+    assert (
+        trainer.predict(loader(), to=tmp_path / "out", outputs=again, batches_per_part=2).files
+        == found.files
+    )
+    assert not seen
+
+
+def test_predictions_of_other_weights_are_not_mixed(tmp_path: Path) -> None:
+    trainer = reader()
+    trainer.predict(loader(), to=tmp_path / "out")
+    with pytest.raises(UsageError, match="batches_per_part"):
+        trainer.predict(loader(), to=tmp_path / "out", batches_per_part=1)
+    with torch.no_grad():
+        trainer.model[0].bias.add_(1)  # type: ignore[index]
+    with pytest.raises(UsageError, match=r"predictions with other weights; choose"):
+        trainer.predict(loader(), to=tmp_path / "out")
+
+
+def test_a_checkpoint_predicts_with_its_average(tmp_path: Path) -> None:
+    trained = make(tmp_path / "run", ema=0.5)
+    trained.fit(4)
+    weights = {name: value.clone() for name, value in trained.model.state_dict().items()}
+    first = trained.predict(loader(), to=tmp_path / "first", which="step=2").load()["output"]
+    now = trained.predict(loader(), to=tmp_path / "now").load()["output"]
+    plain = trained.predict(loader(), to=tmp_path / "plain", use_ema=False).load()["output"]
+    assert not torch.equal(first, now)
+    assert not torch.equal(now, plain)
+    assert all(
+        torch.equal(weights[name], value) for name, value in trained.model.state_dict().items()
+    )
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (loader(shuffle=True), "shuffle=False"),
+        (DataLoader(samples(), shuffle=True), "shuffle=False"),  # type: ignore[arg-type]
+        (loader(drop_last=True), "drop_last"),
+        (DataLoader(samples(), batch_size=4, drop_last=True), "drop_last"),  # type: ignore[arg-type]
+        (
+            DataLoader(
+                TensorDataset(torch.ones(4, 4)),
+                sampler=DistributedSampler(samples(), 2, 0),  # type: ignore[arg-type]
+            ),
+            r"holdfast\.data\.Loader",
+        ),
+        (3, "data=3: must be a loader"),
+        ([], "no batch"),
+        ([[1, 2]], "give outputs="),
+    ],
+)
+def test_a_loader_whose_samples_could_not_be_matched_is_refused(
+    data: Any, message: str, tmp_path: Path
+) -> None:
+    give = (lambda model, batch: batch) if isinstance(data, list) else None
+    with pytest.raises(UsageError, match=message):
+        reader().predict(data, to=tmp_path / "out", outputs=give)
+
+
+def _predict(folder: Path, kind: str, rank: int) -> list[list[float]]:
+    data: Any = loader(batch_size=2) if kind == "Loader" else DataLoader(samples(), batch_size=4)  # type: ignore[arg-type]
+    found = reader(optimizer=None).predict(data, to=folder, batches_per_part=2)
+    return found.load()["output"].tolist()
+
+
+@pytest.mark.parametrize("kind", ["Loader", "torch"])
+def test_several_ranks_write_what_one_would(kind: str, tmp_path: Path) -> None:
+    """The last batch has fewer samples than there are ranks, too."""
+    alone = expected(reader())
+    for rows in run_ranks(4, partial(_predict, tmp_path / "out", kind)):
+        torch.testing.assert_close(torch.tensor(rows), alone)
