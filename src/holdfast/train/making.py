@@ -93,7 +93,7 @@ def device_for(
         return None
     ranks = present_ranks()
     if ranks.world_size == 1:
-        return torch.device(accelerator.type, torch.accelerator.current_device_index())
+        return torch.device(accelerator.type)  # the current one
     # Also with strategy="single": others train beside this process, each on a device of its own.
     local_rank = ranks.rank if ranks.local_rank is None else ranks.local_rank
     return torch.device(accelerator.type, local_rank % torch.accelerator.device_count())

@@ -18,7 +18,6 @@ import torch
 from blake3 import blake3
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, RandomSampler
-from torch.utils.data.distributed import DistributedSampler
 
 from holdfast.data import Loader
 from holdfast.errors import FormatError, UsageError
@@ -123,14 +122,14 @@ class _Source:
         self._data = data
         self._group = group
         sampler = getattr(data, "sampler", None)
-        state = data.state_dict() if isinstance(data, Loader) else {}
+        state: Mapping[str, Any] = data.state_dict() if isinstance(data, Loader) else {}
         if state.get("shuffle") or isinstance(sampler, RandomSampler):
             raise UsageError(
                 "predict: the loader shuffles, so outputs could not be matched with samples: make "
                 "one with shuffle=False"
             )
         self._is_split = isinstance(data, Loader) and data.ranks.world_size > 1
-        self._state: Mapping[str, Any] = state
+        self._state = state
         if (
             isinstance(data, Loader)
             and self._is_split
@@ -141,7 +140,7 @@ class _Source:
             )
         ):
             raise UsageError("predict: the Loader was made for other ranks than those that predict")
-        if isinstance(sampler, DistributedSampler) or (
+        if hasattr(sampler, "num_replicas") or (
             is_sharded and not group.is_alone and not self._is_split
         ):
             raise UsageError(
@@ -222,7 +221,11 @@ class _Folder:
     def _look(self, identity: Mapping[str, Any]) -> tuple[int | None, list[str], int, str]:
         index = _read_index(self._folder)
         if index is None:
-            return 0, [], 0, ""
+            parts = [*self._folder.glob(_file_name(0))]
+            stray = (
+                f"{self._folder}: has parts of predictions without their {_INDEX}; choose another"
+            )
+            return 0, [], 0, f"{stray} folder, or delete this one" if parts else ""
         differing = [name for name, value in identity.items() if index.get(name) != value]
         if differing:
             return (

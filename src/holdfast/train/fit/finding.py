@@ -133,6 +133,10 @@ def find_batch_size(
     check_range("start", start, 1, 2**31)
     check_range("highest", highest, start, 2**31)
     check_range("steps", steps, 1, 2**31)
+    if not trial.update.parallel.group.is_alone:
+        raise UsageError(
+            "find_batch_size: on one rank only, since the others would wait for one without memory"
+        )
     if not callable(make):
         raise UsageError(f"make={make!r}: must make a loader of a batch size")
     fits: dict[int, bool] = {}
@@ -172,7 +176,7 @@ def _fits(trial: Trial, data: Any, steps: int) -> bool:
     if is_out:
         gc.collect()
         if torch.accelerator.is_available():
-            torch.get_device_module().empty_cache()
+            torch.get_device_module(torch.accelerator.current_accelerator()).empty_cache()
     return not is_out
 
 

@@ -162,6 +162,8 @@ class Head:
         return islice(iter(self._loader), self._size)
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
         return getattr(self._loader, name)
 
 
