@@ -321,8 +321,8 @@ class _Walk:
     def _mapping(self, path: str, value: Mapping[Any, Any]) -> Iterator[tuple[str, str]]:
         for key, item in value.items():
             yield from self.walk(f"{path}.{key}" if path else str(key), item)
-        # An optimizer lists the slots of parameter 3 before those of 0 if it has stepped 3 first, as
-        # when 0 was frozen. That order changes nothing, and a load does not keep it.
+        # An optimizer lists the slots of parameter 3 before those of 0 if it has stepped 3 first,
+        # as when 0 was frozen. That order changes nothing, and a load does not keep it.
         ordered = sorted(value) if all(type(key) is int for key in value) else value
         keys = [f"{type(key).__name__} {key!r}" for key in ordered]
         if path:

@@ -606,7 +606,7 @@ class Trainer:
             stack.callback(self._parallel.reshard, chosen)
             return predict(
                 chosen,
-                self._limits.of_validation(data),
+                data,
                 folder=Path(to),
                 outputs=outputs,
                 update=self._update,
@@ -947,7 +947,7 @@ class Trainer:
         self, given: Any, *, kind: str = "val", batches: int | None = None, is_quiet: bool = False
     ) -> Validations:
         """Make validations on `given`, on so many batches or as many as the limits allow."""
-        plans = [self._limited(plan, batches) for plan in plans_of(given)]
+        plans = plans_of(given)
         update = replace(self._update, callbacks=Callbacks([], self)) if is_quiet else self._update
         for plan in plans:
             loaders = plan.data.values() if isinstance(plan.data, Mapping) else [plan.data]
@@ -960,7 +960,7 @@ class Trainer:
         return Validations(
             [
                 Validator(
-                    plan=plan,
+                    plan=plan if kind == "test" else self._limited(plan, batches),
                     update=update,
                     kind=kind,
                     weigh=plan.weigh or self._counts.samples or size_of,

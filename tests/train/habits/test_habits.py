@@ -441,6 +441,15 @@ def test_a_trial_is_not_resumed_by_a_run_without_its_limits(tmp_path: Path) -> N
         make(tmp_path / "run", limits=Limits(overfit=3)).fit(4)
 
 
+@pytest.mark.parametrize("limits", [Limits(), Limits(train=2, val=2)])
+def test_the_loader_that_is_trained_on_is_none_to_validate_on(limits: Limits) -> None:
+    loader = Loader(Noisy(), batch_size=2)
+    trainer = make(MemoryStore(), data=loader, limits=limits)
+    for evaluate in (trainer.validate, trainer.test):
+        with pytest.raises(UsageError, match="the one that is trained on"):
+            evaluate(loader)
+
+
 # Loaders for a call, and Trainers that train nothing
 
 

@@ -32,7 +32,7 @@ class Limits:
     """Batches of an epoch, or a part of them such as 0.1 (`limit_train_batches`). The next epoch
     continues in the data where this one ended."""
     val: int | float | None = None
-    """Batches of each validation loader, or a part of them (`limit_val_batches`)."""
+    """Batches of each validation loader, or a part of them (`limit_val_batches`); not of `test`."""
     overfit: int | None = None
     """Train on the first so many batches again and again (`overfit_batches`): a model that can
     learn brings their loss to about zero. They are kept in memory."""
