@@ -262,7 +262,7 @@ MUTANTS: tuple[Mutant, ...] = (
         name="part-of-a-checkpoint-moves-the-run",
         promise="D5: loading a part does not make the run go on from there",
         file="manager.py",
-        before="        if not found.options.is_full:\n            return\n",
+        before="        if not found.options.is_full:\n            return replaced\n",
         after="",
         near=("tests/test_manager.py",),
     ),
