@@ -280,4 +280,12 @@ MUTANTS: tuple[Mutant, ...] = (
         after="        return\n",
         near=("tests/train/parallel/test_ranks.py",),
     ),
+    Mutant(
+        name="a-schedule-begins-anew-after-a-resume",
+        promise="I7: a schedule steps where the undisturbed run steps",
+        file="train/schedules/stepping.py",
+        before="        self._before = counters.timestamp\n        for name, curve",
+        after="        self._before = Timestamp(step=0, epoch=0)\n        for name, curve",
+        near=("tests/train/schedules/test_stepping.py", "tests/train/schedules/test_killed.py"),
+    ),
 )

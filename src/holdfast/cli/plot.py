@@ -107,7 +107,8 @@ def _read_log(path: Path | None, *, is_given: bool) -> _Record | None:
 
 def _add(record: _Record, line: Mapping[str, Any]) -> None:
     step, values, rates = line["step"], line["metrics"], line.get("lr", {})
-    found = {name: float(value) for name, value in values.items()}
+    numbers = {name: value for name, value in values.items() if not isinstance(value, list)}
+    found = {name: float(value) for name, value in numbers.items()}
     found |= {_LEARNING_RATE + name: float(rate) for name, rate in rates.items()}
     when = datetime.fromisoformat(line["time"])
     if "save/nbytes" in found:

@@ -14,8 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torchmetrics
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
+from torchmetrics import classification
 
 from holdfast import Best, CheckpointManager, On
 from holdfast.data import Loader
@@ -33,9 +35,6 @@ from holdfast.train import (
 )
 from holdfast.train.outputs import picture
 from train.small import make
-
-torchmetrics = pytest.importorskip("torchmetrics")
-classification = pytest.importorskip("torchmetrics.classification")
 
 LENGTH = 10
 

@@ -289,7 +289,8 @@ class Fit:
                     of_epoch, pictures = self._gear.update.end_epoch()
                     self._counters.end_epoch()
                     self._manager.fence()  # a schedule may change what a save copies
-                    self._gear.schedules.advance(self._counters, self._metrics)
+                    known = self._metrics.joined(of_epoch)
+                    self._gear.schedules.advance(self._counters, known)
                     self._place.leave_step()
                     # Unless training is over, a resume from the step before runs this hook again.
                     self._place.is_under_way = not self._ending.is_here()
