@@ -35,6 +35,7 @@ from holdfast.train.window.limits import Limits
 from holdfast.train.window.loop import Clip, Precision
 from holdfast.train.window.nan import NotFinite
 from holdfast.train.window.scores import Measured, Perplexity
+from holdfast.train.window.several import Control
 from holdfast.train.window.swa import SWA
 
 __all__ = [
@@ -46,6 +47,7 @@ __all__ = [
     "BatchSizes",
     "Callback",
     "Clip",
+    "Control",
     "Counters",
     "Counts",
     "Curve",

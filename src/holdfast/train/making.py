@@ -9,6 +9,7 @@ import inspect
 import logging
 import os
 import random
+import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -41,12 +42,16 @@ from holdfast.train.parallel.group import ALONE, Group, join_group
 from holdfast.train.parallel.strategies import FSDP2, Name, Strategy
 from holdfast.train.schedules.curves import EpochLength
 from holdfast.train.schedules.stepping import Schedule
-from holdfast.train.window.loop import Numerics
+from holdfast.train.window.loop import Clip, Numerics
 
 logger = logging.getLogger("holdfast")
 
 MakeModel = Callable[[], nn.Module]
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
+Optimizers = (
+    torch.optim.Optimizer | MakeOptimizer | Mapping[str, "torch.optim.Optimizer | MakeOptimizer"]
+)
+"""An optimizer, a function that makes it, or several by name."""
 
 
 def checked_device(given: str | torch.device | None) -> torch.device | None:
@@ -99,6 +104,23 @@ def device_for(
     return torch.device(accelerator.type, local_rank % torch.accelerator.device_count())
 
 
+def check_several(*, loss: Any, update: Any, micro_batch: Any, skip_nan: Any, metrics: Any) -> None:
+    """Check the arguments of a Trainer with several optimizers, or with an `update` function.
+
+    Raises:
+        UsageError: one needs a single optimizer whose loss is known; or both `loss` and `update`
+            are given.
+    """
+    if update is not None and loss is not None:
+        raise UsageError(
+            "update trains a whole step: leave loss out (for validations give it to Validation)"
+        )
+    given = {"micro_batch": micro_batch, "skip_nan": skip_nan, "metrics": metrics}
+    refused = [name for name, value in given.items() if value]
+    if refused:
+        raise UsageError(f"{', '.join(refused)}: not with several optimizers or update")
+
+
 def check_shared_data(data: Any, strategy: Strategy | None, group: Group) -> None:
     """Raise `UsageError` if a `Loader` or `Stream` was made for other ranks than these."""
     if not isinstance(data, Loader | Stream) or (strategy is None and not group.is_alone):
@@ -118,7 +140,7 @@ def check_shared_data(data: Any, strategy: Strategy | None, group: Group) -> Non
 
 
 def check_parallel(
-    optimizer: torch.optim.Optimizer | None,
+    optimizer: Any,
     model: nn.Module,
     strategy: Strategy | None,
     numerics: Numerics,
@@ -137,6 +159,11 @@ def check_parallel(
         )
     if optimizer is None or (strategy is None and group.is_alone):
         return
+    if isinstance(optimizer, Mapping):
+        raise UsageError(
+            "several optimizers, and update, train on one process: no strategy knows which "
+            "gradients to exchange when"
+        )
     known = {id(parameter) for parameter in model.parameters()}
     trained = [item for of_group in optimizer.param_groups for item in of_group["params"]]
     num_others = sum(id(item) not in known for item in trained)
@@ -174,26 +201,63 @@ def make_model(given: nn.Module | MakeModel, seed: int, device: torch.device | N
 
 
 def make_optimizer(
-    given: torch.optim.Optimizer | MakeOptimizer | None, model: nn.Module, model_was_made: bool
+    given: Any, model: nn.Module, model_was_made: bool, *, takes_closure: bool = False
 ) -> Any:
-    """Return the optimizer of the model, made by a factory if one is given; None stays None.
+    """Return the optimizer of the model, or several by name, made by factories where given.
+
+    None stays None.
 
     Raises:
         UsageError: `given` is neither an optimizer nor a factory of one, was made before the
-            model, or its step needs a closure.
+            model, or its step needs a closure, unless it `takes_closure`.
     """
     if given is None:
         return None
+    if isinstance(given, Mapping):
+        check_optimizer_names(given)
+        return {
+            name: make_optimizer(item, model, model_was_made, takes_closure=takes_closure)
+            for name, item in given.items()
+        }
     if not isinstance(given, torch.optim.Optimizer):
         if not callable(given):
             raise UsageError(f"optimizer={given!r}: must be a torch optimizer, or make one")
         made = given(model)
         if not isinstance(made, torch.optim.Optimizer):
             raise UsageError(f"optimizer: the function gave a {type(made).__name__}")
-        return _with_plain_step(made)
+        return made if takes_closure else _with_plain_step(made)
     if model_was_made:
         raise UsageError("optimizer: with a function for the model, give one for the optimizer")
-    return _with_plain_step(given)
+    return given if takes_closure else _with_plain_step(given)
+
+
+def checked_clip(given: float | Clip | None) -> Clip:
+    """Return an argument `clip`, of which a number is the largest norm, as a record."""
+    return given if isinstance(given, Clip) else Clip(norm=given)
+
+
+def clips_of(given: Any, optimizers: Mapping[str, Any]) -> dict[str, Clip]:
+    """Return how the gradients of each optimizer are clipped, alike unless given by names.
+
+    Raises:
+        UsageError: a name is that of no optimizer.
+    """
+    if not isinstance(given, Mapping):
+        return dict.fromkeys(optimizers, checked_clip(given))
+    if not set(given) <= set(optimizers):
+        raise UsageError(f"clip: {[*given]} must be some of the optimizers, {[*optimizers]}")
+    return {name: checked_clip(given.get(name)) for name in optimizers}
+
+
+def check_optimizer_names(given: Mapping[Any, Any]) -> None:
+    """Raise `UsageError` if names of optimizers cannot be parts of component names."""
+    wrong = [
+        name
+        for name in given
+        if not isinstance(name, str) or not re.fullmatch(r"[a-z0-9][a-z0-9_]{0,39}", name)
+    ]
+    if wrong or not given:
+        raise UsageError(f"optimizer: the names {wrong} must match [a-z0-9][a-z0-9_]{{0,39}}")
 
 
 def _with_plain_step(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -203,8 +267,8 @@ def _with_plain_step(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     except TypeError:
         raise UsageError(
             f"optimizer: the step of {type(optimizer).__name__} needs a closure that computes the "
-            "loss again, and the Trainer computes it once a step. Write the loop yourself, with a "
-            "CheckpointManager"
+            "loss again, and the Trainer computes it once a step. Give `update` in place of "
+            "`loss`, and step with a closure there"
         ) from None
     return optimizer
 
@@ -409,12 +473,30 @@ def make_schedulers(given: Any, optimizer: torch.optim.Optimizer | None) -> dict
         return {}
     if optimizer is None:
         raise UsageError("scheduler: there is no optimizer whose learning rate it could set")
+    if isinstance(optimizer, Mapping):
+        return _make_by_name(given, optimizer)
     several = isinstance(given, Iterable) and not (isinstance(given, str) or hasattr(given, "step"))
     made = [_make(item, optimizer) for item in (given if several else [given])]
     if not several:
         return {"scheduler": made[0]}
     _check_apart([item.scheduler for item in made], len(optimizer.param_groups))
     return {f"scheduler-{number}": scheduler for number, scheduler in enumerate(made)}
+
+
+def _make_by_name(
+    given: Any, optimizers: Mapping[str, torch.optim.Optimizer]
+) -> dict[str, Schedule]:
+    """Make the schedulers of several optimizers, given by their names."""
+    if not isinstance(given, Mapping) or not set(given) <= set(optimizers):
+        raise UsageError(
+            f"scheduler={shown(given)}: with several optimizers give a mapping from their names, "
+            f"{[*optimizers]}"
+        )
+    return {
+        name.replace("scheduler", f"scheduler-{of}", 1): made
+        for of, item in given.items()
+        for name, made in make_schedulers(item, optimizers[of]).items()
+    }
 
 
 def _make(item: Any, optimizer: torch.optim.Optimizer) -> Schedule:

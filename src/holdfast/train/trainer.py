@@ -89,6 +89,7 @@ from holdfast.train.window.loop import (
 from holdfast.train.window.metrics import LazyMetrics, Numbers, RankMeans
 from holdfast.train.window.nan import NanBudget
 from holdfast.train.window.scores import Scores, check_apart
+from holdfast.train.window.several import SeveralUpdate, UpdateFunction
 from holdfast.train.window.splitting import MicroBatches
 from holdfast.train.window.swa import SWA, EqualAverage
 from holdfast.train.window.wayback import Boundary, WayBack, modules_of, small
@@ -136,9 +137,10 @@ class Trainer:
         self,
         model: nn.Module | making.MakeModel,
         *,
-        optimizer: torch.optim.Optimizer | making.MakeOptimizer | None = None,
+        optimizer: making.Optimizers | None = None,
         data: Any = None,
         loss: LossFunction | None = None,
+        update: UpdateFunction | None = None,
         checkpoints: str | os.PathLike[str] | Store | Tiered | Checkpoints | None,
         scheduler: Any = None,
         state: Mapping[str, Any] | None = None,
@@ -147,7 +149,7 @@ class Trainer:
         skip_steps: Iterable[range] = (),
         accumulate: int = 1,
         precision: str | int | Precision = "fp32",
-        clip: float | Clip | None = None,
+        clip: float | Clip | Mapping[str, float | Clip] | None = None,
         ema: float | None = None,
         swa: SWA | None = None,
         unhealthy: Policy = "warn",
@@ -178,6 +180,8 @@ class Trainer:
             data: batches with a position: a `Loader` or `Stream` of `holdfast.data`, or an iterable
                 with `state_dict` and `load_state_dict` whose iteration gives the rest of an epoch.
                 Its length (in batches of an epoch) or `at_epoch_end` shows the end of an epoch
+                (docs/trainer.md).
+            update: trains a whole step in place of `loss`: a function of a `Control` and the batch
                 (docs/trainer.md).
             loss: called with the model and a batch; gives the batch's mean loss, that and a dict
                 of metrics, a `StepOutput`, or an object or a mapping with a `loss`.
@@ -256,8 +260,18 @@ class Trainer:
             self._parallel.prepare(module)
         if compile is not False:
             self.model.compile(**({} if compile is True else compile))
-        self.optimizer = making.make_optimizer(optimizer, self.model, self.model is not model)
-        """The optimizer; None where nothing is trained."""
+        if isinstance(optimizer, Mapping) or update is not None:
+            making.check_several(
+                loss=loss,
+                update=update,
+                micro_batch=micro_batch,
+                skip_nan=skip_nan,
+                metrics=metrics,
+            )
+        self.optimizer = making.make_optimizer(
+            optimizer, self.model, self.model is not model, takes_closure=update is not None
+        )
+        """The optimizer, or several by name; None where nothing is trained."""
         self._schedules = Schedules(make_schedulers(scheduler, self.optimizer), self._callbacks)
         self.schedulers = self._schedules.components
         """Schedulers by component name."""
@@ -289,8 +303,15 @@ class Trainer:
         self._numerics = Numerics(checked_precision(precision), making.device_type(self.model, on))
         self._way_back: WayBack
         making.check_shared_data(data, chosen, group)
+        is_single = isinstance(self.optimizer, torch.optim.Optimizer)
+        named = {"": self.optimizer} if is_single and update is not None else self.optimizer
         making.check_parallel(
-            self.optimizer, self.model, chosen, self._numerics, self._every, group
+            named,
+            self.model,
+            chosen,
+            self._numerics,
+            self._every,
+            group,
         )
         self._scores = Scores(metrics or {}, group, what="metrics", is_saved=True)
         self._micro_batches = MicroBatches(micro_batch, group)
@@ -309,7 +330,7 @@ class Trainer:
             optimizer=self.optimizer,  # not used where it is None
             schedulers=self._schedules.plain,
             loss=making.no_loss if loss is None else loss,
-            clip=clip if isinstance(clip, Clip) else Clip(norm=clip),
+            clip=Clip() if isinstance(clip, Mapping) else making.checked_clip(clip),
             numerics=self._numerics,
             device=on,
             callbacks=self._callbacks,
@@ -317,6 +338,14 @@ class Trainer:
             begin_update=self._begin_update,
             nan=self._nan,
         )
+        if isinstance(named, Mapping):
+            self._update = SeveralUpdate.of(
+                self._update,
+                optimizers=named,
+                clips=making.clips_of(clip, named),
+                update=update,
+                accumulate=accumulate,
+            )
         self._validate = validate
         self._strategy = chosen
         self._validations = self._make_validations(validate)
@@ -359,7 +388,7 @@ class Trainer:
             schedulers=self.schedulers,
         )
         self._scopes: list[str] = []
-        self._is_complete = optimizer is not None and loss is not None
+        self._is_complete = optimizer is not None and (loss is not None or update is not None)
         self._detects_anomaly = detect_anomaly
         self._callbacks.tell(Callback.setup)
 
@@ -971,7 +1000,12 @@ class Trainer:
         )
 
     def _components(self, extra: Mapping[str, Any]) -> dict[str, Any]:
-        own: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer, **self.schedulers}
+        own: dict[str, Any] = {"model": self.model}
+        if isinstance(self.optimizer, Mapping):
+            own |= {f"optimizer-{name}": item for name, item in self.optimizer.items()}
+        else:
+            own["optimizer"] = self.optimizer
+        own |= self.schedulers
         own = {name: value for name, value in own.items() if value is not None}
         if self._numerics.scaler is not None:
             own["scaler"] = self._numerics.scaler

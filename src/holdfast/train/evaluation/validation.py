@@ -226,7 +226,7 @@ class Validator:
             batch = moved(given, update.device)
             tell(Callback.validation_batch_start, batch)
             with update.numerics.autocast(), self.waiting():
-                output = evaluate(self.plan.loss or update.loss, model, batch)
+                output = evaluate(self.plan.loss or update.validation_loss, model, batch)
             has_weight = output.weight is not None
             if has_weights not in (None, has_weight):
                 raise UsageError("validation: the loss gives some batches a weight, others none")

@@ -101,6 +101,8 @@ def find_learning_rate(
         raise UsageError("find_learning_rate: the Trainer was made without data")
     rates, losses, smooth, best = [], [], 0.0, math.inf
     with trial.undone() as update:
+        if isinstance(update.optimizer, Mapping):
+            raise UsageError("find_learning_rate: it is for one optimizer")
         groups = update.optimizer.param_groups
         first = float(groups[0]["lr"])
         shares = [float(group["lr"]) / first if first else 1.0 for group in groups]

@@ -101,6 +101,7 @@ class Update:
             self.optimizer.zero_grad(set_to_none=True)  # gradients that other code has left
         if self.nan is not None:
             self.nan.begin(self.model)
+        self.numerics.begin_step()
         mean = self._gradients_that_fit(window)
         self.weighing.divide(_parameters(self.optimizer))
         self.numerics.unscale(self.optimizer)
@@ -113,6 +114,7 @@ class Update:
         tell(Callback.before_optimizer_step)
         self.begin_update()
         self.numerics.step(self.optimizer)
+        self.numerics.end_step()
         tell(Callback.after_optimizer_step)
         tell(Callback.before_zero_grad)
         self.optimizer.zero_grad(set_to_none=True)
@@ -126,6 +128,11 @@ class Update:
         gradients = [] if self.numerics.scaler is not None else _parameters(self.optimizer)
         found = [item.grad for item in gradients if item.grad is not None]
         return [mean.totals["loss"][0], *found]
+
+    @property
+    def validation_loss(self) -> LossFunction:
+        """The loss function as validations call it."""
+        return self.loss
 
     def leave_out(self) -> LazyMetrics:
         """Skip the training of a step: only schedulers step; returns no metrics."""
@@ -322,23 +329,37 @@ class Numerics:
         scaled = loss if self.scaler is None else self.scaler.scale(loss)
         scaled.backward()  # type: ignore[no-untyped-call]
 
-    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide the gradients by the loss scale, if there is a scaler."""
-        if self.scaler is None:
-            return
-        if self._is_unscaled:  # an error interrupted an update, which the scaler remembers
-            self.scaler.update(self.scaler.get_scale())
-        self._is_unscaled = True
-        self.scaler.unscale_(optimizer)
+    def outside(self) -> AbstractContextManager[Any]:
+        """Return a context without autocast, for a backward pass or a step within `autocast`."""
+        if self._dtype is None:
+            return _NO_AUTOCAST
+        return torch.autocast(self._device_type, enabled=False)
 
-    def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Step the optimizer, unless the scaler finds that the gradients are not finite."""
-        if self.scaler is None:
-            optimizer.step()
-            return
-        self.scaler.step(optimizer)
-        self.scaler.update(None if self.precision.dynamic else self.precision.loss_scale)
-        self._is_unscaled = False
+    def begin_step(self) -> None:
+        """Forget an update that an error has interrupted, which the scaler remembers."""
+        if self.scaler is not None and self._is_unscaled:
+            self.scaler.update(self.scaler.get_scale())
+            self._is_unscaled = False
+
+    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide the gradients of an optimizer by the loss scale, if there is a scaler."""
+        if self.scaler is not None:
+            self._is_unscaled = True
+            self.scaler.unscale_(optimizer)
+
+    def step(
+        self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None
+    ) -> Any:
+        """Step an optimizer, unless the scaler finds that its gradients are not finite."""
+        if self.scaler is not None:
+            return self.scaler.step(optimizer)
+        return optimizer.step() if closure is None else optimizer.step(closure)
+
+    def end_step(self) -> None:
+        """Adapt the loss scale, when all optimizers of a step have stepped."""
+        if self.scaler is not None and self._is_unscaled:
+            self.scaler.update(None if self.precision.dynamic else self.precision.loss_scale)
+            self._is_unscaled = False
 
 
 _MEANT: dict[str, Name] = {
