@@ -173,6 +173,7 @@ CASES: dict[str, Case] = {
             "checkpoints": (3, ["x"]),
             "model": (3, "x", None),
             "optimizer": (3, "adam"),
+            "update": (3, "x"),
             "data": (3, ["x"], "x"),
             "loss": (3, "mse"),
             "scheduler": (3, "cosine", ["x"]),

@@ -38,6 +38,11 @@ SAYS = {
         "killed after a checkpoint was committed",
         "the same weights, bit for bit: True",
     ],
+    "gan.py": [
+        "killed: ended with status -9",
+        "started again: ended with status 0",
+        "the same bits: True",
+    ],
     "trainer_ranks.py": [
         "killed after a checkpoint was committed",
         "the same weights, bit for bit: True",

@@ -567,6 +567,10 @@ def _with_more(model: nn.Module) -> torch.optim.Optimizer:
         ({"strategy": FSDP2(mesh=(2, 2))}, "must multiply to the 2 ranks"),
         ({"strategy": FSDP2(blocks=[nn.Conv2d])}, "no module of these classes:\n  Conv2d"),
         ({"strategy": "zero3"}, "must be one of ('ddp', 'fsdp2', 'single')"),
+        (
+            {"optimizer": {"all": _with_more}},
+            "several optimizers, and update, train on one process",
+        ),
         ({"strategy": "single"}, "and it trains alone: make it with ranks=None"),
     ],
 )
