@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextvars import copy_context
 from functools import partial
 from pathlib import Path
 
@@ -68,7 +69,7 @@ def holdfast(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> object:
     """Exit status of a command, run in this process."""
     monkeypatch.setattr("sys.argv", ["holdfast", *map(str, arguments)])
     with pytest.raises(SystemExit) as end:
-        main()
+        copy_context().run(main)  # it remembers the keys that were named
     return end.value.code
 
 

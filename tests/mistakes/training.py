@@ -47,7 +47,7 @@ refused(
     every=lambda: holdfast.On("signal"),
     stop=None,
 )
-refused('`precision="float16"`', "float16", precision="float16")
+refused('`precision="float8"`', "float8", precision="float8")
 refused("`accumulate=0`", "accumulate=0", accumulate=0)
 refused("`clip=-1`", "-1", clip=-1)
 refused("`ema=1.5`", "1.5", ema=1.5)

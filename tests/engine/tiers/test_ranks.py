@@ -164,6 +164,7 @@ def test_a_failed_upload_is_raised_by_the_next_save_on_all_ranks(
             manager.resume()
             for step in range(1, 7):
                 if step == 3 and member.rank == 0:
+                    manager.wait()  # for the upload of step 2
                     remote.error = errors.TransientStoreError("cut off")
                     manager.save(100).wait()
                     noted.wait_for("upload_failed")

@@ -333,13 +333,13 @@ class Seen(Callback):
     def batch_start(self, training: Training, batch: Tensor) -> None:
         self.batches.append(batch.clone())
 
-    def validation_batch_end(self, training: Training, batch: Any) -> None:
+    def validation_batch_end(self, training: Training, batch: Any, outputs: Any) -> None:
         self.validated += 1
 
 
 def test_overfitting_takes_the_same_batches_in_every_epoch(tmp_path: Path) -> None:
     class Spoil(Callback):
-        def batch_end(self, training: Training, batch: Tensor) -> None:
+        def batch_end(self, training: Training, batch: Tensor, outputs: Any) -> None:
             batch.zero_()
 
     seen = Seen()

@@ -568,7 +568,7 @@ def _with_more(model: nn.Module) -> torch.optim.Optimizer:
         ({"strategy": FSDP2(blocks=[nn.Conv2d])}, "no module of these classes:\n  Conv2d"),
         ({"strategy": "zero3"}, "must be one of ('ddp', 'fsdp2', 'single')"),
         (
-            {"optimizer": {"all": _with_more}},
+            {"optimizer": {"all": _with_more}, "scheduler": None},
             "several optimizers, and update, train on one process",
         ),
         ({"strategy": "single"}, "and it trains alone: make it with ranks=None"),

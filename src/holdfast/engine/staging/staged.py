@@ -125,7 +125,7 @@ class Staged:
     """The tensor files of each component."""
     trees: Mapping[str, bytes]
     kinds: Mapping[str, str]
-    by_rank: frozenset[str]
+    by_rank: frozenset[str] = frozenset()
     """Components of which each rank has its own state."""
     transfer: Transfer
 

@@ -296,7 +296,6 @@ class HoldfastWriter(StorageWriter):
                 files={},
                 trees=trees,
                 kinds=kinds,
-                by_rank=frozenset(),
                 transfer=WaveTransfer({}, root.pool),
             ),
             root.tools(self._timeout_s),

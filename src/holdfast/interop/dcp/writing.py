@@ -44,7 +44,6 @@ def write_tensors(
         files=laid_out,
         trees={},
         kinds={},
-        by_rank=frozenset(),
         transfer=_Resolving(
             {
                 known.file.name: _Tensors(known.file.specs, partial(resolve, name))
