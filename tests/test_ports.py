@@ -1,0 +1,28 @@
+"""The pages with the same training on both sides: our side runs, and the loop ends alike.
+
+`python -m bench.ports` also runs the sides of Lightning and transformers.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+PAGES = Path(__file__).resolve().parents[1] / "docs" / "coming-from"
+_OURS = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("page", ["lightning", "transformers", "plain"])
+def test_our_side_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"__name__": page}
+    for block in _OURS.findall((PAGES / f"{page}.md").read_text("utf-8")):
+        exec(compile(block, page, "exec"), names)
+    assert names["trainer"].counters.epoch == 3
+    if page == "plain":
+        pairs = zip(names["theirs"].values(), names["ours"].values(), strict=True)
+        assert all(torch.equal(*pair) for pair in pairs)
