@@ -280,6 +280,8 @@ class CheckpointManager:
             for rule in best_rules(rules.remote, rules.local)
         )
         self._history = History(config, world_size=self._ranks.world_size)
+        self._asked_again: PendingSave | None = None
+        """Failed save that the leader has asked for again."""
         self._not_saved_due = True
         self._lacks_due = True
         self._stop = stop
@@ -392,6 +394,7 @@ class CheckpointManager:
                 by_leader = self._schedule.due_by_leader(
                     now, metrics or {}, events, vetoes=vetoes, but=due
                 )
+                by_leader = self._with_failed(pending, by_leader)
                 self._outside.ask(by_leader, is_owner=self.is_owner)
             if due is None and asked.is_needed:
                 # The present step is saved already: the request gets that checkpoint, tags added.
@@ -410,6 +413,15 @@ class CheckpointManager:
         elif pending is None or pending.done():
             self._quiet = (self._schedule.quiet_until(now), time.monotonic() + POLL_S)
         return None
+
+    def _with_failed(self, pending: PendingSave | None, due: Due | None) -> Due | None:
+        """Add a save that has failed since the last call to what is due, with several ranks."""
+        if pending is None or pending is self._asked_again or pending.failure() is None:
+            return due
+        self._asked_again = pending
+        if isinstance(pending.failure(), SaveSkipped):
+            return due
+        return together([pending.due] if due is None else [due, pending.due])
 
     def is_quiet(self, step: int) -> bool:
         """Whether `maybe_save(step)` would certainly be a no-op; a cheap check for short steps.

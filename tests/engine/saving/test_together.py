@@ -13,6 +13,7 @@ import torch
 
 from allranks import Member, all_of, on_ranks, save_on
 from holdfast import (
+    At,
     Last,
     SideSaver,
     errors,
@@ -321,6 +322,30 @@ def test_ranks_that_learn_of_a_failure_at_different_steps_count_the_same_saves()
 
     assert all_of(on_ranks(2, work)) == [[(2, 1)], [(2, 1)]]
     assert whole(store) == [3, 4, 5]
+
+
+def test_a_save_that_failed_is_due_again_on_all_ranks() -> None:
+    """Invariant 8: the leader asks for it, and the ranks agree on the call."""
+    store = MemoryStore()
+    fault = Fault(kind="fail", op="put", key="*/index.json", error=errors.StoreError("no"), times=1)
+    views = [FaultyStore(store, [fault]), store]
+
+    def work(member: Member) -> list[int]:
+        saved = []
+        with member.manager(views[member.rank], every=At("10step"), on_failure="warn") as manager:
+            for step in range(1, 1_000_000):
+                pending = manager.maybe_save(step)
+                if pending is not None:
+                    saved.append(step)
+                    pending.committed.exception(60)
+                if len(saved) == 2:
+                    break
+        return saved
+
+    first, second = all_of(on_ranks(2, work))
+    assert first == second
+    assert first[0] == 10
+    assert whole(store) == first[1:]
 
 
 @pytest.mark.parametrize("has_arrived", [True, False])

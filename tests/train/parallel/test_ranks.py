@@ -22,7 +22,7 @@ from distributed.run import run_ranks
 from holdfast import Best, CheckpointManager, Checkpoints, Last, load_weights
 from holdfast.data import Loader, Stream
 from holdfast.engine.roots.catalog import Catalog
-from holdfast.errors import StoreFull, UsageError
+from holdfast.errors import StoreError, StoreFull, UsageError
 from holdfast.policy.triggers import On
 from holdfast.store import open_store
 from holdfast.store.base import Store
@@ -398,13 +398,18 @@ class Told(Callback):
         self.events.append(("failed", training.counters.step))
 
 
-def failing(root: Path, rank: int) -> list[tuple[str, int]]:
-    """The second rank cannot write its files of step 4."""
+def _fault(what: str) -> Fault:
+    """Fault of the second rank: it cannot write a file of step 4, or read what became of it."""
+    op, key, error = {
+        "write": ("finish", "step-00000004*", StoreFull("no space")),
+        "read": ("get", "step-00000004*/manifest.json", StoreError("unread")),
+    }[what]
+    return Fault(kind="fail", op=op, key=key, error=error, times=1)  # type: ignore[arg-type]
+
+
+def failing(root: Path, what: str, rank: int) -> list[tuple[str, int]]:
     told = Told()
-    full = Fault(
-        kind="fail", op="finish", key="step-00000004*", error=StoreFull("no space"), times=1
-    )
-    store = FaultyStore(LocalStore(root), [full] if rank == 1 else [])
+    store = FaultyStore(LocalStore(root), [_fault(what)] if rank == 1 else [])
     make(store, 2, callbacks=[told], validate=None, log=False).fit("9step")
     return told.events
 
@@ -435,15 +440,16 @@ def logged(root: Path, rank: int) -> tuple[str, int]:
     return logger.run, logger.num_calls
 
 
-def test_a_save_that_one_rank_failed_is_made_again_at_one_step(tmp_path: Path) -> None:
-    """Every rank hears of saves at the same steps, those that log."""
-    events, others = run_ranks(2, partial(failing, tmp_path))
+@pytest.mark.parametrize("what", ["write", "read"])
+def test_a_save_that_one_rank_failed_is_made_again_at_one_step(what: str, tmp_path: Path) -> None:
+    """R38: every rank hears of saves at the same steps, and what has failed on any has failed."""
+    events, others = run_ranks(2, partial(failing, tmp_path, what))
     assert events == others
     (again,) = [step for event, step in events if event == "failed"]
     saved = [checkpoint.step for checkpoint in CheckpointManager(tmp_path, {"m": Net()}).list()]
     assert again % 2 == 0, "the ranks meet at steps that log"
     assert {6, 8, 9} <= set(saved)
-    assert 4 not in saved
+    assert (4 in saved) == (what == "read")
 
 
 def test_only_the_leader_logs_and_all_ranks_save_under_what_it_logs(tmp_path: Path) -> None:

@@ -260,6 +260,10 @@ class _RanksSave(JointSave):
     def _tag(self, part: str) -> str:
         return f"{self._name}, {part}"
 
+    def _begin(self) -> None:
+        """Begin the deadline, as the wait for the save before was not a part of this one."""
+        self._end = time.monotonic() + self._together.timeout_s
+
     def _left_s(self) -> float:
         return max(self._end - time.monotonic(), 0.0)
 
@@ -359,6 +363,7 @@ class LeadingSave(_RanksSave):
 
     @override
     def propose(self, captured: Captured) -> None:
+        self._begin()
         share = self._share(captured)
         self._post("shares", share)
         if isinstance(share, Share):
@@ -574,6 +579,7 @@ class FollowingSave(_RanksSave):
 
     @override
     def propose(self, captured: Captured) -> None:
+        self._begin()
         share = self._share(captured)
         self._post("shares", share)
         self._said = "files"

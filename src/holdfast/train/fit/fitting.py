@@ -157,9 +157,10 @@ class Fit:
             self._gear.callbacks,
             self._gear.best,
             saved_step=self._counters.step if is_complete else None,
+            group=self._group,
         )
         if not self._group.is_alone:
-            saver.know(0)
+            saver.agree(0)
         self._gear.best.begin(self._manager, self._group)
         self._tell(Callback.fit_start)
         if found is not None:
@@ -364,7 +365,7 @@ class Fit:
         now, before = self._now, self._before
         is_logged = now.step % self._gear.log_every == 0 or self._validated_step == now.step
         if not self._group.is_alone and (is_logged or now.epoch != before.epoch):
-            saver.know(self._ending.meet(saver.num_ended))
+            saver.agree(self._ending.meet(saver.num_ended))
 
     def _finish_step(self, metrics: LazyMetrics, before: Timestamp, is_over: bool) -> LazyMetrics:
         """Run the validations and logs due at this step; returns all its metrics."""

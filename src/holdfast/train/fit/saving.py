@@ -10,7 +10,6 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import takewhile
-from math import inf
 from typing import Literal
 
 import torch
@@ -81,8 +80,10 @@ class StepSaver:
         best: BestSaves,
         *,
         saved_step: int | None,
+        group: Group,
     ) -> None:
         """Start with the manager's `saves`; `saved_step` has a permanent checkpoint already."""
+        self._group = group
         self._manager = manager
         self._saves = saves
         self._begun = saves.begun
@@ -97,17 +98,24 @@ class StepSaver:
         self._retry: Due | None = None
         self._failed_step: int | None = None
         self._num_reported = 0
-        self._num_known: float = inf
-        """Saves whose end is known to all ranks, which alone is reported within training."""
+        self._failed_somewhere: list[int] | None = None
+        """Whether each save that all ranks know to have ended has failed on any of them, in order;
+        None: this rank alone decides when one has ended."""
 
     @property
     def num_ended(self) -> int:
         """Number of saves that have ended on this rank, those in front of one under way."""
         return self._num_reported + sum(1 for _ in takewhile(PendingSave.done, self._begun))
 
-    def know(self, num_ended: int) -> None:
-        """Report, from now on, only the ends of saves that all ranks know of: these, by number."""
-        self._num_known = num_ended
+    def agree(self, num_ended: int) -> None:
+        """Agree with the other ranks on the saves that have ended on all of them, by number.
+
+        From now on only ends that all ranks know are reported. What has failed on any rank has
+        failed for all, as each would try it again alone.
+        """
+        ended = self._begun[: num_ended - self._num_reported]
+        failed = [int(save.failure() is not None) for save in ended]
+        self._failed_somewhere = self._group.max(failed) if failed else []
 
     def at(self, events: Sequence[Event], metrics: Metrics) -> None:
         """Call hooks for saves that have ended, and begin one if it is due at any of `events`.
@@ -202,16 +210,25 @@ class StepSaver:
         with suppress(SaveFailed):
             # Not the save's own wait: only the manager's has a deadline.
             self._manager.wait()
-        self._report_ended(inf)  # every rank has waited
+        if not self._group.is_alone:
+            self.agree(self._num_reported + len(self._begun))  # every rank has waited
+        self._report_ended()
 
-    def _report_ended(self, num_known: float | None = None) -> None:
+    def _report_ended(self) -> None:
         """Call hooks for saves that have ended; a third failure and ownership errors are raised."""
-        limit = self._num_known if num_known is None else num_known
-        while self._begun and self._num_reported < limit and self._begun[0].done():
+        known = self._failed_somewhere
+        while self._begun and (self._begun[0].done() if known is None else known):
             begun = self._begun.pop(0)
             self._num_reported += 1
+            has_failed = bool(known and known.pop(0))
             try:
                 checkpoint = begun.wait()
+                if has_failed:
+                    raise SaveFailed(
+                        f"the save of step {begun.step} failed on another rank, or is not known "
+                        "there to have committed",
+                        step=begun.step,
+                    )
             except SaveFailed as error:
                 self._failed_step = begun.step
                 self._best.failed(begun.step)
