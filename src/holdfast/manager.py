@@ -960,7 +960,7 @@ class CheckpointManager:
         return self._history.config
 
     def _compare_lives(self, entry: Entry) -> None:
-        """Log what is another one in this life of the run than in that of the checkpoint."""
+        """Log the settings that have changed since the process that saved the checkpoint."""
         claim = self._owner.claim
         if claim is None or not self._ranks.is_leader:
             return

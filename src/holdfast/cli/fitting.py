@@ -194,7 +194,7 @@ def _literal(text: str) -> Any:
 
 
 def shown(script: str, make: Callable[..., Any], given: Mapping[str, Any], until: str) -> list[str]:
-    """Lines that say what is run, with each overridden value and its default."""
+    """Describe what is run, in lines: the function, and each overridden value with its default."""
     parameters = inspect.signature(make).parameters
     lines = [f"train {script} until {until}"]
     for name, value in given.items():

@@ -27,7 +27,7 @@ _LEARNING_RATE = "lr/"
 
 @dataclass(slots=True)
 class _Record:
-    """What a log, or the manifests, say of a run."""
+    """Metrics, saves and times of a run, read from its log or from its manifests."""
 
     metrics: dict[str, dict[float, float]] = field(default_factory=dict)
     """Values by metric and step, learning rates among them as `lr/<group>`."""

@@ -50,7 +50,7 @@ def unrepeatable(source: object) -> str | None:
 
 
 def set_epoch(source: Any, epoch: int) -> None:
-    """Tell a source the number of the epoch that begins, if it has a way to be told."""
+    """Set the number of the epoch that begins on a source, if it has `set_epoch` or such stages."""
     if hasattr(source, "set_epoch"):
         source.set_epoch(epoch)
     for stage in _pipeline(source):

@@ -1,4 +1,4 @@
-"""What is cheaply known of a dataset's identity, to detect another one at a resume.
+"""Identity of a dataset, as far as it is known without reading it, to detect changes at a resume.
 
 Reads attributes by name; imports none of the packages, reads no sample and no file.
 """
@@ -44,7 +44,7 @@ def describe(dataset: Any) -> str:
 
 
 def changes(stored: Mapping[str, Any], data: str, fingerprint: str | None) -> list[str]:
-    """Describe how the data is another than that of a stored position.
+    """Describe how the data differs from that of a stored position.
 
     Raises:
         UsageError: it had another fingerprint, given by the user.

@@ -400,7 +400,7 @@ class Loader:
             )
 
     def _batch_size(self, epoch: int) -> int:
-        """Return the samples of a batch of all ranks; with a batch sampler zero."""
+        """Return the number of samples in a batch of all ranks; zero with a batch sampler."""
         return self._sizes.of(epoch) * self._ranks.world_size
 
     def _batches_of_lap(self, seed: int, lap: int) -> int:
@@ -415,7 +415,7 @@ class Loader:
         return found
 
     def _settings(self, seed: int, epoch: int, batch: int) -> dict[str, int | bool | str]:
-        """Return what a position depends on."""
+        """Return the settings that a position depends on."""
         settings: dict[str, int | bool | str] = {
             "num_samples": self._num_samples,
             "batch_size": self._batch_size(epoch),

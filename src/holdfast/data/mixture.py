@@ -93,7 +93,7 @@ class Mixture:
         return taken[torch.argsort(torch.cat(places), stable=True)]
 
     def _part(self, seed: int, lap: int, number: int, shuffle: bool) -> Tensor:
-        """Return what a lap takes of one dataset, which goes on where the lap before ended."""
+        """Return the indices that a lap takes of one dataset, from where the lap before ended."""
         count, length = self.counts[number], self._lengths[number]
         start = lap * count
         found = []

@@ -1,4 +1,4 @@
-"""The stored position of a `Loader`: its members, their checks, and what differs from a loader's.
+"""The stored position of a `Loader`: checks of its members, comparison with a loader's settings.
 
 Old positions have neither `data` nor `fingerprint`, and an `order` only where it is not torch's.
 """

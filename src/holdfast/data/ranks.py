@@ -64,7 +64,7 @@ ALONE = DataRanks(0, 1)
 
 
 def data_ranks(ranks: Literal["group"] | HasRank | None) -> DataRanks | None:
-    """Return the ranks that an argument `ranks` means; None: this process shares no data.
+    """Resolve an argument `ranks`, such as "group"; None: this process shares no data.
 
     Raises:
         UsageError: the numbers are not those of a rank.

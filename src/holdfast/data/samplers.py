@@ -1,4 +1,4 @@
-"""Orders of samples other than a plain shuffle: what a lap through the data consists of.
+"""Samplers: orders of samples other than a plain shuffle, for each lap (pass over the data).
 
 A sampler is a pure function of seed and lap. So no state of it is saved: the position has a digest
 of the lap's order, by which a resume detects that it would be another one.

@@ -279,7 +279,7 @@ class Stream:
         self._workers, self._next_worker = [None] * len(self._workers), 0
 
     def _take(self) -> Iterator[Any]:
-        """Take the rest of the epoch, one batch ahead, so that its end is known with its last."""
+        """Yield the rest of the epoch, reading one batch ahead to detect the last one."""
         self._generation += 1
         generation = self._generation
         if self._follows_group:
@@ -308,7 +308,7 @@ class Stream:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a worker stands in its epoch."""
+    """Position of a worker in its epoch."""
 
     source: Any
     """State of the source before the present block; None: replayed from the epoch's start."""
@@ -363,7 +363,7 @@ class _Reader(IterableDataset[Any]):
         self._places: list[_Place | None] = []
 
     def begin(self, seed: int, epoch: int, places: list[_Place | None], next_worker: int) -> None:
-        """Say where the next iteration begins."""
+        """Set the position at which the next iteration begins."""
         self._seed, self._epoch = seed, epoch
         self._places, self._next_worker = [*places], next_worker
 
@@ -391,7 +391,7 @@ class _Reader(IterableDataset[Any]):
                 yield worker, batch, place
 
     def _opened(self, worker: int, place: _Place) -> Iterator[Any]:
-        """Begin to read the source where the place's block begins."""
+        """Open the source at the beginning of the block that `place` lies in."""
         with randomness.seeded(self._entropy("open", worker)):
             set_epoch(self._source, self._epoch)
             if self._initial is not None:
@@ -402,7 +402,7 @@ class _Reader(IterableDataset[Any]):
         return samples
 
     def _replay(self, samples: Iterator[Any], worker: int, place: _Place) -> None:
-        """Read again what was taken, and check that it is the same."""
+        """Read the samples taken so far again, and check that they are the same."""
         found = ""
         for number in range(place.block):
             found = self._digest(found, self._block(samples, worker, number))
@@ -421,7 +421,7 @@ class _Reader(IterableDataset[Any]):
         return block
 
     def _digest(self, before: str, block: list[Any]) -> str:
-        """Go on with the digest of a replayed epoch; of each block the first sample counts."""
+        """Add the first sample of a block to the digest of a replayed epoch."""
         if self._initial is not None or not block:
             return before
         return identity.digest((before, block[0]))

@@ -137,7 +137,7 @@ class Capturer:
         )
 
     def _marked(self, component: CapturedComponent) -> CapturedComponent:
-        """Mark a component as that of one rank; a DTensor is of all, and cannot be in it."""
+        """Mark a component as different on each rank; refuse DTensors in it."""
         if component.kind not in BY_RANK and component.name not in self._per_rank:
             return component
         self._offenders += [

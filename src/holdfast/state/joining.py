@@ -124,7 +124,7 @@ class _Joining:
         return self.by_name(path, parts)
 
     def _check_names(self, groups: _OfRanks) -> None:
-        """Refuse parameters in groups of different numbers, and such without a name."""
+        """Refuse parameters without a name, or in groups of different numbers on two ranks."""
         home: dict[str, tuple[int, int]] = {}
         for rank, of_rank in groups:
             for number, names in enumerate(of_rank):

@@ -1,4 +1,4 @@
-"""What a loss function gives for a batch, and pictures of what metrics give.
+"""Results of loss functions for a batch (`StepOutput`), and pictures of metrics (`Image`).
 
 Knows no model and no loop.
 """
@@ -98,7 +98,7 @@ def _is_number(value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """Picture for loggers."""
+    """Picture that loggers record, such as a confusion matrix."""
 
     pixels: NDArray[np.uint8]
     """Height x width x 3, red, green and blue."""

@@ -782,7 +782,7 @@ class Trainer:
         return replace(outcome, notes=(*outcome.notes, note))
 
     def _watched(self) -> dict[str, Sequence[str]]:
-        """Metrics that retention and callbacks watch, by who does."""
+        """Metrics that retention rules and callbacks watch, by name of the watcher."""
         rules = {f"keep: {item.rule}": [item.rule.metric] for item in best_rules(self.checkpoints)}
         return {**rules, **self._callbacks.watched}
 
@@ -1068,7 +1068,7 @@ class Trainer:
 
     @contextmanager
     def _trying(self, what: str) -> Iterator[None]:
-        """Check that the Trainer may try some steps."""
+        """Check, before the block, that the Trainer can run steps on trial."""
         if self._is_running:
             raise UsageError(f"{what}: fit runs")
         if not self._is_complete:

@@ -58,7 +58,7 @@ _Kind: TypeAlias = Literal["ready", "damaged", "unread", "misfit", "failed"]
 
 
 class _Answer(msgspec.Struct, frozen=True):
-    """Whether a rank can use a candidate, and why not."""
+    """Answer of a rank: whether it can use a candidate, and why not."""
 
     kind: _Kind
     reason: str = ""
@@ -132,7 +132,7 @@ class _RanksApplying(Applying):
 
 
 class LeadingApplying(_RanksApplying):
-    """Loads, as the leader takes part in them."""
+    """The leader's part in loads by all ranks."""
 
     @override
     def reader(self, **parts: Any) -> Reader:
@@ -238,7 +238,7 @@ class _LeadingReader(Reader):
 
 
 class FollowingApplying(_RanksApplying):
-    """Loads, as a follower takes part in them."""
+    """A follower's part in loads by all ranks."""
 
     @override
     def apply(self, search: Search, *, claims: bool) -> LoadCandidate | None:

@@ -1,4 +1,4 @@
-"""History of a run's settings: what each life has, and what was another one in the life before."""
+"""History of a run's settings: those of the present life, and the changes in each life so far."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class History:
         return {**self._given, **(self.origins or {})}
 
     def stand_on(self, manifest: Manifest, epoch: int) -> tuple[str, ...]:
-        """Go on from a checkpoint in the life of `epoch`; returns what is another one there."""
+        """Compare with the checkpoint that the life `epoch` goes on from; return the changes."""
         now = _versions(numerics(self._world_size), environment())
         before = _versions(manifest.numerics, manifest.environment)
         both = {name: (text, now[name]) for name, text in before.items() if name in now}

@@ -31,5 +31,5 @@ Ask: TypeAlias = Callable[[str], Sequence[Look]]
 
 
 def nobody(folder: str) -> Sequence[Look]:
-    """Return no look: there is no other rank."""
+    """Default callback where there is no other rank: returns no looks."""
     return ()

@@ -1,4 +1,4 @@
-"""Saves by all ranks of a run: the messages of one save, and what became of it (decision 0035).
+"""Saves by all ranks of a run: the messages of one save, and its outcome (decision 0035).
 
 The leader plans, makes the folder and commits; the register decides where a rank is silent.
 """
@@ -351,7 +351,7 @@ class _RanksSave(JointSave):
 
 
 class LeadingSave(_RanksSave):
-    """Save of several ranks, as the leader takes part in it."""
+    """The leader's part in a save by several ranks."""
 
     _plan: Plan
 
@@ -575,7 +575,7 @@ class LeadingSave(_RanksSave):
 
 
 class FollowingSave(_RanksSave):
-    """Save of several ranks, as a follower takes part in it."""
+    """A follower's part in a save by several ranks."""
 
     @override
     def propose(self, captured: Captured) -> None:
@@ -713,12 +713,12 @@ class FollowingSave(_RanksSave):
 
 
 class Together:
-    """Maker of the saves of one manager, with what its ranks agreed on before."""
+    """Makes the saves of one manager; keeps what its ranks agreed on in earlier ones."""
 
     def __init__(
         self, ranks: Coordinator, *, timeout_s: float, look: Callable[[str], Look]
     ) -> None:
-        """`look` is called on a follower to try the root in a scratch folder."""
+        """Set up; a follower calls `look` to try the root in a scratch folder."""
         self.ranks = ranks
         self.look = look
         self.timeout_s = timeout_s

@@ -76,7 +76,7 @@ class EncryptedRanks(Coordinator):
 
     @override
     def fail(self, tag: str, failure: Failure, *, timeout_s: float) -> None:
-        """Say that this rank failed; without a key only why it has none, as reasons have names."""
+        """Report that this rank failed; without a key, only why it has none."""
         try:
             left_s = self._share_key(timeout_s)
         except HoldfastError as error:
@@ -123,7 +123,7 @@ class EncryptedRanks(Coordinator):
     # The key
 
     def _share_key(self, timeout_s: float) -> float:
-        """Have the key, and return the seconds that are left of `timeout_s`.
+        """Make or open the key of the messages; returns the seconds that are left of `timeout_s`.
 
         Raises:
             SealError, Tampered: the keys of this rank do not open it, or cannot wrap it.
@@ -181,12 +181,12 @@ class EncryptedRanks(Coordinator):
         return salt + self._cipher(salt).encrypt(data, _place(way, rank, tag))
 
     def _plain(self, way: _Way, rank: int, tag: str, message: bytes) -> bytes:
-        """Decrypt a message; raises `Tampered` if this rank has not sent it so, in this round."""
+        """Decrypt a message; raises `Tampered` if `rank` has not sent it in this round."""
         salt, sealed = message[:SECRET_NBYTES], message[SECRET_NBYTES:]
         return self._cipher(salt).decrypt(sealed, _place(way, rank, tag), what=tag)
 
     def _failure(self, way: _Way, rank: int, tag: str, said: Failure) -> Failure:
-        """Decrypt why a rank failed; one without the key has said it in clear."""
+        """Decrypt why a rank failed; a rank without the key has sent the reason in clear."""
         if said.phase == _OPENING:
             return said
         if said.phase != _ENCRYPTED:

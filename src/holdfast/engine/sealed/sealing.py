@@ -124,7 +124,7 @@ class _Attempt:
 
 
 class WrittenSeal(msgspec.Struct, frozen=True, kw_only=True):
-    """How a rank has encrypted one file, and what of it is stored."""
+    """Record of one file that a rank has encrypted, and of its stored bytes."""
 
     seal: FileSeal
     entry: FileEntry

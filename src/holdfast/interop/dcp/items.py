@@ -158,7 +158,7 @@ def _set(tree: dict[Any, Any], item: Item, node: Any) -> None:
 
 
 class _Beside(msgspec.Struct, forbid_unknown_fields=False):
-    """What is stored beside a tree: which of its nodes are items."""
+    """Record beside a stored tree: which of its nodes are DCP's items."""
 
     under: list[str]
     flat: bool

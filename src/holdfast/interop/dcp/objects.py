@@ -1,4 +1,4 @@
-"""Values that are no tensors: from DCP's pickles to typed trees, and back.
+"""Values of DCP that are not tensors: from its pickles to typed trees, and back.
 
 No pickle from elsewhere is opened: of a planner that pickles as torch's own does, the value itself
 is taken; of any other its pickle is read as torch reads weights, which runs no code.

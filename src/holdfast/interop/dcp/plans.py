@@ -49,7 +49,7 @@ class PlacedPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What one rank writes."""
+    """Boxes and values that one rank writes, and the numbers of its files."""
 
     write_items: Sequence[WriteItem]
     parts: Mapping[MetadataIndex, Part]
@@ -62,7 +62,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Note:
-    """What the coordinator tells one rank of a save, in its plan."""
+    """Message of the coordinator to one rank, in the plan of a save."""
 
     folder: str
     save_id: str
@@ -119,7 +119,7 @@ class Layout:
         return sum(self.counts.values()) + len(self.counts) + 2
 
     def task(self, rank: int, plan: SavePlan) -> Task:
-        """Return what a rank writes."""
+        """Return the task of one rank: what it writes."""
         names = [item.index.fqn for item in plan.items if item.type == WriteItemType.BYTE_IO]
         return Task(
             write_items=plan.items,
@@ -179,7 +179,7 @@ def specs_by_component(parts: Iterable[Part]) -> dict[str, list[TensorSpec]]:
 
 
 def _mappings(plans: Sequence[SavePlan]) -> object:
-    """Join what the planner of each rank knows of paths."""
+    """Join the paths of items that the planners of all ranks know."""
     known = [plan.planner_data for plan in plans if plan.planner_data is not None]
     if all(isinstance(one, dict) for one in known):
         return {name: path for one in known for name, path in one.items()} if known else None

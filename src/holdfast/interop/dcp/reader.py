@@ -310,7 +310,7 @@ class HoldfastReader(StorageReader):
             )
 
     def close(self) -> None:
-        """Let go of the checkpoint that is being read. The reader stays usable."""
+        """End reading the checkpoint, which may then be deleted. The reader stays usable."""
         self._state = None
         if self._close is not None:
             self._close()

@@ -62,7 +62,7 @@ class WrittenRoot:
         self._pool = None
 
     def tools(self, timeout_s: float) -> Tools:
-        """Return what one save is written with."""
+        """Return the store, threads and limits with which one save is written."""
         return Tools(
             store=self.store,
             owner=self._owner,
@@ -108,7 +108,7 @@ class WrittenRoot:
                 yield Choice(point=found)
 
     def begin(self, attempt: SaveAttempt, *, is_alone: bool) -> None:
-        """Note an attempt, so that it is removed if nobody says what became of it."""
+        """Record an attempt, so that it is removed unless `end` is called for it."""
         self._attempt = (attempt, is_alone)
 
     def end(self, attempt: SaveAttempt) -> None:

@@ -54,7 +54,7 @@ _NUMBER = re.compile(r"([0-9]+)\D*\Z", re.ASCII)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Share:
-    """What one rank has written, for the coordinator."""
+    """Report of one rank to the coordinator: what it has written."""
 
     files: Sequence[OwnFile]
     parts: Sequence[PlacedPart]
@@ -122,7 +122,7 @@ class HoldfastWriter(StorageWriter):
         return written_root(self._where)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what another process needs; it goes on from what this one has loaded."""
+        """Return the state for another process, which goes on from the checkpoint loaded here."""
         expect_path(self._where)
         loaded, self._root.loaded = self._root.loaded, None
         self._root.release()
@@ -391,7 +391,7 @@ class HoldfastWriter(StorageWriter):
 
 
 def _resolved(planner: SavePlanner, write_item: WriteItem, spec: TensorSpec) -> Tensor:
-    """Return a box from the planner.
+    """Return the tensor of a box, as the planner gives it.
 
     Raises:
         UnsupportedState: it is not as planned, or its memory cannot be read.

@@ -76,7 +76,7 @@ class Callbacks:
         return [item for item in self._all if isinstance(item, Logger) and _is_stateful(item)]
 
     def follow(self, group: Group) -> None:
-        """Give the loggers of all ranks the state of the leader's, which alone are called."""
+        """Copy the state of the leader's loggers, which alone are called, to those of all ranks."""
         recording = self.recording
         if not recording:
             return
@@ -120,7 +120,7 @@ class Callbacks:
             self._run(callback, name, *arguments, **named)
 
     def transformed(self, hook: Callable[[Any, Training, T], T | None], value: T) -> T:
-        """Call a hook of all callbacks with a value, which what one returns replaces.
+        """Pass a value through a hook of all callbacks; what a callback returns replaces it.
 
         Raises:
             HookFailed: a callback raised; later ones were not called.

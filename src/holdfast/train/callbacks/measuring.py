@@ -75,7 +75,7 @@ class _Measuring(Callback):
 
 
 class SpeedMonitor(_Measuring):
-    """Logs how fast training is, over the last steps, with all that came between them.
+    """Logs the speed over the last steps, including validations and saves between them.
 
     `speed/steps_per_s`, and where they are counted `speed/samples_per_s` and `speed/tokens_per_s`,
     of all ranks together; `speed/mfu`, if the costs are given.

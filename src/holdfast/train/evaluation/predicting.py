@@ -116,7 +116,7 @@ def predict(
 
 
 class _Source:
-    """A loader whose batches are in the order of the samples, and who computes which of them."""
+    """Loader to predict for, in the order of the samples, divided among the ranks."""
 
     def __init__(self, data: Any, group: Group, *, is_sharded: bool) -> None:
         self._data = data
@@ -267,7 +267,7 @@ class _Folder:
             raise UsageError(problem)
 
     def end(self) -> Predictions:
-        """Write down that all parts are complete."""
+        """Record in the folder that all parts are complete."""
         if self._group.is_leader:
             if not self._files:
                 raise UsageError("predict: the loader gave no batch")

@@ -375,7 +375,7 @@ class Restarting:
         self._begin = loader.state_dict() if has_position else None
 
     def batches(self) -> Iterator[Any]:
-        """Iterate from the first position; the loader is there again afterwards."""
+        """Iterate from the first position; the loader is set back to it afterwards."""
         return iter(self._loader) if self._begin is None else self._from_begin()
 
     def _from_begin(self) -> Iterator[Any]:

@@ -33,7 +33,7 @@ class Watched:
             raise UsageError(f"there is nothing to validate on; give validate=…:\n{listing(wrong)}")
 
     def saw(self, metrics: Metrics) -> None:
-        """Note the names of a step's metrics, until the first validation."""
+        """Record the names of a step's metrics, until the first validation."""
         if not self._is_checked:
             self._seen.update(metrics)
 

@@ -52,7 +52,7 @@ class BatchSizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """What steps on trial need of a Trainer: no callbacks, no schedulers, no saves."""
+    """Parts of a Trainer for steps on trial: without callbacks, schedulers and saves."""
 
     update: Update
     state: Mapping[str, Any]

@@ -104,7 +104,7 @@ class StepSaver:
 
     @property
     def num_ended(self) -> int:
-        """Number of saves that have ended on this rank, those in front of one under way."""
+        """Number of saves that have ended on this rank, before the first one that is under way."""
         return self._num_reported + sum(1 for _ in takewhile(PendingSave.done, self._begun))
 
     def agree(self, num_ended: int) -> None:

@@ -91,7 +91,7 @@ class ProgressBar(Logger):
             self._say(f"validated step {training.present_step}: {', '.join(shown)}{more}")
 
     def log(self, training: Training, metrics: Metrics) -> None:
-        """Show the state of training, if these are the metrics of a step."""
+        """Show the state of training; no-op for metrics that are not those of a step."""
         if "loss" not in metrics or not self._is_running:
             return
         self._pace.mark(training.counters)

@@ -49,7 +49,7 @@ class Group:
         return self._reduced(numbers, dist.ReduceOp.SUM)
 
     def max(self, numbers: Sequence[int]) -> list[int]:
-        """Return the largest numbers of all ranks, each by its place."""
+        """Return the element-wise maximum over all ranks."""
         return self._reduced(numbers, dist.ReduceOp.MAX)
 
     def gather(self, value: T) -> list[T]:

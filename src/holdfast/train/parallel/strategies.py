@@ -69,7 +69,7 @@ Name = Literal["ddp", "fsdp2", "single"]
 
 
 class Parallel:
-    """Strategy in use by this rank; this one is for a model that a single rank trains."""
+    """Strategy in use by this rank; this base class is for a model that a single rank trains."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
@@ -91,7 +91,7 @@ class Parallel:
         return nullcontext()
 
     def reshard(self, model: nn.Module) -> None:
-        """Free what forward passes without a backward pass have gathered."""
+        """Free parameters that were gathered by forward passes without a backward pass."""
 
     def share_buffers(self, model: nn.Module) -> None:
         """Give the buffers of all ranks the values of the leader's, which a checkpoint has."""
@@ -99,7 +99,7 @@ class Parallel:
 
 
 class Replicated(Parallel):
-    """DDP in use."""
+    """DDP as this rank uses it: each rank has the whole model."""
 
     def __init__(self, group: Group, strategy: DDP, device: torch.device | None) -> None:
         super().__init__(group)
@@ -146,7 +146,7 @@ class Replicated(Parallel):
 
 
 class Sharded(Parallel):
-    """FSDP2 in use, or a model that the caller has sharded (`strategy` is None)."""
+    """FSDP2 as this rank uses it, or a model that the caller has sharded (`strategy` is None)."""
 
     def __init__(self, group: Group, strategy: FSDP2 | None, device: torch.device | None) -> None:
         super().__init__(group)

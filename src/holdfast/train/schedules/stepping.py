@@ -108,7 +108,7 @@ class Schedule:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it steps within each step of training, knowing nothing of it."""
+        """Whether the scheduler steps in each step of training, and needs no metric or counters."""
         is_curve = isinstance(self.scheduler, CurveScheduler)
         return self.every == "step" and self.metric is None and not is_curve
 
@@ -147,11 +147,11 @@ class Schedules:
 
     @property
     def watch(self) -> bool:
-        """Whether any steps after validations."""
+        """Whether any scheduler steps after validations."""
         return bool(self._late)
 
     def check(self, units: Collection[Unit], *, validates: bool) -> None:
-        """Check that each can step in a Trainer that counts `units` besides steps and epochs.
+        """Check that each scheduler can step; the Trainer counts steps, epochs and `units`.
 
         Raises:
             UsageError: one is counted in something else, or there are no validations for one.
@@ -182,13 +182,13 @@ class Schedules:
                 _warn_if_in_epochs(name, item.scheduler, goal, epoch)
 
     def begin(self, counters: Counters) -> None:
-        """Begin where the run stands; called after a load."""
+        """Set the schedulers to the counters of the run; called after a load."""
         self._before = counters.timestamp
         for name, curve in self._curves.items():
             curve.begin(name, counters)
 
     def advance(self, counters: Counters, metrics: Metrics) -> None:
-        """Step those that are due since the last call; `metrics` are those of the step."""
+        """Step the schedulers due since the last call; `metrics` are those of the step."""
         if not self._curves and not self._counted:
             return
         before, now = self._before, counters.timestamp
@@ -207,7 +207,7 @@ class Schedules:
         metrics: Metrics,
         owner_of: Callable[[str], str | None],
     ) -> None:
-        """Step those that follow validations, after the parts named in `regular`.
+        """Step the schedulers that follow validations, after the parts named in `regular`.
 
         Args:
             regular: names of the parts that were due by their interval.

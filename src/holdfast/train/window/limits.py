@@ -20,7 +20,7 @@ _END = object()
 @checked(but=("train", "val"))
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Limits of a trial run. Those of Lightning are in brackets.
+    """Limits of a trial run. Lightning's names for them are in brackets.
 
         Trainer(…, limits=Limits(fast_dev_run=True))
 
@@ -151,7 +151,7 @@ class Limited:
 
 
 class Head:
-    """The first batches of a loader; all else is the loader's own."""
+    """The first batches of a loader; all other attributes are the loader's."""
 
     def __init__(self, loader: Any, size: int) -> None:
         self._loader = loader

@@ -150,7 +150,7 @@ class Update:
         return LazyMetrics(named), {f"train/{name}": image for name, image in pictures.items()}
 
     def _gradients_that_fit(self, window: Sequence[Any]) -> Mean:
-        """Compute the gradients of a step; does it again with smaller parts if they are too large.
+        """Compute the gradients of a step; repeats it with smaller parts when memory runs out.
 
         All that the failed try has changed is as before then, so that the step is exact.
         """
@@ -218,14 +218,14 @@ def _step_without_warning(scheduler: Any) -> None:
 
 
 class Undo(Protocol):
-    """Copy of a state."""
+    """Copy of a state that can be restored."""
 
     def put_back(self) -> None:
-        """Restore it."""
+        """Restore the state."""
 
 
 def evaluate(loss: LossFunction, model: nn.Module, batch: Any) -> StepOutput:
-    """Compute the loss of a batch, and what `loss` gives with it.
+    """Compute the loss of a batch, with the metrics, outputs and weight that `loss` returns.
 
     Raises:
         UsageError: the loss is not a single number, or a metric has a reserved name.

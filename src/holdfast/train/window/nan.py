@@ -22,7 +22,7 @@ class NotFinite(HoldfastError):
 
 
 class NanBudget:
-    """Number of steps that may be skipped; a component of the state, so that a resume counts on."""
+    """Budget of steps that may be skipped; a component, so that a resume continues the count."""
 
     def __init__(self, limit: int, group: Group, step: Callable[[], int]) -> None:
         """Allow `limit` skipped steps in the whole run; `step` gives the one under way.
@@ -40,12 +40,12 @@ class NanBudget:
 
     @torch.no_grad()
     def begin(self, model: nn.Module) -> None:
-        """Keep the buffers: a bad batch spoils statistics such as those of batch norm."""
+        """Copy the buffers: a bad batch spoils statistics such as those of batch norm."""
         self._buffers = [(item, item.detach().clone()) for item in model.buffers()]
 
     @torch.no_grad()
     def must_skip(self, values: Iterable[Tensor | float]) -> bool:
-        """Whether one of these is not finite on any rank; buffers are then those of before.
+        """Whether one of these values is not finite on any rank; restores the buffers if so.
 
         Waits for the device.
 

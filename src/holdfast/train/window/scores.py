@@ -1,4 +1,4 @@
-"""Metrics that are no means: objects with `update` and `compute`, functions over all outputs.
+"""Metrics that are not means over batches: objects with `update`, functions over all outputs.
 
 `Scores` updates the metrics of a training or of a validation, computes them over all ranks, and
 keeps their state for a checkpoint.
@@ -30,7 +30,7 @@ _MAX_ITEMS = 1000
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Metric with inputs of its own.
+    """Metric together with a function that gives its inputs.
 
     Measured(BinaryF1Score(), lambda batch, outputs: (outputs.outputs, batch["label"]))
     """
@@ -121,7 +121,7 @@ class Perplexity:
 
 
 class _Score(Protocol):
-    """A metric, whatever its kind."""
+    """Interface to a metric of any kind: an object, one of torchmetrics, or a function."""
 
     def update(self, values: Any) -> None: ...
     def compute(self) -> Any: ...

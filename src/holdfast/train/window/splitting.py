@@ -58,7 +58,7 @@ class MicroBatches:
 
     @property
     def size(self) -> int | None:
-        """Most samples of a piece; None: batches are not split."""
+        """Largest number of samples in a piece; None: batches are not split."""
         return self._size
 
     def pieces(self, window: Sequence[Any]) -> list[Piece]:
