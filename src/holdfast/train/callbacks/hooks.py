@@ -112,8 +112,10 @@ class Callback:
         """Called when the batches of a step were fetched."""
 
     def batch_start(self, training: Training, batch: Any) -> None:
-        """Called before a batch is trained on; it is on its device. With `micro_batch` a part of a
-        batch is a batch for hooks."""
+        """Called before a batch is trained on; it is on its device.
+
+        With `micro_batch` a part of a batch is a batch for hooks.
+        """
 
     def before_forward(self, training: Training, batch: Any) -> Any:
         """Called before the loss function; what it returns, if anything, is the batch from here."""
@@ -122,12 +124,17 @@ class Callback:
         """Called with what the loss function gave, the loss neither divided nor scaled."""
 
     def before_backward(self, training: Training, loss: Tensor) -> None:
-        """Called before the backward pass, with the loss divided by the number of batches; or
-        multiplied by its weight, if the loss function gives one."""
+        """Called before the backward pass, with the loss divided by the number of batches.
+
+        If the loss function gives a weight, the loss is multiplied by it instead.
+        """
 
     def after_backward(self, training: Training) -> None:
-        """Called when the batch's gradients were added; under a loss scale they are scaled, and
-        where batches have weights they are not yet divided by the total weight."""
+        """Called when the batch's gradients were added to those of the step.
+
+        Under a loss scale they are scaled. If batches have weights, they are not yet divided by the
+        total weight.
+        """
 
     def batch_end(self, training: Training, batch: Any, outputs: StepOutput) -> None:
         """Called when the batch was trained on, with what the loss function gave."""
