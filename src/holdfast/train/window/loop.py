@@ -336,7 +336,7 @@ class Numerics:
         return torch.autocast(self._device_type, enabled=False)
 
     def begin_step(self) -> None:
-        """Forget an update that an error has interrupted, which the scaler remembers."""
+        """Make the loss scaler forget an update that an error has interrupted."""
         if self.scaler is not None and self._is_unscaled:
             self.scaler.update(self.scaler.get_scale())
             self._is_unscaled = False

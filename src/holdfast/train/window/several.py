@@ -49,7 +49,7 @@ class SeveralUpdate(Update):
         update: UpdateFunction | None,
         accumulate: int,
     ) -> SeveralUpdate:
-        """Make one that has all parts of another update."""
+        """Make one with the parts of another update."""
         return cls(
             **{field.name: getattr(parts, field.name) for field in fields(parts)},
             optimizers=optimizers,
@@ -111,7 +111,7 @@ class SeveralUpdate(Update):
 
 
 class Control:
-    """What an `update` function trains with: the model, the optimizers, and what they do.
+    """Controls a step of training from an `update` function: backward passes, optimizer steps.
 
     A step that an error has interrupted after the first `step` of an optimizer cannot be undone,
     and nothing of it is saved.
