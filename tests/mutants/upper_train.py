@@ -25,8 +25,8 @@ MUTANTS: tuple[Mutant, ...] = (
         name="schedulers-are-not-saved",
         promise="I7: the schedule of the learning rate goes on after a resume",
         file="train/trainer.py",
-        before='{"model": self.model, "optimizer": self.optimizer, **self.schedulers}',
-        after='{"model": self.model, "optimizer": self.optimizer}',
+        before="        own |= self.schedulers\n",
+        after="",
         near=("tests/train/window/test_schedulers.py",),
     ),
     Mutant(

@@ -140,6 +140,7 @@ def test_a_matrix_is_a_picture_of_its_step(tmp_path: Path) -> None:
     matrix = Measured(lambda inputs: inputs[:2], lambda batch, outputs: batch)
     plan = Validation(data=Loader(Noisy(), batch_size=5), every="2step", metrics={"matrix": matrix})
     make(MemoryStore(), validate=plan, callbacks=[logger(tmp_path)]).fit(4)
+    wandb.teardown()  # its service may still be writing after the end of a run
     (file,) = tmp_path.rglob("*.wandb")
     found = [item for item in history(file) if any("val/matrix" in name for name in item)]
     assert [item["step"] for item in found] == ["2", "4"]
