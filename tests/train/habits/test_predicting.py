@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 from torch.utils.data.distributed import DistributedSampler
 
 from distributed.run import run_ranks
-from holdfast.data import Loader
+from holdfast.data import Buckets, DataRanks, Loader, Stream, Weighted
 from holdfast.errors import UsageError
 from holdfast.train import Predictions, Trainer
 from train.small import make
@@ -28,6 +36,37 @@ def samples(count: int = COUNT) -> list[Tensor]:
 
 def loader(**options: Any) -> Loader:
     return Loader(samples(), **{"batch_size": 4, "shuffle": False, **options})
+
+
+class Numbers:
+    """A source that goes on where it was left."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        while self.at < COUNT:
+            self.at += 1
+            yield samples()[self.at - 1]
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def stream(**options: Any) -> Stream:
+    return Stream(Numbers(), **{"batch_size": 4, **options})
+
+
+def begun(data: Any) -> Any:
+    """A loader of which an epoch, and a batch of the next, were taken."""
+    for _ in data:
+        pass
+    next(iter(data))
+    return data
 
 
 def reader(root: Path | None = None, **options: Any) -> Trainer:
@@ -48,8 +87,13 @@ def expected(trainer: Trainer) -> Tensor:
         loader(num_workers=1),
         DataLoader(samples(), batch_size=4),
         [*DataLoader(samples())],
+        DataLoader(
+            samples(), batch_sampler=BatchSampler(SequentialSampler(samples()), 4, drop_last=False)
+        ),
+        begun(stream()),
+        begun(loader(batch_size={0: 4, 1: 2})),
     ],  # type: ignore[arg-type]
-    ids=["Loader", "workers", "torch", "list"],
+    ids=["Loader", "workers", "torch", "list", "batch_sampler", "Stream", "sizes"],
 )
 def test_predictions_are_in_the_order_of_the_samples(data: Any, tmp_path: Path) -> None:
     trainer = reader()
@@ -59,7 +103,7 @@ def test_predictions_are_in_the_order_of_the_samples(data: Any, tmp_path: Path) 
     torch.testing.assert_close(found.load()["output"], expected(trainer))
     read = [load_file(path)["output"] for path in found.files]
     assert torch.equal(torch.cat(read), found.load()["output"])
-    assert len(found.files) == -(-len(data) // 2)
+    assert len(found.files) == -(-(COUNT if isinstance(data, list) else 6) // 2)
     assert [part["output"].shape for part in Predictions.of(tmp_path / "out")] == [
         each.shape for each in read
     ]
@@ -139,6 +183,33 @@ def test_a_checkpoint_predicts_with_its_average(tmp_path: Path) -> None:
             ),
             r"holdfast\.data\.Loader",
         ),
+        (Loader(samples(), sampler=Weighted([1.0] * COUNT), batch_size=4), "leave the sampler out"),
+        (
+            Loader(samples(), batch_sampler=Buckets([1] * COUNT, batch_size=4)),
+            "leave the sampler out",
+        ),
+        (loader(batches_per_epoch=2), "batches_per_epoch"),
+        (
+            DataLoader(samples(), sampler=WeightedRandomSampler([1.0] * COUNT, COUNT)),  # type: ignore[arg-type]
+            "leave the sampler out",
+        ),
+        (
+            DataLoader(
+                samples(),  # type: ignore[arg-type]
+                batch_sampler=BatchSampler(RandomSampler(samples()), 4, drop_last=False),
+            ),
+            "leave the sampler out",
+        ),
+        (
+            DataLoader(
+                samples(),  # type: ignore[arg-type]
+                batch_sampler=BatchSampler(SequentialSampler(samples()), 4, drop_last=True),
+            ),
+            "drop_last",
+        ),
+        (stream(shuffle=8), "shuffle=False"),
+        (stream(drop_last=True), "drop_last"),
+        (stream(ranks=DataRanks(0, 2)), r"holdfast\.data\.Loader"),
         (3, "data=3: must be a loader"),
         ([], "no batch"),
         ([[1, 2]], "give outputs="),

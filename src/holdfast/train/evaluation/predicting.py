@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from blake3 import blake3
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from holdfast.data import Loader
+from holdfast.data import Loader, Stream
 from holdfast.errors import FormatError, UsageError
 from holdfast.format.tensors import TensorSpec, lay_out, parse_header
 from holdfast.state.leaves import DTYPE_NAMES, TORCH_DTYPES
@@ -32,6 +32,15 @@ from holdfast.train.window.loop import Update, moved
 _INDEX = "predictions.json"
 _ONLY = "output"
 """Name of the tensor, where the outputs are one."""
+_NOT_IN_ORDER = (
+    "predict: outputs could not be matched with samples: make a loader with shuffle=False, and "
+    "leave the sampler out, as well as batch_sampler, batches_per_epoch and a Mixture"
+)
+_OF_RANKS = (
+    "predict: with several ranks give a holdfast.data.Loader(…, shuffle=False), or, unless the "
+    "model is sharded, a loader that gives every rank all batches"
+)
+_DROPS = "predict: drop_last=True leaves out samples"
 
 Outputs = Callable[[nn.Module, Any], Any]
 Batch = tuple[int, int, dict[str, Tensor]]
@@ -121,36 +130,16 @@ class _Source:
     def __init__(self, data: Any, group: Group, *, is_sharded: bool) -> None:
         self._data = data
         self._group = group
-        sampler = getattr(data, "sampler", None)
-        state: Mapping[str, Any] = data.state_dict() if isinstance(data, Loader) else {}
-        if state.get("shuffle") or isinstance(sampler, RandomSampler):
-            raise UsageError(
-                "predict: the loader shuffles, so outputs could not be matched with samples: make "
-                "one with shuffle=False"
-            )
         self._is_split = isinstance(data, Loader) and data.ranks.world_size > 1
-        self._state = state
-        if (
-            isinstance(data, Loader)
-            and self._is_split
-            and tuple(data.ranks)
-            != (
-                group.rank,
-                group.world_size,
-            )
-        ):
+        self._state: Mapping[str, Any] = {}
+        if isinstance(data, Loader | Stream):
+            self._state = _rewound(data)
+        else:
+            _check_foreign(data)
+        if self._is_split and tuple(data.ranks) != (group.rank, group.world_size):
             raise UsageError("predict: the Loader was made for other ranks than those that predict")
-        if hasattr(sampler, "num_replicas") or (
-            is_sharded and not group.is_alone and not self._is_split
-        ):
-            raise UsageError(
-                "predict: with several ranks give a holdfast.data.Loader(…, shuffle=False), or, "
-                "unless the model is sharded, a loader that gives every rank all batches"
-            )
-        if isinstance(data, DataLoader) and getattr(data, "drop_last", False):
-            raise UsageError("predict: drop_last=True leaves out samples")
-        if state.get("drop_last") and state["num_samples"] % state["batch_size"]:
-            raise UsageError("predict: drop_last=True leaves out samples")
+        if is_sharded and not group.is_alone and not self._is_split:
+            raise UsageError(_OF_RANKS)
 
     @property
     def num_batches(self) -> int | None:
@@ -183,11 +172,48 @@ class _Source:
     def batches(self, start: int) -> Iterator[Any]:
         """Iterate over the batches from number `start` on, from the beginning of the data."""
         if isinstance(self._data, Loader):
-            self._data.load_state_dict({**self._state, "epoch": 0, "batch": start})
+            self._data.load_state_dict({**self._state, "batch": start})
             if start == len(self._data):
                 return iter(())
             return iter(self._data)
         return islice(iter(self._data), start, None)
+
+
+def _rewound(data: Loader | Stream) -> Mapping[str, Any]:
+    """Set a Loader or Stream to its first position, and return that.
+
+    Raises:
+        UsageError: its epoch is not all samples in their order.
+    """
+    state = data.state_dict()
+    if state["shuffle"] or {"batches_per_epoch", "num_batches"} & state.keys():
+        raise UsageError(_NOT_IN_ORDER)
+    if isinstance(data, Stream) and data.ranks.world_size > 1:
+        raise UsageError(_OF_RANKS)
+    first: dict[str, Any] = {"epoch": 0, "batch": 0}
+    if isinstance(data, Stream):
+        first |= {"next_worker": 0, "at_end": False, "workers": [None] * len(state["workers"])}
+    data.load_state_dict({**state, **first})
+    begin: dict[str, Any] = {**data.state_dict()}
+    if begin["drop_last"] and (
+        isinstance(data, Stream) or begin["num_samples"] % begin["batch_size"]
+    ):
+        raise UsageError(_DROPS)
+    return begin
+
+
+def _check_foreign(data: Any) -> None:
+    """Raise `UsageError` if a loader, such as torch's, does not give all samples in their order."""
+    batches = getattr(data, "batch_sampler", None)
+    sampler = getattr(data if batches is None else batches, "sampler", None)
+    if hasattr(sampler, "num_replicas"):
+        raise UsageError(_OF_RANKS)
+    has_order = isinstance(data, DataLoader) and not isinstance(data.dataset, IterableDataset)
+    is_sequential = isinstance(sampler, SequentialSampler)
+    if isinstance(sampler, RandomSampler) or (has_order and not is_sequential):
+        raise UsageError(_NOT_IN_ORDER)
+    if getattr(data, "drop_last", False) or getattr(batches, "drop_last", False):
+        raise UsageError(_DROPS)
 
 
 class _Folder:
