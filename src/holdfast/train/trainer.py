@@ -1080,7 +1080,12 @@ class Trainer:
         quiet = Callbacks([], self)
         return Trial(
             update=replace(
-                self._update, callbacks=quiet, schedulers=(), begin_update=lambda: None, nan=None
+                self._update,
+                callbacks=quiet,
+                schedulers=(),
+                scores=Scores({}, self._parallel.group, what="metrics"),
+                begin_update=lambda: None,
+                nan=None,
             ),
             state=self.state,
             data=self.data,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,16 @@ from holdfast.data import Loader
 from holdfast.errors import UsageError
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.resume import leaf_digests
-from holdfast.train import SWA, Callback, Training
+from holdfast.train import SWA, Callback, Perplexity, StepOutput, Training
 from train.small import Noisy, make, mean_square
 
 
 def loader(size: int) -> Loader:
     return Loader(Noisy(), batch_size=size)
+
+
+def _of_the_host(said: str) -> Exception:
+    return RuntimeError(f"[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: {said}")
 
 
 class Never(Callback):
@@ -79,6 +84,43 @@ def test_a_run_that_goes_on_after_finders_is_the_same(tmp_path: Path) -> None:
     assert dict(leaf_digests(plain.state)) == dict(leaf_digests(tried.state))
     with pytest.raises(UsageError, match="lowest"):
         tried.find_learning_rate(lowest=1, highest=0.1)
+
+
+def test_finders_do_not_count_in_metrics_of_the_training() -> None:
+    metric = Perplexity(len)
+    trainer = make(
+        MemoryStore(),
+        loss=lambda model, batch: StepOutput(model(batch).square().mean()),
+        metrics={"perplexity": metric},
+    )
+    before = metric.state_dict()
+    trainer.find_learning_rate(steps=7)
+    trainer.find_batch_size(loader, highest=4)
+    assert metric.state_dict() == before
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, MemoryError, _of_the_host])
+def test_batches_are_not_split_while_their_size_is_tried(error: Callable[[str], Exception]) -> None:
+    def hungry(model: nn.Module, batch: Tensor) -> Any:
+        if len(batch) > 4:
+            raise error("out of memory")
+        return mean_square(model, batch)
+
+    trainer = make(MemoryStore(), loss=hungry, data=loader(2), micro_batch="auto")
+    found = trainer.find_batch_size(loader, highest=10)
+    assert (found.suggestion, found.fits[8]) == (4, False)
+    assert trainer.state["micro_batch"].size is None
+
+
+def test_a_size_of_micro_batches_that_a_finder_has_halved_is_restored() -> None:
+    def hungry(model: nn.Module, batch: Tensor) -> Any:
+        if len(batch) > 1:
+            raise torch.OutOfMemoryError("out of memory")
+        return mean_square(model, batch)
+
+    trainer = make(MemoryStore(), loss=hungry, micro_batch="auto")
+    assert trainer.find_learning_rate(steps=7).rates
+    assert trainer.state["micro_batch"].size is None
 
 
 def test_the_suggested_rate_is_where_the_loss_falls() -> None:

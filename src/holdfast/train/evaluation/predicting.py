@@ -185,7 +185,7 @@ def _rewound(data: Loader | Stream) -> Mapping[str, Any]:
     Raises:
         UsageError: its epoch is not all samples in their order.
     """
-    state = data.state_dict()
+    state: dict[str, Any] = {**data.state_dict()}
     if state["shuffle"] or {"batches_per_epoch", "num_batches"} & state.keys():
         raise UsageError(_NOT_IN_ORDER)
     if isinstance(data, Stream) and data.ranks.world_size > 1:

@@ -21,6 +21,7 @@ from holdfast.train.asked import check_range
 from holdfast.train.parallel.strategies import local
 from holdfast.train.window.loop import Update
 from holdfast.train.window.metrics import RankMeans
+from holdfast.train.window.splitting import MicroBatches, is_out_of_memory
 from holdfast.train.window.wayback import Boundary, small
 
 _DIVERGED = 4.0
@@ -141,6 +142,9 @@ def find_batch_size(
         )
     if not callable(make):
         raise UsageError(f"make={make!r}: must make a loader of a batch size")
+    # Whole batches are tried: split ones would all fit.
+    group = trial.update.parallel.group
+    trial = replace(trial, update=replace(trial.update, micro_batches=MicroBatches(None, group)))
     fits: dict[int, bool] = {}
 
     def does_fit(size: int) -> bool:
@@ -172,7 +176,9 @@ def _fits(trial: Trial, data: Any, steps: int) -> bool:
         with trial.undone() as update:
             for _, window in zip(range(steps), trial.windows(data), strict=False):
                 update(window)
-    except (torch.OutOfMemoryError, MemoryError):
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
         is_out = True
     # Not in the handler: the error holds the tensors of the failed step.
     if is_out:
@@ -245,7 +251,7 @@ class _Kept:
 def _others(state: Mapping[str, Any]) -> dict[str, Any]:
     # Counters and callbacks are not touched by steps on trial; to load them would be a trace.
     return {
-        name: value for name, value in small(state, "data", "progress").items() if name == "scaler"
+        name: value for name, value in small(state).items() if name in ("scaler", "micro_batch")
     }
 
 

@@ -125,8 +125,8 @@ class MicroBatches:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error of torch says that the memory of a device or of the host ran out."""
-    if isinstance(error, torch.OutOfMemoryError):
+    """Whether an error says that the memory of a device or of the host ran out."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
 
