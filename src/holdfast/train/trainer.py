@@ -978,13 +978,8 @@ class Trainer:
         """Make validations on `given`, on so many batches or as many as the limits allow."""
         plans = plans_of(given)
         update = replace(self._update, callbacks=Callbacks([], self)) if is_quiet else self._update
+        self._check_held_out(plans, self._given_data)
         for plan in plans:
-            loaders = plan.data.values() if isinstance(plan.data, Mapping) else [plan.data]
-            if self.data is not None and any(loader is self._given_data for loader in loaders):
-                raise UsageError(
-                    "validate: this loader is the one that is trained on, whose position would be "
-                    "lost; make another Loader of the same dataset"
-                )
             check_counted(plan.trigger.unit, f"validation every='{plan.every}'", self._counts.units)
         return Validations(
             [
@@ -998,6 +993,19 @@ class Trainer:
                 for plan in plans
             ]
         )
+
+    def _check_held_out(self, plans: Sequence[Validation], trained: Any) -> None:
+        """Check that the loader that is trained on is none of validations, nor of batch norm."""
+        held_out = [("validate", plan.data) for plan in plans]
+        if self.swa is not None:
+            held_out.append(("swa: batch_norm", self.swa.plan.batch_norm))
+        for what, given in held_out:
+            loaders = given.values() if isinstance(given, Mapping) else [given]
+            if trained is not None and any(loader is trained for loader in loaders):
+                raise UsageError(
+                    f"{what}: this loader is the one that is trained on, whose position would be "
+                    "lost; make another Loader of the same dataset"
+                )
 
     def _components(self, extra: Mapping[str, Any]) -> dict[str, Any]:
         own: dict[str, Any] = {"model": self.model}
@@ -1047,6 +1055,7 @@ class Trainer:
             raise UsageError("fit(data=…): fit runs already")
         making.check_data(data)
         making.check_shared_data(data, self._strategy, self._parallel.group)
+        self._check_held_out(plans_of(self._validate), data)
         self._given_data, self.data = data, self._limits.of_data(data)
         self.state["data"] = self.data
         self._way_back = self._make_way_back()

@@ -307,6 +307,13 @@ def test_batch_norm_of_an_average_needs_data_and_gets_its_statistics(tmp_path: P
     assert digests(again) == digests(trainer)
 
 
+def test_batch_norm_of_an_average_without_a_batch_is_an_error(tmp_path: Path) -> None:
+    """Else the average would be saved with a mean of 0 and a variance of 1."""
+    plan = SWA(start="1step", every="1step", batch_norm=iter([]))
+    with pytest.raises(UsageError, match="batch_norm gave no batch"):
+        spoiled(tmp_path / "run", swa=plan).fit(4)
+
+
 # Limits
 
 
@@ -448,6 +455,22 @@ def test_the_loader_that_is_trained_on_is_none_to_validate_on(limits: Limits) ->
     for evaluate in (trainer.validate, trainer.test):
         with pytest.raises(UsageError, match="the one that is trained on"):
             evaluate(loader)
+
+
+@pytest.mark.parametrize("use", ["validate", "by name", "batch_norm"])
+def test_the_loader_that_fit_gets_is_none_to_validate_on(use: str) -> None:
+    loader = Loader(Noisy(), batch_size=2)
+    options: dict[str, dict[str, Any]] = {
+        "validate": {"validate": Validation(data=loader)},
+        "by name": {"validate": {"a": Loader(Noisy(), batch_size=2), "b": loader}},
+        "batch_norm": {"swa": SWA(start="1step", batch_norm=loader)},
+    }
+    trainer = make(MemoryStore(), data=None, **options[use])
+    with pytest.raises(UsageError, match="the one that is trained on"):
+        trainer.fit(1, data=loader)
+    with pytest.raises(UsageError, match="the one that is trained on"):
+        make(MemoryStore(), data=loader, **options[use])
+    trainer.fit(1, data=Loader(Noisy(), batch_size=2))
 
 
 # Loaders for a call, and Trainers that train nothing

@@ -101,11 +101,15 @@ class EqualAverage:
 
     @torch.no_grad()
     def update_statistics(self, batches: Iterable[Any], forward: Callable[[Any], Any]) -> None:
-        """Compute the statistics of batch norm anew, as means over `batches`; no-op without any."""
+        """Compute the statistics of batch norm anew, as means over `batches`; no-op without any.
+
+        Raises:
+            UsageError: there was no batch.
+        """
         modules = [module for _, module in _with_statistics(self.model)]
         if not modules or not self.num_averaged:
             return
-        before = [module.momentum for module in modules]
+        before, num_batches = [module.momentum for module in modules], 0
         for module in modules:
             module.reset_running_stats()
             module.momentum = None  # the mean over all batches
@@ -113,10 +117,13 @@ class EqualAverage:
         try:
             for batch in batches:
                 forward(batch)
+                num_batches += 1
         finally:
             for module, momentum in zip(modules, before, strict=True):
                 module.momentum = momentum
                 module.eval()
+        if not num_batches:
+            raise UsageError("swa: batch_norm gave no batch: give a loader, not an iterator")
 
     def state_dict(self) -> dict[str, int]:
         """Return the count to save."""
