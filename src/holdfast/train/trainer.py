@@ -349,7 +349,6 @@ class Trainer:
         self._validate = validate
         self._strategy = chosen
         self._validations = self._make_validations(validate)
-        check_apart(self._scores, [part.plan.metrics for part in self._validations.parts])
         self._schedules.check(counts.units, validates=validate is not None)
         self._ending: FitEnding | None = None
         extra, self._per_rank = marked(state or {})
@@ -981,7 +980,7 @@ class Trainer:
         self._check_held_out(plans, self._given_data)
         for plan in plans:
             check_counted(plan.trigger.unit, f"validation every='{plan.every}'", self._counts.units)
-        return Validations(
+        made = Validations(
             [
                 Validator(
                     plan=plan if kind == "test" else self._limited(plan, batches),
@@ -993,6 +992,8 @@ class Trainer:
                 for plan in plans
             ]
         )
+        check_apart(self._scores, [plan.metrics for plan in plans])
+        return made
 
     def _check_held_out(self, plans: Sequence[Validation], trained: Any) -> None:
         """Check that the loader that is trained on is none of validations, nor of batch norm."""

@@ -359,6 +359,27 @@ def test_one_object_is_no_metric_of_training_and_of_validation() -> None:
     validation = Validation(data=Loader(samples(), batch_size=3), metrics={"same": metric})
     with pytest.raises(UsageError, match=r"'same'.*each its own"):
         trainer(MemoryStore(), metrics={"own": metric}, validate=validation)
+    training = trainer(MemoryStore(), metrics={"own": metric})
+    for evaluate in (training.test, lambda given: training.validate(data=given)):
+        with pytest.raises(UsageError, match=r"'same'.*each its own"):
+            evaluate(validation)
+
+
+class Images(Callback):
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def log_image(self, training: Training, name: str, image: Any) -> None:
+        self.names.append(name)
+
+
+def test_pictures_of_a_test_are_named_so() -> None:
+    images = Images()
+    training = trainer(MemoryStore(), metrics=None, callbacks=[images])
+    matrix = {"matrix": classification.BinaryConfusionMatrix()}
+    training.test(Validation(data={"a": Loader(samples(), batch_size=5)}, metrics=matrix))
+    training.validate(Validation(data=Loader(samples(), batch_size=5), metrics=matrix))
+    assert images.names == ["test/a/matrix", "val/matrix"]
 
 
 @pytest.mark.parametrize(

@@ -194,7 +194,8 @@ class Validator:
             metrics, pictures = self._metrics(loader, model)
             found |= self._report(name, metrics)
             for of, image in pictures.items():
-                self.update.callbacks.tell(Callback.log_image, f"{_prefix(name)}{of}", image)
+                full = f"{_prefix(name, self.kind)}{of}"
+                self.update.callbacks.tell(Callback.log_image, full, image)
         return found
 
     def _run_check(self, check: Downstream, model: nn.Module) -> dict[str, float]:
