@@ -458,6 +458,9 @@ class Trainer:
         without, override = listed(without, "without"), listed(override, "override")
         OptimizerOptions(self.state).check(override)
         Sides(without=without).check(self.state)
+        if self._limits.fast_dev_run and (start_from is not None or load_best):
+            logger.info("limits: fast_dev_run: start_from and load_best are ignored")
+            start_from, load_best = None, False
         start = StartingPoint.of(start_from, self.root)
         if load_best:
             check_load_best(self.checkpoints, validates=bool(self._validations))

@@ -386,6 +386,21 @@ def test_a_fast_run_does_one_batch_of_each_and_saves_and_logs_nothing(tmp_path: 
     assert not [*tmp_path.iterdir()]
 
 
+def test_a_fast_run_ignores_what_needs_checkpoints(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A whole run may be tried as it is written; the old checkpoint would be beyond its goal."""
+    make(tmp_path / "old").fit(5)
+    seen = Seen()
+    limits = Limits(fast_dev_run=True)
+    with caplog.at_level(logging.INFO, "holdfast"):
+        outcome = make(tmp_path / "new", limits=limits, callbacks=[seen]).fit(
+            100, start_from=tmp_path / "old", load_best=True
+        )
+    assert (outcome.step, len(seen.batches)) == (1, 1)
+    assert "start_from and load_best are ignored" in caplog.text
+
+
 def test_sanity_checks_validation_first_and_leaves_no_trace(tmp_path: Path) -> None:
     seen = Seen()
     called: list[bool] = []

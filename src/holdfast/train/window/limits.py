@@ -40,7 +40,8 @@ class Limits:
     """Batches of each validation loader on which a validation is tried before a new run trains
     (`num_sanity_val_steps`). Leaves no trace: its metrics are dropped, callbacks are not called."""
     fast_dev_run: bool | int = False
-    """Train on one batch (or so many), validate on as many, and save and log nothing."""
+    """Train on one batch (or so many), validate on as many, and save and log nothing; `start_from`
+    and `load_best` of `fit` are ignored."""
 
     def __post_init__(self) -> None:
         for name in ("train", "val"):
