@@ -52,7 +52,7 @@ from holdfast.train.evaluation.validation import (
 )
 from holdfast.train.evaluation.watching import Watched
 from holdfast.train.fit.best import BestSaves, best_rules, check_load_best, finder
-from holdfast.train.fit.config import config_of
+from holdfast.train.fit.config import config_of, config_of_data
 from holdfast.train.fit.ending import FitEnding, Outcome
 from holdfast.train.fit.finding import (
     BatchSizes,
@@ -1064,6 +1064,10 @@ class Trainer:
         self.state["data"] = self.data
         self._way_back = self._make_way_back()
         self._gear = replace(self._gear, data=self.data, way_back=self._way_back)
+        others = {
+            name: text for name, text in self._config.items() if name.partition(".")[0] != "data"
+        }
+        self._config = others | config_of_data(data)
 
     def _check_sanity(self) -> None:
         """Try a validation on some batches of each loader; leaves no trace."""

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.data import Loader
+from holdfast.engine.roots.catalog import Catalog
 from holdfast.errors import UsageError
 from holdfast.policy.triggers import On
+from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.resume import leaf_digests
 from holdfast.train import (
@@ -504,6 +506,17 @@ def test_data_may_come_with_each_call_of_fit(tmp_path: Path) -> None:
     again = make(tmp_path / "run", data=None)
     again.fit(7, data=loader())
     assert digests(again) == digests(once)
+
+
+def test_the_settings_that_a_checkpoint_records_are_of_the_data_that_fit_got(
+    tmp_path: Path,
+) -> None:
+    trainer = make(tmp_path / "run", data=Loader(Noisy(), batch_size=5))
+    trainer.fit(2, data=Loader(Noisy(), batch_size=2))
+    entry = Catalog(LocalStore(tmp_path / "run")).head()
+    assert entry is not None
+    config = entry.manifest.config
+    assert (config["data.batch_size"], config["data.length"]) == ("2", "5")
 
 
 def test_nothing_but_a_model_is_needed_to_validate_a_checkpoint(tmp_path: Path) -> None:

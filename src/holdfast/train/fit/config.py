@@ -35,8 +35,12 @@ def config_of(
     found["scheduler"] = ", ".join(map(_class, schedulers.values())) or "None"
     found["state"] = ", ".join(sorted(given["state"] or ())) or "None"
     found["callbacks"] = ", ".join(map(_class, _own(given["callbacks"]))) or "None"
-    found |= {f"data{name}": text for name, text in _of_data(given["data"]).items()}
-    return found
+    return found | config_of_data(given["data"])
+
+
+def config_of_data(data: Any) -> dict[str, str]:
+    """Describe the data that is trained on, as text: the entries `data` and `data.…`."""
+    return {f"data{name}": text for name, text in _of_data(data).items()}
 
 
 def _own(callbacks: Any) -> list[Callback]:
