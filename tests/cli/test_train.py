@@ -160,6 +160,24 @@ def test_wrong_arguments_end_it_at_once(script: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--until", "10foo"), "until='10foo'"),
+        (("--until", "3step", "--max-time", "2ep"), "max_time='2ep'"),
+    ],
+)
+def test_a_wrong_goal_or_time_limit_ends_it_before_anything_is_made(
+    arguments: tuple[str, ...], message: str, script: Path, tmp_path: Path
+) -> None:
+    given = ("--set", f"root={tmp_path}/run", "--max-failures", "1", *NO_PAUSE)
+    result = run(script, *arguments, *given)
+    assert result.returncode == 2, result.stderr
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
     ("name", "message"),
     [
         ("missing.py", "no such file"),

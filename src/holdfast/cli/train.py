@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from holdfast.cli.run import run_command
 from holdfast.errors import UsageError
 from holdfast.launched import present_ranks
+from holdfast.policy.clock import parse_goal, parse_limit_s
 
 
 def train_command(
@@ -35,6 +36,9 @@ def train_command(
     Raises:
         UsageError: an option is invalid, or there is no such script.
     """
+    parse_goal(until)
+    if max_time is not None:
+        parse_limit_s(max_time)
     path = script.partition(":")[0]
     if path.endswith(".py") and not os.path.isfile(path):
         raise UsageError(f"{script}: there is no such file")

@@ -218,6 +218,33 @@ class Time:
 parse = Time.parse
 
 
+def parse_goal(until: str | Time) -> Time:
+    """Parse the argument `until`, the goal of a training.
+
+    Raises:
+        UsageError: it is not a goal.
+    """
+    goal = parse(until, what="until")
+    if goal.unit is Unit.SECOND:
+        raise UsageError(
+            f"until={until!r}: a goal is counted, such as '10_000step' or '2ep'; "
+            "to end by the clock, give max_time"
+        )
+    return goal
+
+
+def parse_limit_s(max_time: str | Time) -> float:
+    """Parse the argument `max_time`, a duration, into seconds.
+
+    Raises:
+        UsageError: it is not a duration.
+    """
+    duration = parse(max_time, what="max_time")
+    if duration.unit is not Unit.SECOND:
+        raise UsageError(f"max_time={str(max_time)!r}: must be a time, such as '3h50min'")
+    return float(duration.value)
+
+
 def counted(now: Timestamp, unit: Unit, asker: object) -> int | float:
     """Return a counter that `asker` needs, or raise if the loop does not count it.
 

@@ -28,7 +28,7 @@ from holdfast.engine.staging.overlap import Mode
 from holdfast.engine.tiers.tiered import Tiered
 from holdfast.errors import UsageError
 from holdfast.launched import present_ranks
-from holdfast.policy.clock import Time, Unit, parse
+from holdfast.policy.clock import Time, Unit, parse_goal, parse_limit_s
 from holdfast.policy.savers import SavePolicy
 from holdfast.policy.triggers import Trigger
 from holdfast.state.capture import unheld_in
@@ -353,13 +353,7 @@ def checked_goal(until: str | int) -> Time:
     if isinstance(until, int):
         check_range("until", until, 1, 2**63)
         return Time(until, Unit.STEP)
-    goal = parse(until, what="until")
-    if goal.unit is Unit.SECOND:
-        raise UsageError(
-            f"until={until!r}: a goal is counted, such as '10_000step' or '2ep'; "
-            "to end by the clock, give max_time"
-        )
-    return goal
+    return parse_goal(until)
 
 
 def checked_max_time_s(max_time: str | Time | None) -> float:
@@ -368,12 +362,7 @@ def checked_max_time_s(max_time: str | Time | None) -> float:
     Raises:
         UsageError: `max_time` is not a duration.
     """
-    if max_time is None:
-        return float("inf")
-    duration = parse(max_time, what="max_time")
-    if duration.unit is not Unit.SECOND:
-        raise UsageError(f"max_time={str(max_time)!r}: must be a time, such as '3h50min'")
-    return float(duration.value)
+    return float("inf") if max_time is None else parse_limit_s(max_time)
 
 
 def own_loggers(
