@@ -28,6 +28,18 @@ class Noisy:
         return noise + index / 10
 
 
+class NoLength:
+    """Data whose epochs end unseen."""
+
+    def __init__(self) -> None:
+        self.loader = Loader(Noisy(), batch_size=2)
+        self.state_dict = self.loader.state_dict
+        self.load_state_dict = self.loader.load_state_dict
+
+    def __iter__(self) -> Any:
+        return iter(self.loader)
+
+
 def mean_square(model: nn.Module, batch: Tensor) -> tuple[Tensor, dict[str, float]]:
     loss = model(batch).square().mean()
     return loss, {"draw": random.random()}

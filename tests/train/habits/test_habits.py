@@ -34,7 +34,7 @@ from holdfast.train import (
 from holdfast.train.making import device_for
 from holdfast.train.parallel.group import ALONE
 from holdfast.train.window.loop import checked_precision
-from train.small import Noisy, make, mean_square
+from train.small import NoLength, Noisy, make, mean_square
 
 
 def digests(trainer: Trainer) -> dict[str, str]:
@@ -290,6 +290,28 @@ def test_an_equal_average_is_the_mean_and_resumes_exactly(tmp_path: Path) -> Non
         again = make(tmp_path / f"{split}", swa=plan, ema=0.9)
         again.fit(9)
         assert digests(again) == digests(trainer)
+
+
+def test_an_average_has_the_weights_of_an_epoch_that_ends_late(tmp_path: Path) -> None:
+    class StopsAt2(Callback):
+        def epoch_end(self, training: Training) -> None:
+            if training.counters.epoch == 2:
+                trainer.request_stop("enough")
+
+    def averaging(root: Any, *callbacks: Callback) -> Trainer:
+        plan = SWA(start="1ep", every="1ep")
+        return make(root, data=NoLength(), swa=plan, callbacks=callbacks)
+
+    trainer = averaging(tmp_path / "once")
+    trainer.fit("3ep")
+    once = digests(trainer)
+    assert trainer.swa is not None
+    assert trainer.swa.num_averaged == 3
+    trainer = averaging(tmp_path / "twice", StopsAt2())
+    assert trainer.fit("3ep").reason == "stopped"
+    again = averaging(tmp_path / "twice")
+    again.fit("3ep")
+    assert digests(again) == once
 
 
 def test_batch_norm_of_an_average_needs_data_and_gets_its_statistics(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from holdfast.errors import UsageError
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.resume import leaf_digests
 from holdfast.train import Callback, Counts, HookFailed, Schedule, Training, Validation, cosine
-from train.small import Noisy, make
+from train.small import NoLength, Noisy, make
 
 Factory = Callable[[torch.optim.Optimizer], Any]
 
@@ -44,18 +44,6 @@ class Steps(Callback):
 
     def after_scheduler_step(self, training: Training, scheduler: Any) -> None:
         self.seen.append(training.counters.step)
-
-
-class NoLength:
-    """Data whose epochs end unseen."""
-
-    def __init__(self) -> None:
-        self.loader = Loader(Noisy(), batch_size=2)
-        self.state_dict = self.loader.state_dict
-        self.load_state_dict = self.loader.load_state_dict
-
-    def __iter__(self) -> Any:
-        return iter(self.loader)
 
 
 class Rates(Callback):
@@ -258,3 +246,18 @@ def test_steps_that_are_probably_epochs_are_warned_of(
     )
     texts = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert any("If epochs are meant" in text for text in texts) == warns
+
+
+def test_a_validation_only_at_a_goal_whose_epoch_ends_late_steps_nothing() -> None:
+    validation = Validation(data=Loader(Noisy(), batch_size=5), every="100step")
+    root = MemoryStore()
+    for until in ("1ep", "2ep"):
+        trainer = make(
+            root,
+            data=NoLength(),
+            scheduler=Schedule(halving, every="evaluation"),
+            validate=validation,
+        )
+        rate = trainer.optimizer.param_groups[0]["lr"]
+        trainer.fit(until)
+        assert trainer.optimizer.param_groups[0]["lr"] == rate

@@ -108,6 +108,8 @@ class Fit:
         self._scored_step: int | None = None
         self._before = self._now = gear.counters.timestamp
         """Timestamps before and after the last completed step."""
+        self._followed = self._now
+        """Timestamp up to which the equal average of the weights has followed."""
         self._batches = Batches(gear.data)
         self._interruption: Interrupted | None = None
         """Error kept until after the save, as `_batches`: dropping it may wait for data workers."""
@@ -229,7 +231,7 @@ class Fit:
         `found` is the checkpoint that training resumed from.
         """
         metrics, is_over = LazyMetrics({}), False
-        self._before = self._now = self._counters.timestamp
+        self._before = self._now = self._followed = self._counters.timestamp
         begun_at = self._ending.begun_at = self._now.step
         known: Metrics = {} if found is None else found.metrics
         self._gear.watched.saw(known)
@@ -292,6 +294,8 @@ class Fit:
                     self._manager.fence()  # a schedule may change what a save copies
                     known = self._metrics.joined(of_epoch)
                     self._gear.schedules.advance(self._counters, known)
+                    self._follow_swa()
+                    self._note_due(self._now)
                     self._place.leave_step()
                     # Unless training is over, a resume from the step before runs this hook again.
                     self._place.is_under_way = not self._ending.is_here()
@@ -328,21 +332,27 @@ class Fit:
         self._gear.watched.saw(metrics)
         self._gear.schedules.advance(self._counters, metrics)
         self._before, self._now = self._now, self._counters.timestamp
-        if self._gear.swa is not None:
-            self._gear.swa.follow(self._gear.model, self._before, self._now, self._ending.goal)
-        # Set before the hooks that follow, as they may save or fail.
-        self._counters.unvalidated = self._gear.validations.names_due(
-            self._before, self._now, is_last=self._ending.is_at_goal()
-        )
-        if self._gear.schedules.watch:
-            regular = self._gear.validations.names_due(self._before, self._now, is_last=False)
-            due = self._counters.unvalidated
-            self._counters.only_at_goal = [name for name in due if name not in regular]
+        self._follow_swa()
+        self._note_due(self._before)
         self._place.leave_step()
         tell(Callback.step_end, metrics)
         if is_over:
             tell(Callback.epoch_end)
         return metrics
+
+    def _follow_swa(self) -> None:
+        before, self._followed = self._followed, self._counters.timestamp
+        if self._gear.swa is not None:
+            self._gear.swa.follow(self._gear.model, before, self._followed, self._ending.goal)
+
+    def _note_due(self, before: Timestamp) -> None:
+        """Count the validations due since `before`, for saves: hooks may save or fail first."""
+        now, due = self._counters.timestamp, self._gear.validations.names_due
+        names = due(before, now, is_last=self._ending.is_at_goal())
+        self._counters.unvalidated = names
+        if self._gear.schedules.watch:
+            regular = due(before, now, is_last=False)
+            self._counters.only_at_goal = [name for name in names if name not in regular]
 
     def _log_late_epoch(self, metrics: LazyMetrics, pictures: Mapping[str, Image]) -> None:
         for name, image in pictures.items():
