@@ -316,7 +316,11 @@ class Trainer:
         self._scores = Scores(metrics or {}, group, what="metrics", is_saved=True)
         self._micro_batches = MicroBatches(micro_batch, group)
         self._nan = (
-            None if skip_nan is None else NanBudget(skip_nan, group, lambda: self.present_step)
+            None
+            if skip_nan is None
+            else NanBudget(
+                skip_nan, group, lambda: self.present_step, lambda: modules_of(self.state)
+            )
         )
         self._update = Update(
             model=self.model,

@@ -21,6 +21,7 @@ from holdfast.testing.resume import leaf_digests
 from holdfast.train import (
     SWA,
     Callback,
+    Clip,
     Freeze,
     JsonLines,
     Limits,
@@ -192,6 +193,30 @@ def test_a_step_that_is_not_finite_is_not_applied_and_counted(
     again = spoiled(tmp_path / "twice", precision=precision)
     again.fit(8)
     assert digests(again) == digests(trainer)
+
+
+@pytest.mark.parametrize("clip", [None, 1.0, Clip(value=0.5)])
+def test_infinite_gradients_are_seen_before_they_are_clipped(clip: Any) -> None:
+    def infinite(gradient: Tensor) -> Tensor:
+        return torch.full_like(gradient, float("inf")) if trainer.present_step == 2 else gradient
+
+    trainer = make(None, skip_nan=1, clip=clip, every=None)
+    trainer.model[2].weight.register_hook(infinite)  # type: ignore[index]
+    trainer.fit(3)
+    assert trainer.state["nan-count"].num_skipped == 1
+
+
+def test_buffers_of_all_modules_of_the_state_are_those_of_before_a_skipped_step() -> None:
+    norm = nn.BatchNorm1d(4)
+    trainer = spoiled(
+        MemoryStore(),
+        loss=lambda model, batch: model(norm(batch)).square().mean(),
+        state={"norm": norm},
+    )
+    trainer.fit(8)
+    assert trainer.state["nan-count"].num_skipped == 2
+    assert norm.running_mean is not None
+    assert norm.running_mean.isfinite().all()
 
 
 def test_one_more_than_the_budget_is_an_error_also_after_a_resume(tmp_path: Path) -> None:

@@ -100,17 +100,18 @@ class Update:
         if any(weight.grad is not None for weight in _parameters(self.optimizer)):
             self.optimizer.zero_grad(set_to_none=True)  # gradients that other code has left
         if self.nan is not None:
-            self.nan.begin(self.model)
+            self.nan.begin()
         self.numerics.begin_step()
         mean = self._gradients_that_fit(window)
         self.weighing.divide(_parameters(self.optimizer))
         self.numerics.unscale(self.optimizer)
-        norm = self.clip(self.optimizer)
+        # Before clipping, which makes infinite gradients finite if it is by value.
         if self.nan is not None and self.nan.must_skip(self._checked_for_nan(mean)):
             self.optimizer.zero_grad(set_to_none=True)
             self.begin_update()
             self._step_schedulers(may_be_early=True)
             return LazyMetrics({"nan_skipped": self.nan.num_skipped})
+        norm = self.clip(self.optimizer)
         tell(Callback.before_optimizer_step)
         self.begin_update()
         self.numerics.step(self.optimizer)

@@ -24,8 +24,16 @@ class NotFinite(HoldfastError):
 class NanBudget:
     """Budget of steps that may be skipped; a component, so that a resume continues the count."""
 
-    def __init__(self, limit: int, group: Group, step: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        limit: int,
+        group: Group,
+        step: Callable[[], int],
+        modules: Callable[[], Iterable[nn.Module]],
+    ) -> None:
         """Allow `limit` skipped steps in the whole run; `step` gives the one under way.
+
+        `modules` gives those whose buffers a step may change.
 
         Raises:
             UsageError: `limit` is not a whole number above 0.
@@ -36,12 +44,15 @@ class NanBudget:
         """Steps that were skipped so far, of the whole run."""
         self._group = group
         self._step = step
+        self._modules = modules
         self._buffers: list[tuple[Tensor, Tensor]] = []
 
     @torch.no_grad()
-    def begin(self, model: nn.Module) -> None:
-        """Copy the buffers: a bad batch spoils statistics such as those of batch norm."""
-        self._buffers = [(item, item.detach().clone()) for item in model.buffers()]
+    def begin(self) -> None:
+        """Keep the buffers: a bad batch spoils statistics such as those of batch norm."""
+        self._buffers = [
+            (item, item.detach().clone()) for module in self._modules() for item in module.buffers()
+        ]
 
     @torch.no_grad()
     def must_skip(self, values: Iterable[Tensor | float]) -> bool:
