@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from holdfast.data import Loader
 from holdfast.engine.roots.catalog import Catalog
@@ -28,6 +29,8 @@ from holdfast.train import (
     Logger,
     Metrics,
     NotFinite,
+    Schedule,
+    StepOutput,
     Trainer,
     Training,
     Validation,
@@ -217,6 +220,34 @@ def test_buffers_of_all_modules_of_the_state_are_those_of_before_a_skipped_step(
     assert trainer.state["nan-count"].num_skipped == 2
     assert norm.running_mean is not None
     assert norm.running_mean.isfinite().all()
+
+
+def test_what_steps_on_a_metric_waits_for_the_next_step_after_a_skipped_one(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    samples = [torch.full((4,), float("nan") if number < 2 else 1.0) for number in range(8)]
+    schedule = Schedule(ReduceLROnPlateau, every="step", metric="loss")
+    trainer = spoiled(
+        MemoryStore(), data=Loader(samples, batch_size=2, shuffle=False), scheduler=schedule
+    )
+    trainer.fit(3)
+    assert trainer.schedulers["scheduler"].last_epoch == 2
+    assert "no 'loss' this time" in caplog.text
+
+
+def test_metrics_of_an_epoch_are_without_its_skipped_steps() -> None:
+    def loss(model: nn.Module, batch: Tensor) -> StepOutput:
+        output = model(batch)
+        return StepOutput(output.square().mean(), outputs=output)
+
+    class Watch(Callback):
+        def step_end(self, training: Training, metrics: Metrics) -> None:
+            found.extend(metrics[name] for name in metrics if name == "train/mean")
+
+    found: list[float] = []
+    given = {"mean": lambda outputs: outputs.isfinite().all() * len(outputs)}
+    spoiled(MemoryStore(), loss=loss, metrics=given, callbacks=[Watch()]).fit("1ep")
+    assert found == [20 - 2 * len(BAD)]
 
 
 def test_one_more_than_the_budget_is_an_error_also_after_a_resume(tmp_path: Path) -> None:

@@ -231,7 +231,7 @@ class Schedules:
         if item.metric in metrics:
             self._seen.add(name)
             self._tell_around(item.scheduler, partial(item.scheduler.step, metrics[item.metric]))
-        elif name not in self._seen and metrics:
+        elif name not in self._seen and ("loss" in metrics or item.metric.startswith(_VALIDATION)):
             raise UsageError(
                 f"{name}: nothing gives the metric {item.metric!r} that it steps on; there are "
                 + ", ".join(map(repr, metrics))

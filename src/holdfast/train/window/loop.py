@@ -28,6 +28,8 @@ from holdfast.train.window.weighing import Weighing
 
 LossFunction = Callable[[Any, Any], Any]
 """Function of the model and a batch that gives its mean loss, as `StepOutput.of` takes it."""
+_Outputs = list[tuple[Any, StepOutput]]
+"""Batches with what the loss function gave for them."""
 
 
 @checked()
@@ -102,7 +104,7 @@ class Update:
         if self.nan is not None:
             self.nan.begin()
         self.numerics.begin_step()
-        mean = self._gradients_that_fit(window)
+        mean, unscored = self._gradients_that_fit(window)
         self.weighing.divide(_parameters(self.optimizer))
         self.numerics.unscale(self.optimizer)
         # Before clipping, which makes infinite gradients finite if it is by value.
@@ -111,6 +113,8 @@ class Update:
             self.begin_update()
             self._step_schedulers(may_be_early=True)
             return LazyMetrics({"nan_skipped": self.nan.num_skipped})
+        for batch, output in unscored:
+            self.scores.update(batch, output)
         norm = self.clip(self.optimizer)
         tell(Callback.before_optimizer_step)
         self.begin_update()
@@ -150,7 +154,7 @@ class Update:
         named = self.numbers({f"train/{name}": value for name, value in found.items()})
         return LazyMetrics(named), {f"train/{name}": image for name, image in pictures.items()}
 
-    def _gradients_that_fit(self, window: Sequence[Any]) -> Mean:
+    def _gradients_that_fit(self, window: Sequence[Any]) -> tuple[Mean, _Outputs]:
         """Compute the gradients of a step; repeats it with smaller parts when memory runs out.
 
         All that the failed try has changed is as before then, so that the step is exact.
@@ -170,16 +174,21 @@ class Update:
                 torch.cuda.empty_cache()
         return self._gradients(window)
 
-    def _gradients(self, window: Sequence[Any]) -> Mean:
+    def _gradients(self, window: Sequence[Any]) -> tuple[Mean, _Outputs]:
+        """Compute the gradients of a step; returns its metrics, and what `scores` have yet to see.
+
+        They do not see a step that is skipped.
+        """
         pieces, mean = self.micro_batches.pieces(window), Mean()
+        unscored: _Outputs = []
         self.weighing.begin()
         self.parallel.begin_step(self.model)
         for at, piece in enumerate(pieces):
             with self.parallel.batch(is_last=at == len(pieces) - 1):
-                self._train_on(piece, len(pieces), mean)
-        return mean
+                self._train_on(piece, len(pieces), mean, unscored)
+        return mean, unscored
 
-    def _train_on(self, piece: Piece, num_pieces: int, mean: Mean) -> None:
+    def _train_on(self, piece: Piece, num_pieces: int, mean: Mean, unscored: _Outputs) -> None:
         tell = self.callbacks.tell
         batch = moved(piece.batch, self.device)
         tell(Callback.batch_start, batch)
@@ -191,7 +200,9 @@ class Update:
         tell(Callback.before_backward, weighted)
         self.numerics.backward(weighted)
         tell(Callback.after_backward)
-        if self.scores:
+        if self.scores and self.nan is not None:
+            unscored.append((batch, output))
+        elif self.scores:
             self.scores.update(batch, output)
         tell(Callback.batch_end, batch, output)
         found = self.numbers({"loss": output.loss, **output.metrics})
