@@ -380,7 +380,9 @@ class Trainer:
             seed=seed,
             counts=counts,
             best=BestSaves(best_rules(self.checkpoints)),
-            watched=Watched(self._watched, self._validations),
+            watched=Watched(
+                self._watched, self._validations, [f"train/{name}" for name in self._scores.names]
+            ),
             sanity=self._check_sanity,
         )
         self._config = config_of(

@@ -20,7 +20,7 @@ from holdfast.store import open_store
 from holdfast.store.base import Store
 from holdfast.store.memory import MemoryStore
 from holdfast.testing import Fault, FaultyStore
-from holdfast.train import Callback, Trainer, Training, Validation
+from holdfast.train import Callback, Measured, Trainer, Training, Validation
 from train.small import make
 
 COURSE = {2: 5.0, 4: 3.0, 6: 4.0, 8: 1.0, 10: 2.0}
@@ -180,6 +180,23 @@ def test_a_validation_that_comes_later_may_still_give_the_metric() -> None:
     with pytest.raises(UsageError, match="val/late/f1"):
         made.fit(11)
     assert made.counters.step == 4
+
+
+def _watching(name: str) -> Trainer:
+    size = Measured(lambda losses: {"all": losses.sum()}, lambda batch, output: output.loss)
+    return trainer(MemoryStore(), metrics={"size": size}, keep=Best(name))
+
+
+def test_a_metric_of_an_epoch_may_come_after_the_first_validation() -> None:
+    assert _watching("train/size/all").fit("2ep").best is not None
+
+
+@pytest.mark.parametrize(("name", "step"), [("train/sizes", 2), ("train/size/none", 6)])
+def test_a_metric_that_no_epoch_gives_is_found_at_the_next_validation(name: str, step: int) -> None:
+    made = _watching(name)
+    with pytest.raises(UsageError, match=rf"nobody logs are watched:\n.*{name}"):
+        made.fit("2ep")
+    assert made.counters.step == step
 
 
 def test_the_best_weights_are_loaded_at_the_end_and_the_run_stays_where_it_is(

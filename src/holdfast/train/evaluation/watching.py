@@ -18,29 +18,40 @@ Watchers = Callable[[], Mapping[str, Sequence[str]]]
 class Watched:
     """Checks, after each validation, that all metrics that are watched are known by then."""
 
-    def __init__(self, watchers: Watchers, validations: Validations) -> None:
+    def __init__(
+        self, watchers: Watchers, validations: Validations, of_epochs: Sequence[str] = ()
+    ) -> None:
         """`watchers` is called at each check, as some find out late what they watch.
+
+        `of_epochs` are names of metrics that come at the end of an epoch.
 
         Raises:
             UsageError: metrics of validations are watched, and there are no validations.
         """
         self._watchers = watchers
         self._validations = validations
+        self._of_epochs = of_epochs
+        self._waits_for_epoch = bool(of_epochs)
+        """Whether metrics of an epoch are still to come."""
         self._seen: set[str] = set()
         self._is_checked = not validations
         """Whether the first check was made, or there will be none."""
         if not validations and (wrong := list(self._unseen())):
             raise UsageError(f"there is nothing to validate on; give validate=…:\n{listing(wrong)}")
 
-    def saw(self, metrics: Metrics) -> None:
-        """Record the names of a step's metrics, until the first validation."""
-        if not self._is_checked:
+    def saw(self, metrics: Metrics, *, has_epoch: bool = False) -> None:
+        """Record the names of a step's metrics, until the first validation and end of an epoch.
+
+        `has_epoch`: those of an epoch are among them.
+        """
+        if not self._is_checked or self._waits_for_epoch:
             self._seen.update(metrics)
+        self._waits_for_epoch &= not has_epoch
 
     def check(self, metrics: Metrics) -> None:
         """Check what is watched after a validation; `metrics` are those of its step.
 
-        A metric of a validation that has not run yet may still come.
+        A metric of a validation that has not run yet may still come, or of the first epoch.
 
         Raises:
             UsageError: a metric is watched, and neither steps nor validations give it.
@@ -59,7 +70,10 @@ class Watched:
         for who, names in self._watchers().items():
             for name in names:
                 is_of_step = not name.startswith(OF_VALIDATION)
-                if name in self._seen or (is_of_step and (but_of_steps or not self._seen)):
+                is_of_epoch = any(f"{name}/".startswith(f"{one}/") for one in self._of_epochs)
+                if name in self._seen or (is_of_epoch and self._waits_for_epoch):
+                    continue
+                if is_of_step and ((but_of_steps and not is_of_epoch) or not self._seen):
                     continue
                 if is_of_step or self._validations.has_run(name):
                     meant = difflib.get_close_matches(name, self._seen, 1, 0.6)

@@ -293,6 +293,7 @@ class Fit:
                     self._counters.end_epoch()
                     self._manager.fence()  # a schedule may change what a save copies
                     known = self._metrics.joined(of_epoch)
+                    self._gear.watched.saw(known, has_epoch=bool(of_epoch or pictures))
                     self._gear.schedules.advance(self._counters, known)
                     self._follow_swa()
                     self._note_due(self._now)
@@ -316,7 +317,7 @@ class Fit:
         tell(Callback.step_start)
         update, step = self._gear.update, self._place.present_step
         is_skipped = any(step in steps for steps in self._gear.skip_steps)
-        metrics = update.leave_out() if is_skipped else update(window)
+        metrics, has_epoch = update.leave_out() if is_skipped else update(window), False
         if self._gear.ema is not None:
             self._gear.ema.follow(self._gear.model)
         self._counters.add_step(len(window), *self._counted(window))
@@ -328,8 +329,9 @@ class Fit:
             of_epoch, self._pictures = update.end_epoch()
             metrics = metrics.joined(of_epoch)
             self._scored_step = self._counters.step if of_epoch else None
+            has_epoch = bool(of_epoch or self._pictures)
         self._metrics = metrics
-        self._gear.watched.saw(metrics)
+        self._gear.watched.saw(metrics, has_epoch=has_epoch)
         self._gear.schedules.advance(self._counters, metrics)
         self._before, self._now = self._now, self._counters.timestamp
         self._follow_swa()

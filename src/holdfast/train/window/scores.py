@@ -158,6 +158,11 @@ class Scores:
     def __bool__(self) -> bool:
         return bool(self._scores)
 
+    @property
+    def names(self) -> list[str]:
+        """Names of the metrics; a result that is a mapping has longer ones."""
+        return [*self._scores]
+
     @torch.no_grad()
     def update(self, batch: Any, output: StepOutput) -> None:
         """Add a batch to all metrics.
