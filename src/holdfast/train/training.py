@@ -6,7 +6,7 @@ Counters and average are components of the run: checkpoints hold them and a resu
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -44,6 +44,10 @@ class Training(Protocol):
     @property
     def data(self) -> Any:
         """The data that the batches come from."""
+
+    @property
+    def callbacks(self) -> Sequence[Any]:
+        """All callbacks, in the order of their calls."""
 
     @property
     def counters(self) -> Counters:

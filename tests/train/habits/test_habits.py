@@ -38,7 +38,7 @@ from holdfast.train import (
 from holdfast.train.making import device_for
 from holdfast.train.parallel.group import ALONE
 from holdfast.train.window.loop import checked_precision
-from train.small import NoLength, Noisy, make, mean_square
+from train.small import NoLength, Noisy, make, mean_square, network
 
 
 def digests(trainer: Trainer) -> dict[str, str]:
@@ -297,12 +297,41 @@ def test_frozen_parameters_stay_and_are_trained_afterwards(tmp_path: Path) -> No
         assert digests(again) == digests(trainer)
 
 
+class Required(Callback):
+    """Notes at each step whether weights require a gradient."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[bool, ...]] = []
+
+    def before_optimizer_step(self, training: Training) -> None:
+        named = dict(training.model.named_parameters())
+        self.seen.append((named["0.weight"].requires_grad, named["2.weight"].requires_grad))
+
+
+@pytest.mark.parametrize("is_turned", [False, True])
+def test_a_parameter_is_frozen_while_one_of_several_freezes_it(is_turned: bool) -> None:
+    freezes = [Freeze("*.weight", until="2step"), Freeze("0.*", until="3step")]
+    required = Required()
+    frozen(MemoryStore(), *(freezes[::-1] if is_turned else freezes), required).fit(4)
+    assert required.seen == [(False, False), (False, False), (False, True), (True, True)]
+
+
+@pytest.mark.parametrize("was_trained", [False, True])
+def test_another_trainer_of_the_same_model_trains_what_the_first_froze(was_trained: bool) -> None:
+    model, required = network(), Required()
+    first = frozen(MemoryStore(), Freeze("0.*"), model=model)
+    if was_trained:
+        first.fit(1)
+        assert model[0].weight.requires_grad
+    frozen(MemoryStore(), Freeze("0.*", until="1step"), required, model=model).fit(2)
+    assert required.seen == [(False, True), (True, True)]
+
+
 def test_what_the_optimizer_has_for_frozen_parameters_stays() -> None:
     trainer = frozen(MemoryStore(), Freeze("0.weight", since="2step", until="4step"))
     trainer.fit(2)
     weight = trainer.model[0].weight  # type: ignore[index]
     slots = {name: value.clone() for name, value in trainer.optimizer.state[weight].items()}
-    assert not weight.requires_grad
     trainer.fit(4)
     assert slots.keys() == trainer.optimizer.state[weight].keys()
     assert all(torch.equal(trainer.optimizer.state[weight][name], slots[name]) for name in slots)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
 from fnmatch import fnmatchcase
 
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from holdfast.arguments import checked
 from holdfast.errors import UsageError, listing
@@ -13,6 +15,9 @@ from holdfast.launched import present_ranks
 from holdfast.policy.clock import Time, Unit, argument_name, parse
 from holdfast.train.callbacks.hooks import Callback
 from holdfast.train.training import Metrics, Training
+
+_TRAINABLE: MutableMapping[nn.Parameter, bool] = WeakIdKeyDictionary()
+"""Parameters that a Freeze has frozen, of a Trainer that is perhaps gone: they can be trained."""
 
 
 class Freeze(Callback):
@@ -24,7 +29,9 @@ class Freeze(Callback):
     what the optimizer has for it stays. What is frozen follows from the counters alone, so a resume
     is exact. Modules keep their mode: batch norm of a frozen module goes on with its statistics.
 
-    A parameter that required no gradient when the Trainer was made is left alone.
+    A parameter that several of them name is frozen while one of them freezes it. When `fit` ends,
+    gradients are required again. A parameter that required none when the Trainer was made is left
+    alone.
     """
 
     priority = 100
@@ -74,7 +81,8 @@ class Freeze(Callback):
         self._frozen = {
             name: item
             for name, item in named.items()
-            if item.requires_grad and any(fnmatchcase(name, one) for one in self._patterns)
+            if (item.requires_grad or item in _TRAINABLE)
+            and any(fnmatchcase(name, one) for one in self._patterns)
         }
         # What DDP and FSDP exchange is settled when they are made: there gradients are dropped.
         self._drops_gradients = present_ranks().world_size > 1
@@ -109,6 +117,11 @@ class Freeze(Callback):
         """Freeze or unfreeze, if it is time."""
         self._follow(training)
 
+    def close(self, training: Training) -> None:
+        """Require gradients again, for whoever trains the model next."""
+        self._is_frozen = False
+        self._require_gradients(training)
+
     @property
     def is_frozen(self) -> bool:
         """Whether the parameters are frozen now."""
@@ -119,9 +132,22 @@ class Freeze(Callback):
         has_begun = self._since is None or _is_reached(self._since, now)
         is_over = self._until is not None and _is_reached(self._until, now)
         self._is_frozen = has_begun and not is_over
-        if not self._drops_gradients:
-            for item in self._frozen.values():
-                item.requires_grad_(not self._is_frozen)
+        self._require_gradients(training)
+
+    def _require_gradients(self, training: Training) -> None:
+        """Let each parameter require a gradient unless one of the training's Freezes holds it."""
+        if self._drops_gradients:
+            return
+        holding = [
+            item for item in training.callbacks if isinstance(item, Freeze) and item.is_frozen
+        ]
+        held = {id(one) for item in holding for one in item._frozen.values()}
+        for item in self._frozen.values():
+            item.requires_grad_(id(item) not in held)
+            if id(item) in held:
+                _TRAINABLE[item] = True
+            else:
+                _TRAINABLE.pop(item, None)
 
 
 def _is_reached(time: Time, now: Timestamp) -> bool:
