@@ -210,6 +210,11 @@ class Loader:
         """
         return self._num_batches(self._seed, self._epoch)
 
+    @property
+    def epochs_vary(self) -> bool:
+        """Whether epochs may differ in their number of batches."""
+        return self._sizes.vary or self._batch_sampler is not None
+
     def __iter__(self) -> Iterator[Any]:
         """Iterate over the rest of this epoch, or the next one if this one is at its end."""
         if self.at_epoch_end and self._begun_epoch == self._epoch:

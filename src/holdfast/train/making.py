@@ -396,9 +396,9 @@ def own_loggers(
 
 
 def epoch_length(data: Any, accumulate: int) -> EpochLength:
-    """Return the length of an epoch, as far as the data tells it."""
+    """Return the length of an epoch, as far as the data tells it and all epochs have the same."""
     try:
-        num_batches = len(data) or None
+        num_batches = None if getattr(data, "epochs_vary", False) else len(data) or None
     except (TypeError, NotImplementedError):
         num_batches = None
     return EpochLength(num_batches=num_batches, accumulate=accumulate)

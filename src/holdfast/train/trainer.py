@@ -318,9 +318,7 @@ class Trainer:
         self._nan = (
             None
             if skip_nan is None
-            else NanBudget(
-                skip_nan, group, lambda: self.present_step, lambda: modules_of(self.state)
-            )
+            else NanBudget(skip_nan, group, lambda: self.present_step, self._modules)
         )
         self._update = Update(
             model=self.model,
@@ -936,7 +934,10 @@ class Trainer:
     def _snapshot(self) -> Boundary:
         """Copy what a forward pass may change."""
         fixed = ("data", "progress", "scaler", "micro_batch", *self.schedulers)
-        return Boundary(components=small(self.state, *fixed), modules=modules_of(self.state))
+        return Boundary(components=small(self.state, *fixed), modules=self._modules())
+
+    def _modules(self) -> list[nn.Module]:
+        return modules_of(self.state)
 
     def _update_statistics(self, swa: EqualAverage) -> None:
         """Compute the statistics of the averaged model's batch norm anew, at the goal."""

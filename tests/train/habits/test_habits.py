@@ -38,7 +38,7 @@ from holdfast.train import (
 from holdfast.train.making import device_for
 from holdfast.train.parallel.group import ALONE
 from holdfast.train.window.loop import checked_precision
-from train.small import NoLength, Noisy, make, mean_square, network
+from train.small import Noisy, NoLength, make, mean_square, network
 
 
 def digests(trainer: Trainer) -> dict[str, str]:

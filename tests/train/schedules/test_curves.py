@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR
 
-from holdfast.data import Loader
+from holdfast.data import Buckets, Loader
 from holdfast.errors import MismatchError, UsageError
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.resume import leaf_digests
@@ -236,3 +236,28 @@ class Endless(Loader):
 def test_what_cannot_work_is_refused(wrong: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         wrong()
+
+
+@pytest.mark.parametrize("goal", ["3ep", "30step"])
+@pytest.mark.parametrize(
+    "options",
+    [{"batch_size": {0: 5, 1: 2}}, {"batch_sampler": Buckets([1] * 10, max_tokens=4)}],
+    ids=["by-epoch", "buckets"],
+)
+def test_epochs_of_several_lengths_are_refused_where_a_curve_counts_them(
+    options: dict[str, Any], goal: str
+) -> None:
+    trainer = make(
+        MemoryStore(),
+        data=Loader(Noisy(), **options),
+        scheduler=cosine("2ep") if goal == "30step" else warmup("2step").then(cosine()),
+    )
+    with pytest.raises(UsageError, match=r"epochs of several lengths.*give goal and lengths in s"):
+        trainer.fit(goal)
+
+
+def test_epochs_of_several_lengths_may_have_a_curve_in_steps() -> None:
+    data = Loader(Noisy(), batch_size={0: 5, 1: 2})
+    trainer = make(MemoryStore(), data=data, scheduler=warmup("2step").then(cosine()))
+    trainer.fit("9step")
+    assert trainer.optimizer.param_groups[0]["lr"] == 0.0

@@ -23,7 +23,7 @@ from holdfast.errors import UsageError
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.resume import leaf_digests
 from holdfast.train import Callback, Counts, HookFailed, Schedule, Training, Validation, cosine
-from train.small import NoLength, Noisy, make
+from train.small import Noisy, NoLength, make
 
 Factory = Callable[[torch.optim.Optimizer], Any]
 

@@ -48,6 +48,7 @@ class EpochLength:
     """Length of an epoch, as far as the data tells it."""
 
     num_batches: int | None
+    """None: not known, or not the same in all epochs."""
     accumulate: int
 
     @property
@@ -271,7 +272,8 @@ class CurveScheduler(LRScheduler):
         if epoch.num_batches is None and any(unit is Unit.EPOCH for unit, _ in self._lengths):
             raise UsageError(
                 f"scheduler: {self._curve}: the goal {goal} needs the length of an epoch, and the "
-                "data has none (len in batches): give goal and lengths in steps"
+                "data has none (len in batches), or epochs of several lengths (batch_sampler, "
+                "batch_size by epoch): give goal and lengths in steps"
             )
         self._rest_end = float(goal.exact)
         rest = next((at for at, part in enumerate(parts) if part.length is None), len(parts))
