@@ -16,6 +16,7 @@ import pytest
 import torch
 import torchmetrics
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import TensorDataset
 from torchmetrics import classification
 
@@ -34,6 +35,9 @@ from holdfast.train import (
     Validation,
 )
 from holdfast.train.outputs import picture
+from holdfast.train.parallel.group import ALONE
+from holdfast.train.window.scores import Scores
+from holdfast.train.window.wayback import Boundary
 from train.small import make
 
 LENGTH = 10
@@ -463,3 +467,40 @@ def test_a_signal_in_the_validation_at_the_end_of_an_epoch_loses_and_doubles_not
     once, twice = ({*map(repr, lines(tmp_path / name))} for name in ("once", "twice"))
     assert twice == once
     assert len(only_of_epochs(tmp_path / "twice")) == 2
+
+
+def _outputs(count: int, device: str = "cpu") -> StepOutput:
+    return StepOutput(torch.tensor(0.0), outputs=torch.ones(count, device=device))
+
+
+class _Joins(TorchDispatchMode):
+    """Counts how often tensors are joined."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten.cat.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_snapshot_puts_outputs_back_and_does_not_copy_them() -> None:
+    scores = Scores({"count": len}, ALONE, what="metrics", is_saved=True)
+    scores.update(None, _outputs(2))
+    scores.update(None, _outputs(1))
+    with _Joins() as joins:
+        before = Boundary(components={"metrics": scores})
+    assert joins.count == 0
+    scores.update(None, _outputs(4))
+    assert scores.compute()[0] == {"count": 7}
+    scores.reset()
+    scores.update(None, _outputs(5))
+    before.put_back()
+    assert scores.compute()[0] == {"count": 3}
+
+
+def test_outputs_that_were_loaded_go_to_the_device_of_those_that_follow() -> None:
+    scores = Scores({"count": len}, ALONE, what="metrics", is_saved=True)
+    scores.update(None, _outputs(2))
+    scores.load_state_dict(scores.state_dict())
+    scores.update(None, _outputs(1, "meta"))
+    assert scores.compute()[0] == {"count": 3}

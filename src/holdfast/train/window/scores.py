@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -128,6 +129,7 @@ class _Score(Protocol):
     def reset(self) -> None: ...
     def state(self) -> Any: ...
     def load(self, state: Any) -> None: ...
+    def undo(self) -> Callable[[], None]: ...
 
 
 class Scores:
@@ -203,6 +205,17 @@ class Scores:
         self._count, self._gathered = 0, None
         for score in self._scores.values():
             score.reset()
+
+    def undo(self) -> Callable[[], None]:
+        """Return a function that makes all as it is now; it keeps no copy of outputs."""
+        count, undos = self._count, [score.undo() for score in self._scores.values()]
+
+        def put_back() -> None:
+            self._count, self._gathered = count, None
+            for put_back_one in undos:
+                put_back_one()
+
+        return put_back
 
     def share(self) -> None:
         """Gather the states of all ranks for a save, on all ranks together."""
@@ -386,6 +399,9 @@ class _Syncing:
             module._computed = None
         self._device = None
 
+    def undo(self) -> Callable[[], None]:
+        return partial(self.load, self.state())
+
 
 class _Merging:
     """Object with `update` and `compute`; `merge_state` adds what those of other ranks have."""
@@ -414,6 +430,9 @@ class _Merging:
     def load(self, state: Any) -> None:
         self._metric.load_state_dict(_cloned(state))
 
+    def undo(self) -> Callable[[], None]:
+        return partial(self.load, self.state())
+
 
 class _Function:
     """Function of the outputs of all batches, concatenated over batches and ranks."""
@@ -437,7 +456,10 @@ class _Function:
             raise UsageError(f"a metric got {[*named]}, and {[*self._parts]} before")
         for name, value in named.items():
             rows = value.reshape(1) if value.dim() == 0 else value
-            self._parts.setdefault(name, []).append(rows.clone())
+            parts = self._parts.setdefault(name, [])
+            if parts and parts[-1].device != rows.device:  # loaded to the host
+                parts[:] = [part.to(rows.device) for part in parts]
+            parts.append(rows.clone())
 
     def compute(self) -> Any:
         own = {name: torch.cat(parts) for name, parts in self._parts.items()}
@@ -462,6 +484,17 @@ class _Function:
     def load(self, state: Any) -> None:
         self._parts = {name: [_cloned(value)] for name, value in state["parts"].items()}
         self._has_names = state["has_names"]
+
+    def undo(self) -> Callable[[], None]:
+        # Parts are only ever added.
+        kept = [(name, parts, len(parts)) for name, parts in self._parts.items()]
+        has_names = self._has_names
+
+        def put_back() -> None:
+            self._parts = {name: parts[:count] for name, parts, count in kept}
+            self._has_names = has_names
+
+        return put_back
 
 
 def _call(function: Callable[..., Any], values: Any) -> None:

@@ -22,6 +22,7 @@ from holdfast.engine.control.stop import Interrupted, Stop
 from holdfast.state.apply import prepare
 from holdfast.state.capture import capture
 from holdfast.train.callbacks.calling import Callbacks
+from holdfast.train.window.scores import Scores
 
 logger = logging.getLogger("holdfast")
 
@@ -155,6 +156,12 @@ class Boundary:
         self._depth, self._num_threads = randomness.depth(), torch.get_num_threads()
         self._data = data
         self._position = None if data is None else data.state_dict()
+        scores = [item for item in (components or {}).values() if isinstance(item, Scores)]
+        self._undo_scores = [item.undo() for item in scores]
+        if components is not None:
+            components = {
+                name: item for name, item in components.items() if not isinstance(item, Scores)
+            }
         # A capture of any component includes the generators.
         self._live = None if components is None else components or {"nothing": {}}
         captured = {} if self._live is None else capture(self._live).components
@@ -180,6 +187,8 @@ class Boundary:
         if self._live is not None:
             ready = prepare(self._live, self._stored, where="the state before the step")
             ready.apply(self._tensors)
+        for undo in self._undo_scores:
+            undo()
 
 
 def modules_of(state: Mapping[str, Any]) -> list[nn.Module]:
