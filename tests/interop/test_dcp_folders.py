@@ -6,7 +6,7 @@ import io
 import os
 import pickle
 from collections.abc import Callable
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pytest
@@ -144,6 +144,62 @@ def test_nothing_in_the_metadata_runs(
         import_folder(folder, tmp_path / "run", step=1)
     assert not (tmp_path / "ran").exists()
     assert not (tmp_path / "run").exists()
+
+
+INDEX = b"ctorch.distributed.checkpoint.metadata\nMetadataIndex\n"
+SETS_CLASS = b"cpathlib\nPurePosixPath\nN}X\x0e\x00\x00\x00is_relative_to" + INDEX + b"s\x86b"
+"""Opcodes that set a method of a class: its state is a pair, of which the second is attributes."""
+
+
+@pytest.mark.parametrize(
+    "opcodes",
+    [
+        SETS_CLASS,
+        INDEX + b"}X\x03\x00\x00\x00fqnK\x01sb",
+        INDEX + b")\x81N}X\x03\x00\x00\x00fqnK\x01s\x86b",
+        b"ctorch.serialization\n_get_layout\n}X\x01\x00\x00\x00aK\x01sb",
+        b"ctorch\nfloat32\nN}X\x01\x00\x00\x00aK\x01s\x86b",
+    ],
+    ids=["path", "record", "second state", "function", "dtype"],
+)
+def test_metadata_changes_no_class(folder: Path, tmp_path: Path, opcodes: bytes) -> None:
+    """Invariant 5: else it would change for the whole process."""
+    before = [dict(vars(one)) for one in (*type(folder).__mro__, MetadataIndex)]
+    metadata = (folder / ".metadata").read_bytes()
+    metadata = pickle.dumps(pickle.loads(metadata), 2)  # without frames
+    (folder / ".metadata").write_bytes(metadata[:2] + opcodes + b"0" + metadata[2:])
+    try:
+        with pytest.raises(FormatError, match="which is no metadata"):
+            import_folder(folder, tmp_path / "run", step=1)
+        assert [dict(vars(one)) for one in (*type(folder).__mro__, MetadataIndex)] == before
+    finally:
+        for one, members in zip((*type(folder).__mro__, MetadataIndex), before, strict=True):
+            for name in vars(one).keys() - members.keys():
+                delattr(one, name)
+            for name, value in members.items():
+                if vars(one).get(name) is not value:
+                    setattr(one, name, value)
+
+
+def test_metadata_that_changes_classes_leads_to_no_file_outside(
+    folder: Path, tmp_path: Path
+) -> None:
+    torch.save(torch.tensor([42.0, 43.0]), tmp_path / "secret.pt")
+    nbytes = (tmp_path / "secret.pt").stat().st_size
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    for place in metadata.storage_data.values():
+        place.relative_path, place.offset, place.length = "../secret.pt", 0, nbytes
+    data = pickle.dumps(metadata, 2)
+    path = Path.is_relative_to
+    for opcodes, message in ((SETS_CLASS + b"0", "no metadata"), (b"", "leads out of it")):
+        (folder / ".metadata").write_bytes(data[:2] + opcodes + data[2:])
+        try:
+            with pytest.raises(FormatError, match=message):
+                import_folder(folder, tmp_path / "run", step=1)
+        finally:
+            if "is_relative_to" in vars(PurePosixPath):
+                del PurePosixPath.is_relative_to
+        assert Path.is_relative_to is path
 
 
 def test_no_pickle_of_a_value_is_opened(tmp_path: Path) -> None:

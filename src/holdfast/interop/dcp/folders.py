@@ -13,7 +13,7 @@ import pickle
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -233,11 +233,12 @@ class DcpFolder:
             raise FormatError(f"{self._folder}: the metadata does not say where {index} is")
         if getattr(place, "transform_descriptors", None):
             raise UnsupportedState([(index.fqn, "was transformed by an extension of DCP")])
-        path = (self._folder / place.relative_path).resolve()
-        if not path.is_relative_to(self._folder.resolve()):
+        inside = os.path.realpath(self._folder)
+        path = os.path.realpath(os.path.join(inside, place.relative_path))
+        if os.path.commonpath([inside, path]) != inside:
             raise FormatError(f"{self._folder}: {place.relative_path!r} leads out of it")
         try:
-            with path.open("rb") as file:
+            with open(path, "rb") as file:
                 if file.seek(0, os.SEEK_END) < place.offset + place.length:
                     raise FormatError(f"{path}: ends before {index.fqn!r} does")
                 file.seek(place.offset)
@@ -273,9 +274,6 @@ class _Properties:
 
     dtype: torch.dtype
 
-    def __setstate__(self, state: Any) -> None:
-        self.dtype = state["dtype"] if isinstance(state, dict) else state[0]
-
 
 class _Encoding(int):
     """Stand-in for the enumeration of memory formats."""
@@ -286,29 +284,45 @@ def _layout(name: str) -> str:
 
 
 _METADATA = "torch.distributed.checkpoint.metadata"
+_RECORDS = (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+    _StorageInfo,
+)
 _KNOWN: dict[tuple[str, str], Any] = {
-    **{
-        (_METADATA, kind.__name__): kind
-        for kind in (
-            BytesStorageMetadata,
-            ChunkStorageMetadata,
-            Metadata,
-            MetadataIndex,
-            StorageMeta,
-            TensorStorageMetadata,
-        )
-    },
+    **{(kind.__module__, kind.__name__): kind for kind in _RECORDS},
     (_METADATA, "TensorProperties"): _Properties,
     (_METADATA, "_MEM_FORMAT_ENCODING"): _Encoding,
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _StorageInfo,
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): _layout,
     ("collections", "OrderedDict"): OrderedDict,
 }
 
 
-class _MetadataUnpickler(pickle.Unpickler):
-    """Unpickler of nothing but DCP's metadata."""
+class _MetadataUnpickler(pickle._Unpickler):
+    """Unpickler of nothing but DCP's metadata; the one in Python, as it leaves us the opcodes."""
+
+    stack: list[Any]
+
+    def load_build(self) -> None:
+        """Set the members of a record, and of nothing else: a class would change for all."""
+        made, state = self.stack[-2:]
+        if type(made) is _Properties:
+            made.dtype = state["dtype"] if isinstance(state, dict) else state[0]
+        elif type(made) in _RECORDS and type(state) is dict:
+            made.__dict__.update(state)
+        else:
+            raise FormatError(f"it sets members of a {type(made).__name__}, which is no metadata")
+        self.stack.pop()
+
+    dispatch: ClassVar[dict[int, Any]] = {
+        **pickle._Unpickler.dispatch,
+        pickle.BUILD[0]: load_build,
+    }
 
     @override
     def find_class(self, module: str, name: str) -> Any:
