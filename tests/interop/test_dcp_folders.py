@@ -29,7 +29,7 @@ from holdfast.care.verify import verify
 from holdfast.engine.access import locate
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.errors import CorruptData, FormatError, UnsupportedState, UsageError
-from holdfast.interop.dcp import export_folder, import_folder
+from holdfast.interop.dcp import HoldfastWriter, export_folder, import_folder
 from holdfast.interop.dcp.folders import read_metadata
 from holdfast.store import open_store
 
@@ -209,7 +209,7 @@ def test_no_pickle_of_a_value_is_opened(tmp_path: Path) -> None:
         import_folder(tmp_path / "dcp", tmp_path / "run", step=1)
     assert Catalog(open_store(tmp_path / "run")).attempts() == ()
     import_folder(tmp_path / "dcp", tmp_path / "run", step=1, unsafe_pickle=True)
-    export_folder(tmp_path / "run", tmp_path / "again")
+    export_folder(tmp_path / "run", tmp_path / "again", unsafe_pickle=True)
     found = read_metadata(tmp_path / "again" / ".metadata")
     place = found.storage_data[MetadataIndex("odd")]
     data = (tmp_path / "again" / place.relative_path).read_bytes()[place.offset :]
@@ -219,10 +219,24 @@ def test_no_pickle_of_a_value_is_opened(tmp_path: Path) -> None:
 def test_a_typeless_value_survives_import_and_export(tmp_path: Path) -> None:
     dcp.save(UNSAVED, checkpoint_id=tmp_path / "dcp")
     import_folder(tmp_path / "dcp", tmp_path / "run", step=1, unsafe_pickle=True)
-    export_folder(tmp_path / "run", tmp_path / "again")
+    export_folder(tmp_path / "run", tmp_path / "again", unsafe_pickle=True)
     state = {"model": {"w": torch.zeros(2)}, "progress": {"share": None}}
     dcp.load(state, checkpoint_id=tmp_path / "again")
     assert flat(state) == flat(UNSAVED)
+
+
+def test_a_pickle_is_exported_only_where_that_is_asked_for(tmp_path: Path, holdfast: Any) -> None:
+    """Invariant 5: `dcp.load` of the folder would run it."""
+    run, out = tmp_path / "run", tmp_path / "out"
+    state = {"w": torch.ones(2), "x": Hostile(os.system, "touch ran")}
+    dcp.save(state, storage_writer=HoldfastWriter(run, step=1, unsafe_pickle=True))
+    with pytest.raises(UsageError, match="'x': saved as a pickle, and to load it runs"):
+        export_folder(run, out)
+    refused = holdfast("export", run, out, "--to", "dcp")
+    assert (refused.code, "'x': saved as a pickle" in refused.err) == (2, True)
+    assert not out.exists()
+    assert holdfast("export", run, out, "--to", "dcp", "--unsafe-pickle").code == 0
+    assert MetadataIndex("x") in read_metadata(out / ".metadata").storage_data
 
 
 def first_place(metadata: Metadata) -> Any:

@@ -202,12 +202,12 @@ def import_(folder: str, root: str, step: int, label: str | None, unsafe_pickle:
     return import_dcp(folder, root, step=step, label=label, unsafe_pickle=unsafe_pickle)
 
 
-@_answering(options.target, options.new_folder, options.to)
-def export(target: str, folder: str, to: str) -> Answer:
+@_answering(options.target, options.new_folder, options.to, options.unsafe_pickle)
+def export(target: str, folder: str, to: str, unsafe_pickle: bool) -> Answer:
     """Write a checkpoint in the form of another library; without @WHICH the latest."""
     from holdfast.cli.folders import export_dcp
 
-    return export_dcp(target, folder)
+    return export_dcp(target, folder, unsafe_pickle=unsafe_pickle)
 
 
 @_answering(options.root, options.save_tags, options.reason, options.timeout)

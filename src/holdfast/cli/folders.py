@@ -31,18 +31,18 @@ def import_dcp(
     return _answer(found, folder, f"{found.folder}: {size(found.nbytes)} from {folder}")
 
 
-def export_dcp(target: str, folder: str) -> Answer:
+def export_dcp(target: str, folder: str, *, unsafe_pickle: bool) -> Answer:
     """Write a checkpoint as a folder of DCP.
 
     Raises:
         NoCheckpoint: no checkpoint matches.
-        UsageError: the folder is not empty.
+        UsageError: the folder is not empty, or a value is a pickle.
         CorruptData: the checkpoint is damaged.
     """
     from holdfast.interop.dcp import export_folder
 
     open_target(target)
-    found = export_folder(target, folder, encrypt=named_keys())
+    found = export_folder(target, folder, unsafe_pickle=unsafe_pickle, encrypt=named_keys())
     return _answer(found, folder, f"{folder}: {size(found.nbytes)} from {found.folder}")
 
 

@@ -157,7 +157,9 @@ new_tags = argument("tags", "TAG...", "Names to add.", nargs=-1)
 dcp_folder = argument("folder", "FOLDER", "A folder that dcp.save has written.")
 step = option("--step", "N", "Completed steps.", type=click.IntRange(min=0), required=True)
 label = option("--label", "TEXT", "The label. [default: from the step]")
-unsafe_pickle = flag("--unsafe-pickle", "Keep values that are no typed trees as pickles.")
+unsafe_pickle = flag(
+    "--unsafe-pickle", "Keep values that are no typed trees as pickles, which loads run."
+)
 new_folder = argument("folder", "FOLDER", "A folder that does not exist yet.")
 to = click.option(
     "--to", type=click.Choice(["dcp"]), required=True, help="Form: PyTorch Distributed Checkpoint."

@@ -39,7 +39,7 @@ from typing_extensions import override
 from holdfast.arguments import checked
 from holdfast.engine.checkpoint import Checkpoint, describe
 from holdfast.errors import FormatError, UnsupportedState, UsageError
-from holdfast.interop.dcp.reader import HoldfastReader, StoredState
+from holdfast.interop.dcp.reader import HoldfastReader, StoredState, refuse_pickles
 from holdfast.interop.dcp.writer import HoldfastWriter
 from holdfast.keys import Encryption
 from holdfast.state.geometry import Box
@@ -89,15 +89,17 @@ def export_folder(
     source: str | os.PathLike[str] | Store,
     folder: str | os.PathLike[str],
     *,
+    unsafe_pickle: bool = False,
     encrypt: Encryption | None = None,
 ) -> Checkpoint:
     """Write a checkpoint as a folder of DCP's own, which `dcp.load` reads.
 
     `source` and `encrypt` are what `HoldfastReader` takes. Reads tensor by tensor, each checked.
-    Generators of a manager are left out: DCP has no form for what differs by rank.
+    Generators of a manager are left out: DCP has no form for what differs by rank. Values that were
+    saved as pickles are refused, as `dcp.load` runs what is in them; `unsafe_pickle` writes them.
 
     Raises:
-        UsageError: the folder exists and is not empty.
+        UsageError: the folder exists and is not empty, or a value is a pickle.
         CorruptData: the checkpoint is damaged.
     """
     if os.path.isdir(folder) and os.listdir(folder):
@@ -105,6 +107,11 @@ def export_folder(
     reader = HoldfastReader(source, encrypt=encrypt)
     try:
         state = reader.open()
+        if not unsafe_pickle:
+            refuse_pickles(
+                (item for item, _ in state.items.values()),
+                "export with unsafe_pickle=True or --unsafe-pickle",
+            )
         writer = FileSystemWriter(folder)
         writer.set_up_storage_writer(True)
         # In the order in which DCP asks for them where there is a device.

@@ -248,14 +248,9 @@ class HoldfastReader(StorageReader):
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Refuse what would run code, and tell the coordinator which checkpoint this rank reads."""
         state = self._loading
-        asked = (state.items[one.storage_index.fqn][0] for one in plan.items)
-        unsafe = sorted({item.name for item in asked if item.is_pickled})
-        if unsafe and not self._unsafe_pickle:
-            raise UsageError(
-                f"{unsafe[0]!r}{f' and {len(unsafe) - 1} more' if len(unsafe) > 1 else ''}: saved "
-                "as a pickle, and to load it runs what is in it. If you trust who saved it, pass "
-                "HoldfastReader(…, unsafe_pickle=True)"
-            )
+        if not self._unsafe_pickle:
+            asked = (state.items[one.storage_index.fqn][0] for one in plan.items)
+            refuse_pickles(asked, "pass HoldfastReader(…, unsafe_pickle=True)")
         return replace(plan, storage_data=state.entry.reference)
 
     @override
@@ -320,6 +315,16 @@ class HoldfastReader(StorageReader):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether the id can name a checkpoint."""
         return bool(os.fspath(checkpoint_id).rstrip("/").rpartition("/")[2])
+
+
+def refuse_pickles(items: Iterable[Item], remedy: str) -> None:
+    """Raise `UsageError` if one of the items is a pickle."""
+    unsafe = sorted({item.name for item in items if item.is_pickled})
+    if unsafe:
+        raise UsageError(
+            f"{unsafe[0]!r}{f' and {len(unsafe) - 1} more' if len(unsafe) > 1 else ''}: saved as a "
+            f"pickle, and to load it runs what is in it. If you trust who saved it, {remedy}"
+        )
 
 
 def _give(planner: LoadPlanner, read_item: ReadItem, tensor: Tensor) -> bool:
