@@ -14,6 +14,7 @@ from holdfast.engine.loading.resume import LoadOptions, Reader, Rename
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.staging.device import refuse_capture
 from holdfast.engine.threads import Threads
+from holdfast.errors import UsageError
 from holdfast.keys import Encryption
 from holdfast.state.edits import Edit
 from holdfast.state.modules import note_loaded
@@ -51,7 +52,7 @@ def load_weights(
 
     Raises:
         UsageError: an argument names nothing, an edit cannot be made, or a CUDA graph is being
-            captured.
+            captured, or each rank saved its own weights.
         NoCheckpoint: no checkpoint matches `source` and `which`.
         FormatError: the checkpoint is damaged.
         SealError: it is encrypted for other keys, or not encrypted.
@@ -79,6 +80,11 @@ def load_weights(
                 timeout_s=READ_TIMEOUT_S,
             )
             loaded = reader.read(kept.entry, options)
+            if component in loaded.by_rank:
+                raise UsageError(
+                    f"{kept.entry.folder}: each rank saved its own {component!r}, and this cannot "
+                    "know which one to load. A CheckpointManager loads that of its rank"
+                )
             loaded.prepared.apply(loaded.tensors)
             note_loaded([model])
     finally:

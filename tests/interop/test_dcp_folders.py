@@ -15,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 from tests.cli.conftest import holdfast as holdfast
 from tests.interop.test_dcp import UNSAVED, Rewriting, flat, load, network, save, state_of
 from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -24,12 +25,13 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from holdfast import CheckpointManager
+from allranks import Member, all_of, on_ranks
+from holdfast import CheckpointManager, PerRank
 from holdfast.care.verify import verify
 from holdfast.engine.access import locate
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.errors import CorruptData, FormatError, UnsupportedState, UsageError
-from holdfast.interop.dcp import HoldfastWriter, export_folder, import_folder
+from holdfast.interop.dcp import HoldfastReader, HoldfastWriter, export_folder, import_folder
 from holdfast.interop.dcp.folders import read_metadata
 from holdfast.store import open_store
 
@@ -86,6 +88,29 @@ def test_what_a_manager_has_saved_is_exported_too(tmp_path: Path) -> None:
     dcp.load(state, checkpoint_id=tmp_path / "out")
     assert flat(dict(state["model"])) == flat(dict(model.state_dict()))
     assert flat(state["progress"]) == flat(progress)
+
+
+def test_what_differs_by_rank_is_left_out_and_told(tmp_path: Path) -> None:
+    """R38: the state of one rank would be loaded on all of them."""
+    run, out = tmp_path / "run", tmp_path / "out"
+
+    def work(member: Member) -> None:
+        own = PerRank({"n": member.rank, "t": torch.full((3,), float(member.rank))})
+        with member.manager(run, state={**member.state, "queue": own}) as manager:
+            manager.save(1).wait()
+
+    all_of(on_ranks(2, work))
+    with pytest.warns(UserWarning, match="not exported, as each rank has its own: queue"):
+        export_folder(run, out)
+    reader = HoldfastReader(run)
+    names = [*reader.open().metadata.state_dict_metadata]
+    reader.close()
+    assert sorted(names) == sorted(read_metadata(out / ".metadata").state_dict_metadata)
+    assert {name.partition(".")[0] for name in names} >= {"model"}
+    assert not [name for name in names if name.startswith(("queue", "rng"))]
+    for given in ({"storage_reader": HoldfastReader(run)}, {"checkpoint_id": out}):
+        with pytest.raises(CheckpointException, match="Missing key"):
+            dcp.load({"queue": {"n": -1}}, **given)
 
 
 def test_an_export_never_mixes_with_what_is_there(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from typing_extensions import override
 
 from allranks import Member, all_of, on_ranks
-from holdfast import CheckpointManager, PerRank, errors
+from holdfast import CheckpointManager, PerRank, errors, load_weights
 from holdfast.care.verify import verify
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.ranks.alone import Alone
@@ -238,3 +238,18 @@ def test_the_mark_is_of_whole_components_and_of_managers(tmp_path: Path) -> None
     manager = CheckpointManager(tmp_path, {"x": {"inner": PerRank({})}}, sinks=())
     with manager, pytest.raises(errors.UnsupportedState, match=r"x\.inner"):
         manager.save(1)
+
+
+def test_weights_of_which_each_rank_has_its_own_are_loaded_by_managers_only() -> None:
+    store = MemoryStore()
+
+    def work(member: Member) -> None:
+        with member.manager(store, state={"model": PerRank(make("module", member.rank))}) as saving:
+            saving.save(1).wait()
+
+    all_of(on_ranks(2, work))
+    model = make("module", 7)
+    before = [value.clone() for value in model.state_dict().values()]
+    with pytest.raises(errors.UsageError, match="each rank saved its own 'model'"):
+        load_weights(store, model)
+    assert all(map(torch.equal, before, model.state_dict().values()))

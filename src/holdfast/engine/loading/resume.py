@@ -148,6 +148,8 @@ class LoadCandidate:
     """Reads the tensors that were not read yet."""
     one_sided: OneSided
     """Components that are not loaded, because only the state or only the checkpoint has them."""
+    by_rank: frozenset[str]
+    """Components of which each rank has its own state."""
     is_proof: bool
     """Whether every byte was read from the root itself and is correct, so that retention may delete
     older checkpoints. Bytes from a host's cache or from the other tier do not count."""
@@ -279,6 +281,7 @@ class Reader:
             tensors=tensors,
             reader=reader,
             one_sided=one_sided,
+            by_rank=opened.by_rank,
             is_proof=has_read_all and store.reads_origin and store is self.catalog.store,
         )
 

@@ -10,6 +10,7 @@ import io
 import os
 import pathlib
 import pickle
+import warnings
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -95,8 +96,9 @@ def export_folder(
     """Write a checkpoint as a folder of DCP's own, which `dcp.load` reads.
 
     `source` and `encrypt` are what `HoldfastReader` takes. Reads tensor by tensor, each checked.
-    Generators of a manager are left out: DCP has no form for what differs by rank. Values that were
-    saved as pickles are refused, as `dcp.load` runs what is in them; `unsafe_pickle` writes them.
+    Generators of a manager are left out, and what is `PerRank` with a warning: DCP has no form for
+    what differs by rank. Values that were saved as pickles are refused, as `dcp.load` runs what is
+    in them; `unsafe_pickle` writes them.
 
     Raises:
         UsageError: the folder exists and is not empty, or a value is a pickle.
@@ -111,6 +113,10 @@ def export_folder(
             refuse_pickles(
                 (item for item, _ in state.items.values()),
                 "export with unsafe_pickle=True or --unsafe-pickle",
+            )
+        if state.by_rank:
+            warnings.warn(
+                f"not exported, as each rank has its own: {', '.join(state.by_rank)}", stacklevel=2
             )
         writer = FileSystemWriter(folder)
         writer.set_up_storage_writer(True)

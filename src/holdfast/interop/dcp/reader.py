@@ -59,10 +59,13 @@ class StoredState:
         self.items: dict[str, tuple[Item, Any]] = {}
         """Item and node by DCP's name."""
         self.is_flat = True
+        kinds = {name: component.kind for name, component in opened.components.items()}
+        self.by_rank = sorted(name for name in opened.by_rank if kinds[name] not in BY_RANK)
+        """Components that are left out, beside generators: each rank has its own."""
         self._threads = Threads()
         self._tensors = TensorReader(store, opened, threads=self._threads, timeout_s=timeout_s)
         for name, component in opened.components.items():
-            if component.kind in BY_RANK:
+            if component.kind in BY_RANK or name in opened.by_rank:
                 continue  # DCP has no form for what differs by rank
             what = f"{opened.folder}: {name}'s tree"
             value = decode_skeleton(component.tree, component.tensors, what=what).value
