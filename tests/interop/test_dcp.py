@@ -533,3 +533,21 @@ def test_an_error_reaches_another_rank_as_it_is(error: Exception) -> None:
     """DCP pickles what a rank raises; an error that cannot be opened would hang all others."""
     found = pickle.loads(pickle.dumps(error))
     assert (type(found), str(found), vars(found)) == (type(error), str(error), vars(error))
+
+
+def test_a_save_and_a_load_without_an_id_know_nothing_of_the_last_id(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    writer, reader = HoldfastWriter(root), HoldfastReader(root)
+    dcp.save({"w": torch.tensor(10)}, checkpoint_id="first-10", storage_writer=writer)
+    with pytest.raises(CheckpointException, match="the step is unknown"):
+        dcp.save({"w": torch.tensor(20)}, storage_writer=writer)
+    writer.step = 20
+    dcp.save({"w": torch.tensor(20)}, storage_writer=writer)
+    assert locate(root)[1].manifest.label == "step-00000020"
+    state = {"w": torch.tensor(0)}
+    dcp.load(state, checkpoint_id="step=10", storage_reader=reader)
+    assert state["w"] == 10
+    with pytest.raises(CheckpointException, match="step=30"):
+        dcp.load(state, checkpoint_id="step=30", storage_reader=reader)
+    dcp.load(state, storage_reader=reader)
+    assert state["w"] == 20

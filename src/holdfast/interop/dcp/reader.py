@@ -200,13 +200,18 @@ class HoldfastReader(StorageReader):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin a load of the checkpoint whose label, step or tag `checkpoint_id` ends with."""
         self.close()
+        self._which = None
         if checkpoint_id is not None:
             self._which = os.fspath(checkpoint_id).rstrip("/").rpartition("/")[2]
 
     @override
     def read_metadata(self, *args: Any) -> Metadata:
         """Find the checkpoint, keep it from deletion during the load, and read what it holds."""
-        return self.open().metadata
+        try:
+            return self.open().metadata
+        except BaseException:
+            self._which = None
+            raise
 
     def open(self) -> StoredState:
         """Find the checkpoint, and keep it from deletion until `close`."""
@@ -245,7 +250,8 @@ class HoldfastReader(StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """No-op: all is known from `read_metadata`."""
+        """Forget the id, of which `read_metadata` knows all: DCP does not reset without an id."""
+        self._which = None
 
     @override
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:

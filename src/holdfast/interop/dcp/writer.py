@@ -107,6 +107,8 @@ class HoldfastWriter(StorageWriter):
         """Step of the next save; may be set between two saves."""
         self._saved: AttemptName | None = None
         self._where = root
+        self._given: str | None = None
+        """Label for the next save, until that begins: DCP does not reset without an id."""
         self._label: str | None = None
         self._unsafe_pickle = unsafe_pickle
         self._takeover = takeover
@@ -125,19 +127,22 @@ class HoldfastWriter(StorageWriter):
         """Return the state for another process, which goes on from the checkpoint loaded here."""
         expect_path(self._where)
         loaded, self._root.loaded = self._root.loaded, None
+        self._given = None  # DCP resets the copy
         self._root.release()
         return {**self.__dict__, "_save": None, "_loaded": loaded}
 
     @override
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin a save; the last part of `checkpoint_id` becomes the checkpoint's label."""
+        self._given = None
         if checkpoint_id is not None:
             label = os.fspath(checkpoint_id).rstrip("/").rpartition("/")[2]
             check_label(label)
-            self._label = label
+            self._given = label
 
     @override
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        self._label, self._given = self._given, None
         if not kwargs.get("use_collectives", True):
             raise UsageError(
                 "use_collectives=False: then each rank would commit for itself. One checkpoint of "
