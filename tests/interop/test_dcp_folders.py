@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -299,6 +300,32 @@ def test_metadata_that_does_not_fit_is_refused(
     with pytest.raises((FormatError, UsageError), match=message):
         import_folder(folder, tmp_path / "run", step=1)
     assert Catalog(open_store(tmp_path / "run")).attempts() == ()
+
+
+def test_positions_that_no_list_has_are_refused_before_they_take_memory(tmp_path: Path) -> None:
+    """Invariant 5: a list is as long as its items say, so a few bytes could ask for any length."""
+    folder, state = tmp_path / "dcp", {"a": {"b": [torch.zeros(2), {}, {}, torch.ones(2)]}}
+    dcp.save(state, checkpoint_id=folder)
+    import_folder(folder, tmp_path / "run", step=1)  # the empty dicts are no items
+    original = (folder / ".metadata").read_bytes()
+    for position in (20_000_000, 1 << 62, -1):
+
+        def move(metadata: Metadata, name: str = f"a.b.{position}") -> None:
+            entries, places = metadata.state_dict_metadata, metadata.storage_data
+            entries[name] = entries.pop("a.b.3")
+            [old] = [index for index in places if index.fqn == "a.b.3"]
+            places[MetadataIndex(name, old.offset, old.index)] = places.pop(old)
+            metadata.planner_data[name] = ("a", "b", int(name.rpartition(".")[2]))
+
+        (folder / ".metadata").write_bytes(original)
+        change(folder, move)
+        tracemalloc.start()
+        try:
+            with pytest.raises(FormatError, match=f"{position} is no position among so few"):
+                import_folder(folder, tmp_path / "run", step=2)
+            assert tracemalloc.get_traced_memory()[1] < 50_000_000
+        finally:
+            tracemalloc.stop()
 
 
 @pytest.mark.parametrize("data", [b"", b"\x80\x04.", b"junk", pickle.dumps({"a": 1})])

@@ -23,6 +23,8 @@ REST = "state"
 """Component of the items that have none of their own."""
 MODEL = "model"
 """Component of the tensors at the top, if no key at the top is called so: torchtitan's models."""
+MAX_EMPTY_POSITIONS = 1_000_000
+"""Most positions in the lists of a component that hold no item."""
 _BESIDE = "dcp"
 _EXTRA_STATE = "_extra_state"
 
@@ -124,10 +126,13 @@ def tree_of(items: Mapping[Item, Any], *, is_flat: bool) -> bytes:
     Raises:
         UnsupportedState: the tree is too large.
         UsageError: one item is inside another.
+        FormatError: a position is negative, or lists are far longer than there are items.
     """
     tree: dict[Any, Any] = {}
+    # Each position of a list is that of an item, but for what holds none, such as an empty dict.
+    room = MAX_EMPTY_POSITIONS + sum(len(item.path) for item in items)
     for item, node in items.items():
-        _set(tree, item, node)
+        room = _set(tree, item, node, room)
     listed = [*items]
     beside = {
         "under": list(listed[0].under),
@@ -138,23 +143,29 @@ def tree_of(items: Mapping[Item, Any], *, is_flat: bool) -> bytes:
     return document(tree, beside={_BESIDE: beside}).data
 
 
-def _set(tree: dict[Any, Any], item: Item, node: Any) -> None:
+def _set(tree: dict[Any, Any], item: Item, node: Any, room: int) -> int:
+    """Put an item in its place; `room`: by how much lists may grow. Returns what is left of it."""
     container: Any = tree
     for part, following in zip(item.path, (*item.path[1:], None), strict=True):
         if isinstance(part, int):
             if not isinstance(container, list):
                 raise UsageError(f"{item.name!r}: {part} is a position, but not of a list")
-            container += [None] * (part + 1 - len(container))
+            grown = max(part + 1 - len(container), 0)
+            if part < 0 or grown > room:
+                raise FormatError(f"{item.name!r}: {part} is no position among so few items")
+            container += [None] * grown
+            room -= grown
         elif not isinstance(container, dict):
             raise UsageError(f"{item.name!r}: inside another item, or {part!r} is no position")
         if following is None:
             container[part] = node
-            return
+            break
         empty: Any = [] if isinstance(following, int) else {}
         inner = container[part] if isinstance(part, int) else container.setdefault(part, empty)
         if inner is None:
             inner = container[part] = empty
         container = inner
+    return room
 
 
 class _Beside(msgspec.Struct, forbid_unknown_fields=False):
