@@ -306,7 +306,7 @@ UNLIKE: dict[str, tuple[Given, str, str]] = {
             Encryption(keys=PrivateKey(bytes(range(32)))),
             Encryption(keys=PrivateKey(bytes(range(32))).public),
         ),
-        "rank 1, in opening .*WrongKey.*needs a key that opens",
+        "rank 1, in opening .*WrongKey: its keys are public",
         "needs a key that opens",
     ),
 }
@@ -382,9 +382,10 @@ def test_a_leader_whose_service_refuses_is_heard_at_once() -> None:
 
     leader, *followers = on_ranks(3, work)
     assert isinstance(leader, errors.KeyUnavailable)
+    assert_matches(str(leader), "kms refused: no service")
     for follower in followers:
         assert isinstance(follower, errors.RanksFailed), follower
-        assert_matches(str(follower), "rank 0.*kms refused: no service")
+        assert_matches(str(follower), "rank 0.*KeyUnavailable: its keys are service kms")
 
 
 def test_a_service_is_asked_for_each_checkpoint_once_by_the_leader_and_to_open_by_each() -> None:
@@ -540,6 +541,29 @@ def test_a_rank_without_the_key_says_nothing_but_why() -> None:
     failure = leader.collect("round", timeout_s=60).failed[1]
     assert failure.phase == "opening the key of the ranks' messages"
     assert "WrongKey" in failure.reason
+    assert not [message for message in log if CANARY.encode() in message]
+
+
+def test_what_a_service_says_is_in_the_error_of_its_rank_only() -> None:
+    """R34: it may have an address, or a token."""
+    ways, log = recording(2)
+
+    def wrap(data: bytes, context: Any) -> bytes:
+        return data[::-1]
+
+    def refuse(data: bytes, context: Any) -> bytes:
+        raise RuntimeError(f"POST https://{CANARY}: Authorization: Bearer {CANARY}")
+
+    leader, follower = (
+        encrypted(way, Encryption(keys=ServiceKey("kms", wrap, unwrap)))
+        for way, unwrap in zip(ways, (wrap, refuse), strict=True)
+    )
+    leader.announce("first", b"", timeout_s=60)
+    with pytest.raises(errors.KeyUnavailable, match=CANARY):
+        follower.hear("first", timeout_s=60)
+    follower.fail("round", Failure("phase", "reason"), timeout_s=60)
+    failure = leader.collect("round", timeout_s=60).failed[1]
+    assert failure.reason == "KeyUnavailable: its keys are service kms; its own error says why"
     assert not [message for message in log if CANARY.encode() in message]
 
 

@@ -80,7 +80,7 @@ class EncryptedRanks(Coordinator):
         try:
             left_s = self._share_key(timeout_s)
         except HoldfastError as error:
-            without = Failure.of(error, phase=_OPENING)
+            without = self._in_clear(error)
             # The followers of a leader that can make no key wait for that.
             for said_as in (self._tag, tag) if self.is_leader else (tag,):
                 self._inner.fail(said_as, without, timeout_s=timeout_s)
@@ -165,6 +165,15 @@ class EncryptedRanks(Coordinator):
                 f"{error}. With several ranks each of them needs a key that opens what the "
                 "leader's keys wrap"
             ) from error
+
+    def _in_clear(self, error: HoldfastError) -> Failure:
+        """Describe why this rank has no key, without what a service has said: it may be secret."""
+        if not isinstance(error, SealError):
+            return Failure.of(error, phase=_OPENING)
+        names = ", ".join(dict.fromkeys(key.name for key in self._encryption.opening))
+        return Failure(
+            _OPENING, f"{type(error).__name__}: its keys are {names}; its own error says why"
+        )
 
     # Messages
 
