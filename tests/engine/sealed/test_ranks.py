@@ -567,6 +567,60 @@ def test_what_a_service_says_is_in_the_error_of_its_rank_only() -> None:
     assert not [message for message in log if CANARY.encode() in message]
 
 
+def test_a_thread_hears_within_its_own_limit_while_another_waits_for_the_key() -> None:
+    """The thread of agreed saves ends for all time with any error but `RanksSilent`."""
+    ways, _ = recording(2)
+    leader, follower = (encrypted(way, SEALS) for way in ways)
+    listens = threading.Event()
+    hear = ways[1].inner.hear
+
+    def listening(tag: str, *, timeout_s: float) -> bytes:
+        listens.set()
+        return hear(tag, timeout_s=timeout_s)
+
+    ways[1].inner.hear = listening  # type: ignore[method-assign]
+    poster = threading.Thread(
+        target=follower.post, args=("save", b"x"), kwargs={"timeout_s": 60}, daemon=True
+    )
+    poster.start()
+    assert listens.wait(60)
+    with pytest.raises(errors.RanksSilent):
+        follower.hear("question", timeout_s=BRIEF_S)
+    leader.announce("question", b"end", timeout_s=60)
+    assert follower.hear("question", timeout_s=60) == b"end"
+    poster.join(60)
+    assert leader.collect("save", timeout_s=BRIEF_S).came == {1: b"x"}
+
+
+def test_a_service_slower_than_the_limit_is_a_silent_leader_to_who_hears() -> None:
+    ways, _ = recording(2)
+    asked, may_answer = threading.Event(), threading.Event()
+
+    def wrap(data: bytes, context: Any) -> bytes:
+        return data[::-1]
+
+    def slow(data: bytes, context: Any) -> bytes:
+        asked.set()
+        may_answer.wait(60)
+        return data[::-1]
+
+    leader, follower = (
+        encrypted(way, Encryption(keys=ServiceKey("kms", wrap, unwrap)))
+        for way, unwrap in zip(ways, (wrap, slow), strict=True)
+    )
+    leader.announce("question", b"end", timeout_s=60)
+    poster = threading.Thread(
+        target=follower.post, args=("save", b"x"), kwargs={"timeout_s": 60}, daemon=True
+    )
+    poster.start()
+    assert asked.wait(60)
+    with pytest.raises(errors.RanksSilent):
+        follower.hear("question", timeout_s=BRIEF_S)
+    may_answer.set()
+    poster.join(60)
+    assert follower.hear("question", timeout_s=60) == b"end"
+
+
 def test_a_box_of_the_leader_that_is_damaged_is_an_error() -> None:
     ways, _ = recording(2)
     leader, follower = (encrypted(one, SEALS) for one in ways)

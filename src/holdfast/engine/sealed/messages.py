@@ -19,6 +19,7 @@ from holdfast.errors import (
     HoldfastError,
     RanksError,
     RanksFailed,
+    RanksSilent,
     SealError,
     Tampered,
     UsageError,
@@ -108,7 +109,12 @@ class EncryptedRanks(Coordinator):
 
     @override
     def hear(self, tag: str, *, timeout_s: float) -> bytes:
-        left_s = self._share_key(timeout_s)
+        try:
+            left_s = self._share_key(timeout_s)
+        except RanksSilent:
+            raise
+        except DeadlineExceeded as error:
+            raise RanksSilent(tag, [LEADER]) from error
         try:
             data = self._inner.hear(tag, timeout_s=left_s)
         except RanksFailed as error:
@@ -131,12 +137,16 @@ class EncryptedRanks(Coordinator):
             RanksError: the leader has announced none.
         """
         end = time.monotonic() + timeout_s
-        if not self._lock.acquire(timeout=max(timeout_s, 0)):
+        note = None
+        if self._key is None and not self.is_leader:
+            # Not under the lock: threads with a shorter limit would wait as long as this one.
+            note = self._inner.hear(self._tag, timeout_s=timeout_s)
+        if not self._lock.acquire(timeout=max(end - time.monotonic(), 0)):
             raise DeadlineExceeded(f"{self._tag}: not opened after {timeout_s:.0f} s")
         try:
             if self._key is None:
-                share = self._announce_key if self.is_leader else self._hear_key
-                self._key = share(max(end - time.monotonic(), 0))
+                left_s = max(end - time.monotonic(), 0)
+                self._key = self._announce_key(left_s) if note is None else self._opened(note)
         finally:
             self._lock.release()
         return max(end - time.monotonic(), 0)
@@ -148,8 +158,7 @@ class EncryptedRanks(Coordinator):
         self._inner.announce(self._tag, note, timeout_s=timeout_s)
         return key
 
-    def _hear_key(self, timeout_s: float) -> bytes:
-        heard = self._inner.hear(self._tag, timeout_s=timeout_s)
+    def _opened(self, heard: bytes) -> bytes:
         note = decoded(heard, _KeyNote, self._tag)
         what = f"rank {self.rank}: key of the ranks' messages"
         if note.suite != self._suite.name:
