@@ -188,8 +188,16 @@ MUTANTS: tuple[Mutant, ...] = (
         name="failures-of-a-rank-without-the-key-told-in-clear",
         promise="R34: what ranks tell each other is not in clear",
         file="engine/sealed/messages.py",
-        before="            without = Failure.of(error, phase=_OPENING)",
+        before="            without = self._in_clear(error)",
         after="            without = failure",
+        near=_SEALED,
+    ),
+    Mutant(
+        name="words-of-a-key-service-told-in-clear",
+        promise="R34: what ranks tell each other is not in clear",
+        file="engine/sealed/messages.py",
+        before="        if not isinstance(error, SealError):",
+        after="        if True:",
         near=_SEALED,
     ),
     Mutant(
