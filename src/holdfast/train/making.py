@@ -231,8 +231,14 @@ def make_optimizer(
     return given if takes_closure else _with_plain_step(given)
 
 
-def checked_clip(given: float | Clip | None) -> Clip:
-    """Return an argument `clip`, of which a number is the largest norm, as a record."""
+def checked_clip(given: Any) -> Clip:
+    """Return an argument `clip`, of which a number is the largest norm, as a record.
+
+    Raises:
+        UsageError: it is for several optimizers by name.
+    """
+    if isinstance(given, Mapping):
+        raise UsageError(f"clip={shown(given)}: names are for several optimizers, and there is one")
     return given if isinstance(given, Clip) else Clip(norm=given)
 
 

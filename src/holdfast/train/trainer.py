@@ -332,7 +332,7 @@ class Trainer:
             optimizer=self.optimizer,  # not used where it is None
             schedulers=self._schedules.plain,
             loss=making.no_loss if loss is None else loss,
-            clip=Clip() if isinstance(clip, Mapping) else making.checked_clip(clip),
+            clip=Clip() if isinstance(named, Mapping) else making.checked_clip(clip),
             numerics=self._numerics,
             device=on,
             callbacks=self._callbacks,

@@ -241,6 +241,14 @@ def no_step(control: Control, batch: Any) -> dict[str, Any]:
         ({"loss": losses, "clip": {"other": 1.0}}, "clip: .'other'. must be some of"),
         ({"loss": losses, "scheduler": lambda optimizer: None}, "a mapping from their names"),
         ({"update": no_step}, "has stepped no optimizer"),
+        (
+            {
+                "loss": losses,
+                "optimizer": lambda model: torch.optim.SGD(model.parameters()),
+                "scheduler": None,
+            },
+            "names are for several optimizers, and there is one",
+        ),
         ({"update": alternate, "precision": "fp16"}, "an optimizer steps once a step"),
         ({"update": lambda control, batch: control.step("other")}, "optimizer 'other': there are"),
         ({"loss": losses, "optimizer": {"Big": network}}, "must match"),
