@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextvars import copy_context
 from functools import partial
 from pathlib import Path
@@ -88,7 +89,7 @@ def test_what_ranks_have_encrypted_is_loaded_by_any_number(
     for result in results:
         said = result[1] if result else ""
         assert f"rank {num_saving - 1}" in said
-        assert "its keys are secret key" in said
+        assert re.search("keys (given )?are secret key", said)
     assert not [*tmp_path.glob("none/*/file-*")]
     root, old, new = tmp_path / "root", key_file(tmp_path), key_file(tmp_path, "other")
     tensors = [tensor[:64] for tensor in saved.values() if len(tensor) >= 64]
