@@ -102,7 +102,7 @@ def preflight(
 
 
 class _OtherRanks:
-    """What the other ranks find in this rank's scratch folder."""
+    """Findings of the other ranks in this rank's scratch folder."""
 
     def __init__(self, store: Store, ask: Ask) -> None:
         self._store = store

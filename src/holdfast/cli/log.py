@@ -24,7 +24,7 @@ _STEP = re.compile(r"step-(\d{1,18})", re.ASCII)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Life:
-    """One life of a run: what one process did between its claim and its end."""
+    """Part of a run that one process made, between its claim and its end: a life of the run."""
 
     epoch: int
     claim: WriterRecord | None

@@ -121,7 +121,7 @@ class Watched(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
-    """What was other in a life of the run, which began at `step`, than in the one before."""
+    """Differences of a life of the run, which began at `step`, from the one before."""
 
     epoch: Positive
     """Claim of that life."""

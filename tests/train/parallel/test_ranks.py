@@ -54,10 +54,10 @@ GLOBAL_BATCH = 12
 class Net(nn.Module):
     """A model with blocks, buffers that differ by rank until they are shared, and dropout."""
 
-    def __init__(self, dropout: float = 0.2) -> None:
+    def __init__(self, dropout: float = 0.2, *, has_norm: bool = True) -> None:
         super().__init__()
         self.first = nn.Linear(6, 10)
-        self.norm = nn.BatchNorm1d(10)
+        self.norm = nn.BatchNorm1d(10) if has_norm else nn.Identity()
         self.blocks = nn.ModuleList(
             nn.Sequential(nn.Linear(10, 10), nn.ReLU(), nn.Dropout(dropout)) for _ in range(2)
         )
@@ -147,6 +147,13 @@ STRATEGIES = {
         "callbacks": [GradientNorm()],
     },
     "recomputed": {"strategy": "fsdp2", "activation_checkpointing": True},
+    # Batch norm on a CPU takes no parameters of another type than its statistics.
+    "mixed": {
+        "strategy": FSDP2(param_dtype="bf16", reduce_dtype="fp32"),
+        "model": partial(Net, has_norm=False),
+    },
+    "offloaded": {"strategy": FSDP2(cpu_offload=True)},
+    "compiled": {"strategy": "ddp", "compile": {"backend": "eager"}},
 }
 
 

@@ -15,7 +15,7 @@ class ProbeNote(msgspec.Struct, frozen=True, tag="probe"):
 
 
 class Look(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank found when it tried the root."""
+    """Findings of one rank that tried the operations of the root."""
 
     host: str
     sees: bool = True

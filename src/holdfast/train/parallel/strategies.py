@@ -210,7 +210,8 @@ class Sharded(Parallel):
             param, reduce = (None if name is None else _DTYPES[name] for name in types)
             found["mp_policy"] = MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce)
         if self._strategy.cpu_offload:
-            found["offload_policy"] = CPUOffloadPolicy()
+            # Pinned memory needs an accelerator.
+            found["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
         return found
 
 
