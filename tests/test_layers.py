@@ -85,6 +85,8 @@ WITHOUT_TORCH = (
 WITHOUT_TORCH_MODULES = (
     "holdfast.engine.roots.catalog",
     "holdfast.engine.control.stop",
+    "holdfast.interop.opening",
+    "holdfast.interop.reading",
     "holdfast.ranks.alone",
     "holdfast.ranks.messages",
     "holdfast.testing.ranks",

@@ -15,6 +15,7 @@ from enum import IntEnum
 from typing import Any, Literal
 
 import click
+import msgspec
 
 from holdfast.errors import DeadlineExceeded, HoldfastError, NoCheckpoint, NotOwned, UsageError
 from holdfast.events import Event
@@ -54,8 +55,8 @@ class TextTable:
 class Answer:
     """Result of a command: its JSON document, its text for people, and the exit code."""
 
-    document: Mapping[str, Any]
-    """Members of the JSON answer, without `holdfast`."""
+    document: Mapping[str, Any] | msgspec.Struct
+    """Members of the JSON answer, without `holdfast`; a struct where the command has a schema."""
     parts: Sequence[str | TextTable]
     """Lines and tables of the answer for people, in order."""
     code: Code = Code.OK
@@ -174,8 +175,9 @@ def progress_bar() -> Iterator[Callable[[str, int, int], None] | None]:
         yield report
 
 
-def _write_json(document: Mapping[str, Any]) -> None:
-    whole = {"holdfast": SCHEMA, **json_safe(document)}
+def _write_json(document: Mapping[str, Any] | msgspec.Struct) -> None:
+    members = msgspec.to_builtins(document) if isinstance(document, msgspec.Struct) else document
+    whole = {"holdfast": SCHEMA, **json_safe(members)}
     click.echo(json.dumps(whole, indent=2, allow_nan=False))
 
 

@@ -1,0 +1,117 @@
+"""The seam of all tools: a checkpoint or a file of weights of any format, opened for reading."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import msgspec
+from typing_extensions import Self
+
+from holdfast.errors import UsageError
+from holdfast.format.nodes import ArrayRef, TensorRef
+from holdfast.format.objects import join
+from holdfast.format.tensors import TensorSpec
+
+
+class LeftOut(msgspec.Struct, frozen=True):
+    """A value of a source that cannot be carried over, and why."""
+
+    path: str
+    """Where it is in the source, such as "training_args.bin" or "trainer.callbacks.EMA"."""
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A component of a source: its typed tree, and the tensors that the tree names.
+
+    `kind`, and what the tree looks like, are those of docs/format.md, section 6. `specs` are by key
+    and in the order of their bytes in the source, so that reading in this order is sequential.
+    """
+
+    kind: str
+    tree: Any
+    specs: Mapping[str, TensorSpec]
+
+    @property
+    def leaves(self) -> dict[str, TensorRef | ArrayRef]:
+        """The tensors and arrays of the tree by path, in the tree's order.
+
+        A path joins keys and positions by dots. Tied tensors have several paths and one key.
+        """
+        return dict(_leaves(self.tree, ""))
+
+
+class Source(ABC):
+    """A checkpoint or a file of weights, opened for reading. Use it in a `with` statement.
+
+    Nothing in it is trusted, and nothing in it is run. Several threads may call `read_into`.
+    """
+
+    format: str
+    """Name of the format, such as "safetensors"."""
+    url: str
+    """Path or URL that was opened, for messages."""
+    parts: Mapping[str, Part]
+    """The components by name."""
+    left_out: Sequence[LeftOut] = ()
+    """What the source holds and cannot give."""
+    step: int | None = None
+    """Completed optimizer steps, if the source tells."""
+
+    @abstractmethod
+    def read_into(self, component: str, key: str, start: int, memory: memoryview) -> None:
+        """Fill `memory` with bytes of a tensor, from its byte `start` on.
+
+        The bytes are those of the contiguous row-major tensor, little-endian. Of a checkpoint of
+        this library every byte is checked first.
+
+        Raises:
+            CorruptData: the bytes are damaged, or the file ends before them.
+            StoreError: they cannot be read.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close files and threads; the source cannot be read any more."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def part(self, component: str) -> Part:
+        """Return a component.
+
+        Raises:
+            UsageError: the source has no such component.
+        """
+        found = self.parts.get(component)
+        if found is None:
+            has = ", ".join(map(repr, self.parts)) or "none"
+            raise UsageError(f"{self.url}: no component {component!r}; it has {has}")
+        return found
+
+
+def _leaves(node: Any, path: str) -> Iterator[tuple[str, TensorRef | ArrayRef]]:
+    if isinstance(node, TensorRef | ArrayRef):
+        yield path, node
+    elif isinstance(node, Mapping):
+        for key, inner in node.items():
+            yield from _leaves(inner, join(path, key))
+    elif isinstance(node, list | tuple):
+        for number, inner in enumerate(node):
+            yield from _leaves(inner, join(path, number))
+    elif isinstance(node, msgspec.Struct):  # a generator's members, an enum's value
+        for name in ("members", "value"):
+            yield from _leaves(getattr(node, name, None), path)

@@ -1,0 +1,1 @@
+"""Readers of the formats that tools understand, one module for each; none imports torch."""
