@@ -324,6 +324,14 @@ def test_ranks_save_and_load_beside_bare_writers_and_dcp(tmp_path: Path) -> None
 
 
 @pytest.mark.full
+def test_an_index_of_boxes_is_written_and_read() -> None:
+    command = [sys.executable, "-m", "bench.boxes", "--boxes", "3000"]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    assert printed.stdout.count("3,000 boxes") == 2
+    assert "peak memory" in printed.stdout
+
+
+@pytest.mark.full
 def test_the_one_command_prints_goals_before_tables(tmp_path: Path) -> None:
     results, printed = _run(tmp_path, "bench", "--quick", "--only", "trainer")
     assert list(results.part("trainer").cases) == list(results.cases)
