@@ -379,6 +379,11 @@ RANKS_GOALS: Sequence[Goal] = (
         quotient("ranks/save/holdfast:stall_s", "ranks/save/dcp-async:stall_s"),
     ),
     _at_most(
+        "… with `overlap=True`",
+        1 / 3,
+        quotient("ranks/save/holdfast-overlap:stall_s", "ranks/save/dcp-async:stall_s"),
+    ),
+    _at_most(
         "… beside its kept stager",
         1.0,
         quotient("ranks/save/holdfast:stall_s", "ranks/save/dcp-async-kept:stall_s"),

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,9 @@ from bench.machine import drop_cache, written_nbytes
 from bench.report import megabytes, results_table, seconds, times
 from bench.results import Outcome, Results
 
+if TYPE_CHECKING:
+    from holdfast import CheckpointManager
+
 NUM_SAVES = 3
 """By each saver in each round; the first plans and makes buffers."""
 NUM_TINY_SAVES = 6
@@ -46,6 +49,7 @@ _SAVES: Mapping[str, str] = {
     "ranks/save/bare": "bare writers: `write` and `fsync` of each rank",
     "ranks/save/direct": "bare writers, O_DIRECT and several threads",
     "ranks/save/holdfast": "holdfast, `save(step)`",
+    "ranks/save/holdfast-overlap": "holdfast, `overlap=True`: forward and backward go on at once",
     "ranks/save/dcp": "dcp.save",
     "ranks/save/dcp-async": "dcp.async_save, the stager it makes itself",
     "ranks/save/dcp-async-kept": "dcp.async_save, kept stager",
@@ -143,20 +147,27 @@ class Round:
         from holdfast import CheckpointManager
 
         components = {"model": self._state.model, "optimizer": self._state.optimizer}
-        case = "ranks/save/holdfast"
-        with self._in_folder("holdfast") as folder:
-            with CheckpointManager(folder, components) as manager:
-                for number in range(NUM_SAVES):
-                    self._state.change()
-                    self._get_ready()
-                    with self._written(case):
-                        start = perf_counter()
-                        manager.save(number)
-                        stall_s = perf_counter() - start
-                        manager.wait()
-                        self._add_save(case, number, stall_s, perf_counter() - start)
-            with CheckpointManager(folder, components) as manager:
-                self._load("ranks/load/holdfast", folder, manager.resume)
+        for case, overlap in (
+            ("ranks/save/holdfast-overlap", True),
+            ("ranks/save/holdfast", False),
+        ):
+            with self._in_folder("holdfast") as folder:
+                with CheckpointManager(folder, components, overlap=overlap) as manager:
+                    self._save_by(manager, case)
+                if not overlap:
+                    with CheckpointManager(folder, components) as manager:
+                        self._load("ranks/load/holdfast", folder, manager.resume)
+
+    def _save_by(self, manager: CheckpointManager, case: str) -> None:
+        for number in range(NUM_SAVES):
+            self._state.change()
+            self._get_ready()
+            with self._written(case):
+                start = perf_counter()
+                manager.save(number)
+                stall_s = perf_counter() - start
+                manager.wait()
+                self._add_save(case, number, stall_s, perf_counter() - start)
 
     def dcp(self) -> None:
         """`dcp.save`, then `dcp.load` of the last."""

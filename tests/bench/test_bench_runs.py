@@ -313,7 +313,8 @@ def test_ranks_save_and_load_beside_bare_writers_and_dcp(tmp_path: Path) -> None
     results, printed = _run(
         tmp_path, "bench.ranks", *("--no-settle", "--rounds", "1", "--size", "2MB")
     )
-    saves = {"bare", "direct", "holdfast", "dcp", "dcp-async", "dcp-async-kept"}
+    saves = {"bare", "direct", "holdfast", "holdfast-overlap"}
+    saves |= {"dcp", "dcp-async", "dcp-async-kept"}
     assert _measured(results, "ranks/save/") == saves
     assert _measured(results, "ranks/load/") == {"holdfast", "dcp"}
     assert _measured(results, "ranks/tiny/") == {"ranks", "alone"}
