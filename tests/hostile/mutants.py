@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.engine.loading import load
+from holdfast.engine.loading import documents
 from holdfast.format import layout
 from holdfast.format.nodes import EnumValue
 from holdfast.state import merge, plans
@@ -43,7 +43,7 @@ def _no_name_checks() -> None:
 
 
 def _unpickle() -> None:
-    real = load._read_file
+    real = documents.read_file
 
     def careless(*args: Any, **options: Any) -> bytes:
         data = real(*args, **options)
@@ -51,7 +51,7 @@ def _unpickle() -> None:
             pickle.loads(data)
         return data
 
-    load._read_file = careless
+    documents.read_file = careless
 
 
 def _import_enumerations() -> None:
@@ -70,7 +70,7 @@ def _foreign_errors() -> None:
     def careless(*args: Any, **options: Any) -> Any:
         raise KeyError("weight")
 
-    load.decode_index = careless
+    documents.decode_index = careless
 
 
 def _half_loads() -> None:

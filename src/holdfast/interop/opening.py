@@ -6,19 +6,23 @@ from pathlib import Path
 
 from holdfast.errors import FormatError, NoCheckpoint
 from holdfast.interop.source import Source
-from holdfast.interop.sources import safetensors
+from holdfast.interop.sources import checkpoint, safetensors
+from holdfast.keys import Encryption
 
 
-def open_source(text: str) -> Source:
+def open_source(text: str, *, encrypt: Encryption | None = None) -> Source:
     """Open a checkpoint or a file of weights of any known format.
 
-    `text` is `ROOT`, `ROOT@which` or the folder of a checkpoint, or a local file or folder of
-    another library.
+    `text` is `ROOT`, `ROOT@which` or the folder of a checkpoint, also as a URL, or a local file or
+    folder of another library. `encrypt` has the keys of encrypted checkpoints.
 
     Raises:
         NoCheckpoint: nothing exists there.
         FormatError: it is in no known format, or damaged.
+        SealError: the checkpoint is encrypted for other keys, or not encrypted.
     """
+    if checkpoint.recognises(text):
+        return checkpoint.CheckpointSource(text, encrypt=encrypt)
     path = Path(text)
     if safetensors.recognises(path):
         return safetensors.SafetensorsFile(path)

@@ -75,6 +75,13 @@ class Source(ABC):
             StoreError: they cannot be read.
         """
 
+    def fingerprint(self, component: str, key: str) -> object | None:
+        """Return a value that two tensors share only if their bytes are equal; None: not known.
+
+        It is known without reading the tensor, from digests that the source has.
+        """
+        return None
+
     @abstractmethod
     def close(self) -> None:
         """Close files and threads; the source cannot be read any more."""

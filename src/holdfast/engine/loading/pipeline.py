@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from holdfast.engine.loading.blockreading import FileBlocks, begin_block, cached_block
-from holdfast.engine.loading.load import Opened, check_size
+from holdfast.engine.loading.documents import check_size
+from holdfast.engine.loading.load import Opened
 from holdfast.engine.loading.plan import BlockId, BlockRead, ReadPlan, Segment
 from holdfast.engine.memory import Buffers
 from holdfast.engine.staging.device import pin

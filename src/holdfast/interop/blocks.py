@@ -1,0 +1,142 @@
+"""Checked blocks of a checkpoint's files, of which a few are kept for the next reads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import numpy as np
+
+from holdfast.engine.loading.blockreading import FileBlocks, begin_block
+from holdfast.engine.memory import Buffers
+from holdfast.errors import CorruptData, DeadlineExceeded
+from holdfast.store.base import Store
+
+KEPT_NBYTES = 64 << 20
+"""Most bytes of blocks that are kept while nobody reads from them."""
+READ_TIMEOUT_S = 600.0
+"""Longest wait for a block that another thread reads."""
+_COPIED_NBYTES = 64 << 10
+"""Least bytes of a copy by numpy, which lets other threads run meanwhile."""
+
+_BlockId: TypeAlias = tuple[str, int]
+
+
+@dataclass(slots=True)
+class _Held:
+    """A block that is being read, or was read and checked."""
+
+    memory: memoryview
+    """A pooled buffer; the block is its beginning."""
+    nbytes: int
+    read: Future[None] = field(default_factory=Future)
+    num_users: int = 1
+
+
+class CheckedBlocks:
+    """Reads ranges of a checkpoint's files by whole blocks, each checked. Thread-safe."""
+
+    def __init__(
+        self,
+        store: Store,
+        files: Mapping[str, FileBlocks],
+        nbytes: Mapping[str, int],
+        block_nbytes: int,
+    ) -> None:
+        """Read `files` of `store`, by name; `nbytes` has their decompressed lengths."""
+        self._store = store
+        self._files = files
+        self._nbytes = nbytes
+        self._block_nbytes = block_nbytes
+        self._buffers = Buffers()
+        self._stored = Buffers()
+        self._lock = threading.Lock()
+        self._held: dict[_BlockId, _Held] = {}
+        """The blocks by the time of their last use."""
+
+    def copy(self, file: str, start: int, memory: memoryview) -> None:
+        """Fill `memory` from byte `start` of a file.
+
+        Raises:
+            CorruptData: a block is damaged, or the file ends before them.
+            StoreError: it cannot be read.
+        """
+        size, done = self._block_nbytes, 0
+        while done < memory.nbytes:
+            number, skipped = divmod(start + done, size)
+            count = min(size - skipped, memory.nbytes - done)
+            with self._block(file, number) as plain:
+                _copy(plain[skipped : skipped + count], memory[done : done + count])
+            done += count
+
+    @contextmanager
+    def _block(self, file: str, number: int) -> Iterator[memoryview]:
+        held, is_mine = self._hold((file, number))
+        try:
+            if is_mine:
+                self._read(file, number, held)
+            _wait(held.read, f"{self._store.url}/{self._files[file].key}: block {number}")
+            yield held.memory[: held.nbytes]
+        finally:
+            self._release(held)
+
+    def _hold(self, block: _BlockId) -> tuple[_Held, bool]:
+        """Return a block that stays until it is released, and whether the caller must read it."""
+        with self._lock:
+            held = self._held.pop(block, None)
+            if held is not None:
+                held.num_users += 1
+                self._held[block] = held
+                return held, False
+            file, number = block
+            nbytes = min(self._block_nbytes, self._nbytes[file] - number * self._block_nbytes)
+            held = self._held[block] = _Held(self._buffers.take(self._block_nbytes), nbytes)
+            return held, True
+
+    def _read(self, file: str, number: int, held: _Held) -> None:
+        blocks = self._files[file]
+        try:
+            check = begin_block(
+                self._store,
+                blocks,
+                number,
+                held.memory[: held.nbytes],
+                verify=True,
+                buffers=self._stored,
+            )
+            if fault := check():
+                raise CorruptData(f"{self._store.url}/{blocks.key}: block {number} {fault}")
+        except BaseException as error:
+            with self._lock:
+                self._held.pop((file, number), None)  # the next who needs it reads it again
+            held.read.set_exception(error)
+            raise
+        held.read.set_result(None)
+
+    def _release(self, held: _Held) -> None:
+        with self._lock:
+            held.num_users -= 1
+            num_excess = len(self._held) - max(1, KEPT_NBYTES // self._block_nbytes)
+            if num_excess > 0:
+                unused = [block for block, one in self._held.items() if not one.num_users]
+                for block in unused[:num_excess]:
+                    self._buffers.give_back(self._held.pop(block).memory)
+
+
+def _wait(read: Future[None], what: str) -> None:
+    try:
+        read.result(timeout=READ_TIMEOUT_S)
+    except FutureTimeout:
+        raise DeadlineExceeded(f"{what} was not read within {READ_TIMEOUT_S:.0f} s") from None
+
+
+def _copy(old: memoryview, new: memoryview) -> None:
+    if new.nbytes < _COPIED_NBYTES:
+        new[:] = old
+    else:
+        np.frombuffer(new, np.uint8)[:] = np.frombuffer(old, np.uint8)

@@ -1,0 +1,204 @@
+"""Reads a checkpoint of this library, from any store: its trees, and its tensors by ranges.
+
+Every block is checked against its digest before a byte of it is given out. A few checked blocks
+are kept, so that threads that read one range after the other read each block once.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from typing_extensions import override
+
+from holdfast.engine.access import located
+from holdfast.engine.loading.blockreading import FileBlocks
+from holdfast.engine.loading.documents import check_size, read_index, read_tree
+from holdfast.engine.roots.catalog import is_root
+from holdfast.engine.roots.parts import parts_of
+from holdfast.engine.roots.sources import split_folder, split_source
+from holdfast.errors import CorruptData, Tampered
+from holdfast.format import layout
+from holdfast.format.blocks import DIGEST_NBYTES
+from holdfast.format.index import TensorTable
+from holdfast.format.manifest import Manifest
+from holdfast.format.objects import decode_tree
+from holdfast.format.tensors import ITEM_NBYTES, TensorSpec
+from holdfast.interop.blocks import CheckedBlocks
+from holdfast.interop.boxes import Part as BoxPart
+from holdfast.interop.boxes import overlaps
+from holdfast.interop.source import LeftOut, Part, Source
+from holdfast.keys import Encryption
+from holdfast.store import open_store
+from holdfast.store.base import Store
+
+_MARK = re.compile(rb'\s*\{\s*"holdfast"')
+"""Beginning of each manifest of this library."""
+
+
+def recognises(text: str) -> bool:
+    """Whether a text names a checkpoint: `ROOT@which`, a root, a checkpoint's folder, or a URL."""
+    if "://" in text:
+        return True
+    if os.path.isfile(text):
+        return False
+    root, which = split_source(text)
+    if which is not None:
+        return True
+    parent, folder = split_folder(root)
+    if folder:
+        return layout.parse_attempt(folder) is not None or _is_ours(os.path.join(parent, folder))
+    return os.path.isdir(root) and is_root(open_store(root))
+
+
+def _is_ours(folder: str) -> bool:
+    with open(os.path.join(folder, layout.MANIFEST), "rb") as file:
+        return _MARK.match(file.read(64)) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where the bytes of a tensor lie that is stored in one piece."""
+
+    file: str
+    start: int
+
+
+class CheckpointSource(Source):
+    """A checkpoint of this library, kept from deletion while it is open.
+
+    The tree of a component of which each rank has its own is the list of the trees of all ranks.
+    """
+
+    format = "holdfast"
+
+    def __init__(
+        self,
+        source: str | os.PathLike[str] | Store,
+        *,
+        which: int | str | None = None,
+        encrypt: Encryption | None = None,
+    ) -> None:
+        """Open a checkpoint; the arguments are those of `load_weights`.
+
+        Raises:
+            NoCheckpoint: no checkpoint matches.
+            FormatError: its manifest, its index or a tree is damaged.
+            SealError: it is encrypted for other keys, or not encrypted.
+        """
+        with ExitStack() as stack:
+            store, kept = stack.enter_context(located(source, which=which, encrypt=encrypt))
+            stack.enter_context(store.keeping_open())
+            entry = kept.entry
+            self.folder = entry.folder
+            self.url = f"{store.url}/{entry.folder}"
+            self.step = entry.step
+            self.notes = kept.notes
+            """Why it may be deleted while it is read, if so."""
+            left = parts_of(store, entry.folder, entry.manifest, entry.marks)
+            self.left_out = [
+                LeftOut(name, "retention has dropped it") for name in (*left.begun, *left.gone)
+            ]
+            self._index = read_index(store, entry.folder, entry.manifest)
+            self._places: dict[str, dict[str, _Place]] = {}
+            self.parts = {name: self._part(store, entry.manifest, name) for name in left.whole}
+            self._blocks = self._checked_blocks(store, entry.manifest)
+            self._stack = stack.pop_all()
+
+    def _part(self, store: Store, manifest: Manifest, name: str) -> Part:
+        data = read_tree(store, self.folder, name, manifest, self._index)
+        table = self._index.components[name]
+        specs, self._places[name] = _ordered(table)
+        part = Part(
+            kind=manifest.components[name].kind,
+            tree=decode_tree(data, what=f"{self.url}, the tree of {name!r}"),
+            specs=specs,
+        )
+        missing = sorted({ref.key for ref in part.leaves.values()} - specs.keys())
+        if missing:
+            raise CorruptData(
+                f"{self.url}: the tree of {name!r} names {len(missing)} tensors that the index "
+                f"lacks, such as {missing[0]!r}"
+            )
+        return part
+
+    def _checked_blocks(self, store: Store, manifest: Manifest) -> CheckedBlocks:
+        files: dict[str, FileBlocks] = {}
+        for name in self.parts:
+            for file in self._index.components[name].shards.files:
+                entry = manifest.files[file]
+                check_size(store, f"{self.folder}/{file}", entry)
+                files[file] = FileBlocks.of(self.folder, file, entry, self._index)
+        nbytes = {file: manifest.files[file].nbytes for file in files}
+        return CheckedBlocks(store, files, nbytes, self._index.block_nbytes)
+
+    @override
+    def read_into(self, component: str, key: str, start: int, memory: memoryview) -> None:
+        try:
+            place = self._places[component].get(key)
+            if place is not None:
+                self._blocks.copy(place.file, place.start + start, memory)
+            else:
+                self._assemble(component, key, start, memory)
+        except (CorruptData, Tampered) as error:
+            raise type(error)(f"{error}; it holds {component}:{key}") from error
+
+    @override
+    def fingerprint(self, component: str, key: str) -> object | None:
+        place = self._places[component].get(key)
+        if place is None:
+            return None
+        size, nbytes = self._index.block_nbytes, self.parts[component].specs[key].nbytes
+        first, stop = place.start // size, -(-(place.start + nbytes) // size)
+        digests = self._index.blocks[place.file][DIGEST_NBYTES * first : DIGEST_NBYTES * stop]
+        return size, place.start % size, digests
+
+    @override
+    def close(self) -> None:
+        self._stack.close()
+
+    def _assemble(self, component: str, key: str, start: int, memory: memoryview) -> None:
+        """Put bytes of a tensor together from the boxes in which it is stored."""
+        table = self._index.components[component]
+        spec = table.specs[key]
+        item = ITEM_NBYTES[spec.dtype]
+        first, stop = start // item, -(-(start + memory.nbytes) // item)
+        if first * item != start or stop * item != start + memory.nbytes:
+            whole = memoryview(bytearray((stop - first) * item))
+            self._assemble(component, key, first * item, whole)
+            memory[:] = whole[start - first * item :][: memory.nbytes]
+            return
+        target = np.frombuffer(memory, np.uint8)
+        for part in overlaps(spec.shape, *table.boxes_of(key), first, stop):
+            self._copy_part(table, part, item, target)
+
+    def _copy_part(self, table: TensorTable, part: BoxPart, item: int, target: Any) -> None:
+        at = table.shards
+        file, start = at.files[at.file[part.shard]], int(at.start[part.shard])
+        if part.is_run:
+            run = target[part.at * item :][: part.count * item]
+            self._blocks.copy(file, start + part.first * item, memoryview(run))
+            return
+        read: Any = np.empty(part.length * item, np.uint8)
+        self._blocks.copy(file, start + part.first * item, memoryview(read))
+        part.copy(read, target, item)
+
+
+def _ordered(table: TensorTable) -> tuple[dict[str, TensorSpec], dict[str, _Place]]:
+    """Return the tensors in the order of their bytes, and where those in one piece lie."""
+    at, keys = table.shards, [*table.specs]
+    numbers = np.arange(len(keys))
+    first = numbers if table.boxes is None else np.searchsorted(table.boxes.tensor, numbers)
+    order = np.lexsort((at.start[first], at.file[first])).tolist()
+    specs = {keys[number]: table.specs[keys[number]] for number in order}
+    columns = at.file[first].tolist(), at.start[first].tolist()
+    places = {
+        key: _Place(at.files[file], start)
+        for key, file, start in zip(keys, *columns, strict=True)
+        if table.is_whole(key)
+    }
+    return specs, places
