@@ -440,7 +440,7 @@ def test_any_scalar_of_an_index_replaced_by_anything_raises_only_our_errors(seed
 def test_dtypes_of_index_and_layout_are_the_same() -> None:
     assert set(tensors.ITEM_NBYTES) == {
         *("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F8_E8M0"),
-        *("U16", "I16", "F16", "BF16", "U32", "I32", "F32", "C32"),
+        *("F4_X2", "U16", "I16", "F16", "BF16", "U32", "I32", "F32", "C32"),
         *("U64", "I64", "F64", "C64", "C128"),
     }
 

@@ -53,6 +53,9 @@ def test_any_plan_is_a_valid_safetensors_file_that_says_the_same(specs: list[Ten
             assert len(stock[spec.key]["data"]) == spec.nbytes
             if spec.dtype in ("C32", "C128"):
                 assert (dtype, shape[-1]) == ({"C32": "F16", "C128": "F64"}[spec.dtype], 2)
+            elif spec.dtype == "F4_X2":
+                last = 2 * spec.shape[-1] if spec.shape else 2
+                assert (dtype, shape) == ("F4", (*spec.shape[:-1], last))
             else:
                 assert (dtype, shape) == (spec.dtype, spec.shape)
 
@@ -202,6 +205,12 @@ HOSTILE: list[tuple[Any, int]] = [
     ({"a": tensor(dtype=["F32"])}, 8),
     ({"a": tensor(dtype={})}, 8),
     ({"a": tensor(dtype="C128", shape=[1], offsets=[0, 16])}, 16),
+    ({"a": tensor(dtype="F4_X2", shape=[8], offsets=[0, 8])}, 8),
+    ({"a": tensor(dtype="F4", shape=[8], offsets=[0, 8])}, 8),
+    ({"a": tensor(dtype="F4", shape=[2, 3], offsets=[0, 3])}, 3),
+    ({"a": tensor(dtype="F4", shape=[], offsets=[0, 0])}, 0),
+    ({"a": tensor(dtype="F4", shape=[0, 3], offsets=[0, 0])}, 0),
+    ({"a": tensor(dtype="F6_E2M3", shape=[4], offsets=[0, 3])}, 3),
     ({"a": tensor(shape=2)}, 8),
     ({"a": tensor(shape=None)}, 8),
     ({"a": tensor(shape=["2"])}, 8),

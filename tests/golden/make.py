@@ -214,6 +214,20 @@ def make_types(root: Path) -> None:
         only.save(1).wait()
 
 
+def fours_state() -> dict[str, Any]:
+    """The state of the root `fours`: pairs of 4-bit floats, which a torch before 2.8 lacks."""
+    pairs = tensor_of("float4_e2m1fn_x2")
+    return {
+        "fours": {"w": pairs, "scalar": pairs[0, 0].clone(), "empty": pairs[:, :0].clone()},
+        "rng": {"none": "of ours"},
+    }
+
+
+def make_fours(root: Path) -> None:
+    with manager(root, fours_state()) as only:
+        only.save(1).wait()
+
+
 def thinned_state(step: int) -> dict[str, Any]:
     """The state of the root `thinned`; of the older of its checkpoints `slots` were dropped."""
     return {
@@ -265,6 +279,7 @@ def make_compressed(root: Path) -> None:
 ROOTS: Mapping[str, Callable[[Path], None]] = {
     "run": make_run,
     "types": make_types,
+    "fours": make_fours,
     "thinned": make_thinned,
     "compressed": make_compressed,
 }

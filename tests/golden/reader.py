@@ -26,9 +26,10 @@ MARK = re.compile(rf"(notes-[0-9]{{4}}|retired-[0-9]{{8,12}}|{THINNED}|rejected)
 TYPES = """
 BOOL=? U8=u1 I8=i1 U16=<u2 I16=<i2 F16=<f2 BF16=<u2 U32=<u4 I32=<i4 F32=<f4 C32=<u4 U64=<u8
 I64=<i8 F64=<f8 C64=<c8 C128=<c16 F8_E4M3=u1 F8_E5M2=u1 F8_E4M3FNUZ=u1 F8_E5M2FNUZ=u1 F8_E8M0=u1
+F4_X2=u1
 """
 DTYPES = dict(re.findall(r"(\w+)=(\S+)", TYPES))
-VIEWS = {"C128": "F64", "C32": "F16"}
+VIEWS = {"C128": "F64", "C32": "F16", "F4_X2": "F4"}
 
 
 def strict_json(data: bytes) -> Any:
@@ -147,7 +148,10 @@ class Checkpoint:
             count = int(np.prod(shape, dtype=np.int64))
             flat = np.frombuffer(images[file], dtype, count, start)
             found[key] = flat.reshape(shape)
-            stored = (VIEWS.get(name, name), [*shape, 2] if name in VIEWS else shape)
+            view = [*shape, 2] if name in VIEWS else shape
+            if name == "F4_X2" and shape:
+                view = [*shape[:-1], 2 * shape[-1]]
+            stored = (VIEWS.get(name, name), view)
             assert headers[file].pop(key) == (*stored, start, start + flat.nbytes)
         assert not any(headers), "a header with tensors that the index lacks"
         return {key: found[key] for key in columns["names"]}

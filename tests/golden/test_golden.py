@@ -44,6 +44,8 @@ from holdfast.weights import load_weights
 V1 = Path(__file__).parent / "v1"
 VERSIONED = ("optimizer", "scheduler", "rng")
 HAS_E8M0 = hasattr(torch, "float8_e8m0fnu")
+HAS_F4 = hasattr(torch, "float4_e2m1fn_x2")
+needs_f4 = pytest.mark.skipif(not HAS_F4, reason="this torch lacks 4-bit floats")
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
@@ -271,7 +273,7 @@ def test_verify_finds_every_byte_right() -> None:
     assert [(name, report.problems) for name, report in reports if report.problems] == []
     notes = [(name, note) for name, report in reports for note in report.notes]
     assert notes == [("thinned", "component slots was dropped by retention")]
-    expected = {"run": 2, "types": 1, "thinned": 2, "compressed": 1}
+    expected = {"run": 2, "types": 1, "fours": 1, "thinned": 2, "compressed": 1}
     assert {name: len(one.checkpoints) for name, one in found.items()} == expected
 
 
@@ -341,13 +343,13 @@ def test_stock_safetensors_reads_every_tensor_file() -> None:
     """R21: names, dtypes, shapes and bytes as the second reader has them."""
     checkpoints = {c.folder: c for case in V1.iterdir() for c in reader.read_root(case)[1]}
     paths = sorted(V1.rglob("*.safetensors"))
-    assert len(paths) == 15
+    assert len(paths) == 16
     for path in paths:
         component = path.name.rpartition("-")[0]
         mine = checkpoints[path.parent].arrays[component]
         stock = {key: bytes(s["data"]) for key, s in safetensors.deserialize(path.read_bytes())}
         assert stock == {key: array.tobytes() for key, array in mine.items()}, path
-        if component != "scales" or HAS_E8M0:
+        if {"scales": HAS_E8M0, "fours": HAS_F4}.get(component, True):
             assert safetensors.torch.load_file(path).keys() == mine.keys(), path
 
 
@@ -449,6 +451,40 @@ def test_all_types_are_still_written_in_the_same_bytes() -> None:
     """R21."""
     folder = folder_of("types", 1)
     for name, data in written(make.types_state()).items():
+        assert data == (folder / name).read_bytes(), name
+
+
+# The root `fours`
+
+
+@needs_f4
+def test_pairs_of_4_bit_floats_are_read(tmp_path: Path) -> None:
+    """R21: by the manager, without a model, by safetensors' own loader, and by the second reader."""
+    root = copy_of("fours", tmp_path)
+    expected = make.fours_state()["fours"]
+    live = {name: torch.empty_like(tensor) for name, tensor in expected.items()}
+    with manager(root, {"fours": live, "rng": {}}) as loading:
+        loading.load("step=1")
+    _, (found,) = reader.read_root(root)
+    folder = root / folder_of("fours", 1).name
+    stock = safetensors.torch.load_file(folder / "fours-00000.safetensors")
+    assert stock["w"].dtype == torch.float4_e2m1fn_x2
+    for name, tensor in expected.items():
+        data = data_of(tensor)
+        assert (live[name].dtype, data_of(live[name])) == (torch.float4_e2m1fn_x2, data)
+        assert found.arrays["fours"][name].tobytes() == data
+        assert found.arrays["fours"][name].shape == tuple(tensor.shape)
+        assert data_of(stock[name]) == data
+        assert stock[name].shape == (tensor.shape or (1,)), "safetensors has no scalar of a pair"
+    assert data_of(expected["w"]) == bytes(range(1, 7))
+    assert verify_root(LocalStore(root)).ok
+
+
+@needs_f4
+def test_pairs_of_4_bit_floats_are_still_written_in_the_same_bytes() -> None:
+    """R21."""
+    folder = folder_of("fours", 1)
+    for name, data in written(make.fours_state()).items():
         assert data == (folder / name).read_bytes(), name
 
 

@@ -410,7 +410,7 @@ def offset_cases(few: bool) -> Iterator[Case]:
         *([2**62, 2], [2**62, 2**62], [0, 2**62], [2**62, 0], [0] * 128, [1] * 65, [1] * 128),
         *([1] * 129, [3, 5], [13], [12, 1], [], [2**63], [2**40], [-3, -4], [1.0], [True], ["3"]),
     )
-    dtypes = ("F64", "BOOL", "F8_E8M0", "C128", "C32", "U64", "F4", "O", "")
+    dtypes = ("F64", "BOOL", "F8_E8M0", "C128", "C32", "U64", "F4", "F4_X2", "O", "")
     tensors = (("model", "weight"), ("extra", "table"), ("shuffle", "state"))
     for (component, key), shape in crossed(tensors, shapes[:: 2 if few else 1], few):
         name = f"{component}.{key} of shape {str(shape)[:24]} × {len(shape)}"

@@ -54,12 +54,10 @@ from holdfast.format.manifest import FileEntry, Manifest
 from holdfast.format.nodes import ArrayRef, TensorRef
 from holdfast.format.objects import decode_tree
 from holdfast.format.records import Alive, Closed, Notes, Rejected, Retired, Thinned, WriterRecord
-from holdfast.format.tensors import parse_header
+from holdfast.format.tensors import in_header, parse_header
 from holdfast.store.base import Store
 
 _MAX_RECORD_NBYTES = 65536
-# Types without a safetensors name lie in the file as another one, with a last dimension of 2.
-_STORED_AS = {"C128": "F64", "C32": "F16"}
 _SIDECARS: tuple[tuple[Callable[[str], object], Callable[..., object]], ...] = (
     (layout.parse_notes, Notes.decode),
     (layout.parse_retired, Retired.decode),
@@ -536,9 +534,7 @@ def _expected_header(
         for shard in entry.shards:
             if shard.file == file:
                 shape = entry.shape if shard.sizes is None else tuple(shard.sizes)
-                if entry.dtype in _STORED_AS:
-                    shape = (*shape, 2)
-                dtype = _STORED_AS.get(entry.dtype, entry.dtype)
+                dtype, shape = in_header(entry.dtype, shape)
                 stop = shard.start + shard.nbytes
                 expected[_name_in_header(entry, shard)] = (dtype, shape, shard.start, stop)
     return expected

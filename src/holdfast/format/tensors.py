@@ -29,7 +29,6 @@ METADATA = "__metadata__"
 _LENGTH_NBYTES = 8
 _MAX_HEADER_VALUES = 2_000_000
 _MAX_INT = 2**63 - 1
-_VIEWS = {"C128": "F64", "C32": "F16"}
 
 _SAFETENSORS_NBYTES = {
     "BOOL": 1,
@@ -53,9 +52,9 @@ _SAFETENSORS_NBYTES = {
     "C64": 8,
 }
 ITEM_NBYTES: Mapping[str, int] = types.MappingProxyType(
-    {**_SAFETENSORS_NBYTES, "C32": 4, "C128": 16}
+    {**_SAFETENSORS_NBYTES, "F4_X2": 1, "C32": 4, "C128": 16}
 )
-"""Bytes of one element, by the name that the index uses."""
+"""Bytes of one element, by the name that the index uses; `F4_X2` is two 4-bit floats."""
 
 
 class TensorSpec(msgspec.Struct, frozen=True, gc=False):
@@ -164,6 +163,18 @@ def parse_header(
     return tensors
 
 
+def in_header(dtype: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
+    """Return dtype and shape in the header of a tensor file, for those of the index."""
+    match dtype:
+        case "C128":
+            return "F64", (*shape, 2)
+        case "C32":
+            return "F16", (*shape, 2)
+        case "F4_X2":  # as safetensors writes it: its last dimension counts halves of bytes
+            return "F4", (*shape[:-1], 2 * shape[-1]) if shape else (2,)
+    return dtype, shape
+
+
 def check_shape(shape: Any, item_nbytes: int, *, what: str) -> int:
     """Check a shape parsed from JSON; return the length of the tensor in bytes.
 
@@ -226,10 +237,8 @@ def _halves(component: str, group: Sequence[TensorSpec], first_number: int) -> l
 
 
 def _header_entry(spec: TensorSpec, start: int, stop: int) -> _HeaderEntry:
-    view = _VIEWS.get(spec.dtype)
-    if view is None:
-        return _HeaderEntry(spec.dtype, spec.shape, (start, stop))
-    return _HeaderEntry(view, (*spec.shape, 2), (start, stop))
+    dtype, shape = in_header(spec.dtype, spec.shape)
+    return _HeaderEntry(dtype, shape, (start, stop))
 
 
 def _header(component: str, entries: Mapping[str, Any]) -> bytes:
@@ -247,16 +256,28 @@ def _parse_entry(
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise FormatError(f"{what}: not an object of `dtype`, `shape` and `data_offsets`")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    item_nbytes = _SAFETENSORS_NBYTES.get(dtype) if isinstance(dtype, str) else None
-    if item_nbytes is None:
-        raise FormatError(f"{what}: unknown dtype {str(dtype)[:40]!r}")
-    nbytes = check_shape(shape, item_nbytes, what=what)
+    nbytes = _nbytes_in_header(dtype, shape, what=what)
     if not isinstance(offsets, list) or [type(offset) for offset in offsets] != [int, int]:
         raise FormatError(f"{what}: `data_offsets` is not a pair of integers")
     start, stop = offsets
     if not 0 <= start <= stop <= _MAX_INT or stop - start != nbytes:
         raise FormatError(f"{what}: `data_offsets` does not fit dtype and shape")
     return dtype, tuple(shape), data_start + start, data_start + stop
+
+
+def _nbytes_in_header(dtype: Any, shape: Any, *, what: str) -> int:
+    if dtype == "F4":
+        num_values = check_shape(shape, 1, what=what)
+        if not shape or shape[-1] % 2:
+            raise FormatError(
+                f"{what}: F4 of shape {shape}: two values share a byte, so the last dimension must "
+                "be even"
+            )
+        return num_values // 2
+    item_nbytes = _SAFETENSORS_NBYTES.get(dtype) if isinstance(dtype, str) else None
+    if item_nbytes is None:
+        raise FormatError(f"{what}: unknown dtype {str(dtype)[:40]!r}")
+    return check_shape(shape, item_nbytes, what=what)
 
 
 def _check_filled(

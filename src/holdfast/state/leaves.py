@@ -48,12 +48,13 @@ _INDEX_NAMES = {
     "float8_e4m3fnuz": "F8_E4M3FNUZ",
     "float8_e5m2fnuz": "F8_E5M2FNUZ",
     "float8_e8m0fnu": "F8_E8M0",
+    "float4_e2m1fn_x2": "F4_X2",
 }
 
 DTYPE_NAMES: Mapping[torch.dtype, str] = {
     getattr(torch, name): index for name, index in _INDEX_NAMES.items() if hasattr(torch, name)
 }
-"""torch dtype -> name in the index; the 8-bit scales are absent in a torch that lacks them."""
+"""torch dtype -> name in the index; without types that this torch lacks."""
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 """Name in the index -> torch dtype."""
@@ -61,7 +62,7 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = {name: dtype for dtype, name in DTYPE_
 NUMPY_DTYPES: Mapping[str, np.dtype[Any]] = {
     index: np.dtype(name)
     for name, index in _INDEX_NAMES.items()
-    if name not in ("bfloat16", "complex32") and not name.startswith("float8")
+    if name not in ("bfloat16", "complex32") and not name.startswith(("float8", "float4"))
 }
 """Name in the index -> numpy dtype in native byte order, for the types that numpy has."""
 
