@@ -459,7 +459,7 @@ def test_all_types_are_still_written_in_the_same_bytes() -> None:
 
 @needs_f4
 def test_pairs_of_4_bit_floats_are_read(tmp_path: Path) -> None:
-    """R21: by the manager, without a model, by safetensors' own loader, and by the second reader."""
+    """R21: by the manager, by safetensors' own loader, and by the second reader."""
     root = copy_of("fours", tmp_path)
     expected = make.fours_state()["fours"]
     live = {name: torch.empty_like(tensor) for name, tensor in expected.items()}

@@ -143,6 +143,17 @@ def parse_header(
     Raises:
         FormatError: not a header whose tensors fill the file without gap or overlap.
     """
+    return parse_header_and_metadata(head, file_nbytes=file_nbytes, what=what)[0]
+
+
+def parse_header_and_metadata(
+    head: Buffer, *, file_nbytes: int, what: str
+) -> tuple[dict[str, tuple[str, tuple[int, ...], int, int]], Any]:
+    """Do what `parse_header` does; return also the value of `__metadata__`, unchecked, or None.
+
+    Raises:
+        FormatError: not a header whose tensors fill the file without gap or overlap.
+    """
     data_start = header_nbytes(head, file_nbytes=file_nbytes, what=what)
     text = memoryview(head)[_LENGTH_NBYTES:data_start]
     if text.nbytes != data_start - _LENGTH_NBYTES:
@@ -152,7 +163,7 @@ def parse_header(
     )
     if not isinstance(entries, dict):
         raise FormatError(f"{what}: the header is not an object")
-    entries.pop(METADATA, None)
+    metadata = entries.pop(METADATA, None)
     if len(entries) > MAX_TENSORS_PER_FILE:
         raise LimitExceeded(f"{what}: more than {MAX_TENSORS_PER_FILE:,} tensors")
     tensors = {
@@ -160,7 +171,7 @@ def parse_header(
         for key, entry in entries.items()
     }
     _check_filled(tensors, data_start, file_nbytes, what=what)
-    return tensors
+    return tensors, metadata
 
 
 def in_header(dtype: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
@@ -173,6 +184,11 @@ def in_header(dtype: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]
         case "F4_X2":  # as safetensors writes it: its last dimension counts halves of bytes
             return "F4", (*shape[:-1], 2 * shape[-1]) if shape else (2,)
     return dtype, shape
+
+
+def from_header(dtype: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
+    """Return dtype and shape in the index, for those of a header of another library."""
+    return ("F4_X2", (*shape[:-1], shape[-1] // 2)) if dtype == "F4" else (dtype, shape)
 
 
 def check_shape(shape: Any, item_nbytes: int, *, what: str) -> int:

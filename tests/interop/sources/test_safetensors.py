@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save_file, save_model
 
 from holdfast.errors import CorruptData, FormatError, NoCheckpoint, UsageError
 from holdfast.interop.opening import open_source
 from holdfast.interop.reading import pieces
+from holdfast.interop.source import Source
+from holdfast.state.leaves import TORCH_DTYPES
 
 
 @pytest.fixture
@@ -24,19 +28,94 @@ def weights() -> dict[str, torch.Tensor]:
     }
 
 
+def data_of(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def read(source: Source, component: str = "model") -> dict[str, bytes]:
+    part = source.part(component)
+    found: dict[str, bytes] = dict.fromkeys(part.specs, b"")
+    for piece in pieces(source, [(component, key) for key in part.specs]):
+        found[piece.key] += bytes(piece.memory)
+    return found
+
+
+def with_header(path: Path, header: Any, data: bytes) -> str:
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+    return str(path)
+
+
 def test_every_tensor_comes_back_with_its_bytes(
     tmp_path: Path, weights: dict[str, torch.Tensor]
 ) -> None:
     save_file(weights, tmp_path / "w.safetensors")
     with open_source(str(tmp_path / "w.safetensors")) as source:
-        part = source.part("model")
-        read: dict[str, bytes] = dict.fromkeys(part.specs, b"")
-        for piece in pieces(source, [("model", key) for key in part.specs]):
-            read[piece.key] += bytes(piece.memory)
+        part, found = source.part("model"), read(source)
     assert {*part.leaves} == {*weights}
     for key, tensor in weights.items():
         assert part.specs[key].shape == tuple(tensor.shape)
-        assert read[key] == tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        assert found[key] == data_of(tensor)
+
+
+@pytest.mark.parametrize("name", sorted({*TORCH_DTYPES} - {"C32", "C128"}))
+def test_every_dtype_that_both_know_is_read(tmp_path: Path, name: str) -> None:
+    """Also as a scalar and without elements."""
+    dtype = TORCH_DTYPES[name]
+    matrix = torch.arange(2 * 3 * dtype.itemsize, dtype=torch.uint8).remainder(2).view(dtype)
+    saved = {"matrix": matrix.reshape(2, 3), "empty": torch.empty(2, 0, dtype=dtype)}
+    if name != "F4_X2":  # of which the library cannot read a scalar
+        saved["scalar"] = matrix[1].clone()
+    save_file(saved, tmp_path / "w.safetensors")
+    with open_source(str(tmp_path / "w.safetensors")) as source:
+        specs, found = source.part("model").specs, read(source)
+    for key, tensor in saved.items():
+        assert (specs[key].dtype, specs[key].shape) == (name, tuple(tensor.shape))
+        assert found[key] == data_of(tensor)
+
+
+@pytest.mark.parametrize("dtype", ["F6_E2M3", "F6_E3M2"])
+def test_a_dtype_that_the_format_lacks_is_refused_by_name(tmp_path: Path, dtype: str) -> None:
+    header = {"w": {"dtype": dtype, "shape": [4], "data_offsets": [0, 3]}}
+    path = with_header(tmp_path / "w.safetensors", header, bytes(3))
+    with pytest.raises(FormatError, match=rf"tensor 'w': unknown dtype '{dtype}'"):
+        open_source(path)
+
+
+def test_half_a_byte_of_4_bit_floats_is_refused(tmp_path: Path) -> None:
+    header = {"w": {"dtype": "F4", "shape": [2, 3], "data_offsets": [0, 3]}}
+    path = with_header(tmp_path / "w.safetensors", header, bytes(3))
+    with pytest.raises(FormatError, match=r"tensor 'w': F4 of shape \[2, 3\].*must be even"):
+        open_source(path)
+
+
+def test_metadata_is_a_component_of_its_own(
+    tmp_path: Path, weights: dict[str, torch.Tensor]
+) -> None:
+    save_file(weights, tmp_path / "w.safetensors", {"format": "pt", "note": "a run", "lr": "0.1"})
+    with open_source(str(tmp_path / "w.safetensors")) as source:
+        assert source.part("metadata").tree == {"note": "a run", "lr": "0.1"}
+    save_file(weights, tmp_path / "w.safetensors", {"format": "pt"})
+    with open_source(str(tmp_path / "w.safetensors")) as source:
+        assert {*source.parts} == {"model"}
+
+
+def test_names_that_save_model_left_out_share_their_tensor(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    model[1].weight = model[0].weight
+    save_model(model, str(tmp_path / "w.safetensors"))
+    with open_source(str(tmp_path / "w.safetensors")) as source:
+        leaves = source.part("model").leaves
+    assert {*leaves} == {*model.state_dict()}
+    assert leaves["0.weight"].key == leaves["1.weight"].key
+    assert {*source.parts} == {"model"}
+
+
+@pytest.mark.parametrize("metadata", [{"a": 1}, {"a": None}, [], "x", {"a": {"b": "c"}}])
+def test_metadata_other_than_texts_is_refused(tmp_path: Path, metadata: Any) -> None:
+    path = with_header(tmp_path / "w.safetensors", {"__metadata__": metadata}, b"")
+    with pytest.raises(FormatError, match="`__metadata__` is not an object of texts"):
+        open_source(path)
 
 
 def test_a_file_cut_short_is_refused(tmp_path: Path, weights: dict[str, torch.Tensor]) -> None:
@@ -45,6 +124,17 @@ def test_a_file_cut_short_is_refused(tmp_path: Path, weights: dict[str, torch.Te
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(CorruptData, match=r"w\.safetensors"):
         open_source(str(path))
+
+
+def test_a_file_cut_short_while_it_is_open_is_refused(
+    tmp_path: Path, weights: dict[str, torch.Tensor]
+) -> None:
+    path = tmp_path / "w.safetensors"
+    save_file(weights, path)
+    with open_source(str(path)) as source:
+        path.write_bytes(path.read_bytes()[:-1])
+        with pytest.raises(CorruptData, match=r"w\.safetensors, tensor '.*': the file ends at"):
+            read(source)
 
 
 def test_what_is_not_there_or_unknown_is_refused(tmp_path: Path) -> None:

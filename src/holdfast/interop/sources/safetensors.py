@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
-import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from typing_extensions import override
 
-from holdfast.errors import CorruptData
+from holdfast.errors import FormatError
 from holdfast.format.nodes import TensorRef
 from holdfast.format.tensors import (
     MAX_HEADER_NBYTES,
-    METADATA,
     TensorSpec,
+    from_header,
     header_nbytes,
-    parse_header,
+    parse_header_and_metadata,
 )
 from holdfast.interop.source import Part, Source
+from holdfast.interop.sources.files import LocalFile, first_bytes
 
 MODEL = "model"
 """Component of weights that come without a name of their own."""
+METADATA = "metadata"
+"""Component of the texts that a safetensors file has beside its tensors."""
 
 
 def recognises(path: Path) -> bool:
     """Whether a file begins as a safetensors file does: a length, and a JSON object."""
-    if not path.is_file():
-        return False
-    with path.open("rb") as file:
-        first = file.read(9)
+    first = first_bytes(path, 9)
     return (
         len(first) == 9
         and first[8:] == b"{"
@@ -36,44 +37,60 @@ def recognises(path: Path) -> bool:
 
 
 class SafetensorsFile(Source):
-    """The weights in one safetensors file, as the component `model`."""
+    """The weights in one safetensors file, as the component `model`.
+
+    Its metadata is the component `metadata`, without `format`, which names a library.
+    """
 
     format = "safetensors"
 
     def __init__(self, path: Path) -> None:
         self.url = str(path)
-        self._file = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        self._file = LocalFile(path)
         try:
-            self._places = self._read_header()
+            specs, self._starts, metadata = self._read_header()
         except BaseException:
             self.close()
             raise
-        specs = {
-            key: TensorSpec(key, dtype, shape)
-            for key, (dtype, shape, _, _) in sorted(self._places.items(), key=lambda one: one[1][2])
-        }
-        tree = {key: TensorRef(key) for key in self._places}
-        self.parts = {MODEL: Part(kind="module", tree=tree, specs=specs)}
+        tree = {key: TensorRef(key) for key in specs}
+        tree |= {other: TensorRef(key) for other, key in _tied(metadata, specs).items()}
+        left = {name: text for name, text in metadata.items() if name not in tree}
+        left.pop("format", None)
+        self.parts: dict[str, Part] = {MODEL: Part(kind="module", tree=tree, specs=specs)}
+        if left:
+            self.parts[METADATA] = Part(kind="tree", tree=left, specs={})
 
-    def _read_header(self) -> dict[str, tuple[str, tuple[int, ...], int, int]]:
-        nbytes = os.fstat(self._file).st_size
-        length = header_nbytes(os.pread(self._file, 8, 0), file_nbytes=nbytes, what=self.url)
-        head = os.pread(self._file, length, 0)
-        found = parse_header(head, file_nbytes=nbytes, what=self.url)
-        return {key: place for key, place in found.items() if key != METADATA}
+    def _read_header(self) -> tuple[dict[str, TensorSpec], dict[str, int], dict[str, str]]:
+        """Return the tensors in the order of their bytes, where each begins, and the metadata."""
+        nbytes = self._file.nbytes
+        first = self._file.read(0, min(8, nbytes))
+        length = header_nbytes(first, file_nbytes=nbytes, what=self.url)
+        places, metadata = parse_header_and_metadata(
+            self._file.read(0, length), file_nbytes=nbytes, what=self.url
+        )
+        specs = {
+            key: TensorSpec(key, *from_header(dtype, shape))
+            for key, (dtype, shape, _, _) in sorted(places.items(), key=lambda one: one[1][2])
+        }
+        return specs, {key: places[key][2] for key in specs}, _texts(metadata, self.url)
 
     @override
     def read_into(self, component: str, key: str, start: int, memory: memoryview) -> None:
-        position = self._places[key][2] + start
-        while memory.nbytes:
-            count = os.preadv(self._file, [memory], position)
-            if not count:
-                raise CorruptData(f"{self.url}: ends at byte {position:,}, inside {key!r}")
-            position += count
-            memory = memory[count:]
+        self._file.read_into(self._starts[key] + start, memory, f"{self.url}, tensor {key!r}")
 
     @override
     def close(self) -> None:
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+        self._file.close()
+
+
+def _tied(metadata: Mapping[str, str], specs: Mapping[str, TensorSpec]) -> dict[str, str]:
+    """Return the names that `safetensors.torch.save_model` left out: name -> key that it shares."""
+    return {name: key for name, key in metadata.items() if key in specs and name not in specs}
+
+
+def _texts(metadata: Any, what: str) -> dict[str, str]:
+    if metadata is None:
+        return {}
+    if not isinstance(metadata, dict) or not all(type(one) is str for one in metadata.values()):
+        raise FormatError(f"{what}: `__metadata__` is not an object of texts")
+    return metadata

@@ -1,0 +1,278 @@
+"""Reads a folder of model files as `save_pretrained` writes it, and one of adapters.
+
+The weights are opened as single files; whatever is beside them is carried along as bytes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from typing_extensions import override
+
+from holdfast.errors import FormatError
+from holdfast.format import strictjson
+from holdfast.format.nodes import ArrayRef, TensorRef
+from holdfast.format.tensors import TensorSpec
+from holdfast.interop.source import LeftOut, Part, Source
+from holdfast.interop.sources.files import LocalFile
+from holdfast.interop.sources.safetensors import METADATA, MODEL
+from holdfast.interop.sources.ties import tied_names
+
+FILES = "files"
+"""Component of the files beside the weights, such as config and tokenizer: name -> bytes."""
+ADAPTER = "adapter"
+"""Component of an adapter's weights in a folder that has a model, too."""
+
+MAX_CARRIED_FILES = 256
+MAX_CARRIED_NBYTES = 64 << 20
+"""Most bytes of one file that is carried along."""
+MAX_SHARDS = 2_000
+_MAX_INDEX_NBYTES = 64 << 20
+_MAX_INDEX_VALUES = 2_000_000
+_MAX_NAMED = 10
+
+_MODELS = ("model.safetensors", "diffusion_pytorch_model.safetensors", "pytorch_model.bin")
+_ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
+_MODEL_FILE = re.compile(
+    r"(model|diffusion_pytorch_model|pytorch_model|adapter_model)"
+    r"(-[0-9]{5}-of-[0-9]{5})?(\.[a-z0-9]+)?(-[0-9]{5}-of-[0-9]{5})?\.(safetensors|bin)"
+)
+_OTHER_WEIGHTS = (".h5", ".msgpack", ".gguf", ".onnx", ".ot", ".tflite", ".pth", ".ckpt")
+_PICKLES = (".bin", ".pt", ".pkl", ".pickle")
+_OF_A_TRAINER = ("trainer_state.json", "optimizer.pt", "optimizer.bin", "scheduler.pt")
+
+
+def recognises(path: Path) -> bool:
+    """Whether a folder holds a model's weights under their usual names, and no trainer's state."""
+    if not path.is_dir() or any((path / name).exists() for name in _OF_A_TRAINER):
+        return False
+    return _weights_of(path, (*_MODELS, *_ADAPTERS)) is not None
+
+
+class HuggingFaceFolder(Source):
+    """The weights in a model folder, as the component `model`, and the files beside them.
+
+    Several files of weights are one component. Names that the config ties to one of their tensors,
+    and that no file has, are added to the tree.
+    """
+
+    format = "huggingface"
+
+    def __init__(self, path: Path, open_file: Callable[[str], Source]) -> None:
+        """Open the folder; `open_file` opens one file of weights.
+
+        Raises:
+            FormatError: an index or a file of weights is damaged, or they do not fit each other.
+        """
+        self.url = str(path)
+        self._stack = ExitStack()
+        self._weights: dict[tuple[str, str], tuple[Source, str]] = {}
+        self._carried: dict[str, LocalFile] = {}
+        self._texts: dict[str, Any] = {}
+        self.parts: dict[str, Part] = {}
+        self.left_out: list[LeftOut] = []
+        try:
+            used = self._add_weights(path, open_file)
+            self._add_files(path, used)
+        except BaseException:
+            self.close()
+            raise
+
+    def _add_weights(self, folder: Path, open_file: Callable[[str], Source]) -> set[str]:
+        """Add the parts of weights; return the names of the files that they use."""
+        used: set[str] = set()
+        model, adapter = _weights_of(folder, _MODELS), _weights_of(folder, _ADAPTERS)
+        if model is not None:
+            used |= self._add_part(folder, MODEL, model, open_file)
+        if adapter is not None:
+            name = MODEL if model is None else ADAPTER
+            used |= self._add_part(folder, name, adapter, open_file)
+        return used
+
+    def _add_part(
+        self, folder: Path, component: str, name: str, open_file: Callable[[str], Source]
+    ) -> set[str]:
+        index = _read_index(folder / name) if name.endswith(".json") else None
+        names = [name] if index is None else sorted({*index.values()})
+        opened = {file: self._stack.enter_context(open_file(str(folder / file))) for file in names}
+        parts = {file: _weights_in(source) for file, source in opened.items()}
+        tree: dict[str, Any] = {}
+        specs: dict[str, TensorSpec] = {}
+        owners = _owners(f"{self.url}/{name}", {file: part.tree for file, part in parts.items()})
+        if index is not None:
+            _check_index(f"{self.url}/{name}", index, owners)
+        for file, part in parts.items():
+            renamed = {key: key if key not in specs else f"{key}@{file}" for key in part.specs}
+            for key, spec in part.specs.items():
+                specs[renamed[key]] = TensorSpec(renamed[key], spec.dtype, spec.shape)
+                self._weights[component, renamed[key]] = opened[file], key
+            tree |= {path: _with_key(node, renamed) for path, node in part.tree.items()}
+            if METADATA in opened[file].parts:
+                self._texts[file] = opened[file].parts[METADATA].tree
+            self.left_out += [
+                LeftOut(path=f"{file}: {one.path}", why=one.why) for one in opened[file].left_out
+            ]
+        if component == MODEL:
+            config = _config(folder)
+            tied = tied_names(config, tree.keys())
+            tree |= {path: tree[other] for path, other in tied.items()}
+        self.parts[component] = Part(kind="module", tree=tree, specs=specs)
+        if self._texts:
+            self.parts[METADATA] = Part(kind="tree", tree=self._texts, specs={})
+        return {name, *names}
+
+    def _add_files(self, folder: Path, used: set[str]) -> None:
+        """Add the small files beside the weights as one part; list what is not carried along."""
+        tree: dict[str, ArrayRef] = {}
+        specs: dict[str, TensorSpec] = {}
+        for path in sorted(folder.iterdir()):
+            if path.name in used:
+                continue
+            why = _why_left(path, len(specs))
+            if why is not None:
+                self.left_out.append(LeftOut(path=path.name, why=why))
+                continue
+            file = LocalFile(path)
+            self._stack.callback(file.close)
+            self._carried[path.name] = file
+            specs[path.name] = TensorSpec(path.name, "U8", (file.nbytes,))
+            tree[path.name] = ArrayRef(path.name)
+        if tree:
+            self.parts[FILES] = Part(kind="tree", tree=tree, specs=specs)
+
+    @override
+    def read_into(self, component: str, key: str, start: int, memory: memoryview) -> None:
+        if component == FILES:
+            self._carried[key].read_into(start, memory, f"{self.url}/{key}")
+        else:
+            source, own_key = self._weights[component, key]
+            source.read_into(MODEL, own_key, start, memory)
+
+    @override
+    def close(self) -> None:
+        self._stack.close()
+
+
+def _weights_of(folder: Path, names: Sequence[str]) -> str | None:
+    """Return the first of the files, or of the indexes of their shards, that a folder has."""
+    candidates = [each for name in names for each in (name, f"{name}.index.json")]
+    return next((name for name in candidates if (folder / name).is_file()), None)
+
+
+def _weights_in(source: Source) -> Part:
+    part = source.parts.get(MODEL)
+    if part is None or not isinstance(part.tree, Mapping):
+        has = ", ".join(map(repr, source.parts)) or "nothing"
+        raise FormatError(f"{source.url}: expected a model's weights; it holds {has}")
+    return part
+
+
+def _with_key(node: Any, renamed: Mapping[str, str]) -> Any:
+    if isinstance(node, TensorRef) and renamed[node.key] != node.key:
+        return TensorRef(renamed[node.key], node.device, node.grad, node.parameter, node.order)
+    return node
+
+
+def _owners(what: str, trees: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """Return the file of each name; refuse names that are in several."""
+    owners: dict[str, str] = {}
+    wrong = []
+    for file, tree in trees.items():
+        for name in tree:
+            if name in owners:
+                wrong.append(f"{name!r} is in {owners[name]} and in {file}")
+            owners.setdefault(name, file)
+    _refuse(what, wrong)
+    return owners
+
+
+def _check_index(what: str, index: Mapping[str, str], owners: Mapping[str, str]) -> None:
+    wrong = [
+        f"{name!r} is not in {file}" for name, file in index.items() if owners.get(name) != file
+    ]
+    wrong += [
+        f"{name!r} in {file} is not listed" for name, file in owners.items() if name not in index
+    ]
+    _refuse(what, wrong)
+
+
+def _refuse(what: str, wrong: Sequence[str]) -> None:
+    if wrong:
+        more = f"; and {len(wrong) - _MAX_NAMED} more" if len(wrong) > _MAX_NAMED else ""
+        raise FormatError(f"{what}: {'; '.join(wrong[:_MAX_NAMED])}{more}")
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """Read which tensor is in which file beside the index.
+
+    Raises:
+        FormatError: not an index, or it names what is not a file of its folder.
+    """
+    index = _read_json(path, _MAX_INDEX_NBYTES)
+    found = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(found, dict) or not all(type(name) is str for name in found.values()):
+        raise FormatError(f"{path}: no `weight_map` of tensors and files")
+    files = sorted({*found.values()})
+    # A name with a separator, such as "../other" or "C:\\x", could lie outside of the folder.
+    outside = [
+        f"{name[:200]!r} is not a name in this folder" for name in files if not _is_plain(name)
+    ]
+    _refuse(f"{path}", outside)
+    if len(files) > MAX_SHARDS:
+        raise FormatError(f"{path}: names {len(files):,} files; at most {MAX_SHARDS:,} are read")
+    missing = [f"{name} is missing" for name in files if not (path.parent / name).is_file()]
+    _refuse(f"{path}", missing)
+    return found
+
+
+def _is_plain(name: str) -> bool:
+    return (
+        not name.startswith(".")
+        and not {*name} & {*"/\\:\0"}
+        and name.endswith((".safetensors", ".bin"))
+    )
+
+
+def _config(folder: Path) -> Mapping[str, Any]:
+    path = folder / "config.json"
+    found = _read_json(path, MAX_CARRIED_NBYTES) if path.is_file() else {}
+    if not isinstance(found, dict):
+        raise FormatError(f"{path}: not an object")
+    return found
+
+
+def _read_json(path: Path, max_nbytes: int) -> Any:
+    file = LocalFile(path)
+    try:
+        if file.nbytes > max_nbytes:
+            raise FormatError(f"{path}: {file.nbytes:,} bytes; at most {max_nbytes:,} are read")
+        data = file.read(0, file.nbytes)
+    finally:
+        file.close()
+    return strictjson.loads(
+        data, what=str(path), max_nbytes=max_nbytes, max_values=_MAX_INDEX_VALUES
+    )
+
+
+def _why_left(path: Path, num_carried: int) -> str | None:
+    """Return why a file beside the weights is not carried along, or None if it is."""
+    if path.is_dir():
+        return "a folder"
+    if not path.is_file():
+        return "not a regular file"
+    if path.name.startswith("."):
+        return "a hidden file"
+    if _MODEL_FILE.fullmatch(path.name) or path.name.endswith((*_OTHER_WEIGHTS, ".index.json")):
+        return "other weights than those that were opened"
+    if path.name.endswith(_PICKLES):
+        return "a pickle, which is not opened"
+    nbytes = path.stat().st_size
+    if nbytes > MAX_CARRIED_NBYTES:
+        return f"{nbytes:,} bytes; files up to {MAX_CARRIED_NBYTES:,} are carried along"
+    if num_carried >= MAX_CARRIED_FILES:
+        return f"more than {MAX_CARRIED_FILES} files"
+    return None
