@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file, save_model
+from tests.interop.sources.reads import data_of, read, safetensors_bytes, write
 
 from holdfast.errors import CorruptData, FormatError, NoCheckpoint, UsageError
 from holdfast.interop.opening import open_source
-from holdfast.interop.reading import pieces
-from holdfast.interop.source import Source
 from holdfast.state.leaves import TORCH_DTYPES
 
 
@@ -26,24 +24,6 @@ def weights() -> dict[str, torch.Tensor]:
         "mask": torch.tensor([True, False]),
         "empty": torch.empty(0, 4),
     }
-
-
-def data_of(tensor: torch.Tensor) -> bytes:
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
-def read(source: Source, component: str = "model") -> dict[str, bytes]:
-    part = source.part(component)
-    found: dict[str, bytes] = dict.fromkeys(part.specs, b"")
-    for piece in pieces(source, [(component, key) for key in part.specs]):
-        found[piece.key] += bytes(piece.memory)
-    return found
-
-
-def with_header(path: Path, header: Any, data: bytes) -> str:
-    text = json.dumps(header).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
-    return str(path)
 
 
 def test_every_tensor_comes_back_with_its_bytes(
@@ -77,14 +57,14 @@ def test_every_dtype_that_both_know_is_read(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("dtype", ["F6_E2M3", "F6_E3M2"])
 def test_a_dtype_that_the_format_lacks_is_refused_by_name(tmp_path: Path, dtype: str) -> None:
     header = {"w": {"dtype": dtype, "shape": [4], "data_offsets": [0, 3]}}
-    path = with_header(tmp_path / "w.safetensors", header, bytes(3))
+    path = write(tmp_path / "w.safetensors", safetensors_bytes(header, bytes(3)))
     with pytest.raises(FormatError, match=rf"tensor 'w': unknown dtype '{dtype}'"):
         open_source(path)
 
 
 def test_half_a_byte_of_4_bit_floats_is_refused(tmp_path: Path) -> None:
     header = {"w": {"dtype": "F4", "shape": [2, 3], "data_offsets": [0, 3]}}
-    path = with_header(tmp_path / "w.safetensors", header, bytes(3))
+    path = write(tmp_path / "w.safetensors", safetensors_bytes(header, bytes(3)))
     with pytest.raises(FormatError, match=r"tensor 'w': F4 of shape \[2, 3\].*must be even"):
         open_source(path)
 
@@ -113,7 +93,7 @@ def test_names_that_save_model_left_out_share_their_tensor(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("metadata", [{"a": 1}, {"a": None}, [], "x", {"a": {"b": "c"}}])
 def test_metadata_other_than_texts_is_refused(tmp_path: Path, metadata: Any) -> None:
-    path = with_header(tmp_path / "w.safetensors", {"__metadata__": metadata}, b"")
+    path = write(tmp_path / "w.safetensors", safetensors_bytes({"__metadata__": metadata}))
     with pytest.raises(FormatError, match="`__metadata__` is not an object of texts"):
         open_source(path)
 
