@@ -113,7 +113,7 @@ def test_a_file_cut_short_while_it_is_open_is_refused(
     save_file(weights, path)
     with open_source(str(path)) as source:
         path.write_bytes(path.read_bytes()[:-1])
-        with pytest.raises(CorruptData, match=r"w\.safetensors, tensor '.*': the file ends at"):
+        with pytest.raises(CorruptData, match=r"w\.safetensors: ends at byte"):
             read(source)
 
 

@@ -17,8 +17,8 @@ from holdfast.errors import FormatError
 from holdfast.format import strictjson
 from holdfast.format.nodes import ArrayRef, TensorRef
 from holdfast.format.tensors import TensorSpec
+from holdfast.interop.files import LocalFile
 from holdfast.interop.source import LeftOut, Part, Source
-from holdfast.interop.sources.files import LocalFile
 from holdfast.interop.sources.safetensors import METADATA, MODEL
 from holdfast.interop.sources.ties import tied_names
 
@@ -136,7 +136,7 @@ class HuggingFaceFolder(Source):
             if why is not None:
                 self.left_out.append(LeftOut(path=path.name, why=why))
                 continue
-            file = LocalFile(path)
+            file = LocalFile.open(path)
             self._stack.callback(file.close)
             self._carried[path.name] = file
             specs[path.name] = TensorSpec(path.name, "U8", (file.nbytes,))
@@ -147,7 +147,7 @@ class HuggingFaceFolder(Source):
     @override
     def read_into(self, component: str, key: str, start: int, memory: memoryview) -> None:
         if component == FILES:
-            self._carried[key].read_into(start, memory, f"{self.url}/{key}")
+            self._carried[key].read_into(start, memory)
         else:
             source, own_key = self._weights[component, key]
             source.read_into(MODEL, own_key, start, memory)
@@ -246,7 +246,7 @@ def _config(folder: Path) -> Mapping[str, Any]:
 
 
 def _read_json(path: Path, max_nbytes: int) -> Any:
-    file = LocalFile(path)
+    file = LocalFile.open(path)
     try:
         if file.nbytes > max_nbytes:
             raise FormatError(f"{path}: {file.nbytes:,} bytes; at most {max_nbytes:,} are read")

@@ -17,8 +17,9 @@ from holdfast.format.tensors import (
     header_nbytes,
     parse_header_and_metadata,
 )
+from holdfast.interop.files import LocalFile
 from holdfast.interop.source import Part, Source
-from holdfast.interop.sources.files import LocalFile, first_bytes
+from holdfast.interop.sources.recognising import first_bytes
 
 MODEL = "model"
 """Component of weights that come without a name of their own."""
@@ -46,7 +47,7 @@ class SafetensorsFile(Source):
 
     def __init__(self, path: Path) -> None:
         self.url = str(path)
-        self._file = LocalFile(path)
+        self._file = LocalFile.open(path)
         try:
             specs, self._starts, metadata = self._read_header()
         except BaseException:
@@ -76,7 +77,7 @@ class SafetensorsFile(Source):
 
     @override
     def read_into(self, component: str, key: str, start: int, memory: memoryview) -> None:
-        self._file.read_into(self._starts[key] + start, memory, f"{self.url}, tensor {key!r}")
+        self._file.read_into(self._starts[key] + start, memory)
 
     @override
     def close(self) -> None:

@@ -1,0 +1,312 @@
+"""Reads a MindSpore `.ckpt` file: a protobuf of named tensors, some of them in several slices."""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from typing_extensions import override
+
+from holdfast.errors import CorruptData, FormatError, LimitExceeded
+from holdfast.format.nodes import TensorRef
+from holdfast.format.tensors import ITEM_NBYTES, MAX_DIMS, TensorSpec, check_shape
+from holdfast.interop.files import LocalFile
+from holdfast.interop.source import LeftOut, Part, Source
+from holdfast.interop.sources.protobuf import LEN, VARINT, Field, Wire
+from holdfast.interop.sources.recognising import first_bytes
+from holdfast.interop.sources.safetensors import MODEL
+
+STATE = "state"
+"""Component of the texts that were saved beside the tensors."""
+
+MAX_VALUES = 200_000
+"""Most tensors, slices counted, of a file."""
+MAX_NAME_NBYTES = 4_096
+_MAX_TEXT_NBYTES = 1 << 20
+_MAX_NAMED = 10
+
+_DTYPES = {
+    "Bool": "BOOL", "Float16": "F16", "BFloat16": "BF16", "Float32": "F32", "Float64": "F64",
+    **{f"Int{bits}": f"I{bits}" for bits in (8, 16, 32, 64)},
+    **{f"UInt{bits}": f"U{bits}" for bits in (8, 16, 32, 64)},
+    "Complex64": "C64", "Complex128": "C128",
+    "Float8E4M3FN": "F8_E4M3", "Float8E5M2": "F8_E5M2",
+}
+_ENCRYPTED = {0x7F3A5ED8: "AES-GCM", 0x7F3A5ED9: "AES-CBC", 0x7F3A5EDA: "SM4-CBC"}
+"""Cipher by the first four bytes of an encrypted file, little-endian."""
+
+_TRAILER = b"crc_num"
+_TRAILER_NBYTES = 17
+_CHUNK_NBYTES = 1 << 20
+
+
+def recognises(path: Path) -> bool:
+    """Whether a file begins with a named tensor of MindSpore, or was encrypted by it."""
+    first = first_bytes(path, 2 * MAX_NAME_NBYTES)
+    return _cipher(first) is not None or _begins_with_a_name(first)
+
+
+def _cipher(first: bytes) -> str | None:
+    return _ENCRYPTED.get(int.from_bytes(first[:4], "little")) if len(first) >= 28 else None
+
+
+def _begins_with_a_name(first: bytes) -> bool:
+    """Whether bytes are field 1 of Checkpoint, in it field 1 with a text, and then field 2 or 3."""
+    if first[:1] != b"\x0a":
+        return False
+    at = next((at for at in range(1, min(11, len(first))) if first[at] < 128), len(first)) + 1
+    if first[at : at + 1] != b"\x0a" or len(first) < at + 4:
+        return False
+    length, start = first[at + 1], at + 2
+    if length >= 128:
+        length, start = length & 127 | first[at + 2] << 7, at + 3
+    name, after = first[start : start + length], first[start + length : start + length + 1]
+    try:
+        name.decode()
+    except UnicodeDecodeError:
+        return False
+    return bool(name) and after in (b"\x12", b"\x1a")
+
+
+@dataclass(slots=True)
+class _Value:
+    """A tensor or text as the file has it; big ones are in several slices."""
+
+    dtype: str
+    dims: tuple[int, ...]
+    places: list[tuple[int, int]] = field(default_factory=list)
+    """First byte and length of each slice in the file."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(length for _, length in self.places)
+
+
+class MindSporeFile(Source):
+    """The tensors of a MindSpore checkpoint as `model`, and its texts as `state`.
+
+    A file with a checksum is read whole, once, before its first byte is given.
+    """
+
+    format = "mindspore"
+
+    def __init__(self, path: Path) -> None:
+        self.url = str(path)
+        self.left_out: list[LeftOut] = []
+        self._file = LocalFile.open(path)
+        self._lock = threading.Lock()
+        try:
+            self._refuse_encrypted()
+            self._checksum, stop = self._trailer()
+            values = self._values(stop)
+            self.parts = self._parts(values)
+        except BaseException:
+            self.close()
+            raise
+
+    def _refuse_encrypted(self) -> None:
+        cipher = _cipher(self._file.read(0, min(28, self._file.nbytes)))
+        if cipher is not None:
+            raise FormatError(
+                f"{self.url}: encrypted by MindSpore ({cipher}); save it plainly first: "
+                "mindspore.load_checkpoint(file, dec_key=…), then mindspore.save_checkpoint"
+            )
+
+    def _trailer(self) -> tuple[int | None, int]:
+        """Return the checksum at the end of the file, if any, and where the content ends."""
+        nbytes = self._file.nbytes
+        if nbytes > _TRAILER_NBYTES:
+            last = self._file.read(nbytes - _TRAILER_NBYTES, _TRAILER_NBYTES)
+            if last.startswith(_TRAILER):
+                return int.from_bytes(last[len(_TRAILER) :], "big"), nbytes - _TRAILER_NBYTES
+        return None, nbytes
+
+    def _values(self, stop: int) -> dict[str, _Value]:
+        """Read what is in the file; slices of a tensor follow each other."""
+        wire, found = Wire(self._file), dict[str, _Value]()
+        last, twice, maps = "", [], set[str]()
+        for number, entry in enumerate(wire.fields(0, stop)):
+            if number >= MAX_VALUES:
+                raise LimitExceeded(f"{self.url}: more than {MAX_VALUES:,} tensors")
+            if entry.number != 1 or entry.wire_type != LEN:
+                raise CorruptData(f"{self.url}: field {entry.number} where a tensor should begin")
+            name, tensor = self._named(wire, entry)
+            if tensor is None:
+                maps.add(name)
+                continue
+            value = self._tensor(wire, tensor, name)
+            if name not in found:
+                found[name] = value
+            elif name != last or (value.dtype, value.dims) != (found[name].dtype, found[name].dims):
+                twice.append(name)
+            else:
+                found[name].places += value.places
+            last = name
+        self.left_out += [LeftOut(path=name, why="a map of parameters") for name in sorted(maps)]
+        self._refuse([f"{name!r} is there twice" for name in twice])
+        return found
+
+    def _named(self, wire: Wire, entry: Field) -> tuple[str, Field | None]:
+        """Return the name of an entry and its tensor; None for a map of parameters."""
+        name, tensor, is_map = b"", None, False
+        for inner in wire.fields(entry.start, entry.stop):
+            if inner.number == 1:
+                name = wire.read(inner, MAX_NAME_NBYTES, "a name")
+            elif inner.number == 2 and inner.wire_type == LEN and tensor is None:
+                tensor = inner
+            elif inner.number == 3:
+                is_map = True
+            else:
+                raise CorruptData(f"{self.url}: at byte {inner.start:,}: field {inner.number}")
+        if not name or (tensor is None) != is_map:
+            raise CorruptData(f"{self.url}: at byte {entry.start:,}: no name with one tensor")
+        return _text(name, self.url), tensor
+
+    def _tensor(self, wire: Wire, tensor: Field, name: str) -> _Value:
+        dims: list[int] = []
+        dtype = content = None
+        for inner in wire.fields(tensor.start, tensor.stop):
+            if inner.number == 1 and inner.wire_type == VARINT:
+                dims.append(inner.value)
+            elif inner.number == 2 and dtype is None:
+                dtype = _text(wire.read(inner, 64, "a type"), self.url)
+            elif inner.number == 3 and inner.wire_type == LEN and content is None:
+                content = inner.start, inner.stop - inner.start
+            else:
+                raise CorruptData(f"{self.url}, {name!r}: field {inner.number} of its tensor")
+            if len(dims) > MAX_DIMS:
+                raise LimitExceeded(f"{self.url}, {name!r}: more than {MAX_DIMS} dimensions")
+        if dtype is None or content is None:
+            raise CorruptData(f"{self.url}, {name!r}: without type or content")
+        return _Value(dtype, tuple(dims), [content])
+
+    def _parts(self, values: dict[str, _Value]) -> dict[str, Part]:
+        texts = {name: self._read_text(name, one) for name, one in _texts_of(values)}
+        tensors = {name: one for name, one in values.items() if one.dtype != "str"}
+        self._refuse(
+            [
+                f"{name!r} has the type {one.dtype[:64]!r}, which cannot be expressed"
+                for name, one in tensors.items()
+                if one.dtype not in _DTYPES
+            ]
+        )
+        specs = {name: self._spec(name, one) for name, one in tensors.items()}
+        self._places = {name: _Slices.of(one.places) for name, one in tensors.items()}
+        tree = {name: TensorRef(name) for name in specs}
+        parts = {MODEL: Part(kind="module", tree=tree, specs=specs)}
+        kept = {name: text for name, text in texts.items() if text is not None}
+        if kept:
+            parts[STATE] = Part(kind="tree", tree=kept, specs={})
+        self.step = self._counter(specs)
+        return parts
+
+    def _read_text(self, name: str, value: _Value) -> str | None:
+        """Return a text, which the file has in UTF-32; None if it cannot be carried over."""
+        if value.nbytes > _MAX_TEXT_NBYTES:
+            self.left_out.append(LeftOut(path=name, why=f"a text of {value.nbytes:,} bytes"))
+            return None
+        data = b"".join(self._file.read(*place) for place in value.places)
+        try:
+            return data.decode("utf-32-le")
+        except UnicodeDecodeError:
+            self.left_out.append(LeftOut(path=name, why="a text that is not Unicode"))
+            return None
+
+    def _spec(self, name: str, value: _Value) -> TensorSpec:
+        """Return dtype and shape; a scalar may be written with the one dimension 0."""
+        what, dtype = f"{self.url}, {name!r}", _DTYPES[value.dtype]
+        is_scalar = value.dims == (0,) and value.nbytes == ITEM_NBYTES[dtype]
+        shape = () if is_scalar else value.dims
+        nbytes = check_shape([*shape], ITEM_NBYTES[dtype], what=what)
+        if nbytes != value.nbytes:
+            raise CorruptData(
+                f"{what}: {value.dtype} of shape {[*shape]} has {nbytes:,} bytes; the file has "
+                f"{value.nbytes:,}"
+            )
+        return TensorSpec(name, dtype, shape)
+
+    def _counter(self, specs: dict[str, TensorSpec]) -> int | None:
+        """Return the step that MindSpore's callback adds as `step_num`, if it is there."""
+        spec = specs.get("step_num")
+        if spec is None or spec.dtype not in ("I64", "I32") or spec.shape not in ((), (1,)):
+            return None
+        data = self._file.read(*self._places["step_num"].first)
+        step = int.from_bytes(data, "little", signed=True)
+        return step if step >= 0 else None
+
+    def _refuse(self, wrong: Sequence[str]) -> None:
+        if wrong:
+            more = f"; and {len(wrong) - _MAX_NAMED} more" if len(wrong) > _MAX_NAMED else ""
+            raise FormatError(f"{self.url}: {'; '.join(wrong[:_MAX_NAMED])}{more}")
+
+    @override
+    def read_into(self, component: str, key: str, start: int, memory: memoryview) -> None:
+        self._check_once()
+        for position, part in self._places[key].cut(start, memory):
+            self._file.read_into(position, part)
+
+    def _check_once(self) -> None:
+        """Compare the checksum with all bytes before it, at the first read."""
+        with self._lock:
+            if self._checksum is None:
+                return
+            found, stop = 0, self._file.nbytes - _TRAILER_NBYTES
+            buffer = memoryview(bytearray(_CHUNK_NBYTES))
+            for start in range(0, stop, _CHUNK_NBYTES):
+                part = buffer[: min(_CHUNK_NBYTES, stop - start)]
+                self._file.read_into(start, part)
+                found = zlib.crc32(part, found)
+            if found != self._checksum:
+                raise CorruptData(
+                    f"{self.url}: damaged: its bytes have the checksum {found}, and it was written "
+                    f"with {self._checksum}"
+                )
+            self._checksum = None
+
+    @override
+    def close(self) -> None:
+        self._file.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Slices:
+    """Where the bytes of a tensor are: slices one after the other."""
+
+    positions: Sequence[int]
+    """First byte of each slice in the file."""
+    starts: Sequence[int]
+    """First byte of each slice in the tensor, and the tensor's length."""
+
+    @classmethod
+    def of(cls, places: Sequence[tuple[int, int]]) -> _Slices:
+        lengths = (length for _, length in places)
+        return cls([position for position, _ in places], [*accumulate(lengths, initial=0)])
+
+    @property
+    def first(self) -> tuple[int, int]:
+        return self.positions[0], self.starts[1]
+
+    def cut(self, start: int, memory: memoryview) -> Iterator[tuple[int, memoryview]]:
+        """Split memory for the tensor's bytes from `start` on: position in the file, memory."""
+        while memory.nbytes:
+            number = bisect_right(self.starts, start, hi=len(self.positions)) - 1
+            count = min(memory.nbytes, self.starts[number + 1] - start)
+            yield self.positions[number] + start - self.starts[number], memory[:count]
+            start, memory = start + count, memory[count:]
+
+
+def _texts_of(values: dict[str, _Value]) -> Iterator[tuple[str, Any]]:
+    return ((name, one) for name, one in values.items() if one.dtype == "str")
+
+
+def _text(data: bytes, what: str) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise CorruptData(f"{what}: a name is not UTF-8: {data[:40]!r}") from error
