@@ -6,7 +6,7 @@ from pathlib import Path
 
 from holdfast.errors import FormatError, NoCheckpoint
 from holdfast.interop.source import Source
-from holdfast.interop.sources import checkpoint, huggingface, mindspore, safetensors
+from holdfast.interop.sources import cerebras, checkpoint, huggingface, mindspore, safetensors
 from holdfast.keys import Encryption
 
 
@@ -26,6 +26,8 @@ def open_source(text: str, *, encrypt: Encryption | None = None) -> Source:
     path = Path(text)
     if safetensors.recognises(path):
         return safetensors.SafetensorsFile(path)
+    if cerebras.recognises(path):
+        return cerebras.CerebrasFile(path)
     if mindspore.recognises(path):
         return mindspore.MindSporeFile(path)
     if huggingface.recognises(path):

@@ -32,11 +32,17 @@ _MAX_TEXT_NBYTES = 1 << 20
 _MAX_NAMED = 10
 
 _DTYPES = {
-    "Bool": "BOOL", "Float16": "F16", "BFloat16": "BF16", "Float32": "F32", "Float64": "F64",
+    "Bool": "BOOL",
+    "Float16": "F16",
+    "BFloat16": "BF16",
+    "Float32": "F32",
+    "Float64": "F64",
     **{f"Int{bits}": f"I{bits}" for bits in (8, 16, 32, 64)},
     **{f"UInt{bits}": f"U{bits}" for bits in (8, 16, 32, 64)},
-    "Complex64": "C64", "Complex128": "C128",
-    "Float8E4M3FN": "F8_E4M3", "Float8E5M2": "F8_E5M2",
+    "Complex64": "C64",
+    "Complex128": "C128",
+    "Float8E4M3FN": "F8_E4M3",
+    "Float8E5M2": "F8_E5M2",
 }
 _ENCRYPTED = {0x7F3A5ED8: "AES-GCM", 0x7F3A5ED9: "AES-CBC", 0x7F3A5EDA: "SM4-CBC"}
 """Cipher by the first four bytes of an encrypted file, little-endian."""

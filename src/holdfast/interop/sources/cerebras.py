@@ -1,0 +1,373 @@
+"""Reads a Cerebras checkpoint (`.mdl`): an HDF5 file of tensors, and their tree as JSON.
+
+Objects that it holds as pickles are never opened, and tensors in other files are refused.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+import numpy as np
+from typing_extensions import override
+
+from holdfast.errors import CorruptData, FormatError, LimitExceeded
+from holdfast.format.nodes import ArrayRef, TensorRef
+from holdfast.format.tensors import ITEM_NBYTES, TensorSpec, check_shape
+from holdfast.interop.files import LocalFile
+from holdfast.interop.source import LeftOut, Part, Source
+from holdfast.interop.sources.hdf5 import SIGNATURE, Chunked, Contiguous, Dataset, Hdf5, read_band
+from holdfast.interop.sources.recognising import first_bytes
+from holdfast.interop.sources.safetensors import MODEL
+
+STATE = "state"
+"""Component of the values that belong to no other."""
+
+MAX_LEAVES = 200_000
+_MAX_DEPTH = 64
+_MAX_NAMED = 10
+_COMPONENT = re.compile(r"[a-z0-9_-]{1,64}")
+
+_DTYPES = {
+    "bool": "BOOL",
+    "bfloat16": "BF16",
+    "complex64": "C64",
+    "complex128": "C128",
+    **{f"float{bits}": f"F{bits}" for bits in (16, 32, 64)},
+    **{f"int{bits}": f"I{bits}" for bits in (8, 16, 32, 64)},
+    **{f"uint{bits}": f"U{bits}" for bits in (8, 16, 32, 64)},
+}
+_NUMPYS = {name: np.dtype(plain) for plain, name in _DTYPES.items() if plain != "bfloat16"}
+_CONTAINERS = {
+    "builtins.dict": dict,
+    "collections.OrderedDict": OrderedDict,
+    "builtins.list": list,
+    "builtins.tuple": tuple,
+    "builtins.set": set,
+}
+_PICKLE = "a pickled object, which is not opened"
+_OUT = object()
+"""Stands for a value that is left out."""
+
+
+def recognises(path: Path) -> bool:
+    """Whether a file is an HDF5 file."""
+    return first_bytes(path, len(SIGNATURE)) == SIGNATURE
+
+
+@dataclass(frozen=True, slots=True)
+class _Constant:
+    """A tensor of one value, of which the file has nothing else."""
+
+    item: bytes
+
+
+_Place = Contiguous | Chunked | _Constant
+
+
+class CerebrasFile(Source):
+    """The components of a Cerebras checkpoint; values that no component has are in `state`."""
+
+    format = "cerebras"
+
+    def __init__(self, path: Path) -> None:
+        """Read its tree, and where its tensors are.
+
+        Raises:
+            UsageError: h5py is not installed.
+            FormatError: it is damaged or incomplete, or refers to other files.
+        """
+        self.url = str(path)
+        self._file = LocalFile.open(path)
+        self._lock = threading.Lock()
+        self._band: tuple[str, int, memoryview] = "", 0, memoryview(b"")
+        try:
+            with Hdf5(self._file) as opened:
+                reader = _Reader(opened, self.url)
+                tree = reader.tree()
+            self.left_out = reader.left_out
+            self._places, self._specs = reader.places, reader.specs
+            self.parts = self._parts(tree)
+        except BaseException:
+            self.close()
+            raise
+        step = tree.get("global_step")
+        self.step = step if type(step) is int and step >= 0 else None
+
+    def _parts(self, tree: Mapping[Any, Any]) -> dict[str, Part]:
+        components: dict[str, Any] = {}
+        state: dict[Any, Any] = {}
+        for name, value in tree.items():
+            is_own = isinstance(name, str) and isinstance(value, dict | list) and name != STATE
+            into = components if is_own and _COMPONENT.fullmatch(name) else state
+            into[name] = value
+        if state:
+            components[STATE] = state
+        return {name: self._part(name, value) for name, value in components.items()}
+
+    def _part(self, name: str, value: Any) -> Part:
+        keys = {leaf.key for leaf in Part(kind="tree", tree=value, specs={}).leaves.values()}
+        specs = {key: self._specs[key] for key in sorted(keys, key=self._start)}
+        is_module = name == MODEL and isinstance(value, dict)
+        if is_module and all(isinstance(one, TensorRef) for one in value.values()):
+            return Part(kind="module", tree=dict(value), specs=specs)
+        return Part(kind="tree", tree=value, specs=specs)
+
+    def _start(self, key: str) -> int:
+        place = self._places[key]
+        if isinstance(place, Chunked):
+            return int(place.start[0])
+        return place.start if isinstance(place, Contiguous) else 0
+
+    @override
+    def read_into(self, component: str, key: str, start: int, memory: memoryview) -> None:
+        place = self._places[key]
+        if isinstance(place, Contiguous):
+            self._file.read_into(place.start + start, memory)
+        elif isinstance(place, _Constant):
+            shift, size = start % len(place.item), len(place.item)
+            copies = place.item * (-(-(memory.nbytes + shift) // size))
+            memory[:] = copies[shift : shift + memory.nbytes]
+        else:
+            self._read_chunks(place, key, start, memory)
+
+    def _read_chunks(self, place: Chunked, key: str, start: int, memory: memoryview) -> None:
+        row = int(np.prod(place.shape[1:], dtype=np.int64)) * place.dtype.itemsize
+        step = row * place.chunk[0]
+        while memory.nbytes:
+            number = start // step
+            # The last band is kept, as tensors are read in pieces from their start.
+            with self._lock:
+                if self._band[:2] != (key, number):
+                    band = read_band(self._file, place, number, f"dataset {key!r}")
+                    self._band = key, number, band
+                part = self._band[2][start - number * step :][: memory.nbytes]
+                memory[: part.nbytes] = part
+            start, memory = start + part.nbytes, memory[part.nbytes :]
+
+    @override
+    def close(self) -> None:
+        self._file.close()
+        self._band = "", 0, memoryview(b"")
+
+
+@dataclass(slots=True)
+class _Reader:
+    """Reads the tree of a file, and collects where its tensors are and what is wrong."""
+
+    h5: Hdf5
+    url: str
+    places: dict[str, _Place] = field(default_factory=dict)
+    specs: dict[str, TensorSpec] = field(default_factory=dict)
+    left_out: list[LeftOut] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    num_leaves: int = 0
+
+    def tree(self) -> Mapping[Any, Any]:
+        """Return the tree with references to tensors.
+
+        Raises:
+            FormatError: the file is incomplete, or something in it cannot be expressed.
+        """
+        names = {*self.h5.attributes()}
+        version = self.h5.attribute("__version__") if "__version__" in names else 0
+        if "__spec__" in names and isinstance(version, float | int) and version >= 0.5:
+            if "__SUCCESS__" not in names or not self.h5.attribute("__SUCCESS__"):
+                raise CorruptData(f"{self.url}: written in part only; its writer did not end")
+            tree: Any = self._node(self._spec(self.h5.json("__spec__")), "", 0)
+        else:
+            tree = self._flat()
+        if self.wrong:
+            shown = "; ".join(self.wrong[:_MAX_NAMED])
+            more = len(self.wrong) - _MAX_NAMED
+            raise FormatError(f"{self.url}: {shown}{f'; and {more} more' if more > 0 else ''}")
+        return tree if isinstance(tree, dict) else {STATE: [tree]}
+
+    def _spec(self, value: Any) -> Any:
+        """Return the tree of containers in a pair that torch's pytree has written."""
+        try:
+            protocol, spec = json.loads(value[1])
+        except (TypeError, ValueError, LookupError, RecursionError) as error:
+            raise FormatError(f"{self.url}: `__spec__` is no tree: {error}") from error
+        if protocol != 1:
+            raise FormatError(f"{self.url}: `__spec__` of the unknown version {str(protocol)[:20]}")
+        return spec
+
+    def _node(self, node: Any, path: str, depth: int) -> Any:
+        if depth > _MAX_DEPTH:
+            raise LimitExceeded(f"{self.url}: {path[:80]!r}: deeper than {_MAX_DEPTH} containers")
+        try:
+            kind, context, children = node["type"], node["context"], node["children_spec"]
+            if kind is None:
+                return self._leaf(path)
+            made = _CONTAINERS.get(kind)
+            is_dict = made in (dict, OrderedDict)
+            keys = json.loads(context) if is_dict else range(len(children))
+            pairs = [*zip(keys, children, strict=True)]
+        except (TypeError, ValueError, LookupError, RecursionError) as error:
+            raise FormatError(f"{self.url}: {path[:80]!r}: no node of a tree: {error}") from error
+        if made is None or not all(type(key) in (str, int, float, bool) for key, _ in pairs):
+            self.wrong.append(f"{path!r} is a {str(kind)[:80]}, which cannot be expressed")
+            return None
+        values = [
+            (key, self._node(child, f"{path}.{key}" if path else str(key), depth + 1))
+            for key, child in pairs
+        ]
+        return self._container(made, values, path)
+
+    def _container(self, made: type, values: Sequence[tuple[Any, Any]], path: str) -> Any:
+        if made in (dict, OrderedDict):
+            return made((key, value) for key, value in values if value is not _OUT)
+        if made is set:
+            kept = [value for _, value in values if value is not _OUT]
+            if not all(type(one) in (str, int, float, bool, type(None)) for one in kept):
+                self.wrong.append(f"{path!r} is a set of more than numbers and texts")
+                return None
+            return {*kept}
+        # Positions of the others stay as they are.
+        return made(None if value is _OUT else value for _, value in values)
+
+    def _leaf(self, path: str) -> Any:
+        self.num_leaves += 1
+        if self.num_leaves > MAX_LEAVES:
+            raise LimitExceeded(f"{self.url}: more than {MAX_LEAVES:,} values")
+        metadata = self._metadata(path)
+        if metadata.get("__LINKED__"):
+            path = metadata.get("key", "")
+            if type(path) is not str:
+                raise FormatError(f"{self.url}: a link to {str(path)[:80]!r}")
+            metadata = self._metadata(path)
+        return self._value(path, path, metadata)
+
+    def _metadata(self, path: str) -> Mapping[str, Any]:
+        """Return what the file says of a value.
+
+        Raises:
+            FormatError: nothing is said, or of several values.
+        """
+        found = self.h5.json(f"{path}.__metadata__")
+        of_value = found.get(f"{path}.__metadata__") if isinstance(found, dict) else None
+        if not isinstance(of_value, dict) or found.get("__objects__") != [path]:
+            return {"__TYPE__": "a value that is made of others"}
+        return of_value
+
+    def _flat(self) -> Mapping[Any, Any]:
+        """Return the values of a file without a tree that can be read, by name."""
+        tree: dict[str, Any] = {}
+        if "__spec__" in self.h5.attributes():
+            self.left_out.append(LeftOut(path="__spec__", why=_PICKLE))
+        for raw in self.h5.names():
+            self.num_leaves += 1
+            if self.num_leaves > MAX_LEAVES:
+                raise LimitExceeded(f"{self.url}: more than {MAX_LEAVES:,} values")
+            names = self.h5.attributes(raw)
+            told = {
+                name: "" if name == "__BYTES__" else self.h5.attribute(name, raw) for name in names
+            }
+            value = self._value(raw, unquote(raw), _as_today(told))
+            if value is not _OUT:
+                component, dot, rest = unquote(raw).partition(".")
+                if dot and component in (MODEL, "optimizer"):
+                    tree.setdefault(component, {})[rest] = value
+                else:
+                    tree[unquote(raw)] = value
+        return tree
+
+    def _value(self, raw: str, path: str, metadata: Mapping[str, Any]) -> Any:
+        kind = metadata.get("__TYPE__")
+        if kind == "ScalarSerializer":
+            return self._scalar(path, metadata.get("scalar_value"), (bool, int, float))
+        if kind == "StringSerializer":
+            return self._scalar(path, metadata.get("string_value"), (str,))
+        if kind == "NoneSerializer":
+            return None
+        if kind == "ObjectSerializer" or "__BYTES__" in metadata:
+            self.left_out.append(LeftOut(path=path, why=_PICKLE))
+            return _OUT
+        if kind == "DeferredFullTensor":
+            return self._constant(path, metadata)
+        if "__NUMPY__" in metadata and kind in ("TorchTensorSerializer", "NumpyArraySerializer"):
+            return self._tensor(raw, path, metadata)
+        self.wrong.append(f"{path!r} is {str(kind)[:80]!r}, which is not in this file or not known")
+        return None
+
+    def _scalar(self, path: str, value: Any, kinds: tuple[type, ...]) -> Any:
+        if type(value) not in kinds:
+            raise FormatError(f"{self.url}: {path!r}: not the value that it is said to be")
+        return value
+
+    def _tensor(self, raw: str, path: str, metadata: Mapping[str, Any]) -> Any:
+        place = self.h5.dataset(raw)
+        is_torch = metadata.get("__TYPE__") == "TorchTensorSerializer"
+        dtype = self._dtype(path, place, metadata)
+        self.places[path] = place
+        self.specs[path] = TensorSpec(path, dtype, place.shape)
+        return TensorRef(path) if is_torch or dtype == "BF16" else ArrayRef(path)
+
+    def _dtype(self, path: str, place: Dataset, metadata: Mapping[str, Any]) -> str:
+        """Return the type that the file says; its dataset may be of integers of the same size."""
+        told = metadata.get("dtypes")
+        name = str(told[0] if isinstance(told, list) and told else told).removeprefix("torch.")
+        if metadata.get("is_bfloat16"):
+            name = "bfloat16"
+        dtype = _DTYPES.get(place.dtype.name if told is None and name != "bfloat16" else name)
+        is_same = (dtype == "BF16" and place.dtype.kind in "iu") or dtype == _DTYPES.get(
+            place.dtype.name
+        )
+        if dtype is None or not is_same or ITEM_NBYTES[dtype] != place.dtype.itemsize:
+            raise FormatError(
+                f"{self.url}: {path!r} is said to be {name[:40]!r}, and is stored as {place.dtype}"
+            )
+        shapes = metadata.get("shapes")
+        if isinstance(shapes, list) and shapes[:1] != [[*place.shape]]:
+            raise FormatError(f"{self.url}: {path!r} is said to have another shape than it has")
+        return dtype
+
+    def _constant(self, path: str, metadata: Mapping[str, Any]) -> Any:
+        what = f"{self.url}: {path!r}"
+        dtype = _DTYPES.get(str(metadata.get("dtype")).removeprefix("torch."))
+        if dtype is None:
+            raise FormatError(f"{what}: unknown type {str(metadata.get('dtype'))[:40]!r}")
+        shape: Any = metadata.get("shape")
+        value: Any = metadata.get("fill_value")
+        check_shape(shape, ITEM_NBYTES[dtype], what=what)
+        if type(value) not in (bool, int, float):
+            raise FormatError(f"{what}: filled with {str(value)[:40]!r}")
+        try:
+            self.places[path] = _Constant(_bytes_of(dtype, value))
+        except (OverflowError, ValueError) as error:
+            raise FormatError(f"{what}: filled with {str(value)[:40]}: {error}") from error
+        self.specs[path] = TensorSpec(path, dtype, tuple(shape))
+        return TensorRef(path)
+
+
+def _bytes_of(dtype: str, value: float) -> bytes:
+    """Return the bytes of a number, rounded as torch does."""
+    if dtype != "BF16":
+        return np.array(value, _NUMPYS[dtype]).tobytes()
+    if value != value:
+        return b"\xc0\x7f"
+    bits = int(np.array(value, np.float32).view(np.uint32))
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).to_bytes(2, "little")
+
+
+def _as_today(told: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the attributes of a dataset of an older file in the words of today's."""
+    found = dict(told)
+    old = found.pop("__H5_TYPE__", None)
+    if old in ("TorchTensorH5Type", "NumpyArrayH5Type"):
+        found |= {"__NUMPY__": True, "__TYPE__": f"{old.removesuffix('H5Type')}Serializer"}
+    elif old == "ObjectH5Type":
+        found["__BYTES__"] = ""
+    elif old == "StringH5Type":
+        found["__TYPE__"] = "StringSerializer"
+    elif old == "NoneH5Type":
+        found["__TYPE__"] = "NoneSerializer"
+    return found

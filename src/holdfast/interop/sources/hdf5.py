@@ -1,0 +1,419 @@
+"""Reads datasets and attributes of an HDF5 file, and nothing that leads out of the file.
+
+The HDF5 library only says where things are. Bytes of datasets are read and decoded here, so that no
+filter of the library and no plug-in is ever used.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from typing_extensions import Self
+
+from holdfast.errors import CorruptData, FormatError, LimitExceeded, UsageError
+from holdfast.interop.files import LocalFile
+
+SIGNATURE = b"\x89HDF\r\n\x1a\n"
+MAX_ATTRIBUTE_NBYTES = 64 << 20
+MAX_CHUNK_NBYTES = 64 << 20
+MAX_BAND_NBYTES = 128 << 20
+"""Most bytes of the chunks that lie beside each other: those with the same rows of a tensor."""
+_MAX_CHUNKS = 4_000_000
+_MAX_DEPTH = 32
+_MAX_NESTING = 64
+
+_GZIP, _LZ4 = 1, 32_004
+_FILTERS = {
+    1: "gzip",
+    2: "shuffle",
+    3: "fletcher32",
+    4: "szip",
+    5: "nbit",
+    6: "scaleoffset",
+    32_000: "lzf",
+    32_004: "LZ4",
+}
+
+_Integers = np.ndarray[Any, np.dtype[np.int64]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contiguous:
+    """A dataset whose bytes are one after the other; `start` is the first in the file."""
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    start: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunked:
+    """A dataset that is stored in chunks of one shape, each compressed alone."""
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    chunk: tuple[int, ...]
+    codec: int | None
+    """Number of the filter; None for chunks as they are."""
+    start: _Integers
+    """First byte of each chunk in the file, in row-major order of the chunks."""
+    nbytes: _Integers
+    """Its bytes as stored."""
+    is_plain: np.ndarray[Any, np.dtype[np.bool_]]
+    """Whether the filter was left out for a chunk."""
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """Number of chunks in each dimension."""
+        return tuple(-(-size // step) for size, step in zip(self.shape, self.chunk, strict=True))
+
+
+Dataset = Contiguous | Chunked
+
+
+class Hdf5:
+    """An HDF5 file that is open for looking into. Use it in a `with` statement, one thread."""
+
+    def __init__(self, file: LocalFile) -> None:
+        """Open it.
+
+        Raises:
+            UsageError: h5py is not installed.
+            CorruptData: the library cannot read it.
+        """
+        self._file = file
+        self._h5py = _h5py()
+        with _without_plugins(self._h5py), self._reading("the file"):
+            plist = self._h5py.h5p.create(self._h5py.h5p.FILE_ACCESS)
+            plist.set_driver_sec2() if hasattr(plist, "set_driver_sec2") else plist.set_fapl_sec2()
+            self._id = self._h5py.h5f.open(
+                str(Path(file.name)).encode(), self._h5py.h5f.ACC_RDONLY, fapl=plist
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._id.close()
+
+    def attributes(self, name: str | None = None) -> list[str]:
+        """Return the names of the attributes of the file, or of a dataset."""
+        with self._reading(f"the attributes of {name or 'the file'}"):
+            place = self._root() if name is None else self._find(name)
+            h5a = self._h5py.h5a
+            found: list[str] = []
+            h5a.iterate(place, lambda each: found.append(each.decode()))
+            return found
+
+    def attribute(self, attribute: str, name: str | None = None) -> Any:
+        """Return a number, a truth value, a text or bytes; None for anything else.
+
+        Raises:
+            FormatError: it is too large.
+        """
+        what = f"attribute {attribute!r} of {name or 'the file'}"
+        with self._reading(what):
+            place = self._root() if name is None else self._find(name)
+            return self._value(self._h5py.h5a.open(place, attribute.encode()), what)
+
+    def json(self, attribute: str) -> Any:
+        """Return the JSON value in a text attribute of the file.
+
+        Raises:
+            FormatError: it is no JSON.
+        """
+        text = self.attribute(attribute)
+        try:
+            return json.loads(text)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise FormatError(
+                f"{self._file.name}: attribute {attribute!r} is not JSON: {error}"
+            ) from error
+
+    def dataset(self, name: str) -> Dataset:
+        """Return where the bytes of a dataset are; reads none of them.
+
+        Raises:
+            FormatError: they are in another file, in a filter that is not known, or not all there.
+        """
+        what = f"dataset {name!r}"
+        with self._reading(what):
+            found = self._find(name)
+            if not isinstance(found, self._h5py.h5d.DatasetID):
+                raise FormatError(f"{self._file.name}: {name!r} is not a dataset")
+            plist = found.get_create_plist()
+            self._refuse_elsewhere(plist, what)
+            dtype, shape = self._dtype(found, what), found.shape
+            nbytes = math.prod(shape) * dtype.itemsize
+            h5d = self._h5py.h5d
+            if nbytes == 0:
+                return Contiguous(dtype=dtype, shape=shape, start=0)
+            if plist.get_layout() == h5d.CHUNKED:
+                return self._chunked(found, plist, dtype, what)
+            start = found.get_offset()
+            if plist.get_layout() != h5d.CONTIGUOUS or start is None:
+                raise FormatError(f"{self._file.name}: {what}: it was never written, or is compact")
+            if start + nbytes > self._file.nbytes:
+                raise self._short(what, nbytes)
+            return Contiguous(dtype=dtype, shape=shape, start=start)
+
+    def names(self) -> list[str]:
+        """Return the names of all datasets; a name of one in a group is `group/name`.
+
+        Raises:
+            FormatError: a link leads elsewhere, or groups are too deep.
+        """
+        with self._reading("its names"):
+            return [*self._names_in(self._root(), "", 0)]
+
+    def _names_in(self, group: Any, prefix: str, depth: int) -> Iterator[str]:
+        if depth > _MAX_DEPTH:
+            raise LimitExceeded(f"{self._file.name}: groups are deeper than {_MAX_DEPTH}")
+        for raw in [*group]:
+            name = raw.decode()
+            found = self._step(group, name, f"{prefix}{name}")
+            if isinstance(found, self._h5py.h5g.GroupID):
+                yield from self._names_in(found, f"{prefix}{name}/", depth + 1)
+            elif isinstance(found, self._h5py.h5d.DatasetID):
+                yield f"{prefix}{name}"
+
+    def _root(self) -> Any:
+        return self._h5py.h5g.open(self._id, b"/")
+
+    def _find(self, name: str) -> Any:
+        """Open an object by its name; every part of the name must be a plain link."""
+        found = self._root()
+        for part in name.split("/"):
+            if not isinstance(found, self._h5py.h5g.GroupID) or part in ("", "."):
+                raise FormatError(f"{self._file.name}: {name!r} is not there")
+            found = self._step(found, part, name)
+        return found
+
+    def _step(self, group: Any, part: str, name: str) -> Any:
+        kind = group.links.get_info(part.encode()).type
+        if kind != self._h5py.h5l.TYPE_HARD:
+            names = {self._h5py.h5l.TYPE_SOFT: "soft", self._h5py.h5l.TYPE_EXTERNAL: "external"}
+            raise FormatError(
+                f"{self._file.name}: {name!r} is a {names.get(kind, 'user-defined')} link; links "
+                "are not followed"
+            )
+        return self._h5py.h5o.open(group, part.encode())
+
+    def _refuse_elsewhere(self, plist: Any, what: str) -> None:
+        if plist.get_external_count():
+            raise FormatError(f"{self._file.name}: {what}: its bytes are in another file")
+        if plist.get_layout() == self._h5py.h5d.VIRTUAL:
+            raise FormatError(f"{self._file.name}: {what}: virtual, from datasets of other files")
+
+    def _dtype(self, dataset: Any, what: str) -> np.dtype[Any]:
+        stored, h5t = dataset.get_type(), self._h5py.h5t
+        if stored.get_class() not in (h5t.INTEGER, h5t.FLOAT, h5t.ENUM, h5t.COMPOUND):
+            raise FormatError(f"{self._file.name}: {what}: not of numbers")
+        dtype: np.dtype[Any] = stored.dtype
+        is_same = dtype.kind in "biufc" and stored.equal(h5t.py_create(dtype, logical=True))
+        if not is_same or dtype != dtype.newbyteorder("<"):
+            raise FormatError(f"{self._file.name}: {what}: numbers of a type that is not known")
+        return dtype
+
+    def _chunked(self, dataset: Any, plist: Any, dtype: np.dtype[Any], what: str) -> Chunked:
+        shape, chunk = dataset.shape, plist.get_chunk()
+        grid = tuple(-(-size // step) for size, step in zip(shape, chunk, strict=True))
+        chunk_nbytes, count = math.prod(chunk) * dtype.itemsize, math.prod(grid)
+        band_nbytes = math.prod(shape[1:]) * chunk[0] * dtype.itemsize
+        if chunk_nbytes > MAX_CHUNK_NBYTES or count > _MAX_CHUNKS or band_nbytes > MAX_BAND_NBYTES:
+            raise LimitExceeded(
+                f"{self._file.name}: {what}: {count:,} chunks of {chunk_nbytes:,} bytes, "
+                f"{band_nbytes:,} beside each other; at most {_MAX_CHUNKS:,}, "
+                f"{MAX_CHUNK_NBYTES:,} and {MAX_BAND_NBYTES:,}"
+            )
+        codec = self._codec(plist, what)
+        # Before arrays of this length are made: each chunk has more than 8 bytes in the file.
+        if dataset.get_num_chunks() != count or count > self._file.nbytes // 8:
+            raise CorruptData(
+                f"{self._file.name}: {what}: {count:,} chunks, of which some are not there"
+            )
+        start, nbytes, mask = (np.full(count, -1, np.int64) for _ in range(3))
+
+        def note(info: Any) -> None:
+            at = tuple(
+                offset // step for offset, step in zip(info.chunk_offset, chunk, strict=True)
+            )
+            number = int(np.ravel_multi_index(at, grid))
+            start[number], nbytes[number] = info.byte_offset, info.size
+            mask[number] = info.filter_mask
+
+        dataset.chunk_iter(note)
+        most = 2 * chunk_nbytes + 4096
+        is_wrong = (start < 0) | (nbytes < 0) | (nbytes > most)
+        if (is_wrong | (start > self._file.nbytes - nbytes)).any():
+            raise self._short(what, int(nbytes.sum()))
+        return Chunked(
+            dtype=dtype,
+            shape=shape,
+            chunk=chunk,
+            codec=codec,
+            start=start,
+            nbytes=nbytes,
+            is_plain=(mask & 1).astype(np.bool_),
+        )
+
+    def _codec(self, plist: Any, what: str) -> int | None:
+        numbers = [plist.get_filter(number)[0] for number in range(plist.get_nfilters())]
+        if not numbers or numbers in ([_GZIP], [_LZ4]):
+            return numbers[0] if numbers else None
+        names = ", ".join(_FILTERS.get(number, f"filter {number}") for number in numbers)
+        raise FormatError(
+            f"{self._file.name}: {what}: compressed by {names}; LZ4 and gzip are known, each alone"
+        )
+
+    def _value(self, attribute: Any, what: str) -> Any:
+        stored, h5t, shape = attribute.get_type(), self._h5py.h5t, attribute.shape
+        if attribute.get_space().get_simple_extent_type() == self._h5py.h5s.NULL:
+            return None
+        # The library reserves what the file claims, before it reads.
+        nbytes = math.prod(shape) * stored.get_size()
+        if nbytes > MAX_ATTRIBUTE_NBYTES or attribute.get_storage_size() > MAX_ATTRIBUTE_NBYTES:
+            raise LimitExceeded(f"{self._file.name}: {what}: {nbytes:,} bytes")
+        if stored.get_class() == h5t.OPAQUE:
+            return None
+        if shape not in ((), (1,)) or stored.get_class() not in (
+            *(h5t.INTEGER, h5t.FLOAT, h5t.ENUM, h5t.STRING),
+        ):
+            return None
+        array = np.empty(shape, stored.dtype)
+        attribute.read(array)
+        value = array.reshape(-1)[0]
+        if isinstance(value, bytes):
+            return value.decode()
+        return value.item() if isinstance(value, np.generic) else value
+
+    def _short(self, what: str, nbytes: int) -> CorruptData:
+        return CorruptData(
+            f"{self._file.name}: {what}: {nbytes:,} bytes, of which some are behind the end of the "
+            "file"
+        )
+
+    @contextmanager
+    def _reading(self, what: str) -> Iterator[None]:
+        """Turn the library's errors into ours."""
+        try:
+            yield
+        except (CorruptData, FormatError, LimitExceeded):
+            raise
+        except (OSError, RuntimeError, KeyError, ValueError, TypeError, UnicodeError) as error:
+            raise CorruptData(f"{self._file.name}: {what} cannot be read: {error}") from error
+        except MemoryError as error:
+            raise LimitExceeded(f"{self._file.name}: {what} needs too much memory") from error
+
+
+def read_band(file: LocalFile, dataset: Chunked, number: int, what: str) -> memoryview:
+    """Read the rows of a dataset that lie in the chunks with one position in the first dimension.
+
+    Raises:
+        CorruptData: a chunk is damaged.
+        UsageError: lz4 is not installed.
+    """
+    first = number * dataset.chunk[0]
+    rows = min(dataset.chunk[0], dataset.shape[0] - first)
+    band = np.empty((rows, *dataset.shape[1:]), dataset.dtype)
+    rest = dataset.grid[1:]
+    in_band = math.prod(rest)
+    for within in range(in_band):
+        at = (0, *(int(one) for one in np.unravel_index(within, rest))) if rest else (0,)
+        chunk = _read_chunk(file, dataset, number * in_band + within, what)
+        places = tuple(
+            slice(one * step, min((one + 1) * step, size))
+            for one, step, size in zip(at, dataset.chunk, band.shape, strict=True)
+        )
+        band[places] = chunk[tuple(slice(place.stop - place.start) for place in places)]
+    return memoryview(band.reshape(-1).view(np.uint8).data)
+
+
+def _read_chunk(
+    file: LocalFile, dataset: Chunked, number: int, what: str
+) -> np.ndarray[Any, np.dtype[Any]]:
+    data = file.read(int(dataset.start[number]), int(dataset.nbytes[number]))
+    nbytes = math.prod(dataset.chunk) * dataset.dtype.itemsize
+    codec = None if dataset.is_plain[number] else dataset.codec
+    if codec == _LZ4:
+        data = _from_lz4(data, nbytes, f"{file.name}: {what}")
+    elif codec == _GZIP:
+        try:
+            data = zlib.decompressobj().decompress(data, nbytes + 1)
+        except zlib.error as error:
+            raise CorruptData(f"{file.name}: {what}: a damaged chunk: {error}") from error
+    if len(data) != nbytes:
+        raise CorruptData(f"{file.name}: {what}: a chunk of {len(data):,} bytes, not {nbytes:,}")
+    return np.frombuffer(data, dataset.dtype).reshape(dataset.chunk)
+
+
+def _from_lz4(data: bytes, nbytes: int, what: str) -> bytes:
+    """Decode a chunk of the LZ4 filter: its length, that of a block, and blocks with lengths."""
+    lz4 = _lz4()
+    total, block = int.from_bytes(data[:8], "big"), int.from_bytes(data[8:12], "big")
+    if total != nbytes or not block:
+        raise CorruptData(f"{what}: a chunk of {total:,} bytes, not {nbytes:,}")
+    position, left, parts = 12, total, []
+    while left:
+        length = int.from_bytes(data[position : position + 4], "big")
+        part = data[position + 4 : position + 4 + length]
+        size = min(block, left)
+        if len(part) != length or not length:
+            raise CorruptData(f"{what}: a chunk is cut short")
+        if length != size:  # else the block is stored as it is
+            try:
+                part = lz4.decompress(part, uncompressed_size=size)
+            except Exception as error:
+                raise CorruptData(f"{what}: a damaged chunk: {error}") from error
+        if len(part) != size:
+            raise CorruptData(f"{what}: a block of {len(part):,} bytes, not {size:,}")
+        parts.append(part)
+        position, left = position + 4 + length, left - size
+    return b"".join(parts)
+
+
+@contextmanager
+def _without_plugins(h5py: Any) -> Iterator[None]:
+    """Let HDF5 look for plug-ins nowhere, as a file names those that it wants."""
+    h5pl = h5py.h5pl
+    paths = [h5pl.get(number) for number in range(h5pl.size())]
+    for _ in paths:
+        h5pl.remove(0)
+    try:
+        yield
+    finally:
+        for path in paths:
+            h5pl.append(path)
+
+
+def _h5py() -> Any:
+    try:
+        return import_module("h5py")
+    except ImportError as error:
+        raise UsageError(
+            "HDF5 files need the package h5py: pip install 'holdfast[convert]'"
+        ) from error
+
+
+def _lz4() -> Any:
+    try:
+        return import_module("lz4.block")
+    except ImportError as error:
+        raise UsageError(
+            "chunks that LZ4 has compressed need the package lz4: pip install 'holdfast[convert]'"
+        ) from error
