@@ -214,7 +214,9 @@ class _Reader:
         except (TypeError, ValueError, LookupError, RecursionError) as error:
             raise FormatError(f"{self.url}: {path[:80]!r}: no node of a tree: {error}") from error
         if made is None or not all(type(key) in (str, int, float, bool) for key, _ in pairs):
-            self.wrong.append(f"{path!r} is a {str(kind)[:80]}, which cannot be expressed")
+            self.wrong.append(
+                f"{path or 'the whole'!r} is of type {str(kind)[:80]!r}, which cannot be expressed"
+            )
             return None
         values = [
             (key, self._node(child, f"{path}.{key}" if path else str(key), depth + 1))

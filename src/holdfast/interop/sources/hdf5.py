@@ -207,9 +207,10 @@ class Hdf5:
     def _step(self, group: Any, part: str, name: str) -> Any:
         kind = group.links.get_info(part.encode()).type
         if kind != self._h5py.h5l.TYPE_HARD:
-            names = {self._h5py.h5l.TYPE_SOFT: "soft", self._h5py.h5l.TYPE_EXTERNAL: "external"}
+            h5l = self._h5py.h5l
+            names = {h5l.TYPE_SOFT: "a soft", h5l.TYPE_EXTERNAL: "an external"}
             raise FormatError(
-                f"{self._file.name}: {name!r} is a {names.get(kind, 'user-defined')} link; links "
+                f"{self._file.name}: {name!r} is {names.get(kind, 'another')} link; links "
                 "are not followed"
             )
         return self._h5py.h5o.open(group, part.encode())

@@ -214,7 +214,8 @@ def _read_index(path: Path) -> dict[str, str]:
     """
     index = _read_json(path, _MAX_INDEX_NBYTES)
     found = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(found, dict) or not all(type(name) is str for name in found.values()):
+    is_map = isinstance(found, dict) and all(type(name) is str for name in found.values())
+    if not found or not is_map:
         raise FormatError(f"{path}: no `weight_map` of tensors and files")
     files = sorted({*found.values()})
     # A name with a separator, such as "../other" or "C:\\x", could lie outside of the folder.

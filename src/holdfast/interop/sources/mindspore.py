@@ -25,7 +25,7 @@ from holdfast.interop.sources.safetensors import MODEL
 STATE = "state"
 """Component of the texts that were saved beside the tensors."""
 
-MAX_VALUES = 200_000
+MAX_VALUES = 50_000
 """Most tensors, slices counted, of a file."""
 MAX_NAME_NBYTES = 4_096
 _MAX_TEXT_NBYTES = 1 << 20

@@ -80,6 +80,9 @@ class Wire:
 
     def _varint(self, start: int, stop: int) -> tuple[int, int]:
         """Read an integer of up to 64 bits; return it and the position after it."""
+        at = start - self._window_start
+        if start < stop and 0 <= at < len(self._window) and self._window[at] < 128:
+            return self._window[at], start + 1
         data = self._peek(start, min(_MAX_VARINT_NBYTES, stop - start))
         value = 0
         for position, byte in enumerate(data):
