@@ -41,6 +41,16 @@ def make_cases(folder: Path, outside: Path) -> Iterator[tuple[str, Path]]:
     yield from _damaged_hdf5(folder)
 
 
+def make_harmless(folder: Path) -> None:
+    """Write a folder of shards and a protobuf that are fine."""
+    model = folder / "model"
+    model.mkdir(parents=True)
+    _shard(model / "model-00001-of-00001.safetensors")
+    index = {"weight_map": {"w": "model-00001-of-00001.safetensors"}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "x.ckpt").write_bytes(entry("w", "Float32", (2,), bytes(8)))
+
+
 def _shard(path: Path) -> None:
     path.write_bytes(safetensors_bytes({"w": tensor()}, bytes(8)))
 

@@ -46,7 +46,9 @@ def outcome(path: Path) -> str:
 def main() -> None:
     global allowed
     folder = Path(sys.argv[1])
-    outcome(folder.parent / "warm.mdl")
+    # What is imported at the first use.
+    for path in sorted((folder.parent / "warm").iterdir()):
+        assert outcome(path) == "accepted", outcome(path)
     sys.addaudithook(watch)
     found = {}
     for path in sorted(folder.iterdir()):

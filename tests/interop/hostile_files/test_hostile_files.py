@@ -13,7 +13,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
-from tests.interop.hostile_files.cases import make_cases, tell
+from tests.interop.hostile_files.cases import make_cases, make_harmless, tell
 
 CHILD = Path(__file__).with_name("child.py")
 MOST_MIB = 256
@@ -44,7 +44,8 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     base = tmp_path_factory.mktemp("hostile")
     folder, outside = base / "cases", base / "outside.safetensors"
     folder.mkdir()
-    for path in (outside, base / "warm.mdl"):
+    make_harmless(base / "warm")
+    for path in (outside, base / "warm" / "x.mdl"):
         with h5py.File(path, "w") as file:
             tell(file.create_dataset("w", data=np.arange(8, dtype="f4")))
     names = [name for name, _ in make_cases(folder, outside)]

@@ -87,7 +87,7 @@ class CerebrasFile(Source):
         self.url = str(path)
         self._file = LocalFile.open(path)
         self._lock = threading.Lock()
-        self._band: tuple[str, int, memoryview] = "", 0, memoryview(b"")
+        self._bands: dict[tuple[str, int], memoryview] = {}
         try:
             with Hdf5(self._file) as opened:
                 reader = _Reader(opened, self.url)
@@ -143,19 +143,26 @@ class CerebrasFile(Source):
         step = row * place.chunk[0]
         while memory.nbytes:
             number = start // step
-            # The last band is kept, as tensors are read in pieces from their start.
-            with self._lock:
-                if self._band[:2] != (key, number):
-                    band = read_band(self._file, place, number, f"dataset {key!r}")
-                    self._band = key, number, band
-                part = self._band[2][start - number * step :][: memory.nbytes]
-                memory[: part.nbytes] = part
+            part = self._chunks_beside(place, key, number)[start - number * step :]
+            part = part[: memory.nbytes]
+            memory[: part.nbytes] = part
             start, memory = start + part.nbytes, memory[part.nbytes :]
+
+    def _chunks_beside(self, place: Chunked, key: str, number: int) -> memoryview:
+        """Return chunks decoded; the last two are kept, as several threads read pieces of them."""
+        with self._lock:
+            band = self._bands.pop((key, number), None)
+            if band is None:
+                while len(self._bands) > 1:
+                    del self._bands[next(iter(self._bands))]
+                band = read_band(self._file, place, number, f"dataset {key!r}")
+            self._bands[key, number] = band
+            return band
 
     @override
     def close(self) -> None:
         self._file.close()
-        self._band = "", 0, memoryview(b"")
+        self._bands.clear()
 
 
 @dataclass(slots=True)

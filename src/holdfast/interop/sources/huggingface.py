@@ -213,7 +213,7 @@ def _read_index(path: Path) -> dict[str, str]:
         FormatError: not an index, or it names what is not a file of its folder.
     """
     index = _read_json(path, _MAX_INDEX_NBYTES)
-    found = index.get("weight_map") if isinstance(index, dict) else None
+    found: dict[str, str] = index.get("weight_map", {}) if isinstance(index, dict) else {}
     is_map = isinstance(found, dict) and all(type(name) is str for name in found.values())
     if not found or not is_map:
         raise FormatError(f"{path}: no `weight_map` of tensors and files")
