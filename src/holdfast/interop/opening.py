@@ -10,11 +10,14 @@ from holdfast.interop.sources import cerebras, checkpoint, huggingface, mindspor
 from holdfast.keys import Encryption
 
 
-def open_source(text: str, *, encrypt: Encryption | None = None) -> Source:
+def open_source(
+    text: str, *, encrypt: Encryption | None = None, key: bytes | None = None
+) -> Source:
     """Open a checkpoint or a file of weights of any known format.
 
     `text` is `ROOT`, `ROOT@which` or the folder of a checkpoint, also as a URL, or a local file or
-    folder of another library. `encrypt` has the keys of encrypted checkpoints.
+    folder of another library. `encrypt` has the keys of encrypted checkpoints,
+    `key` is that of a file which another library encrypted.
 
     Raises:
         NoCheckpoint: nothing exists there.
@@ -29,7 +32,7 @@ def open_source(text: str, *, encrypt: Encryption | None = None) -> Source:
     if cerebras.recognises(path):
         return cerebras.CerebrasFile(path)
     if mindspore.recognises(path):
-        return mindspore.MindSporeFile(path)
+        return mindspore.MindSporeFile(path, key=key)
     if huggingface.recognises(path):
         return huggingface.HuggingFaceFolder(path, open_source)
     if not path.exists():

@@ -57,6 +57,10 @@ def main() -> None:
     big = Tensor(np.arange(500, dtype=np.float32).reshape(50, 10))
     sliced = [{"name": "before", "data": few[-1]["data"]}, {"name": "big", "data": big}]
     save_checkpoint(sliced, str(folder / "sliced.ckpt"))
+    serialization.ENCRYPT_BLOCK_SIZE = 1  # KiB; by itself 64 MiB
+    for mode in ("AES-GCM", "AES-CBC"):
+        path = folder / f"{mode}-blocks.ckpt"
+        save_checkpoint(sliced, str(path), enc_key=KEY, enc_mode=mode)
     for path in folder.iterdir():
         path.chmod(0o644)  # MindSpore makes them read-only
     record = {name: read_back(folder / name) for name in ("plain.ckpt", "crc.ckpt", "sliced.ckpt")}

@@ -115,10 +115,9 @@ class Hdf5:
         """Return the names of the attributes of the file, or of a dataset."""
         with self._reading(f"the attributes of {name or 'the file'}"):
             place = self._root() if name is None else self._find(name)
-            h5a = self._h5py.h5a
-            found: list[str] = []
-            h5a.iterate(place, lambda each: found.append(each.decode()))
-            return found
+            found: list[bytes] = []
+            self._h5py.h5a.iterate(place, found.append)  # an error in there is not passed on
+            return [name.decode() for name in found]
 
     def attribute(self, attribute: str, name: str | None = None) -> Any:
         """Return a number, a truth value, a text or bytes; None for anything else.

@@ -18,6 +18,7 @@ from holdfast.format.nodes import TensorRef
 from holdfast.format.tensors import ITEM_NBYTES, MAX_DIMS, TensorSpec, check_shape
 from holdfast.interop.files import LocalFile
 from holdfast.interop.source import LeftOut, Part, Source
+from holdfast.interop.sources.mindspore_cipher import DecryptedFile, cipher_of
 from holdfast.interop.sources.protobuf import LEN, VARINT, Field, Wire
 from holdfast.interop.sources.recognising import first_bytes
 from holdfast.interop.sources.safetensors import MODEL
@@ -44,9 +45,6 @@ _DTYPES = {
     "Float8E4M3FN": "F8_E4M3",
     "Float8E5M2": "F8_E5M2",
 }
-_ENCRYPTED = {0x7F3A5ED8: "AES-GCM", 0x7F3A5ED9: "AES-CBC", 0x7F3A5EDA: "SM4-CBC"}
-"""Cipher by the first four bytes of an encrypted file, little-endian."""
-
 _TRAILER = b"crc_num"
 _TRAILER_NBYTES = 17
 _CHUNK_NBYTES = 1 << 20
@@ -55,11 +53,7 @@ _CHUNK_NBYTES = 1 << 20
 def recognises(path: Path) -> bool:
     """Whether a file begins with a named tensor of MindSpore, or was encrypted by it."""
     first = first_bytes(path, 2 * MAX_NAME_NBYTES)
-    return _cipher(first) is not None or _begins_with_a_name(first)
-
-
-def _cipher(first: bytes) -> str | None:
-    return _ENCRYPTED.get(int.from_bytes(first[:4], "little")) if len(first) >= 28 else None
+    return cipher_of(first) is not None or _begins_with_a_name(first)
 
 
 def _begins_with_a_name(first: bytes) -> bool:
@@ -102,13 +96,19 @@ class MindSporeFile(Source):
 
     format = "mindspore"
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, key: bytes | None = None) -> None:
+        """Read what is in the file, and where; `key` is that of an encrypted one.
+
+        Raises:
+            FormatError: it is damaged, or has a type that cannot be expressed.
+            WrongKey: the key does not decrypt it.
+        """
         self.url = str(path)
         self.left_out: list[LeftOut] = []
-        self._file = LocalFile.open(path)
+        self._file: LocalFile | DecryptedFile = LocalFile.open(path)
         self._lock = threading.Lock()
         try:
-            self._refuse_encrypted()
+            self._file = self._decrypted(key)
             self._checksum, stop = self._trailer()
             values = self._values(stop)
             self.parts = self._parts(values)
@@ -116,13 +116,19 @@ class MindSporeFile(Source):
             self.close()
             raise
 
-    def _refuse_encrypted(self) -> None:
-        cipher = _cipher(self._file.read(0, min(28, self._file.nbytes)))
-        if cipher is not None:
-            raise FormatError(
-                f"{self.url}: encrypted by MindSpore ({cipher}); save it plainly first: "
-                "mindspore.load_checkpoint(file, dec_key=…), then mindspore.save_checkpoint"
-            )
+    def _decrypted(self, key: bytes | None) -> LocalFile | DecryptedFile:
+        """Return the file, or what it is after decryption."""
+        assert isinstance(self._file, LocalFile)
+        cipher = cipher_of(self._file.read(0, min(32, self._file.nbytes)))
+        if cipher is None:
+            return self._file
+        if key is not None and cipher != "SM4-CBC":
+            return DecryptedFile(self._file, key)
+        raise FormatError(
+            f"{self.url}: encrypted by MindSpore ({cipher}); "
+            f"{'give its key, or ' if cipher != 'SM4-CBC' else ''}save it plainly first: "
+            "mindspore.load_checkpoint(file, dec_key=…), then mindspore.save_checkpoint"
+        )
 
     def _trailer(self) -> tuple[int | None, int]:
         """Return the checksum at the end of the file, if any, and where the content ends."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from holdfast.errors import CorruptData
 from holdfast.interop.files import LocalFile
+from holdfast.interop.sources.mindspore_cipher import DecryptedFile
 
 VARINT, FIXED64, LEN, FIXED32 = 0, 1, 2, 5
 """Wire types; groups, which have others, are refused."""
@@ -32,7 +33,7 @@ class Field:
 class Wire:
     """A file as a sequence of fields."""
 
-    def __init__(self, file: LocalFile) -> None:
+    def __init__(self, file: LocalFile | DecryptedFile) -> None:
         self.file = file
         self._window = b""
         self._window_start = 0
