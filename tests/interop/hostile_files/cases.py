@@ -261,6 +261,14 @@ def _group_in_itself(path: Path, outside: Path) -> None:
         group["a"] = group
 
 
+def _groups_in_each_other(path: Path, outside: Path) -> None:
+    with h5py.File(path, "w") as file:
+        group = file.create_group("a")
+        for name in ("b", "c", "d"):
+            group[name] = group
+        tell(group.create_dataset("w", data=np.arange(3.0)))
+
+
 def _with_spec(spec: Any, **attributes: Any) -> Any:
     def write(path: Path, outside: Path) -> None:
         text = spec if isinstance(spec, str) else json.dumps([None, json.dumps([1, spec])])
@@ -313,6 +321,7 @@ _HDF5 = {
     "compound": _compound,
     "deep groups": _deep_groups,
     "group in itself": _group_in_itself,
+    "groups in each other": _groups_in_each_other,
     "spec of text": _with_spec("x"),
     "spec of brackets": _with_spec("[" * 100_000),
     "spec of a class": _with_spec({"type": "os.system", "context": "null", "children_spec": []}),

@@ -273,9 +273,6 @@ class _Reader:
         if "__spec__" in self.h5.attributes():
             self.left_out.append(LeftOut(path="__spec__", why=_PICKLE))
         for raw in self.h5.names():
-            self.num_leaves += 1
-            if self.num_leaves > MAX_LEAVES:
-                raise LimitExceeded(f"{self.url}: more than {MAX_LEAVES:,} values")
             names = self.h5.attributes(raw)
             told = {
                 name: "" if name == "__BYTES__" else self.h5.attribute(name, raw) for name in names

@@ -25,6 +25,7 @@ from holdfast.interop.files import LocalFile
 
 SIGNATURE = b"\x89HDF\r\n\x1a\n"
 MAX_ATTRIBUTE_NBYTES = 64 << 20
+MAX_OBJECTS = 200_000
 MAX_CHUNK_NBYTES = 64 << 20
 MAX_BAND_NBYTES = 128 << 20
 """Most bytes of the chunks that lie beside each other: those with the same rows of a tensor."""
@@ -93,6 +94,7 @@ class Hdf5:
         """
         self._file = file
         self._h5py = _h5py()
+        self._num_seen = 0
         with _without_plugins(self._h5py), self._reading("the file"):
             plist = self._h5py.h5p.create(self._h5py.h5p.FILE_ACCESS)
             plist.set_driver_sec2() if hasattr(plist, "set_driver_sec2") else plist.set_fapl_sec2()
@@ -178,6 +180,7 @@ class Hdf5:
             FormatError: a link leads elsewhere, or groups are too deep.
         """
         with self._reading("its names"):
+            self._num_seen = 0
             return [*self._names_in(self._root(), "", 0)]
 
     def _names_in(self, group: Any, prefix: str, depth: int) -> Iterator[str]:
@@ -186,6 +189,9 @@ class Hdf5:
         for raw in [*group]:
             name = raw.decode()
             found = self._step(group, name, f"{prefix}{name}")
+            self._num_seen += 1  # groups may hold each other
+            if self._num_seen > MAX_OBJECTS:
+                raise LimitExceeded(f"{self._file.name}: more than {MAX_OBJECTS:,} objects")
             if isinstance(found, self._h5py.h5g.GroupID):
                 yield from self._names_in(found, f"{prefix}{name}/", depth + 1)
             elif isinstance(found, self._h5py.h5d.DatasetID):
