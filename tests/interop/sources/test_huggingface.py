@@ -222,3 +222,21 @@ def test_a_folder_of_a_trainer_is_not_a_model_folder(tmp_path: Path) -> None:
     assert huggingface.recognises(tmp_path)
     (tmp_path / "trainer_state.json").write_text("{}")
     assert not huggingface.recognises(tmp_path)
+
+
+def test_pickled_weights_are_read_by_their_own_source(tmp_path: Path) -> None:
+    """Shards of `pytorch_model.bin`: nothing in them is run."""
+    pytest.importorskip("holdfast.interop.sources.torchfile")
+    shards = {
+        "pytorch_model-00001-of-00002.bin": {"a": torch.randn(3, 3)},
+        "pytorch_model-00002-of-00002.bin": {"b": torch.randn(2).bfloat16(), "c": torch.tensor(7)},
+    }
+    for name, tensors in shards.items():
+        torch.save(tensors, tmp_path / name)
+    places = {key: name for name, tensors in shards.items() for key in tensors}
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": places}))
+    with open_source(str(tmp_path)) as source:
+        assert source.format == "huggingface"
+        assert by_path(source) == {
+            key: data_of(tensor) for tensors in shards.values() for key, tensor in tensors.items()
+        }
