@@ -21,7 +21,7 @@ DESIGN = SRC.parent.parent / "docs" / "design.md"
 
 LAYERS = (
     ("errors", "events"),
-    ("arguments", "launched"),
+    ("arguments", "launched", "system"),
     ("store",),
     ("format",),
     ("state", "policy", "ranks", "keys"),
@@ -76,6 +76,7 @@ WITHOUT_TORCH = (
     "events",
     "arguments",
     "launched",
+    "system",
     "store",
     "format",
     "policy",

@@ -12,7 +12,7 @@ MUTANTS: tuple[Mutant, ...] = (
         name="put-without-fsync",
         promise="R5: bytes are synced before they get their name",
         file="store/local/files.py",
-        before="        os.fsync(fd)\n        yield Draft(folder_fd, fd, temporary)",
+        before="        sync(fd)\n        yield Draft(folder_fd, fd, temporary)",
         after="        yield Draft(folder_fd, fd, temporary)",
         near=(*LOCAL, *ORDER),
     ),
@@ -20,10 +20,10 @@ MUTANTS: tuple[Mutant, ...] = (
         name="failed-fsync-tried-again",
         promise="R7: a failed sync is never tried again on the same file",
         file="store/local/files.py",
-        before="        os.fsync(fd)\n        yield",
+        before="        sync(fd)\n        yield",
         after=(
-            "        try:\n            os.fsync(fd)\n        except OSError:\n"
-            "            os.fsync(fd)\n        yield"
+            "        try:\n            sync(fd)\n        except OSError:\n"
+            "            sync(fd)\n        yield"
         ),
         near=LOCAL,
     ),
@@ -66,7 +66,7 @@ MUTANTS: tuple[Mutant, ...] = (
         name="blocks-without-fsync",
         promise="I2: the bytes of a large file are durable before the manifest",
         file="store/local/blocks.py",
-        before='            os.fsync(self._fd)\n            report.effect = "done"\n',
+        before='            sync(self._fd)\n            report.effect = "done"\n',
         after='            report.effect = "done"\n',
         near=("tests/store/local/test_blocks.py", *ORDER),
     ),

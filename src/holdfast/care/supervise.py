@@ -18,9 +18,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Protocol
+from typing import Protocol
 
 from holdfast.errors import UsageError
+from holdfast.system import signals_of
 
 REQUEUE_CODE = 75
 """Exit status of a training that asks its scheduler to run it again; the trainer's code."""
@@ -228,7 +229,7 @@ def _outcome(ending: ChildEnding, limits: Limits, failures: int) -> SupervisionO
     return SupervisionOutcome.GAVE_UP if failures >= limits.max_failures else None
 
 
-FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+FORWARDED = signals_of("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP")
 """Signals that ask to stop. Those that were ignored when the supervisor began stay ignored."""
 _LEFTOVERS_S = 10.0
 """How long to wait for killed processes to end, in seconds."""
@@ -246,6 +247,8 @@ class ChildProcess:
     def __init__(self, command: Sequence[str], *, grace_s: float) -> None:
         if not command:
             raise UsageError("command: must not be empty")
+        if not hasattr(os, "killpg"):
+            raise UsageError("commands are supervised on Linux and macOS only: no process groups")
         if grace_s < 0:
             raise UsageError(f"grace_s={grace_s}: must be a number of seconds, not below 0")
         self._command = list(command)
@@ -294,10 +297,9 @@ class ChildProcess:
         finally:
             self._has_lived = True
         group, stop = _ProcessGroup(process.pid), _Grace(self._grace_s)
-        self._wait_for_leader(process.pid, group, stop)
-        how = _ended(process.pid)
-        died_asked = stop.first is not None and how.si_code != os.CLD_EXITED
-        has_succeeded = how.si_code == os.CLD_EXITED and how.si_status == 0
+        code = self._wait_for_leader(process, group, stop)
+        died_asked = stop.first is not None and code < 0
+        has_succeeded = code == 0
         if not has_succeeded and not died_asked:
             # Before the leader is reaped: its number cannot be another's yet.
             group.send(signal.SIGKILL)
@@ -318,13 +320,17 @@ class ChildProcess:
             if left_s <= 0:
                 return None
 
-    def _wait_for_leader(self, pid: int, group: _ProcessGroup, stop: _Grace) -> None:
-        while _ended(pid) is None:
+    def _wait_for_leader(
+        self, process: subprocess.Popen[bytes], group: _ProcessGroup, stop: _Grace
+    ) -> int:
+        """Return the exit status, or less the number of the signal that ended the child."""
+        while (code := _exit_code(process)) is None:
             if stop.is_over:
                 group.send(signal.SIGKILL)
-                os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+                self._signals(_POLL_S)
             else:
                 self._forward(group, stop, stop.left_s)
+        return code
 
     def _wait_for_others(self, group: _ProcessGroup, stop: _Grace, *, is_graceful: bool) -> None:
         """Wait for the group's other processes, as a shell's training; kill those that stay."""
@@ -403,9 +409,17 @@ class _ProcessGroup:
         return False
 
 
-def _ended(pid: int) -> Any:
-    """Return how a child ended, without reaping it; None while it runs."""
-    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+def _exit_code(process: subprocess.Popen[bytes]) -> int | None:
+    """Return the exit code of a child as `Popen` has it, without reaping it; None while it runs."""
+    if not hasattr(os, "waitid"):
+        # macOS before Python 3.13. It is reaped here: its number is free for the moment until the
+        # rest of its group is killed.
+        return process.poll()
+    found = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    if found is None:
+        return None
+    status: int = found.si_status
+    return status if found.si_code == os.CLD_EXITED else -status
 
 
 def _ignore(*_: object) -> None:

@@ -15,6 +15,7 @@ from holdfast.engine.sealed.sealing import bare
 from holdfast.errors import UsageError
 from holdfast.keys import PrivateKey
 from holdfast.keys import generate as new_key
+from holdfast.system import CLOSED_ON_EXEC, sync, sync_folder
 
 
 def generate(path: Path, *, pair: bool) -> Answer:
@@ -86,17 +87,13 @@ def rotate(root: str, to: KeySources, *, keep_old: bool) -> Answer:
 
 def _write(path: Path, text: str, *, mode: int) -> None:
     try:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | CLOSED_ON_EXEC, mode)
         with os.fdopen(fd, "w", encoding="ascii") as file:
             file.write(f"{text}\n")
             file.flush()
-            os.fsync(fd)
+            sync(fd)
         # Sync the folder too: data encrypted with the key outlasts a power cut, so must the key.
-        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        sync_folder(path.parent)
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}; a key is written into a new file") from error
 

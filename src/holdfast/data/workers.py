@@ -11,6 +11,8 @@ import threading
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from holdfast.system import signals_of
+
 _iterators: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 """torch's iterators with workers -> id of the process that started them."""
 
@@ -44,7 +46,7 @@ def _outlive_signals() -> None:
     The signals are meant for the training process, which ends its workers itself. If a worker died
     of one, the training process would raise an error, at an arbitrary line.
     """
-    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+    for number in signals_of("SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"):
         signal.signal(number, _ignore)
     # A second signal comes from the training process, for a worker that hangs.
     signal.signal(signal.SIGTERM, _ignore_once)
@@ -58,8 +60,8 @@ def _end_workers() -> None:
     """
     ours = [batches for batches, pid in _iterators.items() if pid == os.getpid()]  # not a parent's
     workers = [worker for batches in ours for worker in getattr(batches, "_workers", ())]
-    if workers:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise
+    for number in signals_of("SIGCHLD") if workers else ():
+        signal.signal(number, signal.SIG_DFL)  # torch's handler would raise
     for worker in workers:
         worker.kill()
 

@@ -3,19 +3,10 @@
 from __future__ import annotations
 
 import mmap
-import sys
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 
-from holdfast.errors import OutOfMemory
-
-_WIPE_ON_FORK = 18
-"""Linux's MADV_WIPEONFORK, for which Python has no name."""
-_ADVICE = (
-    (mmap.MADV_HUGEPAGE, _WIPE_ON_FORK)
-    if sys.platform == "linux" and hasattr(mmap, "MADV_HUGEPAGE")
-    else ()
-)
+from holdfast.system import private_memory
 
 
 def take(nbytes: int) -> mmap.mmap:
@@ -28,22 +19,7 @@ def take(nbytes: int) -> mmap.mmap:
     Raises:
         OutOfMemory: the system refuses.
     """
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    try:
-        found = mmap.mmap(-1, max(nbytes, 1), flags=flags)
-    except (OSError, OverflowError) as error:
-        raise OutOfMemory(f"{nbytes} bytes of memory are not to be had: {error}") from error
-    for advice in _ADVICE:
-        _advise(found, advice)
-    return found
-
-
-def _advise(memory: mmap.mmap, advice: int) -> None:
-    try:
-        memory.madvise(advice)
-    except OSError:
-        # Only advice: a kernel that lacks it keeps ordinary pages, and copies on fork.
-        return
+    return private_memory(nbytes, is_wiped_on_fork=True)
 
 
 class Buffers:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import io
 import os
-import threading
 from pathlib import Path
 from typing import Any
 
 from typing_extensions import override
 
 from holdfast.errors import CorruptData, StoreError
+from holdfast.system import CLOSED_ON_EXEC, read_at
 
 
 class LocalFile:
@@ -19,7 +19,6 @@ class LocalFile:
     def __init__(self, descriptor: int, name: str) -> None:
         self.name = name
         self._descriptor = descriptor
-        self._lock = threading.Lock()
         self.nbytes = os.fstat(descriptor).st_size
 
     @classmethod
@@ -31,9 +30,8 @@ class LocalFile:
         """
         if not path.is_file():
             raise StoreError(f"{path}: not a regular file")
-        flags = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
         try:
-            return cls(os.open(path, flags), str(path))
+            return cls(os.open(path, os.O_RDONLY | CLOSED_ON_EXEC), str(path))
         except OSError as err:
             raise StoreError(f"{path}: cannot be opened: {err.strerror}") from err
 
@@ -47,7 +45,7 @@ class LocalFile:
         position, left = start, memory.cast("B")
         while left.nbytes:
             try:
-                count = self._read_some(position, left)
+                count = read_at(self._descriptor, left, position)
             except OSError as err:
                 raise StoreError(f"{self.name}: cannot be read: {err.strerror}") from err
             if not count:
@@ -60,15 +58,6 @@ class LocalFile:
         data = bytearray(nbytes)
         self.read_into(start, memoryview(data))
         return bytes(data)
-
-    def _read_some(self, position: int, memory: memoryview) -> int:
-        if hasattr(os, "preadv"):
-            return os.preadv(self._descriptor, [memory], position)
-        with self._lock:  # macOS before 11, and Windows
-            os.lseek(self._descriptor, position, os.SEEK_SET)
-            data = os.read(self._descriptor, memory.nbytes)
-        memory[: len(data)] = data
-        return len(data)
 
     def stream(self, start: int, stop: int) -> io.BufferedReader:
         """Return a reader of a part of the file, which gives positions in the whole file."""

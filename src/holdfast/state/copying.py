@@ -29,6 +29,7 @@ from torch.nn.parameter import Parameter
 from holdfast.errors import OutOfMemory, UsageError
 from holdfast.format.tensors import TensorSpec
 from holdfast.state.leaves import TORCH_DTYPES
+from holdfast.system import C_LIBRARY
 
 T = TypeVar("T")
 S_co = TypeVar("S_co", bound="Tensor | Unread", covariant=True)
@@ -45,7 +46,7 @@ _ODD = (Tensor.is_neg, Tensor.is_conj, Tensor.is_inference, Tensor._is_zerotenso
 _nbytes = attrgetter("nbytes")
 # Through `ctypes.memmove` each call would offer the interpreter to the other threads, one of which
 # keeps it for 5 ms.
-_memmove = ctypes.PyDLL(None).memmove
+_memmove = ctypes.PyDLL(C_LIBRARY).memmove
 _memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _memmove.restype = None
 

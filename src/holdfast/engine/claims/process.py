@@ -8,6 +8,7 @@ from datetime import datetime, timezone
 from typing import Literal, NamedTuple
 
 from holdfast.format.records import Process
+from holdfast.system import PROC, boot_id, find_process, has_proc
 
 Liveness = Literal["ours", "alive", "dead", "unknown"]
 
@@ -16,14 +17,14 @@ def this_process() -> Process:
     """Return the identity of the calling process."""
     pid = os.getpid()
     try:
-        start = _stat(f"/proc/{pid}").start
+        start = (_stat(f"{PROC}/{pid}") if has_proc() else find_process(pid)).start
     except OSError:
         start = ""
     return Process(
         host=socket.gethostname(),
         pid=pid,
         start=start,
-        boot_id=_boot_id(),
+        boot_id=boot_id(),
         pid_namespace=_pid_namespace(),
     )
 
@@ -42,7 +43,21 @@ def liveness(process: Process) -> Liveness:
         return "unknown"
     if (process.pid, process.start) == (here.pid, here.start):
         return "ours"
-    folder = f"/proc/{process.pid}"
+    return _by_proc(process) if has_proc() else _by_psutil(process)
+
+
+def _by_psutil(process: Process) -> Liveness:
+    try:
+        found = find_process(process.pid)
+    except ProcessLookupError:
+        return "dead"
+    except OSError:
+        return "unknown"
+    return "dead" if found.has_ended or found.start != process.start else "alive"
+
+
+def _by_proc(process: Process) -> Liveness:
+    folder = f"{PROC}/{process.pid}"
     try:
         leader = _stat(folder)
         if leader.start != process.start:
@@ -109,17 +124,9 @@ def _exists(pid: int) -> bool:
     return True
 
 
-def _boot_id() -> str:
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            return file.read().strip()
-    except OSError:
-        return ""
-
-
 def _pid_namespace() -> str:
     try:
-        return os.readlink("/proc/self/ns/pid")
+        return os.readlink(f"{PROC}/self/ns/pid")
     except OSError:
         return ""
 

@@ -33,6 +33,7 @@ from holdfast.format import layout
 from holdfast.format.records import AnswerRecord, Process, RequestRecord
 from holdfast.format.strictjson import MAX_CHECKED_NBYTES
 from holdfast.store.base import Store
+from holdfast.system import user_number
 
 POLL_S = 1.0
 """Seconds between two polls of the training process, in a store with folders."""
@@ -356,4 +357,4 @@ def _user() -> str:
     try:
         return getpass.getuser()
     except (KeyError, OSError, ImportError):
-        return f"user {os.getuid()}"
+        return f"user {user_number()}"

@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 from holdfast.engine.workers import Workers
 from holdfast.errors import UsageError
 from holdfast.policy.clock import Time, Unit, parse
+from holdfast.system import at_fork
 
 logger = logging.getLogger("holdfast")
 
@@ -432,4 +433,4 @@ def _restore_in_child() -> None:
         stop._watch = None
 
 
-os.register_at_fork(after_in_child=_restore_in_child)
+at_fork(after_in_child=_restore_in_child)

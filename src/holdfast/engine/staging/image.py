@@ -18,6 +18,7 @@ from holdfast.engine.staging.device import pin
 from holdfast.format import blocks
 from holdfast.format.layout import BLOCK_NBYTES
 from holdfast.format.tensors import TensorFile
+from holdfast.system import C_LIBRARY
 
 LARGE_NBYTES = 128 << 10
 """Minimum size of tensors that are copied one by one, by several threads and, with overlap, during
@@ -110,13 +111,13 @@ class KnownFile:
         return range(-(-start // BLOCK_NBYTES), stop // BLOCK_NBYTES)
 
 
-_libc = ctypes.CDLL(None)
+_libc = ctypes.CDLL(C_LIBRARY)
 _memcmp = _libc.memcmp
 _memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 _memcmp.restype = ctypes.c_int
 # PyDLL keeps the interpreter's lock, CDLL releases it for the call: then another thread may keep it
 # for 5 ms, which only a long compare is worth.
-_memcmp_quick = ctypes.PyDLL(None).memcmp
+_memcmp_quick = ctypes.PyDLL(C_LIBRARY).memcmp
 _memcmp_quick.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 _memcmp_quick.restype = ctypes.c_int
 _memcpy = _libc.memcpy

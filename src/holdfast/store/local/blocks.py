@@ -23,6 +23,7 @@ from holdfast.store.base import expect_inside, final_nbytes, flat
 from holdfast.store.local.files import (
     FILE_MODE,
     NEW_FILE,
+    NOFOLLOW,
     address_of,
     remove_quietly,
     temporary_name,
@@ -31,6 +32,7 @@ from holdfast.store.local.files import (
 from holdfast.store.local.folders import sync_folder_fd
 from holdfast.store.local.oserrors import UNSUPPORTED, Reporting
 from holdfast.store.local.syscalls import DirectAlignment, direct_alignment, preallocate
+from holdfast.system import CLOSED_ON_EXEC, sync
 
 _PAGE = mmap.PAGESIZE
 _REFUSED = "direct_io=True: this file system refuses O_DIRECT"
@@ -54,7 +56,7 @@ class DirectFile:
 
 def open_direct(folder_fd: int, name: str) -> DirectFile | None:
     """Open the file for writing with O_DIRECT; None if the file system refuses the flag."""
-    flags = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC | getattr(os, "O_DIRECT", 0)
+    flags = os.O_WRONLY | NOFOLLOW | CLOSED_ON_EXEC | getattr(os, "O_DIRECT", 0)
     if not hasattr(os, "O_DIRECT"):
         return None
     try:
@@ -244,7 +246,7 @@ class LocalBlockWriter:
         with self._call("finish", becomes=_WriterState.FINISHING) as report:
             if os.fstat(self._fd).st_size != length:
                 os.ftruncate(self._fd, length)
-            os.fsync(self._fd)
+            sync(self._fd)
             report.effect = "done"
             sync_folder_fd(self._folder_fd)
             if os.fstat(self._fd).st_nlink == 0:

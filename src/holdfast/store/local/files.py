@@ -16,22 +16,22 @@ from contextlib import contextmanager, suppress
 from holdfast.errors import CorruptData, StoreError, TransientStoreError, UnsupportedStore
 from holdfast.store.local.oserrors import UNSUPPORTED
 from holdfast.store.local.syscalls import rename_noreplace
+from holdfast.system import CLOSED_ON_EXEC, PROC, read_at, sync, write_at
 
 TEMPORARY_PREFIX = ".tmp-"
 FILE_MODE = 0o444
 """Mode of finished files: read-only, because no file is written twice."""
 
-_CLOEXEC = getattr(os, "O_CLOEXEC", 0)
-_NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
+NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
 # O_NONBLOCK: opening a fifo for reading would otherwise wait for a writer.
-_READ = os.O_RDONLY | _NOFOLLOW | getattr(os, "O_NONBLOCK", 0) | _CLOEXEC
-NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NOFOLLOW | _CLOEXEC
-_UNNAMED = os.O_WRONLY | getattr(os, "O_TMPFILE", 0) | _CLOEXEC
+READ = os.O_RDONLY | NOFOLLOW | getattr(os, "O_NONBLOCK", 0) | CLOSED_ON_EXEC
+NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | NOFOLLOW | CLOSED_ON_EXEC
+_UNNAMED = os.O_WRONLY | getattr(os, "O_TMPFILE", 0) | CLOSED_ON_EXEC
 _NO_UNNAMED = UNSUPPORTED | {errno.EISDIR}
 _REMOVED = "the folder was removed"
 NO_LINKS = UNSUPPORTED | {errno.EPERM, errno.EACCES, errno.EMLINK, errno.EXDEV}
 """Error numbers by which a file system refuses a link."""
-OWN_FDS = "/proc/self/fd"
+OWN_FDS = f"{PROC}/self/fd"
 """Folder with a link from each descriptor number to its open file; not on every system."""
 
 
@@ -42,7 +42,7 @@ def temporary_name() -> str:
 
 def open_file(folder_fd: int, name: str) -> int:
     """Open `name`, of any file type, for reading; `regular_nbytes` checks the type."""
-    return os.open(name, _READ, dir_fd=folder_fd)
+    return os.open(name, READ, dir_fd=folder_fd)
 
 
 def regular_nbytes(found: os.stat_result, *, what: str) -> int:
@@ -93,7 +93,7 @@ def read_exactly(fd: int, buffer: memoryview, start: int, *, what: str) -> None:
     """
     done = 0
     while done < len(buffer):
-        got = os.preadv(fd, [buffer[done:]], start + done)
+        got = read_at(fd, buffer[done:], start + done)
         if got == 0:
             raise CorruptData(
                 f"{what}: ends at byte {start + done}, expected {start + len(buffer)}"
@@ -105,7 +105,7 @@ def write_all(fd: int, data: memoryview, start: int) -> None:
     """Write all of `data` at byte `start`, in as many calls as that takes."""
     done = 0
     while done < len(data):
-        done += os.pwrite(fd, data[done:], start + done)
+        done += write_at(fd, data[done:], start + done)
 
 
 class Draft:
@@ -181,7 +181,7 @@ def drafted(folder_fd: int, data: memoryview, *, unnamed: bool = True) -> Iterat
     fd, temporary = _create_aside(folder_fd, unnamed=unnamed)
     try:
         write_all(fd, data, 0)
-        os.fsync(fd)
+        sync(fd)
         yield Draft(folder_fd, fd, temporary)
     finally:
         if temporary is not None:

@@ -14,8 +14,9 @@ from contextlib import contextmanager, suppress
 
 from holdfast.errors import StoreError, UnsupportedStore
 from holdfast.store.local.oserrors import UNSUPPORTED, Reporting
+from holdfast.system import CLOSED_ON_EXEC, sync
 
-_FOLDER = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_CLOEXEC", 0)
+_FOLDER = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | CLOSED_ON_EXEC
 _NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
 
 
@@ -66,7 +67,7 @@ def sync_folder_fd(fd: int) -> None:
         UnsupportedStore: the file system has no such operation.
     """
     try:
-        os.fsync(fd)
+        sync(fd)
     except OSError as err:
         if err.errno in UNSUPPORTED:
             raise UnsupportedStore(
@@ -160,15 +161,15 @@ def remove_tree(root: str, segments: Sequence[str]) -> None:
             os.rmdir(name, dir_fd=outer_fd)
 
 
-def scan(folder_fd: int, *, sizes: bool) -> list[tuple[str, int]]:
+def scan(folder: int | str, *, sizes: bool) -> list[tuple[str, int]]:
     """List name and length of regular files and folders, whose names end with `/`.
 
-    Lengths are 0 without `sizes`, which saves a call for each file. A symbolic link that leads out
-    of the folder then counts as a folder, so that reading it raises. Other links and devices are
-    left out.
+    The folder is an open one, or a path. Lengths are 0 without `sizes`, which saves a call for
+    each file. A symbolic link that leads out of the folder then counts as a folder, so that
+    reading it raises. Other links and devices are left out.
     """
     found = []
-    with os.scandir(folder_fd) as entries:
+    with os.scandir(folder) as entries:
         for entry in entries:
             try:
                 if entry.is_dir(follow_symlinks=False):
@@ -176,16 +177,18 @@ def scan(folder_fd: int, *, sizes: bool) -> list[tuple[str, int]]:
                 elif entry.is_file(follow_symlinks=False):
                     nbytes = entry.stat(follow_symlinks=False).st_size if sizes else 0
                     found.append((entry.name, nbytes))
-                elif not sizes and entry.is_symlink() and _leads_out(folder_fd, entry.name):
+                elif not sizes and entry.is_symlink() and _leads_out(folder, entry.name):
                     found.append((entry.name + "/", 0))
             except FileNotFoundError:
                 continue  # it was removed while the folder was read
     return found
 
 
-def _leads_out(folder_fd: int, name: str) -> bool:
+def _leads_out(folder: int | str, name: str) -> bool:
     """Whether a symbolic link points out of its own folder."""
-    return "/" in os.readlink(name, dir_fd=folder_fd)
+    if isinstance(folder, str):
+        return os.path.dirname(os.readlink(os.path.join(folder, name))) != ""
+    return "/" in os.readlink(name, dir_fd=folder)
 
 
 def _empty_folder(folder_fd: int) -> list[str]:

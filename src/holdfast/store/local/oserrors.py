@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from types import TracebackType
 from typing import Literal
 
@@ -131,6 +132,8 @@ def free_space(path: str) -> FreeSpace:
     """
     while True:
         try:
+            if not hasattr(os, "statvfs"):  # Windows
+                return FreeSpace(nbytes=shutil.disk_usage(path).free, inodes=None)
             found = os.statvfs(path)
             break
         except (FileNotFoundError, NotADirectoryError):

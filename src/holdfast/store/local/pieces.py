@@ -10,7 +10,6 @@ The cache is never required: any failure here ends in a plain fetch.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import shutil
@@ -24,8 +23,17 @@ from dataclasses import dataclass
 from holdfast.errors import CorruptData
 from holdfast.events import logger
 from holdfast.store.local import reads
-from holdfast.store.local.files import write_all
+from holdfast.store.local.files import NOFOLLOW, READ, write_all
 from holdfast.store.local.reads import OpenFile, Seen
+from holdfast.system import (
+    CLOSED_ON_EXEC,
+    at_fork,
+    boot_id,
+    bytes_at,
+    try_lock,
+    unlock,
+    user_number,
+)
 
 Fetch = Callable[[int, memoryview, Seen], None]
 """Callback that fills the memory from a byte of the object on, and reports each filled part."""
@@ -36,8 +44,7 @@ PIECE_NBYTES = 8 * 1024 * 1024
 _PAGE = 4096
 _DRAFT = ".part"
 _NAME = re.compile(r"[0-9]{8}(\.part)?", re.ASCII)
-_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # a pipe would wait
-_WRITE = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+_WRITE = os.O_RDWR | NOFOLLOW | CLOSED_ON_EXEC
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.05
 _COUNT_WAIT_S = 10.0
 """Longest wait for another process that counts copies or removes old ones."""
@@ -74,7 +81,7 @@ class LocalPieces:
 
     def __init__(self, folder: str | os.PathLike[str], *, max_nbytes: int, wait_s: float) -> None:
         # A subfolder for this user: only copies of this cache are removed in it.
-        name = f"holdfast-cache-{os.geteuid()}"
+        name = f"holdfast-cache-{user_number()}"
         self._folder = os.path.join(os.path.abspath(os.fspath(folder)), name)
         self._max_nbytes = max_nbytes
         self._wait_s = wait_s
@@ -128,7 +135,7 @@ class LocalPieces:
         try:
             if not self._is_usable():
                 return 0
-            file = OpenFile(os.open(path, _READ))
+            file = OpenFile(os.open(path, READ))
         except OSError:
             return 0
         try:
@@ -197,7 +204,7 @@ class LocalPieces:
         try:
             os.makedirs(self._folder, mode=0o700, exist_ok=True)
             found = os.lstat(self._folder)
-            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+            if not stat.S_ISDIR(found.st_mode) or found.st_uid != user_number():
                 raise PermissionError("it belongs to somebody else")
         except OSError as error:
             self._stop_keeping(error)
@@ -227,15 +234,17 @@ class LocalPieces:
         fd = _opened(self._path("count"), _WRITE | os.O_CREAT)
         try:
             end = time.monotonic() + _COUNT_WAIT_S
-            while not _try_lock(fd):
+            while not try_lock(fd):
                 if time.monotonic() > end:
                     raise TimeoutError(f"another process counts for {_COUNT_WAIT_S:.0f} s already")
                 time.sleep(_FIRST_PAUSE_S)
-            count = _parse_count(os.pread(fd, 100, 0))
+            count = _parse_count(bytes_at(fd, 100, 0))
             if count is None or count + needed > self._max_nbytes:
                 count = self._clear(self._max_nbytes - needed)
             has_room = count + needed <= self._max_nbytes
-            os.pwrite(fd, b"%020d %s" % (count + needed * has_room, _boot()), 0)
+            write_all(
+                fd, memoryview(b"%020d %s" % (count + needed * has_room, boot_id().encode())), 0
+            )
             yield has_room
         finally:
             _unlock(fd)
@@ -308,7 +317,7 @@ def _lock_draft(path: str) -> _PieceFile | None:
             os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
         return None  # the caller tries again: an empty folder may be removed at any time
     try:
-        if _try_lock(fd) and _is_at(fd, path):
+        if try_lock(fd) and _is_at(fd, path):
             os.ftruncate(fd, 0)  # left by a process that died
             draft, fd = _PieceFile(fd, path), -1
             return draft
@@ -325,7 +334,7 @@ def _remove_stale_draft(path: str) -> None:
     except FileNotFoundError:
         return
     try:
-        if _try_lock(fd) and _is_at(fd, path):
+        if try_lock(fd) and _is_at(fd, path):
             os.unlink(path)
     finally:
         _unlock(fd)
@@ -339,22 +348,13 @@ def _opened(path: str, flags: int) -> int:
     return fd
 
 
-def _try_lock(fd: int) -> bool:
-    """Try to lock the file; return False if another descriptor has the lock."""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
 def _unlock(fd: int) -> None:
     with _forking:
         if fd not in _lockable:
             return  # it belongs to the process that this one was forked from
         _lockable.discard(fd)
         try:
-            fcntl.flock(fd, fcntl.LOCK_UN)  # children forked by other than Python hold it too
+            unlock(fd)  # children forked by other than Python hold it too
         finally:
             os.close(fd)
 
@@ -366,7 +366,7 @@ def _close_inherited_locks() -> None:
     _forking.release()
 
 
-os.register_at_fork(
+at_fork(
     before=_forking.acquire, after_in_parent=_forking.release, after_in_child=_close_inherited_locks
 )
 
@@ -386,12 +386,6 @@ def _on_disk(nbytes: int) -> int:
 def _parse_count(text: bytes) -> int | None:
     """Parse the count; None if of an earlier boot, as a power failure may leave an old one."""
     number, _, boot = text.partition(b" ")
-    return int(number) if re.fullmatch(rb"[0-9]{20}", number) and boot == _boot() else None
-
-
-def _boot() -> bytes:
-    try:
-        with open("/proc/sys/kernel/random/boot_id", "rb") as file:
-            return file.read().strip()
-    except OSError:
-        return b""
+    return (
+        int(number) if re.fullmatch(rb"[0-9]{20}", number) and boot == boot_id().encode() else None
+    )

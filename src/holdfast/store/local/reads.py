@@ -14,6 +14,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
@@ -25,6 +26,7 @@ from holdfast.store.local.syscalls import (
     is_all_cached,
     is_cached,
 )
+from holdfast.system import CLOSED_ON_EXEC, read_at
 
 Seen = Callable[[memoryview], object]
 """Callback with each piece of the memory, in order, once it is filled."""
@@ -227,7 +229,7 @@ def _opened_directly(fd: int) -> OpenFile | None:
     if not _O_DIRECT:
         return None
     try:
-        direct_fd = os.open(f"{OWN_FDS}/{fd}", os.O_RDONLY | os.O_CLOEXEC | _O_DIRECT)
+        direct_fd = os.open(f"{OWN_FDS}/{fd}", os.O_RDONLY | CLOSED_ON_EXEC | _O_DIRECT)
     except OSError:
         return None  # the file system refuses the flag, or there is no /proc
     alignment = direct_alignment(direct_fd) or DirectAlignment(memory=_PAGE, offset=_PAGE)
@@ -255,7 +257,7 @@ def _read_direct(file: OpenFile, memory: memoryview, start: int) -> int:
 def _read_aligned(fd: int, memory: memoryview, start: int, offset: int) -> int:
     done = 0
     while done < len(memory) and done % offset == 0:
-        got = os.preadv(fd, [memory[done:]], start + done)
+        got = read_at(fd, memory[done:], start + done)
         if got == 0:
             break  # the read of the rest, through the cache, reports where the file ends
         done += got
@@ -278,7 +280,7 @@ def _read_around(file: OpenFile, memory: memoryview, start: int) -> int:
         wanted = min(len(memory) - done, PIECE_NBYTES)
         rounded = -(-(skipped + wanted) // offset) * offset
         try:
-            got = os.preadv(direct.fd, [scratch[:rounded]], start + done - skipped)
+            got = read_at(direct.fd, scratch[:rounded], start + done - skipped)
         except OSError as err:
             if err.errno not in _REFUSALS:
                 raise
@@ -293,7 +295,7 @@ def _read_around(file: OpenFile, memory: memoryview, start: int) -> int:
 
 def _drop_pages(fd: int, start: int, nbytes: int) -> None:
     """Drop clean pages from the page cache, if the system takes such advice."""
-    if nbytes and hasattr(os, "posix_fadvise"):
+    if nbytes and sys.platform == "linux":
         # A page of which only a part is named would stay.
         first = start - start % _PAGE
         stop = -(-(start + nbytes) // _PAGE) * _PAGE

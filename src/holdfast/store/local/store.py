@@ -16,7 +16,7 @@ from functools import partial
 
 from typing_extensions import override
 
-from holdfast.errors import NotFound, UsageError
+from holdfast.errors import NotFound, UnsupportedStore, UsageError
 from holdfast.store.base import (
     MAX_KEY_BYTES,
     BlockWriter,
@@ -41,12 +41,13 @@ from holdfast.store.local.folders import (
     make_root,
     opened_folder,
     remove_tree,
-    scan,
     sync_folder_fd,
 )
+from holdfast.store.local.names import names_below, segments_of
 from holdfast.store.local.oserrors import Reporting
 from holdfast.store.local.reads import OpenFile, OpenFiles
 from holdfast.store.local.syscalls import is_network
+from holdfast.system import bytes_at
 
 
 class LocalStore(Store):
@@ -58,7 +59,8 @@ class LocalStore(Store):
             first write; True raises `UnsupportedStore` where that is impossible; False never does
             it. Large reads of uncached files bypass the cache too, where possible, unless False.
 
-    Thread-safe. Does nothing on disk until an operation is called.
+    Thread-safe. Does nothing on disk until an operation is called. Windows lacks what saving
+    needs: there the store reads only, and what writes raises `UnsupportedStore`.
     """
 
     reads_origin = True
@@ -71,6 +73,7 @@ class LocalStore(Store):
         if not path or "\0" in path:
             raise UsageError(f"root {path!r}: must be the path of a folder")
         self._root = os.path.abspath(path)
+        self._names = names_below(self._root)
         self._direct = DirectWrites(direct_io)
         self._reads_directly = direct_io is not False
         self._files = OpenFiles()
@@ -108,7 +111,7 @@ class LocalStore(Store):
         with self._reading(key) as (file, file_nbytes):
             wanted = max(file_nbytes - start, 0) if nbytes is None else nbytes
             expect_at_least(file_nbytes, start + wanted, what=f"get {self._path(key)}")
-            data = os.pread(file.fd, wanted, start)
+            data = bytes_at(file.fd, wanted, start)
             if len(data) == wanted:
                 return data
             rest = bytearray(wanted - len(data))
@@ -160,10 +163,10 @@ class LocalStore(Store):
 
     @override
     def head(self, key: str) -> ObjectInfo:
-        folder, name = _split(key)
+        check_key(key)
         path = self._path(key)
-        with Reporting("head", path), self._opened(folder) as folder_fd:
-            found = os.stat(name, dir_fd=folder_fd, follow_symlinks=False)
+        with Reporting("head", path):
+            found = self._names.status(key)
             nbytes = files.regular_nbytes(found, what=path)
             return ObjectInfo(key=key, nbytes=nbytes, identity=f"{found.st_dev}-{found.st_ino}")
 
@@ -192,7 +195,8 @@ class LocalStore(Store):
     @override
     def make_folder(self, folder: str, *, exclusive: bool = False) -> None:
         check_folder(folder)
-        segments = _segments(folder)
+        segments = segments_of(folder)
+        self._names.expect_writable()
         with Reporting("make folder", self._path(folder)) as report:
             is_root = not segments
             make_root(self._root, report, exclusive=exclusive and is_root, is_known=self._made_root)
@@ -213,7 +217,8 @@ class LocalStore(Store):
         """Create and remove a file, which refreshes the cached names of a network file system."""
         check_folder(folder)
         report = Reporting("refresh folder", self._path(folder))
-        with suppress(NotFound), report, self._opened(folder) as folder_fd:
+        # Without the right system it has nothing to refresh for: it only reads.
+        with suppress(NotFound, UnsupportedStore), report, self._opened(folder) as folder_fd:
             if is_network(folder_fd):
                 name = files.temporary_name()
                 os.close(os.open(name, files.NEW_FILE, files.FILE_MODE, dir_fd=folder_fd))
@@ -303,9 +308,9 @@ class LocalStore(Store):
     @override
     def pointed(self, name: str) -> str | None:
         check_key(name)
-        with suppress(NotFound), Reporting("read", self._path(name)), self._opened("") as root_fd:
+        with suppress(NotFound), Reporting("read", self._path(name)):
             try:
-                return os.readlink(name, dir_fd=root_fd)
+                return self._names.target(name)
             except OSError as err:
                 if err.errno != errno.EINVAL:
                     raise
@@ -340,7 +345,7 @@ class LocalStore(Store):
         return os.path.join(self._root, key) if key else self._root
 
     def _opened(self, folder: str) -> AbstractContextManager[int]:
-        return opened_folder(self._root, _segments(folder))
+        return self._names.opened(folder)
 
     @contextmanager
     def _reading(self, key: str) -> Iterator[tuple[OpenFile, int]]:
@@ -367,9 +372,8 @@ class LocalStore(Store):
                     file.close()
 
     def _open(self, key: str) -> OpenFile:
-        folder, name = _split(key)
-        with self._opened(folder) as folder_fd:
-            return OpenFile(files.open_file(folder_fd, name))
+        check_key(key)
+        return OpenFile(self._names.open(key))
 
     def _put_new(self, folder_fd: int, name: str, content: memoryview, report: Reporting) -> None:
         if self._has_links:
@@ -413,7 +417,8 @@ class LocalStore(Store):
             sync_folder_fd(folder_fd)
 
     def _delete_tree(self, folder: str) -> None:
-        segments = _segments(folder)
+        self._names.expect_writable()
+        segments = segments_of(folder)
         report = Reporting("delete", self._path(folder) + "/")
         with suppress(NotFound), report:
             remove_tree(self._root, segments)
@@ -434,18 +439,10 @@ class LocalStore(Store):
             todo += sorted((item for item in inside if _may_match(item[0], prefix)), reverse=True)
 
     def _entries(self, folder: str, *, sizes: bool) -> Sequence[tuple[str, int]]:
-        report = Reporting("list", self._path(folder))
-        with suppress(NotFound), report, self._opened(folder) as folder_fd:
-            return [
-                entry
-                for entry in scan(folder_fd, sizes=sizes)
-                if is_key(entry[0].removesuffix("/"))
-            ]
+        with suppress(NotFound), Reporting("list", self._path(folder)):
+            found = self._names.scan(folder, sizes=sizes)
+            return [entry for entry in found if is_key(entry[0].removesuffix("/"))]
         return []
-
-
-def _segments(folder: str) -> tuple[str, ...]:
-    return tuple(folder.split("/")) if folder else ()
 
 
 def _split(key: str) -> tuple[str, str]:

@@ -161,7 +161,7 @@ def _count_by_mincore(fd: int, start: int, nbytes: int) -> int | None:
 
 @functools.cache
 def _function(name: str) -> ctypes._NamedFuncPointer | None:
-    if not sys.platform.startswith("linux"):
+    if sys.platform != "linux":
         return None
     try:
         found: ctypes._NamedFuncPointer = getattr(ctypes.CDLL(None, use_errno=True), name)

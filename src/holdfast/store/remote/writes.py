@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import enum
 import mmap
-import sys
 import threading
 import time
 import weakref
@@ -25,6 +24,7 @@ from holdfast.store.base import BlockWriter, expect_inside, final_nbytes, flat
 from holdfast.store.remote.api import Api, Patience, is_own_process
 from holdfast.store.remote.opening import RemoteOptions
 from holdfast.store.remote.throttle import Pace
+from holdfast.system import private_memory
 
 PART_NBYTES = 16 * 1024 * 1024
 """Objects up to this length are sent in one request, longer ones in parts of it."""
@@ -183,11 +183,7 @@ def copy_bytes(target: memoryview, source: memoryview) -> None:
 
 
 def _new_buffer() -> mmap.mmap:
-    found = mmap.mmap(-1, COPY_NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if sys.platform == "linux" and hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # only advice: huge pages cost a hundredth of the faults
-            found.madvise(mmap.MADV_HUGEPAGE)
-    return found
+    return private_memory(COPY_NBYTES)  # in huge pages, which cost a hundredth of the faults
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from holdfast.arguments import checked
 from holdfast.errors import UsageError
+from holdfast.system import PROC
 from holdfast.train.asked import check_range
 from holdfast.train.callbacks.hooks import Callback
 from holdfast.train.parallel.strategies import whole
@@ -259,7 +260,7 @@ def memory_nbytes(model: nn.Module) -> int | None:
 
 def resident_nbytes() -> int | None:
     """Return the memory of this process, on systems other than Linux its maximum so far."""
-    with suppress(FileNotFoundError), open("/proc/self/statm", encoding="ascii") as file:
+    with suppress(FileNotFoundError), open(f"{PROC}/self/statm", encoding="ascii") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     try:
         import resource

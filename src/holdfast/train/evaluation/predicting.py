@@ -23,6 +23,7 @@ from holdfast.data import Loader, Stream
 from holdfast.errors import FormatError, UsageError
 from holdfast.format.tensors import TensorSpec, lay_out, parse_header
 from holdfast.state.leaves import DTYPE_NAMES, TORCH_DTYPES
+from holdfast.system import sync
 from holdfast.train.asked import check_range
 from holdfast.train.evaluation.validation import evaluating, undisturbed
 from holdfast.train.parallel.group import Group
@@ -383,7 +384,7 @@ def _replace(path: Path, pieces: Sequence[Any]) -> None:
     with aside.open("wb") as file:
         file.writelines(pieces)
         file.flush()
-        os.fsync(file.fileno())
+        sync(file.fileno())
     aside.replace(path)
 
 

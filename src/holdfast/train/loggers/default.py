@@ -14,6 +14,7 @@ from typing import IO, TYPE_CHECKING, Any
 import msgspec
 
 from holdfast.format.manifest import Timestamp
+from holdfast.system import sync
 from holdfast.train.callbacks.hooks import Logger
 from holdfast.train.callbacks.measuring import rates_of
 from holdfast.train.outputs import Image
@@ -88,7 +89,7 @@ class JsonLines(Logger):
         assert self._file is not None
         self._write(checkpoint.step, checkpoint.timestamp, cost)
         self._flush()
-        os.fsync(self._file.fileno())
+        sync(self._file.fileno())
 
     def close(self, training: Training) -> None:
         """Close the file."""
@@ -147,7 +148,7 @@ def drop_beyond(path: Path, step: int, *, is_validated: bool = True) -> int:
     with aside.open("wb") as file:
         file.writelines(kept)
         file.flush()
-        os.fsync(file.fileno())
+        sync(file.fileno())
     aside.replace(path)
     return len(lines) - len(kept)
 

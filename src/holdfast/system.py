@@ -1,0 +1,223 @@
+"""What Linux, macOS and Windows do differently: processes, memory, reads of files, durability.
+
+Every module that needs one of these calls asks here, so that each of them can be imported, and
+can read, on all three. Saving needs what `OPENS_FOLDERS` says, which Windows lacks.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import mmap
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import NamedTuple
+
+from holdfast.errors import OutOfMemory
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+PROC = "/proc"
+"""Folder in which Linux shows processes; missing elsewhere."""
+OPENS_FOLDERS = os.open in os.supports_dir_fd
+"""Whether names can be used inside an open folder, on which all writing rests; not on Windows."""
+CLOSED_ON_EXEC = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+"""Flags of every `os.open`: not inherited by programs, and bytes as they are, also on Windows."""
+C_LIBRARY = "msvcrt" if sys.platform == "win32" else None
+"""What `ctypes.CDLL` and `ctypes.PyDLL` load for memcmp, memcpy and memmove."""
+
+_COPY_NBYTES = 1 << 20
+"""Most bytes of one read where reads return new memory, which is then copied."""
+_CALL_NBYTES = 1 << 30
+"""Most bytes of one read or write: macOS refuses 2 GiB and more."""
+_NO_FULL_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP, errno.ENOTTY, errno.ENOSYS})
+"""Errors by which a file system of macOS, such as a network's, says that it lacks F_FULLFSYNC."""
+_WIPE_ON_FORK = 18
+"""Linux's MADV_WIPEONFORK, for which Python has no name."""
+_seeking = threading.Lock()
+"""Held between a seek and its read, on systems without positional reads."""
+
+
+def at_fork(
+    *,
+    before: Callable[[], object] | None = None,
+    after_in_parent: Callable[[], object] | None = None,
+    after_in_child: Callable[[], object] | None = None,
+) -> None:
+    """Register functions that are called around each fork; no-op where nothing forks."""
+    if hasattr(os, "register_at_fork"):
+        given = {
+            "before": before,
+            "after_in_parent": after_in_parent,
+            "after_in_child": after_in_child,
+        }
+        os.register_at_fork(**{name: call for name, call in given.items() if call})
+
+
+def user_number() -> int:
+    """Return the number of the effective user; 0 on Windows, which numbers none."""
+    return os.geteuid() if hasattr(os, "geteuid") else 0
+
+
+def private_memory(nbytes: int, *, is_wiped_on_fork: bool = False) -> mmap.mmap:
+    """Allocate page-aligned private memory, at least one byte, in huge pages where possible.
+
+    With `is_wiped_on_fork`, forked children see zeros on Linux, which costs them no copy.
+
+    Raises:
+        OutOfMemory: the system refuses.
+    """
+    try:
+        if hasattr(mmap, "MAP_PRIVATE"):
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            found = mmap.mmap(-1, max(nbytes, 1), flags=flags)
+        else:
+            found = mmap.mmap(-1, max(nbytes, 1))
+    except (OSError, OverflowError) as error:
+        raise OutOfMemory(f"{nbytes} bytes of memory are not to be had: {error}") from error
+    if sys.platform == "linux" and hasattr(mmap, "MADV_HUGEPAGE"):
+        for advice in (mmap.MADV_HUGEPAGE, *([_WIPE_ON_FORK] if is_wiped_on_fork else [])):
+            # Only advice: a kernel that lacks it keeps ordinary pages, and copies on fork.
+            with suppress(OSError):
+                found.madvise(advice)
+    return found
+
+
+def read_at(fd: int, memory: memoryview, start: int) -> int:
+    """Read bytes of an open file from `start` on into `memory`; return how many were read.
+
+    They may be fewer than wanted; 0 at the end of the file. Any number of threads may read.
+    """
+    if hasattr(os, "preadv"):
+        return os.preadv(fd, [memory[:_CALL_NBYTES]], start)
+    data = bytes_at(fd, min(memory.nbytes, _COPY_NBYTES), start)
+    memory[: len(data)] = data
+    return len(data)
+
+
+def bytes_at(fd: int, nbytes: int, start: int) -> bytes:
+    """Read at most `nbytes` of an open file from `start` on; fewer at the end of the file."""
+    if hasattr(os, "pread"):
+        return os.pread(fd, min(nbytes, _CALL_NBYTES), start)
+    with _seeking:
+        os.lseek(fd, start, os.SEEK_SET)
+        return os.read(fd, min(nbytes, _CALL_NBYTES))
+
+
+def write_at(fd: int, data: memoryview, start: int) -> int:
+    """Write bytes to an open file at `start`; return how many were written. Not on Windows."""
+    assert sys.platform != "win32", "nothing is saved on Windows"
+    return os.pwrite(fd, data[:_CALL_NBYTES], start)
+
+
+def sync(fd: int) -> None:
+    """Put the bytes of a file, or the names in a folder, on stable storage.
+
+    macOS's fsync(2) leaves them in the disk's own cache; F_FULLFSYNC does not (its fcntl(2)).
+    """
+    if fcntl is not None and hasattr(fcntl, "F_FULLFSYNC"):
+        try:
+            fcntl.fcntl(fd, fcntl.F_FULLFSYNC)
+            return
+        except OSError as error:
+            if error.errno not in _NO_FULL_SYNC:
+                raise
+    os.fsync(fd)
+
+
+def sync_folder(path: str | os.PathLike[str]) -> None:
+    """Put the names in a folder on stable storage; no-op on Windows, which cannot be asked to."""
+    if OPENS_FOLDERS:
+        fd = os.open(path, os.O_RDONLY | CLOSED_ON_EXEC)
+        try:
+            sync(fd)
+        finally:
+            os.close(fd)
+
+
+def signals_of(*names: str) -> tuple[signal.Signals, ...]:
+    """Return those of the named signals that this system has."""
+    return tuple(signal.Signals[name] for name in names if name in signal.Signals.__members__)
+
+
+def try_lock(fd: int) -> bool:
+    """Lock an open file, unless another descriptor has the lock; return whether it is locked.
+
+    Raises:
+        OSError: the system or the file system has no such locks.
+    """
+    if fcntl is None:
+        raise OSError(errno.ENOSYS, "this system has no flock(2)")
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def unlock(fd: int) -> None:
+    """Release the lock of an open file."""
+    if fcntl is not None:
+        fcntl.flock(fd, fcntl.LOCK_UN)
+
+
+@functools.cache
+def boot_id() -> str:
+    """Return a text that no other boot of any machine has; empty if there is none.
+
+    Without /proc it is the time of the boot with the number of the network card. Kept, since the
+    time of the boot moves on macOS when the clock is set.
+    """
+    if has_proc():
+        with suppress(OSError), open(f"{PROC}/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return file.read().strip()
+        return ""
+    with suppress(ImportError, OSError, RuntimeError):
+        import uuid
+
+        import psutil
+
+        return f"{psutil.boot_time():.0f}-{uuid.getnode():012x}"
+    return ""
+
+
+@functools.cache
+def has_proc() -> bool:
+    """Whether this system shows its processes in /proc, as Linux does."""
+    return os.path.exists(f"{PROC}/self/stat")
+
+
+class Found(NamedTuple):
+    """Start and state of a process, as psutil tells them."""
+
+    start: str
+    """Start time in seconds of the clock, which stays as it was noted at the start."""
+    has_ended: bool
+
+
+def find_process(pid: int) -> Found:
+    """Look for a process by psutil, on systems without /proc.
+
+    Raises:
+        ProcessLookupError: there is no such process.
+        OSError: it cannot be inspected.
+    """
+    try:
+        import psutil
+    except ImportError as error:
+        raise OSError(errno.ENOSYS, "psutil is not installed") from error
+    try:
+        process = psutil.Process(pid)
+        ended = process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+        return Found(start=f"{process.create_time():.6f}", has_ended=ended)
+    except psutil.NoSuchProcess as error:  # a zombie, too: none of its threads runs
+        raise ProcessLookupError(errno.ESRCH, str(error)) from error
+    except psutil.Error as error:
+        raise OSError(errno.EPERM, str(error)) from error
