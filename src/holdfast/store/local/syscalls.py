@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from holdfast.store.local.oserrors import UNSUPPORTED
 
+_IS_LINUX = sys.platform.startswith("linux")
 _RENAME_NOREPLACE = 1
 _AT_EMPTY_PATH = 0x1000
 _STATX_DIOALIGN = 0x2000
@@ -161,10 +162,8 @@ def _count_by_mincore(fd: int, start: int, nbytes: int) -> int | None:
 
 @functools.cache
 def _function(name: str) -> ctypes._NamedFuncPointer | None:
-    if sys.platform != "linux":
+    if not _IS_LINUX:
         return None
-    try:
-        found: ctypes._NamedFuncPointer = getattr(ctypes.CDLL(None, use_errno=True), name)
-    except AttributeError:
-        return None
+    found: ctypes._NamedFuncPointer | None
+    found = getattr(ctypes.CDLL(None, use_errno=True), name, None)
     return found
