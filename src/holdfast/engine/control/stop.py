@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 from holdfast.engine.workers import Workers
 from holdfast.errors import UsageError
 from holdfast.policy.clock import Time, Unit, parse
-from holdfast.system import at_fork
+from holdfast.system import at_fork, signals_of
 
 logger = logging.getLogger("holdfast")
 
@@ -36,6 +36,8 @@ returns text that names the newest durable checkpoint. Called on a separate thre
 
 _RESERVE_PART, _RESERVE_MAX_S = 0.2, 30.0
 _SAME_REQUEST_S = 0.5
+_STOP_SIGNALS = tuple(one.name for one in signals_of("SIGTERM", "SIGINT", "SIGUSR1"))
+_SAVE_SIGNALS = tuple(one.name for one in signals_of("SIGUSR2"))
 _REFUSED = frozenset({"SIGKILL", "SIGSTOP", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGCHLD"})
 
 _active: Stop | None = None
@@ -69,8 +71,8 @@ class Stop:
     def __init__(
         self,
         *,
-        signals: Iterable[str] = ("SIGTERM", "SIGINT", "SIGUSR1"),
-        save_signals: Iterable[str] = ("SIGUSR2",),
+        signals: Iterable[str] = _STOP_SIGNALS,
+        save_signals: Iterable[str] = _SAVE_SIGNALS,
         grace: str | Time | None = None,
     ) -> None:
         """Check the arguments. Signal handlers are installed only by `with`.
