@@ -220,6 +220,13 @@ def test_wrong_limits_are_refused_by_name(options: dict[str, float]) -> None:
 PRELUDE = "import os, signal, subprocess, sys, time\n"
 
 
+@pytest.fixture(params=[True, False], ids=["waitid", "no waitid"])
+def has_waitid(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With and without the call that Python has on macOS since 3.13 only."""
+    if not request.param:
+        monkeypatch.delattr(os, "waitid")
+
+
 @pytest.fixture
 def child() -> Iterator[Callable[..., ChildProcess]]:
     """Makes children that run a script; signals sent to this process are forwarded to them."""
@@ -256,6 +263,7 @@ def test_a_signal_reaches_the_child_which_may_end_as_it_likes(
     assert ending == ChildEnding(returncode=75, asked=number)
 
 
+@pytest.mark.usefixtures("has_waitid")
 def test_a_child_that_does_not_listen_is_killed_when_its_grace_ends(
     child: Callable[..., ChildProcess],
 ) -> None:
@@ -289,6 +297,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
+@pytest.mark.usefixtures("has_waitid")
 def test_helpers_of_a_crashed_child_do_not_outlive_it(
     child: Callable[..., ChildProcess], tmp_path: object
 ) -> None:
@@ -304,6 +313,7 @@ def test_helpers_of_a_crashed_child_do_not_outlive_it(
         assert not is_alive(int(written.read()))
 
 
+@pytest.mark.usefixtures("has_waitid")
 def test_a_training_behind_a_shell_may_save_though_the_shell_dies_at_once(
     child: Callable[..., ChildProcess], tmp_path: object
 ) -> None:
