@@ -10,13 +10,17 @@ ARGS   ?=
 BIN  := $(VENV)/bin
 WITH := $(VENV)/.with
 
+# Folders of the quick tier, which is for other versions of Python than the one of `make test`.
+QUICK := $(addprefix tests/, format policy state cli platforms store/local store/test_store.py \
+  engine/claims interop test_layers.py test_doctests.py test_public.py)
+
 # One thread of torch a worker, as in tests/conftest.py: $(JOBS) workers share the cores. Bytecode is
 # kept, whatever the environment says: the tests start hundreds of processes that import the same.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-full test-long test-stores mutants check bench bench-compare gpu docs clean
+.PHONY: help demo test test-quick test-full test-long test-stores mutants check bench bench-compare gpu docs clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*  ## ' Makefile | sed -E 's/^([a-z-]+):.*  ## (.*)/  make \1\t\2/' | expand -t 22
@@ -29,6 +33,10 @@ demo: $(WITH)-demo  ## Train a small GPT, kill it three times, and compare with 
 
 test: $(WITH)-test  ## Run the tests and the doctests, in minutes
 	$(PYTEST) -n $(JOBS) --dist worksteal $(ARGS)
+
+test-quick: $(WITH)-test  ## Run the tests that differ by Python: PYTHON=python3.12 VENV=.venv-3.12
+	$(BIN)/python --version
+	$(PYTEST) -n $(JOBS) --dist worksteal $(QUICK) $(ARGS)
 
 test-full: $(WITH)-test  ## Run whole products and all small servers, too: before a release
 	$(PYTEST) -n $(JOBS) --dist worksteal -m 'not long and not stores' $(ARGS)
@@ -46,6 +54,7 @@ check: $(WITH)-test $(WITH)-check  ## Format, lint, types, layers, doctests
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/mypy --platform darwin
 	$(PYTEST) tests/test_layers.py tests/test_doctests.py $(ARGS)
 
 bench: $(WITH)-bench  ## Measure everything beside peers and the machine's limits; print the goals

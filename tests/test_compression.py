@@ -210,7 +210,7 @@ def test_without_the_package_nothing_is_condemned(
         state["other"]["n"] = 2
         folder = manager.save(2).wait().folder
     monkeypatch.setattr(codec, "find_spec", lambda name: None)
-    refused = pytest.raises(UnsupportedVersion, match=r"pip install 'holdfast\[compress\]'")
+    refused = pytest.raises(UnsupportedVersion, match=r"pip install 'holdfast-torch\[compress\]'")
     with CheckpointManager(tmp_path, state_of(3), sinks=()) as loading, refused:
         loading.resume()
     assert "rejected.json" not in files_of(tmp_path, 2)

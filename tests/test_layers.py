@@ -20,7 +20,7 @@ SRC = Path(__file__).resolve().parent.parent / "src" / "holdfast"
 DESIGN = SRC.parent.parent / "docs" / "design.md"
 
 LAYERS = (
-    ("errors", "events"),
+    ("errors", "events", "version"),
     ("arguments", "launched", "system"),
     ("store",),
     ("format",),
@@ -74,6 +74,7 @@ RANK = {folder: rank for rank, folders in enumerate(LAYERS) for folder in folder
 WITHOUT_TORCH = (
     "errors",
     "events",
+    "version",
     "arguments",
     "launched",
     "system",

@@ -78,9 +78,9 @@ if TYPE_CHECKING:
     from holdfast.store.memory import MemoryStore as MemoryStore
     from holdfast.store.remote.opening import RemoteOptions as RemoteOptions
     from holdfast.store.remote.store import RemoteStore as RemoteStore
+    from holdfast.version import __version__ as __version__
     from holdfast.weights import load_weights as load_weights
 
-    __version__: str
 
 _HOMES = {
     "All": "holdfast.policy.rules",
@@ -131,6 +131,7 @@ _HOMES = {
     "WallClock": "holdfast.policy.triggers",
     "When": "holdfast.policy.triggers",
     "Within": "holdfast.policy.rules",
+    "__version__": "holdfast.version",
     "advise": "holdfast.policy.advisor",
     "check_key": "holdfast.store.base",
     "compile_label": "holdfast.policy.naming",
@@ -154,15 +155,14 @@ _HOMES = {
 }
 """Public name → the module that defines it."""
 
-__all__ = [*_HOMES, "__version__"]
+__all__ = [*_HOMES]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "__version__":
-        value: Any = import_module("importlib.metadata").version("holdfast")
-    elif name not in _HOMES:
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    elif _HOMES[name] == __name__:
+    value: Any
+    if _HOMES[name] == __name__:
         value = import_module(f"holdfast.{name}")
     else:
         value = getattr(import_module(_HOMES[name]), name)

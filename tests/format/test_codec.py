@@ -308,7 +308,9 @@ def test_a_wrong_option_is_an_error(options: dict[str, object], message: str) ->
 def test_without_the_package_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     """A reader that lacks it does not take the checkpoint for damaged."""
     monkeypatch.setattr(codec, "find_spec", lambda name: None)
-    with pytest.raises(UsageError, match=r"lz4 needs the package lz4.*holdfast\[compress\]"):
+    with pytest.raises(UsageError, match=r"lz4 needs the package lz4.*holdfast-torch\[compress\]"):
         Compression(codec="lz4")
-    with pytest.raises(UnsupportedVersion, match=r"needs the package blosc2.*holdfast\[compress\]"):
+    with pytest.raises(
+        UnsupportedVersion, match=r"needs the package blosc2.*holdfast-torch\[compress\]"
+    ):
         decoder("blosc2")

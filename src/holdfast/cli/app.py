@@ -16,6 +16,7 @@ from holdfast.cli.options import Commands, Parameter, taking
 from holdfast.cli.output import Answer, Code, give, give_error
 from holdfast.cli.target import NAMED, PATIENCE, KeySources
 from holdfast.errors import HoldfastError, UsageError
+from holdfast.version import __version__
 
 
 def run() -> NoReturn:
@@ -38,7 +39,7 @@ def run() -> NoReturn:
     context_settings={"help_option_names": ["-h", "--help"], "show_default": True},
 )
 @click.version_option(
-    package_name="holdfast", message="holdfast %(version)s", help="Print the version and exit."
+    __version__, message="holdfast %(version)s", help="Print the version and exit."
 )
 @taking(
     options.key_files,

@@ -221,8 +221,8 @@ def _write_png(figure: Figure, path: Path) -> None:
         from matplotlib.figure import Figure as Canvas
     except ImportError:
         raise UsageError(
-            f"--output={str(path)!r}: PNG needs matplotlib: pip install 'holdfast[demo]', or give "
-            "a name that ends in .svg or .html"
+            f"--output={str(path)!r}: PNG needs matplotlib: pip install 'holdfast-torch[demo]', "
+            "or give a name that ends in .svg or .html"
         ) from None
     canvas = Canvas(figsize=(10, 3 * len(figure.panels)), layout="constrained")
     canvas.suptitle(figure.title)

@@ -154,7 +154,9 @@ def check_library() -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise UsageError("the demo draws with matplotlib: pip install 'holdfast[demo]'") from error
+        raise UsageError(
+            "the demo draws with matplotlib: pip install 'holdfast-torch[demo]'"
+        ) from error
 
 
 def draw(record: DemoRecord, path: Path) -> None:

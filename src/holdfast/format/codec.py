@@ -62,7 +62,7 @@ CODECS: Mapping[CodecName, Codec] = types.MappingProxyType(
         "lz4": Codec(
             suffix=".lz4",
             library="lz4",
-            install="holdfast[compress]",
+            install="holdfast-torch[compress]",
             levels=range(-100, 17),
             default_level=0,
             encode=frames.encode_lz4,
@@ -71,7 +71,7 @@ CODECS: Mapping[CodecName, Codec] = types.MappingProxyType(
         "blosc2": Codec(
             suffix=".blosc2",
             library="blosc2",
-            install="holdfast[compress]",
+            install="holdfast-torch[compress]",
             levels=range(10),
             default_level=1,
             encode=frames.encode_blosc2,

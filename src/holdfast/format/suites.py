@@ -154,7 +154,8 @@ def cryptography_part(name: str) -> ModuleType:
         return import_module(f"cryptography.{name}")
     except ImportError as error:
         raise UsageError(
-            "sealed checkpoints need the library cryptography: pip install 'holdfast[encrypt]'"
+            "sealed checkpoints need the library cryptography: "
+            "pip install 'holdfast-torch[encrypt]'"
         ) from error
 
 

@@ -127,7 +127,7 @@ def test_a_library_that_is_missing_is_named_with_its_extra(
     monkeypatch: pytest.MonkeyPatch, url: str, module: str, extra: str
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(UsageError, match=rf"pip install 'holdfast\[{extra}\]'"):
+    with pytest.raises(UsageError, match=rf"pip install 'holdfast-torch\[{extra}\]'"):
         open_store(url)
 
 

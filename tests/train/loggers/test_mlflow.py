@@ -100,7 +100,7 @@ def test_what_is_no_state_is_refused(state: dict[str, Any]) -> None:
 
 def test_without_the_extra_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mlflow", None)
-    with pytest.raises(UsageError, match=r"holdfast\[mlflow\]"):
+    with pytest.raises(UsageError, match=r"holdfast-torch\[mlflow\]"):
         MLflow()
 
 

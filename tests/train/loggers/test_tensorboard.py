@@ -97,7 +97,7 @@ def test_without_the_extra_the_error_names_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "tensorboard", None)
-    with pytest.raises(UsageError, match=r"holdfast\[tensorboard\]"):
+    with pytest.raises(UsageError, match=r"holdfast-torch\[tensorboard\]"):
         TensorBoard(tmp_path)
 
 

@@ -132,7 +132,7 @@ def test_what_is_no_state_is_refused(state: dict[str, Any]) -> None:
 
 def test_without_the_extra_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(UsageError, match=r"holdfast\[wandb\]"):
+    with pytest.raises(UsageError, match=r"holdfast-torch\[wandb\]"):
         WeightsAndBiases()
 
 

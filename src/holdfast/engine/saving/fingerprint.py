@@ -9,11 +9,12 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from functools import lru_cache
-from importlib.metadata import version
 from typing import Any
 
 import numpy as np
 import torch
+
+from holdfast.version import __version__
 
 
 def numerics(world_size: int = 1) -> dict[str, Any]:
@@ -72,7 +73,7 @@ def environment() -> Mapping[str, Any]:
     """Describe this process: Python, libraries, host, program and git commit; cached."""
     return {
         "python": platform.python_version(),
-        "holdfast": version("holdfast"),
+        "holdfast": __version__,
         "platform": platform.platform(),
         "numpy": np.__version__,
         "host": socket.gethostname(),

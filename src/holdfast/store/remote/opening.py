@@ -201,7 +201,7 @@ def needed(module: str, scheme: str) -> Any:
     except ImportError as error:
         raise UsageError(
             f"{scheme}:// needs {module.partition('.')[0]}, which is not installed ({error}): "
-            f"pip install 'holdfast[{_EXTRAS[scheme]}]'"
+            f"pip install 'holdfast-torch[{_EXTRAS[scheme]}]'"
         ) from error
 
 

@@ -36,7 +36,7 @@ def import_extra(module: str, extra: str) -> Any:
         return import_module(module)
     except ImportError as error:
         raise UsageError(
-            f"{module} cannot be imported ({error}): pip install 'holdfast[{extra}]'"
+            f"{module} cannot be imported ({error}): pip install 'holdfast-torch[{extra}]'"
         ) from error
 
 
