@@ -10,6 +10,7 @@ from statistics import median
 from typing import Any, Literal, TypeAlias
 
 from holdfast.care.advise import Ending, Measured, RecordedFacts, RecordedStart, Spacing, gather
+from holdfast.cli import answers
 from holdfast.cli.output import Answer, TextTable, size
 from holdfast.cli.target import open_root
 from holdfast.errors import NoCheckpoint, UsageError
@@ -124,13 +125,16 @@ def advise_root(root: str, options: Options) -> Answer:
     rows = [inputs[name] for name in _TITLES if name in inputs]
     notes = [*_notes(facts, advice, today), _auto_note(auto)]
     return Answer(
-        document={
-            **_document(store.url, rows, facts, advice, today),
-            "auto": None
-            if auto is None
-            else {"interval_s": auto.interval_s, "limit": auto.limit, "text": str(auto)},
-            "notes": notes,
-        },
+        document=answers.of(
+            answers.Advise,
+            {
+                **_document(store.url, rows, facts, advice, today),
+                "auto": None
+                if auto is None
+                else {"interval_s": auto.interval_s, "limit": auto.limit, "text": str(auto)},
+                "notes": notes,
+            },
+        ),
         parts=[
             _input_table(rows),
             "",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 
 from holdfast.care.damaged import Damaged, delete, examine
+from holdfast.cli import answers
 from holdfast.cli.output import Answer, Code, say_event, size
 from holdfast.cli.target import open_root, opened
 from holdfast.engine.roots.catalog import Catalog, is_root
@@ -67,7 +68,11 @@ def remove(root: str, folder: str, *, is_sure: bool) -> Answer:
         marker = "; a marker stays, as after `holdfast gc`" if has_marker else ""
         end = f"deleted; {size(damaged.nbytes)} given back{marker}"
     code = Code.OK if why == "" else Code.FOUND
-    return Answer(document=document, parts=[*_lines(damaged), *warnings, end], code=code)
+    return Answer(
+        document=answers.of(answers.GcDamaged, document),
+        parts=[*_lines(damaged), *warnings, end],
+        code=code,
+    )
 
 
 def _other_tier(store: Store, folder: str) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from holdfast.cli import answers
 from holdfast.cli.output import Answer, size
 from holdfast.cli.target import named_keys, open_target, opened
 from holdfast.errors import UsageError
@@ -48,4 +49,4 @@ def export_dcp(target: str, folder: str, *, unsafe_pickle: bool) -> Answer:
 
 def _answer(found: Checkpoint, path: str, text: str) -> Answer:
     document = {"root": found.root, "folder": found.folder, "step": found.step, "path": path}
-    return Answer(document=document, parts=[text])
+    return Answer(document=answers.of(answers.Carried, document), parts=[text])

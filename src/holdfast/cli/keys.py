@@ -9,6 +9,7 @@ from typing import Any
 
 from holdfast.care.rekey import Rekeyed, Sealed, sealed_in
 from holdfast.care.rekey import rotate as rotate_root
+from holdfast.cli import answers
 from holdfast.cli.output import Answer, Code
 from holdfast.cli.target import NAMED, KeySources, keys_of, open_root
 from holdfast.engine.sealed.sealing import bare
@@ -33,7 +34,7 @@ def generate(path: Path, *, pair: bool) -> Answer:
         _write(public, key.public.text, mode=0o644)
         document["public_path"] = str(public)
         lines.insert(1, f"{public}: {key.public.name}")
-    return Answer(document=document, parts=lines)
+    return Answer(document=answers.of(answers.KeysGenerate, document), parts=lines)
 
 
 def list_recipients(root: str) -> Answer:
@@ -56,7 +57,11 @@ def list_recipients(root: str) -> Answer:
         "failed": [asdict(item) for item in items if isinstance(item, Rekeyed)],
     }
     code = Code.FOUND if document["failed"] else Code.OK
-    return Answer(document=document, parts=lines or ["nothing here is sealed"], code=code)
+    return Answer(
+        document=answers.of(answers.KeysList, document),
+        parts=lines or ["nothing here is sealed"],
+        code=code,
+    )
 
 
 def rotate(root: str, to: KeySources, *, keep_old: bool) -> Answer:
@@ -82,7 +87,11 @@ def rotate(root: str, to: KeySources, *, keep_old: bool) -> Answer:
         else f"{len(done)} checkpoints: opened by {', '.join(key.name for key in new)}"
     )
     document = {"root": store.url, "checkpoints": [asdict(item) for item in done]}
-    return Answer(document=document, parts=lines, code=Code.FOUND if failed else Code.OK)
+    return Answer(
+        document=answers.of(answers.KeysRotate, document),
+        parts=lines,
+        code=Code.FOUND if failed else Code.OK,
+    )
 
 
 def _write(path: Path, text: str, *, mode: int) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast.care.advise import Ending, ending_of
+from holdfast.cli import answers
 from holdfast.cli.documents import unread_documents, unread_line
 from holdfast.cli.output import Answer, TextTable
 from holdfast.cli.target import open_root
@@ -53,7 +54,8 @@ def log_root(root: str) -> Answer:
     lives = [*_lives(store, catalog, entries)]
     document = {"root": store.url, "lives": [_document(life) for life in lives]}
     return Answer(
-        document={**document, **unread_documents(unread)}, parts=_parts(store, lives, unread)
+        document=answers.of(answers.Log, {**document, **unread_documents(unread)}),
+        parts=_parts(store, lives, unread),
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from holdfast.cli import answers
 from holdfast.cli.documents import (
     checkpoint_document,
     codecs,
@@ -74,7 +75,9 @@ def list_root(root: str) -> Answer:
     }
     is_damaged = contents.unread or any(contents.missing.values())
     code = Code.FOUND if is_damaged else Code.OK
-    return Answer(document=document, parts=_parts(store, contents), code=code)
+    return Answer(
+        document=answers.of(answers.Ls, document), parts=_parts(store, contents), code=code
+    )
 
 
 def _read(store: Store) -> _RootContents:

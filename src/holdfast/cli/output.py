@@ -77,9 +77,10 @@ def give(answer: Answer, *, as_json: bool) -> None:
                 click.echo(line)
 
 
-def give_line(document: Mapping[str, Any]) -> None:
+def give_line(document: msgspec.Struct) -> None:
     """Write one JSON object on one line to standard output, and flush it."""
-    click.echo(json.dumps({"holdfast": SCHEMA, **json_safe(document)}, allow_nan=False))
+    members = json_safe(msgspec.to_builtins(document))
+    click.echo(json.dumps({"holdfast": SCHEMA, **members}, allow_nan=False))
     sys.stdout.flush()
 
 

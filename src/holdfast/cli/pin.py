@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from holdfast.cli import answers
 from holdfast.cli.output import Answer
 from holdfast.cli.target import open_target, read_entry
 from holdfast.engine.claims.notes import annotate
@@ -37,4 +38,6 @@ def _answer(store: Store, folder: str) -> Answer:
         "pinned": entry.marks.pinned,
         "tags": list(entry.tags),
     }
-    return Answer(document=document, parts=[f"{folder}: {', '.join(marks)}"])
+    return Answer(
+        document=answers.of(answers.Marked, document), parts=[f"{folder}: {', '.join(marks)}"]
+    )

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from holdfast.cli import answers
 from holdfast.cli.output import Answer, Code, TextTable, size
 from holdfast.cli.target import open_root, opened
 from holdfast.engine.roots.catalog import Catalog
@@ -67,7 +68,7 @@ def show_uploads(root: str) -> Answer:
     }
     is_bad = any(line.state in ("failed", "refused") for line in lines)
     return Answer(
-        document=document,
+        document=answers.of(answers.Uploads, document),
         parts=_parts(document, lines),
         code=Code.FOUND if is_bad else Code.OK,
     )

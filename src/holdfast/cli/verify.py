@@ -5,6 +5,7 @@ from __future__ import annotations
 from holdfast.care.reading import RootReport, VerifyReport
 from holdfast.care.scrub import NOTE
 from holdfast.care.verify import verify_kept, verify_root
+from holdfast.cli import answers
 from holdfast.cli.documents import (
     expect_something_opened,
     problem_document,
@@ -79,7 +80,11 @@ def _answer(store: Store, root_report: RootReport) -> Answer:
         "problems": [problem_document(problem) for problem in root_report.problems],
         "notes": list(root_report.notes),
     }
-    return Answer(document=document, parts=lines, code=Code.OK if root_report.ok else Code.FOUND)
+    return Answer(
+        document=answers.of(answers.Verify, document),
+        parts=lines,
+        code=Code.OK if root_report.ok else Code.FOUND,
+    )
 
 
 def _lines(report: VerifyReport) -> list[str]:
