@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from tests.cli.roots import Result
+from tests.cli.schemas import validated
 
 from holdfast.cli import main
 from runs import new_run
@@ -26,6 +27,8 @@ def holdfast(
         with pytest.raises(SystemExit) as end:
             main()
         captured = capsys.readouterr()
+        if "--json" in map(str, arguments) and captured.out:
+            validated([str(one) for one in arguments], captured.out)
         return Result(int(end.value.code or 0), captured.out, captured.err)
 
     return run

@@ -25,7 +25,7 @@ def of(kind: type[DocumentType], members: Mapping[str, Any]) -> DocumentType:
     return msgspec.convert(members, kind)
 
 
-class Owner(Document):
+class Owner(Document, frozen=True):
     """Newest claim of a run."""
 
     epoch: int
@@ -40,7 +40,7 @@ class Owner(Document):
     """Whether the process lives, as far as this host can tell; `closed`: it ended its claim."""
 
 
-class Reader(Document):
+class Reader(Document, frozen=True):
     """Process that keeps a checkpoint from deletion. What its lease does not say is null."""
 
     folder: str
@@ -55,7 +55,7 @@ class Reader(Document):
     """`alive` or `unknown`."""
 
 
-class Unread(Document):
+class Unread(Document, frozen=True):
     """Checkpoint whose manifest is damaged or lost."""
 
     folder: str
@@ -64,7 +64,7 @@ class Unread(Document):
     """What is wrong, as text."""
 
 
-class Unopened(Document):
+class Unopened(Document, frozen=True):
     """Checkpoint that is encrypted for other keys, or not encrypted where that is refused."""
 
     folder: str
@@ -75,7 +75,7 @@ class Unopened(Document):
     """The error, as text."""
 
 
-class Described(Document, rename={"save_class": "class"}):
+class Described(Document, frozen=True, rename={"save_class": "class"}):
     """What every list of checkpoints says of one."""
 
     folder: str
@@ -126,7 +126,7 @@ class Described(Document, rename={"save_class": "class"}):
     """Folder of the checkpoint before it."""
 
 
-class Listed(Described):
+class Listed(Described, frozen=True):
     """Checkpoint of `ls`."""
 
     components: list[str]
@@ -137,7 +137,7 @@ class Listed(Described):
     """Files that are missing or have the wrong length."""
 
 
-class Shown(Described):
+class Shown(Described, frozen=True):
     """Checkpoint of `show`: all of its manifest (docs/format.md, section 3)."""
 
     components: dict[str, Any]
@@ -162,7 +162,7 @@ class Shown(Described):
     """Changes at the resumes up to it."""
 
 
-class Ls(Document):
+class Ls(Document, frozen=True):
     """Answer of `ls`."""
 
     root: str
@@ -183,7 +183,7 @@ class Ls(Document):
     """Folders of saves that are not committed."""
 
 
-class Shard(Document):
+class Shard(Document, frozen=True):
     """Box of a tensor in a file."""
 
     file: str
@@ -198,7 +198,7 @@ class Shard(Document):
     """Elements in each dimension; null likewise."""
 
 
-class StoredTensor(Document):
+class StoredTensor(Document, frozen=True):
     """Tensor of a checkpoint."""
 
     component: str
@@ -213,7 +213,7 @@ class StoredTensor(Document):
     """Boxes that it is stored in."""
 
 
-class Show(Document):
+class Show(Document, frozen=True):
     """Answer of `show`."""
 
     root: str
@@ -224,7 +224,7 @@ class Show(Document):
     """Its tensors, with `--tensors`."""
 
 
-class Life(Document):
+class Life(Document, frozen=True):
     """Time in which one process owned a run."""
 
     epoch: int
@@ -255,7 +255,7 @@ class Life(Document):
     """What had changed since the life before."""
 
 
-class Log(Document):
+class Log(Document, frozen=True):
     """Answer of `log`."""
 
     root: str
@@ -268,7 +268,7 @@ class Log(Document):
     """As for `ls`."""
 
 
-class ProblemFound(Document):
+class ProblemFound(Document, frozen=True):
     """Damage, or what could not be read."""
 
     file: str
@@ -289,7 +289,7 @@ class ProblemFound(Document):
     """What is there; empty likewise."""
 
 
-class Verified(Document):
+class Verified(Document, frozen=True):
     """Checkpoint of `verify`."""
 
     folder: str
@@ -310,7 +310,7 @@ class Verified(Document):
     """What is worth knowing and no damage."""
 
 
-class Verify(Document):
+class Verify(Document, frozen=True):
     """Answer of `verify`."""
 
     root: str
@@ -327,7 +327,7 @@ class Verify(Document):
     """Notes on the root."""
 
 
-class Why(Document):
+class Why(Document, frozen=True):
     """Folder and a reason."""
 
     folder: str
@@ -336,15 +336,15 @@ class Why(Document):
     """The reason."""
 
 
-class Judged(Document):
+class Judged(Document, frozen=True):
     """What a rule does with a checkpoint."""
 
     folder: str
     """Its folder."""
     step: int
     """Its step."""
-    action: Literal["keep", "delete", "thin"]
-    """What becomes of it."""
+    action: Literal["keep", "delete", "thin", "kept"]
+    """What becomes of it; `kept`: its deletion was decided and did not happen."""
     drop: list[str]
     """Components that are dropped."""
     why: str
@@ -359,7 +359,7 @@ class Judged(Document):
     """What was wrong with the state."""
 
 
-class Prune(Document):
+class Prune(Document, frozen=True):
     """Answer of `prune`."""
 
     root: str
@@ -386,7 +386,7 @@ class Prune(Document):
     """Bytes given back, or to give back."""
 
 
-class Marked(Document):
+class Marked(Document, frozen=True):
     """Answer of `pin`, `unpin` and `tag`."""
 
     root: str
@@ -401,7 +401,7 @@ class Marked(Document):
     """Its tags now."""
 
 
-class Carried(Document):
+class Carried(Document, frozen=True):
     """Answer of `import` and `export` of a folder of DCP."""
 
     root: str
@@ -414,7 +414,7 @@ class Carried(Document):
     """The other folder."""
 
 
-class Save(Document):
+class Save(Document, frozen=True):
     """Answer of `save`."""
 
     root: str
@@ -429,7 +429,7 @@ class Save(Document):
     """Seconds from the request to the answer."""
 
 
-class LastUpload(Document):
+class LastUpload(Document, frozen=True):
     """Upload that ended last."""
 
     folder: str
@@ -442,7 +442,7 @@ class LastUpload(Document):
     """Requests that it took."""
 
 
-class Uploaded(Document):
+class Uploaded(Document, frozen=True):
     """Checkpoint of `uploads`. What its note does not say is null."""
 
     folder: str
@@ -464,7 +464,7 @@ class Uploaded(Document):
     """UTC time of the note."""
 
 
-class Uploads(Document):
+class Uploads(Document, frozen=True):
     """Answer of `uploads`."""
 
     root: str
@@ -487,7 +487,7 @@ class Uploads(Document):
     """Their bytes."""
 
 
-class Markers(Document):
+class Markers(Document, frozen=True):
     """Markers that stay until somebody names their writer dead."""
 
     epoch: int
@@ -496,7 +496,7 @@ class Markers(Document):
     """How many markers."""
 
 
-class Gc(Document):
+class Gc(Document, frozen=True):
     """Answer of `gc`."""
 
     root: str
@@ -517,7 +517,7 @@ class Gc(Document):
     """Bytes given back."""
 
 
-class FileSize(Document):
+class FileSize(Document, frozen=True):
     """File of a checkpoint."""
 
     name: str
@@ -526,7 +526,7 @@ class FileSize(Document):
     """Its length."""
 
 
-class GcDamaged(Document):
+class GcDamaged(Document, frozen=True):
     """Answer of `gc --damaged`."""
 
     root: str
@@ -557,7 +557,7 @@ class GcDamaged(Document):
     """Whether a tombstone stays."""
 
 
-class Input(Document):
+class Input(Document, frozen=True):
     """Cost or rate that an advice rests on."""
 
     name: str
@@ -570,7 +570,7 @@ class Input(Document):
     """What it was measured from, or the option."""
 
 
-class Auto(Document):
+class Auto(Document, frozen=True):
     """What `every="auto"` would choose."""
 
     interval_s: float
@@ -581,7 +581,7 @@ class Auto(Document):
     """Both, in words."""
 
 
-class Advise(Document):
+class Advise(Document, frozen=True):
     """Answer of `advise`."""
 
     root: str
@@ -595,8 +595,6 @@ class Advise(Document):
     today: dict[str, Any] | None
     """The present interval: `interval_s`, `steps`, `num_pairs`, `is_by_interval`, `goodput`,
     `saving`, `lost`, `down`."""
-    auto: Auto | None
-    """What `every="auto"` would choose."""
     starts: list[dict[str, Any]]
     """Lives: `epoch`, `created`, `host`, `ending`, `resumed_from`, and of a failure
     `resume_gap_s`, `steps_left_behind` or null."""
@@ -608,11 +606,13 @@ class Advise(Document):
     """Seconds of training that were recorded."""
     unreadable: list[str]
     """Checkpoints that could not be read."""
+    auto: Auto | None
+    """What `every="auto"` would choose."""
     notes: list[str]
     """What to know about it."""
 
 
-class Series(Document):
+class Series(Document, frozen=True):
     """Curve of a metric."""
 
     panel: str
@@ -623,7 +623,7 @@ class Series(Document):
     """Pairs of step and value."""
 
 
-class PlotStart(Document):
+class PlotStart(Document, frozen=True):
     """Start of a life, but the first."""
 
     step: int | None
@@ -636,7 +636,7 @@ class PlotStart(Document):
     """How the life before ended."""
 
 
-class Plot(Document):
+class Plot(Document, frozen=True):
     """Answer of `plot`."""
 
     root: str
@@ -653,7 +653,7 @@ class Plot(Document):
     """What to know about it."""
 
 
-class KeysGenerate(Document):
+class KeysGenerate(Document, frozen=True):
     """Answer of `keys generate`."""
 
     path: str
@@ -664,7 +664,7 @@ class KeysGenerate(Document):
     """File of the public key, with `--pair`."""
 
 
-class Encrypted(Document):
+class Encrypted(Document, frozen=True):
     """Encrypted checkpoint."""
 
     folder: str
@@ -677,7 +677,7 @@ class Encrypted(Document):
     """Numbers of its boxes of keys."""
 
 
-class Rotated(Document):
+class Rotated(Document, frozen=True):
     """Checkpoint of `keys rotate`."""
 
     folder: str
@@ -688,7 +688,7 @@ class Rotated(Document):
     """Why it failed; else empty."""
 
 
-class KeysList(Document):
+class KeysList(Document, frozen=True):
     """Answer of `keys list`."""
 
     root: str
@@ -699,7 +699,7 @@ class KeysList(Document):
     """Those that cannot be read."""
 
 
-class KeysRotate(Document):
+class KeysRotate(Document, frozen=True):
     """Answer of `keys rotate`."""
 
     root: str
@@ -708,7 +708,7 @@ class KeysRotate(Document):
     """Encrypted checkpoints, newest first."""
 
 
-class ChildLived(Document):
+class ChildLived(Document, frozen=True):
     """Line of `run` and `train` after each life of the command."""
 
     life: int
@@ -735,7 +735,7 @@ class ChildLived(Document):
     """Pause before the next life; null after the last."""
 
 
-class Summary(Document):
+class Summary(Document, frozen=True):
     """All lives of `run` and `train`."""
 
     outcome: Literal["finished", "requeue", "stopped", "gave-up", "wrong"]
@@ -750,8 +750,15 @@ class Summary(Document):
     """The lives."""
 
 
-class RunEnd(Document):
+class RunEnd(Document, frozen=True):
     """Last line of `run` and `train`."""
 
     summary: Summary
     """All lives."""
+
+
+class SchemaShown(Document, frozen=True):
+    """Answer of `schema`."""
+
+    schema: dict[str, Any]
+    """The JSON Schema, draft 2020-12."""

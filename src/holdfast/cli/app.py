@@ -250,6 +250,14 @@ def plot(root: str, output: Path | None, metrics: Sequence[str], log: Path | Non
     return draw(root, output=output, metrics=metrics, log=log)
 
 
+@_answering(options.answering)
+def schema(command: Sequence[str]) -> Answer:
+    """Print the JSON Schema of a command's --json answer."""
+    from holdfast.cli.schema import show_schema
+
+    return show_schema(" ".join(command))
+
+
 # What stands behind the command's name is the command's own.
 @app.command("run", context_settings={"allow_interspersed_args": False})
 @taking(

@@ -152,6 +152,10 @@ yes = flag("--yes", "With --damaged: delete it.")
 keep = option("--keep", "RULE", "Such as last:3,best:loss:min:2.", required=True)
 new_tags = argument("tags", "TAG...", "Names to add.", nargs=-1)
 
+# schema
+
+answering = argument("command", "COMMAND...", "A command, such as `ls` or `keys list`.", nargs=-1)
+
 # import, export
 
 dcp_folder = argument("folder", "FOLDER", "A folder that dcp.save has written.")

@@ -1,0 +1,69 @@
+"""Claims about the JSON Schema of answers, and the tables that are made of the same structs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+from jsonschema import ValidationError
+from tests.cli.roots import Result
+from tests.cli.schemas import validated
+from tests.cli.test_app import PAGE, commands, is_group
+
+from holdfast.cli import schema
+from holdfast.cli.answers import Document, Save, of
+
+Command = Callable[..., Result]
+
+
+def test_every_command_with_an_answer_has_a_schema() -> None:
+    """A new command is named in `schema.ANSWERS`, with the struct of its answer."""
+    known = {name.removeprefix("holdfast ") for name, one in commands() if not is_group(one)}
+    assert known - {"demo"} == set(schema.ANSWERS) - {"gc --damaged"}
+
+
+@pytest.mark.parametrize("command", schema.ANSWERS)
+def test_every_member_says_what_it_is(command: str) -> None:
+    found = schema.schema_of(command)
+    for part in (found, *found["$defs"].values()):
+        assert part["properties"].keys() >= set(part["required"])
+        members = {n: m for n, m in part["properties"].items() if n != "holdfast"}
+        assert all(member["description"].endswith(".") for member in members.values()), part
+
+
+def test_the_tables_of_the_page_are_made_of_the_structs(tmp_path: Path) -> None:
+    """Mended by `python -m holdfast.cli.schema docs/cli.md`."""
+    page = tmp_path / "cli.md"
+    page.write_text(PAGE.read_text("utf-8"), "utf-8")
+    schema.write_tables(page)
+    assert page.read_text("utf-8") == PAGE.read_text("utf-8")
+
+
+def test_an_answer_that_differs_from_its_schema_is_found() -> None:
+    whole = {"root": "r", "folder": "f", "step": 3, "tags": [], "waited_s": float("inf")}
+    assert of(Save, whole).step == 3
+    for wrong in ({**whole, "more": 1}, {**whole, "step": "3"}):
+        with pytest.raises(msgspec.ValidationError):
+            of(Save, wrong)
+    answer = {"holdfast": 1, **whole, "waited_s": "inf"}
+    assert validated(["save", "r", "--json"], json.dumps(answer)) == "save"
+    for wrong in ({**answer, "more": 1}, {**answer, "step": "3"}, {**answer, "holdfast": 2}):
+        with pytest.raises(ValidationError):
+            validated(["save", "r", "--json"], json.dumps(wrong))
+
+
+def test_a_schema_is_shown_and_other_words_are_refused(holdfast: Command) -> None:
+    shown = json.loads(holdfast("schema", "keys", "list").out)
+    assert shown["title"] == "holdfast keys list"
+    assert holdfast("schema", "ls", "--json").document["schema"] == schema.schema_of("ls")
+    assert holdfast("schema", "demo").code == 2
+
+
+def test_structs_of_commands_are_frozen() -> None:
+    for command in schema.ANSWERS:
+        kind = schema.struct_of(command)
+        assert kind.__struct_config__.frozen, kind
+        assert not issubclass(kind, Document) or kind.__struct_config__.forbid_unknown_fields
