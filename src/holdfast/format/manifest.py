@@ -198,7 +198,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, rename={"save_class": 
 class Aborted(strictjson.Record, frozen=True, kw_only=True):
     """Abort marker: the register of an attempt that gc closed; it never becomes a checkpoint."""
 
-    kind: ClassVar = "aborted"
+    kind: ClassVar[str] = "aborted"
     by: str
     reason: str
 
@@ -206,7 +206,7 @@ class Aborted(strictjson.Record, frozen=True, kw_only=True):
 class Deleted(strictjson.Record, frozen=True, kw_only=True):
     """Tombstone: the register of a checkpoint that retention has deleted."""
 
-    kind: ClassVar = "deleted"
+    kind: ClassVar[str] = "deleted"
     save_id: Hex128
     by: str
     reason: str

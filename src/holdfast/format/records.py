@@ -32,7 +32,7 @@ class WriterRecord(Record, frozen=True, kw_only=True, omit_defaults=True):
     else the latest one, and then the claim counts only once it has committed.
     """
 
-    kind: ClassVar = "writer"
+    kind: ClassVar[str] = "writer"
     epoch: Positive
     nonce: Hex128
     resumed_from: Reference | None
@@ -51,7 +51,7 @@ class WriterRecord(Record, frozen=True, kw_only=True, omit_defaults=True):
 class Closed(Record, frozen=True, kw_only=True):
     """Record that the writer of an epoch released the run cleanly."""
 
-    kind: ClassVar = "closed"
+    kind: ClassVar[str] = "closed"
     epoch: Positive
     nonce: Hex128
 
@@ -59,7 +59,7 @@ class Closed(Record, frozen=True, kw_only=True):
 class Alive(Record, frozen=True, kw_only=True):
     """Heartbeat of a writer; each one increments `beat`."""
 
-    kind: ClassVar = "alive"
+    kind: ClassVar[str] = "alive"
     epoch: Positive
     nonce: Hex128
     beat: Natural
@@ -71,8 +71,8 @@ class Ended(Record, frozen=True, kw_only=True):
     An optimisation only: nothing else depends on it.
     """
 
-    kind: ClassVar = "ended"
-    max_nbytes: ClassVar = MAX_ENDED_NBYTES
+    kind: ClassVar[str] = "ended"
+    max_nbytes: ClassVar[int] = MAX_ENDED_NBYTES
     epoch: Positive
     aborted: tuple[str, ...]
     deleted: tuple[str, ...]
@@ -87,7 +87,7 @@ class Ended(Record, frozen=True, kw_only=True):
 class Lease(Record, frozen=True, kw_only=True):
     """Lease of a process that reads the checkpoint in the record's name; `beat` counts renewals."""
 
-    kind: ClassVar = "lease"
+    kind: ClassVar[str] = "lease"
     nonce: Hex128
     beat: Natural
     created: str
@@ -97,7 +97,7 @@ class Lease(Record, frozen=True, kw_only=True):
 class Notes(Record, frozen=True, kw_only=True):
     """All tags of a checkpoint, and whether it is pinned."""
 
-    kind: ClassVar = "notes"
+    kind: ClassVar[str] = "notes"
     tags: tuple[str, ...]
     pinned: bool
 
@@ -105,7 +105,7 @@ class Notes(Record, frozen=True, kw_only=True):
 class Retired(Record, frozen=True, kw_only=True):
     """Mark that retention is about to delete a checkpoint."""
 
-    kind: ClassVar = "retired"
+    kind: ClassVar[str] = "retired"
     by: str
     reason: str
 
@@ -113,7 +113,7 @@ class Retired(Record, frozen=True, kw_only=True):
 class Thinned(Record, frozen=True, kw_only=True):
     """Mark that retention is about to drop a component of a checkpoint that stays."""
 
-    kind: ClassVar = "thinned"
+    kind: ClassVar[str] = "thinned"
     by: str
     component: str
     reason: str
@@ -122,7 +122,7 @@ class Thinned(Record, frozen=True, kw_only=True):
 class Rejected(Record, frozen=True, kw_only=True):
     """Mark that a resume found a checkpoint damaged."""
 
-    kind: ClassVar = "rejected"
+    kind: ClassVar[str] = "rejected"
     by: str
     reasons: tuple[str, ...]
 
@@ -132,7 +132,7 @@ class RequestRecord(Record, frozen=True, kw_only=True):
 
     `who` is for people; `process` shows whether the requester still waits for the answer."""
 
-    kind: ClassVar = "request"
+    kind: ClassVar[str] = "request"
     id: Hex128
     who: str
     process: Process
@@ -144,7 +144,7 @@ class RequestRecord(Record, frozen=True, kw_only=True):
 class AnswerRecord(Record, frozen=True, kw_only=True):
     """Answer to a request: the folder of the checkpoint, or the error."""
 
-    kind: ClassVar = "answer"
+    kind: ClassVar[str] = "answer"
     folder: str | None
     error: str | None
     created: str
@@ -169,7 +169,7 @@ class UploadRecord(Record, frozen=True, kw_only=True):
     `uploaded`.
     """
 
-    kind: ClassVar = "upload"
+    kind: ClassVar[str] = "upload"
     remote: str
     state: UploadState
     nbytes: Natural
@@ -185,7 +185,7 @@ class TiersRecord(Record, frozen=True, kw_only=True):
     `epoch` is that of a claim in the remote root; 0: none was ever seen there.
     """
 
-    kind: ClassVar = "tiers"
+    kind: ClassVar[str] = "tiers"
     remote: str
     changed: str
     epoch: Natural = 0
