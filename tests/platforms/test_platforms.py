@@ -76,6 +76,7 @@ def test_on_windows_all_modules_import_and_checkpoints_are_read_and_nothing_is_s
     assert said["verify"]["ok"], said["verify"]
     weight = torch.tensor(said["weights"])
     assert weight.numpy().tobytes().hex() == said["file"]
+    assert (said["step"], said["checkpoint"]) == (3, said["file"])
     assert len(said["refused"]) == 8
     assert all("save on Linux or macOS" in text for text in said["refused"])
     assert sorted(saved.rglob("*")) == before

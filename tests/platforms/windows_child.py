@@ -32,6 +32,11 @@ def main(root: str, file: str) -> None:
         data = bytearray(source.parts["model"].specs["weight"].nbytes)
         source.read_into("model", "weight", 0, memoryview(data))
         said["file"] = data.hex()
+    with open_source(root) as source:
+        said["step"] = source.step
+        data = bytearray(source.parts["model"].specs["weight"].nbytes)
+        source.read_into("model", "weight", 0, memoryview(data))
+        said["checkpoint"] = data.hex()
     said["refused"] = _refusals(root)
     print(json.dumps(said))
 
