@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from holdfast.arguments import shown
-from holdfast.errors import UsageError
+from holdfast.errors import UsageError, listing
 
 _RESERVED = ("loss", "grad_norm")
 _EXPECTED = (
@@ -104,6 +104,48 @@ class Image:
     """Height x width x 3, red, green and blue."""
     values: Sequence[Sequence[float]] | None = None
     """The matrix that it shows, if it shows one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows with named columns that loggers record, such as samples with their predictions."""
+
+    columns: Sequence[str]
+    """Names of the columns."""
+    rows: Sequence[Sequence[str | float]]
+    """Each row has as many cells, texts or numbers, as there are columns."""
+
+    def __post_init__(self) -> None:
+        """Raise `UsageError` if a row has another number of cells than there are columns."""
+        wrong = [
+            f"row {at}: {len(row)} cells"
+            for at, row in enumerate(self.rows)
+            if len(row) != len(self.columns)
+        ]
+        if isinstance(self.columns, str) or not self.columns:
+            raise UsageError(f"Table: columns={self.columns!r}: must be a list of names")
+        if wrong:
+            raise UsageError(f"Table of {len(self.columns)} columns:\n" + listing(wrong))
+
+    @property
+    def markdown(self) -> str:
+        """The table as Markdown.
+
+        >>> print(Table(["word", "loss"], [["a|b", 0.5]]).markdown)
+        | word | loss |
+        | --- | --- |
+        | a\\|b | 0.5 |
+        """
+        head = [self.columns, ["---"] * len(self.columns)]
+        return "\n".join(f"| {' | '.join(map(_cell, row))} |" for row in [*head, *self.rows])
+
+
+def _cell(value: object) -> str:
+    return str(value).replace("|", "\\|").replace("\n", "<br>")
+
+
+Entry = str | Image | Table
+"""What loggers record beside numbers."""
 
 
 _FROM, _TO = np.array([247.0, 251.0, 255.0]), np.array([8.0, 48.0, 107.0])

@@ -66,6 +66,7 @@ from holdfast.train.fit.saving import Policy, Saves, StepPosition, check_health
 from holdfast.train.fit.starting import StartingPoint, Unsaved
 from holdfast.train.loggers.notebook import card
 from holdfast.train.making import epoch_length, make_schedulers
+from holdfast.train.outputs import Entry, Table
 from holdfast.train.parallel.strategies import (
     Name,
     Strategy,
@@ -721,10 +722,13 @@ class Trainer:
             self._ending.ask(reason)
 
     @checked()
-    def log(self, metrics: Metrics, *, to: Collection[str] | None = None) -> None:
+    def log(
+        self, metrics: Mapping[str, float | Entry], *, to: Collection[str] | None = None
+    ) -> None:
         """Log metrics of the current step to all loggers, or to those named in `to`.
 
-        A metric that is not a number is left out; a warning is logged, once for each name.
+        Texts, `Table` and `Image` are logged, too. What is none of these and no number is left
+        out; a warning is logged, once for each name.
 
         Raises:
             UsageError: `to` names a logger that does not exist.
@@ -735,7 +739,17 @@ class Trainer:
             metrics = {f"{prefix}/{name}": value for name, value in metrics.items()}
         if self._limits.fast_dev_run:
             to = None  # there are no loggers
-        self._callbacks.tell_loggers(LazyMetrics(self._numbers(metrics)), to)
+        entries = {name: value for name, value in metrics.items() if isinstance(value, Entry)}
+        numbers = {name: value for name, value in metrics.items() if name not in entries}
+        if numbers or not entries:
+            self._callbacks.tell_chosen(to, Callback.log, LazyMetrics(self._numbers(numbers)))
+        for name, entry in entries.items():
+            if isinstance(entry, str):
+                self._callbacks.tell_chosen(to, Callback.log_text, name, entry)
+            elif isinstance(entry, Table):
+                self._callbacks.tell_chosen(to, Callback.log_table, name, entry)
+            else:
+                self._callbacks.tell_chosen(to, Callback.log_image, name, entry)
 
     def _fit_to(
         self,

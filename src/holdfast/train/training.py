@@ -107,8 +107,8 @@ class Training(Protocol):
             UsageError: neither `fit` nor a validation is running.
         """
 
-    def log(self, metrics: Metrics, *, to: Collection[str] | None = None) -> None:
-        """Log metrics of the current step to all loggers, or to those named in `to`."""
+    def log(self, metrics: Mapping[str, Any], *, to: Collection[str] | None = None) -> None:
+        """Log numbers, texts, `Table` and `Image` of the step to all loggers, or those in `to`."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from torch import nn
 from holdfast.data import Loader
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.faulty import Fault, FaultyStore
-from holdfast.train import Callback, HookFailed, Measured, Training, Validation
+from holdfast.train import Callback, HookFailed, Measured, Metrics, Table, Training, Validation
 from holdfast.train.callbacks.hooks import HOOKS
 from train.hooks_page import PAGE, page
 from train.small import Noisy, make, network
@@ -135,6 +135,10 @@ def test_an_error_in_any_hook_ends_in_exception_and_close(hook: str) -> None:
     faults = [Fault(kind="fail", op="put", key="*/manifest.json", times=1)]
     store = FaultyStore(MemoryStore(), faults if hook == "checkpoint_failed" else [])
 
+    class Tells(Callback):
+        def step_end(self, training: Training, metrics: Metrics) -> None:
+            training.log({"text": "mine", "table": Table(["word"], [["mine"]])})
+
     def short(*callbacks: Callback) -> Any:
         return make(
             store,
@@ -144,7 +148,7 @@ def test_an_error_in_any_hook_ends_in_exception_and_close(hook: str) -> None:
                 data=Loader(Noisy(), batch_size=5),
                 metrics={"matrix": Measured(lambda inputs: inputs[:2], lambda batch, _: batch)},
             ),
-            callbacks=callbacks,
+            callbacks=[*callbacks, Tells()],
         )
 
     if hook in ("edit_load", "resumed", "already_done", "checkpoint_loaded"):

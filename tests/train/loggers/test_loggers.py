@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from holdfast.errors import UsageError
+from holdfast.train import Callback, Image, Logger, Metrics, Table, Training
 from holdfast.train.loggers.default import JsonLines, drop_beyond
+from holdfast.train.outputs import picture
 from train.small import make
 
 
@@ -86,6 +91,53 @@ def test_values_that_are_not_finite_stay_json(tmp_path: Path) -> None:
     log.close(now)  # type: ignore[arg-type]
     line = json.loads((tmp_path / "train.jsonl").read_text(), parse_constant=pytest.fail)
     assert line["metrics"] == {"loss": "nan", "top": "inf", "x": 0.5}
+
+
+class Tells(Callback):
+    """Logs a text, a table and a number at each step."""
+
+    def step_end(self, training: Training, metrics: Metrics) -> None:
+        table = Table(["word", "loss"], [["a|b", 0.5], ["c", math.nan]])
+        with training.scope("own"):
+            training.log({"sample": f"once {training.counters.step}", "worst": table, "x": 1.0})
+
+
+def test_texts_and_tables_have_lines_of_their_own_once_over_all_resumes(tmp_path: Path) -> None:
+    for until in (2, 3):
+        make(tmp_path, every="2step", callbacks=[Tells()]).fit(until)
+    text = (tmp_path / "log" / "train.jsonl").read_text("utf-8")
+    lines = [json.loads(line) for line in text.splitlines()]
+    texts = [line["texts"]["own/sample"] for line in lines if "texts" in line]
+    assert texts == ["once 1", "once 2", "once 3"]
+    tables = [line["tables"]["own/worst"] for line in lines if "tables" in line]
+    rows = [["a|b", 0.5], ["c", "nan"]]
+    assert tables == [{"columns": ["word", "loss"], "rows": rows}] * 3
+    assert [line["step"] for line in lines if "own/x" in line["metrics"]] == [1, 2, 3]
+
+
+def test_entries_go_to_the_loggers_that_are_named(tmp_path: Path) -> None:
+    class Names(Logger):
+        def __init__(self, name: str) -> None:
+            self.name, self.told = name, []  # type: ignore[var-annotated]
+
+        def log_text(self, training: Training, name: str, text: str) -> None:
+            self.told.append((name, text))
+
+        def log_image(self, training: Training, name: str, image: Image) -> None:
+            self.told.append((name, image.pixels.shape))
+
+    one, two = Names("one"), Names("two")
+    trainer = make(tmp_path, callbacks=[one, two])
+    trainer.log({"a": "b", "matrix": picture([[1.0]])}, to=["two"])
+    assert (one.told, two.told) == ([], [("a", "b"), ("matrix", (64, 64, 3))])
+    with pytest.raises(UsageError, match="nobody"):
+        trainer.log({"a": "b"}, to=["nobody"])
+
+
+@pytest.mark.parametrize(("columns", "rows"), [("word", []), ([], []), (["a"], [[1], [1, 2]])])
+def test_a_table_has_a_cell_for_each_column(columns: Any, rows: Any) -> None:
+    with pytest.raises(UsageError, match="Table"):
+        Table(columns, rows)
 
 
 def test_a_validation_that_is_still_to_be_done_is_not_logged_twice(tmp_path: Path) -> None:

@@ -10,7 +10,16 @@ import pytest
 
 from holdfast.data import Loader
 from holdfast.errors import UsageError
-from holdfast.train import Callback, HookFailed, Measured, MLflow, Training, Validation
+from holdfast.train import (
+    Callback,
+    HookFailed,
+    Measured,
+    Metrics,
+    MLflow,
+    Table,
+    Training,
+    Validation,
+)
 from train.small import Noisy, make
 
 # Its own use of SQLAlchemy.
@@ -114,3 +123,20 @@ def test_a_matrix_is_a_picture_of_its_step(tmp_path: Path, monkeypatch: pytest.M
     (run,) = runs(tmp_path)
     found = client(tmp_path).list_artifacts(run.info.run_id, "val/matrix")
     assert [Path(item.path).name for item in found] == ["step2.png", "step4.png"]
+
+
+@pytest.mark.full
+def test_texts_and_tables_are_files_of_their_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Tells(Callback):
+        def step_end(self, training: Training, metrics: Metrics) -> None:
+            training.log({"sample": "once", "worst": Table(["word"], [["a"]])})
+
+    monkeypatch.chdir(tmp_path)  # where MLflow keeps files of runs in such a database
+    service = MLflow("mine", tracking_uri=f"sqlite:///{tmp_path}/runs.db")
+    make(tmp_path / "run", callbacks=[service, Tells()]).fit(2)
+    (run,) = runs(tmp_path)
+    for name, kind in [("sample", "txt"), ("worst", "md")]:
+        found = client(tmp_path).list_artifacts(run.info.run_id, name)
+        assert [Path(item.path).name for item in found] == [f"step{n}.{kind}" for n in (1, 2)]

@@ -15,6 +15,7 @@ from holdfast.train import (
     HookFailed,
     Measured,
     Metrics,
+    Table,
     TensorBoard,
     Training,
     Validation,
@@ -91,6 +92,24 @@ def test_a_validation_alone_writes_nothing(tmp_path: Path) -> None:
     trainer.validate()
     trainer.log({"mine": 1.0}, to=["tensorboard"])
     assert not (tmp_path / "events").exists()
+
+
+def test_texts_and_tables_are_texts_of_their_steps(tmp_path: Path) -> None:
+    class Tells(Callback):
+        def step_end(self, training: Training, metrics: Metrics) -> None:
+            training.log({"sample": "once", "worst": Table(["word"], [["a"]])})
+
+    train(tmp_path, 2, Tells())
+    events = accumulator.EventAccumulator(str(tmp_path / "events"))
+    events.Reload()
+    found = {
+        name: [(item.step, item.tensor_proto.string_val) for item in events.Tensors(name)]
+        for name in events.Tags()["tensors"]
+    }
+    assert found == {
+        "sample/text_summary": [(1, [b"once"]), (2, [b"once"])],
+        "worst/text_summary": [(step, [b"| word |\n| --- |\n| a |"]) for step in (1, 2)],
+    }
 
 
 def test_without_the_extra_the_error_names_it(

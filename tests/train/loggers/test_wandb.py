@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import struct
 import sys
 from collections.abc import Iterator
@@ -18,6 +19,8 @@ from holdfast.train import (
     Callback,
     HookFailed,
     Measured,
+    Metrics,
+    Table,
     Training,
     Validation,
     WeightsAndBiases,
@@ -145,3 +148,18 @@ def test_a_matrix_is_a_picture_of_its_step(tmp_path: Path) -> None:
     found = [item for item in history(file) if any("val/matrix" in name for name in item)]
     assert [item["step"] for item in found] == ["2", "4"]
     assert len([*tmp_path.rglob("*.png")]) == 2
+
+
+class Tells(Callback):
+    """Logs a text and a table at each step."""
+
+    def step_end(self, training: Training, metrics: Metrics) -> None:
+        training.log({"sample": "once", "worst": Table(["word", "loss"], [["a", 0.5]])})
+
+
+def test_texts_and_tables_are_tables_of_their_step(tmp_path: Path) -> None:
+    make(MemoryStore(), callbacks=[logger(tmp_path), Tells()]).fit(2)
+    wandb.teardown()  # its service may still be writing after the end of a run
+    tables = [json.loads(path.read_text()) for path in tmp_path.rglob("*.table.json")]
+    found = sorted((table["columns"], table["data"]) for table in tables)
+    assert found == [(["text"], [["once"]])] * 2 + [(["word", "loss"], [["a", 0.5]])] * 2

@@ -131,8 +131,14 @@ class Callbacks:
             value = value if replaced is None else replaced
         return value
 
-    def tell_loggers(self, metrics: Any, to: Collection[str] | None) -> None:
-        """Call the `log` hook of all callbacks, or of those named in `to`.
+    def tell_chosen(
+        self,
+        to: Collection[str] | None,
+        hook: Callable[Concatenate[Any, Training, P], None],
+        *arguments: P.args,
+        **named: P.kwargs,
+    ) -> None:
+        """Call a hook like `tell`, but only of the callbacks named in `to`, unless it is None.
 
         Raises:
             HookFailed: a callback raised.
@@ -142,9 +148,9 @@ class Callbacks:
         if unknown or isinstance(to, str):
             raise UsageError(f"to={to!r}: give a list of some of {list(self._names)}")
         chosen = None if to is None else [self._names[name] for name in to]
-        for callback in self._by_hook["log"]:
+        for callback in self._by_hook[hook.__name__]:
             if chosen is None or callback in chosen:
-                self._run(callback, "log", metrics)
+                self._run(callback, hook.__name__, *arguments, **named)
 
     def tell_exception(self, error: BaseException) -> None:
         """Call the `exception` hook of all callbacks; errors that it raises are only logged."""

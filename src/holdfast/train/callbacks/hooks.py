@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from holdfast.engine.checkpoint import Checkpoint
     from holdfast.state.edits import StateView
-    from holdfast.train.outputs import Image, StepOutput
+    from holdfast.train.outputs import Image, StepOutput, Table
 
 MOMENTS: Mapping[str, tuple[str, ...]] = {
     "Once, when the Trainer is made": ("model_made", "setup"),
@@ -41,7 +41,7 @@ MOMENTS: Mapping[str, tuple[str, ...]] = {
         *("validation_start", "validation_batch_start", "validation_batch_end"),
         "validation_end",
     ),
-    "Loggers, if it is time": ("log", "log_image"),
+    "Loggers, if it is time": ("log", "log_image", "log_text", "log_table"),
     "Saving, if it is due": ("before_save", "edit_save", "checkpoint_saved", "checkpoint_failed"),
     "`fit` or `validate` ends": ("exception", "fit_end", "close"),
 }
@@ -186,6 +186,12 @@ class Callback:
 
         `image.pixels` has the shape height x width x 3; `image.values` is the matrix.
         """
+
+    def log_text(self, training: Training, name: str, text: str) -> None:
+        """Called with a text to record, which `Trainer.log` was given."""
+
+    def log_table(self, training: Training, name: str, table: Table) -> None:
+        """Called with a table to record, which `Trainer.log` was given."""
 
     def before_save(self, training: Training) -> None:
         """Called before the state is captured for a save; what these hooks change is saved."""

@@ -17,7 +17,7 @@ from holdfast.format.manifest import Timestamp
 from holdfast.system import sync
 from holdfast.train.callbacks.hooks import Logger
 from holdfast.train.callbacks.measuring import rates_of
-from holdfast.train.outputs import Image
+from holdfast.train.outputs import Image, Table
 from holdfast.train.training import Metrics, Training
 
 if TYPE_CHECKING:
@@ -41,7 +41,8 @@ class JsonLines(Logger):
     Members: `step` (within a step the one under way), `epoch`, `samples`, `tokens`, `time` (ISO
     8601 UTC) and `metrics`, in which a value that is not finite is the text `nan`, `inf` or `-inf`;
     with the loss of a step also `lr`, its learning rates by group. A matrix, such as a confusion
-    matrix, has a line of its own, as a list of its rows.
+    matrix, has a line of its own, as a list of its rows. So have a text, in the member `texts`,
+    and a table, in the member `tables`.
     The cost of a save has a line of its own, written when the checkpoint is durable, and so has
     that of a load.
     """
@@ -76,6 +77,20 @@ class JsonLines(Logger):
             rows = [[_finite(value) for value in row] for row in image.values]
             self._write_line(training.present_step, training.counters.timestamp, {name: rows})
 
+    def log_text(self, training: Training, name: str, text: str) -> None:
+        """Write a line with the text; no-op outside of `fit`."""
+        if self._file is not None:
+            now = training.counters.timestamp
+            self._write_line(training.present_step, now, {}, texts={name: text})
+
+    def log_table(self, training: Training, name: str, table: Table) -> None:
+        """Write a line with the table; no-op outside of `fit`."""
+        if self._file is not None:
+            rows = [[_cell(value) for value in row] for row in table.rows]
+            found = {name: {"columns": [*table.columns], "rows": rows}}
+            now = training.counters.timestamp
+            self._write_line(training.present_step, now, {}, tables=found)
+
     def before_save(self, training: Training) -> None:
         """Flush the lines of all steps before the checkpoint is made."""
         self._flush()
@@ -109,6 +124,7 @@ class JsonLines(Logger):
         now: Timestamp,
         metrics: Mapping[str, Any],
         rates: Mapping[str, Any] = _NO_RATES,
+        **more: Mapping[str, Any],
     ) -> None:
         assert self._file is not None
         line = {
@@ -118,6 +134,7 @@ class JsonLines(Logger):
             "tokens": now.tokens,
             "time": datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
             "metrics": metrics,
+            **more,
         }
         if rates:
             line["lr"] = {name: float(rate) for name, rate in rates.items()}
@@ -167,6 +184,10 @@ def _is_kept(line: bytes, step: int, is_validated: bool) -> bool:
 def _of(line: dict[str, Any]) -> dict[str, Any]:
     metrics = line.get("metrics")
     return metrics if isinstance(metrics, dict) else {}
+
+
+def _cell(value: Any) -> Any:
+    return _finite(value) if isinstance(value, float) else value
 
 
 def _finite(value: float) -> float | str:

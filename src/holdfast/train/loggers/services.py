@@ -19,7 +19,7 @@ from typing_extensions import override
 from holdfast.data.randomness import preserved
 from holdfast.errors import FormatError, UsageError
 from holdfast.train.callbacks.hooks import Logger
-from holdfast.train.outputs import Image
+from holdfast.train.outputs import Image, Table
 from holdfast.train.training import Metrics, Training
 
 if TYPE_CHECKING:
@@ -112,6 +112,18 @@ class RunLogger(Logger):
         if self._service is not None and self._replays.is_new(step):
             self._log_image(name, image, step)
 
+    def log_text(self, training: Training, name: str, text: str) -> None:
+        """Log a text of the step."""
+        step = training.present_step
+        if self._service is not None and self._replays.is_new(step):
+            self._log_text(name, text, step)
+
+    def log_table(self, training: Training, name: str, table: Table) -> None:
+        """Log a table of the step."""
+        step = training.present_step
+        if self._service is not None and self._replays.is_new(step):
+            self._log_table(name, table, step)
+
     def checkpoint_loaded(self, training: Training, checkpoint: Checkpoint, cost: Metrics) -> None:
         """Log the cost of the load."""
         self._log(cost, checkpoint.step)
@@ -140,6 +152,14 @@ class RunLogger(Logger):
 
     def _log_image(self, name: str, image: Image, step: int) -> None:
         """Log a picture; the position of the log comes with the metrics of the step."""
+        raise NotImplementedError
+
+    def _log_text(self, name: str, text: str, step: int) -> None:
+        """Log a text, as `_log_image` does a picture."""
+        raise NotImplementedError
+
+    def _log_table(self, name: str, table: Table, step: int) -> None:
+        """Log a table, as `_log_image` does a picture."""
         raise NotImplementedError
 
 
@@ -219,6 +239,14 @@ class MLflow(RunLogger):
     def _log_image(self, name: str, image: Image, step: int) -> None:
         self._service.log_image(self._id, image.pixels, f"{name}/step{step}.png")
 
+    @override
+    def _log_text(self, name: str, text: str, step: int) -> None:
+        self._service.log_text(self._id, text, f"{name}/step{step}.txt")
+
+    @override
+    def _log_table(self, name: str, table: Table, step: int) -> None:
+        self._service.log_text(self._id, table.markdown, f"{name}/step{step}.md")
+
 
 class TensorBoard(Logger):
     """Logger of metrics, and of the costs of saves and loads, as scalars of their steps.
@@ -251,6 +279,15 @@ class TensorBoard(Logger):
         if self._writer is not None:
             step = training.present_step
             self._writer.add_image(name, image.pixels, step, dataformats="HWC")
+
+    def log_text(self, training: Training, name: str, text: str) -> None:
+        """Write a text of the step."""
+        if self._writer is not None:
+            self._writer.add_text(name, text, training.present_step)
+
+    def log_table(self, training: Training, name: str, table: Table) -> None:
+        """Write a table of the step, as a text in Markdown."""
+        self.log_text(training, name, table.markdown)
 
     def checkpoint_loaded(self, training: Training, checkpoint: Checkpoint, cost: Metrics) -> None:
         """Write the cost of the load."""
@@ -332,6 +369,16 @@ class WeightsAndBiases(RunLogger):
     @override
     def _log_image(self, name: str, image: Image, step: int) -> None:
         self._service.log({name: self._library.Image(image.pixels), "step": step})
+
+    @override
+    def _log_text(self, name: str, text: str, step: int) -> None:
+        self._log_table(name, Table(["text"], [[text]]), step)
+
+    @override
+    def _log_table(self, name: str, table: Table, step: int) -> None:
+        rows = [[*row] for row in table.rows]
+        shown = self._library.Table(columns=[*table.columns], data=rows)
+        self._service.log({name: shown, "step": step})
 
     def _keep_position(self, position: str) -> None:
         aside = self._position_file.with_suffix(".new")
