@@ -343,12 +343,15 @@ class Fit:
         return metrics
 
     def _follow_swa(self) -> None:
-        before, self._followed = self._followed, self._counters.timestamp
         if self._gear.swa is not None:
+            before, self._followed = self._followed, self._counters.timestamp
             self._gear.swa.follow(self._gear.model, before, self._followed, self._ending.goal)
 
     def _note_due(self, before: Timestamp) -> None:
         """Count the validations due since `before`, for saves: hooks may save or fail first."""
+        if not self._gear.validations:
+            self._counters.unvalidated, self._counters.only_at_goal = [], []
+            return
         now, due = self._counters.timestamp, self._gear.validations.names_due
         names = due(before, now, is_last=self._ending.is_at_goal())
         self._counters.unvalidated = names

@@ -142,7 +142,12 @@ class ProgressBar(Logger):
             self._bar.update(task, completed=_progress(training), at=_place(training))
 
     def _say(self, text: str) -> None:
-        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+        console = self._console
+        if console.is_terminal or console.record or console.quiet:
+            console.print(text, highlight=False, markup=False, soft_wrap=True)
+        else:  # rich takes as long for a line as a small model for its step
+            console.file.write(f"{text}\n")
+            console.file.flush()
 
 
 def _place(training: Training) -> str:

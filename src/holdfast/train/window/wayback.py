@@ -8,7 +8,7 @@ it can be saved. Parameters and optimizers are not kept: `Weights` detects their
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -156,23 +156,26 @@ class Boundary:
         self._depth, self._num_threads = randomness.depth(), torch.get_num_threads()
         self._data = data
         self._position = None if data is None else data.state_dict()
-        scores = [item for item in (components or {}).values() if isinstance(item, Scores)]
-        self._undo_scores = [item.undo() for item in scores]
+        self._live: dict[str, Any] | None = None
+        self._buffers = [
+            (buffer, buffer.detach().clone()) for module in modules for buffer in module.buffers()
+        ]
+        self._undo_scores: list[Callable[[], None]] = []
         if components is not None:
-            components = {
-                name: item for name, item in components.items() if not isinstance(item, Scores)
-            }
+            self._copy(components)
+
+    def _copy(self, components: Mapping[str, Any]) -> None:
+        scores = [item for item in components.values() if isinstance(item, Scores)]
+        self._undo_scores = [item.undo() for item in scores]
+        others = {name: item for name, item in components.items() if not isinstance(item, Scores)}
         # A capture of any component includes the generators.
-        self._live = None if components is None else components or {"nothing": {}}
-        captured = {} if self._live is None else capture(self._live).components
+        self._live = others or {"nothing": {}}
+        captured = capture(self._live).components
         self._stored = {name: part.stored for name, part in captured.items()}
         self._tensors = {
             name: {key: tensor.to("cpu", copy=True) for key, tensor in part.tensors.items()}
             for name, part in captured.items()
         }
-        self._buffers = [
-            (buffer, buffer.detach().clone()) for module in modules for buffer in module.buffers()
-        ]
 
     @torch.no_grad()
     def put_back(self) -> None:
