@@ -1,13 +1,17 @@
 """What the Trainer adds to each step of a bare loop: `python -m bench.trainer`.
 
 All loops train the same tiny model on the same batches, in one process, and take turns inside
-every round; what a loop adds is taken inside a round.
+every round; what a loop adds is taken inside a round. With `--memory` each also trains once in a
+process of its own, of which the largest resident memory is taken. The lines of code are those of
+the pages for those who come from the peers, where both sides do the same training.
 """
 
 from __future__ import annotations
 
 import argparse
 import io
+import resource
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
@@ -24,7 +28,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from bench.command import Bench
-from bench.report import number, results_table, seconds
+from bench.ports import num_lines
+from bench.report import megabytes, number, results_table, seconds
 from bench.results import Outcome, Results
 from holdfast import Checkpoints
 from holdfast.data import Loader
@@ -199,10 +204,13 @@ LOOPS: Mapping[str, Callable[[], Loop]] = {
 
 The peers log as it does, and show no bar. They are left out where they are not installed."""
 _NEEDS = {"Lightning": "lightning", "HF Trainer": "transformers"}
+_PAGES = {**_NEEDS, BARE: "plain"}
+"""Pages of docs/coming-from with the same training on both sides."""
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=2000, help="of each loop (default 2000)")
+    parser.add_argument("--memory", action="store_true", help="also of each in its own process")
 
 
 def _measure_round(options: argparse.Namespace, folder: Path, results: Results) -> None:
@@ -212,7 +220,26 @@ def _measure_round(options: argparse.Namespace, folder: Path, results: Results) 
             continue
         with tempfile.TemporaryDirectory(dir=folder) as own:
             step_s = _measure(make(), options.steps, Path(own))
-        results.add(f"trainer/{name}", Outcome(figures={"step_s": [step_s]}))
+        figures = {"step_s": [step_s]}
+        if options.memory and f"trainer/{name}" not in results.cases:
+            figures["peak_nbytes"] = [_peak_nbytes(name, options.steps)]
+        results.add(f"trainer/{name}", Outcome(figures=figures))
+
+
+def _peak_nbytes(name: str, num_steps: int) -> float:
+    """Largest resident memory of a process that does one training."""
+    code = f"from bench.trainer import print_peak; print_peak({name!r}, {num_steps})"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=600
+    )
+    return float(done.stdout.splitlines()[-1])
+
+
+def print_peak(name: str, num_steps: int) -> None:
+    """Do one training, and print the largest resident memory of this process, in bytes."""
+    with tempfile.TemporaryDirectory() as folder:
+        _measure(LOOPS[name](), num_steps, Path(folder))
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 
 
 def _measure(loop: Loop, num_steps: int, folder: Path) -> float:
@@ -234,11 +261,21 @@ def _tables(results: Results) -> list[str]:
             seconds(results.median(case, "step_s")),
             number(median(added) * 1e6, "{:+.1f} µs"),
             f"{spread[0] * 1e6:+.1f} to {spread[2] * 1e6:+.1f} µs",
+            megabytes(results.median(case, "peak_nbytes")),
+            _lines(case.removeprefix("trainer/")),
         ]
 
-    head = ["loop", "a step", "added", "middle half of the rounds"]
+    head = ["loop", "a step", "added", "middle half of the rounds", "peak memory", "lines of code"]
     titles = {f"trainer/{name}": name for name in LOOPS}
     return results_table(results, "trainer/", head, titles, row)
+
+
+def _lines(name: str) -> str:
+    """Lines of a peer's training, and of the same one with the Trainer."""
+    if name not in _PAGES:
+        return "–"
+    theirs, ours = num_lines(_PAGES[name])
+    return f"{theirs}, with the Trainer {ours}"
 
 
 BENCH = Bench(
