@@ -159,6 +159,15 @@ def test_wrong_arguments_end_it_at_once(script: Path, tmp_path: Path) -> None:
     assert json.loads(result.stdout.splitlines()[-1])["summary"]["outcome"] == "wrong"
 
 
+def test_what_the_trainer_refuses_ends_it_at_once(script: Path, tmp_path: Path) -> None:
+    """A restart would be refused again."""
+    given = ("--set", f"root={tmp_path}/run", "--json", *NO_PAUSE)
+    result = run(script, "--until", "10tok", *given)
+    assert (result.returncode, len(result.stdout.splitlines())) == (2, 2)
+    assert "tokens are not counted" in result.stderr
+    assert "Traceback" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -1,14 +1,19 @@
-"""docs/recipes.md: its snippets run, and each training resumes bit for bit."""
+"""docs/recipes.md: its snippets run, are short, and each training resumes bit for bit."""
 
 from __future__ import annotations
 
+import random
 import re
+import select
+import subprocess
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+import warm
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "recipes.md"
 RECIPES = (
@@ -19,6 +24,8 @@ RECIPES = (
     "curriculum",
     "trial",
 )
+LIFE = Path(__file__).with_name("recipe_life.py")
+KILLS = [pytest.param(1, marks=pytest.mark.full), pytest.param(10, marks=pytest.mark.long)]
 
 
 def blocks() -> list[str]:
@@ -51,12 +58,65 @@ def test_each_recipe_resumes_bit_for_bit(recipe: str, tmp_path: Path) -> None:
     make(tmp_path / "twice").fit("4step")
     twice = make(tmp_path / "twice")
     twice.fit("7step")
-    for found, expected in zip(_tensors(twice), _tensors(once), strict=True):
+    for found, expected in zip(end_of(twice), end_of(once), strict=True):
         assert torch.equal(found, expected)
 
 
-def _tensors(trainer: Any) -> list[torch.Tensor]:
+def end_of(trainer: Any) -> list[torch.Tensor]:
+    """The weights, the optimizer's slots and the generator of a run."""
     modules = [value for value in trainer.state.values() if isinstance(value, torch.nn.Module)]
     weights = [tensor for module in modules for tensor in module.state_dict().values()]
     slots = [value for of_one in trainer.optimizer.state.values() for value in of_one.values()]
     return [*weights, *slots, torch.get_rng_state()]
+
+
+def test_each_recipe_has_fewer_than_60_lines() -> None:
+    sizes = [sum(1 for line in block.splitlines() if line.strip()) for block in blocks()]
+    assert max(sizes) < 60
+
+
+class Life:
+    """A process that trains a recipe in `root`, and is killed at the end of the `with`."""
+
+    def __init__(self, recipe: str, root: Path, result: Path) -> None:
+        words = [LIFE, recipe, root, result]
+        self.process = warm.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+    def __enter__(self) -> Life:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.communicate(timeout=60)
+
+    def ends(self) -> None:
+        """Wait for its end, which must be a good one."""
+        _, errors = self.process.communicate(timeout=300)
+        assert self.process.returncode == 0, errors
+
+    def updates(self, count: int, then_s: float) -> None:
+        """Wait for so many updates, and then for the next one, but not longer than `then_s`."""
+        assert self.process.stdout is not None
+        for _ in range(count):
+            assert self.process.stdout.readline() == "updated\n", "it ended before it was killed"
+        select.select([self.process.stdout], [], [], then_s)
+
+
+@pytest.mark.parametrize("num_kills", KILLS)
+@pytest.mark.parametrize("recipe", [*RECIPES, "gan"])
+def test_a_recipe_that_is_killed_at_any_moment_ends_with_the_same_bits(
+    recipe: str, num_kills: int, tmp_path: Path
+) -> None:
+    """Invariant 7, by SIGKILL; updates lie between two saves, or one less."""
+    chance = random.Random(f"{recipe} {num_kills}")
+    with Life(recipe, tmp_path / "whole", tmp_path / "whole.pt") as whole:
+        whole.ends()
+    for _ in range(num_kills):
+        with Life(recipe, tmp_path / "killed", tmp_path / "killed.pt") as killed:
+            killed.updates(chance.randint(0, 20 if recipe == "gan" else 4), chance.random() / 50)
+    assert not (tmp_path / "killed.pt").exists()
+    with Life(recipe, tmp_path / "killed", tmp_path / "killed.pt") as last:
+        last.ends()
+    expected, found = (torch.load(tmp_path / f"{name}.pt") for name in ("whole", "killed"))
+    assert len(expected) == len(found) > 0
+    assert all(torch.equal(*pair) for pair in zip(expected, found, strict=True))

@@ -13,6 +13,7 @@ import importlib.util
 import inspect
 import os
 import sys
+import traceback
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -34,7 +35,9 @@ _BOOLEANS = {
 def fit(arguments: Sequence[str]) -> int:
     """Fit as `arguments` say: script, goal, time limit, overrides; return the exit code.
 
-    What the script raises is raised. A wrong argument is printed, and gives the code for it.
+    What the script raises is raised. A wrong argument is printed, and gives the code for it; so
+    does one that the Trainer refuses, such as a goal in tokens that are not counted, with its
+    traceback.
     """
     script, until, max_time, *sets = arguments
     try:
@@ -46,7 +49,14 @@ def fit(arguments: Sequence[str]) -> int:
     if present_ranks().rank == 0:
         for line in shown(script, make, given, until):
             say(line)
-    trainer = make(**given)
+    try:
+        return _fit(script, make(**given), until, max_time)
+    except UsageError:  # a restart would raise it again
+        traceback.print_exc()
+        return Code.USAGE
+
+
+def _fit(script: str, trainer: Any, until: str, max_time: str) -> int:
     if not hasattr(trainer, "fit"):
         say(f"{script}: gave a {type(trainer).__name__}, not a Trainer: it must return one")
         return Code.USAGE

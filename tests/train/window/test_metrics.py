@@ -151,13 +151,13 @@ def test_a_metric_that_is_no_number_is_left_out_with_one_warning(
     class Logs(Callback):
         def step_end(self, training: Training, metrics: Metrics) -> None:
             assert set(metrics) == {"loss", "fine"}
-            training.log({"mine": 1.0, "my_text": "3.5"})  # type: ignore[dict-item]
+            training.log({"mine": 1.0, "my_list": [3.5]})  # type: ignore[dict-item]
 
     check = Downstream(name="check", run=lambda model: {"fine": 1.0, "words": ["a"]})
     validation = Validation(data=[torch.ones(2, 4)], downstream=[check])
     trainer = make(tmp_path, loss=loss, callbacks=[Logs()], validate=validation)
     trainer.fit(5)
-    names = ["text", "none", "vector", "huge", 3, "my_text", "words"]
+    names = ["text", "none", "vector", "huge", 3, "my_list", "words"]
     for name in names:
         said = [r.getMessage() for r in caplog.records if f"metric {name!r}" in r.getMessage()]
         assert len(said) == 1, name
