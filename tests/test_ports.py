@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from bench.lightning_port import ours
 
 PAGES = Path(__file__).resolve().parents[1] / "docs" / "coming-from"
 _OURS = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -26,3 +27,10 @@ def test_our_side_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     if page == "plain":
         pairs = zip(names["theirs"].values(), names["ours"].values(), strict=True)
         assert all(torch.equal(*pair) for pair in pairs)
+
+
+def test_our_side_of_the_port_of_a_hundred_lines_runs(tmp_path: Path) -> None:
+    """`python -m bench.lightning_port` compares it with Lightning's."""
+    weights, metrics = ours(tmp_path / "run")
+    assert metrics["test/accuracy"] > 0.9
+    assert all(value.isfinite().all() for value in weights.values())
