@@ -6,7 +6,16 @@ from pathlib import Path
 
 from holdfast.errors import FormatError, NoCheckpoint
 from holdfast.interop.source import Source
-from holdfast.interop.sources import cerebras, checkpoint, huggingface, mindspore, safetensors
+from holdfast.interop.sources import (
+    cerebras,
+    checkpoint,
+    huggingface,
+    mindspore,
+    safetensors,
+    tars,
+    torchfile,
+    trainers,
+)
 from holdfast.keys import Encryption
 
 
@@ -27,10 +36,16 @@ def open_source(
     if checkpoint.recognises(text):
         return checkpoint.CheckpointSource(text, encrypt=encrypt)
     path = Path(text)
+    if trainers.recognises(path):
+        return trainers.TrainerFolder(path)
     if safetensors.recognises(path):
         return safetensors.SafetensorsFile(path)
     if cerebras.recognises(path):
         return cerebras.CerebrasFile(path)
+    if torchfile.recognises(path):
+        return torchfile.TorchFile(path)
+    if tars.recognises(path):
+        return tars.open_archive(path)
     if mindspore.recognises(path):
         return mindspore.MindSporeFile(path, key=key)
     if huggingface.recognises(path):

@@ -1,0 +1,1 @@
+"""How the files of trainers are laid out, and which component each part of them is."""

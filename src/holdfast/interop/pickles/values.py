@@ -1,0 +1,162 @@
+"""Descriptions of what a pickle holds, for the values that are no plain Python values.
+
+Text, numbers, bytes, lists, tuples, sets and dicts are themselves. Everything else is one of these
+classes or a leaf of `holdfast.format.nodes`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(slots=True, eq=False)
+class Global:
+    """A name that a pickle refers to: a class or a function, which is never imported."""
+
+    name: str
+    """Module and name, such as "collections.OrderedDict"."""
+
+
+@dataclass(slots=True, eq=False)
+class Unknown:
+    """A value that would be made by calling or restoring something that is not on the list."""
+
+    name: str
+    args: tuple[Any, ...] = ()
+    state: Any = None
+
+
+@dataclass(slots=True, eq=False)
+class Record(Unknown):
+    """A value of a class that the caller asked for by name; its members are in `state`."""
+
+    @property
+    def members(self) -> dict[str, Any]:
+        """The members by name: of objects, and of objects with slots."""
+        state = self.state[1] if type(self.state) is tuple and len(self.state) == 2 else self.state
+        return state if isinstance(state, dict) else {}
+
+
+@dataclass(slots=True, eq=False)
+class Refusal:
+    """A value of a known kind that cannot be read, with the reason."""
+
+    why: str
+
+
+class OrderedItems(dict[Any, Any]):
+    """The items of an OrderedDict; `attributes` are those of the object, such as `_metadata`."""
+
+    __slots__ = ("attributes",)
+    attributes: Any
+
+
+class CountedItems(dict[Any, Any]):
+    """The items of a Counter."""
+
+    __slots__ = ()
+
+
+class DefaultItems(dict[Any, Any]):
+    """The items of a defaultdict, whose factory is left out."""
+
+    __slots__ = ()
+
+
+class NamespaceItems(dict[Any, Any]):
+    """The attributes of an argparse.Namespace or a SimpleNamespace."""
+
+    __slots__ = ()
+
+
+@dataclass(slots=True, eq=False)
+class Span:
+    """Bytes that stay in the file."""
+
+    start: int
+    nbytes: int
+    is_mutable: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class ByteArray:
+    """A bytearray."""
+
+    data: bytes
+
+
+@dataclass(slots=True, eq=False)
+class StorageKind:
+    """A class of torch's storages; `dtype` as in the index, None where it is not readable."""
+
+    name: str
+    dtype: str | None
+
+
+@dataclass(slots=True, eq=False)
+class Storage:
+    """Memory that tensors are views of.
+
+    `data` is set once it is known where the bytes are; `nbytes` is their number.
+    """
+
+    dtype: str
+    device: str
+    nbytes: int
+    data: Span | bytes | None = None
+
+
+@dataclass(slots=True, eq=False)
+class TensorView:
+    """A torch tensor: a strided view of a storage, offset and strides in elements."""
+
+    storage: Storage
+    dtype: str
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    grad: bool = False
+    parameter: bool = False
+
+    def flagged(self, *, grad: bool, parameter: bool) -> TensorView:
+        """The same view with other flags."""
+        return TensorView(
+            self.storage, self.dtype, self.offset, self.shape, self.strides, grad, parameter
+        )
+
+
+@dataclass(slots=True, eq=False)
+class ArrayValue:
+    """A numpy array, or with `is_tensor` a tensor of a generator's state."""
+
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    is_fortran: bool = False
+    data: Span | bytes = b""
+    refusal: str = "it was never filled"
+    """Why it cannot be read; empty if it can."""
+    is_tensor: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class NumpyDtype:
+    """A numpy dtype: its code without the byte order, such as "f4"."""
+
+    code: str
+    is_big_endian: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Generator:
+    """A random generator: its kind in the format, and the members of its state."""
+
+    kind: str
+    members: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
+class Seeds:
+    """A numpy SeedSequence."""
+
+    members: dict[str, Any] | None = None

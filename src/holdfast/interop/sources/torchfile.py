@@ -1,0 +1,376 @@
+"""Reads files of `torch.save`: zip files, the older format, and pickles that hold tensors.
+
+Storages stay in the file, and their bytes are read where they lie. Nothing in the file is run.
+"""
+
+from __future__ import annotations
+
+import io
+import zlib
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from typing_extensions import override
+
+from holdfast.errors import CorruptData, FormatError, LimitExceeded
+from holdfast.format.tensors import ITEM_NBYTES
+from holdfast.interop.files import LocalFile
+from holdfast.interop.layouts.files import Layout, file_layout
+from holdfast.interop.pickles.budget import Budget
+from holdfast.interop.pickles.gather import gather, is_row_major
+from holdfast.interop.pickles.machine import Constructor, Machine
+from holdfast.interop.pickles.names import CONSTANTS, CONSTRUCTORS, SETTERS, checked_device
+from holdfast.interop.pickles.parts import Converted, check_claims, convert
+from holdfast.interop.pickles.values import Refusal, Span, Storage, StorageKind
+from holdfast.interop.source import LeftOut, Part, Source
+from holdfast.interop.sources.zips import Member, Zip
+
+_ZIP = b"PK\x03\x04"
+_LEGACY = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
+_MAGIC = 0x1950A86A20F9469CFC6C
+_PROTOCOL = 1001
+_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle", ".distcp", ".metadata")
+_MAX_PICKLE_NBYTES = 1 << 40
+
+Layouts: TypeAlias = Callable[[Any], Layout]
+
+
+def recognises(path: Path) -> bool:
+    """Whether a file begins as one of `torch.save` or a pickle does."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        first = file.read(len(_LEGACY))
+    if first.startswith(_ZIP):
+        return path.suffix not in (".npz", ".zip", ".keras") or _has_pickle(path)
+    is_pickle = first[:1] == b"\x80" and len(first) > 1 and 2 <= first[1] <= 5
+    return is_pickle or (path.suffix in _SUFFIXES and first[:1] in b"(c]}" and len(first) > 1)
+
+
+def _has_pickle(path: Path) -> bool:
+    file = LocalFile.open(path)
+    try:
+        return any(name.endswith("data.pkl") for name in Zip(file).members)
+    except FormatError:
+        return False
+    finally:
+        file.close()
+
+
+def read_pickle(
+    file: LocalFile,
+    *,
+    start: int = 0,
+    stop: int | None = None,
+    budget: Budget | None = None,
+    constructors: Mapping[str, Constructor] | None = None,
+    records: Collection[str] = (),
+) -> Any:
+    """Return the description of a pickle in a file; see `holdfast.interop.pickles.values`.
+
+    `records` are the names of classes that are described as `Record`; `constructors` make other
+    names known. Tensors that were pickled without `torch.save` are described, too.
+
+    Raises:
+        FormatError: damaged, or beyond what a pickle may do here.
+    """
+    end = file.nbytes if stop is None else stop
+    reader = _Reader(file, budget or Budget(), constructors or {}, records)
+    return reader.bare(start, end)
+
+
+class TorchFile(Source):
+    """A file of `torch.save`, or another pickle, as components; `layout` says which."""
+
+    format = "torch"
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        layout: Layouts = file_layout,
+        file: LocalFile | None = None,
+    ) -> None:
+        """Read all of the file but tensors. Of an open `file`, the path is for messages."""
+        self.url = str(path)
+        self._file = file or LocalFile.open(path)
+        try:
+            self._open(layout)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, layout: Layouts) -> None:
+        root = _Reader(self._file, Budget()).root()
+        try:
+            found = layout(root)
+        except FormatError as err:
+            raise FormatError(f"{self.url}: {err}") from err
+        self.format = found.format
+        self.step = found.step
+        left_out = [*found.left_out]
+        self._converted = self._convert(found, left_out)
+        check_claims(self._converted, file_nbytes=self._file.nbytes, what=self.url)
+        self.parts: Mapping[str, Part] = {name: one.part for name, one in self._converted.items()}
+        self.left_out = left_out
+
+    def _convert(self, found: Layout, left_out: list[LeftOut]) -> dict[str, Converted]:
+        converted = {}
+        problem: FormatError | None = None
+        for name, one in found.components.items():
+            try:
+                made = convert(name, one, kind=found.kinds.get(name), where=found.paths.get(name))
+            except LimitExceeded as err:
+                raise LimitExceeded(f"{self.url}: {err}") from err
+            except FormatError as err:
+                problem = FormatError(f"{self.url}: nothing of it can be carried over: {err}")
+                problem.__cause__ = err
+                left_out.append(LeftOut(found.paths.get(name) or name, str(err)))
+                continue
+            converted[name] = made
+            left_out += made.left_out
+        if problem is not None and not converted and not found.may_be_empty:
+            raise problem
+        return converted
+
+    @override
+    def read_into(self, component: str, key: str, start: int, memory: memoryview) -> None:
+        one = self._converted[component]
+        spec, place = one.part.specs[key], one.places[key]
+        if not memory.nbytes:
+            return
+        item_nbytes = ITEM_NBYTES[spec.dtype]
+        data = place.data
+        if isinstance(data, Span):
+            read, limit = self._at(data.start), data.nbytes
+        else:
+            read, limit = _of_memory(data), len(data)
+        if start + memory.nbytes > spec.nbytes or limit < item_nbytes:
+            raise CorruptData(f"{self.url}: {key!r} has no byte {start + memory.nbytes:,}")
+        if is_row_major(spec.shape, place.strides):
+            read(place.offset * item_nbytes + start, memory.cast("B"))
+        else:
+            gather(
+                read,
+                spec.shape,
+                place.strides,
+                offset=place.offset,
+                item_nbytes=item_nbytes,
+                start=start,
+                memory=memory,
+            )
+
+    def _at(self, begin: int) -> Callable[[int, memoryview], None]:
+        return lambda start, memory: self._file.read_into(begin + start, memory)
+
+    @override
+    def close(self) -> None:
+        self._file.close()
+
+
+def _of_memory(data: bytes) -> Callable[[int, memoryview], None]:
+    def read(start: int, memory: memoryview) -> None:
+        memory[:] = data[start : start + memory.nbytes]
+
+    return read
+
+
+class _Reader:
+    """Reads the pickles of one file, and finds the storages that they name."""
+
+    def __init__(
+        self,
+        file: LocalFile,
+        budget: Budget,
+        constructors: Mapping[str, Constructor] | None = None,
+        records: Collection[str] = (),
+    ) -> None:
+        self._file = file
+        self._budget = budget
+        self._records = records
+        self._constructors = {
+            **CONSTRUCTORS,
+            "torch.storage._load_from_bytes": self._load_from_bytes,
+            **(constructors or {}),
+        }
+        self._level = 0
+
+    def root(self) -> Any:
+        """Return the description of what was saved."""
+        first = self._file.read(0, min(self._file.nbytes, len(_LEGACY)))
+        if first.startswith(_ZIP):
+            return _ZipReader(self._file, self._machine).root()
+        if first == _LEGACY:
+            return self.legacy(0, self._file.nbytes)
+        return self.bare(0, self._file.nbytes)
+
+    def _machine(
+        self, stream: io.BufferedIOBase, persistent: Callable[[Any], Any] | None
+    ) -> Machine:
+        return Machine(
+            stream,
+            what=self._file.name,
+            budget=self._budget,
+            constructors=self._constructors,
+            constants=CONSTANTS,
+            setters=SETTERS,
+            records=self._records,
+            persistent=persistent,
+        )
+
+    def bare(self, start: int, stop: int) -> Any:
+        """Read a pickle alone."""
+        return self._machine(self._file.stream(start, stop), None).load()
+
+    def legacy(self, start: int, stop: int, data: bytes | None = None) -> Any:
+        """Read the format before torch 1.6: five pickles, and then the storages."""
+        stream = (
+            self._file.stream(start, stop) if data is None else io.BufferedReader(io.BytesIO(data))
+        )
+        storages = _Storages()
+        machine = self._machine(stream, storages.find_legacy)
+        what = self._file.name
+        if machine.load() != _MAGIC or machine.load() != _PROTOCOL:
+            raise FormatError(f"{what}: not of a version of torch.save that is known")
+        system = machine.load()
+        if not isinstance(system, dict) or system.get("little_endian") is not True:
+            raise FormatError(f"{what}: written by a big-endian machine")
+        root = machine.load()
+        storages.place_legacy(machine.load(), stream, stop, data, what)
+        return root
+
+    def _load_from_bytes(self, machine: Machine, args: tuple[Any, ...]) -> Any:
+        """A storage that was pickled alone: a file of `torch.save` inside of the pickle."""
+        (data,) = args
+        if self._level:
+            raise ValueError("a storage inside of a storage")
+        if not isinstance(data, Span | bytes):
+            raise ValueError("no bytes")
+        self._level += 1
+        try:
+            self._budget.operations -= 100
+            if isinstance(data, Span):
+                return self.legacy(data.start, data.start + data.nbytes)
+            return self.legacy(0, len(data), data)
+        finally:
+            self._level -= 1
+
+
+class _Storages:
+    """Storages by key; each is found once, however many tensors are views of it."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, Storage | Refusal] = {}
+
+    def find(self, name: Any) -> Storage | Refusal:
+        """Return the storage for `("storage", type, key, location, numel)`."""
+        if type(name) is not tuple or len(name) < 5 or name[0] != "storage":
+            raise ValueError("a persistent id that is no storage")
+        _, kind, key, location, numel = name[:5]
+        if type(key) is int:
+            key = str(key)
+        if type(kind) is not StorageKind or type(key) is not str:
+            raise ValueError("a persistent id without a class of storage or a key")
+        if type(numel) is not int or not 0 <= numel < 2**60 or len(key) > 200:
+            raise ValueError("a storage without a number of elements")
+        if kind.dtype is None:
+            return Refusal(f"a quantized tensor ({kind.name})")
+        nbytes = numel * ITEM_NBYTES[kind.dtype]
+        known = self.found.get(key)
+        if known is None:
+            device = checked_device(location)
+            known = self.found[key] = Storage(kind.dtype, device, nbytes)
+        if type(known) is Storage and (known.dtype, known.nbytes) != (kind.dtype, nbytes):
+            raise ValueError(f"storage {key[:40]!r} with two dtypes or sizes")
+        return known
+
+    def find_legacy(self, name: Any) -> Storage | Refusal:
+        """The same with a sixth member: the view that it once was of another storage."""
+        if type(name) is tuple and len(name) == 6 and name[5] is not None:
+            return Refusal("a view of a storage, as torch before 0.4 wrote it")
+        return self.find(name)
+
+    def place_legacy(
+        self, keys: Any, stream: io.BufferedIOBase, stop: int, data: bytes | None, what: str
+    ) -> None:
+        """Set where the storages are, which lie in the order of `keys`."""
+        if type(keys) is not list or {*map(type, keys)} - {str}:
+            raise FormatError(f"{what}: no list of storages")
+        position = stream.tell()
+        seen = set()
+        for key in keys:
+            storage = self.found.get(key)
+            if type(storage) is not Storage or key in seen:
+                raise FormatError(f"{what}: a storage {key[:40]!r} that no tensor is of")
+            seen.add(key)
+            stream.seek(position)
+            head = stream.read(8)
+            count = int.from_bytes(head, "little")
+            start = position + 8
+            if len(head) != 8 or start + storage.nbytes > stop:
+                raise CorruptData(f"{what}: ends inside storage {key[:40]!r}")
+            if count * ITEM_NBYTES[storage.dtype] != storage.nbytes:
+                raise CorruptData(f"{what}: storage {key[:40]!r} has another size than its tensors")
+            if data is None:
+                storage.data = Span(start, storage.nbytes)
+            else:
+                storage.data = data[start : start + storage.nbytes]
+            position = start + storage.nbytes
+
+
+class _ZipReader:
+    """Reads a zip file of `torch.save`."""
+
+    def __init__(self, file: LocalFile, machine: Callable[..., Machine]) -> None:
+        self._file = file
+        self._zip = Zip(file)
+        self._machine = machine
+        self._storages = _Storages()
+
+    def root(self) -> Any:
+        """Return the description of what was saved."""
+        found = [name for name in self._zip.members if name.rpartition("/")[2] == "data.pkl"]
+        found = [name for name in found if name.count("/") <= 1]
+        if len(found) != 1:
+            raise FormatError(f"{self._file.name}: a zip file, but none that torch.save has made")
+        self._prefix = found[0].removesuffix("data.pkl")
+        if f"{self._prefix}constants.pkl" in self._zip.members:
+            raise FormatError(
+                f"{self._file.name}: a TorchScript archive, which is a program; load it with "
+                "torch.jit.load and save its state_dict()"
+            )
+        self._check_order()
+        member = self._zip.members[found[0]]
+        start = self._zip.place(member)
+        self._check_crc(member, start)
+        stream = self._file.stream(start, start + member.nbytes)
+        return self._machine(stream, self._find).load()
+
+    def _check_order(self) -> None:
+        member = self._zip.members.get(f"{self._prefix}byteorder")
+        if member is not None:
+            order = self._file.read(self._zip.place(member), min(member.nbytes, 20))
+            if order != b"little":
+                raise FormatError(f"{self._file.name}: its byte order is {order!r}, not little")
+
+    def _check_crc(self, member: Member, start: int) -> None:
+        crc = 0
+        for at in range(start, start + member.nbytes, 1 << 20):
+            crc = zlib.crc32(self._file.read(at, min(1 << 20, start + member.nbytes - at)), crc)
+        if crc != member.crc:
+            raise CorruptData(f"{self._file.name}: {member.name[:80]!r} is not what was written")
+
+    def _find(self, name: Any) -> Any:
+        storage = self._storages.find(name)
+        if type(storage) is Storage and storage.data is None:
+            key = str(name[2])
+            member = self._zip.members.get(f"{self._prefix}data/{key}")
+            if member is None:
+                raise CorruptData(f"storage {key[:40]!r} is missing")
+            if member.nbytes != storage.nbytes:
+                raise CorruptData(
+                    f"storage {key[:40]!r} has {member.nbytes:,} bytes, not {storage.nbytes:,}"
+                )
+            storage.data = Span(self._zip.place(member), member.nbytes)
+        return storage

@@ -1,0 +1,161 @@
+"""Reads the folder in which a trainer has saved a step: several files, one source.
+
+Folders of Accelerate (`save_state`) and of transformers' Trainer (`checkpoint-<step>`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from typing_extensions import override
+
+from holdfast.errors import FormatError
+from holdfast.format import strictjson
+from holdfast.format.nodes import TensorRef
+from holdfast.format.tensors import TensorSpec
+from holdfast.interop.files import LocalFile
+from holdfast.interop.layouts.files import whole
+from holdfast.interop.layouts.folders import STATE_FILE, FolderLayout, folder_layout
+from holdfast.interop.pickles.parts import convert
+from holdfast.interop.source import LeftOut, Part, Source
+from holdfast.interop.sources import safetensors
+from holdfast.interop.sources.torchfile import TorchFile
+
+MAX_FILES = 10_000
+_MAX_STATE_NBYTES = 32 << 20
+_MAX_STATE_VALUES = 1_000_000
+
+
+def recognises(path: Path) -> bool:
+    """Whether a folder holds the state of a training, by the names in it."""
+    return path.is_dir() and folder_layout(_names(path)) is not None
+
+
+def _names(path: Path) -> list[str]:
+    with os.scandir(path) as entries:
+        return [entry.name for entry, _ in zip(entries, range(MAX_FILES), strict=False)]
+
+
+class TrainerFolder(Source):
+    """A folder of a trainer's step as components; each file is opened as a source of its own."""
+
+    def __init__(self, path: Path) -> None:
+        """Open every file that holds a component.
+
+        Raises:
+            FormatError: the folder is of no trainer, or a file of it is damaged.
+        """
+        self.url = str(path)
+        layout = folder_layout(_names(path))
+        if layout is None:
+            raise FormatError(f"{path}: a folder of no trainer that is known here")
+        self.format = layout.format
+        self.parts: dict[str, Part] = {}
+        self.left_out: list[LeftOut] = []
+        self._owners: dict[str, dict[str, tuple[Source, str]]] = {}
+        self._stack = ExitStack()
+        try:
+            self._add_all(path, layout)
+        except BaseException:
+            self.close()
+            raise
+
+    def _add_all(self, path: Path, layout: FolderLayout) -> None:
+        for component, names in layout.components.items():
+            self._add(component, path, _without_twins(names, layout.others))
+        if (path / STATE_FILE).exists():
+            self._add_state(path / STATE_FILE)
+        self.left_out += [LeftOut(name, why) for name, why in layout.others.items()]
+        if not self.parts:
+            raise FormatError(f"{path}: none of its files can be carried over")
+
+    def _add(self, component: str, folder: Path, names: Sequence[str]) -> None:
+        opened = {name: self._open(component, folder / name) for name in names}
+        for name, source in opened.items():
+            self.left_out += [LeftOut(f"{name}: {one.path}", one.why) for one in source.left_out]
+        found = {name: source for name, source in opened.items() if component in source.parts}
+        if found:
+            self.parts[component] = self._joined(component, found)
+
+    def _open(self, component: str, path: Path) -> Source:
+        if safetensors.recognises(path):
+            weights = safetensors.SafetensorsFile(path)
+            self._stack.callback(weights.close)
+            if component != safetensors.MODEL:
+                weights.parts = {component: weights.parts[safetensors.MODEL]}
+            return weights
+        source = TorchFile(path, layout=whole(component))
+        self._stack.callback(source.close)
+        return source
+
+    def _joined(self, component: str, opened: Mapping[str, Source]) -> Part:
+        """Join the shards of a component; each tensor is in one of them."""
+        owners = self._owners.setdefault(component, {})
+        tree: dict[str, Any] = {}
+        specs: dict[str, TensorSpec] = {}
+        parts = {name: source.parts[component] for name, source in opened.items()}
+        for name, part in parts.items():
+            if len(parts) > 1 and not isinstance(part.tree, dict):
+                raise FormatError(f"{self.url}/{name}: a shard that is no dict of tensors")
+            twice = sorted(specs.keys() & part.specs.keys())
+            if twice:
+                raise FormatError(f"{self.url}: {twice[:10]} are in {name} and in another shard")
+            specs |= part.specs
+            owners |= dict.fromkeys(part.specs, (opened[name], component))
+        if len(parts) == 1:
+            return next(iter(parts.values()))
+        for part in parts.values():
+            tree |= part.tree
+        is_module = all(type(value) is TensorRef for value in tree.values())
+        return Part(kind="module" if is_module else "tree", tree=tree, specs=specs)
+
+    def _add_state(self, path: Path) -> None:
+        """Add the Trainer's own state, of which the step is a part."""
+        state = _read_json(path)
+        made = convert("trainer", state, kind="tree", where=path.name)
+        self.parts["trainer"] = made.part
+        self.left_out += made.left_out
+        step = state.get("global_step") if isinstance(state, dict) else None
+        self.step = step if type(step) is int and step >= 0 else None
+
+    @override
+    def read_into(self, component: str, key: str, start: int, memory: memoryview) -> None:
+        source, inner = self._owners[component][key]
+        source.read_into(inner, key, start, memory)
+
+    @override
+    def close(self) -> None:
+        self._stack.close()
+
+
+def _without_twins(names: Sequence[str], others: dict[str, str]) -> Sequence[str]:
+    """Drop the pickle of weights that lie there as safetensors, too."""
+    safe = [name for name in names if name.endswith(".safetensors")]
+    if not safe:
+        return names
+    for name in names:
+        if name not in safe:
+            others[name] = f"the same weights as {safe[0]}, which is read instead"
+    return safe
+
+
+def _read_json(path: Path) -> Any:
+    file = LocalFile.open(path)
+    try:
+        if file.nbytes > _MAX_STATE_NBYTES:
+            raise FormatError(f"{path}: more than {_MAX_STATE_NBYTES:,} bytes")
+        data = file.read(0, file.nbytes)
+    finally:
+        file.close()
+    strictjson.check_limits(
+        data, what=str(path), max_nbytes=_MAX_STATE_NBYTES, max_values=_MAX_STATE_VALUES
+    )
+    try:
+        return json.loads(data)  # not strictly: a loss may be NaN
+    except (ValueError, RecursionError) as err:
+        raise FormatError(f"{path}: not JSON: {str(err)[:200]}") from err

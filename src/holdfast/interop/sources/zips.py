@@ -1,0 +1,166 @@
+"""Finds the members of a zip file that were stored as they are, and refuses any other kind.
+
+Nothing is decompressed. All members are checked: each lies in the file, none on another, and no
+name appears twice.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+from holdfast.errors import CorruptData, FormatError, LimitExceeded
+from holdfast.interop.files import LocalFile
+
+MAX_DIRECTORY_NBYTES = 48 << 20
+MAX_MEMBERS = 400_000
+_END = struct.Struct("<4s4H2LH")
+_END64 = struct.Struct("<4sQ2H2L4Q")
+_LOCATOR = struct.Struct("<4sLQL")
+_ENTRY = struct.Struct("<4s6H3L5H2L")
+_LOCAL = struct.Struct("<4s5H3L2H")
+_MAX_COMMENT = 1 << 16
+_UNKNOWN32 = 0xFFFF_FFFF
+_LINK = 0o120000
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A member of a zip file: where its header is, and its length and CRC-32."""
+
+    name: str
+    header: int
+    nbytes: int
+    crc: int
+    packed: int
+    """Bytes in the file; others than `nbytes` if it is compressed."""
+    refusal: str
+    """Why it cannot be read; empty if it can."""
+
+
+class Zip:
+    """The members of a zip file by name."""
+
+    def __init__(self, file: LocalFile) -> None:
+        """Read the directory.
+
+        Raises:
+            FormatError: damaged, or with members of another kind than stored ones.
+        """
+        self._file = file
+        self._directory, nbytes, count = _find_directory(file)
+        if nbytes > MAX_DIRECTORY_NBYTES or count > MAX_MEMBERS:
+            raise LimitExceeded(f"{file.name}: a zip directory of {count:,} members")
+        self.members = self._read_members(file.read(self._directory, nbytes), count)
+        self._check_places()
+
+    def _read_members(self, data: bytes, count: int) -> dict[str, Member]:
+        members: dict[str, Member] = {}
+        at = 0
+        for _ in range(count):
+            if at + _ENTRY.size > len(data):
+                raise CorruptData(f"{self._file.name}: the zip directory is cut short")
+            fields = _ENTRY.unpack_from(data, at)
+            at += _ENTRY.size
+            num_name, num_extra, num_comment = fields[10:13]
+            name = data[at : at + num_name].decode("utf-8", "replace")
+            extra = data[at + num_name : at + num_name + num_extra]
+            at += num_name + num_extra + num_comment
+            if fields[0] != b"PK\x01\x02" or at > len(data):
+                raise CorruptData(f"{self._file.name}: the zip directory is damaged")
+            if name in members:
+                raise FormatError(f"{self._file.name}: two members are named {name[:80]!r}")
+            members[name] = self._member(name, fields, extra)
+        return members
+
+    def _member(self, name: str, fields: tuple[int, ...], extra: bytes) -> Member:
+        flags, method, crc = fields[3], fields[4], fields[7]
+        packed, nbytes, disk, external, header = (*fields[8:10], fields[13], fields[15], fields[16])
+        what = f"{self._file.name}: member {name[:80]!r}"
+        nbytes, packed, header = _zip64(extra, [nbytes, packed, header], what)
+        refusal = ""
+        if flags & 0x2041:
+            refusal = "is encrypted"
+        elif method != 0:
+            refusal = "is compressed; torch.save stores members as they are"
+        elif (external >> 16) & 0o170000 == _LINK:
+            refusal = "is a symbolic link"
+        elif packed != nbytes or disk not in (0, 0xFFFF):
+            refusal = f"has {packed:,} bytes and claims to have {nbytes:,}"
+        return Member(name, header, nbytes, crc, packed, refusal)
+
+    def _check_places(self) -> None:
+        headers = sorted(one.header for one in self.members.values())
+        self._nexts: dict[int, int] = dict(
+            zip(headers, [*headers[1:], self._directory], strict=True)
+        )
+        end = 0
+        for member in sorted(self.members.values(), key=lambda one: one.header):
+            if member.header < end:
+                raise FormatError(f"{self._file.name}: {member.name[:80]!r} lies on another member")
+            end = member.header + _LOCAL.size + len(member.name.encode()) + member.packed
+            if end > self._directory:
+                raise CorruptData(f"{self._file.name}: {member.name[:80]!r} ends beyond the file")
+
+    def place(self, member: Member) -> int:
+        """Return where the bytes of a member begin; checks the header in front of them.
+
+        Raises:
+            FormatError: it is not stored as it is.
+            CorruptData: it is the header of something else.
+        """
+        if member.refusal:
+            raise FormatError(f"{self._file.name}: member {member.name[:80]!r} {member.refusal}")
+        head = self._file.read(member.header, _LOCAL.size)
+        sign, _, flags, method, _, _, _, _, _, num_name, num_extra = _LOCAL.unpack(head)
+        what = f"{self._file.name}: member {member.name[:80]!r}"
+        name = self._file.read(member.header + _LOCAL.size, num_name)
+        if sign != b"PK\x03\x04" or method != 0 or flags & 0x2041:
+            raise CorruptData(f"{what} has no header of a stored member")
+        if name.decode("utf-8", "replace") != member.name:
+            raise CorruptData(f"{what} has the header of another one")
+        start = member.header + _LOCAL.size + num_name + num_extra
+        if start + member.nbytes > self._nexts[member.header]:
+            raise CorruptData(f"{what} reaches into the next one")
+        return int(start)
+
+
+def _find_directory(file: LocalFile) -> tuple[int, int, int]:
+    """Return where the directory begins, its length, and the number of members."""
+    tail_start = max(0, file.nbytes - _END.size - _MAX_COMMENT)
+    tail = file.read(tail_start, file.nbytes - tail_start)
+    at = tail.rfind(b"PK\x05\x06")
+    if at < 0 or at + _END.size > len(tail):
+        raise CorruptData(f"{file.name}: a zip file without its end; it is cut short")
+    _, disk, _, _, count, nbytes, start, _ = _END.unpack_from(tail, at)
+    position = tail_start + at
+    if position >= _LOCATOR.size:
+        sign, _, where, _ = _LOCATOR.unpack(file.read(position - _LOCATOR.size, _LOCATOR.size))
+        if sign == b"PK\x06\x07":
+            if where + _END64.size > position:
+                raise CorruptData(f"{file.name}: the end of the zip file is damaged")
+            found = _END64.unpack(file.read(where, _END64.size))
+            if found[0] != b"PK\x06\x06":
+                raise CorruptData(f"{file.name}: the end of the zip file is damaged")
+            disk, count, nbytes, start, position = found[4], found[7], found[8], found[9], where
+    if disk != 0 or start + nbytes > position:
+        raise CorruptData(f"{file.name}: the zip directory does not lie in the file")
+    return start, nbytes, count
+
+
+def _zip64(extra: bytes, numbers: list[int], what: str) -> list[int]:
+    """Replace the numbers that are too large for 32 bits by those in the extra field."""
+    at = 0
+    while at + 4 <= len(extra) and _UNKNOWN32 in numbers:
+        kind, length = struct.unpack_from("<2H", extra, at)
+        if kind == 1:
+            field = extra[at + 4 : at + 4 + length]
+            for place, number in enumerate(numbers):
+                if number == _UNKNOWN32:
+                    if len(field) < 8:
+                        raise CorruptData(f"{what}: its 64-bit length is missing")
+                    numbers[place] = int.from_bytes(field[:8], "little")
+                    field = field[8:]
+            return numbers
+        at += 4 + length
+    return numbers

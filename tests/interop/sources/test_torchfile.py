@@ -1,0 +1,243 @@
+"""Files of torch.save as sources: written by torch here, and read without it."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import enum
+import pickle
+import random
+import warnings
+from collections import Counter, OrderedDict, defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from holdfast.errors import CorruptData, FormatError
+from holdfast.format.nodes import (
+    ArrayRef,
+    DeviceName,
+    DtypeName,
+    GeneratorState,
+    SizeTuple,
+    TensorRef,
+)
+from holdfast.interop.opening import open_source
+from holdfast.interop.reading import pieces
+from holdfast.interop.source import Source
+from holdfast.state.leaves import TORCH_DTYPES
+
+WAYS = ("zip", "legacy", "pickle 2", "pickle 4", "pickle 5")
+
+
+def save(value: Any, path: Path, way: str) -> None:
+    if way.startswith("pickle"):
+        path.write_bytes(pickle.dumps(value, int(way[-1])))
+    else:
+        torch.save(value, path, _use_new_zipfile_serialization=way == "zip")
+
+
+def tensors(source: Source, component: str = "model") -> dict[str, torch.Tensor]:
+    """Read each tensor of a component, by path."""
+    part = source.part(component)
+    read: dict[str, bytearray] = {key: bytearray() for key in part.specs}
+    for piece in pieces(source, [(component, key) for key in part.specs]):
+        read[piece.key] += piece.memory
+    made = {}
+    for path, ref in part.leaves.items():
+        spec, data = part.specs[ref.key], read[ref.key]
+        flat = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0)
+        made[path] = flat.view(TORCH_DTYPES[spec.dtype]).reshape(spec.shape)
+    return made
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors have the same dtype, shape and bits."""
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        return False
+    flat = [one.detach().contiguous().reshape(-1).view(torch.uint8) for one in (a, b)]
+    return torch.equal(*flat)
+
+
+ALL = {
+    **{
+        name: torch.arange(24).reshape(2, 3, 4).to(dtype)
+        for name, dtype in TORCH_DTYPES.items()
+        if not name.startswith(("F8", "C32"))
+    },
+    **{
+        name: torch.arange(24, dtype=torch.uint8).reshape(2, 12).view(dtype)
+        for name, dtype in TORCH_DTYPES.items()
+        if name.startswith("F8")
+    },
+    "scalar": torch.tensor(7.5),
+    "empty": torch.empty(0, 4),
+    "transposed": torch.arange(60.0).reshape(3, 4, 5).permute(2, 0, 1),
+    "channels last": torch.arange(120.0).reshape(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    "slice": torch.arange(1000.0)[13:977:7],
+    "part": torch.arange(100).reshape(10, 10)[2:5, 3:8],
+    "expanded": torch.arange(5.0).expand(4, 5),
+    "parameter": torch.nn.Parameter(torch.randn(3)),
+    "grad": torch.randn(3, requires_grad=True),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_kind_of_tensor_comes_back_with_its_bits(tmp_path: Path, way: str) -> None:
+    some = {k: v for k, v in ALL.items() if way == "zip" or v.dtype != torch.complex32}
+    save(some, tmp_path / "w.pt", way)
+    with open_source(str(tmp_path / "w.pt")) as source:
+        read = tensors(source)
+        refs = source.part("model").leaves
+        assert source.left_out == []
+    assert [*read] == [*some]
+    assert [name for name in some if not same(read[name], some[name])] == []
+    assert refs["parameter"] == TensorRef("parameter", grad=True, parameter=True)
+    assert refs["grad"] == TensorRef("grad", grad=True)
+    assert refs["channels last"] == TensorRef("channels last", order=(0, 2, 3, 1))
+    assert refs["transposed"] == TensorRef("transposed", order=(1, 2, 0))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_tied_tensors_have_one_key_and_views_of_a_storage_have_their_own(
+    tmp_path: Path, way: str
+) -> None:
+    weight = torch.randn(4, 3)
+    save({"a": weight, "b": weight, "row": weight[1]}, tmp_path / "w.pt", way)
+    with open_source(str(tmp_path / "w.pt")) as source:
+        part = source.part("model")
+        assert part.kind == "module"
+        assert {path: ref.key for path, ref in part.leaves.items()} == {
+            "a": "a",
+            "b": "a",
+            "row": "row",
+        }
+        assert same(tensors(source)["row"], weight[1])
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_plain_values_come_back_as_they_were(tmp_path: Path, way: str) -> None:
+    plain = {
+        "numbers": [0, 1, -1, 255, 256, 65536, 2**31, -(2**63), 10**40, 1.5, float("inf")],
+        "text": "ä\n€𝄞 'quoted' \\",
+        "bytes": bytes(range(256)),
+        "nothing": None,
+        "flags": (True, False),
+        "nested": {"list": [[], (), {}], 1: {2: 3}, (1, "a"): 4},
+        "sets": ({1, 2}, frozenset({"a"})),
+        "ordered": OrderedDict(b=1, a=2),
+        "counter": Counter(a=3),
+        "time": datetime.datetime(2026, 1, 2, 3, 4, 5, 6, datetime.timezone.utc),
+        "span": datetime.timedelta(1, 2, 3),
+        "path": Path("/a/b"),
+        "numpy": np.float32(1.5),
+        "scalar": np.int64(-3),
+    }
+    save({"w": torch.zeros(2), **plain}, tmp_path / "w.pt", way)
+    with open_source(str(tmp_path / "w.pt")) as source:
+        (part,) = source.parts.values()
+        tree = dict(part.tree)
+        del tree["w"]
+        assert tree == plain
+        assert {k: type(v) for k, v in tree.items()} == {k: type(v) for k, v in plain.items()}
+        assert source.left_out == []
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_values_of_torch_and_numpy_are_nodes(tmp_path: Path, way: str) -> None:
+    generator = np.random.default_rng(5)
+    generator.spawn(1)
+    values = {
+        "dtype": torch.bfloat16,
+        "device": torch.device("cuda", 3),
+        "size": torch.Size([2, 3]),
+        "array": np.arange(6, dtype=np.int16).reshape(2, 3),
+        "fortran": np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+        "large": np.arange(100_000),
+        "mt": np.random.RandomState(3),
+        "pcg": generator,
+        "python": random.Random(4),
+        "torch": torch.Generator().manual_seed(1),
+    }
+    save({"w": torch.zeros(2), **values}, tmp_path / "w.pt", way)
+    with open_source(str(tmp_path / "w.pt")) as source:
+        (part,) = source.parts.values()
+        tree, read = part.tree, tensors(source, *source.parts)
+        assert source.left_out == []
+    assert tree["dtype"] == DtypeName("bfloat16")
+    assert tree["device"] == DeviceName("cuda:3")
+    assert tree["size"] == SizeTuple((2, 3))
+    for name in ("array", "fortran", "large"):
+        assert tree[name] == ArrayRef(name)
+        assert read[name].numpy().tolist() == values[name].tolist()
+    kinds = {name: tree[name].kind for name in ("mt", "pcg", "python", "torch")}
+    assert kinds == {"mt": "numpy-legacy", "pcg": "numpy", "python": "python", "torch": "torch"}
+    assert tree["pcg"].members["state"] == generator.bit_generator.state
+    assert tree["pcg"].members["seed_seq"]["n_children_spawned"] == 1
+    assert isinstance(tree["torch"], GeneratorState)
+    assert same(read["torch.state"], values["torch"].get_state())
+    assert read["python.state"].tolist() == [*values["python"].getstate()[1]]
+    assert read["mt.state.state.key"].tolist() == values["mt"].get_state()[1].tolist()
+
+
+def _quantized() -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch no longer likes them
+        return torch.quantize_per_tensor(torch.zeros(2), 1.0, 0, torch.qint8)
+
+
+def test_what_has_no_form_is_left_out_by_name_and_nothing_else(tmp_path: Path) -> None:
+    value = {
+        "w": torch.zeros(2),
+        "args": argparse.Namespace(lr=0.1),
+        "default": defaultdict(int, a=1),
+        "callbacks": [1, {"ema": pytest.Class, "n": 2}, pytest.Class],
+        "complex": 1j,
+        "quantized": _quantized(),
+        "sparse": torch.eye(2).to_sparse(),
+        "meta": torch.empty(2, device="meta"),
+        "objects": np.array([None, "a"], dtype=object),
+        "text": np.array(["a", "bc"]),
+        "array": bytearray(b"abc"),
+    }
+    torch.save(value, tmp_path / "w.pt")
+    with open_source(str(tmp_path / "w.pt")) as source:
+        (part,) = source.parts.values()
+        tree = dict(part.tree)
+        out = {one.path.partition(".")[2]: one.why for one in source.left_out}
+    assert [*tree] == ["w", "args", "default"]
+    assert tree["args"] == {"lr": 0.1}
+    assert tree["default"] == {"a": 1}
+    assert out["callbacks.1.ema"] == "the class or function _pytest.python.Class"
+    for name in ("quantized", "sparse", "meta"):
+        assert out[name].startswith(f"a {name} tensor")
+    assert out["complex"] == "an object of builtins.complex, which is not carried over"
+    assert "'O8'" in out["objects"]
+    assert "bytearray" in out["array"]
+    assert out.keys() == {*value, "callbacks.1.ema", "callbacks.2"} - {"w", "callbacks"}
+
+
+@pytest.mark.parametrize("way", ["zip", "legacy", "pickle 4"])
+def test_a_file_cut_short_is_refused(tmp_path: Path, way: str) -> None:
+    path = tmp_path / "w.pt"
+    save({"a": torch.randn(100), "b": torch.arange(9)}, path, way)
+    whole = path.read_bytes()
+    for length in (len(whole) - 1, len(whole) // 2, 50):
+        path.write_bytes(whole[:length])
+        with pytest.raises(CorruptData, match=r"w\.pt"):
+            open_source(str(path))
+
+
+def test_a_program_is_refused_by_name(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch no longer likes them
+        torch.jit.save(torch.jit.script(torch.nn.Linear(2, 2)), tmp_path / "w.pt")
+    with pytest.raises(FormatError, match="TorchScript"):
+        open_source(str(tmp_path / "w.pt"))
