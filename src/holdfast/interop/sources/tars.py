@@ -291,6 +291,7 @@ class _Lzo(io.RawIOBase):
         self._errors = (lzallright.LZOError, lzallright.InputNotConsumed)
         self._packed = packed
         self._left = b""
+        self._is_done = False
         self._flags = self._read_header()
 
     def _number(self, count: int) -> int:
@@ -323,7 +324,7 @@ class _Lzo(io.RawIOBase):
 
     @override
     def read(self, size: int = -1) -> bytes:
-        if not self._left:
+        if not self._left and not self._is_done:
             self._left = self._block()
         data, self._left = self._left[:size], self._left[size:]
         return data
@@ -331,6 +332,7 @@ class _Lzo(io.RawIOBase):
     def _block(self) -> bytes:
         nbytes = self._number(4)
         if nbytes == 0:
+            self._is_done = True
             return b""
         packed_nbytes = self._number(4)
         if nbytes > 64 << 20 or packed_nbytes > nbytes:

@@ -1,0 +1,148 @@
+"""Archives of Composer: packed here in each of its ways, and read by the file inside."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import lzma
+import struct
+import tarfile
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+
+from holdfast.errors import CorruptData, FormatError, LimitExceeded, UsageError
+from holdfast.interop.opening import open_source
+from holdfast.interop.sources import tars
+
+WEIGHT = torch.arange(5000.0)
+
+
+def states() -> bytes:
+    out = io.BytesIO()
+    model = {"w": WEIGHT, "b": torch.zeros(3)}
+    timestamp = {"Timestamp": {"epoch": 1, "batch": 8}}
+    state = {"model": model, "optimizers": {"AdamW": {"state": {}}}, "timestamp": timestamp}
+    torch.save({"state": state, "rng": [{"python": 1}]}, out)
+    return out.getvalue()
+
+
+def tarred(name: str = "composer_states.pt", *, pax: bool = True) -> bytes:
+    out = io.BytesIO()
+    kind = tarfile.PAX_FORMAT if pax else tarfile.GNU_FORMAT
+    with tarfile.open(fileobj=out, mode="w", format=kind) as archive:
+        archive.addfile(tarfile.TarInfo("other/" + "long" * 60))
+        info = tarfile.TarInfo(name)
+        data = states()
+        info.size = len(data)
+        info.mtime = 1.5  # so that there is a pax header
+        archive.addfile(info, io.BytesIO(data))
+    return out.getvalue()
+
+
+def lzop(data: bytes) -> bytes:
+    """The container of lzop 1.03, with checksums of what is unpacked."""
+    lzallright = pytest.importorskip("lzallright")
+    head = struct.pack(">3H2B4L", 0x1030, 0x2080, 0x0940, 1, 5, 0x0300_0001, 0o100644, 0, 0)
+    head += b"\x05x.tar"
+    out = b"\x89LZO\x00\x0d\x0a\x1a\x0a" + head + struct.pack(">L", zlib.adler32(head))
+    for at in range(0, len(data), 256 << 10):
+        block = data[at : at + (256 << 10)]
+        packed = lzallright.LZOCompressor().compress(block)
+        packed = packed if len(packed) < len(block) else block
+        out += struct.pack(">3L", len(block), len(packed), zlib.adler32(block)) + packed
+    return out + bytes(4)
+
+
+def zst(data: bytes) -> bytes:
+    import zstandard
+
+    return zstandard.ZstdCompressor().compress(data)
+
+
+def lz4(data: bytes) -> bytes:
+    frame = pytest.importorskip("lz4.frame")
+    packed: bytes = frame.compress(data)
+    return packed
+
+
+PACKED = {
+    "tar": bytes,
+    "gz": gzip.compress,
+    "bz2": bz2.compress,
+    "xz": lzma.compress,
+    "lzma": lambda data: lzma.compress(data, format=lzma.FORMAT_ALONE),
+    "lz4": lz4,
+    "zst": zst,
+    "lzo": lzop,
+}
+
+
+@pytest.mark.parametrize("way", PACKED)
+@pytest.mark.parametrize("inner", ["tar", "plain"])
+def test_each_way_of_packing_is_read(tmp_path: Path, way: str, inner: str) -> None:
+    data = tarred() if inner == "tar" else states()
+    path = tmp_path / f"ep1.pt.{way}"
+    path.write_bytes(PACKED[way](data))
+    with open_source(str(path)) as source:
+        assert (source.format, source.step) == ("composer", 8)
+        assert [*source.parts] == ["model", "optimizer", "rng", "trainer"]
+        memory = memoryview(bytearray(WEIGHT.nbytes))
+        source.read_into("model", "w", 0, memory)
+    assert torch.equal(torch.frombuffer(memory, dtype=torch.float32), WEIGHT)
+    assert [*tmp_path.iterdir()] == [path]
+
+
+@pytest.mark.parametrize("way", [way for way in PACKED if way != "tar"])
+def test_a_packed_file_cut_short_is_refused(tmp_path: Path, way: str) -> None:
+    path = tmp_path / f"ep1.pt.{way}"
+    packed = PACKED[way](tarred())
+    path.write_bytes(packed[: len(packed) // 2])
+    with pytest.raises(CorruptData, match="ep1"):
+        open_source(str(path))
+
+
+@pytest.mark.parametrize("name", ["../../composer_states.pt", "/etc/composer_states.pt"])
+def test_names_in_an_archive_are_no_names_of_files(tmp_path: Path, name: str) -> None:
+    inside = tmp_path / "a" / "b"
+    inside.mkdir(parents=True)
+    (inside / "x.tar").write_bytes(tarred(name, pax=False))
+    with open_source(str(inside / "x.tar")) as source:
+        assert "model" in source.parts
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [inside / "x.tar"]
+
+
+def test_an_archive_that_grows_too_much_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tars, "MAX_SMALL_NBYTES", 10_000)
+    monkeypatch.setattr(tars, "MAX_RATIO", 1)
+    (tmp_path / "x.tar.gz").write_bytes(gzip.compress(tarred()))
+    with pytest.raises(LimitExceeded, match="unpacks to more than"):
+        open_source(str(tmp_path / "x.tar.gz"))
+
+
+def test_no_room_is_said_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tars, "_ROOM_LEFT_NBYTES", 1 << 60)
+    (tmp_path / "x.tar.gz").write_bytes(gzip.compress(tarred()))
+    with pytest.raises(LimitExceeded, match="TMPDIR"):
+        open_source(str(tmp_path / "x.tar.gz"))
+
+
+@pytest.mark.parametrize(("way", "library"), [("lz4", "lz4.frame"), ("lzo", "lzallright")])
+def test_a_missing_library_is_named_with_its_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str, library: str
+) -> None:
+    (tmp_path / "x").write_bytes(PACKED[way](tarred()))
+    monkeypatch.setitem(__import__("sys").modules, library, None)
+    with pytest.raises(UsageError, match=r"holdfast-torch\[convert\]"):
+        open_source(str(tmp_path / "x"))
+
+
+def test_an_archive_of_something_else_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "x.tar").write_bytes(tarred("model.pt"))
+    with pytest.raises(FormatError, match="without composer_states"):
+        open_source(str(tmp_path / "x.tar"))
