@@ -144,7 +144,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="pickle-value-left-out-in-silence",
-        promise="issue 24: what is not carried over is listed",
+        promise="I5: a value comes back as it was, or is listed as left out",
         file="interop/pickles/parts.py",
         before="            self.left_out.append(LeftOut(join(",
         after="            [].append(LeftOut(join(",
@@ -154,8 +154,8 @@ MUTANTS: tuple[Mutant, ...] = (
         name="torch-tensor-beyond-its-storage",
         promise="I5: a tensor has bytes of its own storage only",
         file="interop/pickles/names.py",
-        before="        (last + 1) * item > storage.nbytes",
-        after="        (last + 1) * item > 2**62",
+        before="(last + 1) * item > storage.nbytes",
+        after="(last + 1) * item > 2**62",
         near=_HOSTILE,
     ),
     Mutant(
@@ -176,7 +176,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="torch-strides-forgotten",
-        promise="issue 24: a strided tensor comes back with its elements in order",
+        promise="I5: a strided tensor comes back with its elements in order",
         file="interop/sources/torchfile.py",
         before="        if is_row_major(spec.shape, place.strides):",
         after="        if True:",
@@ -200,10 +200,26 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="trainer-shards-of-one-name",
-        promise="issue 24: a tensor that two shards hold is no choice of ours",
+        promise="I5: a tensor that two shards hold is refused",
         file="interop/sources/trainers.py",
         before="            if twice:",
         after="            if False:",
         near=_TRAINERS,
+    ),
+    Mutant(
+        name="second-optimizer-replaces-the-first",
+        promise="I5: of several optimizers each is a component",
+        file="interop/layouts/files.py",
+        before="    return component if number == 0 else ",
+        after="    return component if number >= 0 else ",
+        near=_TRAINERS,
+    ),
+    Mutant(
+        name="file-that-ends-gives-zeros",
+        promise="I5: bytes that a file does not have are an error",
+        file="interop/files.py",
+        before="            if not count:\n                raise",
+        after="            if not count:\n                return\n                raise",
+        near=_TORCH,
     ),
 )

@@ -7,7 +7,9 @@ import datetime
 import enum
 import pickle
 import random
+import tracemalloc
 import warnings
+import zipfile
 from collections import Counter, OrderedDict, defaultdict
 from pathlib import Path
 from typing import Any
@@ -25,9 +27,12 @@ from holdfast.format.nodes import (
     SizeTuple,
     TensorRef,
 )
+from holdfast.interop.files import LocalFile
 from holdfast.interop.opening import open_source
+from holdfast.interop.pickles import values
 from holdfast.interop.reading import pieces
 from holdfast.interop.source import Source
+from holdfast.interop.sources.torchfile import read_pickle
 from holdfast.state.leaves import TORCH_DTYPES
 
 WAYS = ("zip", "legacy", "pickle 2", "pickle 4", "pickle 5")
@@ -241,3 +246,48 @@ def test_a_program_is_refused_by_name(tmp_path: Path) -> None:
         torch.jit.save(torch.jit.script(torch.nn.Linear(2, 2)), tmp_path / "w.pt")
     with pytest.raises(FormatError, match="TorchScript"):
         open_source(str(tmp_path / "w.pt"))
+
+
+def test_a_zip_file_with_64_bit_lengths_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.save({"a": torch.arange(50), "b": torch.ones(3)}, tmp_path / "w.pt")
+    monkeypatch.setattr(zipfile, "ZIP64_LIMIT", 10)
+    monkeypatch.setattr(zipfile, "ZIP_FILECOUNT_LIMIT", 1)
+    with (
+        zipfile.ZipFile(tmp_path / "w.pt") as old,
+        zipfile.ZipFile(tmp_path / "large.pt", "w") as new,
+    ):
+        for name in old.namelist():
+            new.writestr(name, old.read(name))
+    with open_source(str(tmp_path / "large.pt")) as source:
+        assert same(tensors(source)["a"], torch.arange(50))
+
+
+def test_records_of_a_caller_keep_their_members(tmp_path: Path) -> None:
+    """What a reader of another library's metadata asks for by name, and nothing else."""
+    path = tmp_path / "x.metadata"
+    value = argparse.ArgumentError(None, "x")
+    path.write_bytes(pickle.dumps({"known": Record(1), "other": value}, 4))
+    file = LocalFile.open(path)
+    found = read_pickle(file, records=[f"{Record.__module__}.Record"])
+    file.close()
+    assert type(found["known"]) is values.Record
+    assert found["known"].members == {"a": 1}
+    assert type(found["other"]) is values.Unknown
+
+
+class Record:
+    def __init__(self, a: int) -> None:
+        self.a = a
+
+
+def test_many_small_tensors_take_little_memory(tmp_path: Path) -> None:
+    """A pickle has about 35 operations for a tensor, whose values are freed as it goes on."""
+    torch.save({f"layer.{n}.weight": torch.ones(2) for n in range(2_000)}, tmp_path / "w.pt")
+    tracemalloc.start()
+    with open_source(str(tmp_path / "w.pt")) as source:
+        assert len(source.part("model").specs) == 2_000
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 10 << 20
