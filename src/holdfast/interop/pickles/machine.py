@@ -186,47 +186,47 @@ class Machine:
 
     # Operations.
 
-    def op_proto(self) -> None:
+    def _op_proto(self) -> None:
         version = self._number(1)
         if version > HIGHEST_PROTOCOL:
             raise FormatError(f"protocol {version}; at most {HIGHEST_PROTOCOL} is known")
 
-    def op_frame(self) -> None:
+    def _op_frame(self) -> None:
         self._take(8)
 
-    def op_mark(self) -> None:
+    def _op_mark(self) -> None:
         self.charge(88)
         self._below.append(self._stack)
         self._stack = []
 
-    def op_pop(self) -> None:
+    def _op_pop(self) -> None:
         if self._stack:
             del self._stack[-1]
         else:
             self._mark()
 
-    def op_pop_mark(self) -> None:
+    def _op_pop_mark(self) -> None:
         self._mark()
 
-    def op_dup(self) -> None:
+    def _op_dup(self) -> None:
         self._stack.append(self._stack[-1])
 
-    def op_none(self) -> None:
+    def _op_none(self) -> None:
         self._stack.append(None)
 
-    def op_true(self) -> None:
+    def _op_true(self) -> None:
         self._stack.append(True)
 
-    def op_false(self) -> None:
+    def _op_false(self) -> None:
         self._stack.append(False)
 
-    def op_int(self) -> None:
+    def _op_int(self) -> None:
         line = self._line()
         self._stack.append({b"00": False, b"01": True}.get(line, _MISSING))
         if self._stack[-1] is _MISSING:
             self._stack[-1] = self._decimal(line)
 
-    def op_long(self) -> None:
+    def _op_long(self) -> None:
         line = self._line()
         self._stack.append(self._decimal(line.removesuffix(b"L")))
 
@@ -236,21 +236,21 @@ class Machine:
         self.charge(32 + 8 * len(digits))  # conversion takes quadratic time
         return int(digits)
 
-    def op_binint(self) -> None:
+    def _op_binint(self) -> None:
         self.charge(32)
         self._stack.append(int.from_bytes(self._take(4), "little", signed=True))
 
-    def op_binint1(self) -> None:
+    def _op_binint1(self) -> None:
         self._stack.append(self._take(1)[0])
 
-    def op_binint2(self) -> None:
+    def _op_binint2(self) -> None:
         self.charge(32)
         self._stack.append(self._number(2))
 
-    def op_long1(self) -> None:
+    def _op_long1(self) -> None:
         self._long(self._number(1))
 
-    def op_long4(self) -> None:
+    def _op_long4(self) -> None:
         self._long(self._number(4))
 
     def _long(self, count: int) -> None:
@@ -259,24 +259,24 @@ class Machine:
         self.charge(32 + 8 * count)  # writing it as text takes quadratic time
         self._stack.append(int.from_bytes(self._take(count), "little", signed=True))
 
-    def op_float(self) -> None:
+    def _op_float(self) -> None:
         self._stack.append(float(self._line()[:100]))
 
-    def op_binfloat(self) -> None:
+    def _op_binfloat(self) -> None:
         self.charge(24)
         self._stack.append(struct.unpack(">d", self._take(8))[0])
 
-    def op_string(self) -> None:
+    def _op_string(self) -> None:
         line = self._line()
         if len(line) < 2 or line[:1] not in (b'"', b"'") or line[-1:] != line[:1]:
             raise FormatError("a text without quotes")
         raw, _ = codecs.escape_decode(line[1:-1])
         self._push_python2(raw)
 
-    def op_binstring(self) -> None:
+    def _op_binstring(self) -> None:
         self._push_python2(self._leaf(self._number(4)))
 
-    def op_short_binstring(self) -> None:
+    def _op_short_binstring(self) -> None:
         self._push_python2(self._leaf(self._number(1)))
 
     def _push_python2(self, raw: bytes) -> None:
@@ -290,28 +290,28 @@ class Machine:
         self.charge(sys.getsizeof(text))
         self._stack.append(text)
 
-    def op_unicode(self) -> None:
+    def _op_unicode(self) -> None:
         self._push_text(str(self._line(), "raw-unicode-escape"))
 
-    def op_binunicode(self) -> None:
+    def _op_binunicode(self) -> None:
         self._text(self._number(4))
 
-    def op_short_binunicode(self) -> None:
+    def _op_short_binunicode(self) -> None:
         self._text(self._number(1))
 
-    def op_binunicode8(self) -> None:
+    def _op_binunicode8(self) -> None:
         self._text(self._number(8))
 
     def _text(self, count: int) -> None:
         self._push_text(str(self._leaf(count), "utf-8", "surrogatepass"))
 
-    def op_binbytes(self) -> None:
+    def _op_binbytes(self) -> None:
         self._bytes(self._number(4))
 
-    def op_short_binbytes(self) -> None:
+    def _op_short_binbytes(self) -> None:
         self._bytes(self._number(1))
 
-    def op_binbytes8(self) -> None:
+    def _op_binbytes8(self) -> None:
         self._bytes(self._number(8))
 
     def _bytes(self, count: int) -> None:
@@ -320,7 +320,7 @@ class Machine:
         else:
             self._stack.append(self._span(count, is_mutable=False))
 
-    def op_bytearray8(self) -> None:
+    def _op_bytearray8(self) -> None:
         count = self._number(8)
         if count <= SPAN_NBYTES:
             self._stack.append(ByteArray(self._leaf(count)))
@@ -334,38 +334,38 @@ class Machine:
         self._take(1)
         return Span(start, count, is_mutable)
 
-    def op_empty_list(self) -> None:
+    def _op_empty_list(self) -> None:
         self.charge(80)
         self._stack.append([])
 
-    def op_empty_tuple(self) -> None:
+    def _op_empty_tuple(self) -> None:
         self._stack.append(())
 
-    def op_empty_dict(self) -> None:
+    def _op_empty_dict(self) -> None:
         self.charge(96)
         self._stack.append({})
 
-    def op_empty_set(self) -> None:
+    def _op_empty_set(self) -> None:
         self.charge(232)
         self._stack.append(set())
 
-    def op_list(self) -> None:
+    def _op_list(self) -> None:
         items = self._mark()
         self.charge(80 + 10 * len(items))
         self._stack.append(items)
 
-    def op_tuple(self) -> None:
+    def _op_tuple(self) -> None:
         self._tuple(self._mark())
 
-    def op_tuple1(self) -> None:
+    def _op_tuple1(self) -> None:
         self._tuple([self._stack.pop()])
 
-    def op_tuple2(self) -> None:
+    def _op_tuple2(self) -> None:
         items = self._stack[-2:]
         del self._stack[-2:]
         self._tuple(items, 2)
 
-    def op_tuple3(self) -> None:
+    def _op_tuple3(self) -> None:
         items = self._stack[-3:]
         del self._stack[-3:]
         self._tuple(items, 3)
@@ -376,20 +376,20 @@ class Machine:
         self.charge(56 + 8 * len(items))
         self._stack.append(tuple(items))
 
-    def op_dict(self) -> None:
+    def _op_dict(self) -> None:
         items = self._mark()
         self.charge(96)
         self._stack.append({})
         self._set_items(items)
 
-    def op_frozenset(self) -> None:
+    def _op_frozenset(self) -> None:
         items = self.checked_keys(self._mark(), cost=120)
         self._stack.append(frozenset(items))
 
-    def op_append(self) -> None:
+    def _op_append(self) -> None:
         self._append([self._stack.pop()])
 
-    def op_appends(self) -> None:
+    def _op_appends(self) -> None:
         self._append(self._mark())
 
     def _append(self, items: list[Any]) -> None:
@@ -400,11 +400,11 @@ class Machine:
         elif not isinstance(target, Unknown):
             raise FormatError(f"appends to a {type(target).__name__}")
 
-    def op_setitem(self) -> None:
+    def _op_setitem(self) -> None:
         value = self._stack.pop()
         self._set_items([self._stack.pop(), value])
 
-    def op_setitems(self) -> None:
+    def _op_setitems(self) -> None:
         self._set_items(self._mark())
 
     def _set_items(self, items: list[Any]) -> None:
@@ -416,7 +416,7 @@ class Machine:
         keys = self.checked_keys(items[::2], cost=110)
         target.update(zip(keys, items[1::2], strict=True))
 
-    def op_additems(self) -> None:
+    def _op_additems(self) -> None:
         items = self._mark()
         target = self._stack[-1]
         if type(target) is set:
@@ -439,16 +439,16 @@ class Machine:
             _check_key(key, MAX_KEY_VALUES)
         return keys
 
-    def op_put(self) -> None:
+    def _op_put(self) -> None:
         self._put(int(self._line()[:20]))
 
-    def op_binput(self) -> None:
+    def _op_binput(self) -> None:
         self._put(self._take(1)[0])
 
-    def op_long_binput(self) -> None:
+    def _op_long_binput(self) -> None:
         self._put(self._number(4))
 
-    def op_memoize(self) -> None:
+    def _op_memoize(self) -> None:
         self._memo.append(self._stack[-1])
 
     def _put(self, place: int) -> None:
@@ -463,13 +463,13 @@ class Machine:
             memo += [_MISSING, _MISSING]
         memo[place] = self._stack[-1]
 
-    def op_get(self) -> None:
+    def _op_get(self) -> None:
         self._get(int(self._line()[:20]))
 
-    def op_binget(self) -> None:
+    def _op_binget(self) -> None:
         self._get(self._take(1)[0])
 
-    def op_long_binget(self) -> None:
+    def _op_long_binget(self) -> None:
         self._get(self._number(4))
 
     def _get(self, place: int) -> None:
@@ -477,32 +477,32 @@ class Machine:
             raise FormatError(f"refers to value {place:,}, which it did not remember")
         self._stack.append(self._memo[place])
 
-    def op_global(self) -> None:
+    def _op_global(self) -> None:
         module, name = self._line(), self._line()
         self._stack.append(self._global(module.decode("utf-8"), name.decode("utf-8")))
 
-    def op_stack_global(self) -> None:
+    def _op_stack_global(self) -> None:
         name = self._stack.pop()
         self._stack.append(self._global(self._stack.pop(), name))
 
-    def op_inst(self) -> None:
+    def _op_inst(self) -> None:
         module, name = self._line(), self._line()
         args = self._mark()
         self.charge(56 + 8 * len(args))
         callee = self._global(module.decode("utf-8"), name.decode("utf-8"))
         self._stack.append(self.call(callee, tuple(args)))
 
-    def op_obj(self) -> None:
+    def _op_obj(self) -> None:
         args = self._mark()
         callee = args.pop(0)
         self.charge(56 + 8 * len(args))
         self._stack.append(self.call(callee, tuple(args)))
 
-    def op_reduce(self) -> None:
+    def _op_reduce(self) -> None:
         args = self._stack.pop()
         self._stack.append(self.call(self._stack.pop(), args))
 
-    def op_newobj_ex(self) -> None:
+    def _op_newobj_ex(self) -> None:
         named = self._stack.pop()
         args = self._stack.pop()
         callee = self._stack.pop()
@@ -515,7 +515,7 @@ class Machine:
         else:
             self._stack.append(self.call(callee, args))
 
-    def op_build(self) -> None:
+    def _op_build(self) -> None:
         state = self._stack.pop()
         target = self._stack[-1]
         if isinstance(target, Unknown):
@@ -532,10 +532,10 @@ class Machine:
         else:
             raise FormatError(f"sets the state of a {_kind(target)}")
 
-    def op_persid(self) -> None:
+    def _op_persid(self) -> None:
         self._stack.append(self._by_id(self._line().decode("utf-8")))
 
-    def op_binpersid(self) -> None:
+    def _op_binpersid(self) -> None:
         self._stack.append(self._by_id(self._stack.pop()))
 
     def _by_id(self, name: Any) -> Any:
@@ -565,68 +565,68 @@ def _kind(value: Any) -> str:
 
 
 _OPERATIONS: dict[bytes, Callable[[Machine], None]] = {
-    b"\x80": Machine.op_proto,
-    b"\x95": Machine.op_frame,
-    b"(": Machine.op_mark,
-    b"0": Machine.op_pop,
-    b"1": Machine.op_pop_mark,
-    b"2": Machine.op_dup,
-    b"N": Machine.op_none,
-    b"\x88": Machine.op_true,
-    b"\x89": Machine.op_false,
-    b"I": Machine.op_int,
-    b"L": Machine.op_long,
-    b"J": Machine.op_binint,
-    b"K": Machine.op_binint1,
-    b"M": Machine.op_binint2,
-    b"\x8a": Machine.op_long1,
-    b"\x8b": Machine.op_long4,
-    b"F": Machine.op_float,
-    b"G": Machine.op_binfloat,
-    b"S": Machine.op_string,
-    b"T": Machine.op_binstring,
-    b"U": Machine.op_short_binstring,
-    b"V": Machine.op_unicode,
-    b"X": Machine.op_binunicode,
-    b"\x8c": Machine.op_short_binunicode,
-    b"\x8d": Machine.op_binunicode8,
-    b"B": Machine.op_binbytes,
-    b"C": Machine.op_short_binbytes,
-    b"\x8e": Machine.op_binbytes8,
-    b"\x96": Machine.op_bytearray8,
-    b"]": Machine.op_empty_list,
-    b")": Machine.op_empty_tuple,
-    b"}": Machine.op_empty_dict,
-    b"\x8f": Machine.op_empty_set,
-    b"l": Machine.op_list,
-    b"t": Machine.op_tuple,
-    b"\x85": Machine.op_tuple1,
-    b"\x86": Machine.op_tuple2,
-    b"\x87": Machine.op_tuple3,
-    b"d": Machine.op_dict,
-    b"\x91": Machine.op_frozenset,
-    b"a": Machine.op_append,
-    b"e": Machine.op_appends,
-    b"s": Machine.op_setitem,
-    b"u": Machine.op_setitems,
-    b"\x90": Machine.op_additems,
-    b"p": Machine.op_put,
-    b"q": Machine.op_binput,
-    b"r": Machine.op_long_binput,
-    b"\x94": Machine.op_memoize,
-    b"g": Machine.op_get,
-    b"h": Machine.op_binget,
-    b"j": Machine.op_long_binget,
-    b"c": Machine.op_global,
-    b"\x93": Machine.op_stack_global,
-    b"i": Machine.op_inst,
-    b"o": Machine.op_obj,
-    b"R": Machine.op_reduce,
-    b"\x81": Machine.op_reduce,  # NEWOBJ: a class and a tuple, which is all that a call is here
-    b"\x92": Machine.op_newobj_ex,
-    b"b": Machine.op_build,
-    b"P": Machine.op_persid,
-    b"Q": Machine.op_binpersid,
+    b"\x80": Machine._op_proto,
+    b"\x95": Machine._op_frame,
+    b"(": Machine._op_mark,
+    b"0": Machine._op_pop,
+    b"1": Machine._op_pop_mark,
+    b"2": Machine._op_dup,
+    b"N": Machine._op_none,
+    b"\x88": Machine._op_true,
+    b"\x89": Machine._op_false,
+    b"I": Machine._op_int,
+    b"L": Machine._op_long,
+    b"J": Machine._op_binint,
+    b"K": Machine._op_binint1,
+    b"M": Machine._op_binint2,
+    b"\x8a": Machine._op_long1,
+    b"\x8b": Machine._op_long4,
+    b"F": Machine._op_float,
+    b"G": Machine._op_binfloat,
+    b"S": Machine._op_string,
+    b"T": Machine._op_binstring,
+    b"U": Machine._op_short_binstring,
+    b"V": Machine._op_unicode,
+    b"X": Machine._op_binunicode,
+    b"\x8c": Machine._op_short_binunicode,
+    b"\x8d": Machine._op_binunicode8,
+    b"B": Machine._op_binbytes,
+    b"C": Machine._op_short_binbytes,
+    b"\x8e": Machine._op_binbytes8,
+    b"\x96": Machine._op_bytearray8,
+    b"]": Machine._op_empty_list,
+    b")": Machine._op_empty_tuple,
+    b"}": Machine._op_empty_dict,
+    b"\x8f": Machine._op_empty_set,
+    b"l": Machine._op_list,
+    b"t": Machine._op_tuple,
+    b"\x85": Machine._op_tuple1,
+    b"\x86": Machine._op_tuple2,
+    b"\x87": Machine._op_tuple3,
+    b"d": Machine._op_dict,
+    b"\x91": Machine._op_frozenset,
+    b"a": Machine._op_append,
+    b"e": Machine._op_appends,
+    b"s": Machine._op_setitem,
+    b"u": Machine._op_setitems,
+    b"\x90": Machine._op_additems,
+    b"p": Machine._op_put,
+    b"q": Machine._op_binput,
+    b"r": Machine._op_long_binput,
+    b"\x94": Machine._op_memoize,
+    b"g": Machine._op_get,
+    b"h": Machine._op_binget,
+    b"j": Machine._op_long_binget,
+    b"c": Machine._op_global,
+    b"\x93": Machine._op_stack_global,
+    b"i": Machine._op_inst,
+    b"o": Machine._op_obj,
+    b"R": Machine._op_reduce,
+    b"\x81": Machine._op_reduce,  # NEWOBJ: a class and a tuple, which is all that a call is here
+    b"\x92": Machine._op_newobj_ex,
+    b"b": Machine._op_build,
+    b"P": Machine._op_persid,
+    b"Q": Machine._op_binpersid,
 }
 _EXTENSION = "uses copyreg's extension registry, which stands for names that the file does not tell"
 _REFUSED: dict[bytes, str] = {
