@@ -353,6 +353,15 @@ BOMBS: dict[str, Callable[[], bytes]] = {
 }
 """Pickles that are small for what they claim, or long; made when they are asked for."""
 
+QUICK_BOMBS = (
+    "billion laughs of lists",
+    "billion laughs of dicts",
+    "tuple of tuples as a key",
+    "pairs of a dict made again and again",
+    "integers of one hash",
+)
+"""Those that are small themselves."""
+
 
 def pickles() -> Iterator[Case]:
     for name, body in CODE.items():
@@ -360,6 +369,8 @@ def pickles() -> Iterator[Case]:
         yield Case(f"pickle: {name}, alone", {"x.pkl": program(body)}, is_refused=is_refused)
         data = program(under("evil", body))
         yield Case(f"pickle: {name}, in a dict", {"x.pkl": data}, is_refused=is_refused)
+    for name in QUICK_BOMBS:
+        yield Case(f"bomb: {name}", {"x.pkl": BOMBS[name]()}, is_refused=False)
     for name, data in MALFORMED.items():
         yield Case(f"pickle: {name}", {"x.pkl": data}, is_refused=False)
     honest = pickle.dumps({"a": [1, 2.5, "x", (None, True)], "b": {3, 4}, "c": b"123"}, 4)
@@ -705,6 +716,8 @@ def cases() -> list[Case]:
 def bombs() -> Iterator[Case]:
     """Those that are long, or claim to be; made one at a time."""
     for name, make in BOMBS.items():
+        if name in QUICK_BOMBS:
+            continue
         yield Case(f"bomb: {name}", {"x.pkl": make()}, is_refused=False)
     for name, (file, make) in ARCHIVE_BOMBS.items():
         yield Case(f"bomb: {name}", {file: make()})
