@@ -42,7 +42,7 @@ def bad(found: list[dict[str, Any]]) -> str:
 
 
 def test_nothing_runs_and_nothing_outside_is_read() -> None:
-    """D65, invariant 5: pickles, zip files, tars and folders of other libraries are data and nothing else."""
+    """D65, invariant 5: pickles, zip files, tars and folders of others are only data."""
     found = run_child("cases")
     assert len(found) >= 300
     assert bad(found) == ""
@@ -57,7 +57,7 @@ def test_no_file_costs_more_than_its_limits() -> None:
 
 
 def test_the_harness_notices() -> None:
-    """D65, invariant 5: a reader that allows one more global, imports, or has a limit less is caught."""
+    """D65, invariant 5: a reader with one more global or one limit less is caught."""
     found = {one["name"]: " ".join(one["problems"]) for one in run_child("mutants")}
     assert [*found] == [*MUTANTS]
     assert {name: told for name, told in found.items() if MUTANTS[name][1] not in told} == {}
