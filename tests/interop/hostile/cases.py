@@ -242,6 +242,9 @@ def _bomb(width: int, depth: int, opening: bytes, closing: bytes) -> bytes:
 
 
 BOMBS: dict[str, Callable[[], bytes]] = {
+    "deep unknown objects": lambda: program(
+        glob("a", "B") + b"q\x000" + under("a", b"(h\x00" * 200_000 + b"N" + b"o" * 200_000)
+    ),
     "billion laughs of lists": lambda: _bomb(10, 40, b"](", b"e"),
     "billion laughs of tuples": lambda: _bomb(10, 40, b"(", b"t"),
     "billion laughs of dicts": lambda: program(
@@ -354,6 +357,7 @@ BOMBS: dict[str, Callable[[], bytes]] = {
 """Pickles that are small for what they claim, or long; made when they are asked for."""
 
 QUICK_BOMBS = (
+    "deep unknown objects",
     "billion laughs of lists",
     "billion laughs of dicts",
     "tuple of tuples as a key",

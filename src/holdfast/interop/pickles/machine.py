@@ -260,7 +260,10 @@ class Machine:
         self._stack.append(int.from_bytes(self._take(count), "little", signed=True))
 
     def _op_float(self) -> None:
-        self._stack.append(float(self._line()[:100]))
+        line = self._line()
+        if len(line) > 400:  # longer than any that Python writes
+            raise LimitExceeded("a number of more than 400 characters")
+        self._stack.append(float(line))
 
     def _op_binfloat(self) -> None:
         self.charge(24)
