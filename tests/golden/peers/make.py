@@ -17,7 +17,7 @@ HERE = Path(__file__).parent
 ENVIRONMENTS = HERE.parents[2] / ".servers" / "peers"
 MADE_IN = Path("/tmp/samples")
 """Where the scripts write: some peers keep the path in their files."""
-TIMEOUT_S = 3600
+TIMEOUT_S = 1200
 
 TORCH = ("torch==2.13.0", "numpy==2.4.6", "setuptools<81")
 PLAIN = (
@@ -29,9 +29,9 @@ OLMO = (*TORCH, "ai2-olmo-core==3.0.0")
 COMPOSER = (
     *TORCH,
     *("torchmetrics==1.9.0", "tqdm", "psutil", "py-cpuinfo", "coolname", "tabulate", "requests"),
-    *("packaging", "importlib_metadata", "pyyaml", "zstandard", "lz4", "mosaicml-cli"),
+    *("packaging", "importlib_metadata", "pyyaml", "zstandard", "lz4", "mosaicml-cli", "pillow"),
 )
-MEGATRON = (*TORCH, "packaging", "einops")
+MEGATRON = (*TORCH, "packaging", "einops", "psutil")
 
 REQUIREMENTS: dict[str, tuple[str, ...]] = {
     "plain": PLAIN,
