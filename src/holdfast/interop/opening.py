@@ -9,6 +9,7 @@ from holdfast.interop.source import Source
 from holdfast.interop.sources import (
     cerebras,
     checkpoint,
+    dcpfolder,
     huggingface,
     mindspore,
     safetensors,
@@ -36,6 +37,8 @@ def open_source(
     if checkpoint.recognises(text):
         return checkpoint.CheckpointSource(text, encrypt=encrypt)
     path = Path(text)
+    if dcpfolder.recognises(path):
+        return dcpfolder.DcpFolder(path)
     if trainers.recognises(path):
         return trainers.TrainerFolder(path)
     if safetensors.recognises(path):

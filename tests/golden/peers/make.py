@@ -1,8 +1,8 @@
 """Makes the samples of other libraries: `python tests/golden/peers/make.py [PEER …]`.
 
 Each peer is run by a script of its own, `make_<peer>.py`, in an environment that has the versions
-below, under `.servers/peers`. It writes a folder as the peer writes it, and what the peer itself reads
-back from there, which then lies beside this file. Only the standard library is needed here.
+below, under `.servers/peers`. It writes a folder as the peer writes it, and what the peer itself
+reads back, which then lies beside this file. Only the standard library is needed here.
 """
 
 from __future__ import annotations

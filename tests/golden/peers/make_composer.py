@@ -1,4 +1,4 @@
-"""Checkpoints of Composer: a pickle by itself, and compressed in the ways that its file names ask for."""
+"""Checkpoints of Composer: a pickle by itself, and packed in the ways that file names ask for."""
 
 from __future__ import annotations
 
@@ -34,8 +34,6 @@ sys.meta_path.insert(0, _StandIn())
 
 import torch  # noqa: E402
 from composer import ComposerModel, Trainer  # noqa: E402
-from composer.utils.checkpoint import safe_torch_load  # noqa: E402
-from composer.utils.compression import get_compressor  # noqa: E402
 from sample import STEPS, folder_argument, make_batches, make_model, write_record  # noqa: E402
 
 NAME = "ba3.pt"
@@ -73,6 +71,7 @@ def main() -> None:
         trainer.save_checkpoint(str(folder / f"{NAME}{ending}"))
     trainer.close()
     write_record(folder, {NAME: torch.load(folder / NAME, weights_only=False)}, "torch", "mosaicml")
+    (folder / NAME).unlink()  # the others hold the same bytes
 
 
 main()

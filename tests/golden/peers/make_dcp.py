@@ -79,7 +79,7 @@ def _rank(rank: int, folder: Path) -> None:
 
 
 class _six_properties:
-    """Within it, tensors have the six properties that torch 2.15 pickles, the last their strides."""
+    """Within it, tensors are pickled with six properties as by torch 2.15, the last the strides."""
 
     def __enter__(self) -> None:
         self._own = metadata.TensorProperties.__getstate__

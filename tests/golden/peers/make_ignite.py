@@ -24,7 +24,10 @@ def main() -> None:
 
     trainer = Engine(step)
     to_save = {
-        **{"model": model, "optimizer": optimizer, "lr_scheduler": scheduler, "trainer": trainer}
+        "model": model,
+        "optimizer": optimizer,
+        "lr_scheduler": scheduler,
+        "trainer": trainer,
     }
     handler = Checkpoint(to_save, DiskSaver(str(folder), require_empty=False))
     trainer.add_event_handler(Events.ITERATION_COMPLETED(once=STEPS), handler)

@@ -22,7 +22,10 @@ class Module(lightning.LightningModule):
     def configure_optimizers(self) -> object:
         optimizer = torch.optim.AdamW(self.parameters(), self.hparams["rate"])
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
 
 
 def main() -> None:
@@ -43,9 +46,7 @@ def main() -> None:
     trainer.fit(Module(), torch.utils.data.DataLoader(make_batches(8), batch_size=None))
     [path] = folder.glob("*.ckpt")
     path = path.rename(folder / "last.ckpt")
-    write_record(
-        folder, {path.name: torch.load(path, weights_only=False)}, "torch", "lightning"
-    )
+    write_record(folder, {path.name: torch.load(path, weights_only=False)}, "torch", "lightning")
 
 
 main()

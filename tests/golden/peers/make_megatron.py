@@ -1,4 +1,4 @@
-"""A `torch_dist` folder of Megatron Core, as its training saves one; two calls of CUDA are stubbed."""
+"""A `torch_dist` folder of Megatron Core; two calls of CUDA are stubbed."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def _trainer_state() -> dict[str, object]:
-    """Return what the state of OLMo-core's Trainer is; the Trainer itself wants a prepared data set."""
+    """Return what the state of its Trainer is, which itself wants a prepared data set."""
     return {
         "global_step": STEPS,
         "global_train_tokens_seen": 8 * STEPS,

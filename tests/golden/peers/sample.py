@@ -127,11 +127,15 @@ def _plain(value: Any) -> Any:
 
 
 _NAMES = {
-    **{"bool": "BOOL", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"},
+    "bool": "BOOL",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
     **{f"int{bits}": f"I{bits}" for bits in (8, 16, 32, 64)},
     **{f"uint{bits}": f"U{bits}" for bits in (8, 16, 32, 64)},
     **{f"float{bits}": f"F{bits}" for bits in (16, 32, 64)},
-    **{"complex64": "C64", "complex128": "C128"},
+    "complex64": "C64",
+    "complex128": "C128",
 }
 _NUMPYS = {name for name in _NAMES if not name.startswith(("bfloat", "float8"))}
 

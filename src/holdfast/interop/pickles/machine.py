@@ -432,8 +432,8 @@ class Machine:
         self.charge(cost * len(keys))
         for key in keys:
             kind = type(key)
-            if kind is str or (kind is int and -_SMALL < key < _SMALL):
-                continue
+            if kind is str or kind is Record or (kind is int and -_SMALL < key < _SMALL):
+                continue  # a record is hashed by what it is, not by what it holds
             self._num_other_keys += 1
             if self._num_other_keys > MAX_OTHER_KEYS:
                 raise LimitExceeded(

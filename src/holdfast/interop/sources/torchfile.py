@@ -80,6 +80,15 @@ def read_pickle(
     return reader.bare(start, end)
 
 
+def read_saved(file: LocalFile, budget: Budget) -> Any:
+    """Return the description of what a file of `torch.save` holds, or another pickle.
+
+    Raises:
+        FormatError: damaged, or beyond what a pickle may do here.
+    """
+    return _Reader(file, budget).root()
+
+
 class TorchFile(Source):
     """A file of `torch.save`, or another pickle, as components; `layout` says which."""
 

@@ -1,0 +1,284 @@
+"""Reads folders of PyTorch Distributed Checkpoint (DCP), also those of OLMo-core and Megatron Core.
+
+Their tensors are read where they lie, and put together from their chunks. Nothing in a folder is
+run, and no file outside of it is opened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from typing_extensions import override
+
+from holdfast.errors import CorruptData, FormatError
+from holdfast.format.tensors import ITEM_NBYTES
+from holdfast.interop.layouts.dcp import dcp_layout, megatron_layout, olmo_layout
+from holdfast.interop.layouts.files import Layout
+from holdfast.interop.pickles.budget import Budget
+from holdfast.interop.pickles.gather import gather, is_row_major
+from holdfast.interop.pickles.parts import convert, row_major
+from holdfast.interop.pickles.values import (
+    ArrayValue,
+    Generator,
+    Refusal,
+    Span,
+    Storage,
+    TensorView,
+    Unknown,
+)
+from holdfast.interop.source import LeftOut, Part, Source
+from holdfast.interop.sources.dcpchunks import Chunks, FolderFiles, Region
+from holdfast.interop.sources.dcpmetadata import (
+    METADATA,
+    ChunkedTensor,
+    FolderMetadata,
+    ItemPlace,
+    read_metadata,
+)
+from holdfast.interop.sources.dcpsharded import read_sharded, recognises_sharded
+from holdfast.interop.sources.torchfile import read_saved
+
+OLMO_ITEMS = "model_and_optim"
+OLMO_TRAINER = "train/rank0.pt"
+MEGATRON_COMMON = "common.pt"
+MEGATRON_LATEST = "latest_checkpointed_iteration.txt"
+MAX_LEVEL = 48
+"""Most keys that lead to an item."""
+
+
+def recognises(path: Path) -> bool:
+    """Whether a folder, or what it says is the latest one in it, has the metadata of DCP."""
+    found = (_latest_of_megatron(path), path / OLMO_ITEMS)
+    return any((one / METADATA).is_file() for one in found) or recognises_sharded(path)
+
+
+def _latest_of_megatron(path: Path) -> Path:
+    """The folder of the iteration that a root of Megatron names as its latest, else the path."""
+    try:
+        with (path / MEGATRON_LATEST).open("rb") as file:
+            text = file.read(20).strip()
+    except OSError:
+        return path
+    return path / f"iter_{int(text):07d}" if text.isdigit() else path
+
+
+class DcpFolder(Source):
+    """A folder of DCP as components, by the keys of the state that was saved."""
+
+    def __init__(self, path: Path) -> None:
+        """Read all of it but tensors.
+
+        Raises:
+            FormatError: damaged, or its metadata says what cannot be right.
+            CorruptData: a file is missing or cut short.
+        """
+        folder = _latest_of_megatron(path)
+        self.url = str(folder)
+        is_olmo = (folder / OLMO_ITEMS / METADATA).is_file()
+        below = OLMO_ITEMS if is_olmo else ""
+        if recognises_sharded(folder) and not (folder / below / METADATA).exists():
+            metadata = read_sharded(folder)
+        else:
+            metadata = read_metadata(folder / below / METADATA)
+        more = [
+            name
+            for name in (OLMO_TRAINER if is_olmo else MEGATRON_COMMON,)
+            if (folder / name).is_file()
+        ]
+        names = [f"{below}/{name}" if below else name for name in metadata.files]
+        self._files = FolderFiles(folder, [*names, *more])
+        self._chunks = Chunks(self._files)
+        self._budget = Budget()
+        try:
+            items = self._describe(metadata)
+            beside = [self._saved(name, len(names) + at) for at, name in enumerate(more)]
+            self._convert(_layout(folder, metadata, items, beside, is_olmo=is_olmo))
+        except BaseException:
+            self.close()
+            raise
+
+    def _describe(self, metadata: FolderMetadata) -> dict[str, Any]:
+        """Return the descriptions of all items, by DCP's names."""
+        items: dict[str, Any] = {name: Refusal(why) for name, why in metadata.unreadable.items()}
+        for name, tensor in metadata.tensors.items():
+            for place in tensor.places:
+                self._files.check(name, place)
+            items[name] = Refusal(tensor.refusal) if tensor.refusal else _view(tensor)
+        for name, place in metadata.values.items():
+            self._files.check(name, place)
+            items[name] = self._value(place)
+        order = {**metadata.paths, **items}
+        return {name: items[name] for name in order if name in items}
+
+    def _value(self, place: ItemPlace) -> Any:
+        with self._files.opened(place.file) as file:
+            region = Region(file, place.start, place.nbytes)
+            value = read_saved(region, self._budget)
+        _anchor([value], place.file, place.start)
+        return value
+
+    def _saved(self, name: str, number: int) -> Any:
+        with self._files.opened(number) as file:
+            return self._value(ItemPlace(number, 0, file.nbytes))
+
+    def _convert(self, found: Layout) -> None:
+        self.format, self.step = found.format, found.step
+        left_out = [*found.left_out]
+        self._converted = {}
+        for name, description in found.components.items():
+            try:
+                made = convert(name, description, where=found.paths.get(name))
+            except FormatError as err:
+                left_out.append(LeftOut(found.paths.get(name) or name, str(err)))
+                continue
+            self._converted[name] = made
+            left_out += made.left_out
+        if not self._converted:
+            raise FormatError(f"{self.url}: holds nothing that can be read")
+        self.parts: Mapping[str, Part] = {name: one.part for name, one in self._converted.items()}
+        self.left_out = left_out
+
+    @override
+    def read_into(self, component: str, key: str, start: int, memory: memoryview) -> None:
+        one = self._converted[component]
+        spec, place = one.part.specs[key], one.places[key]
+        if start + memory.nbytes > spec.nbytes:
+            raise CorruptData(f"{self.url}: {key!r} has no byte {start + memory.nbytes:,}")
+        if not memory.nbytes:
+            return
+        plain = memory.cast("B")
+        if isinstance(place.data, _ChunkSpan):
+            self._chunks.read_into(place.data.tensor, start, plain)
+            return
+        data = place.data
+        with self._files.opened(data.file if isinstance(data, _FileSpan) else 0) as file:
+
+            def read(at: int, into: memoryview) -> None:
+                if isinstance(data, Span):
+                    file.read_into(data.start + at, into)
+                else:
+                    into[:] = data[at : at + into.nbytes]
+
+            item_nbytes = ITEM_NBYTES[spec.dtype]
+            if is_row_major(spec.shape, place.strides):
+                read(place.offset * item_nbytes + start, plain)
+            else:
+                gather(
+                    read,
+                    spec.shape,
+                    place.strides,
+                    offset=place.offset,
+                    item_nbytes=item_nbytes,
+                    start=start,
+                    memory=plain,
+                )
+
+    @override
+    def close(self) -> None:
+        self._files.close()
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class _ChunkSpan(Span):
+    """Stands for the bytes of a tensor that is stored in chunks."""
+
+    tensor: ChunkedTensor
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class _FileSpan(Span):
+    """Bytes of one of the folder's files."""
+
+    file: int
+
+
+def _view(tensor: ChunkedTensor) -> TensorView:
+    first = tensor.places[0]
+    nbytes = ITEM_NBYTES[tensor.dtype]
+    for size in tensor.shape:
+        nbytes *= size
+    # Positions by file, as tensors are read in their order.
+    span = _ChunkSpan(start=(first.file << 48) + first.start, nbytes=nbytes, tensor=tensor)
+    storage = Storage(tensor.dtype, "cpu", nbytes, span)
+    return TensorView(storage, tensor.dtype, 0, tensor.shape, row_major(tensor.shape))
+
+
+def _anchor(values: Iterable[Any], file: int, start: int) -> None:
+    """Make positions in an item those in its file, for all tensors and arrays in it."""
+    waiting, seen = [*values], set()
+    while waiting:
+        value = waiting.pop()
+        if id(value) in seen:
+            continue
+        if isinstance(value, dict):
+            waiting += value.values()
+        elif isinstance(value, list | tuple):
+            waiting += value
+        elif isinstance(value, Generator):
+            waiting.append(value.members)
+        elif isinstance(value, Unknown):
+            waiting += [value.args, value.state]
+        elif isinstance(value, TensorView):
+            waiting.append(value.storage)
+        elif isinstance(value, Storage | ArrayValue):
+            data = value.data
+            if isinstance(data, Span):
+                value.data = _FileSpan(start=start + data.start, nbytes=data.nbytes, file=file)
+        else:
+            continue
+        seen.add(id(value))
+
+
+def _layout(
+    folder: Path,
+    metadata: FolderMetadata,
+    items: Mapping[str, Any],
+    beside: list[Any],
+    *,
+    is_olmo: bool,
+) -> Layout:
+    if is_olmo:
+        return olmo_layout(folder, nest(items, metadata.paths), beside[0] if beside else {})
+    if beside:
+        return megatron_layout(items, beside[0])
+    return dcp_layout(nest(items, metadata.paths))
+
+
+class _Branch(dict[Any, Any]):
+    """Items under common keys."""
+
+
+def nest(
+    items: Mapping[str, Any], paths: Mapping[str, tuple[str | int, ...]]
+) -> dict[str | int, Any]:
+    """Put items into dicts and lists, where their paths lead.
+
+    Raises:
+        FormatError: two items are at one place, or one lies inside of another.
+    """
+    root = _Branch()
+    for name, item in items.items():
+        path = paths.get(name, (name,))
+        if len(path) > MAX_LEVEL:
+            raise FormatError(
+                f"{name!r:.200}: {len(path):,} keys lead to it; at most {MAX_LEVEL} may"
+            )
+        node: Any = root
+        for key in path[:-1]:
+            node = node.setdefault(key, _Branch()) if type(node) is _Branch else None
+        if type(node) is not _Branch or path[-1] in node:
+            raise FormatError(f"{name!r:.200}: lies where another item is")
+        node[path[-1]] = item
+    return {key: _grown(value) for key, value in root.items()}
+
+
+def _grown(value: Any) -> Any:
+    if type(value) is not _Branch:
+        return value
+    made = {key: _grown(inner) for key, inner in value.items()}
+    if {*made} == {*range(len(made))}:
+        return [made[number] for number in range(len(made))]
+    return made
