@@ -237,7 +237,9 @@ class Record:
 
 
 _ITEM_NBYTES = {"BOOL": 1, "U8": 1, "BF16": 2, "F16": 2, "I32": 4, "U32": 4, "F32": 4} | {
-    "I64": 8, "U64": 8, "F64": 8
+    "I64": 8,
+    "U64": 8,
+    "F64": 8,
 }
 _SPECIAL: dict[str, Any] = {
     "$float": lambda text: _plain(float(text)),

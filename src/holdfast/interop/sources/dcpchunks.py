@@ -24,6 +24,8 @@ from holdfast.interop.sources.torchfile import read_saved
 
 RANGE_NBYTES = 8 << 20
 """Most bytes of a tensor that are put together at once."""
+SMALL_NBYTES = 32 << 10
+"""An item up to this length is read at once: most reads of a zip file are of a few bytes."""
 MAX_OPEN_FILES = 256
 """Files that stay open; of more, each is opened for each read."""
 
@@ -36,12 +38,17 @@ class Region(LocalFile):
         self.nbytes = nbytes
         self._whole = whole
         self._start = start
+        small = nbytes <= SMALL_NBYTES and start + nbytes <= whole.nbytes
+        self._data = memoryview(whole.read(start, nbytes)) if small else None
 
     @override
     def read_into(self, start: int, memory: memoryview) -> None:
         if start + memory.nbytes > self.nbytes:
             raise CorruptData(f"{self.name}: an item ends at byte {self._start + self.nbytes:,}")
-        self._whole.read_into(self._start + start, memory)
+        if self._data is not None:
+            memory[:] = self._data[start : start + memory.nbytes]
+        else:
+            self._whole.read_into(self._start + start, memory)
 
     @override
     def close(self) -> None:

@@ -109,7 +109,10 @@ class DcpFolder(Source):
             items[name] = Refusal(tensor.refusal) if tensor.refusal else _view(tensor)
         for name, place in metadata.values.items():
             self._files.check(name, place)
-            items[name] = self._value(place)
+            try:
+                items[name] = self._value(place)
+            except FormatError as err:
+                raise type(err)(f"{self.url}: {name!r:.200}: {err}") from err
         order = {**metadata.paths, **items}
         return {name: items[name] for name in order if name in items}
 
@@ -134,8 +137,9 @@ class DcpFolder(Source):
             except FormatError as err:
                 left_out.append(LeftOut(found.paths.get(name) or name, str(err)))
                 continue
-            self._converted[name] = made
             left_out += made.left_out
+            if made.part.tree or not made.left_out:
+                self._converted[name] = made
         if not self._converted:
             raise FormatError(f"{self.url}: holds nothing that can be read")
         self.parts: Mapping[str, Part] = {name: one.part for name, one in self._converted.items()}
@@ -241,10 +245,12 @@ def _layout(
     is_olmo: bool,
 ) -> Layout:
     if is_olmo:
-        return olmo_layout(folder, nest(items, metadata.paths), beside[0] if beside else {})
+        return olmo_layout(
+            folder, nest(items, metadata.paths, what=str(folder)), beside[0] if beside else {}
+        )
     if beside:
         return megatron_layout(items, beside[0])
-    return dcp_layout(nest(items, metadata.paths))
+    return dcp_layout(nest(items, metadata.paths, what=str(folder)))
 
 
 class _Branch(dict[Any, Any]):
@@ -252,7 +258,7 @@ class _Branch(dict[Any, Any]):
 
 
 def nest(
-    items: Mapping[str, Any], paths: Mapping[str, tuple[str | int, ...]]
+    items: Mapping[str, Any], paths: Mapping[str, tuple[str | int, ...]], *, what: str
 ) -> dict[str | int, Any]:
     """Put items into dicts and lists, where their paths lead.
 
@@ -264,13 +270,13 @@ def nest(
         path = paths.get(name, (name,))
         if len(path) > MAX_LEVEL:
             raise FormatError(
-                f"{name!r:.200}: {len(path):,} keys lead to it; at most {MAX_LEVEL} may"
+                f"{what}: {name!r:.200}: {len(path):,} keys lead to it; at most {MAX_LEVEL} may"
             )
         node: Any = root
         for key in path[:-1]:
             node = node.setdefault(key, _Branch()) if type(node) is _Branch else None
         if type(node) is not _Branch or path[-1] in node:
-            raise FormatError(f"{name!r:.200}: lies where another item is")
+            raise FormatError(f"{what}: {name!r:.200}: lies where another item is")
         node[path[-1]] = item
     return {key: _grown(value) for key, value in root.items()}
 
