@@ -20,7 +20,7 @@ PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-quick test-full test-long test-stores mutants check bench bench-compare gpu docs clean
+.PHONY: help demo test test-quick test-full test-long test-stores mutants samples check bench bench-compare gpu docs clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*  ## ' Makefile | sed -E 's/^([a-z-]+):.*  ## (.*)/  make \1\t\2/' | expand -t 22
@@ -49,6 +49,9 @@ mutants: $(WITH)-test  ## Break our own code on purpose, and tell which test not
 
 test-stores: $(WITH)-test  ## Run the tests that need Ceph, Swift or many commits on real object stores
 	$(PYTEST) -n $(JOBS) --dist worksteal -m stores $(ARGS)
+
+samples: $(VENV)/.made  ## Make the samples in tests/golden/peers again, each by its own library
+	$(BIN)/python tests/golden/peers/make.py $(ARGS)
 
 check: $(WITH)-test $(WITH)-check  ## Format, lint, types, layers, doctests
 	$(BIN)/ruff format --check .

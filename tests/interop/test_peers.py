@@ -182,9 +182,10 @@ def test_sharded_tensors_and_options_of_megatron_make_its_optimizer() -> None:
     assert found == {key: tensor, "param_groups": optimizer["param_groups"]}
 
 
-def test_every_sample_is_read_here() -> None:
+def test_every_sample_is_read() -> None:
+    beside = {"cerebras", "mindspore"}  # by tests of their own, in `sources`
     names = {path.parent.name for path in PEERS.glob("*/versions.json")}
-    assert names == {sample.path.partition("/")[0] for sample in SAMPLES}
+    assert names - beside == {sample.path.partition("/")[0] for sample in SAMPLES}
 
 
 @dataclass(frozen=True)

@@ -33,11 +33,16 @@ COMPOSER = (
 )
 MEGATRON = (*TORCH, "packaging", "einops", "psutil")
 
+MINDSPORE = ("mindspore==2.10.0", "numpy==2.4.6", "protobuf==7.36.2", "safetensors==0.8.0")
+CEREBRAS = ("cerebras-pytorch==2.10.0", "cerebras-appliance==2.10.0", "torch==2.4.0")
+
 REQUIREMENTS: dict[str, tuple[str, ...]] = {
     "plain": PLAIN,
     "olmo": OLMO,
     "composer": COMPOSER,
     "megatron": MEGATRON,
+    "mindspore": MINDSPORE,
+    "cerebras": CEREBRAS,
 }
 """What is installed in each environment. Versions that no file depends on are left to pip."""
 
@@ -56,6 +61,8 @@ PEERS: dict[str, str] = {
     "olmo": "olmo",
     "composer": "composer",
     "megatron": "megatron",
+    "mindspore": "mindspore",
+    "cerebras": "cerebras",
 }
 """The environment of each peer."""
 
