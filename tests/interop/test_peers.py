@@ -111,6 +111,13 @@ SAMPLES = (
         components={"model": "one|model", "optimizer": "one|optim", "state": "one|"},
         without={"state": ("model", "optim")},
     ),
+    Sample(
+        path="dcp24/one",
+        format="dcp",
+        step=3,
+        components={"model": "one|model", "optimizer": "one|optimizer", "state": "one|"},
+        without={"state": ("model", "optimizer")},
+    ),
     Sample(path="dcp/six", format="dcp", components={"model": "six|"}),
     Sample(
         path="dcp/two",

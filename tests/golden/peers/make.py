@@ -58,6 +58,7 @@ PEERS: dict[str, str] = {
     "accelerate": "plain",
     "ignite": "plain",
     "dcp": "plain",
+    "dcp24": "cerebras",
     "olmo": "olmo",
     "composer": "composer",
     "megatron": "megatron",

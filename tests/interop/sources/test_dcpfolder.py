@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import random
 import shutil
 import tracemalloc
 from collections.abc import Callable, Sequence
@@ -324,6 +325,32 @@ def test_shards_of_safetensors_that_do_not_fit_are_refused(
         rewrite(path, edit)
     with pytest.raises(HoldfastError, match=match):
         open_source(str(folder))
+
+
+@pytest.mark.parametrize("name", ["dcp/two", "dcp/six", "dcp/sharded", "megatron/iter_0000003"])
+def test_a_damaged_folder_is_read_or_refused_and_nothing_else(name: str, tmp_path: Path) -> None:
+    draw = random.Random(name)
+    folder = tmp_path / "d"
+    shutil.copytree(SAMPLES.parent / name, folder)
+    files = sorted(folder.iterdir())
+    refused = 0
+    for _ in range(40):
+        path = draw.choice([*files, files[0]])
+        whole = path.read_bytes()
+        data = bytearray(whole)
+        for _ in range(draw.randint(1, 3)):
+            at = draw.randrange(len(data))
+            data[at : at + draw.choice((0, 1, 1, 9))] = draw.randbytes(draw.choice((0, 1, 1, 9)))
+        path.write_bytes(data)
+        try:
+            with open_source(str(folder)) as source:
+                for component, part in source.parts.items():
+                    for key in part.specs:
+                        read(source, component, key)
+        except HoldfastError:
+            refused += 1
+        path.write_bytes(whole)
+    assert refused > 10
 
 
 def rewrite(path: Path, edit: Callable[[Any], object]) -> None:
