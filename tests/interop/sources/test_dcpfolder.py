@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from holdfast.errors import CorruptData, FormatError, HoldfastError
 from holdfast.format.nodes import ArrayRef, TensorRef
+from holdfast.interop.layouts.dcp import megatron_layout
 from holdfast.interop.opening import open_source
 from holdfast.interop.source import Source
 
@@ -276,10 +277,21 @@ def test_a_chunk_that_is_not_what_the_metadata_says_is_refused(tmp_path: Path) -
         read(source, "model", "w")
 
 
-def test_a_link_that_leads_out_of_the_folder_is_not_followed(tmp_path: Path) -> None:
-    folder = write_folder(tmp_path / "d", torch.arange(12.0).view(3, 4), ROWS)
-    (folder / "__0_0.distcp").rename(tmp_path / "elsewhere")
-    (folder / "__0_0.distcp").symlink_to(tmp_path / "elsewhere")
+@pytest.mark.parametrize(
+    "file",
+    [
+        *("dcp/two/__0_0.distcp", "dcp/two/.metadata", "megatron/iter_0000003/common.pt"),
+        *("olmo/step3/config.json", "olmo/step3/train/rank0.pt"),
+        "dcp/sharded/shard-00001-model-00001-of-00001.safetensors",
+    ],
+)
+def test_a_link_that_leads_out_of_the_folder_is_not_followed(file: str, tmp_path: Path) -> None:
+    peer, name, _ = file.split("/", 2)
+    folder = tmp_path / name
+    shutil.copytree(SAMPLES.parent / peer / name, folder)
+    path = tmp_path / file.removeprefix(f"{peer}/")
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(FormatError, match="leads out of the folder"):
         open_source(str(folder))
 
@@ -360,3 +372,58 @@ def rewrite(path: Path, edit: Callable[[Any], object]) -> None:
     info = json.loads(beside["DCP_SHARDING_INFO"])
     edit(info)
     save_file(tensors, path, {**beside, "DCP_SHARDING_INFO": json.dumps(info)})
+
+
+def test_keys_of_a_state_become_the_components_of_a_run(tmp_path: Path) -> None:
+    """As torchtitan saves: tensors of the model without a key above them."""
+    state = {
+        "layers.0.weight": torch.ones(2),
+        "layers.0._extra_state": {"scale": 2},
+        "optimizer": {"state.layers.0.weight.step": torch.tensor(3.0)},
+        "lr_scheduler": {"last_epoch": 3},
+        "dataloader": {"seen": 12},
+        "train_state": {"step": 3},
+        "seed": 7,
+    }
+    dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
+    with open_source(str(tmp_path)) as source:
+        assert source.step == 3
+        trees = {name: part.tree for name, part in source.parts.items()}
+    assert {*trees} == {"model", "optimizer", "scheduler", "data", "trainer", "state"}
+    assert trees["model"]["layers.0._extra_state"] == {"scale": 2}
+    assert (trees["data"], trees["state"]["seed"]) == ({"seen": 12}, 7)
+
+
+def test_objects_of_megatron_in_several_shards_become_a_list_in_their_order() -> None:
+    items = {
+        "decoder.layers._extra_state/shard_1_2": [b"second"],
+        "decoder.layers._extra_state/shard_0_2": [b"first"],
+        "rng_state/shard_0.0_1.1": [{"seed": 1}],
+        "chained_0.optimizer.state.exp_avg.w": 1,
+        "counts": 5,
+    }
+    layout = megatron_layout(items, {"iteration": 9, "optimizer": {"param_groups": []}})
+    assert layout.step == 9
+    assert layout.components == {
+        "model": {"decoder.layers._extra_state": [b"first", b"second"]},
+        "optimizer": {"chained_0.state.exp_avg.w": 1, "param_groups": []},
+        "rng": {"seed": 1},
+        "state": {"iteration": 9, "counts": 5},
+    }
+
+
+def test_states_of_other_ranks_of_olmo_core_are_listed_as_left_out(tmp_path: Path) -> None:
+    folder = tmp_path / "step3"
+    shutil.copytree(SAMPLES.parent / "olmo" / "step3", folder)
+    shutil.copy(folder / "train" / "rank0.pt", folder / "train" / "rank1.pt")
+    with open_source(str(folder)) as source:
+        assert [one.path for one in source.left_out] == ["train/rank1.pt"]
+
+
+def test_a_folder_of_olmo_core_without_its_trainer_is_read(tmp_path: Path) -> None:
+    folder = tmp_path / "step3"
+    shutil.copytree(SAMPLES.parent / "olmo" / "step3", folder)
+    shutil.rmtree(folder / "train")
+    with open_source(str(folder)) as source:
+        assert {*source.parts} == {"model", "optimizer", "state"}
+        assert source.step is None

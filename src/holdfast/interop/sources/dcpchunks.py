@@ -55,6 +55,18 @@ class Region(LocalFile):
         """Nothing: the whole file is closed by whoever opened it."""
 
 
+def expect_inside(folder: Path, path: Path) -> Path:
+    """Return the path of a file, if no link in it leads out of the folder.
+
+    Raises:
+        FormatError: one does.
+    """
+    inside, real = os.path.realpath(folder), os.path.realpath(path)
+    if os.path.commonpath([inside, real]) != inside:
+        raise FormatError(f"{path}: leads out of the folder, to {real}")
+    return path
+
+
 class FolderFiles:
     """The files of a folder, by number. None of them lies outside of it. Thread-safe."""
 
@@ -65,12 +77,9 @@ class FolderFiles:
             CorruptData: a file is missing.
             FormatError: one leads out of the folder.
         """
-        inside = os.path.realpath(folder)
         self._paths = [folder / name for name in names]
         for path in self._paths:
-            real = os.path.realpath(path)
-            if os.path.commonpath([inside, real]) != inside:
-                raise FormatError(f"{path}: leads out of the folder, to {real}")
+            expect_inside(folder, path)
         missing = [path for path in self._paths if not path.is_file()]
         if missing:
             raise CorruptData(

@@ -30,7 +30,7 @@ from holdfast.interop.pickles.values import (
     Unknown,
 )
 from holdfast.interop.source import LeftOut, Part, Source
-from holdfast.interop.sources.dcpchunks import Chunks, FolderFiles, Region
+from holdfast.interop.sources.dcpchunks import Chunks, FolderFiles, Region, expect_inside
 from holdfast.interop.sources.dcpmetadata import (
     METADATA,
     ChunkedTensor,
@@ -78,24 +78,16 @@ class DcpFolder(Source):
         folder = _latest_of_megatron(path)
         self.url = str(folder)
         is_olmo = (folder / OLMO_ITEMS / METADATA).is_file()
-        below = OLMO_ITEMS if is_olmo else ""
-        if recognises_sharded(folder) and not (folder / below / METADATA).exists():
-            metadata = read_sharded(folder)
-        else:
-            metadata = read_metadata(folder / below / METADATA)
-        more = [
-            name
-            for name in (OLMO_TRAINER if is_olmo else MEGATRON_COMMON,)
-            if (folder / name).is_file()
-        ]
-        names = [f"{below}/{name}" if below else name for name in metadata.files]
-        self._files = FolderFiles(folder, [*names, *more])
+        metadata = _read_metadata(folder, OLMO_ITEMS if is_olmo else "")
+        beside = OLMO_TRAINER if is_olmo else MEGATRON_COMMON
+        has_beside = (folder / beside).is_file()
+        self._files = FolderFiles(folder, [*metadata.files, *([beside] if has_beside else [])])
         self._chunks = Chunks(self._files)
         self._budget = Budget()
         try:
             items = self._describe(metadata)
-            beside = [self._saved(name, len(names) + at) for at, name in enumerate(more)]
-            self._convert(_layout(folder, metadata, items, beside, is_olmo=is_olmo))
+            rest = self._saved(len(metadata.files)) if has_beside else None
+            self._convert(_layout(folder, metadata, items, rest, is_olmo=is_olmo))
         except BaseException:
             self.close()
             raise
@@ -123,7 +115,8 @@ class DcpFolder(Source):
         _anchor([value], place.file, place.start)
         return value
 
-    def _saved(self, name: str, number: int) -> Any:
+    def _saved(self, number: int) -> Any:
+        """Return the description of a whole file of `torch.save`."""
         with self._files.opened(number) as file:
             return self._value(ItemPlace(number, 0, file.nbytes))
 
@@ -199,6 +192,16 @@ class _FileSpan(Span):
     file: int
 
 
+def _read_metadata(folder: Path, below: str) -> FolderMetadata:
+    """Read what a folder, or the one `below` it, holds; its files are named from `folder` on."""
+    path = folder / below / METADATA
+    if recognises_sharded(folder) and not path.exists():
+        return read_sharded(folder)
+    found = read_metadata(expect_inside(folder, path))
+    found.files = [f"{below}/{name}" if below else name for name in found.files]
+    return found
+
+
 def _view(tensor: ChunkedTensor) -> TensorView:
     first = tensor.places[0]
     nbytes = ITEM_NBYTES[tensor.dtype]
@@ -240,16 +243,15 @@ def _layout(
     folder: Path,
     metadata: FolderMetadata,
     items: Mapping[str, Any],
-    beside: list[Any],
+    rest: Any,
     *,
     is_olmo: bool,
 ) -> Layout:
     if is_olmo:
-        return olmo_layout(
-            folder, nest(items, metadata.paths, what=str(folder)), beside[0] if beside else {}
-        )
-    if beside:
-        return megatron_layout(items, beside[0])
+        expect_inside(folder, folder / "config.json")
+        return olmo_layout(folder, nest(items, metadata.paths, what=str(folder)), rest)
+    if rest is not None:
+        return megatron_layout(items, rest)
     return dcp_layout(nest(items, metadata.paths, what=str(folder)))
 
 

@@ -21,7 +21,7 @@ from holdfast.format.tensors import (
     header_nbytes,
 )
 from holdfast.interop.files import LocalFile
-from holdfast.interop.sources.dcpchunks import read_header
+from holdfast.interop.sources.dcpchunks import expect_inside, read_header
 from holdfast.interop.sources.dcpmetadata import (
     MAX_FILES,
     ChunkedTensor,
@@ -54,7 +54,7 @@ def read_sharded(folder: Path) -> FolderMetadata:
     _check_numbers(folder, found.files)
     chunks: dict[str, list[_Chunk]] = {}
     for number, name in enumerate(found.files):
-        file = LocalFile.open(folder / name)
+        file = LocalFile.open(expect_inside(folder, folder / name))
         try:
             for key, chunk in _chunks_of(file, number).items():
                 chunks.setdefault(key, []).append(chunk)
