@@ -9,6 +9,7 @@ _FOLDERS = ("tests/interop/test_dcp_folders.py",)
 _HOSTILE = ("tests/interop/hostile",)
 _TORCH = ("tests/interop/sources/test_torchfile.py",)
 _TARS = ("tests/interop/sources/test_tars.py",)
+_CHUNKS = ("tests/interop/sources/test_dcpfolder.py",)
 _TRAINERS = ("tests/interop/layouts",)
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -221,5 +222,61 @@ MUTANTS: tuple[Mutant, ...] = (
         before="            if not count:\n                raise",
         after="            if not count:\n                return\n                raise",
         near=_TORCH,
+    ),
+    Mutant(
+        name="chunks-that-do-not-tile",
+        promise="I5: chunks that leave something out or overlap are refused",
+        file="interop/sources/dcpmetadata.py",
+        before="        check_tiling(self._what, tensors)\n",
+        after="        pass\n",
+        near=_CHUNKS,
+    ),
+    Mutant(
+        name="chunks-larger-than-their-items",
+        promise="I5: a chunk that claims more bytes than its item has is refused",
+        file="interop/sources/dcpmetadata.py",
+        before="        if nbytes > place.nbytes and not place.refusal:",
+        after="        if False:",
+        near=_CHUNKS,
+    ),
+    Mutant(
+        name="links-out-of-a-folder-followed",
+        promise="I5: no file outside of a folder is read",
+        file="interop/sources/dcpchunks.py",
+        before="    if os.path.commonpath([inside, real]) != inside:",
+        after="    if False:",
+        near=_CHUNKS,
+    ),
+    Mutant(
+        name="chunks-of-another-tensor",
+        promise="I5: bytes that are not those of the metadata are refused",
+        file="interop/sources/dcpchunks.py",
+        before="    if (view.dtype, view.shape) != (dtype, sizes):",
+        after="    if view.shape != sizes:",
+        near=_CHUNKS,
+    ),
+    Mutant(
+        name="items-inside-of-others",
+        promise="I5: two items at one place are refused",
+        file="interop/sources/dcpfolder.py",
+        before="        if type(node) is not _Branch or path[-1] in node:",
+        after="        if type(node) is not _Branch:",
+        near=_CHUNKS,
+    ),
+    Mutant(
+        name="ranges-inside-an-element",
+        promise="I5: any range of a tensor has its bytes",
+        file="interop/sources/dcpchunks.py",
+        before="        if (high - low) * item != memory.nbytes:",
+        after="        if False:",
+        near=_CHUNKS,
+    ),
+    Mutant(
+        name="transformed-items-read",
+        promise="I5: what an extension has transformed is left out",
+        file="interop/sources/dcpmetadata.py",
+        before="        if place.refusal:\n            self",
+        after="        if False:\n            self",
+        near=_CHUNKS,
     ),
 )
