@@ -198,6 +198,14 @@ def sized(metadata: Metadata, size: Sequence[int], sizes: Sequence[int]) -> None
     chunk(metadata).sizes = torch.Size(sizes)
 
 
+def added(metadata: Metadata, paths: dict[str, tuple[str, ...]]) -> None:
+    """Add a tensor `x` that is as `w`, with paths for both."""
+    metadata.state_dict_metadata["x"] = metadata.state_dict_metadata["w"]
+    places = [*metadata.storage_data.items()]
+    metadata.storage_data.update({MetadataIndex("x", one.offset): at for one, at in places})
+    metadata.planner_data = paths
+
+
 class Runs:
     """Creates a file when it is unpickled."""
 
@@ -236,14 +244,12 @@ HOSTILE: dict[str, tuple[Callable[[Metadata], object], str]] = {
         "without a dtype",
     ),
     "one item inside of another": (
-        lambda one: (
-            one.state_dict_metadata.update(x=one.state_dict_metadata["w"]),
-            one.storage_data.update(
-                {MetadataIndex("x", index.offset): at for index, at in one.storage_data.items()}
-            ),
-            setattr(one, "planner_data", {"w": ("a",), "x": ("a", "b")}),
-        ),
-        "lies where another item is",
+        lambda one: added(one, {"w": ("a",), "x": ("a", "b")}),
+        "'x': lies where another item is",
+    ),
+    "two items at one place": (
+        lambda one: added(one, {"w": ("a",), "x": ("a",)}),
+        "'x': lies where another item is",
     ),
     "a path without end": (
         lambda one: setattr(one, "planner_data", {"w": ("a",) * 100_000}),
