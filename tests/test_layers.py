@@ -58,7 +58,7 @@ INNER: dict[str, tuple[tuple[str, ...], ...]] = {
         ("mend", "retention"),
         ("backlog", "housekeeping", "prune"),
         ("damaged", "sending"),
-        ("mirror",),
+        ("copying", "mirror", "removal"),
     ),
     "train": (
         ("asked", "parallel"),

@@ -19,7 +19,13 @@ from holdfast.care.housekeeping import FollowingChores, ManagerChores, Tuning
 from holdfast.care.mirror import ownership
 from holdfast.care.preflight import Beginning, look
 from holdfast.engine.checkpoint import Checkpoint, CheckpointList, PendingSave, describe, parse_seen
-from holdfast.engine.claims.notes import annotate, checked_metrics, checked_reasons, checked_tags
+from holdfast.engine.claims.notes import (
+    annotate,
+    checked_metrics,
+    checked_reasons,
+    checked_tags,
+    expect_removable,
+)
 from holdfast.engine.claims.owner import left_s
 from holdfast.engine.control import exits
 from holdfast.engine.control.outside import Asked, outside_of
@@ -664,6 +670,18 @@ class CheckpointManager:
             raise UsageError(f"tag({which!r}): name at least one tag")
         self._annotate(which, add_tags=tags)
 
+    @checked()
+    def untag(self, which: str | int, *tags: str) -> None:
+        """Remove tags from a checkpoint, so that the retention rule decides again.
+
+        Raises:
+            UsageError: no tag is given, the checkpoint lacks one, or it was given by the save.
+            NoCheckpoint: `which` names no checkpoint, or its deletion has begun.
+        """
+        if not tags:
+            raise UsageError(f"untag({which!r}): name at least one tag")
+        self._annotate(which, remove_tags=tags)
+
     @property
     def is_owner(self) -> bool:
         """Whether this manager has claimed the run."""
@@ -907,6 +925,7 @@ class CheckpointManager:
     def _annotate(self, which: str | int, **notes: Any) -> None:
         self._catalog.look_again()
         entry = self._catalog.resolve(which)
+        expect_removable(entry, notes.get("remove_tags", ()))
         for found in self._catalog.copies(entry):
             annotate(*found, **notes)
 

@@ -80,7 +80,7 @@ def examine(store: Store, folder: str) -> Damaged:
         _expect_its_own(store, folder)
         marks, point = catalog.marks(folder), standing(store).point
         if point is None:
-            _expect_nothing_left_behind(catalog, folder)
+            expect_nothing_left_behind(catalog, folder)
         return Damaged(
             folder=folder,
             why=str(error),
@@ -114,9 +114,10 @@ def _expect_its_own(store: Store, folder: str) -> None:
             )
 
 
-def _expect_nothing_left_behind(catalog: Catalog, folder: str) -> None:
+def expect_nothing_left_behind(catalog: Catalog, folder: str) -> None:
     """Raise `UsageError` if, without `folder`, resume would use an abandoned checkpoint."""
-    left = [entry.folder for entry in catalog.checkpoints() if not entry.manifest.lacks]
+    entries = (entry for entry in catalog.checkpoints() if entry.folder != folder)
+    left = [entry.folder for entry in entries if not entry.manifest.lacks]
     if left:
         raise UsageError(
             f"{folder}: nothing was deleted. A rollback has left {left[0]} behind, and without "

@@ -89,12 +89,18 @@ def _standings(store: Store) -> Iterator[Choice]:
         yield standing(store)
 
 
-def standing(store: Store) -> Choice:
-    """Find the newest checkpoint of the lineage from which the run would resume."""
+def standing(store: Store, *, without: str = "") -> Choice:
+    """Find the newest checkpoint of the lineage from which the run would resume.
+
+    `without`: the folder of a checkpoint to pass over, as if it were deleted.
+    """
     catalog = Catalog(store)
     passed_over: set[str] = set()
     unhealthy: Entry | None = None
     for name in catalog.lineage():
+        if str(name) == without:
+            passed_over.add(without)
+            continue
         try:
             entry = catalog.entry(name)
         except (FormatError, NotSealed):

@@ -124,12 +124,20 @@ def verify_kept(
 
 
 def verify_root(
-    store: Store, *, progress: Progress | None = None, keeps: bool = False, decode: bool = True
+    store: Store,
+    *,
+    progress: Progress | None = None,
+    keeps: bool = False,
+    decode: bool = True,
+    known: Mapping[str, VerifyReport] | None = None,
+    told: Callable[[VerifyReport], object] | None = None,
 ) -> RootReport:
     """Check every committed checkpoint of a root, and its claims.
 
     With `keeps` each has a lease while it is read; otherwise nothing is written. Checkpoints that
-    the store's keys do not decrypt are listed, and do not stop the rest.
+    the store's keys do not decrypt are listed, and do not stop the rest. `known` has reports by
+    folder, which are taken over unread; `told` is called with each
+    new report.
 
     Raises:
         DeadlineExceeded: the storage did not answer for `READ_TIMEOUT_S`.
@@ -141,8 +149,13 @@ def verify_root(
     problems: list[Problem] = []
     for name in sorted((name for name in names if name is not None), reverse=True):
         try:
+            if known is not None and str(name) in known and _is_committed(store, str(name)):
+                reports.append(known[str(name)])
+                continue
             check = verify_kept if keeps else verify
             reports.append(check(store, str(name), progress=progress, decode=decode))
+            if told is not None:
+                told(reports[-1])
         except NoCheckpoint as error:
             notes.append(str(error))
         except SealError as error:
@@ -157,6 +170,17 @@ def verify_root(
         notes=tuple(notes),
         unopened=tuple(unopened),
     )
+
+
+def _is_committed(store: Store, folder: str) -> bool:
+    """Whether a folder's manifest can be read; raise `NoCheckpoint` if it was deleted."""
+    try:
+        FolderReader(store, folder).manifest()
+    except SealError:
+        return True
+    except FormatError:
+        return False
+    return True
 
 
 def _check_claims(store: Store) -> Iterator[Problem]:

@@ -258,6 +258,82 @@ def schema(command: Sequence[str]) -> Answer:
     return show_schema(" ".join(command))
 
 
+@_answering(options.sources, options.copy_to, options.all_of_root, options.dry_run)
+def cp(sources: Sequence[str], to: str, whole: bool, dry_run: bool) -> Answer:
+    """Copy checkpoints to another root, checking every digest on the way."""
+    from holdfast.cli.cp import copy_all
+
+    return copy_all(sources, to, whole=whole, dry_run=dry_run)
+
+
+_LEAVE = (
+    *(options.why_removed, options.even_pinned, options.even_latest),
+    *(options.dry_run, options.sure),
+)
+
+
+@_answering(options.one, *_LEAVE)
+def rm(target: str, **leave: Any) -> Answer:
+    """Delete one checkpoint, with a reason."""
+    from holdfast.cli.rm import Leave
+    from holdfast.cli.rm import rm as remove
+
+    return remove(target, Leave(**leave))
+
+
+@_answering(options.one, options.drop, *_LEAVE)
+def thin(target: str, components: Sequence[str], **leave: Any) -> Answer:
+    """Drop components of a checkpoint, such as the optimizer, and keep the rest."""
+    from holdfast.cli.rm import Leave
+    from holdfast.cli.rm import thin as drop
+
+    if not components:
+        raise UsageError("say what to drop, as --drop optimizer")
+    return drop(target, components, Leave(**leave))
+
+
+@_answering(options.one, options.old_tags)
+def untag(target: str, tags: Sequence[str]) -> Answer:
+    """Remove tags from a checkpoint."""
+    from holdfast.cli.pin import mark
+
+    return mark(target, remove_tags=tags)
+
+
+@_answering(options.root, options.rate, options.place)
+def scrub(root: str, rate: str | None, place: Path | None) -> Answer:
+    """Verify a whole root, slowly if asked, and go on where an earlier scrub was stopped."""
+    from holdfast.cli.scrub import scrub as verify_slowly
+
+    return verify_slowly(root, rate=rate, place=place)
+
+
+@app.command()
+@taking(options.root, options.every, options.once, options.as_json_changes)
+@_ending
+def watch(root: str, every: str | None, once: bool, as_json: bool) -> int:
+    """Show checkpoints, saves under way, uploads and the owner of a run, as they change."""
+    from holdfast.cli.watch import watch_root
+
+    return watch_root(root, every=every, once=once, as_json=as_json)
+
+
+@_answering(options.doctor_root)
+def doctor(root: str | None) -> Answer:
+    """Check this machine, and whether a run could save into a root: one line for each finding."""
+    from holdfast.cli.doctor import examine
+
+    return examine(root)
+
+
+@_answering(options.shell)
+def completion(shell: str) -> Answer:
+    """Print a script that lets a shell complete commands and options."""
+    from holdfast.cli.completion import script
+
+    return script(app, shell)
+
+
 # What stands behind the command's name is the command's own.
 @app.command("run", context_settings={"allow_interspersed_args": False})
 @taking(

@@ -211,6 +211,48 @@ log = option(
     type=_PATH,
 )
 
+# cp, rm, thin, untag, scrub, watch, doctor, completion
+
+sources = argument(
+    "sources", "ROOT@WHICH...", "The checkpoints; with --all, their roots.", nargs=-1
+)
+copy_to = argument("to", "ROOT", "The root to copy to; it need not exist.")
+all_of_root = flag("--all", "Copy all checkpoints of each root.", "whole")
+drop = several("--drop", "components", "COMPONENT", "What to drop, such as optimizer.")
+why_removed = option(
+    "--reason",
+    "TEXT",
+    "Why; recorded. On a terminal rm asks for it.",
+    default="",
+    show_default=False,
+)
+even_pinned = flag("--even-pinned", "Also if it is pinned or tagged.")
+even_latest = flag("--even-latest", "Also if the run would go on from it.")
+sure = flag("--yes", "Do not ask; for scripts.")
+old_tags = argument("tags", "TAG...", "Names to remove.", nargs=-1)
+rate = option("--rate", "SIZE", "Read at most so much a second: 50MB. [default: no limit]")
+place = option(
+    "--resume",
+    "FILE",
+    "Keep the place in this file, and go on from there.",
+    type=_PATH,
+)
+every = option(
+    "--every", "TIME", "How often to look. [default: 2s; 10s at an object store]"
+)
+as_json_changes = flag("--json", "A line of JSON at each change.", "as_json")
+once = flag("--once", "Show the state of now, and end.")
+doctor_root = click.argument(
+    "root", metavar="[ROOT]", required=False, cls=Argument, about="A root, which need not exist."
+)
+shell = click.argument(
+    "shell",
+    metavar="SHELL",
+    type=click.Choice(["bash", "zsh", "fish"]),
+    cls=Argument,
+    about="bash, zsh or fish.",
+)
+
 # run
 
 command = argument("command", "COMMAND...", "What to run, with its arguments.", nargs=-1)

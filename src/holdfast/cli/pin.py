@@ -1,4 +1,4 @@
-"""`holdfast pin`, `unpin` and `tag`: pins and tags of a checkpoint."""
+"""`holdfast pin`, `unpin`, `tag` and `untag`: pins and tags of a checkpoint."""
 
 from __future__ import annotations
 
@@ -7,24 +7,33 @@ from collections.abc import Sequence
 from holdfast.cli import answers
 from holdfast.cli.output import Answer
 from holdfast.cli.target import open_target, read_entry
-from holdfast.engine.claims.notes import annotate
+from holdfast.engine.claims.notes import annotate, expect_removable
 from holdfast.engine.roots.sources import split_folder, split_source
 from holdfast.errors import UsageError
 from holdfast.store.base import Store
 
 
-def mark(target: str, *, pinned: bool | None = None, tags: Sequence[str] = ()) -> Answer:
-    """Pin or unpin a checkpoint, and add tags; retention keeps what is pinned or tagged.
+def mark(
+    target: str,
+    *,
+    pinned: bool | None = None,
+    tags: Sequence[str] = (),
+    remove_tags: Sequence[str] = (),
+) -> Answer:
+    """Pin or unpin a checkpoint, add and remove tags; retention keeps what is pinned or tagged.
 
     Raises:
-        UsageError: `target` names no single checkpoint, or a tag is not allowed.
+        UsageError: `target` names no single checkpoint, a tag is not allowed, or one that is to be
+            removed does not exist or was given by the save itself.
         NoCheckpoint: no checkpoint matches, or its deletion has begun.
     """
     root, which = split_source(target)
     if which is None and not split_folder(root)[1]:
         raise UsageError(f"{target!r}: name one checkpoint, as ROOT@WHICH")
     store, folder = open_target(target)
-    annotate(store, read_entry(store, folder), add_tags=tags, pinned=pinned)
+    entry = read_entry(store, folder)
+    expect_removable(entry, remove_tags)
+    annotate(store, entry, add_tags=tags, remove_tags=remove_tags, pinned=pinned)
     return _answer(store, folder)
 
 

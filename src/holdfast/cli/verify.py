@@ -40,16 +40,22 @@ def check(target: str, *, seen: str | None = None, decode: bool = True) -> Answe
             root_report = verify_root(store, progress=progress, keeps=True, decode=decode)
         if known is not None:
             known.expect(Catalog(store).latest(), where=store.url)
-        return _answer(store, root_report)
+        return answer_of(store, root_report)
     if known is not None:
         raise UsageError("--seen: takes a whole root, not one checkpoint")
     store, folder = open_target(target)
     with progress_bar() as progress:
         report = verify_kept(store, folder, progress=progress, decode=decode)
-    return _answer(store, RootReport(checkpoints=(report,), problems=(), notes=()))
+    return answer_of(store, RootReport(checkpoints=(report,), problems=(), notes=()))
 
 
-def _answer(store: Store, root_report: RootReport) -> Answer:
+def answer_of(store: Store, root_report: RootReport) -> Answer:
+    """Build the answer of a command that verified checkpoints.
+
+    Raises:
+        NoCheckpoint: there are none.
+        SealError: the keys decrypt none of them.
+    """
     expect_something_opened(root_report.checkpoints, root_report.unopened)
     if not root_report.checkpoints and not root_report.problems:
         aside = f" ({len(root_report.notes)} not committed)" if root_report.notes else ""

@@ -189,12 +189,21 @@ class Choice:
     """Whether the user chose it by name, so that newer checkpoints are left behind on purpose."""
 
 
-def claim_run(store: Store, choices: Iterator[Choice], *, takeover: bool, emit: Emitter) -> Claim:
+def claim_run(
+    store: Store,
+    choices: Iterator[Choice],
+    *,
+    takeover: bool,
+    emit: Emitter,
+    tiered: bool = False,
+    above: int = 0,
+) -> Claim:
     """Claim the run, to resume from the checkpoint that `choices` gives.
 
     The next of `choices` is taken, and computed only then, if another claim came first, if the
     chosen checkpoint is being deleted, or if an earlier writer committed something newer before
-    the claim fenced it off. On an error, a claim that was put already is closed.
+    the claim fenced it off. On an error, a claim that was put already is closed. `tiered` is
+    recorded in the claim, whose epoch will be greater than `above`.
 
     Raises:
         OwnedElsewhere: a live process owns the run.
@@ -204,7 +213,7 @@ def claim_run(store: Store, choices: Iterator[Choice], *, takeover: bool, emit: 
         for _ in range(_MAX_RACES):
             after = check_owner(store, takeover=takeover, emit=emit)
             choice = next(choices)
-            put = _put_claim(store, after, choice, takeover=takeover)
+            put = _put_claim(store, after, choice, takeover=takeover, tiered=tiered, above=above)
             if put is None:
                 continue
             claim = put
@@ -219,14 +228,17 @@ def claim_run(store: Store, choices: Iterator[Choice], *, takeover: bool, emit: 
         raise
 
 
-def _put_claim(store: Store, after: int, choice: Choice, *, takeover: bool) -> Claim | None:
+def _put_claim(
+    store: Store, after: int, choice: Choice, *, takeover: bool, tiered: bool, above: int
+) -> Claim | None:
     """Put the claim that follows epoch `after`; None if the caller has to choose again."""
     point = choice.point
     epoch = epoch_after(Catalog(store), after, point)
     store.make_folder(layout.WRITERS)
     if epoch is None or not is_settled(Catalog(store), point):
         return None
-    record = new_writer(epoch, choice, takeover=takeover)
+    epoch = max(epoch, above + 1)
+    record = new_writer(epoch, choice, takeover=takeover, tiered=tiered)
     try:
         put_once(store, layout.writer_key(epoch), record.encode())
     except CommitConflict:

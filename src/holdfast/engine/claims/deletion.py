@@ -43,12 +43,14 @@ def retract(
     readers: Readers,
     is_sent_to: bool = True,
     unclear: Collection[str] = (),
+    even_held: bool = False,
 ) -> Removal:
     """Delete one checkpoint unless it is pinned, tagged or leased by a reader.
 
     In this order: mark, ownership check, pins, leases, tombstone, files.
 
-    `is_sent_to` is as for `may_remove_whole`. The registers of `unclear` folders stay.
+    `is_sent_to` is as for `may_remove_whole`. The registers of `unclear` folders stay. With
+    `even_held` pins and tags do not keep it: a person has said so.
 
     Raises:
         Superseded: a later writer owns the run; at most the mark was left.
@@ -62,7 +64,7 @@ def retract(
     catalog = Catalog(store)
     marks, register = catalog.marks(folder), catalog.read(folder)
     if isinstance(register, Manifest):
-        if is_held(register, marks):
+        if is_held(register, marks) and not even_held:
             return _NOT_REMOVED
         if leases := readers.of(folder):
             return Removal(is_done=False, leases=leases)
@@ -142,10 +144,11 @@ def thin(
     epoch: int,
     reason: str,
     readers: Readers,
+    even_held: bool = False,
 ) -> Removal:
     """Delete components of a checkpoint unless it is pinned, tagged or leased by a reader.
 
-    In this order: marks, ownership check, pins, leases, files.
+    In this order: marks, ownership check, pins, leases, files. `even_held` is as for `retract`.
 
     Raises:
         Superseded: a later writer owns the run; at most the marks were left.
@@ -166,7 +169,7 @@ def thin(
     marks, register = catalog.marks(folder), catalog.read(folder)
     if not isinstance(register, Manifest):
         return _NOT_REMOVED
-    if is_held(register, marks):
+    if is_held(register, marks) and not even_held:
         for key in ours:
             store.delete(key)
         return _NOT_REMOVED

@@ -17,9 +17,14 @@ _MAX_RACES = 100
 
 
 def annotate(
-    store: Store, entry: Entry, *, add_tags: Iterable[str] = (), pinned: bool | None = None
+    store: Store,
+    entry: Entry,
+    *,
+    add_tags: Iterable[str] = (),
+    remove_tags: Iterable[str] = (),
+    pinned: bool | None = None,
 ) -> None:
-    """Add tags to a checkpoint, pin or unpin it.
+    """Add tags to a checkpoint, remove those of `remove_tags` that it has, pin or unpin it.
 
     The notes are put first; then a deletion under way is detected (docs/design.md, rule 4).
 
@@ -27,10 +32,15 @@ def annotate(
         NoCheckpoint: it no longer exists, or its deletion has begun.
     """
     catalog = Catalog(store)
+    removed = tuple(remove_tags)
     for _ in range(_MAX_RACES):
         marks = catalog.marks(entry.folder)
         notes = Notes(
-            tags=tuple(dict.fromkeys((*marks.tags, *checked_tags(add_tags)))),
+            tags=tuple(
+                tag
+                for tag in dict.fromkeys((*marks.tags, *checked_tags(add_tags)))
+                if tag not in removed
+            ),
             pinned=marks.pinned if pinned is None else pinned,
         )
         key = f"{entry.folder}/{layout.notes_name(marks.notes_number + 1)}"
@@ -43,6 +53,23 @@ def annotate(
         _expect_kept(store, entry)
         return
     raise CommitConflict(f"{store.url}/{entry.folder}: {_MAX_RACES} others wrote notes at once")
+
+
+def expect_removable(entry: Entry, tags: Iterable[str]) -> None:
+    """Check that tags can be removed from a checkpoint.
+
+    Raises:
+        UsageError: it has no such tag, or the save itself gave it.
+    """
+    given = tuple(tags)
+    if fixed := [tag for tag in given if tag in entry.manifest.tags]:
+        raise UsageError(
+            f"{entry.folder}: {', '.join(fixed)} was given by the save and is part of the "
+            "checkpoint, which never changes; only tags that were added later can be removed"
+        )
+    if unknown := [tag for tag in given if tag not in entry.marks.tags]:
+        there = ", ".join(entry.marks.tags) or "none"
+        raise UsageError(f"{entry.folder} has no tag {', '.join(unknown)}; added tags: {there}")
 
 
 def checked_tags(tags: Iterable[str]) -> tuple[str, ...]:

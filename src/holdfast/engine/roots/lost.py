@@ -28,6 +28,8 @@ class Evidence:
         self._latest: str | None = None
         self._points: dict[str, int] = {}
         """Folder → an epoch whose writer resumed from it, of the claims that were read."""
+        self._newest_tiered = 0
+        """Newest epoch whose claim, of those read, was put in two roots or by a copy."""
         self._epochs: list[int] | None = None
         """Epochs whose claims were not read yet, oldest first; None: not listed yet."""
         self._closed_cleanly: dict[int, bool] = {}
@@ -41,7 +43,8 @@ class Evidence:
         `latest`, a note on its upload, or a pin or mark beside its files was put after the commit.
         Claims, manifests of later writers, and a clean close prove it only if no other file is
         missing, and only in a run with one root: both of two tiers have the claims, and one may
-        have the files of a save that was never committed there.
+        have the files of a save that was never committed there. So may a root to which `holdfast
+        cp` has copied checkpoints with their claims.
         """
         folder = str(name)
         names = self._store.children(folder)
@@ -60,6 +63,8 @@ class Evidence:
     def _continuation(self, name: AttemptName) -> str:
         """Describe the claim or clean close that shows an attempt was committed; empty if none."""
         epoch = self._resumed_by(name)
+        if self._newest_tiered > name.epoch:
+            return ""
         if epoch:
             return f"writer {epoch} went on from it"
         if name.epoch not in self._closed_cleanly:
@@ -100,8 +105,11 @@ class Evidence:
         """Return the checkpoint that an epoch resumed from, by its claim or a manifest of it."""
         with suppress(FormatError):
             claim = read_if_there(self._store, layout.writer_key(epoch), WriterRecord.decode)
+            if claim is not None and claim.tiered:
+                self._newest_tiered = max(self._newest_tiered, epoch)
+                return None
             if claim is not None:
-                return None if claim.tiered else claim.resumed_from
+                return claim.resumed_from
         for name in self._attempts():
             with suppress(FormatError, SealError, NotFound):
                 if name.epoch == epoch:

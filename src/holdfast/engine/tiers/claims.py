@@ -290,7 +290,7 @@ class TieredOwnership(Ownership):
 
     def _is_same(self, epoch: int) -> bool:
         """Whether both tiers hold the same claim of an epoch."""
-        return _document(self._store, epoch) == _document(self._remote, epoch)
+        return claim_document(self._store, epoch) == claim_document(self._remote, epoch)
 
     def _is_foreign(self, epoch: int) -> bool:
         try:
@@ -368,7 +368,7 @@ def share_claims(local: Store, remote: Store, *, emit: Emitter = Emitter(())) ->
         source, target = (local, remote) if epoch in ours else (remote, local)
         target.make_folder(layout.WRITERS)
         try:
-            put_once(target, layout.writer_key(epoch), _document(source, epoch))
+            put_once(target, layout.writer_key(epoch), claim_document(source, epoch))
         except CommitConflict:
             raise _diverged(local, remote, epoch) from None
     _expect_one_branch(local, remote, unseen)  # commits from before these claims blocked them
@@ -379,18 +379,18 @@ def _replace_unused(local: Store, remote: Store, common: list[int], emit: Emitte
     nothing was saved under them. Damaged remote claims replace none."""
     differing: list[int] = []
     for epoch in common:
-        is_same = _document(local, epoch) == _document(remote, epoch)
+        is_same = claim_document(local, epoch) == claim_document(remote, epoch)
         if is_same or _repair(local, remote, epoch, emit) or _repair(remote, local, epoch, emit):
             break
         differing.append(epoch)
     if not differing:
         return
-    if any(_is_in_use(local, epoch) for epoch in Catalog(local).claims() if epoch >= differing[-1]):
+    if any(is_in_use(local, epoch) for epoch in Catalog(local).claims() if epoch >= differing[-1]):
         raise _diverged(local, remote, differing[-1])
     for epoch in reversed(differing):
         with suppress(FormatError):
             if Catalog(remote).writer(epoch) is not None:
-                local.put(layout.writer_key(epoch), _document(remote, epoch))
+                local.put(layout.writer_key(epoch), claim_document(remote, epoch))
 
 
 def _repair(damaged: Store, sound: Store, epoch: int, emit: Emitter) -> bool:
@@ -403,7 +403,7 @@ def _repair(damaged: Store, sound: Store, epoch: int, emit: Emitter) -> bool:
     try:
         Catalog(damaged).writer(epoch)
     except FormatError as error:
-        left, document = _document(damaged, epoch), _document(sound, epoch)
+        left, document = claim_document(damaged, epoch), claim_document(sound, epoch)
         known = (claim.nonce.encode(), document.splitlines()[-1]) if claim is not None else ()
         if not (document.startswith(left) or any(part in left for part in known)):
             return False
@@ -413,7 +413,7 @@ def _repair(damaged: Store, sound: Store, epoch: int, emit: Emitter) -> bool:
     return False
 
 
-def _is_in_use(local: Store, epoch: int) -> bool:
+def is_in_use(local: Store, epoch: int) -> bool:
     """Whether a save was begun under a local claim, or may still be."""
     is_used = any(name.epoch == epoch for name in Catalog(local).attempts())
     return is_used or not nothing_in_flight(local, epoch)
@@ -425,7 +425,7 @@ def _expect_one_branch(local: Store, remote: Store, unseen: list[int]) -> None:
     `unseen` are the epochs of claims that the remote tier lacks; the first that is in use decides.
     Its process may have ended, so only the records show what it knew.
     """
-    epoch = next((epoch for epoch in unseen if _is_in_use(local, epoch)), None)
+    epoch = next((epoch for epoch in unseen if is_in_use(local, epoch)), None)
     if epoch is None:
         return
     known = frozenset(map(str, Catalog(local).attempts()))
@@ -442,7 +442,8 @@ def _expect_one_branch(local: Store, remote: Store, unseen: list[int]) -> None:
         raise _diverged(local, remote, epoch)
 
 
-def _document(store: Store, epoch: int) -> bytes:
+def claim_document(store: Store, epoch: int) -> bytes:
+    """Read the stored bytes of a claim; empty if there is none."""
     try:
         return read_document(store, layout.writer_key(epoch), max_nbytes=MAX_CHECKED_NBYTES)
     except NotFound:

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from datetime import datetime
 from typing import Any, TypeVar
 
 from holdfast.errors import (
@@ -140,6 +141,12 @@ class Api:
         """Return the length of an object in bytes."""
         with self._request("head", key):
             found: int = self._send(lambda store: self._obs.head(store, key)["size"])
+        return found
+
+    def modified(self, key: str) -> datetime:
+        """Return when an object was put, by the clock of the service."""
+        with self._request("head", key):
+            found: datetime = self._send(lambda store: self._obs.head(store, key)["last_modified"])
         return found
 
     def whole(self, key: str, *, max_nbytes: int | None = None) -> bytes:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from datetime import datetime
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -138,6 +139,11 @@ class RemoteStore(Store):
     def head(self, key: str) -> ObjectInfo:
         check_key(key)
         return ObjectInfo(key=key, nbytes=self._api.nbytes(key))
+
+    def modified(self, key: str) -> datetime:
+        """Return when an object was put, by the clock of the service."""
+        check_key(key)
+        return self._api.modified(key)
 
     @override
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:

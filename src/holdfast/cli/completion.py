@@ -1,0 +1,31 @@
+"""`holdfast completion`: the script with which a shell completes commands and options."""
+
+from __future__ import annotations
+
+import click
+import msgspec
+from click.shell_completion import get_completion_class
+
+from holdfast.cli.output import Answer
+
+_NAME, _VARIABLE = "holdfast", "_HOLDFAST_COMPLETE"
+
+
+class CompletionAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer of `holdfast completion`."""
+
+    shell: str
+    """`bash`, `zsh` or `fish`."""
+    script: str
+    """What the shell has to run, such as `eval "$(holdfast completion bash)"` in its start-up
+    file."""
+
+
+def script(app: click.Command, shell: str) -> Answer:
+    """Build the completion script of a shell; it calls `holdfast` for each completion."""
+    found = get_completion_class(shell)
+    assert found is not None, "the option allows the shells that click knows"
+    completion = found(app, {}, _NAME, _VARIABLE)
+    # Not `source()`, which runs bash to look at its version.
+    text = completion.source_template % completion.source_vars()
+    return Answer(document=CompletionAnswer(shell=shell, script=text), parts=[text])

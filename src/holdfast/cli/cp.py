@@ -1,0 +1,180 @@
+"""`holdfast cp`: copy checkpoints into another root, their digests checked on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from holdfast.care.copying import Copied, Planned, copy, plan
+from holdfast.cli.output import Answer, Code, TextTable, progress_bar, say_event, size
+from holdfast.cli.target import open_root, open_target, opened, unlocked
+from holdfast.engine.roots.catalog import Catalog, is_root
+from holdfast.engine.roots.sources import split_folder, split_source
+from holdfast.errors import HoldfastError, NoCheckpoint, UsageError
+from holdfast.events import Emitter
+from holdfast.store.base import Store
+
+
+class CopiedCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """A checkpoint that was copied, or is to be."""
+
+    source: str
+    """Path or URL of the root that it is copied from."""
+    folder: str
+    """Its folder, which has the same name in both roots."""
+    step: int | None
+    """Completed optimizer windows; null where it is encrypted and no key was given."""
+    nbytes: int
+    """Bytes of its files, as stored."""
+    sent_nbytes: int
+    """Bytes that were sent, or that a dry run would send."""
+    outcome: str
+    """`copied`, `to copy` (dry run), `already there`, or `failed`."""
+    why: str | None
+    """Why it failed, or null."""
+
+
+class CopyAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer of `holdfast cp`."""
+
+    root: str
+    """Path or URL of the root that was copied to."""
+    dry_run: bool
+    checkpoints: tuple[CopiedCheckpoint, ...]
+    """The checkpoints in the order in which they are copied; none after one that failed."""
+
+
+def copy_all(sources: Sequence[str], to: str, *, whole: bool, dry_run: bool) -> Answer:
+    """Copy checkpoints to the root `to`; with `whole`, all of each root in `sources`.
+
+    Raises:
+        UsageError: a source names no single checkpoint, `to` is not free for it, or holds another
+            run.
+        NoCheckpoint: no checkpoint matches.
+        OwnedElsewhere: a live process owns the run in `to`.
+    """
+    target = _open_target_root(to)
+    found = _sources(sources, whole=whole)
+    plans = [(store, plan(store, target, folders)) for store, folders in _grouped(found, target)]
+    done: list[CopiedCheckpoint] = []
+    for store, planned in plans:
+        if dry_run:
+            done += [_to_copy(store, item) for item in planned]
+        elif not _copied(store, target, planned, done):
+            break
+    return _answer(target, done, dry_run=dry_run)
+
+
+def _open_target_root(to: str) -> Store:
+    root, which = split_source(to)
+    if which is not None or split_folder(root)[1]:
+        raise UsageError(f"{to!r} names a checkpoint; the last argument is the root to copy to")
+    store = unlocked(opened(root))
+    names = store.children()
+    if names and not is_root(store):
+        raise UsageError(
+            f"{store.url} holds other things, such as {names[0]!r}, and no run. Nothing was copied; "
+            "name a new or empty folder, or a root of Holdfast"
+        )
+    return store
+
+
+def _sources(texts: Sequence[str], *, whole: bool) -> list[tuple[Store, str]]:
+    """Find the checkpoints that the user named: (store, folder)."""
+    found: list[tuple[Store, str]] = []
+    for text in texts:
+        root, which = split_source(text)
+        is_folder = which is None and bool(split_folder(root)[1])
+        if whole:
+            store = open_root(text)
+            folders = [entry.folder for entry in Catalog(store).checkpoints()]
+            if not folders:
+                raise NoCheckpoint(f"{store.url}: no checkpoints")
+            found += [(store, folder) for folder in folders]
+        elif which is None and not is_folder:
+            raise UsageError(
+                f"{text!r}: name one checkpoint, as {text}@latest, or copy all of the root: --all"
+            )
+        else:
+            found.append(open_target(text))
+    return found
+
+
+def _grouped(found: Sequence[tuple[Store, str]], target: Store) -> list[tuple[Store, list[str]]]:
+    groups: dict[str, tuple[Store, list[str]]] = {}
+    for store, folder in found:
+        if store.url == target.url:
+            raise UsageError(f"{store.url}: this root is both copied from and copied to")
+        folders = groups.setdefault(store.url, (store, []))[1]
+        if folder not in folders:
+            folders.append(folder)
+    return [*groups.values()]
+
+
+def _copied(
+    store: Store, target: Store, planned: Sequence[Planned], done: list[CopiedCheckpoint]
+) -> bool:
+    """Copy the checkpoints of one root; add the outcomes to `done`. False after a failure."""
+    before = len(done)
+    with progress_bar() as told:
+        try:
+            for item in copy(store, target, planned, emit=Emitter((say_event,)), told=told):
+                done.append(_document(store, item))
+        except HoldfastError as error:
+            if not done or len(done) - before == len(planned):
+                raise
+            failed = _to_copy(store, planned[len(done) - before])
+            done.append(msgspec.structs.replace(failed, outcome="failed", why=str(error)))
+            return False
+    return True
+
+
+def _document(store: Store, item: Copied) -> CopiedCheckpoint:
+    return CopiedCheckpoint(
+        source=store.url,
+        folder=item.folder,
+        step=item.step,
+        nbytes=item.nbytes,
+        sent_nbytes=item.sent_nbytes,
+        outcome="already there" if item.was_there else "copied",
+        why=None,
+    )
+
+
+def _to_copy(store: Store, item: Planned) -> CopiedCheckpoint:
+    return CopiedCheckpoint(
+        source=store.url,
+        folder=item.folder,
+        step=item.step,
+        nbytes=item.nbytes,
+        sent_nbytes=item.missing_nbytes,
+        outcome="already there" if item.was_there else "to copy",
+        why=None,
+    )
+
+
+def _answer(target: Store, done: Sequence[CopiedCheckpoint], *, dry_run: bool) -> Answer:
+    table = TextTable(
+        columns=("step", "folder", "size", "sent", "outcome"),
+        rows=[
+            (
+                "?" if item.step is None else str(item.step),
+                item.folder,
+                size(item.nbytes),
+                size(item.sent_nbytes),
+                item.outcome,
+            )
+            for item in done
+        ],
+        right=frozenset({0, 2, 3}),
+        whole=frozenset({0, 1, 2, 3, 4}),
+    )
+    lines = [f"FAILED {item.folder}: {item.why}" for item in done if item.why is not None]
+    sent = size(sum(item.sent_nbytes for item in done))
+    lines.append(f"{sent} {'to send' if dry_run else 'sent'} to {target.url}")
+    document = CopyAnswer(root=target.url, dry_run=dry_run, checkpoints=tuple(done))
+    is_failed = any(item.why is not None for item in done)
+    return Answer(
+        document=document, parts=[table, *lines], code=Code.FOUND if is_failed else Code.OK
+    )

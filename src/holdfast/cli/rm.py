@@ -1,0 +1,300 @@
+"""`holdfast rm` and `holdfast thin`: delete one checkpoint, or components of it."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import click
+import msgspec
+
+from holdfast.care.removal import Asked, already_dropped, examine, finish, remove
+from holdfast.cli.documents import expect_something_opened
+from holdfast.cli.output import Answer, Code, printable, say_event, size
+from holdfast.cli.target import open_root, opened, unlocked
+from holdfast.engine.roots.catalog import Catalog, Entry
+from holdfast.engine.roots.sources import split_folder, split_source
+from holdfast.errors import FormatError, NoCheckpoint, SealError, UsageError, listing
+from holdfast.events import Emitter
+from holdfast.format import layout
+from holdfast.format.layout import AttemptName
+from holdfast.format.manifest import Deleted
+from holdfast.store.base import Store
+
+_STEP = re.compile(r"step=(\d{1,18})", re.ASCII)
+
+
+class RemovedAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer of `holdfast rm` and `holdfast thin`."""
+
+    root: str
+    """Path or URL of the run."""
+    folder: str
+    """The checkpoint's folder."""
+    step: int | None
+    """Completed optimizer windows; null where an earlier `rm` has deleted its manifest."""
+    drop: tuple[str, ...]
+    """Components that were dropped, or are to be; empty for `rm`, which deletes all."""
+    dry_run: bool
+    done: bool
+    """Whether it is deleted, or the components are."""
+    kept_because: str | None
+    """Why nothing was deleted, or null."""
+    nbytes: int
+    """Bytes that were freed, or would be."""
+    reason: str
+    """The reason, which is recorded in what is left of the checkpoint."""
+    goes_on_from: str | None
+    """Folder of the checkpoint from which the run resumes afterwards; null: there is none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leave:
+    """What the user has said about the deletion on the command line."""
+
+    reason: str
+    even_pinned: bool
+    even_latest: bool
+    dry_run: bool
+    yes: bool
+
+
+def rm(target: str, leave: Leave) -> Answer:
+    """Delete one checkpoint, after the user has confirmed it and given a reason.
+
+    Raises:
+        UsageError: `target` is not exactly one checkpoint; or it is pinned, tagged or the latest
+            and the user has not said that it may be deleted all the same.
+        NoCheckpoint: no checkpoint matches.
+        OwnedElsewhere: a live process owns the run.
+        CorruptData: what the run would go on from is damaged.
+    """
+    store, which = _opened(target)
+    if which == "latest" and leave.yes:
+        raise UsageError(
+            f"{target!r}: nothing was deleted. With --yes name the step or the folder: given twice, "
+            "this would delete two checkpoints"
+        )
+    try:
+        entry = _only(store, which)
+    except NoCheckpoint:
+        left = _tombstone(store, which)
+        if left is None:
+            raise
+        if not leave.dry_run:
+            finish(store, left, emit=Emitter((say_event,)))
+        return _finished(store, left, dry_run=leave.dry_run)
+    return _carried_out(store, examine(store, entry), leave, command="rm")
+
+
+def thin(target: str, components: Sequence[str], leave: Leave) -> Answer:
+    """Drop components of one checkpoint, after the user has confirmed it.
+
+    Raises:
+        UsageError, NoCheckpoint, OwnedElsewhere, CorruptData: as `rm`.
+    """
+    store, which = _opened(target)
+    entry = _only(store, which)
+    wanted = tuple(dict.fromkeys(components))
+    if already_dropped(store, entry, wanted):
+        document = RemovedAnswer(
+            root=store.url,
+            folder=entry.folder,
+            step=entry.step,
+            drop=wanted,
+            dry_run=leave.dry_run,
+            done=True,
+            kept_because=None,
+            nbytes=0,
+            reason="",
+            goes_on_from=None,
+        )
+        return Answer(document=document, parts=[f"{entry.folder}: dropped before"])
+    return _carried_out(store, examine(store, entry, wanted), leave, command="thin")
+
+
+def _opened(target: str) -> tuple[Store, str]:
+    """Open the store of a target that names one checkpoint; return it and the name."""
+    root, which = split_source(target)
+    parent, folder = split_folder(root) if which is None else ("", "")
+    if folder:
+        return unlocked(opened(parent)), folder
+    if which is None:
+        raise UsageError(
+            f"{target!r}: nothing was deleted. Name one checkpoint, as {target}@step=1000; "
+            "`holdfast prune` deletes by a rule"
+        )
+    if any(letter in which for letter in "*?[],") or ".." in which:
+        raise UsageError(
+            f"{which!r}: nothing was deleted. This takes one checkpoint at a time; `holdfast "
+            "prune` deletes by a rule"
+        )
+    return open_root(root), which
+
+
+def _only(store: Store, which: str) -> Entry:
+    """Find the one checkpoint that `which` names, in any branch of the run.
+
+    Raises:
+        UsageError: it names several.
+        NoCheckpoint: it names none.
+    """
+    catalog = Catalog(store)
+    if layout.parse_attempt(which) is not None or which == "latest":
+        return catalog.resolve(which)
+    entries, unread = catalog.survey()
+    expect_something_opened(entries, unread)
+    step = _STEP.fullmatch(which)
+    found = [
+        entry
+        for entry in entries
+        if (step is not None and entry.step == int(step[1]))
+        or which in (*entry.tags, entry.name.label)
+    ]
+    if len(found) > 1:
+        raise UsageError(
+            f"{store.url}: nothing was deleted, for {which!r} names several checkpoints. Name the "
+            "folder of one:\n" + listing([_described(entry) for entry in found])
+        )
+    return found[0] if found else catalog.resolve(which)
+
+
+def _described(entry: Entry) -> str:
+    return f"{entry.folder} (step {entry.step}, {entry.manifest.created})"
+
+
+def _tombstone(store: Store, which: str) -> str | None:
+    """Find the folder of a checkpoint that an interrupted `rm` has deleted, but not removed."""
+    step = _STEP.fullmatch(which)
+    label = f"step-{int(step[1]):08d}" if step is not None else which
+
+    def is_meant(name: AttemptName) -> bool:
+        return which == str(name) or name.label == label
+
+    for name in filter(is_meant, Catalog(store).attempts()):
+        try:
+            if isinstance(Catalog(store).read(str(name)), Deleted):
+                return str(name)
+        except (FormatError, SealError):
+            continue
+    return None
+
+
+def _finished(store: Store, folder: str, *, dry_run: bool) -> Answer:
+    document = RemovedAnswer(
+        root=store.url,
+        folder=folder,
+        step=None,
+        drop=(),
+        dry_run=dry_run,
+        done=True,
+        kept_because=None,
+        nbytes=0,
+        reason="",
+        goes_on_from=None,
+    )
+    return Answer(document=document, parts=[f"{folder}: deleted before; nothing of it is left"])
+
+
+def _carried_out(store: Store, asked: Asked, leave: Leave, *, command: str) -> Answer:
+    if not leave.dry_run:
+        _expect_leave(asked, leave)
+        if asked.waits_for:
+            return _answer(store, asked, leave, kept_because=asked.waits_for)
+        reason = _reason(asked, leave, command=command)
+        if not leave.yes and not click.confirm("Delete?", err=True):
+            return _answer(store, asked, leave, kept_because="you said no")
+        leave = Leave(
+            reason=reason,
+            even_pinned=leave.even_pinned,
+            even_latest=leave.even_latest,
+            dry_run=False,
+            yes=True,
+        )
+        why = remove(store, asked, reason=reason, emit=Emitter((say_event,)))
+        return _answer(store, asked, leave, kept_because=why or None)
+    why = "; ".join(_objections(asked, leave)) or asked.waits_for
+    return _answer(store, asked, leave, kept_because=why or None)
+
+
+def _objections(asked: Asked, leave: Leave) -> list[str]:
+    objections = [f"{why} (--even-pinned)" for why in asked.keeps if not leave.even_pinned]
+    if asked.is_latest and not leave.even_latest:
+        objections.append("the run goes on from it (--even-latest)")
+    return objections
+
+
+def _expect_leave(asked: Asked, leave: Leave) -> None:
+    if objections := _objections(asked, leave):
+        raise UsageError(
+            f"{asked.entry.folder} (step {asked.entry.step}): nothing was deleted, for "
+            f"{'; '.join(objections)}. The option in brackets deletes it all the same"
+        )
+
+
+def _reason(asked: Asked, leave: Leave, *, command: str) -> str:
+    """Return the reason for the deletion; on a terminal, show what goes and ask for it.
+
+    Raises:
+        UsageError: there is no terminal, and --yes or --reason is missing.
+    """
+    is_asking = sys.stdin.isatty() and sys.stderr.isatty()
+    if not leave.yes and not is_asking:
+        raise UsageError(
+            f"nothing was deleted, for there is no terminal to ask on: add --yes, or --dry-run to "
+            f"see what `{command}` would do"
+        )
+    if not leave.yes:
+        for line in _lines(asked):
+            click.echo(printable(line), err=True)
+    if not leave.reason and command == "rm":
+        if not is_asking:
+            raise UsageError("nothing was deleted: say why, as --reason TEXT")
+        return str(click.prompt("Why", err=True)).strip()
+    return leave.reason or "a person dropped it"
+
+
+def _lines(asked: Asked) -> list[str]:
+    entry, after = asked.entry, asked.goes_on_from
+    what = f"drops {', '.join(asked.components)} of" if asked.components else "deletes"
+    marks = "; ".join([*asked.keeps, *(["the run goes on from it"] if asked.is_latest else [])])
+    lines = [f"{what} {entry.folder}: step {entry.step}, {size(asked.nbytes)}"]
+    lines += [f"{marks}"] if marks else []
+    if asked.is_latest:
+        lines.append(
+            f"afterwards the run goes on from {after.folder} (step {after.step})"
+            if after is not None
+            else "afterwards nothing is left from which the run could go on"
+        )
+    return lines
+
+
+def _answer(store: Store, asked: Asked, leave: Leave, *, kept_because: str | None) -> Answer:
+    entry, after = asked.entry, asked.goes_on_from
+    is_done = not leave.dry_run and kept_because is None
+    document = RemovedAnswer(
+        root=store.url,
+        folder=entry.folder,
+        step=entry.step,
+        drop=asked.components,
+        dry_run=leave.dry_run,
+        done=is_done,
+        kept_because=kept_because,
+        nbytes=asked.nbytes if is_done or leave.dry_run else 0,
+        reason=leave.reason,
+        goes_on_from=None if after is None else after.folder,
+    )
+    if is_done:
+        end = f"done; {size(asked.nbytes)} given back"
+    elif kept_because is None:
+        end = f"{size(asked.nbytes)} to give back; nothing was deleted"
+    else:
+        end = f"nothing was deleted: {kept_because}"
+    is_kept = kept_because is not None
+    return Answer(
+        document=document,
+        parts=[*_lines(asked), end],
+        code=Code.FOUND if is_kept else Code.OK,
+    )

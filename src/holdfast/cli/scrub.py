@@ -1,0 +1,200 @@
+"""`holdfast scrub`: verify a whole root slowly, in as many runs as it takes."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from holdfast.care.reading import VerifyReport
+from holdfast.care.verify import verify_root
+from holdfast.cli.output import Answer, progress_bar
+from holdfast.cli.target import open_root
+from holdfast.cli.verify import answer_of
+from holdfast.engine.claims.process import utc_now
+from holdfast.engine.sealed.sealing import bare
+from holdfast.errors import UsageError
+from holdfast.policy.rules import number_of_bytes
+from holdfast.store.local import LocalStore
+
+_MAX_PLACE_NBYTES = 64 * 2**20
+_MOST_CAUGHT_UP_S = 1.0
+"""After a pause of the storage, reads are faster than the rate for no longer than this."""
+Progress = Callable[[str, int, int], None]
+
+
+class Place(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """How far a pass over a root is, as the file of `--resume` has it."""
+
+    holdfast_scrub: int = 1
+    """Version of this file."""
+    root: str
+    """Path or URL of the root."""
+    began: str
+    """When the pass began, in UTC."""
+    ended: str | None = None
+    """When it ended; null: it goes on. The next scrub after its end begins a new pass."""
+    reports: list[VerifyReport] = []
+    """Results of the checkpoints that were verified in this pass."""
+
+
+class ScrubAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer of `holdfast scrub`."""
+
+    root: str
+    """Path or URL of the run."""
+    ok: bool
+    """Whether every byte is as it was written."""
+    began: str
+    """When this pass over the root began, in UTC; earlier than this command where it went on."""
+    carried_over: int
+    """Number of checkpoints that earlier commands of this pass have verified."""
+    read_nbytes: int
+    """Bytes that this command read and compared."""
+    checkpoints: tuple[dict[str, Any], ...]
+    """Results, as of `verify`, also of those that were carried over."""
+    unopened: tuple[dict[str, Any], ...]
+    """Checkpoints that the keys do not decrypt, as of `ls`."""
+    problems: tuple[dict[str, Any], ...]
+    """Problems of claims, as of `verify`."""
+    notes: tuple[str, ...]
+
+
+def scrub(root: str, *, rate: str | None, place: Path | None) -> Answer:
+    """Verify all checkpoints of a root, the newest first.
+
+    Args:
+        root: path or URL of the root.
+        rate: bytes per second to read at most, such as `50MB`; None: no limit.
+        place: file in which the place is kept; if it exists and its pass has not ended, that pass
+            goes on.
+
+    Raises:
+        UsageError: `rate` is not a size, or `place` is of another root, or no such file.
+        NoCheckpoint: the root has no checkpoint.
+    """
+    limit = None if rate is None else _rate(rate)
+    store = open_root(root)
+    if place is not None:
+        _expect_outside(place, bare(store).url, is_local=isinstance(bare(store), LocalStore))
+    now = _begun(place, store.url)
+    known = {report.folder: report for report in now.reports}
+
+    def keep(report: VerifyReport) -> None:
+        now.reports.append(report)
+        if place is not None:
+            _write(place, now)
+
+    with _paced_progress(limit) as progress:
+        found = verify_root(store, progress=progress, keeps=True, known=known, told=keep)
+    if place is not None:
+        now.ended = utc_now()
+        _write(place, now)
+    answer = answer_of(store, found)
+    members: Any = answer.document
+    new = [report for report in found.checkpoints if report.folder not in known]
+    carried = len(found.checkpoints) - len(new)
+    document = ScrubAnswer(
+        root=members["root"],
+        ok=members["ok"],
+        began=now.began,
+        carried_over=carried,
+        read_nbytes=sum(report.nbytes for report in new),
+        checkpoints=tuple(members["checkpoints"]),
+        unopened=tuple(members["unopened"]),
+        problems=tuple(members["problems"]),
+        notes=tuple(members["notes"]),
+    )
+    lines = [f"{carried} of them were verified before, since {now.began}"] if carried else []
+    return Answer(document=document, parts=[*answer.parts, *lines], code=answer.code)
+
+
+def _rate(text: str) -> float:
+    nbytes = number_of_bytes(text, what="--rate")
+    if nbytes <= 0:
+        raise UsageError(f"--rate {text!r}: must be more than 0, such as 50MB")
+    return float(nbytes)
+
+
+@contextmanager
+def _paced_progress(nbytes_per_s: float | None) -> Iterator[Progress | None]:
+    """Yield a progress callback that also waits, so that reads keep to a rate.
+
+    Reads are at most 16 blocks ahead of it.
+    """
+    with progress_bar() as shown:
+        if nbytes_per_s is None:
+            yield shown
+            return
+        before: dict[str, int] = {}
+        due_s = time.monotonic()
+
+        def report(folder: str, done_nbytes: int, total_nbytes: int) -> None:
+            nonlocal due_s
+            if shown is not None:
+                shown(folder, done_nbytes, total_nbytes)
+            new = done_nbytes - before.get(folder, 0)
+            before.clear()
+            before[folder] = done_nbytes
+            now_s = time.monotonic()
+            due_s = max(due_s, now_s - _MOST_CAUGHT_UP_S) + new / nbytes_per_s
+            time.sleep(max(due_s - now_s, 0.0))
+
+        yield report
+
+
+# The place
+
+
+def _begun(place: Path | None, root: str) -> Place:
+    """Return the pass that goes on by the file, or a new one."""
+    fresh = Place(root=root, began=utc_now())
+    if place is None:
+        return fresh
+    try:
+        if place.stat().st_size > _MAX_PLACE_NBYTES:
+            raise UsageError(f"--resume {place}: not a file of `holdfast scrub`: too large")
+        found = msgspec.json.decode(place.read_bytes(), type=Place)
+    except FileNotFoundError:
+        _write(place, fresh)  # it cannot be written: say so before hours of reading
+        return fresh
+    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise UsageError(
+            f"--resume {place}: not a file of `holdfast scrub` ({error}). Nothing was read; name a "
+            "file that does not exist"
+        ) from error
+    except OSError as error:
+        raise UsageError(f"--resume {place}: cannot be read: {error.strerror}") from error
+    if found.root != root:
+        raise UsageError(
+            f"--resume {place}: this is the place in {found.root}, not in {root}. Nothing was read; "
+            "use one file for each root"
+        )
+    return fresh if found.ended is not None else found
+
+
+def _expect_outside(place: Path, root: str, *, is_local: bool) -> None:
+    if is_local and place.resolve().is_relative_to(Path(root).resolve()):
+        raise UsageError(f"--resume {place}: must not lie in the root, where only a run writes")
+
+
+def _write(place: Path, now: Place) -> None:
+    """Replace the file of the place, atomically."""
+    try:
+        descriptor, temporary = tempfile.mkstemp(dir=place.parent, prefix=f".{place.name}.")
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(msgspec.json.encode(now))
+            os.replace(temporary, place)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(temporary)
+            raise
+    except OSError as error:
+        raise UsageError(f"--resume {place}: cannot be written: {error.strerror}") from error

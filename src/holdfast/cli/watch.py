@@ -1,0 +1,339 @@
+"""`holdfast watch`: a live view of a run: checkpoints, saves under way, uploads, owner."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import datetime, timezone
+
+import click
+import msgspec
+
+from holdfast.cli.output import Code, TextTable, aligned, give_line, printable, size
+from holdfast.cli.target import open_root
+from holdfast.engine.claims.claim import WATCH_S, is_closed
+from holdfast.engine.claims.process import liveness, utc_now
+from holdfast.engine.roots.catalog import Catalog
+from holdfast.engine.roots.documents import read_if_there
+from holdfast.engine.sealed.sealing import bare
+from holdfast.engine.tiers.ledger import Ledger
+from holdfast.engine.tiers.pieces import Listing, length, read_listing
+from holdfast.errors import FormatError, SealError, StoreError
+from holdfast.format import layout
+from holdfast.format.layout import AttemptName
+from holdfast.format.manifest import Aborted, Deleted, Manifest
+from holdfast.format.records import WriterRecord
+from holdfast.policy.clock import Unit, parse
+from holdfast.policy.rules import recorded_time
+from holdfast.store.base import Store
+
+_READ_AGAIN_S = 60.0
+"""How often all manifests are read again: where deletions leave a tombstone, a list does not show
+them."""
+_MOST_SHOWN = 12
+
+
+class WatchedOwner(msgspec.Struct, frozen=True, kw_only=True):
+    """The newest claim on the run."""
+
+    epoch: int
+    host: str
+    pid: int
+    since: str
+    """When the run was claimed, in UTC."""
+    state: str
+    """`alive`, `dead`, `closed`, `silent` (no heartbeat for 30 s, on another host) or `unknown`."""
+
+
+class WatchedCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """A committed checkpoint."""
+
+    folder: str
+    step: int | None
+    """Completed optimizer windows; null where it is encrypted and no key was given."""
+    nbytes: int
+    """Bytes of its files, as stored."""
+    created: str
+    """When it was saved, in UTC."""
+    reason: str
+    """Why it was saved; empty where it is encrypted and no key was given."""
+
+
+class WatchedSave(msgspec.Struct, frozen=True, kw_only=True):
+    """A save under way."""
+
+    folder: str
+    nbytes: int
+    """Bytes of its files so far."""
+
+
+class WatchedUpload(msgspec.Struct, frozen=True, kw_only=True):
+    """A checkpoint that waits for its upload or is being sent."""
+
+    folder: str
+    state: str
+    """`waiting`, `sending`, `failed` or `refused`."""
+    sent_nbytes: int
+    """Bytes that were sent so far."""
+
+
+class Watched(msgspec.Struct, frozen=True, kw_only=True):
+    """State of a run at one moment."""
+
+    root: str
+    """Path or URL of the run."""
+    at: str
+    """When this was seen, in UTC."""
+    owner: WatchedOwner | None
+    """The newest claim, or null."""
+    last_step: int | None
+    """Step of the newest checkpoint, or null."""
+    last_age_s: float | None
+    """Seconds since the newest checkpoint was saved, by the clock of this host."""
+    nbytes: int
+    """Bytes of all checkpoints."""
+    checkpoints: tuple[WatchedCheckpoint, ...]
+    """All checkpoints, newest first."""
+    saves: tuple[WatchedSave, ...]
+    """Saves of the owner under way, newest first."""
+    left_behind: int
+    """Number of attempts that never became checkpoints, which `holdfast gc` removes."""
+    uploads: tuple[WatchedUpload, ...]
+    """What waits for its upload, oldest first."""
+
+
+def watch_root(root: str, *, every: str | None, once: bool, as_json: bool) -> int:
+    """Show the state of a run, again after each change, until Ctrl-C; with `once`, once.
+
+    Raises:
+        UsageError: `every` is not a time.
+        NoCheckpoint: there is no run.
+        StoreError: the root cannot be read at the first look.
+    """
+    store = open_root(root)
+    default = "2s" if store.has_folders else "10s"
+    pause_s = float(parse(every or default, what="--every", units={Unit.SECOND}).value)
+    watcher = Watcher(store)
+    state = watcher.look()
+    if as_json or once or not sys.stdout.isatty():
+        _print_changes(watcher, state, None if once else pause_s, as_json=as_json)
+    else:
+        _show_live(watcher, state, pause_s)
+    return Code.OK
+
+
+class Watcher:
+    """Looks at a root again and again, with few requests: what is known is not read anew.
+
+    `clock` returns monotonic seconds.
+    """
+
+    def __init__(self, store: Store, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._store = store
+        self._clock = clock
+        self._known: dict[str, WatchedCheckpoint | None] = {}
+        """Folder → its checkpoint; None for one that is deleted or aborted."""
+        self._read_at_s = clock()
+        self._beat: tuple[int, bytes, float] = (0, b"", 0.0)
+        """Epoch, last heartbeat and the time when it was first seen."""
+
+    def look(self) -> Watched:
+        """Look at the root now.
+
+        Raises:
+            StoreError: it cannot be read.
+        """
+        if self._clock() - self._read_at_s > _READ_AGAIN_S:
+            self._known, self._read_at_s = {}, self._clock()
+        catalog = Catalog(self._store)
+        names = catalog.open_attempts()
+        there = {*map(str, names)}
+        self._known = {folder: found for folder, found in self._known.items() if folder in there}
+        open_names = [name for name in names if not self._is_settled(str(name))]
+        owner = self._owner(catalog)
+        is_live = owner is not None and owner.state not in ("dead", "closed")
+        saving = [n for n in open_names if is_live and owner is not None and n.epoch == owner.epoch]
+        known = (self._known.get(str(name)) for name in names)
+        checkpoints = tuple(found for found in known if found is not None)
+        newest = checkpoints[0] if checkpoints else None
+        return Watched(
+            root=self._store.url,
+            at=utc_now(),
+            owner=owner,
+            last_step=None if newest is None else newest.step,
+            last_age_s=None if newest is None else _age_s(newest.created),
+            nbytes=sum(found.nbytes for found in checkpoints),
+            checkpoints=checkpoints,
+            saves=tuple(self._save(name) for name in saving),
+            left_behind=len(open_names) - len(saving),
+            uploads=self._uploads(),
+        )
+
+    def _is_settled(self, folder: str) -> bool:
+        """Whether an attempt is committed, deleted or aborted; reads it if that is not known."""
+        if folder not in self._known:
+            try:
+                listing = self._listing(folder)
+            except FormatError:
+                return False
+            if listing is None:
+                return False
+            is_over = isinstance(listing, Aborted | Deleted)
+            self._known[folder] = None if is_over else _checkpoint(folder, listing)
+        return True
+
+    def _listing(self, folder: str) -> Listing | Aborted | Deleted | None:
+        try:
+            return read_listing(self._store, folder)
+        except SealError:
+            return read_listing(bare(self._store), folder)
+
+    def _save(self, name: AttemptName) -> WatchedSave:
+        nbytes = sum(info.nbytes for info in self._store.list(f"{name}/"))
+        return WatchedSave(folder=str(name), nbytes=nbytes)
+
+    def _owner(self, catalog: Catalog) -> WatchedOwner | None:
+        epoch = catalog.highest_epoch()
+        try:
+            claim = catalog.writer(epoch) if epoch else None
+        except FormatError:
+            return None
+        if claim is None:
+            return None
+        return WatchedOwner(
+            epoch=epoch,
+            host=claim.process.host,
+            pid=claim.process.pid,
+            since=claim.created,
+            state=self._state(claim),
+        )
+
+    def _state(self, claim: WriterRecord) -> str:
+        if is_closed(self._store, claim.epoch):
+            return "closed"
+        state = liveness(claim.process)
+        if state != "unknown":
+            return "alive" if state == "ours" else state
+        beat = read_if_there(self._store, layout.alive_key(claim.epoch), _as_it_is) or b""
+        epoch, last, since_s = self._beat
+        if (epoch, last) != (claim.epoch, beat):
+            self._beat = (claim.epoch, beat, self._clock())
+            return "alive" if epoch == claim.epoch else "unknown"
+        return "silent" if self._clock() - since_s > WATCH_S else "alive" if last else "unknown"
+
+    def _uploads(self) -> tuple[WatchedUpload, ...]:
+        return tuple(
+            WatchedUpload(
+                folder=folder,
+                state="waiting" if note is None else note.state,
+                sent_nbytes=0 if note is None else note.sent_nbytes or 0,
+            )
+            for folder, note in Ledger(bare(self._store)).waiting().items()
+        )
+
+
+def _as_it_is(data: bytes, *, what: str) -> bytes:
+    return bytes(data)
+
+
+def _checkpoint(folder: str, listing: Listing) -> WatchedCheckpoint:
+    is_open = isinstance(listing, Manifest)
+    return WatchedCheckpoint(
+        folder=folder,
+        step=listing.timestamp.step if isinstance(listing, Manifest) else None,
+        nbytes=sum(map(length, listing.files.values())),
+        created=listing.created,
+        reason=listing.reason if isinstance(listing, Manifest) and is_open else "",
+    )
+
+
+def _age_s(created: str) -> float | None:
+    moment = recorded_time(created)
+    if moment is None:
+        return None
+    return max((datetime.now(timezone.utc) - moment).total_seconds(), 0.0)
+
+
+def _print_changes(
+    watcher: Watcher, state: Watched, pause_s: float | None, *, as_json: bool
+) -> None:
+    """Print the state after each change; once if `pause_s` is None."""
+    shown: Watched | None = None
+    while True:
+        if shown is None or _unlike(shown, state):
+            if as_json:
+                give_line(msgspec.to_builtins(state))
+            else:
+                click.echo("\n".join(_lines(state)))
+                sys.stdout.flush()
+            shown = state
+        if pause_s is None:
+            return
+        time.sleep(pause_s)
+        with suppress(StoreError):  # looked at again after the next pause
+            state = watcher.look()
+
+
+def _unlike(one: Watched, other: Watched) -> bool:
+    """Whether two states differ in more than the time."""
+    return msgspec.structs.replace(other, at=one.at, last_age_s=one.last_age_s) != one
+
+
+def _show_live(watcher: Watcher, state: Watched, pause_s: float) -> None:
+    from rich.live import Live
+    from rich.text import Text
+
+    with Live(Text("\n".join(_lines(state))), auto_refresh=False, screen=False) as live:
+        while True:
+            time.sleep(pause_s)
+            trouble: list[str] = []
+            try:
+                state = watcher.look()
+            except StoreError as error:
+                trouble = ["", printable(f"cannot be looked at now: {error}")]
+            live.update(Text("\n".join([*_lines(state), *trouble])), refresh=True)
+
+
+def _lines(state: Watched) -> list[str]:
+    owner = state.owner
+    who = "nobody owns the run"
+    if owner is not None:
+        who = f"writer {owner.epoch}: {owner.pid} on {owner.host}, {owner.state}"
+    step = "none yet" if state.last_step is None else f"step {state.last_step}"
+    age = "" if state.last_age_s is None else f", {_age(state.last_age_s)} ago"
+    table = TextTable(
+        columns=("step", "folder", "size", "saved (UTC)", "why"),
+        rows=[*_rows(state)],
+        right=frozenset({0, 2}),
+    )
+    lines = [
+        f"{state.root}  {state.at[:19].replace('T', ' ')}",
+        who,
+        f"last: {step}{age}; {len(state.checkpoints)} checkpoints, {size(state.nbytes)}",
+        *([f"left behind by killed saves: {state.left_behind}"] if state.left_behind else []),
+    ]
+    return [*map(printable, lines), *aligned(table)]
+
+
+def _rows(state: Watched) -> list[tuple[str, ...]]:
+    uploads = {upload.folder: upload for upload in state.uploads}
+    rows = [("", save.folder, size(save.nbytes), "under way", "") for save in state.saves]
+    for found in state.checkpoints[:_MOST_SHOWN]:
+        upload = uploads.get(found.folder)
+        sent = f"; upload {upload.state}, {size(upload.sent_nbytes)} sent" if upload else ""
+        step = "?" if found.step is None else str(found.step)
+        created = found.created[:19].replace("T", " ")
+        rows.append((step, found.folder, size(found.nbytes), created, f"{found.reason}{sent}"))
+    more = len(state.checkpoints) - _MOST_SHOWN
+    if more > 0:
+        rows.append(("", f"… and {more} older", "", "", ""))
+    return rows
+
+
+def _age(seconds: float) -> str:
+    for nbr_s, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= nbr_s:
+            return f"{seconds / nbr_s:.1f} {unit}"
+    return f"{seconds:.0f} s"
