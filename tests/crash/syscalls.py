@@ -1,4 +1,5 @@
-"""SIGKILL at every single system call of a save, a deletion, gc or a resume. Run as a script.
+"""SIGKILL at every single system call of a save, a deletion, gc, a resume, or of `holdfast cp`, `rm`
+and `thin`. Run as a script.
 
     python tests/crash/syscalls.py FOLDER --scenario later_save --calls all --stride 1
 
@@ -35,10 +36,14 @@ import storm
 import torch
 
 from holdfast.care.gc import collect
+from holdfast.cli.cp import copy_all
+from holdfast.cli.rm import Leave, rm, thin
 from holdfast.engine.claims import deletion
+from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.roots.commit import begin
 from holdfast.engine.saving.fingerprint import environment
 from holdfast.engine.workers import Workers
+from holdfast.errors import NoCheckpoint
 from holdfast.format import layout
 from holdfast.manager import CheckpointManager
 from holdfast.store.local import LocalStore
@@ -269,6 +274,84 @@ def leftovers(way: Way, root: Path) -> None:
     raise AssertionError("retention was to kill this process")
 
 
+def three_checkpoints(way: Way, root: Path) -> None:
+    """Make a root with three checkpoints, of steps 1 to 3, each of two components."""
+    state = way.new_state()
+    components = {**state.components, "extra": {"x": torch.zeros(NUM_ELEMENTS)}}
+    with CheckpointManager(root, components, sinks=()) as manager:
+        for step in (1, 2, 3):
+            state.become(step)
+            manager.save(step).wait()
+
+
+SURE = Leave(reason="test", even_pinned=False, even_latest=True, dry_run=False, yes=True)
+
+
+def cp_once(root: Path) -> None:
+    """Copy the checkpoints of steps 1 and 3 to the root `copy` beside this one."""
+    sources = [f"{root}@step=1", f"{root}@step=3"]
+    copy_all(sources, str(root.with_name("copy")), whole=False, dry_run=False)
+
+
+def cp(way: Way, root: Path, told: int) -> Act:
+    """`holdfast cp` to a new root."""
+    shutil.rmtree(root.with_name("copy"), ignore_errors=True)
+    return lambda: cp_once(root)
+
+
+def cp_again(root: Path) -> None:
+    """What was copied is whole; the same command copies the rest, and training goes on there."""
+    copy = LocalStore(root.with_name("copy"))
+    storm.expect_whole(copy, storm.survey(copy))
+    cp_once(root)
+    copies = storm.survey(copy)
+    assert [entry.step for entry in copies] == [3, 1], copies
+    storm.expect_whole(copy, copies)
+    assert Catalog(copy).resolve().step == 3
+    collect(copy)
+    storm.expect_no_junk(copy, copy.url)
+
+
+def rm_middle(way: Way, root: Path, told: int) -> Act:
+    """`holdfast rm` of a checkpoint that is not the latest."""
+    return lambda: rm(f"{root}@step=2", SURE)
+
+
+def rm_latest(way: Way, root: Path, told: int) -> Act:
+    """`holdfast rm` of the latest checkpoint."""
+    return lambda: rm(f"{root}@step=3", SURE)
+
+
+def rm_again(step: int, left: list[int]) -> Callable[[Path], None]:
+    """The same command ends what was begun, or says that there is nothing."""
+
+    def again(root: Path) -> None:
+        try:
+            rm(f"{root}@step={step}", SURE)
+        except NoCheckpoint:
+            assert step not in {entry.step for entry in storm.survey(LocalStore(root))}
+        assert [entry.step for entry in storm.survey(LocalStore(root))] == left
+        assert Catalog(LocalStore(root)).resolve().step == left[0]
+
+    return again
+
+
+def thin_old(way: Way, root: Path, told: int) -> Act:
+    """`holdfast thin` of a checkpoint that is not the latest."""
+    return lambda: thin(f"{root}@step=1", ["extra"], SURE)
+
+
+def thin_again(root: Path) -> None:
+    """The same command drops the component, and nothing else."""
+    thin(f"{root}@step=1", ["extra"], SURE)
+    store = LocalStore(root)
+    entry = storm.survey(store)[-1]
+    assert entry.marks.thinned == ("extra",)
+    names = set(store.children(entry.folder))
+    gone = set(entry.manifest.components["extra"].files)
+    assert set(entry.manifest.files) - names == gone
+
+
 SMALL = replace(PLAIN, num_elements=NUM_ELEMENTS)
 
 
@@ -280,6 +363,8 @@ class Scenario:
     prepare: Callable[[Way, Path], None] | None
     before: int
     way: Way = SMALL
+    again: Callable[[Path], None] | None = None
+    """Gives the same command once more after the kill, and checks what it left."""
 
 
 SCENARIOS = {
@@ -287,6 +372,10 @@ SCENARIOS = {
     "later_save": Scenario(later_save, one_checkpoint, 1),
     "gc": Scenario(gc, leftovers, 2),
     "resume": Scenario(resume, leftovers, 2),
+    "cp": Scenario(cp, three_checkpoints, 3, again=cp_again),
+    "rm": Scenario(rm_middle, three_checkpoints, 3, again=rm_again(2, [3, 1])),
+    "rm_latest": Scenario(rm_latest, three_checkpoints, 2, again=rm_again(3, [2, 1])),
+    "thin": Scenario(thin_old, three_checkpoints, 3, again=thin_again),
     **{name: Scenario(later_save, one_checkpoint, 1, way) for name, way in WAYS.items()},
 }
 
@@ -378,6 +467,12 @@ class Sweep:
     def _check(self, newest: int) -> None:
         """Nothing is lost or damaged, the run goes on, and gc leaves nothing but checkpoints."""
         way = self._scenario.way
+        if self._scenario.again is not None:
+            store = LocalStore(self._root)
+            storm.expect_whole(store, storm.survey(store))
+            self._scenario.again(self._root)
+            storm.expect_whole(store, storm.survey(store))
+            return
         self._look(newest)
         state = way.new_state()
         with way.manager(self._root, state) as manager:

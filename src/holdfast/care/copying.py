@@ -1,7 +1,7 @@
 """Copies of checkpoints in another root: the stored bytes, committed there as uploads are.
 
-The other root gets the claims under which the checkpoints were saved, so that it holds the same run,
-and this process claims it for as long as it copies (docs/design.md, rule 9).
+The other root gets the claims under which the checkpoints were saved, so that it holds the same
+run, and this process claims it for as long as it copies (docs/design.md, rule 9).
 """
 
 from __future__ import annotations
@@ -150,8 +150,8 @@ def _expect_same_bytes(source: Store, target: Store, folder: str) -> None:
     )
     if ours != theirs:
         raise CorruptData(
-            f"{target.url}/{key}: not the manifest of {source.url}/{folder}; nothing was copied, and "
-            "it is left as it is. `holdfast verify` says which of the two is damaged"
+            f"{target.url}/{key}: not the manifest of {source.url}/{folder}; nothing was copied, "
+            "and it is left as it is. `holdfast verify` says which of the two is damaged"
         )
 
 
@@ -387,7 +387,7 @@ def _manifest(store: Store, folder: str) -> Manifest | None:
 
 def _other_run(source: Store, target: Store, epoch: int) -> UsageError:
     return UsageError(
-        f"{target.url} holds another run than {source.url}: writer {epoch} is not the same in both. "
-        "Nothing was copied; a run could not tell its checkpoints from those of the other. Give "
+        f"{target.url} holds another run than {source.url}: writer {epoch} is not the same in "
+        "both. Nothing was copied; a run could not tell its checkpoints from the others. Give "
         "the copy a root of its own"
     )

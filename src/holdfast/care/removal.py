@@ -1,8 +1,8 @@
 """Deletion of one checkpoint, or of components of it, at a user's request.
 
 Nothing is deleted before what the run goes on from instead was read back and found whole, as for
-retention (docs/design.md, rule 4). Pins, tags and being the latest keep a checkpoint unless the user
-says otherwise.
+retention (docs/design.md, rule 4). Pins, tags and being the latest keep a checkpoint unless the
+user says otherwise.
 """
 
 from __future__ import annotations

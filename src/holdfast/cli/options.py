@@ -231,15 +231,14 @@ even_latest = flag("--even-latest", "Also if the run would go on from it.")
 sure = flag("--yes", "Do not ask; for scripts.")
 old_tags = argument("tags", "TAG...", "Names to remove.", nargs=-1)
 rate = option("--rate", "SIZE", "Read at most so much a second: 50MB. [default: no limit]")
-place = option(
+place = click.option(
     "--resume",
-    "FILE",
-    "Keep the place in this file, and go on from there.",
+    "place",
+    metavar="FILE",
+    help="Keep the place in this file, and go on from there.",
     type=_PATH,
 )
-every = option(
-    "--every", "TIME", "How often to look. [default: 2s; 10s at an object store]"
-)
+every = option("--every", "TIME", "How often to look. [default: 2s; 10s at an object store]")
 as_json_changes = flag("--json", "A line of JSON at each change.", "as_json")
 once = flag("--once", "Show the state of now, and end.")
 doctor_root = click.argument(

@@ -74,8 +74,8 @@ def rm(target: str, leave: Leave) -> Answer:
     store, which = _opened(target)
     if which == "latest" and leave.yes:
         raise UsageError(
-            f"{target!r}: nothing was deleted. With --yes name the step or the folder: given twice, "
-            "this would delete two checkpoints"
+            f"{target!r}: nothing was deleted. With --yes name the step or the folder: given "
+            "twice, this would delete two checkpoints"
         )
     try:
         entry = _only(store, which)

@@ -180,8 +180,10 @@ class Watcher:
                 return False
             if listing is None:
                 return False
-            is_over = isinstance(listing, Aborted | Deleted)
-            self._known[folder] = None if is_over else _checkpoint(folder, listing)
+            if isinstance(listing, Aborted | Deleted):
+                self._known[folder] = None
+            else:
+                self._known[folder] = _checkpoint(folder, listing)
         return True
 
     def _listing(self, folder: str) -> Listing | Aborted | Deleted | None:
@@ -239,13 +241,13 @@ def _as_it_is(data: bytes, *, what: str) -> bytes:
 
 
 def _checkpoint(folder: str, listing: Listing) -> WatchedCheckpoint:
-    is_open = isinstance(listing, Manifest)
+    manifest = listing if isinstance(listing, Manifest) else None
     return WatchedCheckpoint(
         folder=folder,
-        step=listing.timestamp.step if isinstance(listing, Manifest) else None,
+        step=None if manifest is None else manifest.timestamp.step,
         nbytes=sum(map(length, listing.files.values())),
         created=listing.created,
-        reason=listing.reason if isinstance(listing, Manifest) and is_open else "",
+        reason="" if manifest is None else manifest.reason,
     )
 
 
@@ -319,7 +321,9 @@ def _lines(state: Watched) -> list[str]:
 
 def _rows(state: Watched) -> list[tuple[str, ...]]:
     uploads = {upload.folder: upload for upload in state.uploads}
-    rows = [("", save.folder, size(save.nbytes), "under way", "") for save in state.saves]
+    rows: list[tuple[str, ...]] = [
+        ("", save.folder, size(save.nbytes), "under way", "") for save in state.saves
+    ]
     for found in state.checkpoints[:_MOST_SHOWN]:
         upload = uploads.get(found.folder)
         sent = f"; upload {upload.state}, {size(upload.sent_nbytes)} sent" if upload else ""
