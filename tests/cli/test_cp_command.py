@@ -1,0 +1,248 @@
+"""Claims about `holdfast cp`."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.cli.roots import Result, flip, folder_of
+
+from holdfast.care.copying import copy, plan
+from holdfast.care.verify import verify_root
+from holdfast.engine.roots.catalog import Catalog
+from holdfast.errors import HoldfastError
+from holdfast.events import Emitter
+from holdfast.store.local import LocalStore
+from holdfast.store.memory import MemoryStore
+from holdfast.testing.faulty import FaultyStore, Stopped
+from marks import diagonal
+from runs import new_run
+from stops import stops
+
+Command = Callable[..., Result]
+
+
+def steps(root: Path) -> list[int]:
+    return [entry.step for entry in Catalog(LocalStore(root)).checkpoints()]
+
+
+def names(root: Path) -> list[str]:
+    return sorted(str(path.relative_to(root)) for path in root.rglob("*"))
+
+
+def test_copies_are_the_same_bytes_and_a_run_goes_on_from_them(
+    holdfast: Command, root: Path, tmp_path: Path
+) -> None:
+    copy_root = tmp_path / "copy"
+    result = holdfast("cp", f"{root}@step=100", f"{root}@latest", copy_root, "--json")
+    assert result.code == 0, result.err
+    assert [item["outcome"] for item in result.document["checkpoints"]] == ["copied"] * 2
+    for step in (100, 300):
+        for path in folder_of(root, step).glob("[!n]*"):
+            assert (copy_root / path.relative_to(root)).read_bytes() == path.read_bytes()
+    assert holdfast("verify", copy_root).code == 0
+    source, copied = new_run(), new_run()
+    with source.manager(root) as one, copied.manager(copy_root) as other:
+        assert one.resume().step == other.resume().step == 300  # type: ignore[union-attr]
+        assert source.bits() == copied.bits()
+        other.save(400).wait()
+    assert steps(copy_root) == [400, 300, 100]
+
+
+def test_pins_and_tags_go_along(holdfast: Command, root: Path, tmp_path: Path) -> None:
+    copy_root = tmp_path / "copy"
+    assert holdfast("cp", root, copy_root, "--all").code == 0
+    assert holdfast("show", f"{copy_root}@paper", "--json").document["checkpoint"]["step"] == 200
+    listed = holdfast("ls", copy_root, "--json").document["checkpoints"]
+    assert [entry["pinned"] for entry in listed] == [False, False, True]
+
+
+def test_a_copy_that_is_there_already_changes_nothing(
+    holdfast: Command, root: Path, tmp_path: Path
+) -> None:
+    copy_root = tmp_path / "copy"
+    assert holdfast("cp", root, copy_root, "--all").code == 0
+    before = names(copy_root)
+    again = holdfast("cp", root, copy_root, "--all", "--json")
+    assert {item["outcome"] for item in again.document["checkpoints"]} == {"already there"}
+    assert names(copy_root) == before
+
+
+def test_a_backup_grows_with_the_run(
+    holdfast: Command, root: Path, saving: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Claims of earlier copies give way to the claims of the run."""
+    copy_root = tmp_path / "copy"
+    for step in (400, 500):
+        assert holdfast("cp", root, copy_root, "--all").code == 0
+        manager = saving()
+        manager.save(step).wait()
+        manager.close()
+    result = holdfast("cp", root, copy_root, "--all")
+    assert result.code == 0, result.err
+    assert steps(copy_root) == [500, 400, 300, 200, 100]
+    assert holdfast("log", copy_root).code == holdfast("verify", copy_root).code == 0
+
+
+def test_a_live_owner_of_the_source_is_no_obstacle(
+    holdfast: Command, root: Path, saving: Callable[..., Any], tmp_path: Path
+) -> None:
+    saving().save(400).wait()
+    result = holdfast("cp", f"{root}@latest", tmp_path / "copy")
+    assert (result.code, steps(tmp_path / "copy")) == (0, [400]), result.err
+    run = new_run()
+    with run.manager(tmp_path / "copy") as manager:
+        assert manager.resume().step == 400  # type: ignore[union-attr]
+
+
+def test_a_live_owner_of_the_target_refuses_it(
+    holdfast: Command, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("holdfast.engine.claims.claim._DROPPED_S", 0.0)
+    copy_root = tmp_path / "copy"
+    assert holdfast("cp", f"{root}@step=100", copy_root).code == 0
+    run = new_run()
+    with run.manager(copy_root) as manager:
+        manager.resume()
+        before = steps(copy_root)
+        result = holdfast("cp", f"{root}@step=200", copy_root)
+        assert result.code == 1
+        assert "owns this run" in result.err
+        assert steps(copy_root) == before
+
+
+def test_another_run_is_not_mixed_in(holdfast: Command, root: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    with new_run(1).manager(other) as manager:
+        manager.save(1).wait()
+    before = names(other)
+    result = holdfast("cp", f"{root}@latest", other)
+    assert result.code == 2
+    assert "holds another run" in result.err
+    assert names(other) == before
+
+
+def test_neither_is_one_that_was_copied_by_hand(
+    holdfast: Command, root: Path, tmp_path: Path
+) -> None:
+    other, by_hand = tmp_path / "other", tmp_path / "by-hand"
+    with new_run(1).manager(other) as manager:
+        manager.save(1).wait()
+    shutil.copytree(folder_of(other, 1), by_hand / folder_of(other, 1).name)
+    assert "holds another run" in holdfast("cp", f"{root}@latest", by_hand).err
+
+
+def test_a_checkpoint_without_claims_is_copied_and_resumed(
+    holdfast: Command, root: Path, tmp_path: Path
+) -> None:
+    by_hand, copy_root = tmp_path / "by-hand", tmp_path / "copy"
+    shutil.copytree(folder_of(root, 200), by_hand / folder_of(root, 200).name)
+    result = holdfast("cp", f"{by_hand}@step=200", copy_root)
+    assert result.code == 0, result.err
+    with new_run().manager(copy_root) as manager:
+        assert manager.resume().step == 200  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("sources", "to", "said"),
+    [
+        (["{root}"], "{tmp}/copy", "name one checkpoint"),
+        (["{root}@latest"], "{root}", "both copied from and copied to"),
+        (["{root}@latest"], "{tmp}/copy@latest", "the root to copy to"),
+        (["{root}@latest"], "{tmp}", "holds other things"),
+        (["{root}@step=7"], "{tmp}/copy", "no checkpoint for 'step=7'"),
+    ],
+)
+def test_a_mistyped_command_writes_nothing(
+    holdfast: Command, root: Path, tmp_path: Path, sources: list[str], to: str, said: str
+) -> None:
+    before = names(tmp_path)
+    texts = [text.format(root=root, tmp=tmp_path) for text in (*sources, to)]
+    result = holdfast("cp", *texts)
+    assert (result.code in (2, 3), said in result.err) == (True, True), result.err
+    assert names(tmp_path) == before
+
+
+def test_a_dry_run_writes_nothing(holdfast: Command, root: Path, tmp_path: Path) -> None:
+    before = names(tmp_path)
+    result = holdfast("cp", root, tmp_path / "copy", "--all", "--dry-run", "--json")
+    assert {item["outcome"] for item in result.document["checkpoints"]} == {"to copy"}
+    assert names(tmp_path) == before
+
+
+def test_damage_is_not_copied(holdfast: Command, root: Path, tmp_path: Path) -> None:
+    flip(folder_of(root, 200) / "model-00000.safetensors", 5000)
+    result = holdfast("cp", root, tmp_path / "copy", "--all", "--json")
+    assert result.code == 1
+    assert [item["outcome"] for item in result.document["checkpoints"]] == ["copied", "failed"]
+    assert "not what was written" in result.document["checkpoints"][1]["why"]
+    assert steps(tmp_path / "copy") == [100]
+
+
+def test_other_bytes_under_the_same_name_are_left_alone(
+    holdfast: Command, root: Path, tmp_path: Path
+) -> None:
+    copy_root = tmp_path / "copy"
+    shutil.copytree(root, copy_root, symlinks=True)
+    flip(folder_of(copy_root, 300) / "manifest.json", 100)
+    before = (folder_of(copy_root, 300) / "manifest.json").read_bytes()
+    result = holdfast("cp", f"{root}@latest", copy_root)
+    assert result.code == 1, result.out
+    assert (folder_of(copy_root, 300) / "manifest.json").read_bytes() == before
+
+
+def test_a_thinned_checkpoint_is_refused(holdfast: Command, root: Path, tmp_path: Path) -> None:
+    thin = ("--drop", "optimizer", "--yes", "--even-latest")
+    assert holdfast("thin", f"{root}@step=300", *thin).code == 0
+    result = holdfast("cp", f"{root}@step=300", tmp_path / "copy")
+    assert (result.code, "optimizer was dropped from it" in result.err) == (2, True)
+
+
+# A stop at every operation
+
+
+def resumed_twice() -> MemoryStore:
+    """A run of two lives: the second one's claim names a checkpoint of the first."""
+    store = MemoryStore()
+    for step in (1, 2):
+        with new_run().manager(store, preflight=False) as manager:
+            manager.resume()
+            manager.save(step).wait()
+    return store
+
+
+def copied(source: MemoryStore, target: Any) -> None:
+    folders = [entry.folder for entry in Catalog(source).checkpoints()]
+    for _ in copy(source, target, plan(source, target, folders), emit=Emitter(())):
+        pass
+
+
+KINDS = ("stop_before", "stop_after")
+
+
+@pytest.mark.parametrize(("kind", "is_local"), diagonal(KINDS, (True, False)))
+def test_after_a_stop_anywhere_the_copy_verifies_and_can_be_repeated(
+    tmp_path: Path, kind: Any, is_local: bool
+) -> None:
+    """Also in an object store, and where a later claim names what is being copied."""
+    source = resumed_twice()
+
+    def target(number: int) -> Any:
+        return LocalStore(tmp_path / str(number)) if is_local else MemoryStore()
+
+    clean = FaultyStore(target(0))
+    copied(source, clean)
+    for number, fault in enumerate([*stops(kind, clean)][::3], start=1):
+        store = target(number)
+        try:
+            copied(source, FaultyStore(store, [fault]))
+        except (Stopped, HoldfastError):
+            pass
+        assert verify_root(store).ok, fault
+        copied(source, store)
+        assert [entry.step for entry in Catalog(store).checkpoints()] == [2, 1], fault
+        assert verify_root(store).ok, fault
+        assert Catalog(store).resolve().step == 2
