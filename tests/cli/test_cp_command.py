@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.cli.roots import Result, flip, folder_of
 
+from holdfast import Encryption, keys
 from holdfast.care.copying import copy, plan
 from holdfast.care.verify import verify_root
 from holdfast.engine.roots.catalog import Catalog
@@ -201,6 +203,27 @@ def test_a_thinned_checkpoint_is_refused(holdfast: Command, root: Path, tmp_path
     assert (result.code, "optimizer was dropped from it" in result.err) == (2, True)
 
 
+@pytest.mark.parametrize("has_key", [True, False])
+def test_encrypted_checkpoints_stay_encrypted(
+    holdfast: Command, tmp_path: Path, has_key: bool
+) -> None:
+    key, source, target = tmp_path / "key", tmp_path / "run", tmp_path / "copy"
+    assert holdfast("keys", "generate", key).code == 0
+    encrypt = Encryption(keys=keys.from_file(key))
+    with new_run().manager(source, encrypt=encrypt) as manager:
+        manager.save(1).wait()
+    (folder,) = (path.name for path in source.glob("step-*"))
+    keyed = ("--key-file", key) if has_key else ()
+    what = "latest" if has_key else folder
+    result = holdfast(*keyed, "cp", f"{source}@{what}", target, "--json")
+    assert result.code == 0, result.err
+    assert result.document["checkpoints"][0]["step"] == (1 if has_key else None)
+    for path in (source / folder).iterdir():
+        assert (target / folder / path.name).read_bytes() == path.read_bytes()
+    with new_run().manager(target, encrypt=encrypt) as manager:
+        assert manager.resume().step == 1  # type: ignore[union-attr]
+
+
 # A stop at every operation
 
 
@@ -237,10 +260,8 @@ def test_after_a_stop_anywhere_the_copy_verifies_and_can_be_repeated(
     copied(source, clean)
     for number, fault in enumerate([*stops(kind, clean)][::3], start=1):
         store = target(number)
-        try:
+        with suppress(Stopped, HoldfastError):
             copied(source, FaultyStore(store, [fault]))
-        except (Stopped, HoldfastError):
-            pass
         assert verify_root(store).ok, fault
         copied(source, store)
         assert [entry.step for entry in Catalog(store).checkpoints()] == [2, 1], fault

@@ -13,7 +13,9 @@ import pytest
 from tests.cli.roots import Result, flip, folder_of
 
 from holdfast import Last
-from runs import new_run
+from holdfast.engine.roots.catalog import Catalog
+from holdfast.store import open_store
+from runs import new_run, retracted
 
 Command = Callable[..., Result]
 
@@ -106,3 +108,33 @@ def test_a_lost_claim_and_a_damaged_manifest_are_named(holdfast: Command, tmp_pa
 def test_a_place_without_a_run_is_nothing(holdfast: Command, tmp_path: Path, exists: bool) -> None:
     result = holdfast("log", tmp_path if exists else tmp_path / "no")
     assert result.code == 3
+
+
+def test_each_save_is_listed_with_its_reason_and_what_became_of_it(
+    holdfast: Command, tmp_path: Path
+) -> None:
+    life(tmp_path, 1, 2, 3)
+    life(tmp_path, 4, which="step=2")
+    leave = ("--yes", "--reason", "diverged", "--even-latest")
+    assert holdfast("rm", f"{tmp_path}@step=4", *leave).code == 0
+    saves = [save for one in lives(holdfast, tmp_path, "saves") for save in one[0]]
+    assert [(save["step"], save["reason"], save["state"]) for save in saves] == [
+        (1, "interval", "kept"),
+        (2, "interval", "kept"),
+        (3, "interval", "left behind"),
+    ]
+    text = holdfast("log", tmp_path, "--saves").out
+    assert "left behind" in text
+    assert "permanent" in text
+
+
+def test_a_deletion_of_which_a_record_is_left_is_explained(holdfast: Command) -> None:
+    """A tombstone stays where a put may still arrive."""
+    root = "memory://log-of-deletions"
+    with new_run().manager(root, preflight=False) as manager:
+        for step in (1, 2):
+            manager.save(step).wait()
+    store = open_store(root)
+    assert retracted(store, str(Catalog(store).attempts()[1]))
+    (save, _) = holdfast("log", root, "--json").document["lives"][0]["saves"]
+    assert (save["step"], save["state"], save["why"]) == (1, "deleted", "test (writer 1)")

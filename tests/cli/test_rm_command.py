@@ -6,7 +6,8 @@ import os
 import pty
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -252,30 +253,23 @@ def removed(store: Store, step: int, components: tuple[str, ...]) -> None:
     assert why == ""
 
 
-@pytest.fixture
-def in_an_object_store() -> Iterator[Callable[[], Store]]:
-    """Makes a new object store with three checkpoints."""
-
-    def make() -> Store:
-        store = MemoryStore()
-        three(store)
-        return store
-
-    yield make
+def in_an_object_store() -> Store:
+    """A new object store with three checkpoints."""
+    store = MemoryStore()
+    three(store)
+    return store
 
 
 @pytest.mark.parametrize(("step", "components"), [(2, ()), (3, ()), (2, ("two",))])
 def test_after_a_stop_anywhere_the_root_verifies_and_the_command_ends_it(
-    in_an_object_store: Callable[[], Store], step: int, components: tuple[str, ...]
+    step: int, components: tuple[str, ...]
 ) -> None:
     clean = FaultyStore(in_an_object_store())
     removed(clean, step, components)
     for fault in stops("stop_before", clean):
         store = in_an_object_store()
-        try:
+        with suppress(Stopped, HoldfastError):
             removed(FaultyStore(store, [fault]), step, components)
-        except (Stopped, HoldfastError):
-            pass
         assert verify_root(store).ok, fault
         left = {entry.step: entry for entry in Catalog(store).checkpoints()}
         if step in left:

@@ -1,5 +1,4 @@
-"""SIGKILL at every single system call of a save, a deletion, gc, a resume, or of `holdfast cp`, `rm`
-and `thin`. Run as a script.
+"""SIGKILL at every system call of a save, a deletion, gc, a resume, `cp`, `rm` and `thin`: a script.
 
     python tests/crash/syscalls.py FOLDER --scenario later_save --calls all --stride 1
 

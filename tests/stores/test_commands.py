@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -75,3 +76,45 @@ def test_what_is_not_there_is_said(holdfast: Command, service: Service, root: st
     missing = holdfast("ls", f"{service.scheme}://no-such-bucket/run")
     assert missing.code != 0
     assert "Make the bucket first" in missing.err
+
+
+@on("moto")
+def test_checkpoints_are_copied_in_and_out_and_deleted(
+    holdfast: Command, service: Service, root: str, saved: Any, tmp_path: Path
+) -> None:
+    home, back = tmp_path / "home", f"{root}-back"
+    out = holdfast("cp", f"{root}@step=100", f"{root}@step=300", home, "--json")
+    assert out.code == 0, out.err
+    into = holdfast("cp", home, back, "--all", "--json")
+    assert [item["outcome"] for item in into.document["checkpoints"]] == ["copied"] * 2, into.err
+    again = holdfast("cp", home, back, "--all", "--json").document["checkpoints"]
+    assert [(item["outcome"], item["sent_nbytes"]) for item in again] == [("already there", 0)] * 2
+    for copied in (home, back):
+        assert holdfast("verify", copied).code == 0
+        with new_run().manager(copied) as manager:
+            found = manager.resume()
+            assert found is not None
+            assert found.step == 300
+    sure = ("--yes", "--reason", "test")
+    thinned = holdfast("thin", f"{root}@step=200", "--drop", "optimizer", "--yes")
+    assert thinned.code == 0, thinned.err
+    deleted = holdfast("rm", f"{back}@step=100", *sure)
+    assert deleted.code == 0, deleted.err
+    listed = holdfast("ls", back, "--json").document["checkpoints"]
+    assert [entry["step"] for entry in listed] == [300]
+    assert holdfast("rm", f"{back}@step=100", *sure, "--json").document["nbytes"] == 0
+    for place in (root, back):
+        assert holdfast("scrub", place, "--resume", tmp_path / f"{len(place)}").code == 0
+
+
+@on("moto")
+def test_a_bucket_is_watched_and_examined(
+    holdfast: Command, service: Service, root: str, saved: Any
+) -> None:
+    seen = holdfast("watch", root, "--once", "--json").document
+    assert (seen["last_step"], seen["owner"]["state"]) == (300, "closed")
+    examined = holdfast("doctor", root, "--json")
+    found = {line["check"]: line["status"] for line in examined.document["findings"]}
+    assert (found["saving"], found["clock"], examined.code) == ("ok", "ok", 0)
+    missing = holdfast("doctor", f"{service.scheme}://no-such-bucket/run")
+    assert (missing.code, "Make the bucket first" in missing.out) == (1, True)

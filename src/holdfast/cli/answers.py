@@ -224,6 +224,25 @@ class Show(Document, frozen=True):
     """Its tensors, with `--tensors`."""
 
 
+class LoggedSave(Document, frozen=True):
+    """A save of a run, and what became of it."""
+
+    folder: str
+    """Its folder."""
+    step: int | None
+    """Completed optimizer windows; null where neither the manifest nor the label says it."""
+    save_class: str | None = msgspec.field(name="class")
+    """`permanent` or `ephemeral`; null where its manifest is gone, like the next two."""
+    reason: str | None
+    """Why it was saved: `interval`, `manual`, …"""
+    created: str | None
+    """When it was saved, in UTC."""
+    state: Literal["kept", "left behind", "deleted", "aborted", "not committed"]
+    """`left behind`: a rollback went on from an earlier one. `aborted`: gc has given it up."""
+    why: str | None
+    """Why it was deleted or aborted, and by whom; null where no record of that is left."""
+
+
 class Life(Document, frozen=True):
     """Time in which one process owned a run."""
 
@@ -253,6 +272,8 @@ class Life(Document, frozen=True):
     """How it ended; `continued`: by the same process."""
     changes: list[str]
     """What had changed since the life before."""
+    saves: list[LoggedSave]
+    """Its saves, oldest first."""
 
 
 class Log(Document, frozen=True):

@@ -116,12 +116,12 @@ def ls(root: str) -> Answer:
     return list_root(root)
 
 
-@_answering(options.root)
-def log(root: str) -> Answer:
+@_answering(options.root, options.saves)
+def log(root: str, saves: bool) -> Answer:
     """List the lives of a run, oldest first: where, from which step to which, what had changed."""
     from holdfast.cli.log import log_root
 
-    return log_root(root)
+    return log_root(root, saves=saves)
 
 
 @_answering(options.target, options.tensors)

@@ -1,4 +1,4 @@
-"""`holdfast log`: list the lives of a run, with what each has changed."""
+"""`holdfast log`: list the lives of a run, what each has changed and what became of its saves."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from holdfast.care.advise import Ending, ending_of
 from holdfast.cli import answers
 from holdfast.cli.documents import unread_documents, unread_line
@@ -14,8 +16,9 @@ from holdfast.cli.output import Answer, TextTable
 from holdfast.cli.target import open_root
 from holdfast.engine.pause import collector_paused
 from holdfast.engine.roots.catalog import Catalog, Entry
-from holdfast.errors import FormatError, HoldfastError
+from holdfast.errors import FormatError, HoldfastError, SealError
 from holdfast.format import layout
+from holdfast.format.manifest import Aborted, Deleted
 from holdfast.format.records import WriterRecord
 from holdfast.store.base import Store
 
@@ -39,11 +42,12 @@ class _Life:
     """Why its newest checkpoint was saved, if that exists."""
     ending: Ending
     changes: Sequence[str]
+    saves: Sequence[answers.LoggedSave]
 
 
 @collector_paused()
-def log_root(root: str) -> Answer:
-    """List the lives of a run, oldest first. Claims nothing.
+def log_root(root: str, *, saves: bool = False) -> Answer:
+    """List the lives of a run, oldest first; with `saves` also each save. Claims nothing.
 
     Raises:
         NoCheckpoint: there is no run in `root`.
@@ -55,7 +59,7 @@ def log_root(root: str) -> Answer:
     document = {"root": store.url, "lives": [_document(life) for life in lives]}
     return Answer(
         document=answers.of(answers.Log, {**document, **unread_documents(unread)}),
-        parts=_parts(store, lives, unread),
+        parts=_parts(store, lives, unread, saves=saves),
     )
 
 
@@ -67,6 +71,7 @@ def _lives(store: Store, catalog: Catalog, entries: Sequence[Entry]) -> Iterator
     for point in points:
         if point is not None:
             steps.setdefault(point.folder, _step_of(point.folder))
+    logged = _saves(catalog, entries, claims)
     changes = {life.epoch: life for entry in reversed(entries) for life in entry.manifest.changes}
     for epoch, claim in claims.items():
         own = [entry for entry in entries if entry.name.epoch == epoch]
@@ -90,7 +95,73 @@ def _lives(store: Store, catalog: Catalog, entries: Sequence[Entry]) -> Iterator
             reason=own[0].manifest.reason if own else "",
             ending="unknown" if claim is None else ending_of(store, claim, following),
             changes=() if changed is None else changed.what,
+            saves=logged.get(epoch, ()),
         )
+
+
+def _saves(
+    catalog: Catalog, entries: Sequence[Entry], claims: Mapping[int, WriterRecord | None]
+) -> dict[int, list[answers.LoggedSave]]:
+    """Find the saves of each epoch, oldest first, also those of which only a record is left."""
+    by_folder = {entry.folder: entry for entry in entries}
+    lineage = {str(name) for name in catalog.lineage()}
+    there = {*catalog.attempts()}
+    names = {*there}
+    for claim in claims.values():
+        point = claim.resumed_from if claim is not None else None
+        name = layout.parse_attempt(point.folder) if point is not None else None
+        names |= {name} if name is not None else set()
+    found: dict[int, list[answers.LoggedSave]] = {}
+    for name in sorted(names):
+        entry = by_folder.get(str(name))
+        if entry is None:
+            saved = _ended_save(catalog, str(name), is_point=name not in there)
+        else:
+            saved = _present_save(entry, is_in_lineage=entry.folder in lineage)
+        if saved is not None:
+            found.setdefault(name.epoch, []).append(saved)
+    return found
+
+
+def _present_save(entry: Entry, *, is_in_lineage: bool) -> answers.LoggedSave:
+    manifest = entry.manifest
+    return answers.LoggedSave(
+        folder=entry.folder,
+        step=entry.step,
+        save_class=manifest.save_class,
+        reason=manifest.reason,
+        created=manifest.created,
+        state="kept" if is_in_lineage else "left behind",
+        why=None,
+    )
+
+
+def _ended_save(catalog: Catalog, folder: str, *, is_point: bool) -> answers.LoggedSave | None:
+    """Describe a save without a manifest; None for a damaged one, which is listed elsewhere.
+
+    `is_point`: it has no folder any more, and a later claim names it.
+    """
+    state: Literal["deleted", "aborted", "not committed"] = "not committed"
+    why = None
+    if is_point:
+        state = "deleted"
+    else:
+        try:
+            register = catalog.read(folder)
+        except (FormatError, SealError):
+            return None
+        if isinstance(register, Aborted | Deleted):
+            state = "deleted" if isinstance(register, Deleted) else "aborted"
+            why = f"{register.reason} ({register.by})"
+    return answers.LoggedSave(
+        folder=folder,
+        step=_step_of(folder),
+        save_class=None,
+        reason=None,
+        created=None,
+        state=state,
+        why=why,
+    )
 
 
 def _claim(catalog: Catalog, epoch: int) -> WriterRecord | None:
@@ -129,6 +200,7 @@ def _document(life: _Life) -> dict[str, Any]:
         "reason": life.reason or None,
         "ending": life.ending,
         "changes": list(life.changes),
+        "saves": msgspec.to_builtins(life.saves),
     }
 
 
@@ -137,7 +209,11 @@ def _resumed_from(claim: WriterRecord | None) -> str | None:
 
 
 def _parts(
-    store: Store, lives: Sequence[_Life], unread: Sequence[tuple[str, HoldfastError]]
+    store: Store,
+    lives: Sequence[_Life],
+    unread: Sequence[tuple[str, HoldfastError]],
+    *,
+    saves: bool,
 ) -> list[str | TextTable]:
     table = TextTable(
         columns=("life", "began (UTC)", "where", "went on from", "steps", "saved", "ending"),
@@ -146,7 +222,35 @@ def _parts(
         whole=frozenset({0, 4}),
     )
     lines = [f"life {life.epoch} changed {change}" for life in lives for change in life.changes]
-    return [store.url, table, *lines, *(unread_line(folder, error) for folder, error in unread)]
+    more = [_table_of_saves(lives)] if saves else []
+    return [
+        store.url,
+        table,
+        *lines,
+        *more,
+        *(unread_line(folder, error) for folder, error in unread),
+    ]
+
+
+def _table_of_saves(lives: Sequence[_Life]) -> TextTable:
+    return TextTable(
+        columns=("life", "step", "folder", "saved (UTC)", "class", "reason", "now"),
+        rows=[
+            (
+                str(life.epoch),
+                _count(saved.step),
+                saved.folder,
+                (saved.created or "?")[:19].replace("T", " "),
+                saved.save_class or "?",
+                saved.reason or "?",
+                saved.state + (f": {saved.why}" if saved.why else ""),
+            )
+            for life in lives
+            for saved in life.saves
+        ],
+        right=frozenset({0, 1}),
+        whole=frozenset({0, 1, 2}),
+    )
 
 
 def _row(life: _Life) -> tuple[str, ...]:

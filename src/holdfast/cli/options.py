@@ -124,6 +124,10 @@ to_variables = several("--to-env", "to_variables", "NAME", "Variable with the ne
 to_commands = several("--to-command", "to_commands", "COMMAND", "Command that prints them.")
 keep_old = flag("--keep-old", "Let the keys before open them too.")
 
+# log
+
+saves = flag("--saves", "List each save too: why it was made, and what became of it.")
+
 # show
 
 tensors = flag("--tensors", "List every tensor too.")

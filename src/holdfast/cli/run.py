@@ -18,12 +18,11 @@ from holdfast.care.supervise import (
 )
 from holdfast.cli import answers
 from holdfast.cli.output import Code, TextTable, aligned, give_line, say
-from holdfast.cli.target import unlocked
+from holdfast.cli.target import opened, unlocked
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.roots.sources import split_source
 from holdfast.errors import FormatError, SealError, StoreError, UsageError
 from holdfast.policy.clock import Unit, parse
-from holdfast.store import open_store
 from holdfast.store.base import Store
 from holdfast.store.memory import MemoryStore
 
@@ -86,7 +85,7 @@ def _open(root: str) -> Store:
         raise UsageError(f"--root {root!r}: must be a whole root, without @{which}")
     from holdfast.engine.sealed.sealing import bare
 
-    store = unlocked(open_store(name))
+    store = unlocked(opened(name))
     if isinstance(bare(store), MemoryStore):
         raise UsageError(f"--root {root!r}: another process cannot see it; use a folder or a URL")
     return store

@@ -67,9 +67,12 @@ class Checkpoint:
         size = f"{self.nbytes:,} bytes"
         return f"<Checkpoint of step {self.step}: {self.path!r}, {size}, {_marks(self)}>"
 
+    def _repr_html_(self) -> str:
+        return f"<table>{_row('th', _COLUMNS)}{_row('td', _cells(self))}</table>"
+
 
 class CheckpointList(tuple[Checkpoint, ...]):
-    """The checkpoints of a run, newest first. A notebook shows them as a table."""
+    """The checkpoints of a run, newest first. `print` and notebooks show them as a table."""
 
     __slots__ = ()
 
@@ -81,6 +84,12 @@ class CheckpointList(tuple[Checkpoint, ...]):
             steps[_MAX_STEPS - 1 : -1] = ["…"]
         what = "1 checkpoint" if len(self) == 1 else f"{len(self)} checkpoints"
         return f"<{what} of {self[0].root!r}, newest first: step {', '.join(steps)}>"
+
+    def __str__(self) -> str:
+        rows = [_COLUMNS, *map(_cells, self)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+        return "\n".join(lines) if self else repr(self)
 
     def _repr_html_(self) -> str:
         return (
