@@ -165,11 +165,15 @@ def in_a_process(
         ["verify", "ROOT"],
         ["gc", "ROOT"],
         ["prune", "ROOT", "--keep", "last:1"],
+        ["cp", "ROOT@latest", "ROOT-copy"],
+        ["rm", "ROOT@step=300", "--yes", "--reason", "x", "--even-latest"],
+        ["watch", "ROOT", "--once"],
+        ["doctor", "ROOT"],
     ],
 )
 def test_no_command_pays_for_torch(root: Path, arguments: list[str]) -> None:
     """Design, section 7."""
-    done = in_a_process(*[root if item == "ROOT" else item for item in arguments])
+    done = in_a_process(*[item.replace("ROOT", str(root)) for item in arguments])
     assert (done.returncode, done.stderr.strip()) == (0, "imported")
     assert done.stdout
 

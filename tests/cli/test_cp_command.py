@@ -19,7 +19,7 @@ from holdfast.errors import HoldfastError
 from holdfast.events import Emitter
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
-from holdfast.testing.faulty import FaultyStore, Stopped
+from holdfast.testing.faulty import Fault, FaultyStore, Stopped
 from marks import diagonal
 from runs import new_run
 from stops import stops
@@ -241,6 +241,24 @@ def copied(source: MemoryStore, target: Any) -> None:
     folders = [entry.folder for entry in Catalog(source).checkpoints()]
     for _ in copy(source, target, plan(source, target, folders), emit=Emitter(())):
         pass
+
+
+def test_a_killed_copy_does_not_keep_a_backup_from_growing() -> None:
+    """On an object store it is never proven dead."""
+    source, target = resumed_twice(), MemoryStore()
+    (second, first) = [entry.folder for entry in Catalog(source).checkpoints()]
+
+    def copied_one(store: Any, folder: str) -> None:
+        for _ in copy(source, store, plan(source, store, [folder]), emit=Emitter(())):
+            pass
+
+    fault = Fault(kind="stop_after", op="put", at=2)
+    with suppress(Stopped):
+        copied_one(FaultyStore(target, [fault]), first)
+    assert Catalog(target).highest_epoch() == 2
+    copied_one(target, second)
+    copied_one(target, first)
+    assert [entry.step for entry in Catalog(target).checkpoints()] == [2, 1]
 
 
 KINDS = ("stop_before", "stop_after")

@@ -1,4 +1,4 @@
-"""SIGKILL at every system call of a save, a deletion, gc, a resume, `cp`, `rm` and `thin`: a script.
+"""SIGKILL at every system call of a save, a deletion, gc, a resume, `cp`, `rm`, `thin`: a script.
 
     python tests/crash/syscalls.py FOLDER --scenario later_save --calls all --stride 1
 

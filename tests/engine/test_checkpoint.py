@@ -83,6 +83,10 @@ def test_a_list_is_a_table_in_a_notebook_and_a_tuple_elsewhere(tmp_path: Path) -
     assert isinstance(found, tuple)
     assert [checkpoint.step for checkpoint in found] == [2, 1]
     assert found == tuple(found)
+    lines = str(found).splitlines()
+    assert lines[0].split()[:3] == ["step", "folder", "bytes"]
+    assert [line.split()[0] for line in lines[1:]] == ["2", "1"]
+    assert found[0]._repr_html_().count("<tr>") == 2
     table = found._repr_html_()
     assert table.count("<tr>") == 3
     assert "<th>step</th><th>folder</th>" in table

@@ -353,7 +353,7 @@ def _expect_same_run(source: Store, target: Store, planned: Sequence[Planned]) -
     upto = max((item.name.epoch for item in planned), default=0)
     wrong = [epoch for epoch in differing if epoch <= upto]
     for epoch in Catalog(target).claims():
-        if wrong and epoch >= wrong[-1] and is_in_use(target, epoch):
+        if wrong and epoch >= wrong[-1] and _is_in_use(target, epoch):
             raise _other_run(source, target, epoch)
     nonces = {item.name.epoch: _nonce(source, item.name.epoch) for item in planned}
     for item in planned:
@@ -368,6 +368,19 @@ def _expect_same_run(source: Store, target: Store, planned: Sequence[Planned]) -
         other = _manifest(target, str(name)) if nonce else None
         if other is not None and other.writer not in (None, nonce):
             raise _other_run(source, target, name.epoch)
+
+
+def _is_in_use(target: Store, epoch: int) -> bool:
+    """Whether anything was saved under a claim of the target, or may still be.
+
+    Of the claim of an earlier copy only attempts count. If that copy was killed, a put of it that
+    still arrives has the bytes that are copied now.
+    """
+    with suppress(FormatError):
+        claim = Catalog(target).writer(epoch)
+        if claim is not None and claim.tiered and claim.takeover:
+            return any(name.epoch == epoch for name in Catalog(target).attempts())
+    return is_in_use(target, epoch)
 
 
 def _nonce(store: Store, epoch: int) -> str:
