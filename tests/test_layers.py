@@ -45,7 +45,7 @@ INNER: dict[str, tuple[tuple[str, ...], ...]] = {
         ("chosen",),
     ),
     "engine": (
-        ("memory", "pause", "roots", "workers"),
+        ("bars", "memory", "pause", "roots", "workers"),
         ("checkpoint", "claims", "moments", "sealed", "staging", "threads"),
         ("access", "control", "hooks", "loading", "tiers"),
         ("saving",),

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from holdfast import testing as testing
     from holdfast import train as train
     from holdfast.engine.access import reading as reading
+    from holdfast.engine.bars import progress as progress
     from holdfast.engine.checkpoint import Checkpoint as Checkpoint
     from holdfast.engine.checkpoint import PendingSave as PendingSave
     from holdfast.engine.control.stop import Stop as Stop
@@ -148,6 +149,7 @@ _HOMES = {
     "load_weights": "holdfast.weights",
     "open_store": "holdfast.store",
     "parse_rule": "holdfast.policy.rules",
+    "progress": "holdfast.engine.bars",
     "reading": "holdfast.engine.access",
     "simulate": "holdfast.policy.costs",
     "testing": "holdfast",

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from html import escape
 from typing import Literal
 
+from holdfast.engine.bars import watch_one
 from holdfast.engine.roots.catalog import Entry
 from holdfast.engine.roots.parts import parts_of
 from holdfast.errors import DeadlineExceeded, RolledBack, SaveSkipped, UsageError
@@ -225,7 +227,14 @@ class PendingSave:
             DeadlineExceeded: `timeout_s` seconds passed; the save continues.
         """
         limit_s = self._timeout_s if timeout_s is None else timeout_s
-        _, running = wait([self.committed], timeout=limit_s)
+        end_s = time.monotonic() + limit_s
+        watch_one(
+            self.committed,
+            timeout_s=limit_s,
+            what=f"save of step {self.step}",
+            doing=lambda: self.phase.text,
+        )
+        _, running = wait([self.committed], timeout=max(end_s - time.monotonic(), 0.0))
         if running:
             raise DeadlineExceeded(
                 f"save of step {self.step}: not done after {limit_s:.0f} s; it is {self.phase.text}"

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any, TypeAlias, TypeVar
 
+from holdfast.engine.bars import watch_all
 from holdfast.engine.workers import Workers, gather, num_cores
 
 T = TypeVar("T")
@@ -65,7 +67,10 @@ class Threads:
         try:
             for read in reads:
                 futures.append(self._begin(read, room))
-            gather(futures, timeout_s=timeout_s, what=what)
+            began_s = time.monotonic()
+            watch_all(futures, timeout_s=timeout_s, what=what)
+            left_s = max(timeout_s - (time.monotonic() - began_s), 0.0)
+            gather(futures, timeout_s=left_s, what=what)
         finally:
             # A read that still waits for room, because uses hang, sees that it was cancelled and
             # frees its thread; one place is enough, which each passes to the next.
