@@ -8,6 +8,7 @@ import pytest
 from tests.cli.roots import Result
 
 from holdfast.cli.app import app
+from marks import full
 
 ROOT = "s3://bucket/run"
 FOLDER = "step-00000001.0001-000001-00000000"
@@ -36,12 +37,13 @@ COMMANDS = {
     "keys list": [ROOT],
 }
 """Each command that talks to a store, with arguments."""
+QUICK = ("cp", "doctor", "rm", "watch")
 ELSEWHERE = {"train", "keys", "demo", "completion", "import", "export"}
 """Those that talk to none, or (import, export) are tested beside their formats."""
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", [*QUICK, *full(*(c for c in COMMANDS if c not in QUICK))])
 def test_a_command_gives_up_a_dead_endpoint_after_its_timeout(
     holdfast: Callable[..., Result], monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:

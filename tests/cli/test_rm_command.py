@@ -260,7 +260,14 @@ def in_an_object_store() -> Store:
     return store
 
 
-@pytest.mark.parametrize(("step", "components"), [(2, ()), (3, ()), (2, ("two",))])
+@pytest.mark.parametrize(
+    ("step", "components"),
+    [
+        (3, ()),
+        pytest.param(2, (), marks=pytest.mark.full),
+        pytest.param(2, ("two",), marks=pytest.mark.full),
+    ],
+)
 def test_after_a_stop_anywhere_the_root_verifies_and_the_command_ends_it(
     step: int, components: tuple[str, ...]
 ) -> None:

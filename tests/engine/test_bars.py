@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from children import environment
 from holdfast.engine.bars import progress, shown_by
 from runs import new_run
@@ -28,6 +30,7 @@ def test_a_load_and_a_save_say_how_far_they_are(tmp_path: Path) -> None:
     assert len(shown) == before
 
 
+@pytest.mark.full
 def test_without_a_terminal_nothing_is_shown(tmp_path: Path) -> None:
     script = (
         "import sys, holdfast\n"
