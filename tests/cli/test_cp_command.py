@@ -127,6 +127,20 @@ def test_another_run_is_not_mixed_in(holdfast: Command, root: Path, tmp_path: Pa
     assert names(other) == before
 
 
+def test_two_runs_are_not_copied_into_one_root(
+    holdfast: Command, root: Path, tmp_path: Path
+) -> None:
+    other, copy_root = tmp_path / "other", tmp_path / "copy"
+    with new_run(1).manager(other) as manager:
+        manager.save(1).wait()
+    result = holdfast("cp", f"{root}@latest", f"{other}@latest", copy_root, "--json")
+    assert result.code == 1
+    assert [item["outcome"] for item in result.document["checkpoints"]] == ["copied", "failed"]
+    assert "holds another run" in result.document["checkpoints"][1]["why"]
+    assert steps(copy_root) == [300]
+    assert holdfast("verify", copy_root).code == 0
+
+
 def test_neither_is_one_that_was_copied_by_hand(
     holdfast: Command, root: Path, tmp_path: Path
 ) -> None:
@@ -153,9 +167,13 @@ def test_a_checkpoint_without_claims_is_copied_and_resumed(
     [
         (["{root}"], "{tmp}/copy", "name one checkpoint"),
         (["{root}@latest"], "{root}", "both copied from and copied to"),
-        (["{root}@latest"], "{tmp}/copy@latest", "the root to copy to"),
-        (["{root}@latest"], "{tmp}", "holds other things"),
-        (["{root}@step=7"], "{tmp}/copy", "no checkpoint for 'step=7'"),
+        pytest.param(
+            ["{root}@latest"], "{tmp}/copy@latest", "the root to copy to", marks=pytest.mark.full
+        ),
+        pytest.param(["{root}@latest"], "{tmp}", "holds other things", marks=pytest.mark.full),
+        pytest.param(
+            ["{root}@step=7"], "{tmp}/copy", "no checkpoint for 'step=7'", marks=pytest.mark.full
+        ),
     ],
 )
 def test_a_mistyped_command_writes_nothing(

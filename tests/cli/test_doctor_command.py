@@ -56,9 +56,9 @@ def test_without_a_root_the_machine_is_checked(
         ("damaged", "manifests", "fail"),
         ("full", "room", "fail"),
         ("skewed", "clock", "warn"),
-        ("unlinkable", "hard links", "warn"),
-        ("other", "root", "warn"),
-        ("readonly", "saving", "fail"),
+        pytest.param("unlinkable", "hard links", "warn", marks=pytest.mark.full),
+        pytest.param("other", "root", "warn", marks=pytest.mark.full),
+        pytest.param("readonly", "saving", "fail", marks=pytest.mark.full),
     ],
 )
 def test_each_trouble_has_a_line_that_says_what_to_do(

@@ -70,13 +70,15 @@ def test_one_checkpoint_goes_and_its_reason_stays_in_what_is_printed(
         ("paper", SURE, "it is tagged paper (--even-pinned)"),
         ("step=400", SURE, "the run goes on from it (--even-latest)"),
         ("latest", SURE, "name the step or the folder"),
-        ("step=3*", SURE, "one checkpoint at a time"),
-        ("step=100..300", SURE, "one checkpoint at a time"),
-        ("step=100,300", SURE, "one checkpoint at a time"),
-        ("step=30", SURE, "no checkpoint for 'step=30'"),
-        ("step=300", ("--yes",), "say why"),
-        ("step=300", ("--reason", "x"), "no terminal to ask on"),
-        (None, SURE, "Name one checkpoint"),
+        pytest.param("step=3*", SURE, "one checkpoint at a time", marks=pytest.mark.full),
+        pytest.param("step=100..300", SURE, "one checkpoint at a time", marks=pytest.mark.full),
+        pytest.param("step=100,300", SURE, "one checkpoint at a time", marks=pytest.mark.full),
+        pytest.param("step=30", SURE, "no checkpoint for 'step=30'", marks=pytest.mark.full),
+        pytest.param("step=300", ("--yes",), "say why", marks=pytest.mark.full),
+        pytest.param(
+            "step=300", ("--reason", "x"), "no terminal to ask on", marks=pytest.mark.full
+        ),
+        pytest.param(None, SURE, "Name one checkpoint", marks=pytest.mark.full),
     ],
 )
 def test_what_may_be_mistyped_deletes_nothing(
@@ -189,9 +191,9 @@ def test_a_component_goes_and_the_rest_loads(holdfast: Command, longer: Path) ->
     [
         ("step=300", ["optimzer"], "It has no optimzer"),
         ("step=300", ["model", "optimizer", "scheduler", "counters", "rng"], "nothing would be"),
-        ("step=300", [], "say what to drop"),
-        ("step=100", ["optimizer"], "it is pinned"),
-        ("step=400", ["optimizer"], "--even-latest"),
+        pytest.param("step=300", [], "say what to drop", marks=pytest.mark.full),
+        pytest.param("step=100", ["optimizer"], "it is pinned", marks=pytest.mark.full),
+        pytest.param("step=400", ["optimizer"], "--even-latest", marks=pytest.mark.full),
     ],
 )
 def test_what_may_be_mistyped_drops_nothing(

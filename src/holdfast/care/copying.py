@@ -190,6 +190,7 @@ def copy(
         return
     above = max(item.name.epoch for item in planned)
     _expect_free(source, target, emit)
+    _expect_same_run(source, target, planned)
     _give_claims(source, target, upto=above)
     owner = _CopyOwnership(target, above=above)
     owner.take(_choices(source, target, emit))
