@@ -43,6 +43,23 @@ command("gc runs/first@step=3", "step=3")
 command("pin runs/first@step=99", "99")
 command("tag runs/first@step=3", "TAG", did="`holdfast tag runs/first@step=3`, without a tag")
 command("tag runs/first@step=3 latest", "latest")
+command("untag runs/first@step=3 paper", "paper")
+command(
+    "rm runs/first", "runs/first@step=1000", did="`holdfast rm runs/first`, without a checkpoint"
+)
+command("rm runs/first@step=99 --yes --reason old", "99")
+command("rm runs/first@step=1..3 --yes --reason old", "step=1..3")
+command("rm runs/first@latest --yes --reason old", "latest")
+command(
+    "rm runs/first@step=3 --yes --reason old", "--even-latest", did="`holdfast rm` of the latest"
+)
+command("rm runs/first@step=2 --reason old", "--yes", did="`holdfast rm` in a script without --yes")
+command("thin runs/first@step=2 --drop optimzer --yes", "optimzer")
+command("cp runs/first copy", "runs/first@latest")
+command("cp runs/first@latest runs/first", "runs/first", did="`holdfast cp` to the same root")
+command("cp runs/first@latest .", "runs", did="`holdfast cp` to a folder with other things")
+command("scrub runs/first --rate fast", "fast")
+command("completion tcsh", "tcsh")
 command("save runs/first", "runs/first", did="`holdfast save runs/first` while nobody trains")
 command("save runs/first --timeout 5", "5")
 command("uploads runs/first", "runs/first", did="`holdfast uploads` of a root with one tier")
