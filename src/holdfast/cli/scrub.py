@@ -116,7 +116,7 @@ def scrub(root: str, *, rate: str | None, place: Path | None) -> Answer:
 
 
 def _rate(text: str) -> float:
-    nbytes = number_of_bytes(text, what="--rate")
+    nbytes = number_of_bytes(text, what="--rate ")
     if nbytes <= 0:
         raise UsageError(f"--rate {text!r}: must be more than 0, such as 50MB")
     return float(nbytes)
