@@ -10,19 +10,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-import numpy as np
-
 from holdfast.engine.loading.blockreading import FileBlocks, begin_block
 from holdfast.engine.memory import Buffers
 from holdfast.errors import CorruptData, DeadlineExceeded
+from holdfast.interop.files import copy
 from holdfast.store.base import Store
 
-KEPT_NBYTES = 64 << 20
+KEPT_NBYTES = 32 << 20
 """Most bytes of blocks that are kept while nobody reads from them."""
 READ_TIMEOUT_S = 600.0
 """Longest wait for a block that another thread reads."""
-_COPIED_NBYTES = 64 << 10
-"""Least bytes of a copy by numpy, which lets other threads run meanwhile."""
 
 _BlockId: TypeAlias = tuple[str, int]
 
@@ -71,7 +68,7 @@ class CheckedBlocks:
             number, skipped = divmod(start + done, size)
             count = min(size - skipped, memory.nbytes - done)
             with self._block(file, number) as plain:
-                _copy(plain[skipped : skipped + count], memory[done : done + count])
+                copy(plain[skipped : skipped + count], memory[done : done + count])
             done += count
 
     @contextmanager
@@ -133,10 +130,3 @@ def _wait(read: Future[None], what: str) -> None:
         read.result(timeout=READ_TIMEOUT_S)
     except FutureTimeout:
         raise DeadlineExceeded(f"{what} was not read within {READ_TIMEOUT_S:.0f} s") from None
-
-
-def _copy(old: memoryview, new: memoryview) -> None:
-    if new.nbytes < _COPIED_NBYTES:
-        new[:] = old
-    else:
-        np.frombuffer(new, np.uint8)[:] = np.frombuffer(old, np.uint8)

@@ -14,12 +14,12 @@ from holdfast.engine.workers import Workers, cancel
 from holdfast.errors import DeadlineExceeded
 from holdfast.interop.source import Source
 
-PIECE_NBYTES = 8 << 20
+PIECE_NBYTES = 4 << 20
 """Most bytes of a piece; a multiple of every item's size."""
-NUM_READERS = 4
+NUM_READERS = 10
 """Threads that read: so many reads at a time keep a disk busy."""
-NUM_AHEAD = 6
-"""Most batches of pieces, of 8 MiB each, that are read before they are asked for."""
+NUM_AHEAD = 12
+"""Most batches of pieces, of 4 MiB each, that are read before they are asked for."""
 READ_TIMEOUT_S = 600.0
 """Longest wait for one batch: a network file system that hangs must not hang a command."""
 _ALIGNMENT = 64
