@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ class Piece:
     memory: memoryview
 
 
-def pieces(source: Source, wanted: Iterable[tuple[str, str]]) -> Iterator[Piece]:
+def pieces(source: Source, wanted: Iterable[tuple[str, str]]) -> Generator[Piece, None, None]:
     """Read tensors, given as (component, key), in the order given; each in pieces from its start.
 
     A tensor without elements gives one piece of no bytes. A few threads read ahead; none of them

@@ -1,0 +1,218 @@
+"""Differences of two sources: structure, dtypes, values and numbers, in constant memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
+from typing import Any, TypeAlias
+
+import msgspec
+
+from holdfast.errors import UsageError
+from holdfast.format.tensors import TensorSpec
+from holdfast.interop.comparing.pairs import PairTally, TensorDifference, described
+from holdfast.interop.comparing.trees import Pair, ValueDifference, differences
+from holdfast.interop.reading import Piece, pieces
+from holdfast.interop.source import Part, Source
+
+_Key = tuple[str, str]
+Progress: TypeAlias = Callable[[str, int, int], None]
+"""Called with a word for what is done, the bytes of a that are done, and all that are to do."""
+
+
+class SourceDifference(msgspec.Struct, frozen=True, kw_only=True):
+    """All differences of two sources."""
+
+    tensors: tuple[TensorDifference, ...]
+    values: tuple[ValueDifference, ...]
+    num_equal: int
+    """Tensors that are equal in every bit."""
+    num_unread: int
+    """Those of them that were not read, as their digests are equal."""
+
+    def beyond(self, limit: float | None) -> tuple[TensorDifference, ...]:
+        """Return the tensors that differ by more than a limit; all that differ without one."""
+        if limit is None:
+            return self.tensors
+        return tuple(one for one in self.tensors if not one.is_within(limit))
+
+
+def compare(
+    a: Source, b: Source, components: Collection[str] = (), *, progress: Progress | None = None
+) -> SourceDifference:
+    """Compare two sources, or the named components of them.
+
+    Two sources of one component each are compared whatever these are called.
+
+    Raises:
+        UsageError: neither has a component of a given name.
+        CorruptData, StoreError: as `Source.read_into`.
+    """
+    values: list[ValueDifference] = []
+    pairs: dict[tuple[_Key, _Key], list[str]] = {}
+    alone: list[TensorDifference] = []
+    for name, part_a, part_b in _components(a, b, components):
+        if part_a is None or part_b is None:
+            text = f"a component of kind {(part_a or part_b).kind}"  # type: ignore[union-attr]
+            values.append(
+                ValueDifference(path=name, a=text if part_a else None, b=text if part_b else None)
+            )
+        name_a, name_b = _names(a, b, name)
+        empty: Mapping[str, Any] = {}
+        trees = (part_a.tree if part_a else empty, part_b.tree if part_b else empty)
+        for found in differences(*trees, f"{name}:"):
+            if isinstance(found, ValueDifference):
+                if part_a is not None and part_b is not None:
+                    values.append(found)
+            elif found.a and found.b:
+                pairs.setdefault(((name_a, found.a), (name_b, found.b)), []).append(found.path)
+            else:
+                alone.append(_alone(found, part_a, part_b))
+    compared, num_equal, num_unread = _tensors(a, b, pairs, progress)
+    return SourceDifference(
+        tensors=(*alone, *compared),
+        values=tuple(values),
+        num_equal=num_equal,
+        num_unread=num_unread,
+    )
+
+
+def _components(
+    a: Source, b: Source, wanted: Collection[str]
+) -> Iterator[tuple[str, Part | None, Part | None]]:
+    names = [*dict.fromkeys([*a.parts, *b.parts])]
+    if missing := [name for name in wanted if name not in names]:
+        raise UsageError(
+            f"no component {', '.join(map(repr, missing))}; there are "
+            f"{', '.join(map(repr, names)) or 'none'}"
+        )
+    if not wanted and len(a.parts) == len(b.parts) == 1:
+        names = names[:1]
+    for name in wanted or names:
+        name_a, name_b = _names(a, b, name)
+        yield name, a.parts.get(name_a), b.parts.get(name_b)
+
+
+def _names(a: Source, b: Source, name: str) -> tuple[str, str]:
+    """Return the name of a component in both; single components are each other's counterpart."""
+    if name not in b.parts and len(a.parts) == len(b.parts) == 1:
+        return name, next(iter(b.parts))
+    return name, name
+
+
+def _alone(pair: Pair, part_a: Part | None, part_b: Part | None) -> TensorDifference:
+    if pair.a:
+        assert part_a is not None
+        text = described(part_a.specs[pair.a])
+        return TensorDifference(tensor=pair.path, what="only in a", a=text, b=None)
+    assert part_b is not None
+    text = described(part_b.specs[pair.b])
+    return TensorDifference(tensor=pair.path, what="only in b", a=None, b=text)
+
+
+def _tensors(
+    a: Source, b: Source, pairs: Mapping[tuple[_Key, _Key], list[str]], progress: Progress | None
+) -> tuple[list[TensorDifference], int, int]:
+    found: list[TensorDifference] = []
+    num_equal = num_unread = 0
+    to_read: list[tuple[_Key, _Key]] = []
+    for (one, other), paths in pairs.items():
+        spec_a, spec_b = _spec(a, one), _spec(b, other)
+        if spec_a.shape != spec_b.shape:
+            a_text, b_text = described(spec_a), described(spec_b)
+            found += [
+                TensorDifference(tensor=path, what="shape", a=a_text, b=b_text) for path in paths
+            ]
+        elif spec_a.dtype == spec_b.dtype and _same_digest(a, one, b, other):
+            num_equal += len(paths)
+            num_unread += len(paths)
+        else:
+            to_read.append((one, other))
+    for one, other, tally in _read(a, b, _in_order(a, to_read), progress):
+        paths = pairs[one, other]
+        if tally.is_equal:
+            num_equal += len(paths)
+        else:
+            found += [tally.difference(path) for path in paths]
+    return found, num_equal, num_unread
+
+
+def _spec(source: Source, at: _Key) -> TensorSpec:
+    return source.parts[at[0]].specs[at[1]]
+
+
+def _same_digest(a: Source, one: _Key, b: Source, other: _Key) -> bool:
+    known = a.fingerprint(*one)
+    return known is not None and known == b.fingerprint(*other)
+
+
+def _in_order(source: Source, pairs: Iterable[tuple[_Key, _Key]]) -> list[tuple[_Key, _Key]]:
+    """Sort pairs by where the first of each lies in its source."""
+    places = [(name, key) for name, part in source.parts.items() for key in part.specs]
+    numbers = {place: number for number, place in enumerate(places)}
+    return sorted(pairs, key=lambda pair: numbers[pair[0]])
+
+
+def _read(
+    a: Source, b: Source, pairs: list[tuple[_Key, _Key]], progress: Progress | None
+) -> Iterator[tuple[_Key, _Key, PairTally]]:
+    """Read both tensors of each pair side by side."""
+    total = sum(_spec(a, one).nbytes for one, _ in pairs)
+    done = 0
+    streams = (
+        _Stream(pieces(a, [one for one, _ in pairs])),
+        _Stream(pieces(b, [other for _, other in pairs])),
+    )
+    try:
+        for one, other in pairs:
+            tally = PairTally(_spec(a, one), _spec(b, other))
+            while tally.num_left:
+                memories = [
+                    stream.rest(size) for stream, size in zip(streams, tally.sizes, strict=True)
+                ]
+                count = min(
+                    memory.nbytes // size
+                    for memory, size in zip(memories, tally.sizes, strict=True)
+                )
+                taken = [
+                    stream.take(count * size)
+                    for stream, size in zip(streams, tally.sizes, strict=True)
+                ]
+                tally.add(*taken)
+                done += taken[0].nbytes
+                if progress is not None:
+                    progress("compared", done, total)
+            for stream in streams:
+                stream.end()
+            yield one, other, tally
+    finally:
+        for stream in streams:
+            stream.close()
+
+
+class _Stream:
+    """Pieces of one source, of which any number of bytes is taken."""
+
+    def __init__(self, found: Generator[Piece, None, None]) -> None:
+        self._pieces = found
+        self._rest: memoryview | None = None
+
+    def rest(self, size: int) -> memoryview:
+        """Return what is left of the piece in progress: at least one number of `size` bytes."""
+        if self._rest is None or not self._rest.nbytes:
+            self._rest = next(self._pieces).memory
+        assert self._rest.nbytes >= size
+        return self._rest
+
+    def take(self, nbytes: int) -> memoryview:
+        assert self._rest is not None
+        taken, self._rest = self._rest[:nbytes], self._rest[nbytes:]
+        return taken
+
+    def end(self) -> None:
+        """Pass over the piece of a tensor without elements."""
+        if self._rest is None:
+            next(self._pieces)
+        self._rest = None
+
+    def close(self) -> None:
+        self._pieces.close()

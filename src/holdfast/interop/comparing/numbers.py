@@ -1,0 +1,116 @@
+"""Numbers in the bytes of a tensor, of every dtype, with numpy alone.
+
+Types that numpy lacks are decoded exactly: bfloat16 by a shift, others by a table. The real and
+the imaginary part of a complex number are two numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+CHUNK = 1 << 16
+"""Most numbers that are computed with at a time: they fit the processor's cache."""
+
+_NATIVE: Mapping[str, tuple[str, str]] = {
+    "BOOL": ("u1", "f4"),
+    "U8": ("u1", "f4"),
+    "I8": ("i1", "f4"),
+    "U16": ("<u2", "f4"),
+    "I16": ("<i2", "f4"),
+    "U32": ("<u4", "f8"),
+    "I32": ("<i4", "f8"),
+    "U64": ("<u8", "f8"),
+    "I64": ("<i8", "f8"),
+    "F16": ("<f2", "f4"),
+    "F32": ("<f4", "f4"),
+    "F64": ("<f8", "f8"),
+    "C32": ("<f2", "f4"),
+    "C64": ("<f4", "f4"),
+    "C128": ("<f8", "f8"),
+}
+"""dtype → numpy's type of its numbers, and the float type that holds each of them. It holds 64-bit
+integers rounded to 53 bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Minifloat:
+    """A float type of eight bits."""
+
+    num_mantissa_bits: int
+    bias: int
+    has_infinity: bool = False
+    nan: tuple[int, ...] = ()
+    """Codes that are no number; with `has_infinity` those of the largest exponent, too."""
+
+
+_MINIFLOATS: Mapping[str, _Minifloat] = {
+    "F8_E4M3": _Minifloat(3, 7, nan=(0x7F, 0xFF)),
+    "F8_E5M2": _Minifloat(2, 15, has_infinity=True),
+    "F8_E4M3FNUZ": _Minifloat(3, 8, nan=(0x80,)),
+    "F8_E5M2FNUZ": _Minifloat(2, 16, nan=(0x80,)),
+}
+
+
+def number_nbytes(dtype: str) -> int:
+    """Return the bytes of one number: half of an element, if that is complex."""
+    native = _NATIVE.get(dtype)
+    if native is not None:
+        return np.dtype(native[0]).itemsize
+    return 2 if dtype == "BF16" else 1
+
+
+def is_complex(dtype: str) -> bool:
+    """Whether each element is two numbers."""
+    return dtype in ("C32", "C64", "C128")
+
+
+def chunks(memory: memoryview, dtype: str) -> Iterator[Any]:
+    """Yield the numbers in the bytes of a tensor, as float32 where that holds them, else float64.
+
+    At most `CHUNK` at a time, in order. Each is valid until the next.
+    """
+    raw = np.frombuffer(memory, np.uint8)
+    step = CHUNK * number_nbytes(dtype)
+    for start in range(0, len(raw), step):
+        yield floats(raw[start : start + step], dtype)
+
+
+def floats(raw: Any, dtype: str) -> Any:
+    """Return the numbers in some bytes, as float32 where that holds each of them, else float64."""
+    native = _NATIVE.get(dtype)
+    if native is not None:
+        found, wide = native
+        if dtype == "BOOL":
+            return (raw != 0).astype(wide)
+        return raw.view(found).astype(wide, copy=False)
+    if dtype == "BF16":
+        return (raw.view("<u2").astype("<u4") << np.uint32(16)).view("<f4")
+    return _table(dtype).take(raw)
+
+
+@cache
+def _table(dtype: str) -> Any:
+    """Return the numbers of all codes of a type of eight bits."""
+    if dtype == "F8_E8M0":
+        return np.array([2.0 ** (code - 127) for code in range(255)] + [math.nan], np.float32)
+    form = _MINIFLOATS[dtype]
+    return np.array([_value(code, form) for code in range(256)], np.float32)
+
+
+def _value(code: int, form: _Minifloat) -> float:
+    if code in form.nan:
+        return math.nan
+    sign, rest = -1.0 if code & 0x80 else 1.0, code & 0x7F
+    exponent, mantissa = divmod(rest, 1 << form.num_mantissa_bits)
+    top = (0x7F >> form.num_mantissa_bits) if form.has_infinity else -1
+    if exponent == top:
+        return math.nan if mantissa else sign * math.inf
+    if exponent:
+        mantissa += 1 << form.num_mantissa_bits
+    return sign * math.ldexp(mantissa, max(exponent, 1) - form.bias - form.num_mantissa_bits)

@@ -1,0 +1,169 @@
+"""Differences of two tensors, gathered piece by piece in constant memory. Sums are in float64."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+from holdfast.format.tensors import TensorSpec
+from holdfast.interop.comparing.numbers import CHUNK, floats, number_nbytes
+
+What = Literal["values", "dtype", "shape", "only in a", "only in b"]
+
+
+class TensorDifference(msgspec.Struct, frozen=True, kw_only=True):
+    """Two tensors at one path that are not equal in every bit, or one that has no counterpart.
+
+    Figures are of the positions at which both numbers are finite; they are null where no numbers
+    could be compared.
+    """
+
+    tensor: str
+    """Component and path, such as "model:h.0.weight"."""
+    what: What
+    """`values`, or the first of these that differs: presence, shape, dtype."""
+    a: str | None
+    """dtype and shape, such as "F32 768×768"; null where only b has it."""
+    b: str | None
+    count: int = 0
+    """Numbers that were compared; a complex element is two."""
+    different: int = 0
+    """Numbers that differ in a bit; of two dtypes, in value."""
+    max_abs: float | None = None
+    """Largest absolute difference."""
+    relative_norm: float | None = None
+    """Norm of the difference over the norm of a."""
+    cosine: float | None = None
+    """Cosine of the angle between both."""
+    non_finite_a: int = 0
+    """Numbers of a that are NaN or infinite."""
+    non_finite_b: int = 0
+    unmatched: int = 0
+    """Positions at which one is NaN or infinite and the other is not the same."""
+
+    def is_within(self, limit: float) -> bool:
+        """Whether shapes agree and no number differs by more than `limit`."""
+        is_measured = self.what in ("values", "dtype") and not self.unmatched
+        return is_measured and (self.max_abs or 0.0) <= limit
+
+
+def described(spec: TensorSpec) -> str:
+    """Return a tensor's dtype and shape as text, such as "F32 768×768"."""
+    return f"{spec.dtype} {'×'.join(map(str, spec.shape)) or 'scalar'}"
+
+
+class PairTally:
+    """Differences of two tensors of one shape, of the numbers added so far. Sums are in float64."""
+
+    def __init__(self, a: TensorSpec, b: TensorSpec) -> None:
+        self._specs = (a, b)
+        self._is_one_dtype = a.dtype == b.dtype
+        self.sizes = (number_nbytes(a.dtype), number_nbytes(b.dtype))
+        """Bytes of a number of each."""
+        self.num_left = a.nbytes // self.sizes[0]
+        """Numbers that are still to be added."""
+        self.is_equal = self._is_one_dtype
+        """Whether both have one dtype, and no bit differs so far."""
+        self._count = 0
+        self._different = 0
+        self._unmatched = 0
+        self._non_finite = [0, 0]
+        self._max = 0.0
+        self._num_finite = 0
+        self._squares = [0.0, 0.0, 0.0]
+        """Of a, of b, and of the difference."""
+
+    def add(self, a: memoryview, b: memoryview) -> None:
+        """Add as many numbers of both, that follow those added before."""
+        raw_a, raw_b = np.frombuffer(a, np.uint8), np.frombuffer(b, np.uint8)
+        num = len(raw_a) // self.sizes[0]
+        self.num_left -= num
+        self._count += num
+        is_only_piece = not self.num_left and self._count == num
+        if self._is_one_dtype and is_only_piece and np.array_equal(raw_a, raw_b):
+            return  # nothing more is asked of equal tensors
+        for start in range(0, num, CHUNK):
+            stop = min(start + CHUNK, num)
+            self._add(
+                raw_a[start * self.sizes[0] : stop * self.sizes[0]],
+                raw_b[start * self.sizes[1] : stop * self.sizes[1]],
+            )
+
+    def difference(self, path: str) -> TensorDifference:
+        """Return what was found, under the path of the tensors."""
+        a, b = self._specs
+        squares_a, squares_b, squares = self._squares
+        scale = math.sqrt(squares_a) * math.sqrt(squares_b)
+        dot = (squares_a + squares_b - squares) / 2
+        return TensorDifference(
+            tensor=path,
+            what="values" if self._is_one_dtype else "dtype",
+            a=described(a),
+            b=described(b),
+            count=self._count,
+            different=self._different,
+            max_abs=self._max if self._num_finite else None,
+            relative_norm=math.sqrt(squares / squares_a) if squares_a else None,
+            cosine=max(-1.0, min(1.0, dot / scale)) if scale else None,
+            non_finite_a=self._non_finite[0],
+            non_finite_b=self._non_finite[1],
+            unmatched=self._unmatched,
+        )
+
+    def _add(self, raw_a: Any, raw_b: Any) -> None:
+        a, b = (
+            floats(raw, spec.dtype).astype(np.float64, copy=False)
+            for raw, spec in zip((raw_a, raw_b), self._specs, strict=True)
+        )
+        num_other = self._num_other_bits(raw_a, raw_b) if self._is_one_dtype else None
+        self.is_equal = self.is_equal and num_other == 0
+        with np.errstate(invalid="ignore", over="ignore"):
+            squares = _squares(a, b, is_equal=num_other == 0)
+            if not all(map(math.isfinite, squares)):
+                a, b = self._matched(a, b)
+                squares = _squares(a, b, is_equal=num_other == 0)
+            self._num_finite += len(a)
+            if num_other == 0:
+                self._add_squares(*squares, 0.0)
+                return
+            apart = a - b
+            self._add_squares(*squares, float(np.dot(apart, apart)))
+        self._different += int(np.count_nonzero(apart)) if num_other is None else num_other
+        if len(a):
+            self._max = max(self._max, self._largest(apart, raw_a, raw_b))
+
+    def _add_squares(self, *found: float) -> None:
+        self._squares = [known + new for known, new in zip(self._squares, found, strict=True)]
+
+    def _num_other_bits(self, raw_a: Any, raw_b: Any) -> int:
+        kind = f"<u{self.sizes[0]}"
+        return int(np.count_nonzero(raw_a.view(kind) != raw_b.view(kind)))
+
+    def _matched(self, a: Any, b: Any) -> tuple[Any, Any]:
+        """Count what is not finite; return the numbers where both are."""
+        finite_a, finite_b = np.isfinite(a), np.isfinite(b)
+        self._non_finite[0] += int(np.count_nonzero(~finite_a))
+        self._non_finite[1] += int(np.count_nonzero(~finite_b))
+        both = finite_a & finite_b
+        is_same = both | (a == b) | (np.isnan(a) & np.isnan(b))
+        num_unmatched = int(np.count_nonzero(~is_same))
+        self._unmatched += num_unmatched
+        if not self._is_one_dtype:
+            self._different += num_unmatched
+        return a[both], b[both]
+
+    def _largest(self, apart: Any, raw_a: Any, raw_b: Any) -> float:
+        """Return the largest absolute difference; 64-bit integers are not rounded first."""
+        kind = {"I64": "<i8", "U64": "<u8"}.get(self._specs[0].dtype)
+        if kind is None or not self._is_one_dtype:
+            return max(float(apart.max()), -float(apart.min()))
+        a, b = raw_a.view(kind), raw_b.view(kind)
+        return float((np.maximum(a, b).view("<u8") - np.minimum(a, b).view("<u8")).max())
+
+
+def _squares(a: Any, b: Any, *, is_equal: bool) -> tuple[float, float]:
+    square = float(np.dot(a, a))
+    return square, square if is_equal else float(np.dot(b, b))

@@ -1,0 +1,128 @@
+"""Where two typed trees differ, and which of their tensors are to be compared."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Mapping
+from collections.abc import Set as AbstractSet
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from holdfast.format.nodes import ArrayRef, EnumValue, GeneratorState, TensorRef
+from holdfast.format.objects import join
+
+SHOWN_LENGTH = 60
+"""Most characters of a value in a report."""
+
+
+class ValueDifference(msgspec.Struct, frozen=True, kw_only=True):
+    """A plain value, or a part of a tree, that differs."""
+
+    path: str
+    """Component and path, such as "optimizer:param_groups.0.lr"."""
+    a: str | None
+    """The value as Python writes it, shortened; null where only the other side has one."""
+    b: str | None
+
+
+class Pair(msgspec.Struct, frozen=True):
+    """Two tensors at one path; a key is empty where only the other side has a tensor."""
+
+    path: str
+    a: str
+    b: str
+
+
+def differences(a: Any, b: Any, path: str) -> Iterator[ValueDifference | Pair]:
+    """Compare two trees; yield every pair of tensors, and every value that differs.
+
+    Not compared are a tensor's device and flags, and whether a dict is an OrderedDict: they say
+    how a value was held. Numbers of another type differ, and so do a list and a tuple.
+    """
+    if _is_leaf(a) and _is_leaf(b):
+        yield Pair(path, a.key, b.key)
+    elif isinstance(a, Mapping) and isinstance(b, Mapping):
+        yield from _of_mappings(a, b, path)
+    elif isinstance(a, list | tuple) and type(a) is type(b):
+        yield from _of_mappings(dict(enumerate(a)), dict(enumerate(b)), path)
+    elif isinstance(a, GeneratorState) and isinstance(b, GeneratorState) and a.kind == b.kind:
+        yield from _of_mappings(a.members, b.members, path)
+    elif not is_same(a, b):
+        yield ValueDifference(path=_at(path), a=shown(a), b=shown(b))
+        yield from _alone(a, path, is_a=True)
+        yield from _alone(b, path, is_a=False)
+
+
+def shown(value: Any) -> str:
+    """Write a value for a report, shortened; a container of tensors as their number."""
+    if _is_leaf(value):
+        return "a tensor"
+    if isinstance(value, Mapping) and value and all(map(_is_leaf, value.values())):
+        return f"{len(value)} tensors"
+    text = repr(value)
+    return text if len(text) <= SHOWN_LENGTH else f"{text[: SHOWN_LENGTH - 1]}…"
+
+
+def is_same(a: Any, b: Any) -> bool:
+    """Whether two plain values are the same, in type and in every bit."""
+    if type(a) is not type(b):
+        return isinstance(a, Mapping) and isinstance(b, Mapping) and not a and not b
+    if isinstance(a, float):
+        return struct.pack("<d", a) == struct.pack("<d", b)
+    if isinstance(a, np.generic):
+        return bool(a.dtype == b.dtype) and a.tobytes() == b.tobytes()
+    if isinstance(a, EnumValue):
+        return a.type == b.type and a.name == b.name and is_same(a.value, b.value)
+    if isinstance(a, AbstractSet):
+        return sorted(map(repr, a)) == sorted(map(repr, b))
+    return bool(a == b)
+
+
+def _of_mappings(
+    a: Mapping[Any, Any], b: Mapping[Any, Any], path: str
+) -> Iterator[ValueDifference | Pair]:
+    for name, value in a.items():
+        inner = _inside(path, name)
+        if name in b:
+            yield from differences(value, b[name], inner)
+        else:
+            yield from _missing(value, inner, is_a=True)
+    for name in b:
+        if name not in a:
+            yield from _missing(b[name], _inside(path, name), is_a=False)
+
+
+def _missing(value: Any, path: str, *, is_a: bool) -> Iterator[ValueDifference | Pair]:
+    """What only one side has: its tensors each, and all else as one value."""
+    tensors = [*_alone(value, path, is_a=is_a)]
+    if not tensors:
+        text = shown(value)
+        yield ValueDifference(path=_at(path), a=text if is_a else None, b=None if is_a else text)
+    yield from tensors
+
+
+def _alone(value: Any, path: str, *, is_a: bool) -> Iterator[Pair]:
+    if _is_leaf(value):
+        yield Pair(path, value.key, "") if is_a else Pair(path, "", value.key)
+    elif isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _alone(inner, _inside(path, name), is_a=is_a)
+    elif isinstance(value, list | tuple):
+        for number, inner in enumerate(value):
+            yield from _alone(inner, _inside(path, number), is_a=is_a)
+    elif isinstance(value, GeneratorState):
+        yield from _alone(value.members, path, is_a=is_a)
+
+
+def _inside(path: str, name: object) -> str:
+    return path + str(name) if path.endswith(":") else join(path, name)
+
+
+def _at(path: str) -> str:
+    return path.removesuffix(":")
+
+
+def _is_leaf(value: Any) -> bool:
+    return isinstance(value, TensorRef | ArrayRef)
