@@ -27,8 +27,9 @@ LAYERS = (
     ("state", "policy", "ranks", "keys"),
     ("engine",),
     ("care",),
-    ("manager", "weights"),
+    ("manager",),
     ("data", "interop"),
+    ("weights",),
     ("train",),
     ("cli", "demo", "testing"),
 )

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from holdfast.engine.tiers.tiered import Tiered as Tiered
     from holdfast.format.codec import Compression as Compression
     from holdfast.format.manifest import Timestamp as Timestamp
+    from holdfast.interop.lazy import load_file as load_file
     from holdfast.keys import Encryption as Encryption
     from holdfast.manager import CheckpointManager as CheckpointManager
     from holdfast.policy.advisor import advise as advise
@@ -146,6 +147,7 @@ _HOMES = {
     "given_rate": "holdfast.policy.advisor",
     "keys": "holdfast",
     "learnt_rate": "holdfast.policy.advisor",
+    "load_file": "holdfast.interop.lazy",
     "load_weights": "holdfast.weights",
     "open_store": "holdfast.store",
     "parse_rule": "holdfast.policy.rules",

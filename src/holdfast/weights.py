@@ -1,11 +1,14 @@
-"""Loading a model's weights from a checkpoint with one call, without a manager."""
+"""Loading weights from a checkpoint or a file with one call, without a manager."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import overload
 
-from torch import nn
+import numpy as np
+import torch
+from torch import Tensor, nn
 
 from holdfast.arguments import checked
 from holdfast.engine.access import located
@@ -15,17 +18,35 @@ from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.staging.device import refuse_capture
 from holdfast.engine.threads import Threads
 from holdfast.errors import UsageError
+from holdfast.interop.lazy import open_any
+from holdfast.interop.reading import pieces
+from holdfast.interop.source import Source
 from holdfast.keys import Encryption
+from holdfast.state.copying import bytes_of
 from holdfast.state.edits import Edit
+from holdfast.state.leaves import TORCH_DTYPES
 from holdfast.state.modules import note_loaded
-from holdfast.state.selection import listed
+from holdfast.state.selection import Entries, listed
 from holdfast.store.base import Store
 
 READ_TIMEOUT_S = 1800.0
 """Longest time that reading one checkpoint may take."""
 
 
-@checked()
+@overload
+def load_weights(
+    source: str | os.PathLike[str] | Store,
+    model: None = None,
+    *,
+    which: int | str | None = None,
+    component: str = "model",
+    include: Iterable[str] = (),
+    skip: Iterable[str] = (),
+    encrypt: Encryption | None = None,
+) -> dict[str, Tensor]: ...
+
+
+@overload
 def load_weights(
     source: str | os.PathLike[str] | Store,
     model: nn.Module,
@@ -39,7 +60,24 @@ def load_weights(
     edit: Edit | None = None,
     encrypt: Encryption | None = None,
     in_place: bool = False,
-) -> Checkpoint:
+) -> Checkpoint: ...
+
+
+@checked()
+def load_weights(
+    source: str | os.PathLike[str] | Store,
+    model: nn.Module | None = None,
+    *,
+    which: int | str | None = None,
+    component: str = "model",
+    strict: bool = True,
+    rename: Rename = None,
+    include: Iterable[str] = (),
+    skip: Iterable[str] = (),
+    edit: Edit | None = None,
+    encrypt: Encryption | None = None,
+    in_place: bool = False,
+) -> Checkpoint | dict[str, Tensor]:
     """Load and verify a model's weights from a checkpoint; claims nothing, runs no code from it.
 
     `source` is a root (its newest checkpoint), `root@step=1000`, `root@best`, `root@tag`, the
@@ -50,9 +88,12 @@ def load_weights(
     missing or unexpected. `in_place` reads straight into the model, without memory for a second
     copy of it; damage then leaves it mixed.
 
+    Without a model it returns the tensors of the component by their paths, on the CPU, from any
+    format that `load_file` opens. Tied tensors are one tensor under several paths.
+
     Raises:
         UsageError: an argument names nothing, an edit cannot be made, or a CUDA graph is being
-            captured, or each rank saved its own weights.
+            captured, or each rank saved its own weights; without a model: an argument needs one.
         NoCheckpoint: no checkpoint matches `source` and `which`.
         FormatError: the checkpoint is damaged.
         SealError: it is encrypted for other keys, or not encrypted.
@@ -60,6 +101,11 @@ def load_weights(
         OpaqueLoadFailed: the model was replaced in part when something failed.
     """
     refuse_capture("load_weights()")
+    if model is None:
+        needs = {"rename": rename is not None, "edit": edit is not None, "in_place": in_place}
+        _refuse([name for name, is_given in (needs | {"strict": not strict}).items() if is_given])
+        with open_any(source, which=which, encrypt=encrypt) as opened:
+            return _tensors(opened, component, include, skip)
     options = LoadOptions(
         components=(component,),
         strict=strict,
@@ -90,3 +136,36 @@ def load_weights(
     finally:
         threads.close()
     return describe(store, kept.entry, notes=(*kept.notes, *loaded.prepared.notes))
+
+
+def _refuse(names: Sequence[str]) -> None:
+    if names:
+        raise UsageError(f"load_weights(…, {names[0]}=…): without a model there is nothing to fit")
+
+
+def _tensors(
+    source: Source, component: str, include: Iterable[str], skip: Iterable[str]
+) -> dict[str, Tensor]:
+    """Read the chosen tensors of a component, by path."""
+    part = source.part(component)
+    wanted = Entries(listed(include, "include"), "include")
+    unwanted = Entries(listed(skip, "skip"), "skip")
+    keys: dict[str, str] = {}
+    for path, ref in part.leaves.items():
+        name = f"{component}.{path}"
+        is_wanted = wanted.cover(name) or not wanted
+        if not unwanted.cover(name) and is_wanted:
+            keys[path] = ref.key
+    if unused := [*wanted.unmatched(()), *unwanted.unmatched(())]:
+        raise UsageError(f"{source.url}: {'; '.join(unused)}")
+    chosen = {*keys.values()}
+    tensors = {
+        key: torch.empty(part.specs[key].shape, dtype=TORCH_DTYPES[part.specs[key].dtype])
+        for key in part.specs
+        if key in chosen
+    }
+    memories = {key: bytes_of(tensor) for key, tensor in tensors.items()}
+    for piece in pieces(source, [(component, key) for key in tensors]):
+        stop = piece.start + piece.memory.nbytes
+        memories[piece.key][piece.start : stop] = np.frombuffer(piece.memory, np.uint8)
+    return {path: tensors[key] for path, key in keys.items()}

@@ -334,6 +334,46 @@ def completion(shell: str) -> Answer:
     return script(app, shell)
 
 
+@_answering(options.source, options.depth, options.components)
+def tree(source: str, depth: int | None, components: Sequence[str]) -> Answer:
+    """Show the structure of a checkpoint or a file: dtypes, shapes, sizes, plain values."""
+    from holdfast.cli.tree import show_tree
+
+    return show_tree(source, depth=depth, components=components)
+
+
+@_answering(options.source, options.tensor_name, options.rows)
+def cat(source: str, name: str, rows: str | None) -> Answer:
+    """Print a tensor, some rows of it, or a plain value."""
+    from holdfast.cli.cat import show_value
+
+    return show_value(source, name, rows)
+
+
+@_answering(options.first, options.second, options.components, options.fail_above)
+def diff(a: str, b: str, components: Sequence[str], fail_above: float | None) -> Answer:
+    """Compare two checkpoints or files: structure, dtypes, numbers, plain values."""
+    from holdfast.cli.diff import diff as compare
+
+    return compare(a, b, components=components, fail_above=fail_above)
+
+
+@_answering(options.source, options.components, options.exponents_plot)
+def stats(source: str, components: Sequence[str], plot: Path | None) -> Answer:
+    """Compute norm, extremes, mean, zeros, dead rows and exponents of each tensor."""
+    from holdfast.cli.stats import stats as compute
+
+    return compute(source, components=components, plot=plot)
+
+
+@_answering(options.root)
+def du(root: str) -> Answer:
+    """Show what a root takes up, by checkpoint and component, and what deletion would free."""
+    from holdfast.cli.du import usage
+
+    return usage(root)
+
+
 # What stands behind the command's name is the command's own.
 @app.command("run", context_settings={"allow_interspersed_args": False})
 @taking(

@@ -255,6 +255,24 @@ shell = click.argument(
     cls=Argument,
     about="bash, zsh or fish.",
 )
+# tree, cat, diff, stats
+
+_SOURCE = "ROOT, ROOT@WHICH, or a file or folder of another library."
+source = argument("source", "SOURCE", _SOURCE)
+first = argument("a", "A", _SOURCE)
+second = argument("b", "B", _SOURCE)
+tensor_name = argument(
+    "name", "NAME", "COMPONENT:PATH, such as model:h.0.weight; PATH if there is one component."
+)
+rows = click.option(
+    "--slice", "rows", metavar="ROWS", help="Rows of the first dimension: 5, 0:2, :2, 2:."
+)
+depth = option("--depth", "N", "Levels to show below a component.", type=click.IntRange(min=0))
+components = several("--component", "components", "NAME", "Only this component.")
+fail_above = option(
+    "--fail-above", "X", "Tensors that differ by at most X count as equal.", type=float
+)
+exponents_plot = option("--plot", "FILE", "Draw the exponents as FILE.png or FILE.svg.", type=_PATH)
 
 # run
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from holdfast.engine.memory import Buffers
-from holdfast.engine.workers import Workers, cancel
+from holdfast.engine.workers import Workers, cancel, gather
 from holdfast.errors import DeadlineExceeded
 from holdfast.interop.source import Source
 
@@ -66,6 +66,36 @@ def pieces(source: Source, wanted: Iterable[tuple[str, str]]) -> Generator[Piece
             yield from next_batch()
     finally:
         cancel([read for _, read in waiting], timeout_s=READ_TIMEOUT_S)
+        workers.close()
+
+
+def read_whole(source: Source, component: str, key: str, start: int, memory: memoryview) -> None:
+    """Fill `memory` with bytes of a tensor from its byte `start` on, by several threads if large.
+
+    Raises:
+        CorruptData, StoreError: as `Source.read_into`.
+        DeadlineExceeded: the storage did not answer for `READ_TIMEOUT_S`.
+    """
+    if memory.nbytes <= PIECE_NBYTES:
+        if memory.nbytes:
+            source.read_into(component, key, start, memory)
+        return
+    workers = Workers(NUM_READERS, "holdfast-pieces")
+    try:
+        reads = [
+            workers.submit(
+                partial(
+                    source.read_into,
+                    component,
+                    key,
+                    start + at,
+                    memory[at : at + PIECE_NBYTES],
+                )
+            )
+            for at in range(0, memory.nbytes, PIECE_NBYTES)
+        ]
+        gather(reads, timeout_s=READ_TIMEOUT_S, what=f"{source.url}: reading {component}:{key}")
+    finally:
         workers.close()
 
 

@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
-CHUNK = 1 << 16
-"""Most numbers that are computed with at a time: they fit the processor's cache."""
+CHUNK = 1 << 14
+"""Most numbers that are computed with at a time: they fit the processor's cache. Of larger arrays
+each is mapped and unmapped by the system, which takes as long as the computation."""
 
 _NATIVE: Mapping[str, tuple[str, str]] = {
     "BOOL": ("u1", "f4"),

@@ -1,0 +1,80 @@
+"""Sources that a user names on the command line, of any format, and names of tensors in them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from holdfast.cli.target import named_keys, opened
+from holdfast.engine.roots.sources import split_source
+from holdfast.errors import UsageError
+from holdfast.format.nodes import ArrayRef, GeneratorState, TensorRef
+from holdfast.format.tensors import TensorSpec
+from holdfast.interop.opening import open_source
+from holdfast.interop.source import Source
+
+
+def open_named(text: str) -> Source:
+    """Open a source, with the keys that were named before the command.
+
+    Raises:
+        NoCheckpoint: nothing exists there.
+        FormatError: it is in no known format, or damaged.
+        SealError: it is encrypted for other keys, or not encrypted.
+        StoreError: its store does not answer within `--timeout`.
+    """
+    if "://" in text:
+        opened(split_source(text)[0])
+    return open_source(text, encrypt=named_keys())
+
+
+def chosen(source: Source, components: Collection[str]) -> tuple[str, ...]:
+    """Return the named components, or all.
+
+    Raises:
+        UsageError: the source has none of that name.
+    """
+    for name in components:
+        source.part(name)
+    return tuple(components or source.parts)
+
+
+def tensors_of(
+    source: Source, components: Collection[str]
+) -> Iterator[tuple[str, TensorRef | ArrayRef, TensorSpec]]:
+    """Yield the tensors of components, in the order of the trees, by "component:path"."""
+    for name in components:
+        part = source.parts[name]
+        for path, ref in part.leaves.items():
+            yield f"{name}:{path}", ref, part.specs[ref.key]
+
+
+def split_name(source: Source, name: str) -> tuple[str, str]:
+    """Split "component:path"; a source of one component needs no name of it.
+
+    Raises:
+        UsageError: there is no such component.
+    """
+    component, colon, path = name.partition(":")
+    if colon and component in source.parts:
+        return component, path
+    if len(source.parts) == 1:
+        return next(iter(source.parts)), name
+    has = ", ".join(map(repr, source.parts))
+    raise UsageError(f"{source.url}: {name!r}: write COMPONENT:PATH; the components are {has}")
+
+
+def items_of(node: Any) -> list[tuple[str, Any]]:
+    """List the members of a container of a typed tree by their names; none for other nodes."""
+    if isinstance(node, GeneratorState):
+        return items_of(node.members)
+    if isinstance(node, Mapping):
+        return [(str(name), inner) for name, inner in node.items()]
+    if isinstance(node, list | tuple):
+        return [(str(number), inner) for number, inner in enumerate(node)]
+    return []
+
+
+def shape_text(spec: TensorSpec) -> str:
+    """Write a shape for people."""
+    return "×".join(map(str, spec.shape)) or "scalar"

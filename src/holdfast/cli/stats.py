@@ -1,0 +1,140 @@
+"""`holdfast stats`: norm, extremes, zeros and exponents of each tensor, of any format."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from holdfast.cli.output import Answer, TextTable, number, progress_bar
+from holdfast.cli.sources import chosen, open_named
+from holdfast.errors import UsageError
+from holdfast.interop.comparing.statistics import TensorStats, stats_of
+from holdfast.interop.source import Source
+
+_SUFFIXES = (".png", ".svg")
+_MAX_PANELS = 64
+
+
+class StatsAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer of `holdfast stats`."""
+
+    source: str
+    """Path or URL of what was opened."""
+    format: str
+    step: int | None
+    """Completed steps; null if the source does not tell."""
+    tensors: tuple[TensorStats, ...]
+    """Each tensor once, in the order of their bytes."""
+    plot: str | None
+    """The file that was drawn."""
+
+
+def stats(text: str, *, components: Collection[str], plot: Path | None) -> Answer:
+    """Compute the statistics of all tensors; with `plot`, draw their exponents into a file.
+
+    Raises:
+        NoCheckpoint: nothing exists there.
+        FormatError: it is in no known format, or damaged.
+        UsageError: it has no component of a given name, or the file cannot be drawn.
+    """
+    if plot is not None:
+        _expect_drawable(plot)
+    with open_named(text) as source:
+        names = chosen(source, components)
+        found = tuple(_with_progress(source, names))
+        answer = StatsAnswer(
+            source=source.url,
+            format=source.format,
+            step=source.step,
+            tensors=found,
+            plot=None if plot is None else str(plot),
+        )
+    parts: list[str | TextTable] = [_table(found), *_warnings(found)]
+    if plot is not None:
+        _draw(found, plot, title=answer.source)
+        parts.append(f"{plot}: exponents of {min(len(found), _MAX_PANELS)} tensors")
+    return Answer(document=answer, parts=parts)
+
+
+def _with_progress(source: Source, names: Collection[str]) -> Iterator[TensorStats]:
+    wanted = [(name, key) for name in names for key in source.parts[name].specs]
+    total = sum(source.parts[name].specs[key].nbytes for name, key in wanted)
+    done = 0
+    with progress_bar() as progress:
+        for one in stats_of(source, wanted):
+            done += one.nbytes
+            if progress is not None:
+                progress("read", done, total)
+            yield one
+
+
+def _table(found: Sequence[TensorStats]) -> TextTable:
+    return TextTable(
+        columns=("tensor", "dtype", "norm", "min", "max", "mean", "zeros", "dead rows", "odd"),
+        rows=[
+            (
+                one.tensor,
+                one.dtype,
+                number(one.norm),
+                *("–" if x is None else number(x) for x in (one.min, one.max, one.mean)),
+                f"{one.zeros:,}" if one.zeros else "",
+                f"{one.dead_rows:,}" if one.dead_rows else "",
+                ", ".join(_odd(one)),
+            )
+            for one in found
+        ],
+        right=frozenset({2, 3, 4, 5, 6, 7}),
+    )
+
+
+def _odd(one: TensorStats) -> Iterator[str]:
+    if one.nan:
+        yield f"{one.nan:,} nan"
+    if one.infinite:
+        yield f"{one.infinite:,} inf"
+
+
+def _warnings(found: Sequence[TensorStats]) -> list[str]:
+    odd = [one.tensor for one in found if one.nan or one.infinite]
+    more = f" and {len(odd) - 3} more" if len(odd) > 3 else ""
+    return [f"not finite: {', '.join(odd[:3])}{more}"] if odd else []
+
+
+def _expect_drawable(plot: Path) -> None:
+    """Raise `UsageError` unless the file can be drawn, before anything is read."""
+    if plot.suffix not in _SUFFIXES:
+        raise UsageError(f"--plot={str(plot)!r}: the name must end in .png or .svg")
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError:
+        raise UsageError(
+            f"--plot={str(plot)!r}: needs matplotlib: pip install 'holdfast[demo]'"
+        ) from None
+
+
+def _draw(found: Sequence[TensorStats], plot: Path, *, title: str) -> None:
+    """Draw a row of shades for each tensor: how many of its numbers have each exponent."""
+    from matplotlib.figure import Figure
+
+    shown = found[:_MAX_PANELS]
+    exponents = sorted({exponent for one in shown for exponent in one.exponents}) or [0]
+    columns = range(exponents[0], exponents[-1] + 1)
+    shares = [
+        [one.exponents.get(column, 0) / max(sum(one.exponents.values()), 1) for column in columns]
+        for one in shown
+    ]
+    canvas = Figure(figsize=(10, 2 + len(shown) / 4), layout="constrained")
+    axis = canvas.subplots()
+    extent = (columns[0] - 0.5, columns[-1] + 0.5, len(shown) - 0.5, -0.5)
+    if shown:
+        drawn = axis.imshow(shares, aspect="auto", cmap="viridis", extent=extent)
+        canvas.colorbar(drawn, label="share of the numbers")
+    axis.set_yticks(range(len(shown)), [one.tensor[-60:] for one in shown], fontsize=7)
+    axis.set_xlabel("power of two")
+    axis.set_title(title[-100:], fontsize=8)
+    try:
+        canvas.savefig(plot)
+    except OSError as error:
+        raise UsageError(f"--plot={str(plot)!r}: {error.strerror or error}") from error

@@ -1,0 +1,165 @@
+"""`holdfast tree`: the structure of a checkpoint or a file, without reading its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sized
+from typing import Any
+
+import msgspec
+
+from holdfast.cli.output import Answer, TextTable, size
+from holdfast.cli.sources import chosen, items_of, open_named, shape_text, tensors_of
+from holdfast.format.nodes import ArrayRef, GeneratorState, TensorRef
+from holdfast.interop.comparing.trees import shown
+from holdfast.interop.source import LeftOut, Part, Source
+
+
+class TensorLine(msgspec.Struct, frozen=True):
+    """A tensor of the tree."""
+
+    path: str
+    """Keys and positions, joined by dots."""
+    dtype: str
+    """Name of the type, as in a safetensors file."""
+    shape: tuple[int, ...]
+    nbytes: int
+    """Bytes; of tied tensors, each time."""
+    key: str
+    """Its key in the component. Tied tensors have one."""
+
+
+class ValueLine(msgspec.Struct, frozen=True):
+    """A plain value of the tree."""
+
+    path: str
+    value: str
+    """As Python writes it, shortened to 60 characters."""
+
+
+class ComponentTree(msgspec.Struct, frozen=True):
+    """A component."""
+
+    name: str
+    kind: str
+    """`module`, `optimizer`, `object`, `tree`, `generator` or `rng`."""
+    nbytes: int
+    """Bytes of its tensors; tied ones count once."""
+    num_tensors: int
+    """Tensors; tied ones count once."""
+    tensors: tuple[TensorLine, ...]
+    values: tuple[ValueLine, ...]
+
+
+class TreeAnswer(msgspec.Struct, frozen=True):
+    """Answer of `holdfast tree`."""
+
+    source: str
+    """Path or URL of what was opened."""
+    format: str
+    """`holdfast`, `safetensors`, …"""
+    step: int | None
+    """Completed steps; null if the source does not tell."""
+    components: tuple[ComponentTree, ...]
+    left_out: tuple[LeftOut, ...]
+    """What the source holds and cannot give."""
+
+
+def show_tree(text: str, *, depth: int | None, components: Collection[str]) -> Answer:
+    """Show the structure of a source; with `depth`, only so many levels below a component.
+
+    Raises:
+        NoCheckpoint: nothing exists there.
+        FormatError: it is in no known format, or damaged.
+        UsageError: it has no component of a given name.
+    """
+    with open_named(text) as source:
+        names = chosen(source, components)
+        answer = TreeAnswer(
+            source=source.url,
+            format=source.format,
+            step=source.step,
+            components=tuple(_component(source, name) for name in names),
+            left_out=tuple(source.left_out),
+        )
+        step = "" if source.step is None else f", step {source.step}"
+        parts: list[str | TextTable] = [f"{source.url}  ({source.format}{step})"]
+        parts.append(_table(source, names, depth))
+        parts += [f"not carried over: {one.path}: {one.why}" for one in source.left_out]
+    return Answer(document=answer, parts=parts)
+
+
+def _component(source: Source, name: str) -> ComponentTree:
+    part = source.parts[name]
+    return ComponentTree(
+        name=name,
+        kind=part.kind,
+        nbytes=sum(spec.nbytes for spec in part.specs.values()),
+        num_tensors=len(part.specs),
+        tensors=tuple(
+            TensorLine(path.partition(":")[2], spec.dtype, spec.shape, spec.nbytes, ref.key)
+            for path, ref, spec in tensors_of(source, [name])
+        ),
+        values=tuple(
+            ValueLine(".".join(path), shown(value)) for path, value in _values(part.tree, ())
+        ),
+    )
+
+
+def _values(node: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield what is no container and no tensor, empty containers, and lists of plain values."""
+    items = items_of(node)
+    if items and not _is_flat(node):
+        for name, inner in items:
+            yield from _values(inner, (*path, name))
+    elif not isinstance(node, TensorRef | ArrayRef):
+        yield path, node
+
+
+def _is_flat(node: Any) -> bool:
+    """Whether a node is a list or tuple of plain values, which is shown on one line."""
+    if not isinstance(node, list | tuple):
+        return False
+    return not any(items_of(one) or isinstance(one, TensorRef | ArrayRef) for one in node)
+
+
+def _table(source: Source, names: Collection[str], depth: int | None) -> TextTable:
+    rows: list[tuple[str, ...]] = []
+    for name in names:
+        part = source.parts[name]
+        nbytes = sum(spec.nbytes for spec in part.specs.values())
+        rows.append((name, part.kind, _count(part.specs, "tensor"), size(nbytes)))
+        rows += _rows(part, part.tree, 1, depth)
+    return TextTable(columns=("name", "type", "shape", "size"), rows=rows, right=frozenset({3}))
+
+
+def _rows(part: Part, node: Any, level: int, depth: int | None) -> Iterator[tuple[str, ...]]:
+    if depth is not None and level > depth:
+        return
+    for name, inner in items_of(node):
+        label = "  " * level + name
+        if isinstance(inner, TensorRef | ArrayRef):
+            spec = part.specs[inner.key]
+            yield label, spec.dtype, shape_text(spec), size(spec.nbytes)
+        elif (items := items_of(inner)) and not _is_flat(inner):
+            tensors = {ref.key for ref in _refs(inner)}
+            nbytes = sum(part.specs[key].nbytes for key in tensors)
+            about = _count(tensors, "tensor") if tensors else _count(items, "value")
+            yield label, _kind(inner), about, size(nbytes) if tensors else ""
+            yield from _rows(part, inner, level + 1, depth)
+        else:
+            yield label, type(inner).__name__, shown(inner), ""
+
+
+def _refs(node: Any) -> Iterator[TensorRef | ArrayRef]:
+    if isinstance(node, TensorRef | ArrayRef):
+        yield node
+    for _, inner in items_of(node):
+        yield from _refs(inner)
+
+
+def _kind(node: Any) -> str:
+    return f"{node.kind} generator" if isinstance(node, GeneratorState) else type(node).__name__
+
+
+def _count(things: Sized, word: str) -> str:
+    return f"1 {word}" if len(things) == 1 else f"{len(things)} {word}s"
