@@ -117,9 +117,6 @@ def _verdict(found: SourceDifference, num_beyond: int, fail_above: float | None)
     if fail_above is not None and (num_within := len(found.tensors) - num_beyond):
         texts.append(f"{num_within:,} differ by at most {number(fail_above)}")
     texts += [f"{num_beyond:,} differ"] if num_beyond else []
-    texts += (
-        [f"{len(found.values):,} plain value{'s differ' if len(found.values) > 1 else ' differs'}"]
-        if found.values
-        else []
-    )
+    if num_values := len(found.values):
+        texts.append(f"{num_values:,} plain value{'s differ' if num_values > 1 else ' differs'}")
     return "; ".join(texts)

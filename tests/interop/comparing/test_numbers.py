@@ -22,9 +22,9 @@ def test_all_codes_of_eight_bits_are_what_torch_reads(name: str) -> None:
     dtype = next(dtype for dtype, index in DTYPE_NAMES.items() if index == name)
     codes = torch.arange(256, dtype=torch.uint8).view(dtype)
     np.testing.assert_array_equal(decoded(codes), codes.float().numpy())
-    assert (
-        np.signbit(decoded(codes)).tolist() == torch.signbit(codes.float()).tolist() or "E8" in name
-    )
+    zeros = (codes.float() == 0).numpy()
+    signs = torch.signbit(codes.float()).numpy()
+    assert np.signbit(decoded(codes))[zeros].tolist() == signs[zeros].tolist()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -41,10 +41,11 @@ def test_integers_and_bools_are_read(dtype: torch.dtype) -> None:
     assert decoded(values).tolist() == [0.0, 1.0, 0.0, 1.0, 1.0, 0.0]
 
 
-def test_a_complex_number_is_two() -> None:
-    for dtype in (torch.complex32, torch.complex64, torch.complex128):
-        values = torch.tensor([1 - 2j, 3 + 4j]).to(dtype)
-        assert decoded(values).tolist() == [1.0, -2.0, 3.0, 4.0]
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.parametrize("dtype", [torch.complex32, torch.complex64, torch.complex128])
+def test_a_complex_number_is_two(dtype: torch.dtype) -> None:
+    values = torch.tensor([1 - 2j, 3 + 4j]).to(dtype)
+    assert decoded(values).tolist() == [1.0, -2.0, 3.0, 4.0]
 
 
 def test_chunks_are_in_order_and_small() -> None:

@@ -1,0 +1,230 @@
+"""Commands that look into checkpoints and files of any format: tree, cat, diff, stats, du."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from safetensors.torch import save_file
+from tests.cli.roots import Result
+
+from holdfast import CheckpointManager, Encryption, keys
+from holdfast.cli.cat import MAX_NUMBERS, CatAnswer
+from holdfast.cli.diff import DiffAnswer
+from holdfast.cli.du import DuAnswer
+from holdfast.cli.stats import StatsAnswer
+from holdfast.cli.tree import TreeAnswer
+
+Holdfast = Callable[..., Result]
+
+
+def state(value: float) -> dict[str, Any]:
+    weight = torch.arange(12.0).reshape(4, 3)
+    weight[2] = 0
+    weight[0, 0] = value
+    return {
+        "model": {"h.0.weight": weight, "h.0.bias": torch.ones(2).bfloat16()},
+        "progress": {"losses": [1.5, 0.5], "name": "run", "nested": {"lr": value}},
+    }
+
+
+@pytest.fixture
+def looked(tmp_path: Path) -> Path:
+    """A root with two checkpoints, which differ in one number and one value."""
+    root = tmp_path / "looked"
+    live = state(1.0)
+    with CheckpointManager(root, live, preflight=False, sinks=()) as manager:
+        manager.save(1).wait()
+        manager.tag("step=1", "first")
+        live["model"]["h.0.weight"][0, 0] = 1.5
+        live["progress"]["nested"]["lr"] = 2.0
+        manager.save(2).wait()
+    return root
+
+
+def answer(kind: type[msgspec.Struct], result: Result) -> Any:
+    """The JSON answer, checked against the struct of the command."""
+    document = json.loads(result.out)
+    assert document.pop("holdfast") == 1
+    return msgspec.convert(document, kind, strict=False)
+
+
+def test_tree_shows_tensors_values_and_sizes(holdfast: Holdfast, looked: Path) -> None:
+    result = holdfast("tree", f"{looked}@first")
+    lines = [line.split() for line in result.out.splitlines()]
+    assert ["h.0.weight", "F32", "4×3", "48", "B"] in lines
+    assert ["name", "str", "'run'"] in lines
+    assert ["losses", "list", "[1.5,", "0.5]"] in lines
+    assert "step 1" in result.out
+    flat = holdfast("tree", looked, "--depth", 0, "--component", "model").out.splitlines()
+    assert [line.split()[0] for line in flat[1:]] == ["name", "model"]
+
+
+def test_tree_answers_in_json(holdfast: Holdfast, looked: Path) -> None:
+    found = answer(TreeAnswer, holdfast("tree", looked, "--json"))
+    assert (found.format, found.step) == ("holdfast", 2)
+    model = next(one for one in found.components if one.name == "model")
+    shapes = {one.path: (one.dtype, one.shape, one.nbytes) for one in model.tensors}
+    assert shapes == {"h.0.weight": ("F32", (4, 3), 48), "h.0.bias": ("BF16", (2,), 4)}
+    progress = next(one for one in found.components if one.name == "progress")
+    values = {one.path: one.value for one in progress.values}
+    assert values == {"losses": "[1.5, 0.5]", "name": "'run'", "nested.lr": "2.0"}
+
+
+def test_cat_prints_rows_and_values(holdfast: Holdfast, looked: Path) -> None:
+    one = holdfast("cat", looked, "model:h.0.weight", "--slice", "0:2")
+    assert one.out.splitlines() == [
+        "model:h.0.weight  F32 2×3",
+        "[[1.5 1.  2. ]",
+        " [3.  4.  5. ]]",
+    ]
+    assert holdfast("cat", looked, "progress:nested.lr").out == "2.0\n"
+    assert json.loads(holdfast("cat", looked, "progress:").out)["name"] == "run"
+    row = answer(CatAnswer, holdfast("cat", looked, "model:h.0.weight", "--slice", "-1", "--json"))
+    assert (row.dtype, row.shape, row.value) == ("F32", (3,), [9.0, 10.0, 11.0])
+    bias = answer(CatAnswer, holdfast("cat", looked, "model:h.0.bias", "--json"))
+    assert (bias.dtype, bias.value) == ("BF16", [1.0, 1.0])
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "why"),
+    [
+        ("model:h.0.wait", None, "has no 'h.0.wait'; there are 'h.0.weight', 'h.0.bias'"),
+        ("h.0.weight", None, "write COMPONENT:PATH; the components are 'model'"),
+        ("model:h.0.weight", "7", "there are 4 rows"),
+        ("model:h.0.weight", "a:b", "write rows as 5, 0:2, :2 or 2:"),
+        ("progress:name", "0:1", "is no tensor"),
+    ],
+)
+def test_cat_says_what_is_wrong(
+    holdfast: Holdfast, looked: Path, name: str, rows: str | None, why: str
+) -> None:
+    result = holdfast("cat", looked, name, *(("--slice", rows) if rows else ()))
+    assert (result.code, result.out) == (2, "")
+    assert why in result.err
+
+
+def test_cat_prints_no_more_than_one_can_read(holdfast: Holdfast, tmp_path: Path) -> None:
+    save_file({"x": torch.zeros(MAX_NUMBERS + 1)}, tmp_path / "w.safetensors")
+    result = holdfast("cat", tmp_path / "w.safetensors", "x")
+    assert result.code == 2
+    assert "choose rows with --slice" in result.err
+    assert holdfast("cat", tmp_path / "w.safetensors", "x", "--slice", ":2").code == 0
+
+
+def test_diff_finds_a_number_and_a_value(holdfast: Holdfast, looked: Path) -> None:
+    result = holdfast("diff", f"{looked}@step=1", f"{looked}@step=2", "--json")
+    found = answer(DiffAnswer, result)
+    assert (result.code, found.equal) == (1, False)
+    (tensor,) = found.tensors
+    assert (tensor.tensor, tensor.different, tensor.max_abs) == ("model:h.0.weight", 1, 0.5)
+    assert [(one.path, one.a, one.b) for one in found.values] == [
+        ("progress:nested.lr", "1.0", "2.0")
+    ]
+    text = holdfast("diff", f"{looked}@step=1", f"{looked}@step=2")
+    assert "1 of 12" in text.out
+    assert "1 differ; 1 plain value differs" in text.out
+
+
+def test_diff_of_equal_ones_exits_with_0(holdfast: Holdfast, looked: Path, tmp_path: Path) -> None:
+    assert holdfast("diff", looked, f"{looked}@step=2").code == 0
+    tensors = state(1.5)["model"]
+    save_file(tensors, tmp_path / "w.safetensors")
+    across = holdfast("diff", looked, tmp_path / "w.safetensors", "--component", "model")
+    assert (across.code, across.out.splitlines()[-1]) == (0, "2 tensors are equal")
+
+
+def test_diff_may_allow_a_difference(holdfast: Holdfast, tmp_path: Path) -> None:
+    a = torch.tensor([1.0, 2.0])
+    for name, value in (("a", a), ("b", a + 0.25), ("c", a.bfloat16())):
+        save_file({"x": value}, tmp_path / f"{name}.safetensors")
+    files = {name: tmp_path / f"{name}.safetensors" for name in "abc"}
+    assert holdfast("diff", files["a"], files["b"], "--fail-above", 0.25).code == 0
+    assert holdfast("diff", files["a"], files["b"], "--fail-above", 0.24).code == 1
+    assert holdfast("diff", files["a"], files["c"]).code == 1
+    assert holdfast("diff", files["a"], files["c"], "--fail-above", 0).code == 0
+    assert holdfast("diff", files["a"], files["c"], "--fail-above", -1).code == 2
+
+
+def test_stats_has_each_tensor_with_its_norm(holdfast: Holdfast, looked: Path) -> None:
+    found = answer(StatsAnswer, holdfast("stats", looked, "--component", "model", "--json"))
+    by_name = {one.tensor: one for one in found.tensors}
+    weight = by_name["model:h.0.weight"]
+    assert weight.norm == pytest.approx(state(1.5)["model"]["h.0.weight"].norm().item())
+    assert (weight.dead_rows, weight.zeros, weight.max) == (1, 3, 11.0)
+    assert by_name["model:h.0.bias"].exponents == {0: 2}
+    text = holdfast("stats", looked, "--component", "model").out
+    assert "model:h.0.weight" in text
+
+
+def test_stats_names_what_is_not_finite(holdfast: Holdfast, tmp_path: Path) -> None:
+    save_file({"x": torch.tensor([float("nan"), 1.0])}, tmp_path / "w.safetensors")
+    assert "not finite: model:x" in holdfast("stats", tmp_path / "w.safetensors").out
+
+
+@pytest.mark.parametrize(("ending", "start"), [("png", b"\x89PNG"), ("svg", b"<?xml")])
+def test_stats_draws_exponents(
+    holdfast: Holdfast, looked: Path, tmp_path: Path, ending: str, start: bytes
+) -> None:
+    pytest.importorskip("matplotlib")
+    plot = tmp_path / f"x.{ending}"
+    assert holdfast("stats", looked, "--component", "model", "--plot", plot).code == 0
+    assert plot.read_bytes().startswith(start)
+
+
+def test_stats_says_what_a_plot_needs(
+    holdfast: Holdfast, looked: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "must end in .png or .svg" in holdfast("stats", looked, "--plot", "x.gif").err
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    result = holdfast("stats", looked, "--plot", "x.png")
+    assert result.code == 2
+    assert "pip install 'holdfast[demo]'" in result.err
+
+
+def test_du_counts_links_once(holdfast: Holdfast, tmp_path: Path) -> None:
+    live = {"frozen": {"w": torch.zeros(1 << 19)}, "model": {"w": torch.zeros(1 << 18)}}
+    with CheckpointManager(tmp_path / "run", live, preflight=False, sinks=()) as manager:
+        for step in (1, 2, 3, 4):
+            live["model"]["w"] += 1
+            manager.save(step).wait()
+    found = answer(DuAnswer, holdfast("du", tmp_path / "run", "--json"))
+    names = [path.stat() for path in (tmp_path / "run").glob("step-*/frozen-*.safetensors")]
+    extra = sum(one.st_size for one in names) - sum({n.st_ino: n.st_size for n in names}.values())
+    assert found.linked_nbytes == extra > 1 << 21
+    assert found.components["frozen"] < 4 << 21 < sum(one.st_size for one in names)
+    assert found.components["model"] > 4 << 20
+    newest = found.checkpoints[0]
+    assert (newest.step, newest.components["frozen"].shared_nbytes) == (4, names[0].st_size)
+    assert newest.freed_nbytes == newest.nbytes - names[0].st_size
+    assert found.nbytes == sum(found.components.values()) + found.other_nbytes
+    assert "(shared)" in holdfast("du", tmp_path / "run").out
+
+
+def test_du_and_tree_of_an_encrypted_root(holdfast: Holdfast, tmp_path: Path) -> None:
+    key = keys.generate()
+    path = tmp_path / "run.key"
+    path.write_text(key.text + "\n")
+    path.chmod(0o600)
+    with CheckpointManager(
+        tmp_path / "run", state(1.0), preflight=False, sinks=(), encrypt=Encryption(keys=key)
+    ) as manager:
+        manager.save(1).wait()
+    found = answer(DuAnswer, holdfast("--key-file", path, "du", tmp_path / "run", "--json"))
+    assert {"model", "progress", "records"} <= found.components.keys()
+    without = holdfast("du", tmp_path / "run")
+    assert "not opened" in without.out
+    assert holdfast("--key-file", path, "tree", tmp_path / "run").code == 0
+    assert holdfast("tree", tmp_path / "run").code == 1
+
+
+@pytest.mark.parametrize("command", ["tree", "stats", "cat", "diff"])
+def test_what_is_not_there_exits_with_3(holdfast: Holdfast, tmp_path: Path, command: str) -> None:
+    more = {"cat": ["x"], "diff": [tmp_path / "none"]}.get(command, [])
+    assert holdfast(command, tmp_path / "none", *more).code == 3
