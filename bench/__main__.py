@@ -17,11 +17,12 @@ from bench import (
     parts,
     resumes,
     slowdown,
+    tools,
     trainer,
     where,
 )
 from bench.command import Bench, add_common, keep, report
-from bench.goals import CODEC_GOALS, GOALS, RESUME_GOALS, goals_table
+from bench.goals import CODEC_GOALS, GOALS, RESUME_GOALS, TOOLS_GOALS, goals_table
 from bench.results import Results, read_json
 
 _LOCAL_CASES = (
@@ -59,6 +60,7 @@ FULL: Mapping[str, Sequence[str]] = {
     "parts": ["--rounds", "2"],
     "instructions": [],
     "trainer": ["--rounds", "9"],
+    "tools": ["--rounds", "3"],
     "gpu": ["--rounds", "1"],
 }
 """Benchmark → its arguments."""
@@ -76,6 +78,7 @@ QUICK: Mapping[str, Sequence[str]] = {
     ],
     "parts": ["--rounds", "1", "--size-gb", "0.25"],
     "trainer": ["--rounds", "3", "--steps", "500"],
+    "tools": ["--rounds", "1", "--size-gb", "0.25"],
     "gpu": ["--rounds", "1", "--size-gb", "1"],
 }
 """The same in a few minutes: shows that everything runs. The goals are meant for the full size."""
@@ -92,6 +95,7 @@ _BENCHES: Mapping[str, Bench] = {
         parts,
         instructions,
         trainer,
+        tools,
         gpu,
     )
 }
@@ -108,7 +112,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if name in options.only:
                 _run(name, [*fixed, "--folder", str(options.folder)], results)
                 keep("bench", options, results)  # a later one may fail
-    lines = ["## Goals", "", *goals_table(results, [*GOALS, *RESUME_GOALS, *CODEC_GOALS])]
+    lines = [
+        "## Goals",
+        "",
+        *goals_table(results, [*GOALS, *RESUME_GOALS, *CODEC_GOALS, *TOOLS_GOALS]),
+    ]
     for name in options.only:
         part = results.part(name)
         if part.cases or part.notes or not options.tables_of:  # an earlier run may have had less

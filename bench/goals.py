@@ -400,3 +400,30 @@ RANKS_GOALS: Sequence[Goal] = (
         lambda results: results.median("ranks/save/holdfast", "largest_over_mean"),
     ),
 )
+
+_TOOLS = ("diff", "stats", "verify")
+TOOLS_GOALS: Sequence[Goal] = (
+    *(
+        _at_least(
+            f"`holdfast {name}`, cold, 2.5 GB: share of the cold-read ceiling",
+            0.7,
+            quotient(f"tools/large/{name}:disk_s", f"tools/large/{name}:work_s"),
+        )
+        for name in _TOOLS
+    ),
+    _at_most(
+        "… peak memory, the worst of three",
+        512 * _MIB,
+        worst(*(value(f"tools/large/{name}:peak_nbytes") for name in _TOOLS)),
+        _mebibytes,
+    ),
+    *(
+        _at_most(
+            f"`holdfast {name}` of 20,000 tensors, whole command",
+            2.0,
+            value(f"tools/many/{name}:took_s"),
+            seconds,
+        )
+        for name in ("tree", "diff", "stats")
+    ),
+)

@@ -320,7 +320,7 @@ CASES: dict[str, Case] = {
         wrong={
             **_CHOOSE,
             "source": (3, None, ["x"]),
-            "model": (3, None, {"x": 3}),
+            "model": (3, {"x": 3}),
             "which": no(*NO_CHECKPOINT, but=(None,)),
             "component": (3, ["model"], None),
             "encrypt": (3, "key"),

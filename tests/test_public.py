@@ -98,7 +98,7 @@ def undocumented(tree: ast.Module, documented_by_protocols: frozenset[str]) -> I
         yield "the module"
     said = {node.name: _said(node) for node in _public(tree) if isinstance(node, ast.ClassDef)}
     for node in _public(tree):
-        if not ast.get_docstring(node):
+        if not ast.get_docstring(node) and not _is_companion(node):
             yield node.name
         if isinstance(node, ast.ClassDef):
             bases = [said.get(ast.unparse(base), set()) for base in node.bases]

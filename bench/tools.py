@@ -1,0 +1,143 @@
+"""Commands that look into checkpoints, cold and with many tensors: `python -m bench.tools`.
+
+Each row is a command in a process of its own. Beside it stands a direct read of the same files right
+after it. What the interpreter and the opening of the checkpoint take is measured by `holdfast tree`
+of the same source, and left out of the share.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+
+import torch
+
+from bench.child import in_child
+from bench.command import Bench, progress
+from bench.goals import TOOLS_GOALS
+from bench.limits import ReadProbe
+from bench.machine import drop_cache, fill_cache
+from bench.report import megabytes, percent, results_table, seconds
+from bench.results import Figures, Outcome, Results
+
+NUM_SMALL = 20_000
+_TENSOR_NBYTES = 20_800_000
+_COMMANDS: Mapping[str, tuple[str, ...]] = {
+    "tree": ("tree", "A"),
+    "diff": ("diff", "A", "B"),
+    "stats": ("stats", "A"),
+    "verify": ("verify", "A"),
+}
+"""Name → arguments; A and B are two checkpoints. `export` and `import` join them here."""
+_READ: Mapping[str, str] = {"tree": "", "diff": "AB", "stats": "A", "verify": "A"}
+"""Name → which of the two it reads whole."""
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--size-gb", type=float, default=2.5, help="one checkpoint, in 1e9 bytes")
+    parser.add_argument("--commands", nargs="+", choices=[*_COMMANDS], default=[*_COMMANDS])
+
+
+def _measure_round(options: argparse.Namespace, folder: Path, results: Results) -> None:
+    results.titles["tools/large"] = f"{options.size_gb:g} GB, cold"
+    results.titles["tools/many"] = f"{NUM_SMALL:,} tensors, warm"
+    num_large = round(options.size_gb * 1e9 / _TENSOR_NBYTES)
+    for place, numbers in (("large", (num_large, _TENSOR_NBYTES)), ("many", (NUM_SMALL, 1024))):
+        root = folder / place
+        if not root.exists():
+            results.add(f"tools/made/{place}", in_child(_save, root, *numbers))
+        for command in options.commands:
+            progress(f"  tools/{place}/{command}")
+            measure = partial(_measure, command, root, is_cold=place == "large")
+            results.add(f"tools/{place}/{command}", _outcome(measure))
+
+
+def _save(root: Path, num: int, nbytes: int) -> Figures:
+    """Save two checkpoints, the second with every number changed."""
+    from holdfast import CheckpointManager
+
+    generator = torch.Generator().manual_seed(1)
+    base = torch.randn(nbytes // 4, generator=generator).reshape(-1, 4)
+    model = {f"h.{number}.weight": base * (1 + number / num) for number in range(num)}
+    with CheckpointManager(root, {"model": model}, preflight=False, sinks=()) as manager:
+        manager.save(1).wait()
+        for tensor in model.values():
+            tensor += 1e-3
+        manager.save(2).wait()
+    return {}
+
+
+def _outcome(measure: partial[Figures]) -> Outcome:
+    try:
+        return Outcome(figures=measure())
+    except (OSError, RuntimeError) as error:
+        return Outcome(figures={}, error=str(error))
+
+
+def _measure(command: str, root: Path, *, is_cold: bool) -> Figures:
+    places = dict(zip("AB", sorted(root.glob("step-*")), strict=True))
+    for place in places.values():
+        (drop_cache if is_cold else fill_cache)(place)
+    start_s, _ = _run(_COMMANDS["tree"], places)
+    if is_cold:
+        for place in places.values():
+            drop_cache(place)
+    took_s, peak_nbytes = _run(_COMMANDS[command], places)
+    figures = {"start_s": [start_s], "took_s": [took_s], "peak_nbytes": [peak_nbytes]}
+    if is_cold and _READ[command]:
+        figures["work_s"] = [max(took_s - start_s, 1e-9)]
+        figures["disk_s"] = [sum(ReadProbe(places[name]).read_s() for name in _READ[command])]
+    return figures
+
+
+def _run(arguments: Sequence[str], places: Mapping[str, Path]) -> tuple[float, float]:
+    """Run a command; return its seconds and its highest resident size in bytes."""
+    words = [str(places.get(word, word)) for word in arguments]
+    line = [sys.executable, "-m", "holdfast.cli", *words, "--json"]
+    start = perf_counter()
+    child = subprocess.Popen(line, stdout=subprocess.DEVNULL, env=dict(os.environ))
+    _, status, usage = os.wait4(child.pid, 0)
+    took_s = perf_counter() - start
+    child.returncode = os.waitstatus_to_exitcode(status)
+    if child.returncode not in (0, 1) or (child.returncode and arguments[0] != "diff"):
+        raise RuntimeError(f"{' '.join(words)}: exit code {child.returncode}")
+    return took_s, usage.ru_maxrss * 1024.0
+
+
+def _tables(results: Results) -> list[str]:
+    lines: list[str] = []
+    for place in ("tools/large", "tools/many"):
+        if not results.names(f"{place}/"):
+            continue
+
+        def row(case: str) -> list[str]:
+            return [
+                seconds(results.median(case, "took_s")),
+                seconds(results.median(case, "start_s")),
+                percent(results.ratio((case, "disk_s"), (case, "work_s"))),
+                megabytes(results.median(case, "peak_nbytes")),
+            ]
+
+        titles = {f"{place}/{name}": f"`holdfast {name}`" for name in _COMMANDS}
+        head = [results.titles[place], "whole", "of it the start", "of disk", "peak memory"]
+        lines += [*results_table(results, f"{place}/", head, titles, row), ""]
+    return lines
+
+
+BENCH = Bench(
+    name="tools",
+    about="Commands that look into checkpoints: cold beside the disk, and with many tensors.",
+    add_options=_add_options,
+    measure_round=_measure_round,
+    tables=_tables,
+    goals=TOOLS_GOALS,
+)
+
+if __name__ == "__main__":
+    sys.exit(BENCH.main())
