@@ -1,8 +1,8 @@
 """Commands that look into checkpoints, cold and with many tensors: `python -m bench.tools`.
 
-Each row is a command in a process of its own. Beside it stands a direct read of the same files right
-after it. What the interpreter and the opening of the checkpoint take is measured by `holdfast tree`
-of the same source, and left out of the share.
+Each row is a command in a process of its own. Beside it stands a direct read of the same files
+right after it. What the interpreter and the opening of the checkpoint take is measured by
+`holdfast tree` of the same source, and left out of the share.
 """
 
 from __future__ import annotations

@@ -88,6 +88,9 @@ WITHOUT_TORCH = (
 WITHOUT_TORCH_MODULES = (
     "holdfast.engine.roots.catalog",
     "holdfast.engine.control.stop",
+    "holdfast.interop.comparing.differences",
+    "holdfast.interop.comparing.statistics",
+    "holdfast.interop.lazy",
     "holdfast.interop.opening",
     "holdfast.interop.reading",
     "holdfast.ranks.alone",

@@ -58,6 +58,20 @@ _MINIFLOATS: Mapping[str, _Minifloat] = {
 }
 
 
+_DOT = 1 << 13
+"""Numbers of one product. For more than 10,000 OpenBLAS wakes threads that spin: on a busy machine
+that took ten times the processor time."""
+
+
+def sum_of_squares(numbers: Any) -> float:
+    """Return the sum of the squares of float64 numbers."""
+    found = 0.0
+    for start in range(0, len(numbers), _DOT):
+        part = numbers[start : start + _DOT]
+        found += float(np.dot(part, part))
+    return found
+
+
 def number_nbytes(dtype: str) -> int:
     """Return the bytes of one number: half of an element, if that is complex."""
     native = _NATIVE.get(dtype)

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from holdfast.format.tensors import TensorSpec
-from holdfast.interop.comparing.numbers import CHUNK, floats, number_nbytes
+from holdfast.interop.comparing.numbers import CHUNK, floats, number_nbytes, sum_of_squares
 
 What = Literal["values", "dtype", "shape", "only in a", "only in b"]
 
@@ -130,7 +130,7 @@ class PairTally:
                 self._add_squares(*squares, 0.0)
                 return
             apart = a - b
-            self._add_squares(*squares, float(np.dot(apart, apart)))
+            self._add_squares(*squares, sum_of_squares(apart))
         self._different += int(np.count_nonzero(apart)) if num_other is None else num_other
         if len(a):
             self._max = max(self._max, self._largest(apart, raw_a, raw_b))
@@ -165,5 +165,5 @@ class PairTally:
 
 
 def _squares(a: Any, b: Any, *, is_equal: bool) -> tuple[float, float]:
-    square = float(np.dot(a, a))
-    return square, square if is_equal else float(np.dot(b, b))
+    square = sum_of_squares(a)
+    return square, square if is_equal else sum_of_squares(b)

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from holdfast.format.tensors import TensorSpec
-from holdfast.interop.comparing.numbers import chunks, is_complex
+from holdfast.interop.comparing.numbers import chunks, is_complex, sum_of_squares
 from holdfast.interop.reading import pieces
 from holdfast.interop.source import Source
 
@@ -110,7 +110,7 @@ class Tally:
         self._count += len(wide)
         self._sum += float(wide.sum())
         with np.errstate(over="ignore"):
-            self._squares += float(np.dot(wide, wide))
+            self._squares += sum_of_squares(wide)
 
     def _count_exponents(self, numbers: Any) -> tuple[int, int]:
         """Count the exponents; return how many numbers have the smallest one, and the largest."""
