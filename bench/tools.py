@@ -8,13 +8,11 @@ right after it. What the interpreter and the opening of the checkpoint take is m
 from __future__ import annotations
 
 import argparse
-import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from time import perf_counter
 
 import torch
 
@@ -76,7 +74,7 @@ def _save(root: Path, num: int, nbytes: int) -> Figures:
 def _outcome(measure: partial[Figures]) -> Outcome:
     try:
         return Outcome(figures=measure())
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         return Outcome(figures={}, error=str(error))
 
 
@@ -96,18 +94,26 @@ def _measure(command: str, root: Path, *, is_cold: bool) -> Figures:
     return figures
 
 
+_WATCH = """
+import resource, subprocess, sys
+from time import perf_counter
+start = perf_counter()
+code = subprocess.call(sys.argv[1:], stdout=subprocess.DEVNULL)
+took_s = perf_counter() - start
+print(took_s, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024, code)
+"""
+"""Runs a command from a small process: a forked child begins with the size of its parent."""
+
+
 def _run(arguments: Sequence[str], places: Mapping[str, Path]) -> tuple[float, float]:
     """Run a command; return its seconds and its highest resident size in bytes."""
     words = [str(places.get(word, word)) for word in arguments]
-    line = [sys.executable, "-m", "holdfast.cli", *words, "--json"]
-    start = perf_counter()
-    child = subprocess.Popen(line, stdout=subprocess.DEVNULL, env=dict(os.environ))
-    _, status, usage = os.wait4(child.pid, 0)
-    took_s = perf_counter() - start
-    child.returncode = os.waitstatus_to_exitcode(status)
-    if child.returncode not in (0, 1) or (child.returncode and arguments[0] != "diff"):
-        raise RuntimeError(f"{' '.join(words)}: exit code {child.returncode}")
-    return took_s, usage.ru_maxrss * 1024.0
+    line = [sys.executable, "-c", _WATCH, sys.executable, "-m", "holdfast.cli", *words, "--json"]
+    done = subprocess.run(line, stdout=subprocess.PIPE, text=True, check=True, timeout=600)
+    took_s, peak_nbytes, code = done.stdout.split()
+    if code not in ("0", "1") or (code == "1" and arguments[0] != "diff"):
+        raise RuntimeError(f"{' '.join(words)}: exit code {code}")
+    return float(took_s), float(peak_nbytes)
 
 
 def _tables(results: Results) -> list[str]:
