@@ -90,7 +90,6 @@ WITHOUT_TORCH_MODULES = (
     "holdfast.engine.control.stop",
     "holdfast.interop.comparing.differences",
     "holdfast.interop.comparing.statistics",
-    "holdfast.interop.lazy",
     "holdfast.interop.opening",
     "holdfast.interop.reading",
     "holdfast.ranks.alone",

@@ -16,8 +16,9 @@ from holdfast.errors import CorruptData, DeadlineExceeded
 from holdfast.interop.files import copy
 from holdfast.store.base import Store
 
-KEPT_NBYTES = 32 << 20
-"""Most bytes of blocks that are kept while nobody reads from them."""
+KEPT_NBYTES = 64 << 20
+"""Most bytes of blocks that are kept while nobody reads from them: more than `reading.pieces` reads
+ahead, so that a thread that lags behind still finds its block."""
 READ_TIMEOUT_S = 600.0
 """Longest wait for a block that another thread reads."""
 
@@ -118,11 +119,10 @@ class CheckedBlocks:
     def _release(self, held: _Held) -> None:
         with self._lock:
             held.num_users -= 1
-            num_excess = len(self._held) - max(1, KEPT_NBYTES // self._block_nbytes)
-            if num_excess > 0:
-                unused = [block for block, one in self._held.items() if not one.num_users]
-                for block in unused[:num_excess]:
-                    self._buffers.give_back(self._held.pop(block).memory)
+            unused = [block for block, one in self._held.items() if not one.num_users]
+            num_excess = len(unused) - max(1, KEPT_NBYTES // self._block_nbytes)
+            for block in unused[: max(num_excess, 0)]:
+                self._buffers.give_back(self._held.pop(block).memory)
 
 
 def _wait(read: Future[None], what: str) -> None:
