@@ -173,7 +173,7 @@ MUTANTS: tuple[Mutant, ...] = (
         file="interop/sources/zips.py",
         before="            if member.header < end:",
         after="            if False:",
-        near=_HOSTILE,
+        near=_TORCH,
     ),
     Mutant(
         name="torch-strides-forgotten",
@@ -189,7 +189,7 @@ MUTANTS: tuple[Mutant, ...] = (
         file="interop/sources/tars.py",
         before='        if is_wanted and kind not in (b"0", b"\\0"):',
         after="        if False:",
-        near=_HOSTILE,
+        near=_TARS,
     ),
     Mutant(
         name="archive-without-a-bound",

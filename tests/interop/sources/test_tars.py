@@ -146,3 +146,12 @@ def test_an_archive_of_something_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x.tar").write_bytes(tarred("model.pt"))
     with pytest.raises(FormatError, match="without composer_states"):
         open_source(str(tmp_path / "x.tar"))
+
+
+def test_a_link_in_an_archive_is_refused_as_one(tmp_path: Path) -> None:
+    info = tarfile.TarInfo("composer_states.pt")
+    info.type, info.linkname = tarfile.SYMTYPE, "/etc/passwd"
+    with tarfile.open(tmp_path / "x.tar", "w") as archive:
+        archive.addfile(info)
+    with pytest.raises(FormatError, match="is no plain file"):
+        open_source(str(tmp_path / "x.tar"))

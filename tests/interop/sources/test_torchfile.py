@@ -291,3 +291,13 @@ def test_many_small_tensors_take_little_memory(tmp_path: Path) -> None:
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 10 << 20
+
+
+def test_members_of_a_zip_file_that_overlap_are_refused_as_such(tmp_path: Path) -> None:
+    torch.save({"a": torch.arange(50)}, tmp_path / "w.pt")
+    data = bytearray((tmp_path / "w.pt").read_bytes())
+    second = data.find(b"PK\x01\x02", data.find(b"PK\x01\x02") + 1)
+    data[second + 42 : second + 46] = (10).to_bytes(4, "little")
+    (tmp_path / "w.pt").write_bytes(data)
+    with pytest.raises(FormatError, match="lies on another member"):
+        open_source(str(tmp_path / "w.pt"))
