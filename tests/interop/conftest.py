@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from holdfast.interop.dcp.roots import release_all
+from holdfast.interop.roots import release_all
 
 
 @pytest.fixture(autouse=True)

@@ -32,7 +32,7 @@ from holdfast.engine.access import locate
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.errors import CorruptData, NoCheckpoint, OwnedElsewhere, Superseded, UsageError
 from holdfast.interop.dcp import HoldfastReader, HoldfastWriter
-from holdfast.interop.dcp.roots import release_all
+from holdfast.interop.roots import release_all
 from holdfast.keys import generate
 from holdfast.store import open_store
 from holdfast.store.local import LocalStore

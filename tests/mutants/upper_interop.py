@@ -48,7 +48,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="dcp-rollback-forgotten",
         promise="I11: the run goes on from what was loaded",
-        file="interop/dcp/roots.py",
+        file="interop/roots.py",
         before="            if loaded is not None and loaded != found:",
         after="            if False:",
         near=_DCP,

@@ -146,12 +146,12 @@ class WaveContent(StagedContent):
     def block(self, number: int, timeout_s: float) -> memoryview:
         buffer = self._pool.take(timeout_s)
         self._buffers[number] = buffer
-        return self._fill(buffer, number)
+        return self.fill(buffer, number)
 
     @override
     def digest(self, number: int) -> bytes:
         try:
-            memory = self._pool.memory(self._buffers[number], self._block_nbytes(number))
+            memory = self._pool.memory(self._buffers[number], self.block_nbytes(number))
             digest = self._known.digests[number] = block_digest(memory)
             return digest
         finally:
@@ -182,13 +182,14 @@ class WaveContent(StagedContent):
             buffer = self._buffers.pop(number)
         self._pool.give_back(buffer)
 
-    def _block_nbytes(self, number: int) -> int:
+    def block_nbytes(self, number: int) -> int:
+        """Return the length of a block."""
         return min(BLOCK_NBYTES, self._file.nbytes - number * BLOCK_NBYTES)
 
-    def _fill(self, buffer: int, number: int) -> memoryview:
+    def fill(self, buffer: int, number: int) -> memoryview:
         """Copy one block, with its parts of the header and the tensors, into a buffer."""
         start = number * BLOCK_NBYTES
-        memory = self._pool.memory(buffer, self._block_nbytes(number))
+        memory = self._pool.memory(buffer, self.block_nbytes(number))
         header = self._file.header[start : start + len(memory)]
         memory[: len(header)] = header
         stop, starts = start + len(memory), self._file.starts

@@ -36,7 +36,7 @@ from holdfast.engine.threads import Threads
 from holdfast.errors import FormatError, NoCheckpoint, UsageError
 from holdfast.interop.dcp.items import Item, items_of
 from holdfast.interop.dcp.objects import pickled
-from holdfast.interop.dcp.roots import expect_path, written_root
+from holdfast.interop.roots import expect_path, written_root
 from holdfast.keys import Encryption
 from holdfast.state.byrank import BY_RANK
 from holdfast.state.geometry import Box

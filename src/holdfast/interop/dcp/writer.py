@@ -43,8 +43,8 @@ from holdfast.interop.dcp.plans import (
     tables_of,
     whole_plans,
 )
-from holdfast.interop.dcp.roots import WrittenRoot, expect_path, written_root
 from holdfast.interop.dcp.writing import places_of, write_tensors
+from holdfast.interop.roots import WrittenRoot, expect_path, written_root
 from holdfast.policy.naming import DEFAULT_LABEL
 from holdfast.state.leaves import TORCH_DTYPES, refusal
 from holdfast.store.base import Store

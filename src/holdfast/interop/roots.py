@@ -1,7 +1,7 @@
-"""The roots that this process writes through DCP: threads, the claim, and an attempt that failed.
+"""The roots that this process writes for other libraries: threads, the claim, a failed attempt.
 
 DCP makes a writer for each save, or sends one to another process; what must outlive the save is
-kept here, by root.
+kept here, by root. An import claims and releases its root here, too.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def written_root(root: str | os.PathLike[str] | Store) -> WrittenRoot:
 
 
 def release_all() -> None:
-    """Release every run that this process owns through DCP."""
+    """Release every run that this process owns through this module."""
     for (pid, _), one in [*_roots.items()]:
         if pid == os.getpid():
             one.release()

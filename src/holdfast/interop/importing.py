@@ -1,0 +1,382 @@
+"""Makes a checkpoint of a source: chosen, renamed and committed like any save.
+
+Only a few blocks are in memory at a time. The same source gives the same files.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from typing_extensions import override
+
+from holdfast.arguments import checked
+from holdfast.engine.checkpoint import Checkpoint, Phase, describe
+from holdfast.engine.roots.catalog import Catalog
+from holdfast.engine.saving.fingerprint import environment, numerics
+from holdfast.engine.saving.save import SaveRequest, write
+from holdfast.engine.saving.together import JointSave
+from holdfast.engine.staging.image import KnownFile
+from holdfast.engine.staging.staged import Staged
+from holdfast.engine.staging.waves import Pool, WaveContent, WaveTransfer
+from holdfast.errors import NoCheckpoint, UsageError
+from holdfast.format.layout import BLOCK_NBYTES, check_component, check_label
+from holdfast.format.manifest import Timestamp
+from holdfast.format.nodes import TensorRef
+from holdfast.format.objects import document
+from holdfast.format.tensors import TensorFile, TensorSpec, lay_out
+from holdfast.interop.opening import open_source
+from holdfast.interop.optimizers import is_torch_form, named
+from holdfast.interop.reading import Piece, pieces
+from holdfast.interop.renaming import Rules
+from holdfast.interop.roots import written_root
+from holdfast.interop.source import LeftOut, Part, Source
+from holdfast.policy.naming import DEFAULT_LABEL
+from holdfast.store.base import Store
+
+MAX_RECORDED = 1000
+"""Most values left out that a manifest names."""
+_EXTRA = "_extra_state"
+_SCHEDULER = frozenset({"last_epoch", "_step_count"})
+_TIMEOUT_S = 1800.0
+
+Report = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taken:
+    """A component as it will be stored."""
+
+    kind: str
+    tree: Any
+    specs: Mapping[str, TensorSpec]
+    """Specs by key, in the order of the source's bytes."""
+    keys: Mapping[str, str]
+    """Key → key in the source."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its tensors."""
+        return sum(spec.nbytes for spec in self.specs.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImportPlan:
+    """Components that an import takes from a source, and what it leaves out."""
+
+    source: Source
+    taken: Mapping[str, Taken]
+    left_out: Sequence[LeftOut]
+    notes: Sequence[str]
+    """What a user should know of the conversion, such as an optimizer that stays as it was."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors that are taken."""
+        return sum(one.nbytes for one in self.taken.values())
+
+
+def plan_import(
+    source: Source,
+    *,
+    components: Collection[str] = (),
+    rename: Rules | None = None,
+    optimizer: str | None = None,
+) -> ImportPlan:
+    """Decide how each component of a source is stored, without reading a tensor.
+
+    `components` are those to take, all if empty; `rename` applies to the names in modules;
+    `optimizer` is the class of the optimizers whose options do not tell it.
+
+    Raises:
+        UsageError: a component or a rule fits nothing, or two names become one.
+    """
+    rules = rename or Rules()
+    parts = {name: source.part(name) for name in components} if components else source.parts
+    left = [*source.left_out]
+    left += [
+        LeftOut(path=name, why="not among the components asked for")
+        for name in source.parts
+        if name not in parts
+    ]
+    notes: list[str] = []
+    modules = {name: part for name, part in parts.items() if _is_module(part)}
+    taken = {name: _module(name, part, rules) for name, part in modules.items()}
+    rules.expect_used()
+    renamed = {
+        name: Part(kind="module", tree=one.tree, specs=one.specs) for name, one in taken.items()
+    }
+    for name, part in parts.items():
+        check_component(name)
+        if name not in taken:
+            taken[name] = _other(name, part, renamed, optimizer, notes)
+    if optimizer is not None and not any(one.kind == "optimizer" for one in taken.values()):
+        raise UsageError(f"--optimizer {optimizer}: no optimizer in torch's form is taken")
+    in_order = {name: taken[name] for name in parts}
+    return ImportPlan(source=source, taken=in_order, left_out=left, notes=notes)
+
+
+def _is_module(part: Part) -> bool:
+    tree = part.tree
+    if part.kind not in ("module", "tree") or not isinstance(tree, dict):
+        return False
+    tensors = [isinstance(value, TensorRef) for value in tree.values()]
+    if part.kind == "tree":
+        return bool(tree) and all(tensors) and all(isinstance(key, str) for key in tree)
+    return all(
+        isinstance(key, str) and (is_tensor or key.rpartition(".")[2] == _EXTRA)
+        for key, is_tensor in zip(tree, tensors, strict=True)
+    )
+
+
+def _module(component: str, part: Part, rules: Rules) -> Taken:
+    """Rename the tensors of a module, whose keys become the new names."""
+    names = rules.table(part.tree, component)
+    keys: dict[str, str] = {}
+    """Key in the source → new key: of tied tensors the first name."""
+    tree: dict[str, Any] = {}
+    for old, new in names.items():
+        node = part.tree[old]
+        if isinstance(node, TensorRef):
+            key = keys.setdefault(node.key, new)
+            node = TensorRef(key, node.device, node.grad, node.parameter, node.order)
+        tree[new] = node
+    inside = Part(kind="module", tree=tree, specs={}).leaves
+    old_keys = {new: old for old, new in keys.items()}
+    old_keys |= {ref.key: ref.key for ref in inside.values() if ref.key not in old_keys}
+    return Taken(kind="module", tree=tree, specs=_specs(part, old_keys), keys=old_keys)
+
+
+def _other(
+    component: str,
+    part: Part,
+    modules: Mapping[str, Part],
+    optimizer: str | None,
+    notes: list[str],
+) -> Taken:
+    if is_torch_form(part.tree):
+        found = named(part, modules, kind=optimizer)
+        if not isinstance(found, str):
+            return Taken(
+                kind="optimizer",
+                tree=found.tree,
+                specs=_specs(part, found.keys),
+                keys=found.keys,
+            )
+        notes.append(
+            f"{component}: stored as it is, and no optimizer can be resumed from it: {found}"
+        )
+    keys = {ref.key: ref.key for ref in part.leaves.values()}
+    return Taken(kind=_kind(part), tree=part.tree, specs=_specs(part, keys), keys=keys)
+
+
+def _kind(part: Part) -> str:
+    tree = part.tree
+    if part.kind in ("optimizer", "module") and (is_torch_form(tree) or part.kind == "module"):
+        return "tree"
+    if part.kind == "tree" and isinstance(tree, dict) and {*tree} >= _SCHEDULER:
+        return "object"  # a scheduler's state_dict
+    return part.kind
+
+
+def _specs(part: Part, old_keys: Mapping[str, str]) -> dict[str, TensorSpec]:
+    new_keys: dict[str, list[str]] = {}
+    for new, old in old_keys.items():
+        new_keys.setdefault(old, []).append(new)
+    return {
+        new: TensorSpec(new, spec.dtype, spec.shape)
+        for old, spec in part.specs.items()
+        for new in new_keys.get(old, ())
+    }
+
+
+@checked()
+def import_checkpoint(
+    source: str | os.PathLike[str],
+    root: str | os.PathLike[str] | Store,
+    *,
+    step: int | None = None,
+    label: str | None = None,
+    components: Collection[str] = (),
+    rename: Mapping[str, str] | None = None,
+    optimizer: str | None = None,
+) -> Checkpoint:
+    """Save a checkpoint or a file of weights of any known format as a new checkpoint of a run.
+
+    `step` is needed where the source tells none; `components` are those to take, all by default.
+    `rename` maps patterns of the names in modules to new ones: `{"module.**": "**"}`. `optimizer`
+    is the class of an optimizer whose options do not tell it. Keeps a few blocks in memory, and
+    runs nothing of the source. `notes` say what was left out, and what cannot be resumed from.
+
+    Raises:
+        NoCheckpoint: nothing exists at `source`.
+        FormatError: it is in no known format, or damaged.
+        UsageError: the step is unknown, or a name or a rule fits nothing.
+        UnsupportedState: a value of it has no form in a checkpoint.
+        OwnedElsewhere: a live process owns the run.
+    """
+    rules = Rules((rename or {}).items())
+    with open_source(os.fspath(source)) as opened:
+        plan = plan_import(opened, components=components, rename=rules, optimizer=optimizer)
+        return commit_import(plan, root, step=step, label=label)
+
+
+def step_of(plan: ImportPlan, step: int | None) -> int:
+    """Return the step that the checkpoint gets: the one asked for, or that of the source.
+
+    Raises:
+        UsageError: neither is known.
+    """
+    found = plan.source.step if step is None else step
+    if found is None:
+        raise UsageError(f"{plan.source.url}: tells no step; give one: --step N, or step=N")
+    if found < 0:
+        raise UsageError(f"step={found}: must be at least 0")
+    return found
+
+
+def commit_import(
+    plan: ImportPlan,
+    root: str | os.PathLike[str] | Store,
+    *,
+    step: int | None = None,
+    label: str | None = None,
+    report: Report | None = None,
+) -> Checkpoint:
+    """Write what a plan takes as a checkpoint, and commit it; the run is released afterwards.
+
+    Raises:
+        UnsupportedState: a tree has a value that no checkpoint can hold.
+        Otherwise as `import_checkpoint`.
+    """
+    at = step_of(plan, step)
+    if label is not None:
+        check_label(label)
+    if not plan.taken:
+        raise UsageError(f"{plan.source.url}: nothing in it can be stored")
+    trees = {name: document(one.tree).data for name, one in plan.taken.items()}
+    files = {
+        name: tuple(map(KnownFile, lay_out(name, [*one.specs.values()])))
+        for name, one in plan.taken.items()
+    }
+    written = written_root(root)
+    try:
+        transfer = SourceTransfer(plan, files, written.pool, report)
+        staged = Staged(
+            files=files,
+            trees=trees,
+            kinds={name: one.kind for name, one in plan.taken.items()},
+            transfer=transfer,
+        )
+        claim, sequence = written.claim(
+            nbytes=staged.nbytes, num_files=len(staged.sizes), takeover=False
+        )
+        request = SaveRequest(
+            label=label or DEFAULT_LABEL.format(step=at),
+            claim=claim,
+            sequence=sequence,
+            timestamp=Timestamp(step=at),
+            save_class="permanent",
+            reason="import",
+            tags=(),
+            metrics={},
+            numerics=numerics(),
+            environment={**environment(), "imported": _origin(plan)},
+            timings={"stage_s": 0.0},
+        )
+        tools = written.tools(_TIMEOUT_S)
+        attempt, _ = write(tools, staged, request, JointSave(), phase=Phase())
+        written.end(attempt)
+    finally:
+        written.drop_pool()
+        written.release()
+    entry = Catalog(written.store).entry(attempt.name)
+    if entry is None:
+        raise NoCheckpoint(f"{written.store.url}/{attempt.folder}: deleted since it was committed")
+    return describe(written.store, entry, notes=(*plan.notes, *map(_line, plan.left_out)))
+
+
+def _line(left: LeftOut) -> str:
+    return f"left out: {left.path}: {left.why}"
+
+
+def _origin(plan: ImportPlan) -> dict[str, Any]:
+    more = len(plan.left_out) - MAX_RECORDED
+    lines = [f"{left.path}: {left.why}" for left in plan.left_out[:MAX_RECORDED]]
+    if more > 0:
+        lines.append(f"and {more} more")
+    return {
+        "from": plan.source.url,
+        "format": plan.source.format,
+        "left_out": lines,
+        "notes": [*plan.notes],
+    }
+
+
+class SourceTransfer(WaveTransfer):
+    """Blocks of tensor files that are read from a source when they are written."""
+
+    def __init__(
+        self,
+        plan: ImportPlan,
+        files: Mapping[str, Sequence[KnownFile]],
+        pool: Pool,
+        report: Report | None = None,
+    ) -> None:
+        super().__init__({}, pool)
+        wanted = [
+            (name, plan.taken[name].keys[spec.key])
+            for name, of_component in files.items()
+            for known in of_component
+            for spec in known.file.specs
+        ]
+        self._bytes = _Bytes(pieces(plan.source, wanted), plan.nbytes, report)
+
+    @override
+    def content(self, known: KnownFile) -> WaveContent:
+        return _SourceContent(known, self, self._bytes)
+
+
+class _Bytes:
+    """The bytes of all tensors of an import, one after the other."""
+
+    def __init__(self, stream: Iterator[Piece], nbytes: int, report: Report | None) -> None:
+        self._stream = stream
+        self._rest = memoryview(b"")
+        self._nbytes = nbytes
+        self._num_read = 0
+        self._report = report
+
+    def read_into(self, memory: memoryview) -> None:
+        """Fill `memory` with the next bytes."""
+        while memory.nbytes:
+            if not self._rest.nbytes:
+                self._rest = next(self._stream).memory
+                continue
+            count = min(memory.nbytes, self._rest.nbytes)
+            memory[:count] = self._rest[:count]
+            memory, self._rest = memory[count:], self._rest[count:]
+            self._num_read += count
+        if self._report is not None:
+            self._report("import", self._num_read, self._nbytes)
+
+
+class _SourceContent(WaveContent):
+    """Content of one tensor file; its blocks are asked for in their order, after earlier files'."""
+
+    def __init__(self, known: KnownFile, transfer: SourceTransfer, stream: _Bytes) -> None:
+        super().__init__(known, {}, transfer)
+        self._planned: TensorFile = known.file
+        self._stream = stream
+        self._blocks = transfer.pool
+
+    @override
+    def fill(self, buffer: int, number: int) -> memoryview:
+        start = number * BLOCK_NBYTES
+        memory = self._blocks.memory(buffer, self.block_nbytes(number))
+        header = self._planned.header[start : start + len(memory)]
+        memory[: len(header)] = header
+        self._stream.read_into(memory[len(header) :])
+        return memory

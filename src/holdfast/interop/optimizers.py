@@ -1,0 +1,213 @@
+"""Optimizer states of torch's `state_dict` form and of ours, converted into each other.
+
+Torch numbers the parameters in the order of the groups; ours has their names. A name is given to
+a number only where nothing else fits: by the names that torch recorded, or by the order of the
+model's parameters where all shapes agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.format.nodes import TensorRef
+from holdfast.format.tensors import TensorSpec
+from holdfast.interop.source import Part
+
+_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+"""Names of the buffers of torch's own layers that optimizers never have."""
+_NOT_OPTIONS = frozenset({"params", "param_names"})
+_HOW = frozenset({"foreach", "maximize", "capturable", "differentiable", "fused", "initial_lr"})
+"""Options that came with versions of torch, or from schedulers, and tell no optimizer apart."""
+_DECOUPLED = "decoupled_weight_decay"
+_FLOATS = ("F", "BF")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Named:
+    """An optimizer's tree of the kind `optimizer`, and which tensor of the source each key is."""
+
+    tree: dict[str, Any]
+    keys: Mapping[str, str]
+    """Key in the tree → key in the source."""
+
+
+def is_torch_form(tree: Any) -> bool:
+    """Whether a tree is the `state_dict` of a torch optimizer: state and groups, by number."""
+    return (
+        isinstance(tree, dict)
+        and tree.keys() == {"state", "param_groups"}
+        and isinstance(tree["state"], dict)
+        and isinstance(tree["param_groups"], list)
+        and all(_is_group(group) for group in tree["param_groups"])
+    )
+
+
+def _is_group(group: Any) -> bool:
+    return isinstance(group, dict) and isinstance(group.get("params"), list)
+
+
+def named(part: Part, modules: Mapping[str, Part], *, kind: str | None = None) -> Named | str:
+    """Name the parameters of an optimizer in torch's form; return the reason where that is unsafe.
+
+    `modules` are the components of kind `module`, `kind` the optimizer's class, such as "AdamW",
+    where the options do not tell it.
+    """
+    state, groups = part.tree["state"], part.tree["param_groups"]
+    name = kind or type_of(groups)
+    if name is None:
+        return "its options do not tell which optimizer it is; say --optimizer AdamW, for example"
+    if len(modules) != 1:
+        return f"{len(modules) or 'no'} models are taken, and it belongs to one"
+    [(module, model)] = modules.items()
+    numbers = [number for group in groups for number in group["params"]]
+    if len({*map(str, numbers)}) != len(numbers) or not {*state} <= {*numbers}:
+        return "its states and groups do not fit together"
+    shapes = {number: _shape(state.get(number), part.specs) for number in numbers}
+    names = _recorded(groups, model) or _by_order(groups, shapes, model)
+    if isinstance(names, str):
+        return names
+    return _renamed(part, names, module=module, model=model, kind=name)
+
+
+def _shape(slots: Any, specs: Mapping[str, TensorSpec]) -> tuple[int, ...] | None:
+    """Return the shape of a parameter: that of its slots, but for its step."""
+    if not isinstance(slots, dict):
+        return None
+    shapes = {
+        specs[ref.key].shape
+        for slot, ref in slots.items()
+        if isinstance(ref, TensorRef) and slot != "step"
+    }
+    return max(shapes, key=len) if shapes else None
+
+
+def _recorded(groups: Sequence[Any], model: Part) -> dict[Any, str] | None:
+    """Return the names that torch has recorded; None if it has not, or the model has others."""
+    found: dict[Any, str] = {}
+    for group in groups:
+        names = group.get("param_names")
+        if not isinstance(names, list) or len(names) != len(group["params"]):
+            return None
+        found |= zip(group["params"], names, strict=True)
+    return found if {*found.values()} <= {*model.leaves} else None
+
+
+def _by_order(
+    groups: Sequence[Any], shapes: Mapping[Any, tuple[int, ...] | None], model: Part
+) -> dict[Any, str] | str:
+    """Name the parameters in the model's order, in which groups are made, if all shapes agree.
+
+    Of several groups each must have shapes of its own, so that a parameter fits one of them.
+    """
+    parameters = dict(_parameters(model))
+    if len(parameters) != len(shapes):
+        return f"it has {len(shapes)} parameters and the model {len(parameters)}"
+    of_groups = [{shapes[number] for number in group["params"]} for group in groups]
+    if len(groups) > 1 and sum(map(len, of_groups)) != len(set[Any]().union(*of_groups)):
+        return "its groups share shapes, so the names of their parameters are unknown"
+    found: dict[Any, str] = {}
+    for group, of_group in zip(groups, of_groups, strict=True):
+        fitting = [
+            name for name, shape in parameters.items() if len(groups) == 1 or shape in of_group
+        ]
+        if len(fitting) != len(group["params"]):
+            return "its groups do not fit the shapes of the model"
+        for number, name in zip(group["params"], fitting, strict=True):
+            if shapes[number] not in (None, parameters[name]):
+                return f"the shape of its parameter {number} is not that of {name}"
+            found[number] = name
+    return found
+
+
+def _parameters(model: Part) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield name and shape of the tensors that an optimizer may have; of tied ones the first."""
+    seen = set()
+    for name, ref in model.leaves.items():
+        spec = model.specs[ref.key]
+        is_float = spec.dtype.startswith(_FLOATS)
+        if is_float and ref.key not in seen and name.rpartition(".")[2] not in _BUFFERS:
+            seen.add(ref.key)
+            yield name, spec.shape
+
+
+def _renamed(part: Part, names: Mapping[Any, str], *, module: str, model: Part, kind: str) -> Named:
+    table: dict[str, str] = {}
+    """Key in the source → key in the tree."""
+    slots: dict[str, Any] = {}
+    devices: dict[str, str] = {}
+    of_model = model.leaves
+    shapes = {name: list(model.specs[of_model[name].key].shape) for name in names.values()}
+    for number, name in names.items():
+        if number not in part.tree["state"]:
+            continue
+        slots[name] = relabelled(part.tree["state"][number], name, table)
+        found = _device(part.tree["state"][number], part.specs, shapes[name])
+        if found != "cpu":
+            devices[name] = found
+    groups = part.tree["param_groups"]
+    options = [
+        {key: value for key, value in group.items() if key not in _NOT_OPTIONS} for group in groups
+    ]
+    tree = {
+        "type": kind,
+        "modules": [module],
+        "groups": [[names[number] for number in group["params"]] for group in groups],
+        "shapes": shapes,
+        "devices": devices,
+        "param_groups": relabelled(options, "param_groups", table),
+        "slots": slots,
+        "extra": {},
+    }
+    return Named(tree=tree, keys={new: old for old, new in table.items()})
+
+
+def _device(slots: Any, specs: Mapping[str, TensorSpec], shape: Sequence[int]) -> str:
+    refs = slots.values() if isinstance(slots, dict) else ()
+    for ref in refs:
+        if isinstance(ref, TensorRef) and list(specs[ref.key].shape) == [*shape]:
+            return ref.device
+    return "cpu"
+
+
+def relabelled(node: Any, path: str, table: dict[str, str]) -> Any:
+    """Copy a tree with its tensors called by their paths; `table` gets old key → new key."""
+    if isinstance(node, TensorRef):
+        key = table.setdefault(node.key, path)
+        return TensorRef(key, node.device, node.grad, node.parameter, node.order)
+    if isinstance(node, dict):
+        return {key: relabelled(item, f"{path}.{key}", table) for key, item in node.items()}
+    if isinstance(node, list | tuple):
+        items = (relabelled(item, f"{path}.{place}", table) for place, item in enumerate(node))
+        return list(items) if isinstance(node, list) else tuple(items)
+    return node
+
+
+def type_of(groups: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return the class of torch's own optimizers that has these options; None if several may."""
+    import torch
+
+    options = {*groups[0]} - _NOT_OPTIONS - _HOW if groups else set()
+    found = []
+    for kind in ("Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam",
+                 "RAdam", "RMSprop", "Rprop", "SGD"):  # fmt: skip
+        made = getattr(torch.optim, kind)([torch.zeros(1, requires_grad=True)], lr=0.1)
+        known = {*made.param_groups[0]} - _NOT_OPTIONS - _HOW
+        if options - {_DECOUPLED} == known - {_DECOUPLED}:
+            found.append(kind)
+    if found == ["Adam", "AdamW"] and _DECOUPLED in groups[0]:
+        return "AdamW" if groups[0][_DECOUPLED] else "Adam"
+    return found[0] if len(found) == 1 else None
+
+
+def numbered(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an optimizer's tree of ours as torch's `state_dict`, with parameters by number."""
+    names = [name for group in tree["groups"] for name in group]
+    numbers = {name: number for number, name in enumerate(names)}
+    groups = [
+        {**options, "params": [numbers[name] for name in group]}
+        for options, group in zip(tree["param_groups"], tree["groups"], strict=True)
+    ]
+    state = {numbers[name]: slots for name, slots in tree["slots"].items()}
+    return {"state": {**state, **tree["extra"]}, "param_groups": groups}
