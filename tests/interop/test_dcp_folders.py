@@ -365,7 +365,7 @@ def test_properties_of_newer_torch_are_read(tmp_path: Path) -> None:
 
 def test_the_commands_import_and_export(folder: Path, tmp_path: Path, holdfast: Any) -> None:
     run, out = tmp_path / "run", tmp_path / "out"
-    done = holdfast("import", folder, run, "--step", 8, "--label", "old")
+    done = holdfast("import", folder, run, "--step", 8, "--label", "old", "--trust")
     assert done.code == 0
     assert done.out.startswith("old.0001-000001-")
     done = holdfast("export", f"{run}@step=8", out, "--to", "dcp", "--json")
@@ -376,4 +376,4 @@ def test_the_commands_import_and_export(folder: Path, tmp_path: Path, holdfast: 
     assert flat(state) == flat(state_of(3))
     assert holdfast("export", run, out, "--to", "dcp").code == 2
     (folder / ".metadata").write_bytes(b"junk")
-    assert holdfast("import", folder, run, "--step", 9).code == 1
+    assert holdfast("import", folder, run, "--step", 9, "--trust").code == 1

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import click
 
 from holdfast.cli import options
+from holdfast.cli.child import limited
 from holdfast.cli.options import Commands, Parameter, taking
 from holdfast.cli.output import Answer, Code, give, give_error
 from holdfast.cli.target import NAMED, PATIENCE, KeySources
@@ -191,24 +192,35 @@ def tag(target: str, tags: Sequence[str]) -> Answer:
 
 
 @_answering(
-    options.dcp_folder,
+    options.imported,
     options.root,
-    *(options.step, options.label, options.unsafe_pickle),
+    *(options.step, options.label, options.rules, options.components, options.optimizer),
+    *(options.dry_run, options.unsafe_pickle, options.trust),
     name="import",
 )
-def import_(folder: str, root: str, step: int, label: str | None, unsafe_pickle: bool) -> Answer:
-    """Save a folder of PyTorch Distributed Checkpoint as a new checkpoint of a run."""
-    from holdfast.cli.folders import import_dcp
+@limited("source")
+def import_(
+    source: str,
+    root: str,
+    **wishes: Any,
+) -> Answer:
+    """Save a checkpoint or weights of another library as a new checkpoint of a run."""
+    from holdfast.cli.convert import bring_in
 
-    return import_dcp(folder, root, step=step, label=label, unsafe_pickle=unsafe_pickle)
+    return bring_in(source, root, **wishes)
 
 
-@_answering(options.target, options.new_folder, options.to, options.unsafe_pickle)
-def export(target: str, folder: str, to: str, unsafe_pickle: bool) -> Answer:
+@_answering(
+    *(options.target, options.new_output, options.to, options.components, options.rules),
+    *(options.configs, options.dtype, options.shard_size),
+    *(options.dry_run, options.unsafe_pickle, options.trust),
+)
+@limited("target")
+def export(target: str, output: str, to: str, **wishes: Any) -> Answer:
     """Write a checkpoint in the form of another library; without @WHICH the latest."""
-    from holdfast.cli.folders import export_dcp
+    from holdfast.cli.convert import take_out
 
-    return export_dcp(target, folder, unsafe_pickle=unsafe_pickle)
+    return take_out(target, output, to, **wishes)
 
 
 @_answering(options.root, options.save_tags, options.reason, options.timeout)

@@ -1,4 +1,4 @@
-"""`holdfast import` and `export`: checkpoints in the form of another library."""
+"""`holdfast import` and `export` of folders of PyTorch Distributed Checkpoint."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def import_dcp(
-    folder: str, root: str, *, step: int, label: str | None, unsafe_pickle: bool
+    folder: str, root: str, *, step: int | None, label: str | None, unsafe_pickle: bool
 ) -> Answer:
     """Save what a folder of DCP holds as a new checkpoint.
 
@@ -27,13 +27,15 @@ def import_dcp(
 
     if named_keys() is not None:
         raise UsageError("import does not encrypt; give it a root of its own, and no keys")
+    if step is None:
+        raise UsageError(f"{folder}: a folder of DCP tells no step; give one: --step N")
     opened(root)
     found = import_folder(folder, root, step=step, label=label, unsafe_pickle=unsafe_pickle)
     return _answer(found, folder, f"{found.folder}: {size(found.nbytes)} from {folder}")
 
 
-def export_dcp(target: str, folder: str, *, unsafe_pickle: bool) -> Answer:
-    """Write a checkpoint as a folder of DCP.
+def export_dcp(target: str, folder: str, *, out: str, unsafe_pickle: bool) -> Answer:
+    """Write a checkpoint as a folder of DCP, which is called `out` in the answer.
 
     Raises:
         NoCheckpoint: no checkpoint matches.
@@ -44,7 +46,7 @@ def export_dcp(target: str, folder: str, *, unsafe_pickle: bool) -> Answer:
 
     open_target(target)
     found = export_folder(target, folder, unsafe_pickle=unsafe_pickle, encrypt=named_keys())
-    return _answer(found, folder, f"{folder}: {size(found.nbytes)} from {found.folder}")
+    return _answer(found, out, f"{out}: {size(found.nbytes)} from {found.folder}")
 
 
 def _answer(found: Checkpoint, path: str, text: str) -> Answer:

@@ -162,16 +162,30 @@ answering = argument("command", "COMMAND...", "A command, such as `ls` or `keys 
 
 # import, export
 
-dcp_folder = argument("folder", "FOLDER", "A folder that dcp.save has written.")
-step = option("--step", "N", "Completed steps.", type=click.IntRange(min=0), required=True)
+imported = argument("source", "SOURCE", "A file or folder of weights or of a checkpoint.")
+step = option("--step", "N", "Completed steps.", type=click.IntRange(min=0))
 label = option("--label", "TEXT", "The label. [default: from the step]")
+rules = several("--map", "rules", "OLD=NEW", "Rename tensors; or a file of such lines.")
+components = several("--component", "components", "NAME", "Take this component alone.")
+optimizer = option("--optimizer", "CLASS", "Which optimizer it was, where no option tells.")
 unsafe_pickle = flag(
-    "--unsafe-pickle", "Keep values that are no typed trees as pickles, which loads run."
+    "--unsafe-pickle", "DCP: keep values that are no typed trees as pickles, which loads run."
 )
-new_folder = argument("folder", "FOLDER", "A folder that does not exist yet.")
+trust = flag("--trust", "Lift the limits on memory and time; still runs nothing in the file.")
+new_output = argument("output", "OUT", "A file or folder that does not exist yet.")
 to = click.option(
-    "--to", type=click.Choice(["dcp"]), required=True, help="Form: PyTorch Distributed Checkpoint."
+    "--to",
+    type=click.Choice(["hf", "safetensors", "pt", "dcp", "hf-trainer", "lightning"]),
+    required=True,
+    help="The form in which it is written.",
 )
+configs = several(
+    "--config", "configs", "PATH", "A file or folder of them to lie beside.", type=_PATH
+)
+dtype = click.option(
+    "--dtype", type=click.Choice(["f32", "f16", "bf16"]), help="Cast weights of floats to it."
+)
+shard_size = option("--shard-size", "SIZE", "Most bytes of a file of weights: 5GB.")
 
 # save
 

@@ -1,0 +1,280 @@
+"""`holdfast import` and `export`: checkpoints brought in from other libraries, and taken out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import msgspec
+
+from holdfast.cli.child import is_foreign, open_limited
+from holdfast.cli.output import Answer, TextTable, progress_bar, size
+from holdfast.cli.target import named_keys, opened
+from holdfast.errors import UsageError
+from holdfast.interop.source import LeftOut
+
+if TYPE_CHECKING:
+    from holdfast.interop.exporting.export import Form
+    from holdfast.interop.exporting.weights import Dtype
+    from holdfast.interop.importing import ImportPlan
+
+_SHOWN = 20
+_DCP = ".metadata"
+
+
+class Component(msgspec.Struct, frozen=True):
+    """A component that is converted."""
+
+    name: str
+    """Its name in the checkpoint."""
+    kind: str
+    """What its tree is: `module`, `optimizer`, `object`, `tree`, `generator` or `rng`."""
+    num_tensors: int
+    """Number of its tensors."""
+    nbytes: int
+    """Bytes of its tensors."""
+
+
+class ImportAnswer(msgspec.Struct, frozen=True):
+    """Answer of `holdfast import`."""
+
+    root: str
+    """The root that got the checkpoint."""
+    folder: str | None
+    """The checkpoint's folder; null for a dry run."""
+    step: int
+    """Completed steps."""
+    path: str
+    """What was imported."""
+    format: str
+    """The format that it was recognised as."""
+    components: list[Component]
+    """What was taken."""
+    left_out: list[LeftOut]
+    """What the source holds and the checkpoint does not, with the reason."""
+    notes: list[str]
+    """What to know about what was taken."""
+    dry_run: bool
+    """Whether nothing was written."""
+
+
+class OutputFile(msgspec.Struct, frozen=True):
+    """A file of an export."""
+
+    name: str
+    """Its name in the folder; empty where the export is one file."""
+    nbytes: int
+    """Its bytes; of a file of torch without the headers of its records."""
+
+
+class ExportAnswer(msgspec.Struct, frozen=True):
+    """Answer of `holdfast export`."""
+
+    source: str
+    """The checkpoint or file that was exported."""
+    step: int | None
+    """Completed steps, if the source tells."""
+    path: str
+    """The file or folder that was written."""
+    to: str
+    """Its form."""
+    files: list[OutputFile]
+    """What was written."""
+    left_out: list[LeftOut]
+    """What the source holds and the export does not, with the reason."""
+    notes: list[str]
+    """What is in another form than in the source."""
+    dry_run: bool
+    """Whether nothing was written."""
+
+
+def bring_in(
+    source: str,
+    root: str,
+    *,
+    step: int | None,
+    label: str | None,
+    rules: Sequence[str],
+    components: Sequence[str],
+    optimizer: str | None,
+    dry_run: bool,
+    unsafe_pickle: bool,
+) -> Answer:
+    """Save a source as a new checkpoint of a root.
+
+    Raises:
+        UsageError: the step is unknown, a name or rule fits nothing, or keys are given.
+        FormatError: the source is damaged or in no known format.
+        UnsupportedState: a value in it has no form in a checkpoint.
+    """
+    if named_keys() is not None:
+        raise UsageError("import does not encrypt; give it a root of its own, and no keys")
+    if (Path(source) / _DCP).is_file() and not (rules or components or optimizer or dry_run):
+        from holdfast.cli.folders import import_dcp
+
+        return import_dcp(source, root, step=step, label=label, unsafe_pickle=unsafe_pickle)
+    if unsafe_pickle:
+        raise UsageError("--unsafe-pickle: only a folder of DCP can be imported with its pickles")
+    from holdfast.interop.importing import commit_import, plan_import, step_of
+    from holdfast.interop.renaming import read_rules
+
+    with open_limited(source) as found:
+        plan = plan_import(
+            found, components=components, rename=read_rules(rules), optimizer=optimizer
+        )
+        at = step_of(plan, step)
+        if dry_run:
+            return _answer(plan, source, root=root, folder=None, step=at)
+        opened(root)
+        with progress_bar() as report:
+            made = commit_import(plan, root, step=at, label=label, report=report)
+        return _answer(plan, source, root=made.root, folder=made.folder, step=at)
+
+
+def _answer(plan: ImportPlan, source: str, *, root: str, folder: str | None, step: int) -> Answer:
+    components = [
+        Component(name=name, kind=one.kind, num_tensors=len(one.specs), nbytes=one.nbytes)
+        for name, one in plan.taken.items()
+    ]
+    document = ImportAnswer(
+        root=root,
+        folder=folder,
+        step=step,
+        path=source,
+        format=plan.source.format,
+        components=components,
+        left_out=[*plan.left_out],
+        notes=[*plan.notes],
+        dry_run=folder is None,
+    )
+    done = f"{folder}: " if folder else f"would be step {step} of {root}: "
+    first = f"{done}{size(plan.nbytes)} from {source} ({plan.source.format})"
+    return Answer(
+        document=document,
+        parts=[first, table(components), *plan.notes, *lines_left_out(plan.left_out)],
+    )
+
+
+def take_out(
+    target: str,
+    output: str,
+    to: str,
+    *,
+    components: Sequence[str],
+    rules: Sequence[str],
+    configs: Sequence[Path],
+    dtype: Dtype | None,
+    shard_size: str | None,
+    dry_run: bool,
+    unsafe_pickle: bool,
+) -> Answer:
+    """Write a checkpoint, or a file of weights, in the form of another library.
+
+    Raises:
+        NoCheckpoint: no checkpoint matches.
+        UsageError: the output exists, or an option does nothing in this form.
+        CorruptData: the source is damaged.
+    """
+    from holdfast.interop.exporting.files import expect_free
+
+    out = Path(output)
+    expect_free(out)
+    if to == "dcp":
+        if components or rules or configs or dtype or shard_size or dry_run:
+            raise UsageError("--to dcp: writes the whole checkpoint and takes no other option")
+        return _export_dcp(target, out, unsafe_pickle=unsafe_pickle)
+    if unsafe_pickle:
+        raise UsageError("--unsafe-pickle: does something with --to dcp alone")
+    from holdfast.interop.exporting.export import Export, ExportOptions
+    from holdfast.interop.renaming import read_rules
+
+    options = ExportOptions(
+        to=cast("Form", to),
+        components=components,
+        rename=read_rules(rules),
+        configs=configs,
+        dtype=dtype,
+        shard_nbytes=None if shard_size is None else nbytes_of(shard_size),
+    )
+    with open_limited(target) as source, progress_bar() as report:
+        export = Export(source, options, report)
+        if not dry_run:
+            export.write(out)
+        plan = export.plan
+        document = ExportAnswer(
+            source=source.url,
+            step=source.step,
+            path=output,
+            to=to,
+            files=[OutputFile(name=file.name, nbytes=file.nbytes) for file in plan.files],
+            left_out=plan.left_out,
+            notes=plan.notes,
+            dry_run=dry_run,
+        )
+    return Answer(
+        document=document,
+        parts=[
+            f"{output}: {'would be ' if dry_run else ''}{size(plan.nbytes)} from {target}",
+            *([_file_table(document.files)] if len(document.files) > 1 else []),
+            *plan.notes,
+            *lines_left_out(plan.left_out),
+        ],
+    )
+
+
+def _export_dcp(target: str, out: Path, *, unsafe_pickle: bool) -> Answer:
+    """Write a folder of DCP under a temporary name, and rename it."""
+    from holdfast.cli.folders import export_dcp
+    from holdfast.interop.exporting.files import new_output
+
+    if is_foreign(target):
+        raise UsageError(
+            f"{target}: --to dcp takes a checkpoint of a root; bring the file in first, with "
+            "holdfast import"
+        )
+    with new_output(out) as path:
+        return export_dcp(target, str(path), out=str(out), unsafe_pickle=unsafe_pickle)
+
+
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) *([KMGT]?)(i?)B", re.IGNORECASE)
+
+
+def nbytes_of(text: str) -> int:
+    """Return the bytes that a text such as "5GB" or "512MiB" says.
+
+    Raises:
+        UsageError: it says none.
+    """
+    found = _SIZE.fullmatch(text.strip())
+    if found is None:
+        raise UsageError(f"--shard-size {text!r}: not a size such as 5GB or 512MiB")
+    number, unit, is_binary = found.groups()
+    base = 1024 if is_binary else 1000
+    return int(float(number) * base ** " KMGT".index(unit.upper() or " "))
+
+
+def _file_table(files: Sequence[OutputFile]) -> TextTable:
+    return TextTable(
+        columns=("file", "size"),
+        rows=[(file.name, size(file.nbytes)) for file in files],
+        right=frozenset({1}),
+    )
+
+
+def table(components: Sequence[Component]) -> TextTable:
+    """Format what is converted, for people."""
+    return TextTable(
+        columns=("component", "kind", "tensors", "size"),
+        rows=[(one.name, one.kind, str(one.num_tensors), size(one.nbytes)) for one in components],
+        right=frozenset({2, 3}),
+    )
+
+
+def lines_left_out(left_out: Sequence[LeftOut]) -> list[str]:
+    """Format what is left out, for people: the first of them, and how many more."""
+    lines = [f"left out: {left.path}: {left.why}" for left in left_out[:_SHOWN]]
+    if len(left_out) > _SHOWN:
+        lines.append(f"left out: {len(left_out) - _SHOWN} more; --json lists them all")
+    return lines

@@ -1,0 +1,236 @@
+"""Writes a source in the form of another library: planned first, then whole or not at all."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from holdfast.arguments import checked
+from holdfast.errors import UsageError
+from holdfast.interop.exporting.files import ExportPlan, expect_free, write_plan
+from holdfast.interop.exporting.huggingface import FILES, plan_model, plan_trainer
+from holdfast.interop.exporting.lightning import lightning_value
+from holdfast.interop.exporting.torchfile import plan_torch_file
+from holdfast.interop.exporting.values import Values
+from holdfast.interop.exporting.weights import (
+    SINGLE,
+    Cast,
+    Dtype,
+    Weights,
+    model_of,
+    plan_safetensors,
+    weights_of,
+)
+from holdfast.interop.opening import open_source
+from holdfast.interop.renaming import Rules
+from holdfast.interop.source import LeftOut, Source
+
+Form: TypeAlias = Literal["hf", "safetensors", "pt", "hf-trainer", "lightning"]
+SHARD_NBYTES = 5_000_000_000
+"""Most bytes of a file of weights in a folder of a model, as transformers has it."""
+_OF_WEIGHTS = ("hf", "safetensors", "hf-trainer")
+_IN_FOLDERS = ("hf", "hf-trainer")
+
+Progress: TypeAlias = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportOptions:
+    """What is exported, and in which form."""
+
+    to: Form
+    components: Sequence[str] = ()
+    """Components to write; empty: all that the form holds."""
+    rename: Rules
+    """Rules for the names in the model."""
+    configs: Sequence[Path] = ()
+    """Files, or folders of them, to lie beside the weights."""
+    dtype: Dtype | None = None
+    """Type to which floats of the model are cast; None: they stay."""
+    shard_nbytes: int | None = None
+    """Most bytes of a file of weights; None: as the form has it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exported:
+    """An export that is whole and durable."""
+
+    path: str
+    """The file or folder."""
+    nbytes: int
+    """Bytes of its files, small headers left out."""
+    left_out: Sequence[LeftOut]
+    """What the source holds, and the export does not."""
+    notes: Sequence[str]
+    """What is in another form than in the source."""
+
+
+class Export:
+    """A planned export: `plan` says what will be written, `write` writes it."""
+
+    def __init__(
+        self, source: Source, options: ExportOptions, progress: Progress | None = None
+    ) -> None:
+        """Plan without reading a tensor, but for the few inside generators.
+
+        Raises:
+            UsageError: an option fits nothing, or does nothing in this form.
+            UnsupportedState: the form has no such dtype.
+        """
+        self._source = source
+        self._options = options
+        self._progress = progress
+        self._cast = Cast()
+        self._num_done = 0
+        _check(options)
+        self.plan = ExportPlan(files=[], left_out=[*source.left_out])
+        if options.to in _OF_WEIGHTS:
+            self.plan.files = self._with_weights()
+        else:
+            self.plan.files = [plan_torch_file(source, "", self._value(), self._report)]
+
+    def write(self, out: Path) -> Exported:
+        """Write the files; `out` appears when it is whole and durable.
+
+        Raises:
+            UsageError: `out` exists.
+            CorruptData: the source is damaged.
+            StoreError: a file cannot be read or written.
+        """
+        write_plan(self.plan, out)
+        plan = self.plan
+        if self._cast.num_overflows:
+            plan.notes.append(
+                f"{self._cast.num_overflows:,} values are too large for {self._options.dtype} and "
+                "became infinite"
+            )
+        return Exported(
+            path=os.fspath(out), nbytes=plan.nbytes, left_out=plan.left_out, notes=plan.notes
+        )
+
+    def _report(self, nbytes: int) -> None:
+        self._num_done += nbytes
+        if self._progress is not None:
+            self._progress("export", self._num_done, self.plan.nbytes)
+
+    def _with_weights(self) -> Sequence[Any]:
+        options, plan, source = self._options, self.plan, self._source
+        component = model_of(source, options.components)
+        weights = weights_of(
+            source,
+            component,
+            rename=options.rename,
+            dtype=options.dtype,
+            left_out=plan.left_out,
+        )
+        if options.to == "safetensors":
+            return self._plain(weights)
+        files = plan_model(
+            source,
+            weights,
+            plan,
+            configs=options.configs,
+            dtype=options.dtype,
+            shard_nbytes=options.shard_nbytes or SHARD_NBYTES,
+            cast=self._cast,
+            report=self._report,
+        )
+        if options.to == "hf-trainer":
+            values = Values(source, plan.notes, keep_arrays=True)
+            return [*files, *plan_trainer(source, values, plan, report=self._report)]
+        self._leave({component, FILES}, "a folder of a model holds its weights alone")
+        return files
+
+    def _plain(self, weights: Weights) -> Sequence[Any]:
+        self._leave({weights.component}, "the file holds the weights of one component")
+        shard_nbytes = self._options.shard_nbytes
+        plan = self.plan
+        plan.notes += [
+            f"{alias}: tied to {kept}, under which it is written"
+            for alias, kept in weights.aliases.items()
+        ]
+        return plan_safetensors(
+            self._source,
+            weights,
+            shard_nbytes=shard_nbytes,
+            single="" if shard_nbytes is None else SINGLE,
+            cast=self._cast,
+            report=self._report,
+        )
+
+    def _leave(self, written: Collection[str], why: str) -> None:
+        self.plan.left_out += [
+            LeftOut(path=name, why=why) for name in self._source.parts if name not in written
+        ]
+
+    def _value(self) -> Any:
+        options, source = self._options, self._source
+        values = Values(source, self.plan.notes)
+        if options.to == "lightning":
+            return lightning_value(source, values, self.plan)
+        for name in options.components:
+            source.part(name)
+        names = [*options.components] or [*source.parts]
+        self._leave(names, "not among the components asked for")
+        made = {name: values.component(name) for name in names}
+        alone = len(names) == 1
+        return made[names[0]] if alone else made
+
+
+def _check(options: ExportOptions) -> None:
+    """Refuse options that would do nothing in this form."""
+    to = options.to
+    unused = {
+        "--map": bool(options.rename) and to not in _OF_WEIGHTS,
+        "--config": bool(options.configs) and to not in _IN_FOLDERS,
+        "--dtype": options.dtype is not None and to not in _OF_WEIGHTS,
+        "--shard-size": options.shard_nbytes is not None and to not in _OF_WEIGHTS,
+        "--component": bool(options.components) and to in ("lightning", "hf-trainer"),
+    }
+    wrong = [name for name, is_unused in unused.items() if is_unused]
+    if wrong:
+        raise UsageError(f"{', '.join(wrong)}: does nothing with --to {to}")
+    if options.shard_nbytes is not None and options.shard_nbytes < 1:
+        raise UsageError(f"--shard-size: {options.shard_nbytes} bytes; must be at least 1")
+
+
+@checked()
+def export_checkpoint(
+    source: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    to: Form,
+    components: Collection[str] = (),
+    rename: Mapping[str, str] | None = None,
+    config: str | os.PathLike[str] | None = None,
+    dtype: Dtype | None = None,
+    shard_nbytes: int | None = None,
+) -> Exported:
+    """Write a checkpoint, or a file of weights of any known format, in the form of another library.
+
+    `to`: `hf` (a folder for `from_pretrained`), `safetensors`, `pt` (for `torch.load`),
+    `hf-trainer` (a Trainer's checkpoint folder), `lightning` (a `.ckpt`). `components` are those
+    to write, `rename` maps patterns of the names in the model to new ones, `config` is a file or a
+    folder of files that lie beside the weights, `dtype` that of the weights of floats. `out` must
+    not exist; it appears when it is whole. Keeps a few pieces in memory.
+
+    Raises:
+        NoCheckpoint: nothing exists at `source`.
+        FormatError: it is in no known format, or damaged.
+        UsageError: `out` exists, or an option fits nothing.
+        StoreError: a file cannot be read or written.
+    """
+    options = ExportOptions(
+        to=to,
+        components=[*components],
+        rename=Rules((rename or {}).items()),
+        configs=[] if config is None else [Path(config)],
+        dtype=dtype,
+        shard_nbytes=shard_nbytes,
+    )
+    expect_free(Path(out))
+    with open_source(os.fspath(source)) as opened:
+        return Export(opened, options).write(Path(out))

@@ -1,0 +1,217 @@
+"""Folders as transformers writes them: of a model, and of a Trainer's checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from holdfast.errors import StoreError, UsageError
+from holdfast.format.nodes import ArrayRef, GeneratorState
+from holdfast.interop.exporting.files import ExportPlan, PlannedFile
+from holdfast.interop.exporting.torchfile import plan_torch_file
+from holdfast.interop.exporting.values import Values
+from holdfast.interop.exporting.weights import (
+    SINGLE,
+    Cast,
+    Dtype,
+    Report,
+    Weights,
+    bytes_file,
+    plan_safetensors,
+    text_file,
+)
+from holdfast.interop.reading import pieces
+from holdfast.interop.source import LeftOut, Part, Source
+
+FILES = "files"
+"""Component of small files that lay beside weights: name → bytes."""
+_CONFIG = "config.json"
+_MAX_NBYTES = 64 << 20
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".index.json")
+_CODE = (".py", ".pyc", ".so")
+_NAMES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
+
+
+def plan_model(
+    source: Source,
+    weights: Weights,
+    plan: ExportPlan,
+    *,
+    configs: Sequence[Path],
+    dtype: Dtype | None,
+    shard_nbytes: int,
+    cast: Cast,
+    report: Report,
+) -> list[PlannedFile]:
+    """Plan the folder of a model, which `from_pretrained` reads: weights, config and tokenizer.
+
+    Raises:
+        UsageError: a path of `configs` is no file or folder.
+    """
+    beside = _beside(source, configs, plan)
+    if _CONFIG not in beside:
+        plan.notes.append(
+            f"no {_CONFIG}: from_pretrained needs one beside the weights; --config PATH gives it"
+        )
+    elif dtype is not None:
+        beside[_CONFIG] = bytes_file(_CONFIG, _with_dtype(beside[_CONFIG], _NAMES[dtype]))
+    return [
+        *plan_safetensors(
+            source, weights, shard_nbytes=shard_nbytes, single=SINGLE, cast=cast, report=report
+        ),
+        *beside.values(),
+    ]
+
+
+def _beside(source: Source, configs: Sequence[Path], plan: ExportPlan) -> dict[str, PlannedFile]:
+    found: dict[str, PlannedFile] = {}
+    part = source.parts.get(FILES)
+    if part is not None and isinstance(part.tree, Mapping):
+        for name, ref in part.tree.items():
+            if _is_plain(name) and isinstance(ref, ArrayRef):
+                found[name] = _carried(source, part, name, ref.key)
+            else:
+                plan.left_out.append(LeftOut(path=f"{FILES}.{name}", why="no name of a file"))
+    for path in configs:
+        for one in _files_of(path):
+            why = _why_left(one)
+            if why is None:
+                found[one.name] = bytes_file(one.name, _read(one))
+            else:
+                plan.left_out.append(LeftOut(path=str(one), why=why))
+    return dict(sorted(found.items()))
+
+
+def _is_plain(name: Any) -> bool:
+    """Whether a name from a checkpoint is one of a file in its folder, on any system."""
+    return (
+        isinstance(name, str)
+        and 0 < len(name) <= 200
+        and not name.startswith(".")
+        and not {*name} & {*'/\\:*?"<>|'}
+        and name.isprintable()
+        and not name.endswith(_WEIGHTS)
+    )
+
+
+def _carried(source: Source, part: Part, name: str, key: str) -> PlannedFile:
+    def write(file: BinaryIO) -> None:
+        for piece in pieces(source, [(FILES, key)]):
+            file.write(piece.memory)
+
+    return PlannedFile(name=name, nbytes=part.specs[key].nbytes, write=write)
+
+
+def _files_of(path: Path) -> Iterator[Path]:
+    if path.is_dir():
+        yield from sorted(path.iterdir())
+    elif path.is_file():
+        yield path
+    else:
+        raise UsageError(f"--config {path}: neither a file nor a folder")
+
+
+def _why_left(path: Path) -> str | None:
+    if not path.is_file():
+        return "no regular file"
+    if path.name.startswith(".") or path.name.endswith(_CODE):
+        return "hidden, or a program"
+    if path.name.endswith(_WEIGHTS):
+        return "weights of their own"
+    if os.path.getsize(path) > _MAX_NBYTES:
+        return f"more than {_MAX_NBYTES >> 20} MiB"
+    return None
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise StoreError(f"{path}: cannot be read: {error}") from error
+
+
+def _with_dtype(config: PlannedFile, name: str) -> bytes:
+    """Return a config that tells the dtype to which the weights are cast, as loading follows it."""
+    import io
+
+    text = io.BytesIO()
+    config.write(text)
+    try:
+        found = json.loads(text.getvalue())
+    except ValueError as error:
+        raise UsageError(f"{config.name}: not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise UsageError(f"{config.name}: not an object")
+    named = [key for key in ("dtype", "torch_dtype") if key in found] or ["dtype"]
+    return (json.dumps(found | dict.fromkeys(named, name), indent=2) + "\n").encode()
+
+
+def plan_trainer(
+    source: Source, values: Values, plan: ExportPlan, *, report: Report
+) -> list[PlannedFile]:
+    """Plan the files of a Trainer's checkpoint beside its model.
+
+    Raises:
+        UsageError: the source has no step.
+    """
+    files = []
+    for component, name in (("optimizer", "optimizer.pt"), ("scheduler", "scheduler.pt")):
+        if component in source.parts:
+            value = values.component(component)
+            files.append(plan_torch_file(source, name, value, report))
+        else:
+            plan.notes.append(f"no {name}: the source has no component {component!r}")
+    if "rng" in source.parts:
+        state = _generators(source, values)
+        files.append(plan_torch_file(source, "rng_state.pth", state, report))
+    files.append(_trainer_state(source, plan))
+    written = {"model", "optimizer", "scheduler", "rng", "trainer", FILES}
+    plan.left_out += [
+        LeftOut(path=name, why="a Trainer's folder has no place for it")
+        for name in source.parts
+        if name not in written
+    ]
+    return files
+
+
+def _generators(source: Source, values: Values) -> Any:
+    """Return the states of the generators as a Trainer saves them."""
+    part = source.part("rng")
+    if not isinstance(part.tree, Mapping) or not isinstance(part.tree.get("torch"), GeneratorState):
+        return values.component("rng")
+    found = {
+        name: values.value("rng", part.tree[name], f"rng.{name}")
+        for name in ("python", "numpy")
+        if name in part.tree
+    }
+    found["cpu"] = values.value("rng", part.tree["torch"], "rng.torch")
+    devices = part.tree.get("devices") or {}
+    for kind, states in devices.items():
+        made = [values.value("rng", one, f"rng.devices.{kind}") for one in states]
+        found[kind] = made[0] if len(made) == 1 else made
+    return found
+
+
+def _trainer_state(source: Source, plan: ExportPlan) -> PlannedFile:
+    part = source.parts.get("trainer")
+    tree = part.tree if part is not None else None
+    if isinstance(tree, Mapping) and {"global_step", "log_history"} <= {*tree}:
+        state = dict(tree)
+    elif source.step is None:
+        raise UsageError(f"{source.url}: tells no step, without which no Trainer resumes")
+    else:
+        state = {"global_step": source.step, "epoch": 0, "log_history": []}
+        plan.notes.append(
+            "trainer_state.json has the step alone: a Trainer computes the epoch from it, and "
+            "its log begins anew"
+        )
+    text = json.dumps(state, indent=2, sort_keys=True, default=partial(_plain)) + "\n"
+    return text_file("trainer_state.json", text)
+
+
+def _plain(value: Any) -> Any:
+    raise UsageError(f"trainer: a {type(value).__name__} has no form in trainer_state.json")

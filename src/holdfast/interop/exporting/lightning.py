@@ -1,0 +1,113 @@
+"""The value of a Lightning `.ckpt`, which its Trainer resumes from by `ckpt_path=`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from holdfast.errors import UsageError
+from holdfast.interop.exporting.files import ExportPlan
+from holdfast.interop.exporting.values import Values
+from holdfast.interop.source import LeftOut, Source
+
+VERSION = "2.6.0"
+"""Version of Lightning in whose form it is written, unless the source tells another."""
+_OWN = frozenset(
+    {
+        "epoch", "global_step", "pytorch-lightning_version", "loops", "callbacks",
+        "hparams_name", "hyper_parameters", "datamodule_hparams_name",
+        "datamodule_hyper_parameters", "hparams_type", "native_amp_scaling_state",
+    }
+)  # fmt: skip
+
+
+def lightning_value(source: Source, values: Values, plan: ExportPlan) -> dict[str, Any]:
+    """Return what a `.ckpt` holds, with places for the tensors.
+
+    Raises:
+        UsageError: the source has no model, or no step.
+    """
+    if "model" not in source.parts:
+        raise UsageError(f"{source.url}: no component 'model', which a .ckpt needs")
+    kept = _kept(source, values)
+    step = kept.get("global_step", source.step)
+    if step is None:
+        raise UsageError(f"{source.url}: tells no step, without which no Trainer resumes")
+    optimizers = [values.component(name) for name in _numbered(source, "optimizer")]
+    schedulers = [values.component(name) for name in _numbered(source, "scheduler")]
+    if "loops" not in kept:
+        plan.notes.append(
+            "the position is the step alone: Lightning begins the epoch from its first batch"
+        )
+    written = {"model", *_numbered(source, "optimizer"), *_numbered(source, "scheduler")}
+    plan.left_out += [
+        LeftOut(path=name, why="a .ckpt has no place for it")
+        for name in source.parts
+        if name not in {*written, "trainer", "state"}
+    ]
+    return {
+        "epoch": kept.get("epoch", 0),
+        "global_step": step,
+        "pytorch-lightning_version": VERSION,
+        "state_dict": values.component("model"),
+        "loops": _loops(step, len(schedulers)),
+        "callbacks": {},
+        "optimizer_states": optimizers,
+        "lr_schedulers": schedulers,
+        **kept,
+    }
+
+
+def _kept(source: Source, values: Values) -> dict[str, Any]:
+    """Return the members of a `.ckpt` that a source from Lightning has kept."""
+    found: dict[str, Any] = {}
+    for name in ("trainer", "state"):
+        part = source.parts.get(name)
+        if part is not None and isinstance(part.tree, Mapping):
+            found |= {
+                key: values.value(name, node, f"{name}.{key}")
+                for key, node in part.tree.items()
+                if key in _OWN
+            }
+    return found
+
+
+def _numbered(source: Source, name: str) -> list[str]:
+    """Return the components `name`, `name1`, `name2` and so on, in this order."""
+    found = [one for one in source.parts if re.fullmatch(rf"{name}[0-9]*", one)]
+    return sorted(found, key=lambda one: int(one.removeprefix(name) or 0))
+
+
+def _loops(step: int, num_schedulers: int) -> dict[str, Any]:
+    """Return the progress of a fit after `step` optimizer steps, at the beginning of an epoch."""
+    done = {"ready": step, "completed": step}
+    whole = done | {"started": step, "processed": step}
+    none = dict.fromkeys(whole, 0)
+    short = dict.fromkeys(done, 0)
+    prefix = "epoch_loop."
+    scheduled = done if num_schedulers else short
+    fit = {
+        "state_dict": {},
+        f"{prefix}state_dict": {"_batches_that_stepped": step},
+        f"{prefix}batch_progress": {"total": whole, "current": none, "is_last_batch": False},
+        f"{prefix}scheduler_progress": {"total": scheduled, "current": short},
+        f"{prefix}automatic_optimization.state_dict": {},
+        f"{prefix}automatic_optimization.optim_progress": {
+            "optimizer": {
+                "step": {"total": done, "current": short},
+                "zero_grad": {
+                    "total": done | {"started": step},
+                    "current": dict.fromkeys(("ready", "completed", "started"), 0),
+                },
+            }
+        },
+        f"{prefix}manual_optimization.state_dict": {},
+        f"{prefix}manual_optimization.optim_step_progress": {"total": short, "current": short},
+        f"{prefix}val_loop.state_dict": {},
+        f"{prefix}val_loop.batch_progress": {
+            "total": none, "current": none, "is_last_batch": False,
+        },
+        "epoch_progress": {"total": none, "current": none},
+    }  # fmt: skip
+    return {"fit_loop": fit}

@@ -1,0 +1,141 @@
+"""Writes the zip files of `torch.save`, with the tensors as a stream.
+
+The pickle names nothing but tensors, containers and plain values, so that
+`torch.load(weights_only=True)` reads it.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import struct
+import zipfile
+from collections import OrderedDict
+from typing import Any, BinaryIO
+
+import torch
+from torch._utils import _rebuild_parameter, _rebuild_tensor_v2, _rebuild_tensor_v3
+
+from holdfast.format.tensors import ITEM_NBYTES, TensorSpec
+from holdfast.interop.exporting.files import PlannedFile
+from holdfast.interop.exporting.values import PlacedTensor
+from holdfast.interop.exporting.weights import Report
+from holdfast.interop.reading import pieces
+from holdfast.interop.source import Source
+from holdfast.state.leaves import TORCH_DTYPES
+
+_ARCHIVE = "archive"
+_ALIGNMENT = 64
+_STORAGES = {
+    "F64": torch.DoubleStorage,
+    "F32": torch.FloatStorage,
+    "F16": torch.HalfStorage,
+    "BF16": torch.BFloat16Storage,
+    "I64": torch.LongStorage,
+    "I32": torch.IntStorage,
+    "I16": torch.ShortStorage,
+    "I8": torch.CharStorage,
+    "U8": torch.ByteStorage,
+    "BOOL": torch.BoolStorage,
+    "C64": torch.ComplexFloatStorage,
+    "C128": torch.ComplexDoubleStorage,
+}
+"""Typed storages, which old versions of torch read, too; others are untyped."""
+
+
+def plan_torch_file(source: Source, name: str, value: Any, report: Report) -> PlannedFile:
+    """Plan a file of `torch.save` that holds a value; its tensors are read when it is written."""
+    text = io.BytesIO()
+    pickler = _Pickler(text)
+    pickler.dump(value)
+    tensors = [*pickler.tensors]
+
+    def write(file: BinaryIO) -> None:
+        with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
+            _put(archive, "data.pkl", text.getvalue())
+            _put(archive, "byteorder", b"little")
+            _put_tensors(archive, source, tensors, report)
+            _put(archive, "version", b"3\n")
+
+    nbytes = sum(one.spec.nbytes for one in tensors)
+    return PlannedFile(name=name, nbytes=nbytes + len(text.getvalue()), write=write)
+
+
+def _put_tensors(
+    archive: zipfile.ZipFile, source: Source, tensors: list[PlacedTensor], report: Report
+) -> None:
+    """Write one record for each tensor, in the order of the pickle."""
+    stream = pieces(source, [(one.component, one.spec.key) for one in tensors])
+    for number, one in enumerate(tensors):
+        info, is_large = _entry(archive, f"data/{number}", one.spec.nbytes)
+        with archive.open(info, "w", force_zip64=is_large) as record:
+            left = one.spec.nbytes
+            while True:
+                piece = next(stream)
+                record.write(piece.memory)
+                left -= piece.memory.nbytes
+                report(piece.memory.nbytes)
+                if left <= 0:
+                    break
+
+
+def _put(archive: zipfile.ZipFile, name: str, data: bytes) -> None:
+    info, is_large = _entry(archive, name, len(data))
+    with archive.open(info, "w", force_zip64=is_large) as record:
+        record.write(data)
+
+
+def _entry(archive: zipfile.ZipFile, name: str, nbytes: int) -> tuple[zipfile.ZipInfo, bool]:
+    """Describe a record whose bytes begin at a multiple of 64, so that it can be mapped."""
+    info = zipfile.ZipInfo(f"{_ARCHIVE}/{name}")  # with a fixed date: the same bytes each time
+    info.file_size, info.compress_size, info.CRC = nbytes, 0, 0
+    is_large = nbytes * 1.05 > zipfile.ZIP64_LIMIT
+    start = archive.fp.tell() if archive.fp is not None else 0
+    extra_nbytes = 4 + -(start + len(info.FileHeader(is_large)) + 4) % _ALIGNMENT
+    info.extra = struct.pack("<2sH", b"FB", extra_nbytes - 4) + b"Z" * (extra_nbytes - 4)
+    return info, is_large
+
+
+class _Storage:
+    """Stand-in for the storage of a tensor, which torch pickles as a reference to a record."""
+
+    def __init__(self, spec: TensorSpec, number: int) -> None:
+        self.spec = spec
+        self.number = number
+
+    @property
+    def reference(self) -> tuple[Any, ...]:
+        """What the pickle has in its place."""
+        kind = _STORAGES.get(self.spec.dtype)
+        count = self.spec.nbytes
+        if kind is not None:
+            count //= ITEM_NBYTES[self.spec.dtype]
+        return ("storage", kind or torch.UntypedStorage, str(self.number), "cpu", count)
+
+
+class _Pickler(pickle.Pickler):
+    """Pickler of values with placed tensors; `tensors` lists these in their order."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=2)
+        self.tensors: list[PlacedTensor] = []
+
+    def persistent_id(self, value: Any) -> Any:
+        """Return the reference to a record for a storage."""
+        return value.reference if isinstance(value, _Storage) else None
+
+    def reducer_override(self, value: Any) -> Any:
+        """Pickle a placed tensor as torch pickles a tensor."""
+        if not isinstance(value, PlacedTensor):
+            return NotImplemented
+        if value.parameter:
+            plain = PlacedTensor(value.component, value.spec, False, False)
+            return _rebuild_parameter, (plain, value.grad, OrderedDict())
+        spec = value.spec
+        storage = _Storage(spec, len(self.tensors))
+        self.tensors.append(value)
+        strides = torch.empty(spec.shape, device="meta").stride()
+        arguments: tuple[Any, ...] = (storage, 0, spec.shape, strides, value.grad, OrderedDict())
+        if spec.dtype in _STORAGES:
+            return _rebuild_tensor_v2, arguments
+        return _rebuild_tensor_v3, (*arguments, TORCH_DTYPES[spec.dtype])

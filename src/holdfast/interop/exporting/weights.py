@@ -1,0 +1,276 @@
+"""Weights as safetensors files, whole or in shards, as Hugging Face's libraries write them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, BinaryIO, Literal, TypeAlias
+
+import msgspec
+import torch
+
+from holdfast.errors import UnsupportedState, UsageError
+from holdfast.format.nodes import ArrayRef, TensorRef
+from holdfast.format.tensors import ITEM_NBYTES, TensorSpec
+from holdfast.interop.exporting.files import PlannedFile
+from holdfast.interop.reading import pieces
+from holdfast.interop.renaming import Rules
+from holdfast.interop.source import LeftOut, Source
+from holdfast.state.leaves import TORCH_DTYPES
+
+Dtype: TypeAlias = Literal["f32", "f16", "bf16"]
+Report: TypeAlias = Callable[[int], None]
+"""Callback with the number of bytes that were written."""
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_CAST_FROM = frozenset({"F64", "F32", "F16", "BF16"})
+_NOT_IN_SAFETENSORS = frozenset({"C32", "C128"})
+_ALIGNMENT = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weight:
+    """A tensor as it will be written."""
+
+    name: str
+    key: str
+    """Its key in the source."""
+    stored: TensorSpec
+    """Its spec in the source."""
+    dtype: str
+    """Its dtype in the file."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        return TensorSpec(self.name, self.dtype, self.stored.shape).nbytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """The tensors of a component in the order of its tree, each once."""
+
+    component: str
+    tensors: Sequence[Weight]
+    aliases: Mapping[str, str]
+    """Further name of a tied tensor → the name under which it is written."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors in the files."""
+        return sum(one.nbytes for one in self.tensors)
+
+
+def model_of(source: Source, components: Sequence[str]) -> str:
+    """Return the component whose weights are meant: the one named, `model`, or the only one.
+
+    Raises:
+        UsageError: several are named, or there may be several.
+    """
+    if len(components) > 1:
+        raise UsageError("--component: this form holds the weights of one component; name one")
+    if components:
+        source.part(components[0])
+        return components[0]
+    modules = [name for name, part in source.parts.items() if part.kind == "module"]
+    found = ["model"] if "model" in source.parts else modules
+    if len(found) != 1:
+        has = ", ".join(source.parts) or "none"
+        raise UsageError(f"{source.url}: say which one with --component NAME; it has {has}")
+    return found[0]
+
+
+def weights_of(
+    source: Source,
+    component: str,
+    *,
+    rename: Rules,
+    dtype: Dtype | None,
+    left_out: list[LeftOut],
+) -> Weights:
+    """List the tensors of a component under their new names; what is no tensor is left out.
+
+    Raises:
+        UsageError: two names become one, or a rule fits nothing.
+    """
+    part = source.part(component)
+    leaves = part.leaves
+    names = rename.table(leaves, component)
+    rename.expect_used()
+    first: dict[str, str] = {}
+    aliases: dict[str, str] = {}
+    for path, ref in leaves.items():
+        if ref.key in first:
+            aliases[names[path]] = first[ref.key]
+        else:
+            first[ref.key] = names[path]
+    tensors = [
+        Weight(
+            name=name, key=key, stored=part.specs[key], dtype=_cast(part.specs[key].dtype, dtype)
+        )
+        for key, name in first.items()
+    ]
+    left_out += _values(part.tree, component)
+    return Weights(component=component, tensors=tensors, aliases=aliases)
+
+
+def _values(tree: Any, path: str) -> Iterator[LeftOut]:
+    """Yield what is no tensor, which a file of weights cannot hold."""
+    items: Iterator[tuple[Any, Any]]
+    if isinstance(tree, TensorRef | ArrayRef):
+        return
+    if isinstance(tree, Mapping):
+        items = iter(tree.items())
+    elif isinstance(tree, list | tuple):
+        items = iter(enumerate(tree))
+    else:
+        yield LeftOut(path=path, why="no tensor, and the file holds tensors alone")
+        return
+    for key, inner in items:
+        yield from _values(inner, f"{path}.{key}")
+
+
+def _cast(dtype: str, to: Dtype | None) -> str:
+    return to.upper() if to is not None and dtype in _CAST_FROM else dtype
+
+
+class Cast:
+    """Casts pieces of tensors; counts the values that became infinite."""
+
+    def __init__(self) -> None:
+        self.num_overflows = 0
+
+    def apply(self, memory: memoryview, dtype: str, to: str) -> memoryview:
+        """Return the bytes of a piece in another dtype."""
+        if dtype == to or not memory.nbytes:
+            return memory
+        given = torch.frombuffer(memory, dtype=TORCH_DTYPES[dtype])
+        made = given.to(TORCH_DTYPES[to])
+        infinite = made.isinf()
+        if bool(infinite.any()):
+            self.num_overflows += int(infinite.sum() - given.isinf().sum())
+        return memoryview(made.view(torch.uint8).numpy().data)
+
+
+def write_tensors(
+    source: Source,
+    component: str,
+    tensors: Sequence[Weight],
+    write: Callable[[memoryview], object],
+    cast: Cast,
+    report: Report,
+) -> None:
+    """Write the bytes of tensors, one after the other, in their order."""
+    by_key = {one.key: one for one in tensors}
+    for piece in pieces(source, [(component, one.key) for one in tensors]):
+        one = by_key[piece.key]
+        write(cast.apply(piece.memory, one.stored.dtype, one.dtype))
+        report(piece.memory.nbytes)
+
+
+def plan_safetensors(
+    source: Source,
+    weights: Weights,
+    *,
+    shard_nbytes: int | None,
+    single: str,
+    cast: Cast,
+    report: Report,
+) -> list[PlannedFile]:
+    """Plan one safetensors file called `single`, or shards with their index where one is too small.
+
+    Raises:
+        UnsupportedState: a dtype that safetensors does not have.
+    """
+    wrong = [
+        (one.name, f"safetensors has no {one.dtype}")
+        for one in weights.tensors
+        if one.dtype in _NOT_IN_SAFETENSORS
+    ]
+    if wrong:
+        raise UnsupportedState(wrong)
+    groups = [*_shards(weights.tensors, shard_nbytes)]
+    if len(groups) == 1:
+        names = [single]
+    else:
+        names = [
+            f"model-{number:05}-of-{len(groups):05}.safetensors"
+            for number in range(1, len(groups) + 1)
+        ]
+    files = [
+        _file(source, weights, name, group, cast, report)
+        for name, group in zip(names, groups, strict=True)
+    ]
+    if len(groups) > 1:
+        where = {one.name: name for name, group in zip(names, groups, strict=True) for one in group}
+        index = {"metadata": {"total_size": weights.nbytes}, "weight_map": where}
+        files.append(text_file(INDEX, json.dumps(index, indent=2, sort_keys=True) + "\n"))
+    return files
+
+
+def _shards(tensors: Sequence[Weight], nbytes: int | None) -> Iterator[list[Weight]]:
+    group: list[Weight] = []
+    room = nbytes or 0
+    for one in tensors:
+        if nbytes is not None and group and one.nbytes > room:
+            yield group
+            group, room = [], nbytes
+        group.append(one)
+        room -= one.nbytes
+    yield group
+
+
+def _file(
+    source: Source,
+    weights: Weights,
+    name: str,
+    group: Sequence[Weight],
+    cast: Cast,
+    report: Report,
+) -> PlannedFile:
+    ordered = sorted(group, key=lambda one: -ITEM_NBYTES[one.dtype])
+    # As safetensors.torch.save_model does it.
+    of_file = {one.name for one in group}
+    tied = {alias: kept for alias, kept in weights.aliases.items() if kept in of_file}
+    header = _header(ordered, {"format": "pt", **tied})
+
+    def write(file: BinaryIO) -> None:
+        file.write(header)
+        write_tensors(source, weights.component, ordered, file.write, cast, report)
+
+    return PlannedFile(
+        name=name, nbytes=len(header) + sum(one.nbytes for one in ordered), write=write
+    )
+
+
+def _header(tensors: Sequence[Weight], metadata: Mapping[str, str]) -> bytes:
+    entries: dict[str, Any] = {"__metadata__": metadata}
+    position = 0
+    for one in tensors:
+        stop = position + one.nbytes
+        entries[one.name] = {
+            "dtype": one.dtype,
+            "shape": one.stored.shape,
+            "data_offsets": (position, stop),
+        }
+        position = stop
+    if len(entries) != len(tensors) + 1:
+        raise UsageError("no tensor may be called '__metadata__' in safetensors; use --map")
+    text = msgspec.json.encode(entries)
+    text = text.ljust(len(text) + -len(text) % _ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
+
+
+def text_file(name: str, text: str) -> PlannedFile:
+    """Plan a small file of text."""
+    return bytes_file(name, text.encode())
+
+
+def bytes_file(name: str, data: bytes) -> PlannedFile:
+    """Plan a small file."""
+
+    def write(file: BinaryIO) -> None:
+        file.write(data)
+
+    return PlannedFile(name=name, nbytes=len(data), write=write)
