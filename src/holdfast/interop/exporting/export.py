@@ -10,7 +10,12 @@ from typing import Any, Literal, TypeAlias
 
 from holdfast.arguments import checked
 from holdfast.errors import UsageError
-from holdfast.interop.exporting.files import ExportPlan, expect_free, write_plan
+from holdfast.interop.exporting.files import (
+    ExportPlan,
+    PlannedFile,
+    expect_free,
+    write_plan,
+)
 from holdfast.interop.exporting.huggingface import FILES, plan_model, plan_trainer
 from holdfast.interop.exporting.lightning import lightning_value
 from holdfast.interop.exporting.torchfile import plan_torch_file
@@ -116,7 +121,7 @@ class Export:
         if self._progress is not None:
             self._progress("export", self._num_done, self.plan.nbytes)
 
-    def _with_weights(self) -> Sequence[Any]:
+    def _with_weights(self) -> list[PlannedFile]:
         options, plan, source = self._options, self.plan, self._source
         component = model_of(source, options.components)
         weights = weights_of(
@@ -140,11 +145,12 @@ class Export:
         )
         if options.to == "hf-trainer":
             values = Values(source, plan.notes, keep_arrays=True)
-            return [*files, *plan_trainer(source, values, plan, report=self._report)]
+            files += plan_trainer(source, values, plan, report=self._report)
+            return [*{file.name: file for file in files}.values()]  # a config folder has them, too
         self._leave({component, FILES}, "a folder of a model holds its weights alone")
         return files
 
-    def _plain(self, weights: Weights) -> Sequence[Any]:
+    def _plain(self, weights: Weights) -> list[PlannedFile]:
         self._leave({weights.component}, "the file holds the weights of one component")
         shard_nbytes = self._options.shard_nbytes
         plan = self.plan

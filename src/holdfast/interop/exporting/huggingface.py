@@ -121,7 +121,7 @@ def _why_left(path: Path) -> str | None:
     if path.name.startswith(".") or path.name.endswith(_CODE):
         return "hidden, or a program"
     if path.name.endswith(_WEIGHTS):
-        return "weights of their own"
+        return "weights, or a pickle"
     if os.path.getsize(path) > _MAX_NBYTES:
         return f"more than {_MAX_NBYTES >> 20} MiB"
     return None
