@@ -31,6 +31,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import conversions
 import storm
 import torch
 
@@ -364,6 +365,8 @@ class Scenario:
     way: Way = SMALL
     again: Callable[[Path], None] | None = None
     """Gives the same command once more after the kill, and checks what it left."""
+    check: Callable[[Path, int], None] | None = None
+    """Checks the root instead, given the newest step that was told."""
 
 
 SCENARIOS = {
@@ -375,6 +378,12 @@ SCENARIOS = {
     "rm": Scenario(rm_middle, three_checkpoints, 3, again=rm_again(2, [3, 1])),
     "rm_latest": Scenario(rm_latest, three_checkpoints, 2, again=rm_again(3, [2, 1])),
     "thin": Scenario(thin_old, three_checkpoints, 3, again=thin_again),
+    "import": Scenario(
+        conversions.importing, conversions.a_file, 1, check=conversions.check_import
+    ),
+    "export": Scenario(
+        conversions.exporting, conversions.a_file, 1, check=conversions.check_export
+    ),
     **{name: Scenario(later_save, one_checkpoint, 1, way) for name, way in WAYS.items()},
 }
 
@@ -465,6 +474,9 @@ class Sweep:
 
     def _check(self, newest: int) -> None:
         """Nothing is lost or damaged, the run goes on, and gc leaves nothing but checkpoints."""
+        if self._scenario.check is not None:
+            self._scenario.check(self._root, newest)
+            return
         way = self._scenario.way
         if self._scenario.again is not None:
             store = LocalStore(self._root)

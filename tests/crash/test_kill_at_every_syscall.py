@@ -67,6 +67,23 @@ def test_a_killed_command_can_be_repeated(ram_path: Path, command: str) -> None:
     assert counts["points"] >= 20
 
 
+@pytest.mark.parametrize(
+    ("scenario", "stride"),
+    [
+        ("export", 3),
+        ("import", 24),
+        pytest.param("export", 1, marks=pytest.mark.full),
+        pytest.param("import", 1, marks=pytest.mark.full),
+    ],
+)
+def test_nor_does_one_in_an_import_or_an_export(ram_path: Path, scenario: str, stride: int) -> None:
+    """R2; invariants 1, 2: the root verifies, no output is half there, and both can be repeated."""
+    options = ("--calls", "changing", "--stride", str(stride))
+    counts = sweep(ram_path, "--scenario", scenario, *options)
+    assert_all_were_killed_and_nothing_was_lost(counts)
+    assert counts["points"] >= {"export": 15, "import": 80}[scenario]
+
+
 STRIDES = {"overlap": 23, "waves": 37, "links": 17, "direct": 23}
 
 
