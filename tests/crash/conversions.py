@@ -1,4 +1,4 @@
-"""Scenarios of tests/crash/syscalls.py for import and export: what the child does, and the check."""
+"""Scenarios of tests/crash/syscalls.py for import and export: what a child does, and checks."""
 
 from __future__ import annotations
 

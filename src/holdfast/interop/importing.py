@@ -22,7 +22,7 @@ from holdfast.engine.staging.image import KnownFile
 from holdfast.engine.staging.staged import Staged
 from holdfast.engine.staging.waves import Pool, WaveContent, WaveTransfer
 from holdfast.errors import NoCheckpoint, UsageError
-from holdfast.format.layout import BLOCK_NBYTES, check_component, check_label
+from holdfast.format.layout import BLOCK_NBYTES, RNG, check_component, check_label
 from holdfast.format.manifest import Timestamp
 from holdfast.format.nodes import TensorRef
 from holdfast.format.objects import document
@@ -285,6 +285,8 @@ def commit_import(
             numerics=numerics(),
             environment={**environment(), "imported": _origin(plan)},
             timings={"stage_s": 0.0},
+            # So that a run goes on from it with generators of its own.
+            left_out=() if RNG in plan.taken else (RNG,),
         )
         tools = written.tools(_TIMEOUT_S)
         attempt, _ = write(tools, staged, request, JointSave(), phase=Phase())

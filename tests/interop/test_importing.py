@@ -1,0 +1,312 @@
+"""Imports: any source becomes a checkpoint that loads, resumes and verifies like a save."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tests.interop.given import GivenSource
+from torch import nn
+from torch.optim.lr_scheduler import StepLR
+from typing_extensions import override
+
+from holdfast import CheckpointManager, load_weights
+from holdfast.care.verify import verify_root
+from holdfast.engine.roots.catalog import Catalog
+from holdfast.errors import CorruptData, UnsupportedState, UsageError
+from holdfast.interop import import_checkpoint
+from holdfast.interop.importing import ImportPlan, commit_import, plan_import
+from holdfast.interop.opening import open_source
+from holdfast.interop.renaming import Rules
+from holdfast.interop.source import LeftOut
+from holdfast.store.local import LocalStore
+
+
+class Training:
+    """A model with everything that torch's loops save beside it."""
+
+    def __init__(self, kind: type[torch.optim.Optimizer] = torch.optim.AdamW, **options: Any):
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+        self.optimizer = kind(self.model.parameters(), lr=0.1, **options)
+        self.scheduler = StepLR(self.optimizer, 2)
+
+    def train(self, first: int, last: int) -> None:
+        for step in range(first, last):
+            torch.manual_seed(step)
+            self.model(torch.randn(5, 3)).pow(2).mean().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.scheduler.step()
+
+    def source(self, step: int | None = None) -> GivenSource:
+        return GivenSource(
+            {
+                "model": ("module", self.model.state_dict()),
+                "optimizer": ("tree", copy.deepcopy(self.optimizer.state_dict())),
+                "scheduler": ("tree", self.scheduler.state_dict()),
+            },
+            step=step,
+        )
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler}
+
+
+def bits(model: nn.Module) -> list[bytes]:
+    return [one.detach().numpy().tobytes() for one in model.state_dict().values()]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (torch.optim.AdamW, {}),
+        (torch.optim.SGD, {"momentum": 0.9}),
+        (torch.optim.Adam, {"amsgrad": True}),
+        (torch.optim.RMSprop, {}),
+        (torch.optim.Adagrad, {}),
+    ],
+)
+def test_a_manager_goes_on_from_what_torch_saved(
+    tmp_path: Path, kind: type[torch.optim.Optimizer], options: dict[str, Any]
+) -> None:
+    """R12: the same bits as without the move."""
+    whole, begun = Training(kind, **options), Training(kind, **options)
+    whole.train(0, 6)
+    begun.train(0, 3)
+    plan = plan_import(begun.source(step=3))
+    assert plan.notes == []
+    assert {name: one.kind for name, one in plan.taken.items()} == {
+        "model": "module",
+        "optimizer": "optimizer",
+        "scheduler": "object",
+    }
+    commit_import(plan, tmp_path / "run")
+    fresh = Training(kind, **options)
+    with CheckpointManager(tmp_path / "run", fresh.state) as manager:
+        resumed = manager.resume()
+        assert resumed is not None
+        assert resumed.step == 3
+        fresh.train(3, 6)
+    assert bits(fresh.model) == bits(whole.model)
+    assert verify_root(LocalStore(tmp_path / "run")).ok
+
+
+def groups_of(model: nn.Module, *, names: bool = False) -> list[dict[str, Any]]:
+    """Groups as transformers makes them: weights decay, the rest does not."""
+    named = [(name, one) for name, one in model.named_parameters()]
+    parts = [
+        [(name, one) for name, one in named if (one.ndim > 1) == decays] for decays in (True, False)
+    ]
+    return [
+        {"params": part if names else [one for _, one in part], "weight_decay": decay}
+        for part, decay in zip(parts, (0.1, 0.0), strict=True)
+    ]
+
+
+@pytest.mark.parametrize("names", [False, True])
+def test_groups_are_told_apart_by_shapes_or_by_recorded_names(names: bool) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2))
+    optimizer = torch.optim.AdamW(groups_of(model, names=names), lr=0.1)
+    model(torch.randn(5, 3)).sum().backward()
+    optimizer.step()
+    tree = named_tree(model, optimizer)
+    assert tree["groups"] == [
+        ["0.weight", "2.weight"],
+        ["0.bias", "1.weight", "1.bias", "2.bias"],
+    ]
+    state = {name: optimizer.state[one] for name, one in model.named_parameters()}
+    assert {name: tuple(tree["shapes"][name]) for name in state} == {
+        name: tuple(slots["exp_avg"].shape) for name, slots in state.items()
+    }
+
+
+def named_tree(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> Any:
+    plan = plan_of(model, optimizer, **options)
+    assert plan.notes == []
+    assert plan.taken["optimizer"].kind == "optimizer"
+    return plan.taken["optimizer"].tree
+
+
+def plan_of(model: nn.Module, given: Any, **options: Any) -> ImportPlan:
+    state = given if isinstance(given, dict) else given.state_dict()
+    source = GivenSource(
+        {"model": ("module", model.state_dict()), "optimizer": ("tree", copy.deepcopy(state))}
+    )
+    return plan_import(source, **options)
+
+
+def trained(model: nn.Module, parameters: Any) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(parameters, lr=0.1)
+    model(torch.randn(5, 3)).sum().backward()
+    optimizer.step()
+    return optimizer
+
+
+def test_an_optimizer_that_cannot_be_named_for_sure_stays_as_it_was_and_a_note_says_why() -> None:
+    """Two groups of the same shapes; fewer parameters than the model; shapes in another order."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    alike = [{"params": [*model[1].parameters()]}, {"params": [*model[0].parameters()]}]
+    few = [*model[0].parameters()]
+    turned = [model[0].bias, model[0].weight, *model[1].parameters()]
+    for parameters, why in (
+        (alike, "share shapes"),
+        (few, "2 parameters and the model 4"),
+        (turned, "the shape of its parameter 0 is not that of 0.weight"),
+    ):
+        plan = plan_of(model, trained(model, parameters))
+        assert plan.taken["optimizer"].kind == "tree"
+        [note] = plan.notes
+        assert note.startswith("optimizer: stored as it is, and no optimizer can be resumed")
+        assert why in note
+
+
+def test_adam_of_an_old_torch_is_named_when_the_user_says_which_one() -> None:
+    model = nn.Linear(3, 3)
+    state = trained(model, model.parameters()).state_dict()
+    for group in state["param_groups"]:
+        del group["decoupled_weight_decay"]
+    assert "say --optimizer" in plan_of(model, state).notes[0]
+    tree = plan_of(model, state, optimizer="AdamW").taken["optimizer"].tree
+    assert (tree["type"], tree["groups"]) == ("AdamW", [["weight", "bias"]])
+
+
+def test_names_follow_the_rules_in_the_model_and_in_its_optimizer(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(3, 4))
+    plan = plan_of(model, trained(model, model.parameters()), rename=Rules([("0", "fc")]))
+    assert [*plan.taken["model"].tree] == ["fc.weight", "fc.bias"]
+    assert plan.taken["optimizer"].tree["groups"] == [["fc.weight", "fc.bias"]]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "w.safetensors"
+    save_file(
+        {
+            "module.weight": torch.randn(3, 5),
+            "module.half": torch.randn(7).bfloat16(),
+            "module.count": torch.tensor(7),
+            "module.mask": torch.tensor([True, False]),
+            "module.empty": torch.empty(0, 4),
+        },
+        path,
+    )
+    return path
+
+
+def test_every_dtype_and_shape_comes_back(file: Path, tmp_path: Path) -> None:
+    made = import_checkpoint(
+        file, tmp_path / "run", step=7, label="old", rename={"module.**": "**"}
+    )
+    assert made.step == 7
+    assert made.folder.startswith("old.")
+    with open_source(str(file)) as before, open_source(str(tmp_path / "run")) as after:
+        old, new = before.part("model"), after.part("model")
+        assert [*new.tree] == [name.removeprefix("module.") for name in old.tree]
+        for name, spec in old.specs.items():
+            short = name.removeprefix("module.")
+            assert (new.specs[short].dtype, new.specs[short].shape) == (spec.dtype, spec.shape)
+            data = [bytearray(spec.nbytes) for _ in range(2)]
+            before.read_into("model", name, 0, memoryview(data[0]))
+            after.read_into("model", short, 0, memoryview(data[1]))
+            assert data[0] == data[1]
+
+
+def test_the_same_source_gives_the_same_files(file: Path, tmp_path: Path) -> None:
+    for run in ("a", "b"):
+        import_checkpoint(file, tmp_path / run, step=7)
+    files = [
+        {name: entry.digest for name, entry in Catalog(LocalStore(tmp_path / run)).resolve("latest")
+         .manifest.files.items()}
+        for run in ("a", "b")
+    ]  # fmt: skip
+    assert files[0] == files[1]
+
+
+def test_a_run_goes_on_behind_an_import(file: Path, tmp_path: Path) -> None:
+    first = import_checkpoint(file, tmp_path / "run", step=7)
+    second = import_checkpoint(file, tmp_path / "run", step=8)
+    entry = Catalog(LocalStore(tmp_path / "run")).resolve("latest")
+    assert entry.folder == second.folder
+    assert entry.manifest.parent is not None
+    assert entry.manifest.parent.folder == first.folder
+    assert entry.manifest.reason == "import"
+
+
+def test_tied_tensors_stay_tied_and_are_stored_once(tmp_path: Path) -> None:
+    weight = torch.randn(4, 4)
+    source = GivenSource({"model": ("module", {"a.weight": weight, "b.weight": weight})}, step=1)
+    commit_import(plan_import(source), tmp_path / "run")
+    model = nn.ModuleDict({"a": nn.Linear(4, 4, bias=False), "b": nn.Linear(4, 4, bias=False)})
+    model["b"].weight = model["a"].weight
+    load_weights(tmp_path / "run", model)
+    assert torch.equal(model["a"].weight, weight)
+    [component] = (
+        Catalog(LocalStore(tmp_path / "run")).resolve("latest").manifest.components.values()
+    )
+    assert component.num_tensors == 1
+
+
+def test_what_is_left_out_is_in_the_notes_and_in_the_manifest(tmp_path: Path) -> None:
+    source = GivenSource(
+        {"model": ("module", {"w": torch.ones(2)}), "state": ("tree", {"seed": 3})},
+        step=1,
+        left_out=[LeftOut(path="training_args.bin", why="a pickle of a class")],
+    )
+    made = commit_import(plan_import(source, components=["model"]), tmp_path / "run")
+    lines = ["training_args.bin: a pickle of a class", "state: not among the components asked for"]
+    assert [*made.notes] == [f"left out: {line}" for line in lines]
+    entry = Catalog(LocalStore(tmp_path / "run")).resolve("latest")
+    assert entry.manifest.environment["imported"] == {
+        "from": "given",
+        "format": "given",
+        "left_out": lines,
+        "notes": [],
+    }
+
+
+def test_wrong_calls_are_refused_and_touch_nothing(file: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with pytest.raises(UsageError, match=r"w\.safetensors: tells no step"):
+        import_checkpoint(file, run)
+    with pytest.raises(UsageError, match="no component 'optimizer'; it has 'model'"):
+        import_checkpoint(file, run, step=1, components=["optimizer"])
+    with pytest.raises(UsageError, match="rules that match no name"):
+        import_checkpoint(file, run, step=1, rename={"net.**": "**"})
+    with pytest.raises(UsageError, match="no optimizer in torch's form"):
+        import_checkpoint(file, run, step=1, optimizer="AdamW")
+    with pytest.raises(UsageError, match="must be at least 0"):
+        import_checkpoint(file, run, step=-1)
+    with pytest.raises(UnsupportedState, match="thing"):
+        commit_import(
+            plan_import(GivenSource({"state": ("tree", {"thing": object()})}, step=1)), run
+        )
+    assert not run.exists()
+
+
+class Failing(GivenSource):
+    """A source whose last tensor is damaged."""
+
+    @override
+    def read_into(self, component: str, key: str, start: int, memory: memoryview) -> None:
+        if key == "z":
+            raise CorruptData("given: z is damaged")
+        super().read_into(component, key, start, memory)
+
+
+def test_a_damaged_source_leaves_no_checkpoint_and_the_root_free(
+    file: Path, tmp_path: Path
+) -> None:
+    """R2: what failed anywhere never commits."""
+    tensors = {"a": torch.zeros(5 << 20), "z": torch.zeros(5 << 20)}
+    source = Failing({"model": ("module", tensors)}, step=1)
+    with pytest.raises(CorruptData, match="z is damaged"):
+        commit_import(plan_import(source), tmp_path / "run")
+    assert Catalog(LocalStore(tmp_path / "run")).checkpoints() == ()
+    made = import_checkpoint(file, tmp_path / "run", step=2)
+    assert made.step == 2
