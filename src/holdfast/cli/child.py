@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from holdfast.cli.target import named_keys
 from holdfast.errors import LimitExceeded, OutOfMemory
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ def is_foreign(text: str) -> bool:
 
 
 def open_limited(text: str) -> Source:
-    """Open a source; in a limited child within `OPENING_S`.
+    """Open a source, with the keys named before the command; in a limited child within `OPENING_S`.
 
     Raises:
         As `open_source`.
@@ -88,7 +89,7 @@ def open_limited(text: str) -> Source:
     from holdfast.interop.opening import open_source
 
     with _deadline():
-        return open_source(text)
+        return open_source(text, encrypt=named_keys())
 
 
 @contextmanager

@@ -18,6 +18,8 @@ from holdfast.format.index import Index, decode_index
 from holdfast.format.manifest import Timestamp
 from holdfast.store.base import Store
 
+_IMPORTED = "imported"
+
 
 def show(target: str, *, tensors: bool) -> Answer:
     """Show the manifest of a checkpoint, and on request its tensors.
@@ -69,7 +71,8 @@ def _parts(store: Store, entry: Entry, folder: str) -> list[str | TextTable]:
         "metrics": ", ".join(f"{k} {number(v)}" for k, v in sorted(manifest.metrics.items())),
         "best by": ", ".join(f"{item.metric} ({item.mode})" for item in manifest.best),
         "numerics": _pairs(manifest.numerics),
-        "environment": _pairs(manifest.environment),
+        "environment": _pairs({n: v for n, v in manifest.environment.items() if n != _IMPORTED}),
+        "imported from": _origin(manifest.environment.get(_IMPORTED)),
         "config": _pairs(manifest.config),
         "took": ", ".join(f"{k} {v:.3f}" for k, v in manifest.timings.items()),
     }
@@ -78,6 +81,15 @@ def _parts(store: Store, entry: Entry, folder: str) -> list[str | TextTable]:
         f"{name:<{width}}  {text}" for name, text in facts.items() if text
     ]
     return [*lines, _component_table(entry)]
+
+
+def _origin(imported: Any) -> str:
+    """Format where an imported checkpoint comes from, and how much was left out."""
+    if not isinstance(imported, Mapping):
+        return ""
+    left = imported.get("left_out") or ()
+    more = f", without {len(left)} values; --json lists them" if left else ""
+    return f"{imported.get('from')} ({imported.get('format')}){more}"
 
 
 def _size(store: Store, entry: Entry) -> str:

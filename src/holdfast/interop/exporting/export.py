@@ -109,8 +109,8 @@ class Export:
         plan = self.plan
         if self._cast.num_overflows:
             plan.notes.append(
-                f"{self._cast.num_overflows:,} values are too large for {self._options.dtype} and "
-                "became infinite"
+                f"values too large for {self._options.dtype}, which became infinite: "
+                f"{self._cast.num_overflows:,}"
             )
         return Exported(
             path=os.fspath(out), nbytes=plan.nbytes, left_out=plan.left_out, notes=plan.notes

@@ -1,0 +1,183 @@
+"""`holdfast import` and `export`: what they print, and the child with limits that they run in."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from children import environment
+from holdfast.cli import child
+from holdfast.cli.convert import nbytes_of
+from holdfast.errors import UsageError
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "w.safetensors"
+    save_file({"module.a": torch.ones(3), "module.b": torch.zeros(2, dtype=torch.int64)}, path)
+    return path
+
+
+def test_an_import_says_what_it_takes(file: Path, tmp_path: Path, holdfast: Any) -> None:
+    arguments = (file, tmp_path / "run", "--map", "module.**=**", "--trust")
+    done = holdfast("import", *arguments)
+    assert done.code == 2
+    assert "tells no step; give one: --step N" in done.err
+    done = holdfast("import", *arguments, "--step", 7, "--dry-run")
+    assert done.code == 0
+    assert done.out.splitlines()[0] == (
+        f"would be step 7 of {tmp_path / 'run'}: 28 B from {file} (safetensors)"
+    )
+    assert not (tmp_path / "run").exists()
+    done = holdfast("import", *arguments, "--step", 7, "--label", "old", "--json")
+    answer = done.document
+    assert answer.pop("folder").startswith("old.0001-000001-")
+    assert answer == {
+        "holdfast": 1,
+        "root": str(tmp_path / "run"),
+        "step": 7,
+        "path": str(file),
+        "format": "safetensors",
+        "components": [{"name": "model", "kind": "module", "num_tensors": 2, "nbytes": 28}],
+        "left_out": [],
+        "notes": [],
+        "dry_run": False,
+    }
+    shown = holdfast("show", tmp_path / "run")
+    assert "imported from" in shown.out
+
+
+def test_an_export_says_what_it_writes(root: Path, tmp_path: Path, holdfast: Any) -> None:
+    out = tmp_path / "out.safetensors"
+    arguments = ("export", f"{root}@step=100", out, "--to", "safetensors", "--component", "model")
+    done = holdfast(*arguments, "--dry-run")
+    assert done.code == 0
+    assert done.out.startswith(f"{out}: would be ")
+    assert not out.exists()
+    done = holdfast(*arguments, "--json")
+    assert (done.document["step"], done.document["to"]) == (100, "safetensors")
+    assert [one["name"] for one in done.document["files"]] == [""]
+    assert {left["path"] for left in done.document["left_out"]} >= {"rng"}
+    assert load_file(out)
+    done = holdfast(*arguments)
+    assert done.code == 2
+    assert "exists already" in done.err
+
+
+def test_an_export_to_dcp_appears_whole(root: Path, tmp_path: Path, holdfast: Any) -> None:
+    done = holdfast("export", root, tmp_path / "out", "--to", "dcp", "--dtype", "f16")
+    assert done.code == 2
+    assert holdfast("export", root, tmp_path / "out", "--to", "dcp").code == 0
+    assert (tmp_path / "out" / ".metadata").exists()
+    assert not [name for name in os.listdir(tmp_path) if "part-" in name]
+
+
+def test_dcp_takes_a_checkpoint_alone(file: Path, tmp_path: Path, holdfast: Any) -> None:
+    done = holdfast("export", file, tmp_path / "out", "--to", "dcp", "--trust")
+    assert done.code == 2
+    assert "bring the file in first" in done.err
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"), [("5GB", 5 * 10**9), ("1.5 kB", 1500), ("2MiB", 2 << 20), ("7B", 7)]
+)
+def test_sizes_are_read(text: str, nbytes: int) -> None:
+    assert nbytes_of(text) == nbytes
+    with pytest.raises(UsageError, match="not a size"):
+        nbytes_of(f"{text}x")
+
+
+def test_only_what_is_no_root_is_foreign(root: Path, file: Path, tmp_path: Path) -> None:
+    [checkpoint, *_] = [path.parent for path in root.glob("*/manifest.json")]
+    foreign = [file, tmp_path]
+    own = [root, checkpoint, f"{root}@latest", "s3://bucket/run", tmp_path / "missing"]
+    assert [child.is_foreign(str(one)) for one in (*foreign, *own)] == [True] * 2 + [False] * 5
+
+
+def test_a_foreign_file_is_read_in_a_child_that_has_the_answer(file: Path, tmp_path: Path) -> None:
+    """R28: also from a folder with modules that are called as ours and torch's."""
+    for name in ("torch.py", "numpy.py", "holdfast.py"):
+        (tmp_path / name).write_text("raise SystemExit('run from the current folder')")
+    run = str(tmp_path / "run")
+    command = [sys.executable, "-c", child._PROGRAM, "import", file.name, run, "--step", "3"]
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=60, env=environment()
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("step-00000003.0001-000001-")
+    command[3:] = ["export", "missing", "out", "--to", "pt"]
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=60, env=environment()
+    )
+    assert done.returncode == 3
+
+
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        ("import os; os.kill(os.getpid(), 9)", "crashed or took more than 2 GiB of memory"),
+        ("import os; os.kill(os.getpid(), 11)", r"the process ended by SIGSEGV"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGALRM)", "not open after 60 s"),
+    ],
+)
+def test_a_child_that_dies_names_the_file_and_what_lifts_the_limit(
+    file: Path,
+    tmp_path: Path,
+    holdfast: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    program: str,
+    message: str,
+) -> None:
+    monkeypatch.setattr(child, "_PROGRAM", program)
+    done = holdfast("import", file, tmp_path / "run", "--step", 3)
+    assert done.code == 1
+    assert str(file) in done.err
+    assert message in done.err
+    assert "--trust" in done.err
+
+
+LIMITED = """
+import sys
+from holdfast.cli import child
+child.DATA_NBYTES = 256 << 20
+@child.limited("source")
+def command(source):
+    {body}
+command(source=sys.argv[1], trust={trust})
+"""
+
+
+def limited(file: Path, body: str, *, trust: bool = False) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", LIMITED.format(body=body, trust=trust), str(file)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**environment(), child.VARIABLE: "1"},
+    )
+
+
+def test_the_child_has_no_more_memory_than_its_limit_unless_the_file_is_trusted(
+    file: Path,
+) -> None:
+    body = "bytearray(300 << 20)"
+    done = limited(file, body)
+    assert "LimitExceeded" in done.stderr
+    assert str(file) in done.stderr
+    assert limited(file, body, trust=True).returncode == 0
+
+
+def test_the_child_ends_when_opening_takes_too_long(file: Path) -> None:
+    body = (
+        "import time, holdfast.interop.opening as opening; child.OPENING_S = 0.2; "
+        "opening.open_source = lambda *_, **__: time.sleep(60); child.open_limited(source)"
+    )
+    assert limited(file, body).returncode == -signal.SIGALRM
