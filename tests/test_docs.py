@@ -91,7 +91,9 @@ def test_every_link_leads_somewhere() -> None:
 
 PUBLIC = {
     f"holdfast.{name}"
-    for name in ("data", "errors", "events", "interop.dcp", "keys", "testing", "train")
+    for name in (
+        *("data", "errors", "events", "interop", "interop.dcp", "keys", "testing", "train"),
+    )
 }
 
 

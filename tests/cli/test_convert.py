@@ -103,7 +103,7 @@ def test_only_what_is_no_root_is_foreign(root: Path, file: Path, tmp_path: Path)
 
 
 def test_a_foreign_file_is_read_in_a_child_that_has_the_answer(file: Path, tmp_path: Path) -> None:
-    """R28: also from a folder with modules that are called as ours and torch's."""
+    """R27: also from a folder with modules that are called as ours and torch's."""
     for name in ("torch.py", "numpy.py", "holdfast.py"):
         (tmp_path / name).write_text("raise SystemExit('run from the current folder')")
     run = str(tmp_path / "run")
@@ -113,11 +113,6 @@ def test_a_foreign_file_is_read_in_a_child_that_has_the_answer(file: Path, tmp_p
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("step-00000003.0001-000001-")
-    command[3:] = ["export", "missing", "out", "--to", "pt"]
-    done = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, timeout=60, env=environment()
-    )
-    assert done.returncode == 3
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,7 @@ def test_tied_tensors_of_a_pt_file_share_memory(tmp_path: Path) -> None:
 
 
 def test_an_optimizer_of_ours_loads_into_torchs(tmp_path: Path) -> None:
-    """R12: slots, options and order are those of the optimizer that was saved."""
+    """Invariant 7: slots, options and order are those of the optimizer that was saved."""
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     groups = [{"params": [*one.parameters()], "lr": 0.1 + n} for n, one in enumerate(model)]
     optimizer = torch.optim.AdamW(groups)

@@ -75,7 +75,7 @@ def bits(model: nn.Module) -> list[bytes]:
 def test_a_manager_goes_on_from_what_torch_saved(
     tmp_path: Path, kind: type[torch.optim.Optimizer], options: dict[str, Any]
 ) -> None:
-    """R12: the same bits as without the move."""
+    """Invariant 7: the same bits as without the move."""
     whole, begun = Training(kind, **options), Training(kind, **options)
     whole.train(0, 6)
     begun.train(0, 3)
@@ -302,7 +302,7 @@ class Failing(GivenSource):
 def test_a_damaged_source_leaves_no_checkpoint_and_the_root_free(
     file: Path, tmp_path: Path
 ) -> None:
-    """R2: what failed anywhere never commits."""
+    """Invariant 2: what failed anywhere never commits."""
     tensors = {"a": torch.zeros(5 << 20), "z": torch.zeros(5 << 20)}
     source = Failing({"model": ("module", tensors)}, step=1)
     with pytest.raises(CorruptData, match="z is damaged"):

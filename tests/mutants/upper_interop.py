@@ -11,6 +11,8 @@ _TORCH = ("tests/interop/sources/test_torchfile.py",)
 _TARS = ("tests/interop/sources/test_tars.py",)
 _CHUNKS = ("tests/interop/sources/test_dcpfolder.py",)
 _TRAINERS = ("tests/interop/layouts",)
+_IMPORTS = ("tests/interop/test_importing.py",)
+_EXPORTS = ("tests/interop/test_exporting.py",)
 
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
@@ -278,5 +280,35 @@ MUTANTS: tuple[Mutant, ...] = (
         before="        if place.refusal:\n            self",
         after="        if False:\n            self",
         near=_CHUNKS,
+        name="optimizer-named-without-its-shapes",
+        promise="I7: parameters get names only where nothing else fits",
+        file="interop/optimizers.py",
+        before="            if shapes[number] not in (None, parameters[name]):",
+        after="            if False:",
+        near=_IMPORTS,
+    ),
+    Mutant(
+        name="groups-of-the-same-shapes-are-guessed",
+        promise="I7: parameters get names only where nothing else fits",
+        file="interop/optimizers.py",
+        before="    if len(groups) > 1 and sum(",
+        after="    if False and sum(",
+        near=_IMPORTS,
+    ),
+    Mutant(
+        name="export-written-in-place",
+        promise="R2: a killed export leaves nothing that looks whole",
+        file="interop/exporting/files.py",
+        before='    path = out.with_name(f".{out.name}{_PART}{secrets.token_hex(4)}")',
+        after="    path = out",
+        near=_EXPORTS,
+    ),
+    Mutant(
+        name="export-follows-a-name-out-of-its-folder",
+        promise="R28: no name in a checkpoint leads out of its folder",
+        file="interop/exporting/huggingface.py",
+        before="            if _is_plain(name) and isinstance(ref, ArrayRef):",
+        after="            if isinstance(ref, ArrayRef):",
+        near=_EXPORTS,
     ),
 )
