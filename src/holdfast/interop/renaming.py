@@ -12,7 +12,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from holdfast.errors import UsageError, listing
-from holdfast.state.selection import Rename
 
 _STARS = ("*", "**")
 
@@ -47,7 +46,14 @@ class Rules:
         Raises:
             UsageError: two names become one.
         """
-        return Rename(self).apply(names, component)
+        made = {name: self(name) for name in names}
+        taken: dict[str, str] = {}
+        for old, new in made.items():
+            if taken.setdefault(new, old) != old:
+                raise UsageError(
+                    f"--map: {component}.{taken[new]} and {component}.{old} both become {new!r}"
+                )
+        return made
 
     def expect_used(self) -> None:
         """Raise `UsageError` if a rule has matched no name."""

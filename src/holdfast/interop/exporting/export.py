@@ -16,10 +16,7 @@ from holdfast.interop.exporting.files import (
     expect_free,
     write_plan,
 )
-from holdfast.interop.exporting.huggingface import FILES, plan_model, plan_trainer
-from holdfast.interop.exporting.lightning import lightning_value
-from holdfast.interop.exporting.torchfile import plan_torch_file
-from holdfast.interop.exporting.values import Values
+from holdfast.interop.exporting.huggingface import FILES, plan_model
 from holdfast.interop.exporting.weights import (
     SINGLE,
     Cast,
@@ -95,7 +92,7 @@ class Export:
         if options.to in _OF_WEIGHTS:
             self.plan.files = self._with_weights()
         else:
-            self.plan.files = [plan_torch_file(source, "", self._value(), self._report)]
+            self.plan.files = [self._torch_file()]
 
     def write(self, out: Path) -> Exported:
         """Write the files; `out` appears when it is whole and durable.
@@ -144,6 +141,9 @@ class Export:
             report=self._report,
         )
         if options.to == "hf-trainer":
+            from holdfast.interop.exporting.hftrainer import plan_trainer
+            from holdfast.interop.exporting.values import Values
+
             values = Values(source, plan.notes, keep_arrays=True)
             files += plan_trainer(source, values, plan, report=self._report)
             return [*{file.name: file for file in files}.values()]  # a config folder has them, too
@@ -172,18 +172,24 @@ class Export:
             LeftOut(path=name, why=why) for name in self._source.parts if name not in written
         ]
 
-    def _value(self) -> Any:
-        options, source = self._options, self._source
+    def _torch_file(self) -> PlannedFile:
+        # Inside, as they import torch, which takes longer than a small export of weights.
+        from holdfast.interop.exporting.lightning import lightning_value
+        from holdfast.interop.exporting.torchfile import plan_torch_file
+        from holdfast.interop.exporting.values import Values
+
+        source = self._source
         values = Values(source, self.plan.notes)
-        if options.to == "lightning":
-            return lightning_value(source, values, self.plan)
-        for name in options.components:
-            source.part(name)
-        names = [*options.components] or [*source.parts]
-        self._leave(names, "not among the components asked for")
-        made = {name: values.component(name) for name in names}
-        alone = len(names) == 1
-        return made[names[0]] if alone else made
+        if self._options.to == "lightning":
+            value: Any = lightning_value(source, values, self.plan)
+        else:
+            for name in self._options.components:
+                source.part(name)
+            names = [*self._options.components] or [*source.parts]
+            self._leave(names, "not among the components asked for")
+            made = {name: values.component(name) for name in names}
+            value = made[names[0]] if len(names) == 1 else made
+        return plan_torch_file(source, "", value, self._report)
 
 
 def _check(options: ExportOptions) -> None:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO, Literal, TypeAlias
 
 import msgspec
-import torch
 
 from holdfast.errors import UnsupportedState, UsageError
 from holdfast.format.nodes import ArrayRef, TensorRef
@@ -17,7 +16,6 @@ from holdfast.interop.exporting.files import PlannedFile
 from holdfast.interop.reading import pieces
 from holdfast.interop.renaming import Rules
 from holdfast.interop.source import LeftOut, Source
-from holdfast.state.leaves import TORCH_DTYPES
 
 Dtype: TypeAlias = Literal["f32", "f16", "bf16"]
 Report: TypeAlias = Callable[[int], None]
@@ -145,6 +143,10 @@ class Cast:
         """Return the bytes of a piece in another dtype."""
         if dtype == to or not memory.nbytes:
             return memory
+        import torch  # takes a second or two, and only a cast needs it
+
+        from holdfast.state.leaves import TORCH_DTYPES
+
         given = torch.frombuffer(memory, dtype=TORCH_DTYPES[dtype])
         made = given.to(TORCH_DTYPES[to])
         infinite = made.isinf()
