@@ -13,13 +13,7 @@ from holdfast.interop.source import LeftOut, Source
 
 VERSION = "2.6.0"
 """Version of Lightning in whose form it is written, unless the source tells another."""
-_OWN = frozenset(
-    {
-        "epoch", "global_step", "pytorch-lightning_version", "loops", "callbacks",
-        "hparams_name", "hyper_parameters", "datamodule_hparams_name",
-        "datamodule_hyper_parameters", "hparams_type", "native_amp_scaling_state",
-    }
-)  # fmt: skip
+_VERSION_KEY = "pytorch-lightning_version"
 
 
 def lightning_value(source: Source, values: Values, plan: ExportPlan) -> dict[str, Any]:
@@ -44,12 +38,12 @@ def lightning_value(source: Source, values: Values, plan: ExportPlan) -> dict[st
     plan.left_out += [
         LeftOut(path=name, why="a .ckpt has no place for it")
         for name in source.parts
-        if name not in {*written, "trainer", "state"}
+        if name not in {*written, *(("trainer", "state") if kept else ())}
     ]
     return {
         "epoch": kept.get("epoch", 0),
         "global_step": step,
-        "pytorch-lightning_version": VERSION,
+        _VERSION_KEY: VERSION,
         "state_dict": values.component("model"),
         "loops": _loops(step, len(schedulers)),
         "callbacks": {},
@@ -61,14 +55,15 @@ def lightning_value(source: Source, values: Values, plan: ExportPlan) -> dict[st
 
 def _kept(source: Source, values: Values) -> dict[str, Any]:
     """Return the members of a `.ckpt` that a source from Lightning has kept."""
+    trainer = source.parts.get("trainer")
+    if trainer is None or not isinstance(trainer.tree, Mapping) or _VERSION_KEY not in trainer.tree:
+        return {}
     found: dict[str, Any] = {}
     for name in ("trainer", "state"):
         part = source.parts.get(name)
         if part is not None and isinstance(part.tree, Mapping):
             found |= {
-                key: values.value(name, node, f"{name}.{key}")
-                for key, node in part.tree.items()
-                if key in _OWN
+                key: values.value(name, node, f"{name}.{key}") for key, node in part.tree.items()
             }
     return found
 
