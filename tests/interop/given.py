@@ -21,7 +21,7 @@ ARRAYS = {"uint8": "U8", "uint32": "U32", "float32": "F32", "float64": "F64", "i
 class GivenSource(Source):
     """Components given as (kind, value); tensors that are one object are tied."""
 
-    format = "given"
+    format = "torch"  # which keeps the order of a model
     url = "given"
 
     def __init__(

@@ -166,6 +166,32 @@ def test_an_optimizer_that_cannot_be_named_for_sure_stays_as_it_was_and_a_note_s
         assert why in note
 
 
+class Sorted(GivenSource):
+    """A source that has sorted the names of its model, as safetensors does."""
+
+    format = "safetensors"
+
+
+def test_in_a_file_without_the_models_order_only_shapes_that_occur_once_have_names() -> None:
+    """Invariant 7: layers of one shape are not mixed up; with their order given they are named."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    state = trained(model, model.parameters()).state_dict()
+    weights = dict(sorted(model.state_dict().items()))
+    source = Sorted({"model": ("module", weights), "optimizer": ("tree", state)})
+    plan = plan_import(source)
+    assert plan.taken["optimizer"].kind == "tree"
+    assert "--parameters FILE" in plan.notes[0]
+    order = [name for name, _ in model.named_parameters()]
+    tree = plan_import(source, parameters=order).taken["optimizer"].tree
+    assert tree["groups"] == [order]
+    assert "no 'x'" in plan_import(source, parameters=["x"]).notes[0]
+    single = nn.Linear(3, 4)
+    state = trained(single, single.parameters()).state_dict()
+    weights = dict(sorted(single.state_dict().items()))
+    source = Sorted({"model": ("module", weights), "optimizer": ("tree", state)})
+    assert plan_import(source).taken["optimizer"].tree["groups"] == [["weight", "bias"]]
+
+
 def test_adam_of_an_old_torch_is_named_when_the_user_says_which_one() -> None:
     model = nn.Linear(3, 3)
     state = trained(model, model.parameters()).state_dict()
@@ -264,7 +290,7 @@ def test_what_is_left_out_is_in_the_notes_and_in_the_manifest(tmp_path: Path) ->
     entry = Catalog(LocalStore(tmp_path / "run")).resolve("latest")
     assert entry.manifest.environment["imported"] == {
         "from": "given",
-        "format": "given",
+        "format": "torch",
         "left_out": lines,
         "notes": [],
     }

@@ -195,6 +195,7 @@ def tag(target: str, tags: Sequence[str]) -> Answer:
     options.imported,
     options.root,
     *(options.step, options.label, options.rules, options.components, options.optimizer),
+    options.parameters,
     *(options.dry_run, options.unsafe_pickle, options.trust),
     name="import",
 )

@@ -99,6 +99,7 @@ def bring_in(
     rules: Sequence[str],
     components: Sequence[str],
     optimizer: str | None,
+    parameters: Path | None,
     dry_run: bool,
     unsafe_pickle: bool,
 ) -> Answer:
@@ -111,7 +112,9 @@ def bring_in(
     """
     if named_keys() is not None:
         raise UsageError("import does not encrypt; give it a root of its own, and no keys")
-    if (Path(source) / _DCP).is_file() and not (rules or components or optimizer or dry_run):
+    if (Path(source) / _DCP).is_file() and not (
+        rules or components or optimizer or parameters or dry_run
+    ):
         from holdfast.cli.folders import import_dcp
 
         return import_dcp(source, root, step=step, label=label, unsafe_pickle=unsafe_pickle)
@@ -122,7 +125,11 @@ def bring_in(
 
     with open_limited(source) as found:
         plan = plan_import(
-            found, components=components, rename=read_rules(rules), optimizer=optimizer
+            found,
+            components=components,
+            rename=read_rules(rules),
+            optimizer=optimizer,
+            parameters=_names_in(parameters),
         )
         at = step_of(plan, step)
         if dry_run:
@@ -131,6 +138,15 @@ def bring_in(
         with progress_bar() as report:
             made = commit_import(plan, root, step=at, label=label, report=report)
         return _answer(plan, source, root=made.root, folder=made.folder, step=at)
+
+
+def _names_in(path: Path | None) -> list[str]:
+    if path is None:
+        return []
+    try:
+        return [line.strip() for line in path.read_text("utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--parameters {path}: cannot be read: {error}") from error
 
 
 def _answer(plan: ImportPlan, source: str, *, root: str, folder: str | None, step: int) -> Answer:

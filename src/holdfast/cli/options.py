@@ -168,6 +168,9 @@ label = option("--label", "TEXT", "The label. [default: from the step]")
 rules = several("--map", "rules", "OLD=NEW", "Rename tensors; or a file of such lines.")
 components = several("--component", "components", "NAME", "Take this component alone.")
 optimizer = option("--optimizer", "CLASS", "Which optimizer it was, where no option tells.")
+parameters = option(
+    "--parameters", "FILE", "Names of the model's parameters in order, one a line.", type=_PATH
+)
 unsafe_pickle = flag(
     "--unsafe-pickle", "DCP: keep values that are no typed trees as pickles, which loads run."
 )

@@ -28,7 +28,7 @@ from holdfast.format.nodes import TensorRef
 from holdfast.format.objects import document
 from holdfast.format.tensors import TensorFile, TensorSpec, lay_out
 from holdfast.interop.opening import open_source
-from holdfast.interop.optimizers import is_torch_form, named
+from holdfast.interop.optimizers import Hints, is_torch_form, named
 from holdfast.interop.reading import Piece, pieces
 from holdfast.interop.renaming import Rules
 from holdfast.interop.roots import written_root
@@ -41,6 +41,8 @@ MAX_RECORDED = 1000
 _EXTRA = "_extra_state"
 _SCHEDULER = frozenset({"last_epoch", "_step_count"})
 _TIMEOUT_S = 1800.0
+_IN_ORDER = frozenset({"torch", "lightning", "ignite", "composer"})
+"""Formats with a model as a pickled dict, in the order of its parameters; others sort them."""
 
 Report = Callable[[str, int, int], None]
 
@@ -84,11 +86,13 @@ def plan_import(
     components: Collection[str] = (),
     rename: Rules | None = None,
     optimizer: str | None = None,
+    parameters: Sequence[str] = (),
 ) -> ImportPlan:
     """Decide how each component of a source is stored, without reading a tensor.
 
     `components` are those to take, all if empty; `rename` applies to the names in modules;
-    `optimizer` is the class of the optimizers whose options do not tell it.
+    `optimizer` is the class of the optimizers whose options do not tell it. `parameters` are the
+    new names of the model's parameters in its order, for files that do not keep it.
 
     Raises:
         UsageError: a component or a rule fits nothing, or two names become one.
@@ -108,12 +112,13 @@ def plan_import(
     renamed = {
         name: Part(kind="module", tree=one.tree, specs=one.specs) for name, one in taken.items()
     }
+    hints = Hints(is_ordered=source.format in _IN_ORDER, order=parameters, kind=optimizer)
     for name, part in parts.items():
         check_component(name)
         if name not in taken:
-            taken[name] = _other(name, part, renamed, optimizer, notes)
-    if optimizer is not None and not any(one.kind == "optimizer" for one in taken.values()):
-        raise UsageError(f"--optimizer {optimizer}: no optimizer in torch's form is taken")
+            taken[name] = _other(name, part, renamed, hints, notes)
+    if (optimizer or parameters) and not any(is_torch_form(one.tree) for one in parts.values()):
+        raise UsageError("--optimizer, --parameters: no optimizer in torch's form is taken")
     in_order = {name: taken[name] for name in parts}
     return ImportPlan(source=source, taken=in_order, left_out=left, notes=notes)
 
@@ -153,11 +158,11 @@ def _other(
     component: str,
     part: Part,
     modules: Mapping[str, Part],
-    optimizer: str | None,
+    hints: Hints,
     notes: list[str],
 ) -> Taken:
     if is_torch_form(part.tree):
-        found = named(part, modules, kind=optimizer)
+        found = named(part, modules, hints)
         if not isinstance(found, str):
             return Taken(
                 kind="optimizer",
@@ -202,13 +207,16 @@ def import_checkpoint(
     components: Collection[str] = (),
     rename: Mapping[str, str] | None = None,
     optimizer: str | None = None,
+    parameters: Collection[str] = (),
 ) -> Checkpoint:
     """Save a checkpoint or a file of weights of any known format as a new checkpoint of a run.
 
     `step` is needed where the source tells none; `components` are those to take, all by default.
     `rename` maps patterns of the names in modules to new ones: `{"module.**": "**"}`. `optimizer`
-    is the class of an optimizer whose options do not tell it. Keeps a few blocks in memory, and
-    runs nothing of the source. `notes` say what was left out, and what cannot be resumed from.
+    is the class of an optimizer whose options do not tell it, `parameters` the names of the model's
+    parameters in its order, where the file does not keep it: `[name for name, _ in
+    model.named_parameters()]`. Keeps a few blocks in memory, and runs nothing of the source.
+    `notes` say what was left out, and what cannot be resumed from.
 
     Raises:
         NoCheckpoint: nothing exists at `source`.
@@ -219,7 +227,13 @@ def import_checkpoint(
     """
     rules = Rules((rename or {}).items())
     with open_source(os.fspath(source)) as opened:
-        plan = plan_import(opened, components=components, rename=rules, optimizer=optimizer)
+        plan = plan_import(
+            opened,
+            components=components,
+            rename=rules,
+            optimizer=optimizer,
+            parameters=[*parameters],
+        )
         return commit_import(plan, root, step=step, label=label)
 
 

@@ -1,8 +1,8 @@
 """Optimizer states of torch's `state_dict` form and of ours, converted into each other.
 
 Torch numbers the parameters in the order of the groups; ours has their names. A name is given to
-a number only where nothing else fits: by the names that torch recorded, or by the order of the
-model's parameters where all shapes agree.
+a number only where nothing else fits: by the names that torch recorded, by shapes that occur
+once, or by the order of the model's parameters where that is known and all shapes agree.
 """
 
 from __future__ import annotations
@@ -48,14 +48,25 @@ def _is_group(group: Any) -> bool:
     return isinstance(group, dict) and isinstance(group.get("params"), list)
 
 
-def named(part: Part, modules: Mapping[str, Part], *, kind: str | None = None) -> Named | str:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hints:
+    """What is known of optimizers beside their state."""
+
+    is_ordered: bool = False
+    """Whether the file keeps the order of the model's parameters, as a pickled dict does."""
+    order: Sequence[str] = ()
+    """Names of the model's parameters in its order, if a user has given them."""
+    kind: str | None = None
+    """The optimizer's class, such as "AdamW"; None: its options tell it."""
+
+
+def named(part: Part, modules: Mapping[str, Part], hints: Hints) -> Named | str:
     """Name the parameters of an optimizer in torch's form; return the reason where that is unsafe.
 
-    `modules` are the components of kind `module`, `kind` the optimizer's class, such as "AdamW",
-    where the options do not tell it.
+    `modules` are the components of kind `module`.
     """
     state, groups = part.tree["state"], part.tree["param_groups"]
-    name = kind or type_of(groups)
+    name = hints.kind or type_of(groups)
     if name is None:
         return "its options do not tell which optimizer it is; say --optimizer AdamW, for example"
     if len(modules) != 1:
@@ -65,7 +76,7 @@ def named(part: Part, modules: Mapping[str, Part], *, kind: str | None = None) -
     if len({*map(str, numbers)}) != len(numbers) or not {*state} <= {*numbers}:
         return "its states and groups do not fit together"
     shapes = {number: _shape(state.get(number), part.specs) for number in numbers}
-    names = _recorded(groups, model) or _by_order(groups, shapes, model)
+    names = _recorded(groups, model) or _found(groups, shapes, model, hints)
     if isinstance(names, str):
         return names
     return _renamed(part, names, module=module, model=model, kind=name)
@@ -94,14 +105,22 @@ def _recorded(groups: Sequence[Any], model: Part) -> dict[Any, str] | None:
     return found if {*found.values()} <= {*model.leaves} else None
 
 
-def _by_order(
-    groups: Sequence[Any], shapes: Mapping[Any, tuple[int, ...] | None], model: Part
+def _found(
+    groups: Sequence[Any],
+    shapes: Mapping[Any, tuple[int, ...] | None],
+    model: Part,
+    hints: Hints,
 ) -> dict[Any, str] | str:
-    """Name the parameters in the model's order, in which groups are made, if all shapes agree.
+    """Name the parameters by their shapes, and those of one shape in the model's order.
 
     Of several groups each must have shapes of its own, so that a parameter fits one of them.
     """
     parameters = dict(_parameters(model))
+    if hints.order:
+        lost = [name for name in hints.order if name not in parameters]
+        if lost:
+            return f"the model has no {lost[0]!r}, which the given order has"
+        parameters = {name: parameters[name] for name in hints.order}
     if len(parameters) != len(shapes):
         return f"it has {len(shapes)} parameters and the model {len(parameters)}"
     of_groups = [{shapes[number] for number in group["params"]} for group in groups]
@@ -109,14 +128,25 @@ def _by_order(
         return "its groups share shapes, so the names of their parameters are unknown"
     found: dict[Any, str] = {}
     for group, of_group in zip(groups, of_groups, strict=True):
-        fitting = [
-            name for name, shape in parameters.items() if len(groups) == 1 or shape in of_group
-        ]
+        fitting = {
+            name: shape
+            for name, shape in parameters.items()
+            if len(groups) == 1 or shape in of_group
+        }
         if len(fitting) != len(group["params"]):
             return "its groups do not fit the shapes of the model"
-        for number, name in zip(group["params"], fitting, strict=True):
-            if shapes[number] not in (None, parameters[name]):
-                return f"the shape of its parameter {number} is not that of {name}"
+        names = [*fitting]
+        if not (hints.is_ordered or hints.order):
+            by_shape = {shape: name for name, shape in fitting.items()}
+            if len(by_shape) != len(fitting) or None in of_group:
+                return (
+                    "the file does not keep the order of the model's parameters, and some have "
+                    "the same shape; give their names in order: --parameters FILE"
+                )
+            names = [by_shape.get(shapes[number] or (), "") for number in group["params"]]
+        for number, name in zip(group["params"], names, strict=True):
+            if shapes[number] not in (None, parameters.get(name)):
+                return f"the shape of its parameter {number} is not that of {name or 'any'}"
             found[number] = name
     return found
 
