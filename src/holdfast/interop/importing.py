@@ -6,7 +6,7 @@ Only a few blocks are in memory at a time. The same source gives the same files.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,9 +31,10 @@ from holdfast.interop.opening import open_source
 from holdfast.interop.optimizers import Hints, is_torch_form, named
 from holdfast.interop.reading import Piece, pieces
 from holdfast.interop.renaming import Rules
-from holdfast.interop.roots import written_root
+from holdfast.interop.roots import WrittenRoot
 from holdfast.interop.source import LeftOut, Part, Source
 from holdfast.policy.naming import DEFAULT_LABEL
+from holdfast.store import open_store
 from holdfast.store.base import Store
 
 MAX_RECORDED = 1000
@@ -275,9 +276,9 @@ def commit_import(
         name: tuple(map(KnownFile, lay_out(name, [*one.specs.values()])))
         for name, one in plan.taken.items()
     }
-    written = written_root(root)
+    written = WrittenRoot(open_store(root))
+    transfer = SourceTransfer(plan, files, written.pool, report)
     try:
-        transfer = SourceTransfer(plan, files, written.pool, report)
         staged = Staged(
             files=files,
             trees=trees,
@@ -306,8 +307,9 @@ def commit_import(
         attempt, _ = write(tools, staged, request, JointSave(), phase=Phase())
         written.end(attempt)
     finally:
-        written.drop_pool()
+        transfer.close()
         written.release()
+        written.threads.close()
     entry = Catalog(written.store).entry(attempt.name)
     if entry is None:
         raise NoCheckpoint(f"{written.store.url}/{attempt.folder}: deleted since it was committed")
@@ -348,22 +350,37 @@ class SourceTransfer(WaveTransfer):
             for known in of_component
             for spec in known.file.specs
         ]
-        self._bytes = _Bytes(pieces(plan.source, wanted), plan.nbytes, report)
+        self._bytes = _Bytes(_read(plan.source, wanted), plan.nbytes, report)
+
+    def close(self) -> None:
+        """Stop reading ahead."""
+        self._bytes.close()
 
     @override
     def content(self, known: KnownFile) -> WaveContent:
         return _SourceContent(known, self, self._bytes)
 
 
+def _read(source: Source, wanted: Sequence[tuple[str, str]]) -> Generator[Piece, None, None]:
+    yield from pieces(source, wanted)
+
+
 class _Bytes:
     """The bytes of all tensors of an import, one after the other."""
 
-    def __init__(self, stream: Iterator[Piece], nbytes: int, report: Report | None) -> None:
+    def __init__(
+        self, stream: Generator[Piece, None, None], nbytes: int, report: Report | None
+    ) -> None:
         self._stream = stream
         self._rest = memoryview(b"")
         self._nbytes = nbytes
         self._num_read = 0
         self._report = report
+
+    def close(self) -> None:
+        """Stop reading ahead."""
+        self._rest = memoryview(b"")
+        self._stream.close()
 
     def read_into(self, memory: memoryview) -> None:
         """Fill `memory` with the next bytes."""
