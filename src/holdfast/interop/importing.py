@@ -113,7 +113,9 @@ def plan_import(
     renamed = {
         name: Part(kind="module", tree=one.tree, specs=one.specs) for name, one in taken.items()
     }
-    hints = Hints(is_ordered=source.format in _IN_ORDER, order=parameters, kind=optimizer)
+    hints = Hints(
+        is_ordered=source.format in _IN_ORDER, order=parameters, kind=optimizer, rename=rules
+    )
     for name, part in parts.items():
         check_component(name)
         if name not in taken:

@@ -7,7 +7,7 @@ once, or by the order of the model's parameters where that is known and all shap
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,6 +58,8 @@ class Hints:
     """Names of the model's parameters in its order, if a user has given them."""
     kind: str | None = None
     """The optimizer's class, such as "AdamW"; None: its options tell it."""
+    rename: Callable[[str], str] = str
+    """Function from a name of a parameter to its new one."""
 
 
 def named(part: Part, modules: Mapping[str, Part], hints: Hints) -> Named | str:
@@ -76,7 +78,7 @@ def named(part: Part, modules: Mapping[str, Part], hints: Hints) -> Named | str:
     if len({*map(str, numbers)}) != len(numbers) or not {*state} <= {*numbers}:
         return "its states and groups do not fit together"
     shapes = {number: _shape(state.get(number), part.specs) for number in numbers}
-    names = _recorded(groups, model) or _found(groups, shapes, model, hints)
+    names = _recorded(groups, model, hints.rename) or _found(groups, shapes, model, hints)
     if isinstance(names, str):
         return names
     return _renamed(part, names, module=module, model=model, kind=name)
@@ -94,15 +96,22 @@ def _shape(slots: Any, specs: Mapping[str, TensorSpec]) -> tuple[int, ...] | Non
     return max(shapes, key=len) if shapes else None
 
 
-def _recorded(groups: Sequence[Any], model: Part) -> dict[Any, str] | None:
-    """Return the names that torch has recorded; None if it has not, or the model has others."""
+def _recorded(
+    groups: Sequence[Any], model: Part, rename: Callable[[str], str]
+) -> dict[Any, str] | str | None:
+    """Return the names that are recorded in place of the numbers or beside them; None without any.
+
+    A text says why they are of no use.
+    """
     found: dict[Any, str] = {}
     for group in groups:
-        names = group.get("param_names")
-        if not isinstance(names, list) or len(names) != len(group["params"]):
+        names = group.get("param_names", group["params"])
+        are_names = isinstance(names, list) and all(isinstance(name, str) for name in names)
+        if not are_names or len(names) != len(group["params"]):
             return None
-        found |= zip(group["params"], names, strict=True)
-    return found if {*found.values()} <= {*model.leaves} else None
+        found |= zip(group["params"], map(rename, names), strict=True)
+    lost = sorted({*found.values()} - {*model.leaves})
+    return f"it names {lost[0]!r}, which the model does not have" if lost else found
 
 
 def _found(
