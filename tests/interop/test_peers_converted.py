@@ -19,6 +19,7 @@ from holdfast.interop.optimizers import is_torch_form, numbered
 from holdfast.interop.renaming import Rules
 from holdfast.interop.source import Source
 from holdfast.store.local import LocalStore
+from marks import full
 
 PEERS = Path(__file__).resolve().parents[1] / "golden" / "peers"
 SAMPLES = [
@@ -26,12 +27,17 @@ SAMPLES = [
     *PEERS.glob("accelerate/state"),
     *PEERS.glob("transformers/*/"),
     *PEERS.glob("ignite/*.pt"),
-    *PEERS.glob("composer/*.pt.*"),
-    *PEERS.glob("dcp/*/"),
+    *PEERS.glob("composer/*.pt.zst"),
+    *PEERS.glob("dcp/one"),
     *PEERS.glob("olmo/*/"),
     *PEERS.glob("megatron/iter_*"),
     *PEERS.glob("mindspore/plain.ckpt"),
-    *PEERS.glob("cerebras/*.mdl"),
+    *PEERS.glob("cerebras/state.mdl"),
+    *full(
+        *(path for path in PEERS.glob("composer/*.pt.*") if path.suffix != ".zst"),
+        *(path for path in PEERS.glob("dcp/*/") if path.name != "one"),
+        *(path for path in PEERS.glob("cerebras/*.mdl") if path.name != "state.mdl"),
+    ),
 ]
 
 
