@@ -283,7 +283,7 @@ MUTANTS: tuple[Mutant, ...] = (
         name="optimizer-named-without-its-shapes",
         promise="I7: parameters get names only where nothing else fits",
         file="interop/optimizers.py",
-        before="            if shapes[number] not in (None, parameters[name]):",
+        before="            if shapes[number] not in (None, parameters.get(name)):",
         after="            if False:",
         near=_IMPORTS,
     ),
@@ -293,6 +293,14 @@ MUTANTS: tuple[Mutant, ...] = (
         file="interop/optimizers.py",
         before="    if len(groups) > 1 and sum(",
         after="    if False and sum(",
+        near=_IMPORTS,
+    ),
+    Mutant(
+        name="sorted-names-taken-for-the-models-order",
+        promise="I7: parameters get names only where nothing else fits",
+        file="interop/optimizers.py",
+        before="        if not (hints.is_ordered or hints.order):",
+        after="        if False:",
         near=_IMPORTS,
     ),
     Mutant(
