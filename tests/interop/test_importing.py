@@ -351,3 +351,19 @@ def test_a_damaged_source_leaves_no_checkpoint_and_the_root_free(
     assert Catalog(LocalStore(tmp_path / "run")).checkpoints() == ()
     made = import_checkpoint(file, tmp_path / "run", step=2)
     assert made.step == 2
+
+
+def test_a_checkpoint_of_another_run_is_brought_in_whole(tmp_path: Path) -> None:
+    """Invariant 7: with its optimizer, scheduler and generators."""
+    whole, begun, fresh = Training(), Training(), Training()
+    whole.train(0, 6)
+    with CheckpointManager(tmp_path / "old", begun.state) as manager:
+        begun.train(0, 3)
+        manager.save(3).wait()
+    import_checkpoint(tmp_path / "old", tmp_path / "new")
+    with CheckpointManager(tmp_path / "new", fresh.state) as manager:
+        resumed = manager.resume()
+        assert resumed is not None
+        assert resumed.step == 3
+        fresh.train(3, 6)
+    assert bits(fresh.model) == bits(whole.model)
