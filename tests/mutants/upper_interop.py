@@ -280,6 +280,8 @@ MUTANTS: tuple[Mutant, ...] = (
         before="        if place.refusal:\n            self",
         after="        if False:\n            self",
         near=_CHUNKS,
+    ),
+    Mutant(
         name="optimizer-named-without-its-shapes",
         promise="I7: parameters get names only where nothing else fits",
         file="interop/optimizers.py",

@@ -422,19 +422,6 @@ class Marked(Document, frozen=True):
     """Its tags now."""
 
 
-class Carried(Document, frozen=True):
-    """Answer of `import` and `export` of a folder of DCP."""
-
-    root: str
-    """Path or URL of the root."""
-    folder: str
-    """Folder of the checkpoint."""
-    step: int
-    """Its step."""
-    path: str
-    """The other folder."""
-
-
 class Save(Document, frozen=True):
     """Answer of `save`."""
 

@@ -347,7 +347,8 @@ def completion(shell: str) -> Answer:
     return script(app, shell)
 
 
-@_answering(options.source, options.depth, options.components)
+@_answering(options.source, options.depth, options.components, options.trust)
+@limited("source")
 def tree(source: str, depth: int | None, components: Sequence[str]) -> Answer:
     """Show the structure of a checkpoint or a file: dtypes, shapes, sizes, plain values."""
     from holdfast.cli.tree import show_tree
@@ -355,7 +356,8 @@ def tree(source: str, depth: int | None, components: Sequence[str]) -> Answer:
     return show_tree(source, depth=depth, components=components)
 
 
-@_answering(options.source, options.tensor_name, options.rows)
+@_answering(options.source, options.tensor_name, options.rows, options.trust)
+@limited("source")
 def cat(source: str, name: str, rows: str | None) -> Answer:
     """Print a tensor, some rows of it, or a plain value."""
     from holdfast.cli.cat import show_value
@@ -363,7 +365,8 @@ def cat(source: str, name: str, rows: str | None) -> Answer:
     return show_value(source, name, rows)
 
 
-@_answering(options.first, options.second, options.components, options.fail_above)
+@_answering(*(options.first, options.second, options.components, options.fail_above, options.trust))
+@limited("a", "b")
 def diff(a: str, b: str, components: Sequence[str], fail_above: float | None) -> Answer:
     """Compare two checkpoints or files: structure, dtypes, numbers, plain values."""
     from holdfast.cli.diff import diff as compare
@@ -371,7 +374,8 @@ def diff(a: str, b: str, components: Sequence[str], fail_above: float | None) ->
     return compare(a, b, components=components, fail_above=fail_above)
 
 
-@_answering(options.source, options.components, options.exponents_plot)
+@_answering(options.source, options.components, options.exponents_plot, options.trust)
+@limited("source")
 def stats(source: str, components: Sequence[str], plot: Path | None) -> Answer:
     """Compute norm, extremes, mean, zeros, dead rows and exponents of each tensor."""
     from holdfast.cli.stats import stats as compute

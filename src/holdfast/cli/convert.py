@@ -11,7 +11,7 @@ import msgspec
 
 from holdfast.cli.child import is_foreign, open_limited
 from holdfast.cli.output import Answer, TextTable, progress_bar, size
-from holdfast.cli.target import named_keys, opened
+from holdfast.cli.target import named_keys, open_target, opened, read_entry
 from holdfast.errors import UsageError
 from holdfast.interop.source import LeftOut
 
@@ -115,9 +115,7 @@ def bring_in(
     if (Path(source) / _DCP).is_file() and not (
         rules or components or optimizer or parameters or dry_run
     ):
-        from holdfast.cli.folders import import_dcp
-
-        return import_dcp(source, root, step=step, label=label, unsafe_pickle=unsafe_pickle)
+        return _import_dcp(source, root, step=step, label=label, unsafe_pickle=unsafe_pickle)
     if unsafe_pickle:
         raise UsageError("--unsafe-pickle: only a folder of DCP can be imported with its pickles")
     from holdfast.interop.importing import commit_import, plan_import, step_of
@@ -138,6 +136,36 @@ def bring_in(
         with progress_bar() as report:
             made = commit_import(plan, root, step=at, label=label, report=report)
         return _answer(plan, source, root=made.root, folder=made.folder, step=at)
+
+
+def _import_dcp(
+    folder: str, root: str, *, step: int | None, label: str | None, unsafe_pickle: bool
+) -> Answer:
+    """Save what a folder of DCP holds, with what DCP's own names need to come back."""
+    from holdfast.interop.dcp import import_folder
+
+    if step is None:
+        raise UsageError(f"{folder}: a folder of DCP tells no step; give one: --step N")
+    store = opened(root)
+    made = import_folder(folder, root, step=step, label=label, unsafe_pickle=unsafe_pickle)
+    manifest = read_entry(store, made.folder).manifest
+    document = ImportAnswer(
+        root=made.root,
+        folder=made.folder,
+        step=step,
+        path=folder,
+        format="dcp",
+        components=[
+            Component(name=name, kind=one.kind, num_tensors=one.num_tensors, nbytes=one.nbytes)
+            for name, one in manifest.components.items()
+        ],
+        left_out=[],
+        notes=[],
+        dry_run=False,
+    )
+    return Answer(
+        document=document, parts=[f"{made.folder}: {size(made.nbytes)} from {folder} (dcp)"]
+    )
 
 
 def _names_in(path: Path | None) -> list[str]:
@@ -242,7 +270,7 @@ def take_out(
 
 def _export_dcp(target: str, out: Path, *, unsafe_pickle: bool) -> Answer:
     """Write a folder of DCP under a temporary name, and rename it."""
-    from holdfast.cli.folders import export_dcp
+    from holdfast.interop.dcp import export_folder
     from holdfast.interop.exporting.files import new_output
 
     if is_foreign(target):
@@ -250,8 +278,24 @@ def _export_dcp(target: str, out: Path, *, unsafe_pickle: bool) -> Answer:
             f"{target}: --to dcp takes a checkpoint of a root; bring the file in first, with "
             "holdfast import"
         )
+    open_target(target)
     with new_output(out) as path:
-        return export_dcp(target, str(path), out=str(out), unsafe_pickle=unsafe_pickle)
+        made = export_folder(target, str(path), unsafe_pickle=unsafe_pickle, encrypt=named_keys())
+        files = [
+            OutputFile(name=file.name, nbytes=file.stat().st_size)
+            for file in sorted(path.iterdir())
+        ]
+    document = ExportAnswer(
+        source=target,
+        step=made.step,
+        path=str(out),
+        to="dcp",
+        files=files,
+        left_out=[],
+        notes=[],
+        dry_run=False,
+    )
+    return Answer(document=document, parts=[f"{out}: {size(made.nbytes)} from {made.folder}"])
 
 
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) *([KMGT]?)(i?)B", re.IGNORECASE)

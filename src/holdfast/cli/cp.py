@@ -41,6 +41,7 @@ class CopyAnswer(msgspec.Struct, frozen=True, kw_only=True):
     root: str
     """Path or URL of the root that was copied to."""
     dry_run: bool
+    """Whether nothing was written."""
     checkpoints: tuple[CopiedCheckpoint, ...]
     """The checkpoints in the order in which they are copied; none after one that failed."""
 

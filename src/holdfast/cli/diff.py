@@ -23,6 +23,7 @@ class DiffAnswer(msgspec.Struct, frozen=True, kw_only=True):
     a: str
     """Path or URL of the first source."""
     b: str
+    """The second source."""
     equal: bool
     """Whether nothing differs, or nothing by more than `fail_above`."""
     fail_above: float | None

@@ -75,6 +75,7 @@ class DoctorAnswer(msgspec.Struct, frozen=True, kw_only=True):
     ok: bool
     """Whether no check failed."""
     findings: tuple[Finding, ...]
+    """What was checked, in order."""
 
 
 def examine(root: str | None) -> Answer:

@@ -39,6 +39,7 @@ class CheckpointUsage(msgspec.Struct, frozen=True, kw_only=True):
     """A checkpoint, or what a save has left in its folder."""
 
     folder: str
+    """Its folder."""
     step: int | None
     """Completed steps; null where there is no manifest that can be read."""
     is_checkpoint: bool

@@ -38,6 +38,7 @@ class RemovedAnswer(msgspec.Struct, frozen=True, kw_only=True):
     drop: tuple[str, ...]
     """Components that were dropped, or are to be; empty for `rm`, which deletes all."""
     dry_run: bool
+    """Whether nothing was deleted."""
     done: bool
     """Whether it is deleted, or the components are."""
     kept_because: str | None

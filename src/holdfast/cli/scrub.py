@@ -8,12 +8,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from holdfast.care.reading import VerifyReport
 from holdfast.care.verify import verify_root
+from holdfast.cli import answers
 from holdfast.cli.output import Answer, progress_bar
 from holdfast.cli.target import open_root
 from holdfast.cli.verify import answer_of
@@ -57,13 +57,14 @@ class ScrubAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """Number of checkpoints that earlier commands of this pass have verified."""
     read_nbytes: int
     """Bytes that this command read and compared."""
-    checkpoints: tuple[dict[str, Any], ...]
+    checkpoints: list[answers.Verified]
     """Results, as of `verify`, also of those that were carried over."""
-    unopened: tuple[dict[str, Any], ...]
+    unopened: list[answers.Unopened]
     """Checkpoints that the keys do not decrypt, as of `ls`."""
-    problems: tuple[dict[str, Any], ...]
+    problems: list[answers.ProblemFound]
     """Problems of claims, as of `verify`."""
-    notes: tuple[str, ...]
+    notes: list[str]
+    """Notes, as of `verify`."""
 
 
 def scrub(root: str, *, rate: str | None, place: Path | None) -> Answer:
@@ -97,19 +98,20 @@ def scrub(root: str, *, rate: str | None, place: Path | None) -> Answer:
         now.ended = utc_now()
         _write(place, now)
     answer = answer_of(store, found)
-    members: Any = answer.document
+    verified = answer.document
+    assert isinstance(verified, answers.Verify)
     new = [report for report in found.checkpoints if report.folder not in known]
     carried = len(found.checkpoints) - len(new)
     document = ScrubAnswer(
-        root=members["root"],
-        ok=members["ok"],
+        root=verified.root,
+        ok=verified.ok,
         began=now.began,
         carried_over=carried,
         read_nbytes=sum(report.nbytes for report in new),
-        checkpoints=tuple(members["checkpoints"]),
-        unopened=tuple(members["unopened"]),
-        problems=tuple(members["problems"]),
-        notes=tuple(members["notes"]),
+        checkpoints=verified.checkpoints,
+        unopened=verified.unopened,
+        problems=verified.problems,
+        notes=verified.notes,
     )
     lines = [f"{carried} of them were verified before, since {now.began}"] if carried else []
     return Answer(document=document, parts=[*answer.parts, *lines], code=answer.code)

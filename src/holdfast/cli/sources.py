@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from holdfast.cli.target import named_keys, opened
+from holdfast.cli.child import open_limited
+from holdfast.cli.target import opened
 from holdfast.engine.roots.sources import split_source
 from holdfast.errors import UsageError
 from holdfast.format.nodes import ArrayRef, GeneratorState, TensorRef
 from holdfast.format.tensors import TensorSpec
-from holdfast.interop.opening import open_source
 from holdfast.interop.source import Source
 
 
@@ -25,7 +25,7 @@ def open_named(text: str) -> Source:
     """
     if "://" in text:
         opened(split_source(text)[0])
-    return open_source(text, encrypt=named_keys())
+    return open_limited(text)
 
 
 def chosen(source: Source, components: Collection[str]) -> tuple[str, ...]:

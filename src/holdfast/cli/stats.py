@@ -23,6 +23,7 @@ class StatsAnswer(msgspec.Struct, frozen=True, kw_only=True):
     source: str
     """Path or URL of what was opened."""
     format: str
+    """Its format."""
     step: int | None
     """Completed steps; null if the source does not tell."""
     tensors: tuple[TensorStats, ...]

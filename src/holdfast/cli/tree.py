@@ -22,6 +22,7 @@ class TensorLine(msgspec.Struct, frozen=True):
     dtype: str
     """Name of the type, as in a safetensors file."""
     shape: tuple[int, ...]
+    """Its sizes."""
     nbytes: int
     """Bytes; of tied tensors, each time."""
     key: str
@@ -32,6 +33,7 @@ class ValueLine(msgspec.Struct, frozen=True):
     """A plain value of the tree."""
 
     path: str
+    """Path of the value in its component."""
     value: str
     """As Python writes it, shortened to 60 characters."""
 
@@ -40,6 +42,7 @@ class ComponentTree(msgspec.Struct, frozen=True):
     """A component."""
 
     name: str
+    """Name of the component."""
     kind: str
     """`module`, `optimizer`, `object`, `tree`, `generator` or `rng`."""
     nbytes: int
@@ -47,7 +50,9 @@ class ComponentTree(msgspec.Struct, frozen=True):
     num_tensors: int
     """Tensors; tied ones count once."""
     tensors: tuple[TensorLine, ...]
+    """Its tensors, in the order of the tree."""
     values: tuple[ValueLine, ...]
+    """Its plain values, in the order of the tree."""
 
 
 class TreeAnswer(msgspec.Struct, frozen=True):
@@ -60,6 +65,7 @@ class TreeAnswer(msgspec.Struct, frozen=True):
     step: int | None
     """Completed steps; null if the source does not tell."""
     components: tuple[ComponentTree, ...]
+    """Its components."""
     left_out: tuple[LeftOut, ...]
     """What the source holds and cannot give."""
 

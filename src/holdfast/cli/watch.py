@@ -39,8 +39,11 @@ class WatchedOwner(msgspec.Struct, frozen=True, kw_only=True):
     """The newest claim on the run."""
 
     epoch: int
+    """Number of its claim."""
     host: str
+    """Host of its process."""
     pid: int
+    """Number of its process on that host."""
     since: str
     """When the run was claimed, in UTC."""
     state: str
@@ -51,6 +54,7 @@ class WatchedCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
     """A committed checkpoint."""
 
     folder: str
+    """Its folder."""
     step: int | None
     """Completed optimizer windows; null where it is encrypted and no key was given."""
     nbytes: int
@@ -65,6 +69,7 @@ class WatchedSave(msgspec.Struct, frozen=True, kw_only=True):
     """A save under way."""
 
     folder: str
+    """Its folder."""
     nbytes: int
     """Bytes of its files so far."""
 
@@ -73,6 +78,7 @@ class WatchedUpload(msgspec.Struct, frozen=True, kw_only=True):
     """A checkpoint that waits for its upload or is being sent."""
 
     folder: str
+    """Folder of the checkpoint."""
     state: str
     """`waiting`, `sending`, `failed` or `refused`."""
     sent_nbytes: int

@@ -210,7 +210,8 @@ class LazyTensor:
         """Read it as a numpy array.
 
         Types that numpy lacks are widened, which is exact: bfloat16 and 8-bit floats to float32,
-        complex32 to complex64.
+        complex32 to complex64. Of float4, which packs two numbers in a byte, the last dimension is
+        twice as long.
 
         Raises:
             CorruptData, StoreError: it cannot be read.
@@ -221,6 +222,8 @@ class LazyTensor:
         if native is not None:
             return raw.view(native).reshape(self.shape)
         numbers = floats(raw, self.dtype)
+        if self.dtype == "F4_X2":
+            return numbers.reshape(*self.shape[:-1], 2 * self.shape[-1])
         return numbers.view("<c8" if self.dtype == "C32" else numbers.dtype).reshape(self.shape)
 
     def torch(self) -> torch.Tensor:

@@ -13,7 +13,6 @@ from typing_extensions import Self
 
 from holdfast.errors import UsageError
 from holdfast.format.nodes import ArrayRef, TensorRef
-from holdfast.format.objects import join
 from holdfast.format.tensors import TensorSpec
 
 
@@ -23,6 +22,7 @@ class LeftOut(msgspec.Struct, frozen=True):
     path: str
     """Where it is in the source, such as "training_args.bin" or "trainer.callbacks.EMA"."""
     why: str
+    """Why, as text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,9 +41,18 @@ class Part:
     def leaves(self) -> dict[str, TensorRef | ArrayRef]:
         """The tensors and arrays of the tree by path, in the tree's order.
 
-        A path joins keys and positions by dots. Tied tensors have several paths and one key.
+        A path joins keys and positions by dots; where two would be alike, the dots in the keys of
+        the later one are written as slashes. Tied tensors have several paths and one key.
         """
-        return dict(_leaves(self.tree, ""))
+        found: dict[str, TensorRef | ArrayRef] = {}
+        for path, ref in _leaves(self.tree, ()):
+            name = ".".join(path)
+            if name in found:
+                name = ".".join(part.replace(".", "/") for part in path)
+            while name in found:
+                name += "'"
+            found[name] = ref
+        return found
 
 
 class Source(ABC):
@@ -110,15 +119,17 @@ class Source(ABC):
         return found
 
 
-def _leaves(node: Any, path: str) -> Iterator[tuple[str, TensorRef | ArrayRef]]:
+def _leaves(
+    node: Any, path: tuple[str, ...]
+) -> Iterator[tuple[tuple[str, ...], TensorRef | ArrayRef]]:
     if isinstance(node, TensorRef | ArrayRef):
         yield path, node
     elif isinstance(node, Mapping):
         for key, inner in node.items():
-            yield from _leaves(inner, join(path, key))
+            yield from _leaves(inner, (*path, str(key)))
     elif isinstance(node, list | tuple):
         for number, inner in enumerate(node):
-            yield from _leaves(inner, join(path, number))
+            yield from _leaves(inner, (*path, str(number)))
     elif isinstance(node, msgspec.Struct):  # a generator's members, an enum's value
         for name in ("members", "value"):
             yield from _leaves(getattr(node, name, None), path)

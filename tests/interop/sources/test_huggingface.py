@@ -226,7 +226,6 @@ def test_a_folder_of_a_trainer_is_not_a_model_folder(tmp_path: Path) -> None:
 
 def test_pickled_weights_are_read_by_their_own_source(tmp_path: Path) -> None:
     """Shards of `pytorch_model.bin`: nothing in them is run."""
-    pytest.importorskip("holdfast.interop.sources.torchfile")
     shards = {
         "pytorch_model-00001-of-00002.bin": {"a": torch.randn(3, 3)},
         "pytorch_model-00002-of-00002.bin": {"b": torch.randn(2).bfloat16(), "c": torch.tensor(7)},

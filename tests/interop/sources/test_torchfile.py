@@ -71,12 +71,12 @@ ALL = {
     **{
         name: torch.arange(24).reshape(2, 3, 4).to(dtype)
         for name, dtype in TORCH_DTYPES.items()
-        if not name.startswith(("F8", "C32"))
+        if not name.startswith(("F4", "F8", "C32"))
     },
     **{
         name: torch.arange(24, dtype=torch.uint8).reshape(2, 12).view(dtype)
         for name, dtype in TORCH_DTYPES.items()
-        if name.startswith("F8")
+        if name.startswith(("F4", "F8"))
     },
     "scalar": torch.tensor(7.5),
     "empty": torch.empty(0, 4),

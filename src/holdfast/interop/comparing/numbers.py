@@ -58,6 +58,10 @@ _MINIFLOATS: Mapping[str, _Minifloat] = {
 }
 
 
+_FLOAT4 = "F4_X2"
+_FLOAT4_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], "f4")
+"""Numbers of the 16 codes of float4_e2m1fn; the first of two is in the low bits of its byte."""
+
 _DOT = 1 << 13
 """Numbers of one product. For more than 10,000 OpenBLAS wakes threads that spin: on a busy machine
 that took ten times the processor time."""
@@ -80,9 +84,9 @@ def number_nbytes(dtype: str) -> int:
     return 2 if dtype == "BF16" else 1
 
 
-def is_complex(dtype: str) -> bool:
-    """Whether each element is two numbers."""
-    return dtype in ("C32", "C64", "C128")
+def numbers_of_element(dtype: str) -> int:
+    """Return how many numbers an element is: two if complex, and of float4, which packs two."""
+    return 2 if dtype in ("C32", "C64", "C128", _FLOAT4) else 1
 
 
 def chunks(memory: memoryview, dtype: str) -> Iterator[Any]:
@@ -106,6 +110,10 @@ def floats(raw: Any, dtype: str) -> Any:
         return raw.view(found).astype(wide, copy=False)
     if dtype == "BF16":
         return (raw.view("<u2").astype("<u4") << np.uint32(16)).view("<f4")
+    if dtype == _FLOAT4:
+        pairs = np.empty((len(raw), 2), np.uint8)
+        pairs[:, 0], pairs[:, 1] = raw & 15, raw >> 4
+        return _FLOAT4_VALUES.take(pairs.reshape(-1))
     return _table(dtype).take(raw)
 
 

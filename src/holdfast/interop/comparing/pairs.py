@@ -31,6 +31,7 @@ class TensorDifference(msgspec.Struct, frozen=True, kw_only=True):
     a: str | None
     """dtype and shape, such as "F32 768×768"; null where only b has it."""
     b: str | None
+    """The same of the second."""
     count: int = 0
     """Numbers that were compared; a complex element is two."""
     different: int = 0
@@ -44,6 +45,7 @@ class TensorDifference(msgspec.Struct, frozen=True, kw_only=True):
     non_finite_a: int = 0
     """Numbers of a that are NaN or infinite."""
     non_finite_b: int = 0
+    """The same of the second."""
     unmatched: int = 0
     """Positions at which one is NaN or infinite and the other is not the same."""
 

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from holdfast.format.tensors import TensorSpec
-from holdfast.interop.comparing.numbers import chunks, is_complex, sum_of_squares
+from holdfast.interop.comparing.numbers import chunks, numbers_of_element, sum_of_squares
 from holdfast.interop.reading import pieces
 from holdfast.interop.source import Source
 
@@ -29,13 +29,17 @@ class TensorStats(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     """Name of the type, as in a safetensors file."""
     shape: tuple[int, ...]
+    """Its sizes."""
     nbytes: int
     """Bytes."""
     norm: float
     """Root of the sum of squares."""
     mean: float | None
+    """Mean of the finite numbers; null without any."""
     min: float | None
+    """Least finite number; null without any."""
     max: float | None
+    """Largest finite number; null without any."""
     zeros: int
     """Numbers that are zero."""
     nan: int
@@ -140,7 +144,7 @@ class _Rows:
     """Counts rows of zeros only, whichever way the pieces cut them."""
 
     def __init__(self, spec: TensorSpec) -> None:
-        self._length = math.prod(spec.shape[1:]) * (2 if is_complex(spec.dtype) else 1)
+        self._length = math.prod(spec.shape[1:]) * numbers_of_element(spec.dtype)
         counts = len(spec.shape) > 1
         self.num_dead: int | None = 0 if counts else None
         self._filled = 0

@@ -25,6 +25,7 @@ class ValueDifference(msgspec.Struct, frozen=True, kw_only=True):
     a: str | None
     """The value as Python writes it, shortened; null where only the other side has one."""
     b: str | None
+    """The same of the second."""
 
 
 class Pair(msgspec.Struct, frozen=True):

@@ -58,9 +58,10 @@ TORCH_DTYPES: Mapping[str, str] = {
     "float8_e4m3fnuz": "F8_E4M3FNUZ",
     "float8_e5m2fnuz": "F8_E5M2FNUZ",
     "float8_e8m0fnu": "F8_E8M0",
+    "float4_e2m1fn_x2": "F4_X2",
 }
 """Name of a torch dtype → name in the index."""
-_OTHER_DTYPES = ("quint8", "qint8", "qint32", "quint4x2", "quint2x4", "float4_e2m1fn_x2")
+_OTHER_DTYPES = ("quint8", "qint8", "qint32", "quint4x2", "quint2x4")
 _STORAGES: Mapping[str, str | None] = {
     "Double": "F64",
     "Float": "F32",
