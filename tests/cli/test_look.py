@@ -112,10 +112,10 @@ def test_cat_says_what_is_wrong(
 
 def test_cat_prints_no_more_than_one_can_read(holdfast: Holdfast, tmp_path: Path) -> None:
     save_file({"x": torch.zeros(MAX_NUMBERS + 1)}, tmp_path / "w.safetensors")
-    result = holdfast("cat", tmp_path / "w.safetensors", "x")
+    result = holdfast("cat", tmp_path / "w.safetensors", "x", "--trust")
     assert result.code == 2
     assert "choose rows with --slice" in result.err
-    assert holdfast("cat", tmp_path / "w.safetensors", "x", "--slice", ":2").code == 0
+    assert holdfast("cat", tmp_path / "w.safetensors", "x", "--slice", ":2", "--trust").code == 0
 
 
 def test_diff_finds_a_number_and_a_value(holdfast: Holdfast, looked: Path) -> None:
@@ -136,7 +136,7 @@ def test_diff_of_equal_ones_exits_with_0(holdfast: Holdfast, looked: Path, tmp_p
     assert holdfast("diff", looked, f"{looked}@step=2").code == 0
     tensors = state(1.5)["model"]
     save_file(tensors, tmp_path / "w.safetensors")
-    across = holdfast("diff", looked, tmp_path / "w.safetensors", "--component", "model")
+    across = holdfast("diff", looked, tmp_path / "w.safetensors", "--component", "model", "--trust")
     assert (across.code, across.out.splitlines()[-1]) == (0, "2 tensors are equal")
 
 
@@ -145,11 +145,11 @@ def test_diff_may_allow_a_difference(holdfast: Holdfast, tmp_path: Path) -> None
     for name, value in (("a", a), ("b", a + 0.25), ("c", a.bfloat16())):
         save_file({"x": value}, tmp_path / f"{name}.safetensors")
     files = {name: tmp_path / f"{name}.safetensors" for name in "abc"}
-    assert holdfast("diff", files["a"], files["b"], "--fail-above", 0.25).code == 0
-    assert holdfast("diff", files["a"], files["b"], "--fail-above", 0.24).code == 1
-    assert holdfast("diff", files["a"], files["c"]).code == 1
-    assert holdfast("diff", files["a"], files["c"], "--fail-above", 0).code == 0
-    assert holdfast("diff", files["a"], files["c"], "--fail-above", -1).code == 2
+    assert holdfast("diff", "--trust", files["a"], files["b"], "--fail-above", 0.25).code == 0
+    assert holdfast("diff", "--trust", files["a"], files["b"], "--fail-above", 0.24).code == 1
+    assert holdfast("diff", "--trust", files["a"], files["c"]).code == 1
+    assert holdfast("diff", "--trust", files["a"], files["c"], "--fail-above", 0).code == 0
+    assert holdfast("diff", "--trust", files["a"], files["c"], "--fail-above", -1).code == 2
 
 
 def test_stats_has_each_tensor_with_its_norm(holdfast: Holdfast, looked: Path) -> None:
@@ -165,7 +165,7 @@ def test_stats_has_each_tensor_with_its_norm(holdfast: Holdfast, looked: Path) -
 
 def test_stats_names_what_is_not_finite(holdfast: Holdfast, tmp_path: Path) -> None:
     save_file({"x": torch.tensor([float("nan"), 1.0])}, tmp_path / "w.safetensors")
-    assert "not finite: model:x" in holdfast("stats", tmp_path / "w.safetensors").out
+    assert "not finite: model:x" in holdfast("stats", tmp_path / "w.safetensors", "--trust").out
 
 
 @pytest.mark.parametrize(("ending", "start"), [("png", b"\x89PNG"), ("svg", b"<?xml")])

@@ -234,7 +234,7 @@ class LoggedSave(Document, frozen=True):
     save_class: str | None = msgspec.field(name="class")
     """`permanent` or `ephemeral`; null where its manifest is gone, like the next two."""
     reason: str | None
-    """Why it was saved: `interval`, `manual`, …"""
+    """Why it was saved: `interval`, `manual` and so on."""
     created: str | None
     """When it was saved, in UTC."""
     state: Literal["kept", "left behind", "deleted", "aborted", "not committed"]

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, cast
 
 import msgspec
 
-from holdfast.cli.child import is_foreign, open_limited
+from holdfast.cli.child import is_foreign
 from holdfast.cli.output import Answer, TextTable, progress_bar, size
+from holdfast.cli.sources import open_named
 from holdfast.cli.target import named_keys, open_target, opened, read_entry
 from holdfast.errors import UsageError
 from holdfast.interop.source import LeftOut
@@ -121,7 +122,7 @@ def bring_in(
     from holdfast.interop.importing import commit_import, plan_import, step_of
     from holdfast.interop.renaming import read_rules
 
-    with open_limited(source) as found:
+    with open_named(source) as found:
         plan = plan_import(
             found,
             components=components,
@@ -242,7 +243,7 @@ def take_out(
         dtype=dtype,
         shard_nbytes=None if shard_size is None else nbytes_of(shard_size),
     )
-    with open_limited(target) as source, progress_bar() as report:
+    with open_named(target) as source, progress_bar() as report:
         export = Export(source, options, report)
         if not dry_run:
             export.write(out)

@@ -58,7 +58,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     """Result of one check."""
 
     check: str
-    """What was checked: `torch`, `room`, `clock`, …"""
+    """What was checked: `torch`, `room`, `clock` and so on."""
     status: Status
     """`ok`, `warn` (saves work, but something is to be known) or `fail` (saves would fail)."""
     found: str

@@ -61,7 +61,7 @@ class TreeAnswer(msgspec.Struct, frozen=True):
     source: str
     """Path or URL of what was opened."""
     format: str
-    """`holdfast`, `safetensors`, …"""
+    """Its format, such as `holdfast` or `safetensors`."""
     step: int | None
     """Completed steps; null if the source does not tell."""
     components: tuple[ComponentTree, ...]
