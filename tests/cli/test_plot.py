@@ -49,7 +49,10 @@ def test_the_series_are_those_of_the_log_with_saves_and_kills(holdfast: Command,
         "val/loss": "loss",
         "lr/0": "learning rate",
         "samples/s": "throughput",
+        "checkpoint, MB": "size",
     }
+    assert [step for step, _ in series["checkpoint, MB"]["points"]] == [6, 9]  # 3 is deleted
+    assert all(0.001 < nbytes < 1 for _, nbytes in series["checkpoint, MB"]["points"])
     assert [step for step, _ in series["loss"]["points"]] == list(range(1, 10))
     assert [step for step, _ in series["val/loss"]["points"]] == [4, 6, 8, 9]
     rates = [rate for _, rate in series["lr/0"]["points"]]
@@ -88,7 +91,7 @@ def test_a_file_is_of_the_kind_that_its_name_says(
 ) -> None:
     path = tmp_path / f"plot.{ending}"
     result = holdfast("plot", run, "-o", path)
-    assert (result.code, result.out) == (0, f"{path}: 3 panels\n")
+    assert (result.code, result.out) == (0, f"{path}: 4 panels\n")
     start = {"svg": b"<svg ", "html": b"<!doctype html>", "png": b"\x89PNG"}[ending]
     assert path.read_bytes().startswith(start)
 
@@ -117,9 +120,13 @@ def test_a_log_may_be_elsewhere(holdfast: Command, run: Path, tmp_path: Path) ->
 
 def test_without_a_log_the_checkpoints_are_drawn(holdfast: Command, root: Path) -> None:
     document = holdfast("plot", root, "--json").document
-    assert document["series"] == [
-        {"panel": "loss", "name": "loss", "points": [[100, 0.3], [200, 0.15], [300, 0.1]]}
-    ]
+    loss, sizes = document["series"]
+    assert loss == {
+        "panel": "loss",
+        "name": "loss",
+        "points": [[100, 0.3], [200, 0.15], [300, 0.1]],
+    }
+    assert [step for step, _ in sizes["points"]] == [100, 200, 300]
     assert document["notes"] == ["no log: only what the checkpoints say of their steps"]
     assert holdfast("plot", root, "--metric", "odd").code == 0  # NaN at all steps
 

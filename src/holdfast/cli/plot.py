@@ -1,4 +1,4 @@
-"""`holdfast plot`: draw loss, learning rate and throughput of a run, with its saves and starts."""
+"""`holdfast plot`: draw loss, rates, throughput and sizes of a run, with its saves and starts."""
 
 from __future__ import annotations
 
@@ -35,6 +35,8 @@ class _Record:
     pace: list[tuple[datetime, Timestamp] | None] = field(default_factory=list)
     """When steps were logged; None where training went on from a checkpoint."""
     saved: set[int] = field(default_factory=set)
+    sizes: dict[float, float] = field(default_factory=dict)
+    """Bytes of the checkpoint by step, as logged or as its manifest says."""
     num_broken: int = 0
     """Lines that are none of a log."""
 
@@ -43,7 +45,7 @@ def plot(root: str, *, output: Path | None, metrics: Sequence[str], log: Path | 
     """Draw a run from its log and manifests, into a file or as text.
 
     Raises:
-        NoCheckpoint: `root` is none, or nothing was logged and no checkpoint has metrics.
+        NoCheckpoint: `root` is none, or nothing was logged or saved.
         UsageError: a metric that nothing has, or a file that cannot be read or written.
     """
     store = open_root(root)
@@ -53,11 +55,12 @@ def plot(root: str, *, output: Path | None, metrics: Sequence[str], log: Path | 
     if record is None:
         record = _of_manifests(entries)
         notes.append("no log: only what the checkpoints say of their steps")
+    record.sizes |= {entry.step: float(entry.manifest.plain_nbytes) for entry in entries}
     if record.num_broken:
         notes.append(f"{record.num_broken} lines of the log are damaged and left out")
     panels = _chosen(record, metrics) if metrics else _usual(record)
     if not panels:
-        raise NoCheckpoint(f"{store.url}: nothing was logged, and no checkpoint has metrics")
+        raise NoCheckpoint(f"{store.url}: nothing was logged or saved")
     starts = _starts(gather(store).starts, entries)
     resumed = {start["step"] for start in starts if start["step"] is not None}
     saved = sorted(record.saved | resumed | {entry.step for entry in entries})
@@ -114,6 +117,7 @@ def _add(record: _Record, line: Mapping[str, Any]) -> None:
     when = datetime.fromisoformat(line["time"])
     if "save/nbytes" in found:
         record.saved.add(step)
+        record.sizes[step] = found["save/nbytes"]
     if "load/nbytes" in found:
         record.pace.append(None)
     if "loss" in found:
@@ -141,6 +145,9 @@ def _usual(record: _Record) -> list[Panel]:
     pace = _throughput(record)
     if pace is not None:
         panels.append(Panel(title="throughput", series=[pace]))
+    if record.sizes:
+        points = [(step, nbytes / 1e6) for step, nbytes in sorted(record.sizes.items())]
+        panels.append(Panel(title="size", series=[Series(name="checkpoint, MB", points=points)]))
     return [panel for panel in panels if panel.points]
 
 
