@@ -185,7 +185,7 @@ def test_stats_says_what_a_plot_needs(
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     result = holdfast("stats", looked, "--plot", "x.png")
     assert result.code == 2
-    assert "pip install 'holdfast[demo]'" in result.err
+    assert "pip install 'holdfast-torch[demo]'" in result.err
 
 
 def test_du_counts_links_once(holdfast: Holdfast, tmp_path: Path) -> None:

@@ -161,7 +161,7 @@ def _packages(root: str | None) -> Iterator[Finding]:
 
 
 def _extra(extra: str, packages: Mapping[str, str], *, is_needed: bool) -> Finding:
-    check, install = f"[{extra}]", f"pip install 'holdfast[{extra}]'"
+    check, install = f"[{extra}]", f"pip install 'holdfast-torch[{extra}]'"
     found = {name: _version(name) for name in packages}
     missing = [name for name, version in found.items() if version is None]
     text = ", ".join(f"{name} {version or 'not installed'}" for name, version in found.items())

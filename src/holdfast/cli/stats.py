@@ -111,7 +111,7 @@ def _expect_drawable(plot: Path) -> None:
         import matplotlib.figure  # noqa: F401
     except ImportError:
         raise UsageError(
-            f"--plot={str(plot)!r}: needs matplotlib: pip install 'holdfast[demo]'"
+            f"--plot={str(plot)!r}: needs matplotlib: pip install 'holdfast-torch[demo]'"
         ) from None
 
 

@@ -412,7 +412,7 @@ def _h5py() -> Any:
         return import_module("h5py")
     except ImportError as error:
         raise UsageError(
-            "HDF5 files need the package h5py: pip install 'holdfast[convert]'"
+            "HDF5 files need the package h5py: pip install 'holdfast-torch[convert]'"
         ) from error
 
 
@@ -421,5 +421,6 @@ def _lz4() -> Any:
         return import_module("lz4.block")
     except ImportError as error:
         raise UsageError(
-            "chunks that LZ4 has compressed need the package lz4: pip install 'holdfast[convert]'"
+            "chunks that LZ4 has compressed need the package lz4: "
+            "pip install 'holdfast-torch[convert]'"
         ) from error

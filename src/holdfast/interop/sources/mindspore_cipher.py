@@ -154,6 +154,6 @@ def _cryptography() -> tuple[Any, Any]:
     except ImportError as error:
         raise UsageError(
             "files that MindSpore encrypted need the package cryptography: "
-            "pip install 'holdfast[encrypt]'"
+            "pip install 'holdfast-torch[encrypt]'"
         ) from error
     return ciphers, ciphers.modes
