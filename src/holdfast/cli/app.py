@@ -56,7 +56,7 @@ def app(
     accept_plain: bool,
     timeout: str,
 ) -> None:
-    """List, verify, delete and manage the checkpoints of training runs."""
+    """Look into, compare, convert, verify and manage checkpoints of training runs."""
     PATIENCE.set(timeout)
     NAMED.set(
         KeySources(
@@ -119,7 +119,10 @@ def ls(root: str) -> Answer:
 
 @_answering(options.root, options.saves)
 def log(root: str, saves: bool) -> Answer:
-    """List the lives of a run, oldest first: where, from which step to which, what had changed."""
+    """List the processes that trained a run, and their saves.
+
+    Oldest first: where each ran, from which step to which, and what had changed.
+    """
     from holdfast.cli.log import log_root
 
     return log_root(root, saves=saves)
@@ -127,7 +130,10 @@ def log(root: str, saves: bool) -> Answer:
 
 @_answering(options.target, options.tensors)
 def show(target: str, tensors: bool) -> Answer:
-    """Show what one checkpoint holds; without @WHICH the latest."""
+    """Show the manifest of one checkpoint.
+
+    Without @WHICH, of the latest.
+    """
     from holdfast.cli.show import show as look
 
     return look(target, tensors=tensors)
@@ -135,7 +141,10 @@ def show(target: str, tensors: bool) -> Answer:
 
 @_answering(options.target, options.seen, options.stored_only)
 def verify(target: str, seen: str | None, stored_only: bool) -> Answer:
-    """Read every byte and check the digests; without @WHICH, of all checkpoints."""
+    """Read every byte and compare it with its digest.
+
+    Without @WHICH, of all checkpoints.
+    """
     from holdfast.cli.verify import check
 
     return check(target, seen=seen, decode=not stored_only)
@@ -145,7 +154,10 @@ def verify(target: str, seen: str | None, stored_only: bool) -> Answer:
 def gc(
     root: str, dry_run: bool, dead_epochs: Sequence[int], damaged: str | None, yes: bool
 ) -> Answer:
-    """Remove attempts that never became checkpoints, and leftovers of deleted ones."""
+    """Remove unfinished saves, and leftovers of deletions.
+
+    Checkpoints stay, but for one that --damaged names and --yes deletes.
+    """
     if damaged is None and yes:
         raise UsageError("--yes goes with --damaged FOLDER")
     if damaged is not None:
@@ -161,7 +173,10 @@ def gc(
 
 @_answering(options.root, options.keep, options.dry_run)
 def prune(root: str, keep: str, dry_run: bool) -> Answer:
-    """Delete the checkpoints that a rule does not keep, and print the reason for each."""
+    """Delete the checkpoints that a rule does not keep.
+
+    The reason is printed for each.
+    """
     from holdfast.cli.prune import clean
 
     return clean(root, keep=keep, dry_run=dry_run)
@@ -177,7 +192,10 @@ def pin(target: str) -> Answer:
 
 @_answering(options.one)
 def unpin(target: str) -> Answer:
-    """Remove the pin of a checkpoint, so that retention rules apply to it again."""
+    """Remove the pin of a checkpoint.
+
+    Retention rules apply to it again.
+    """
     from holdfast.cli.pin import mark
 
     return mark(target, pinned=False)
@@ -185,7 +203,7 @@ def unpin(target: str) -> Answer:
 
 @_answering(options.one, options.new_tags)
 def tag(target: str, tags: Sequence[str]) -> Answer:
-    """Add tags to a checkpoint, which also protect it from deletion."""
+    """Add tags to a checkpoint; retention keeps tagged ones."""
     from holdfast.cli.pin import mark
 
     return mark(target, tags=tags)
@@ -205,20 +223,26 @@ def import_(
     root: str,
     **wishes: Any,
 ) -> Answer:
-    """Save a checkpoint or weights of another library as a new checkpoint of a run."""
+    """Save a file of another library as a new checkpoint of a run.
+
+    Also a folder, or weights alone. No code in it is run.
+    """
     from holdfast.cli.convert import bring_in
 
     return bring_in(source, root, **wishes)
 
 
 @_answering(
-    *(options.target, options.new_output, options.to, options.components, options.rules),
+    *(options.exported, options.new_output, options.to, options.components, options.rules),
     *(options.configs, options.dtype, options.shard_size),
     *(options.dry_run, options.unsafe_pickle, options.trust),
 )
 @limited("target")
 def export(target: str, output: str, to: str, **wishes: Any) -> Answer:
-    """Write a checkpoint in the form of another library; without @WHICH the latest."""
+    """Write a checkpoint in the format of another library.
+
+    Without @WHICH, the latest.
+    """
     from holdfast.cli.convert import take_out
 
     return take_out(target, output, to, **wishes)
@@ -226,7 +250,7 @@ def export(target: str, output: str, to: str, **wishes: Any) -> Answer:
 
 @_answering(options.root, options.save_tags, options.reason, options.timeout)
 def save(root: str, tags: Sequence[str], reason: str, timeout: str) -> Answer:
-    """Ask the running training for a checkpoint, and wait for it.
+    """Ask a running training for a checkpoint, and wait for it.
 
     It is made at the end of the step under way, where the training calls maybe_save.
     """
@@ -237,7 +261,7 @@ def save(root: str, tags: Sequence[str], reason: str, timeout: str) -> Answer:
 
 @_answering(options.root)
 def uploads(root: str) -> Answer:
-    """Show which checkpoints are uploaded or waiting, and which uploads failed."""
+    """Show which checkpoints are uploaded, waiting or failed."""
     from holdfast.cli.uploads import show_uploads
 
     return show_uploads(root)
@@ -249,7 +273,10 @@ def uploads(root: str) -> Answer:
     *(options.stall, options.background, options.commit, options.restart),
 )
 def advise(root: str, **known: Any) -> Answer:
-    """Recommend how often to save, computed from recorded costs and failures."""
+    """Recommend how often to save.
+
+    Computed from the costs and failures that the run recorded.
+    """
     from holdfast.cli.advise import Options, advise_root
 
     return advise_root(root, Options(**known))
@@ -257,7 +284,10 @@ def advise(root: str, **known: Any) -> Answer:
 
 @_answering(options.root, options.output, options.metrics, options.log)
 def plot(root: str, output: Path | None, metrics: Sequence[str], log: Path | None) -> Answer:
-    """Draw loss, learning rate and throughput over steps, with saves, resumes and kills."""
+    """Draw loss, learning rate and throughput over steps.
+
+    With marks for saves, resumes and kills.
+    """
     from holdfast.cli.plot import plot as draw
 
     return draw(root, output=output, metrics=metrics, log=log)
@@ -273,7 +303,10 @@ def schema(command: Sequence[str]) -> Answer:
 
 @_answering(options.sources, options.copy_to, options.all_of_root, options.dry_run)
 def cp(sources: Sequence[str], to: str, whole: bool, dry_run: bool) -> Answer:
-    """Copy checkpoints to another root, checking every digest on the way."""
+    """Copy checkpoints to another root.
+
+    Every digest is checked on the way.
+    """
     from holdfast.cli.cp import copy_all
 
     return copy_all(sources, to, whole=whole, dry_run=dry_run)
@@ -287,7 +320,7 @@ _LEAVE = (
 
 @_answering(options.one, *_LEAVE)
 def rm(target: str, **leave: Any) -> Answer:
-    """Delete one checkpoint, with a reason."""
+    """Delete one checkpoint, and record the reason."""
     from holdfast.cli.rm import Leave
     from holdfast.cli.rm import rm as remove
 
@@ -296,7 +329,10 @@ def rm(target: str, **leave: Any) -> Answer:
 
 @_answering(options.one, options.drop, *_LEAVE)
 def thin(target: str, components: Sequence[str], **leave: Any) -> Answer:
-    """Drop components of a checkpoint, such as the optimizer, and keep the rest."""
+    """Delete components of a checkpoint, such as the optimizer.
+
+    The rest is kept.
+    """
     from holdfast.cli.rm import Leave
     from holdfast.cli.rm import thin as drop
 
@@ -315,7 +351,10 @@ def untag(target: str, tags: Sequence[str]) -> Answer:
 
 @_answering(options.root, options.rate, options.place)
 def scrub(root: str, rate: str | None, place: Path | None) -> Answer:
-    """Verify a whole root, slowly if asked, and go on where an earlier scrub was stopped."""
+    """Verify a whole root, at a limited rate and in parts.
+
+    A scrub that was stopped goes on where it was.
+    """
     from holdfast.cli.scrub import scrub as verify_slowly
 
     return verify_slowly(root, rate=rate, place=place)
@@ -325,7 +364,10 @@ def scrub(root: str, rate: str | None, place: Path | None) -> Answer:
 @taking(options.root, options.every, options.once, options.as_json_changes)
 @_ending
 def watch(root: str, every: str | None, once: bool, as_json: bool) -> int:
-    """Show checkpoints, saves under way, uploads and the owner of a run, as they change."""
+    """Show the state of a run as it changes.
+
+    Checkpoints, saves under way, uploads and the owner.
+    """
     from holdfast.cli.watch import watch_root
 
     return watch_root(root, every=every, once=once, as_json=as_json)
@@ -333,7 +375,10 @@ def watch(root: str, every: str | None, once: bool, as_json: bool) -> int:
 
 @_answering(options.doctor_root)
 def doctor(root: str | None) -> Answer:
-    """Check this machine, and whether a run could save into a root: one line for each finding."""
+    """Check this machine, and whether a run could save into a root.
+
+    One line for each finding, and what to do about it.
+    """
     from holdfast.cli.doctor import examine
 
     return examine(root)
@@ -341,7 +386,7 @@ def doctor(root: str | None) -> Answer:
 
 @_answering(options.shell)
 def completion(shell: str) -> Answer:
-    """Print a script that lets a shell complete commands and options."""
+    """Print a shell's completion of commands and options."""
     from holdfast.cli.completion import script
 
     return script(app, shell)
@@ -350,7 +395,10 @@ def completion(shell: str) -> Answer:
 @_answering(options.source, options.depth, options.components, options.trust)
 @limited("source")
 def tree(source: str, depth: int | None, components: Sequence[str]) -> Answer:
-    """Show the structure of a checkpoint or a file: dtypes, shapes, sizes, plain values."""
+    """Show the structure of a checkpoint or a file.
+
+    Tensors with dtype, shape and size, and plain values.
+    """
     from holdfast.cli.tree import show_tree
 
     return show_tree(source, depth=depth, components=components)
@@ -368,7 +416,10 @@ def cat(source: str, name: str, rows: str | None) -> Answer:
 @_answering(*(options.first, options.second, options.components, options.fail_above, options.trust))
 @limited("a", "b")
 def diff(a: str, b: str, components: Sequence[str], fail_above: float | None) -> Answer:
-    """Compare two checkpoints or files: structure, dtypes, numbers, plain values."""
+    """Compare two checkpoints or files.
+
+    Structure, dtypes, numbers and plain values.
+    """
     from holdfast.cli.diff import diff as compare
 
     return compare(a, b, components=components, fail_above=fail_above)
@@ -377,7 +428,10 @@ def diff(a: str, b: str, components: Sequence[str], fail_above: float | None) ->
 @_answering(options.source, options.components, options.exponents_plot, options.trust)
 @limited("source")
 def stats(source: str, components: Sequence[str], plot: Path | None) -> Answer:
-    """Compute norm, extremes, mean, zeros, dead rows and exponents of each tensor."""
+    """Compute norm, extremes, zeros and more of each tensor.
+
+    Also mean, NaN and infinite numbers, rows of zeros, and a histogram by powers of two.
+    """
     from holdfast.cli.stats import stats as compute
 
     return compute(source, components=components, plot=plot)
@@ -385,7 +439,10 @@ def stats(source: str, components: Sequence[str], plot: Path | None) -> Answer:
 
 @_answering(options.root)
 def du(root: str) -> Answer:
-    """Show what a root takes up, by checkpoint and component, and what deletion would free."""
+    """Show the disk usage of a root.
+
+    By checkpoint and component, with what each deletion would free.
+    """
     from holdfast.cli.du import usage
 
     return usage(root)
@@ -400,7 +457,10 @@ def du(root: str) -> Answer:
 )
 @_ending
 def supervise(command: Sequence[str], as_json: bool, **limits: Any) -> int:
-    """Run a training; start it again when it crashes, as long as it makes progress."""
+    """Run a training, and start it again when it crashes.
+
+    As long as it makes progress.
+    """
     from holdfast.cli.run import run_command
 
     return run_command(command, as_json=as_json, **limits)
@@ -415,7 +475,7 @@ def supervise(command: Sequence[str], as_json: bool, **limits: Any) -> int:
 )
 @_ending
 def train(script: str, as_json: bool, **given: Any) -> int:
-    """Fit the Trainer that a script's function makes; start again when it crashes."""
+    """Fit a script's Trainer, and start again when it crashes."""
     from holdfast.cli.train import train_command
 
     return train_command(script, as_json=as_json, **given)
@@ -455,7 +515,10 @@ def rotate(
     to_commands: Sequence[str],
     keep_old: bool,
 ) -> Answer:
-    """Replace the keys that decrypt the checkpoints of a root, without writing data again."""
+    """Replace the keys that decrypt a root's checkpoints.
+
+    Their data is not written again.
+    """
     from holdfast.cli.keys import rotate as rotate_keys
 
     to = KeySources(files=to_files, variables=to_variables, commands=to_commands)
@@ -466,8 +529,10 @@ def rotate(
 @taking(options.out, options.seed, options.fast, options.as_json)
 @_ending
 def demo(out: Path, seed: int | None, fast: bool, as_json: bool) -> int:
-    """Train, get killed at random moments, resume, and compare with the undisturbed run."""
+    """Show that a killed training resumes exactly.
 
+    Train, get killed at random moments, resume, and compare with the undisturbed run.
+    """
     from holdfast.demo.story import run as run_demo
 
     return run_demo(out, seed=seed, fast=fast, as_json=as_json)

@@ -83,7 +83,7 @@ def flag(name: str, about: str, into: str | None = None) -> Parameter:
     return click.option(*names, is_flag=True, help=about)
 
 
-_WHICH = "WHICH is latest, step=1000, a folder's name, a tag or a label."
+_WHICH = "WHICH is latest, step=1000, best, a folder's name, a tag or a label."
 _PATH = click.Path(path_type=Path)
 
 # Of several commands
@@ -100,17 +100,20 @@ key_files = several(
     "--key-file",
     "key_files",
     "PATH",
-    "File with keys that open sealed checkpoints.",
+    "File with keys that decrypt checkpoints.",
     type=_PATH,  # As text a path with a space in the variable would be two.
     envvar="HOLDFAST_KEY_FILE",
     show_envvar=True,
 )
 key_variables = several("--key-env", "key_variables", "NAME", "Environment variable with keys.")
 key_commands = several("--key-command", "key_commands", "COMMAND", "Command that prints keys.")
-accept_plain = flag("--accept-plain", "With a key, read checkpoints that are not sealed too.")
+accept_plain = flag("--accept-plain", "With a key, read checkpoints that are not encrypted, too.")
 
 patience = option(
-    "--timeout", "TIME", "Give up a store that does not answer for so long.", default="20s"
+    "--timeout",
+    "TIME",
+    "Give up an object store that has not answered for this long.",
+    default="20s",
 )
 
 # keys
@@ -118,11 +121,11 @@ patience = option(
 new_key_file = argument(
     "path", "PATH", "A file that is not there yet; only you may read it.", type=_PATH
 )
-pair = flag("--pair", "A private key, and beside it PATH.pub for those who only seal.")
+pair = flag("--pair", "A private key, and beside it PATH.pub for those who only encrypt.")
 to_files = several("--to-file", "to_files", "PATH", "File with the new keys.")
 to_variables = several("--to-env", "to_variables", "NAME", "Variable with the new keys.")
 to_commands = several("--to-command", "to_commands", "COMMAND", "Command that prints them.")
-keep_old = flag("--keep-old", "Let the keys before open them too.")
+keep_old = flag("--keep-old", "Let the old keys decrypt them, too.")
 
 # log
 
@@ -135,7 +138,9 @@ tensors = flag("--tensors", "List every tensor too.")
 # verify
 
 seen = option("--seen", "TEXT", "Fail unless the latest is this commit or newer.")
-stored_only = flag("--stored-only", "Compare compressed blocks as they lie there; decode none.")
+stored_only = flag(
+    "--stored-only", "Compare compressed blocks as they are stored; decompress none."
+)
 
 # gc, prune, tag
 
@@ -143,7 +148,7 @@ dead_epochs = several(
     "--dead-epoch",
     "dead_epochs",
     "N",
-    "Writer N is gone for good (its host is, say).",
+    "Declare writer N dead, such as when its host is gone for good.",
     type=click.IntRange(min=1),
 )
 damaged = option(
@@ -162,33 +167,50 @@ answering = argument("command", "COMMAND...", "A command, such as `ls` or `keys 
 
 # import, export
 
-imported = argument("source", "SOURCE", "A file or folder of weights or of a checkpoint.")
-step = option("--step", "N", "Completed steps.", type=click.IntRange(min=0))
+imported = argument("source", "SOURCE", "A file or folder of another library, or ROOT@WHICH.")
+step = option(
+    "--step",
+    "N",
+    "Step of the checkpoint. [default: that of the source]",
+    type=click.IntRange(min=0),
+)
 label = option("--label", "TEXT", "The label. [default: from the step]")
-rules = several("--map", "rules", "OLD=NEW", "Rename tensors; or a file of such lines.")
-components = several("--component", "components", "NAME", "Take this component alone.")
-optimizer = option("--optimizer", "CLASS", "Which optimizer it was, where no option tells.")
+rules = several(
+    "--map", "rules", "OLD=NEW", "Rename tensors by patterns; or a file with one such rule a line."
+)
+optimizer = option(
+    "--optimizer", "CLASS", "Class of the optimizer, such as AdamW, where the source does not tell."
+)
 parameters = option(
     "--parameters", "FILE", "Names of the model's parameters in order, one a line.", type=_PATH
 )
 unsafe_pickle = flag(
-    "--unsafe-pickle", "DCP: keep values that are no typed trees as pickles, which loads run."
+    "--unsafe-pickle", "DCP: also values that can only be pickled. Loading them runs code."
 )
 trust = flag("--trust", "Lift the limits on memory and time; still runs nothing in the file.")
+exported = argument("target", "ROOT[@WHICH]", f"{_WHICH} Also a file or folder of another library.")
 new_output = argument("output", "OUT", "A file or folder that does not exist yet.")
 to = click.option(
     "--to",
     type=click.Choice(["hf", "safetensors", "pt", "dcp", "hf-trainer", "lightning"]),
     required=True,
-    help="The form in which it is written.",
+    help="Format that is written.",
 )
 configs = several(
-    "--config", "configs", "PATH", "A file or folder of them to lie beside.", type=_PATH
+    "--config",
+    "configs",
+    "PATH",
+    "Copy this file, or the files of this folder, beside the weights.",
+    type=_PATH,
 )
 dtype = click.option(
-    "--dtype", type=click.Choice(["f32", "f16", "bf16"]), help="Cast weights of floats to it."
+    "--dtype",
+    type=click.Choice(["f32", "f16", "bf16"]),
+    help="Cast the floats of the model to this type.",
 )
-shard_size = option("--shard-size", "SIZE", "Most bytes of a file of weights: 5GB.")
+shard_size = option(
+    "--shard-size", "SIZE", "Split the weights into files of at most this size, such as 5GB."
+)
 
 # save
 
@@ -205,15 +227,21 @@ timeout = option(
 failures_per_day = option(
     "--failures-per-day",
     "X",
-    "How often training fails. Learnt from the run if unset.",
+    "Failures per day. Learnt from the run if unset.",
     type=float,
 )
-mtbf = option("--mtbf", "TIME", "The same as a time between failures: 6h.")
-overhead_cap = option("--overhead-cap", "SHARE", "What saving may take: 5% if unset.")
-stall = option("--stall", "TIME", "How long a save stops training, instead of measured.")
-background = option("--background", "TIME", "How much its writing delays training more: 0s.")
-commit = option("--commit", "TIME", "How long until it is committed: 0s.")
-restart = option("--restart", "TIME", "From a failure to the first new step: 2min.")
+mtbf = option("--mtbf", "TIME", "The same as a mean time between failures, such as 6h.")
+overhead_cap = option(
+    "--overhead-cap", "SHARE", "Share of the time that saving may take. [default: 5%]"
+)
+stall = option("--stall", "TIME", "How long a save stops training, in place of the measured time.")
+background = option(
+    "--background", "TIME", "How much longer the writing of a save delays training. [default: 0s]"
+)
+commit = option(
+    "--commit", "TIME", "From the end of the stall to the commit. [default: measured, or 0s]"
+)
+restart = option("--restart", "TIME", "From a failure to the first new step. [default: 2min]")
 
 # plot
 
@@ -224,7 +252,7 @@ output = click.option(
     help="Write FILE.svg, FILE.html or FILE.png; without it, text.",
     type=_PATH,
 )
-metrics = several("--metric", "metrics", "NAME", "Draw this metric instead.")
+metrics = several("--metric", "metrics", "NAME", "Draw this metric in place of the usual ones.")
 log = option(
     "--log",
     "PATH",
@@ -243,20 +271,22 @@ drop = several("--drop", "components", "COMPONENT", "What to drop, such as optim
 why_removed = option(
     "--reason",
     "TEXT",
-    "Why; recorded. On a terminal rm asks for it.",
+    "Why; recorded with the deletion. On a terminal, rm asks for it.",
     default="",
     show_default=False,
 )
-even_pinned = flag("--even-pinned", "Also if it is pinned or tagged.")
-even_latest = flag("--even-latest", "Also if the run would go on from it.")
+even_pinned = flag("--even-pinned", "Delete also what is pinned or tagged.")
+even_latest = flag("--even-latest", "Delete also the checkpoint that the run would go on from.")
 sure = flag("--yes", "Do not ask; for scripts.")
 old_tags = argument("tags", "TAG...", "Names to remove.", nargs=-1)
-rate = option("--rate", "SIZE", "Read at most so much a second: 50MB. [default: no limit]")
+rate = option(
+    "--rate", "SIZE", "Read at most this much a second, such as 50MB. [default: no limit]"
+)
 place = click.option(
     "--resume",
     "place",
     metavar="FILE",
-    help="Keep the place in this file, and go on from there.",
+    help="Record the progress in this file, and go on from it.",
     type=_PATH,
 )
 every = option("--every", "TIME", "How often to look. [default: 2s; 10s at an object store]")
@@ -294,7 +324,7 @@ exponents_plot = option("--plot", "FILE", "Draw the exponents as FILE.png or FIL
 # run
 
 command = argument("command", "COMMAND...", "What to run, with its arguments.", nargs=-1)
-progress_root = option("--root", "ROOT", "Judge progress by the checkpoints there.")
+progress_root = option("--root", "ROOT", "Judge progress by the checkpoints in this root.")
 max_failures = option(
     "--max-failures",
     "N",
@@ -305,12 +335,14 @@ max_failures = option(
 backoff = option("--backoff", "TIME", "First pause before a restart; it doubles.", default="1s")
 backoff_max = option("--backoff-max", "TIME", "The longest pause.", default="60s")
 progress_after = option(
-    "--progress-after", "TIME", "Without --root: a life so long made progress. [default: 10min]"
+    "--progress-after",
+    "TIME",
+    "Without --root: a life of this length made progress. [default: 10min]",
 )
 requeue_code = option(
     "--requeue-code",
     "N",
-    "A status that is passed on, not retried.",
+    "Exit status that is passed on and causes no restart.",
     type=click.IntRange(min=1, max=255),
     default=75,
 )
@@ -325,17 +357,19 @@ script = argument(
     "File or module, and what makes the Trainer: train.py:make_trainer.",
 )
 until = option("--until", "GOAL", "The goal of the run: 10_000step, 2ep.", required=True)
-sets = several("--set", "sets", "NAME=VALUE", "Argument of the function, by its type.")
-max_time = option("--max-time", "TIME", "End after so long, with the code for a requeue.")
+sets = several(
+    "--set", "sets", "NAME=VALUE", "Set an argument of the function, converted to its type."
+)
+max_time = option("--max-time", "TIME", "End after this time, with the code for a requeue.")
 
 # demo
 
 out = option(
     "--out",
     "FOLDER",
-    "Where to work; an earlier demo there goes.",
+    "Where to work; an earlier demo there is removed.",
     type=_PATH,
     default=Path("demo-output"),
 )
 seed = option("--seed", "N", "Repeat an earlier demo. Drawn if unset.", type=click.IntRange(min=0))
-fast = flag("--fast", "A tiny model, for a first look.")
+fast = flag("--fast", "Use a tiny model, for a first look.")
