@@ -1,0 +1,72 @@
+"""The commands that the README and docs/looking.md show print what is shown."""
+
+from __future__ import annotations
+
+import doctest
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from holdfast.cli import main
+
+Expect = Callable[[list[str], str], None]
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def shown_in(page: Path) -> Iterator[tuple[list[str], str]]:
+    """The arguments and the output of each command in the console blocks of a page."""
+    for block in re.findall(r"```console\n(.*?)```", page.read_text("utf-8"), re.DOTALL):
+        for typed, output in re.findall(r"^\$ holdfast (.*)\n((?:(?!\$ ).*\n)*)", block, re.M):
+            yield typed.split(), output
+
+
+def comparable(output: str, home: Path) -> str:
+    """An output without what differs from run to run: random numbers, sizes of records."""
+    output = output.replace(str(home), "/home/ada")
+    output = re.sub(r"(step-\d{8}\.\d{4}-\d{6})-[0-9a-f]{8}", r"\1", output)
+    output = re.sub(r"[\d.]+ KiB", "… KiB", output)
+    return "\n".join(line.rstrip() for line in output.splitlines())
+
+
+@pytest.fixture
+def expect_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Expect:
+    """Runs a command in an empty folder, also what it does in a child; checks its output."""
+    monkeypatch.chdir(tmp_path)
+
+    def expect(arguments: list[str], output: str) -> None:
+        monkeypatch.setattr("sys.argv", ["holdfast", *arguments])
+        capfd.readouterr()
+        with pytest.raises(SystemExit):
+            main()
+        captured = capfd.readouterr()
+        assert comparable(captured.out, tmp_path) == comparable(output, tmp_path), captured.err
+
+    return expect
+
+
+@pytest.mark.full  # Two of its child processes import torch.
+def test_the_commands_of_the_readme_print_what_it_shows(expect_shown: Expect) -> None:
+    model = nn.Sequential(nn.Embedding(4, 2), nn.Linear(2, 3))
+    optimizer = torch.optim.AdamW(model.parameters())
+    saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 500}
+    torch.save(saved, "old.pt")
+    commands = [*shown_in(ROOT / "README.md")]
+    assert len(commands) == 5
+    for arguments, output in commands:
+        expect_shown(arguments, output)
+
+
+def test_the_commands_of_the_page_on_looking_print_what_it_shows(expect_shown: Expect) -> None:
+    page = ROOT / "docs" / "looking.md"
+    flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    doctest.testfile(str(page), module_relative=False, optionflags=flags)
+    commands = [one for one in shown_in(page) if "runs/gpt" not in one[0]]
+    assert len(commands) == 5
+    for arguments, output in commands:
+        expect_shown(arguments, output)
