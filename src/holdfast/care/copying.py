@@ -1,4 +1,4 @@
-"""Copies of checkpoints in another root: the stored bytes, committed there as uploads are.
+"""Copies checkpoints to another root: the stored bytes, committed like an upload.
 
 The other root gets the claims under which the checkpoints were saved, so that it holds the same
 run, and this process claims it for as long as it copies (docs/design.md, rule 9).
@@ -75,7 +75,7 @@ class Planned:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the other root has all of it, and nothing is to be done."""
+        """Whether the other root already has all of it."""
         return self.was_there and not self.missing_nbytes
 
     @property
@@ -95,7 +95,7 @@ class Planned:
 
 
 def plan(source: Store, target: Store, folders: Sequence[str]) -> tuple[Planned, ...]:
-    """Say what copying these checkpoints would send, oldest first. Writes nothing.
+    """Plan the copies of these checkpoints, oldest first. Writes nothing.
 
     Raises:
         NoCheckpoint: one is not committed, or was deleted in the target.
@@ -261,8 +261,11 @@ def _point_latest(target: Store) -> None:
 
 
 class _CopyOwnership(Ownership):
-    """Ownership of the root that is copied to. Its claim says, as those of two tiers do, that the
-    root may have files of checkpoints that were never committed in it."""
+    """Ownership of the root that is copied to, while the copy lasts.
+
+    Its claim is `tiered`, as those of two tiers are: the root may have files of checkpoints that were
+    never committed in it.
+    """
 
     def __init__(self, target: Store, *, above: int) -> None:
         # Copied claims may be of live processes that know nothing of this root: `_expect_free`.

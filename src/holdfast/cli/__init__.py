@@ -1,4 +1,4 @@
-"""The command line: `holdfast ls`, `show`, `verify`, `gc`, `demo` (docs/cli.md)."""
+"""The command line `holdfast` (docs/cli.md)."""
 
 from __future__ import annotations
 

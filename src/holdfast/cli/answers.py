@@ -21,7 +21,7 @@ class Document(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 def of(kind: type[DocumentType], members: Mapping[str, Any]) -> DocumentType:
-    """Make an answer of its members; sequences of any kind become lists."""
+    """Make an answer from its members; sequences of any kind become lists."""
     return msgspec.convert(members, kind)
 
 
@@ -76,7 +76,7 @@ class Unopened(Document, frozen=True):
 
 
 class Described(Document, frozen=True, rename={"save_class": "class"}):
-    """What every list of checkpoints says of one."""
+    """Members that `ls` and `show` have for each checkpoint."""
 
     folder: str
     """Its folder in the root."""
@@ -358,7 +358,7 @@ class Why(Document, frozen=True):
 
 
 class Judged(Document, frozen=True):
-    """What a rule does with a checkpoint."""
+    """Checkpoint of `prune`, and what the rule does with it."""
 
     folder: str
     """Its folder."""

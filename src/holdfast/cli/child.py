@@ -1,4 +1,4 @@
-"""Runs commands on files of others in a child process with limits on memory and opening time.
+"""Reads other libraries' files in a child process with limits on memory and opening time.
 
 A file from elsewhere may be made to take all memory or to crash a decoder. Such a command runs
 once more in a child process, with the same arguments; `--trust` runs it in this one.
@@ -42,7 +42,7 @@ _PROGRAM = (
 
 
 def limited(*arguments: str) -> Callable[[Callable[..., T]], Callable[..., T]]:
-    """Decorator of a command: run it in a limited child if an argument is a file of others.
+    """Decorator of a command: run it in a limited child if an argument is another library's file.
 
     `arguments` are the names of those that may be; the command must take `trust`, too, which is
     not passed on.

@@ -1,4 +1,4 @@
-"""`holdfast import` and `export`: checkpoints brought in from other libraries, and taken out."""
+"""`holdfast import` and `export`: convert checkpoints from and to other libraries."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def bring_in(
 def _import_dcp(
     folder: str, root: str, *, step: int | None, label: str | None, unsafe_pickle: bool
 ) -> Answer:
-    """Save what a folder of DCP holds, with what DCP's own names need to come back."""
+    """Import a DCP folder, with the names that an export to DCP needs again."""
     from holdfast.interop.dcp import import_folder
 
     if step is None:
@@ -303,7 +303,7 @@ _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) *([KMGT]?)(i?)B", re.IGNORECASE)
 
 
 def nbytes_of(text: str) -> int:
-    """Return the bytes that a text such as "5GB" or "512MiB" says.
+    """Parse a size such as "5GB" or "512MiB", and return its bytes.
 
     Raises:
         UsageError: it says none.

@@ -1,4 +1,4 @@
-"""`holdfast doctor`: what of this machine and of a root would make saves fail, and what to do."""
+"""`holdfast doctor`: check what on this machine or in a root would make saves fail."""
 
 from __future__ import annotations
 
@@ -79,8 +79,9 @@ class DoctorAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def examine(root: str | None) -> Answer:
-    """Check this machine and, if given, a root. Writes into the root only scratch files, which are
-    removed; a root that does not exist is not made.
+    """Check this machine and, if given, a root.
+
+    Only scratch files are written into the root, and removed. A root that does not exist is not made.
 
     Raises:
         UsageError: `root` names a checkpoint.

@@ -53,7 +53,7 @@ class RemovedAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leave:
-    """What the user has said about the deletion on the command line."""
+    """Options of a deletion: the reason, allowed exceptions and the confirmation."""
 
     reason: str
     even_pinned: bool

@@ -30,7 +30,7 @@ Progress = Callable[[str, int, int], None]
 
 
 class Place(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """How far a pass over a root is, as the file of `--resume` has it."""
+    """Progress of a pass over a root, as stored in the file of `--resume`."""
 
     holdfast_scrub: int = 1
     """Version of this file."""
@@ -155,7 +155,7 @@ def _paced_progress(nbytes_per_s: float | None) -> Iterator[Progress | None]:
 
 
 def _begun(place: Path | None, root: str) -> Place:
-    """Return the pass that goes on by the file, or a new one."""
+    """Return the pass that the file records, or a new one."""
     fresh = Place(root=root, began=utc_now())
     if place is None:
         return fresh
@@ -187,7 +187,7 @@ def _expect_outside(place: Path, root: str, *, is_local: bool) -> None:
 
 
 def _write(place: Path, now: Place) -> None:
-    """Replace the file of the place, atomically."""
+    """Replace the file of `--resume` atomically."""
     try:
         descriptor, temporary = tempfile.mkstemp(dir=place.parent, prefix=f".{place.name}.")
         try:

@@ -20,7 +20,7 @@ _LOOK_S = 0.2
 
 @contextmanager
 def progress() -> Iterator[None]:
-    """Show a bar for each load, and what a save does that is waited for, while the block lasts.
+    """Show a progress bar for each load, and for saves that are waited for, inside the block.
 
     On standard error, and only on a terminal or in a notebook; elsewhere nothing is shown. Loads
     and waits in the thread of the block are shown: `resume`, `load`, `load_weights`, `wait`.

@@ -1,4 +1,4 @@
-"""The checkpoints of other libraries: read, brought in, and taken out.
+"""Reads, imports and exports checkpoints of other libraries.
 
 Public names are resolved when they are used, so that readers of formats need no torch.
 """

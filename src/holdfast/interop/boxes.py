@@ -1,4 +1,4 @@
-"""Ranges of a tensor that is stored in boxes: which elements of which box they need."""
+"""Finds the elements of stored boxes that a range of a tensor consists of."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Part:
 def overlaps(
     shape: Sequence[int], shards: Column, boxes: Column, start: int, stop: int
 ) -> Iterator[Part]:
-    """Yield what the elements [start, stop) of a row-major tensor need of its stored boxes.
+    """Yield the parts of stored boxes in which elements [start, stop) of a row-major tensor lie.
 
     `shards` has the numbers of the boxes, and `boxes` the first and the last coordinates of each,
     as `TensorTable.boxes_of` returns them.

@@ -1,4 +1,4 @@
-"""Makes a checkpoint of a source: chosen, renamed and committed like any save.
+"""Imports a source as a checkpoint: components chosen, tensors renamed, committed like a save.
 
 Only a few blocks are in memory at a time. The same source gives the same files.
 """
@@ -262,7 +262,7 @@ def commit_import(
     label: str | None = None,
     report: Report | None = None,
 ) -> Checkpoint:
-    """Write what a plan takes as a checkpoint, and commit it; the run is released afterwards.
+    """Write a planned import as a checkpoint and commit it; then release the run.
 
     Raises:
         UnsupportedState: a tree has a value that no checkpoint can hold.

@@ -52,7 +52,7 @@ def load_file(
     which: int | str | None = None,
     encrypt: Encryption | None = None,
 ) -> LazyFile:
-    """Open a checkpoint, or a file of weights of any known format; nothing in it is run.
+    """Open a checkpoint, or a file of weights of any known format; no code in it is run.
 
     `source` is a root (its newest checkpoint), `root@which`, the folder of a checkpoint, a store,
     where `which` selects another than the newest, or a file or folder of another library. No
@@ -81,9 +81,10 @@ def open_any(
 
 
 class LazyFile(Mapping[str, "LazyTensor"]):
-    """An open checkpoint or file: its tensors by "component:path", or by path if it has one part.
+    """An open checkpoint or file, as a mapping of names to tensors that are not read yet.
 
-    Tied tensors have a name each. Thread-safe, but for `close`.
+    A name is "component:path", or the path alone if there is one component. Tied tensors have a
+    name each. Thread-safe, except `close`.
     """
 
     def __init__(self, source: Source) -> None:

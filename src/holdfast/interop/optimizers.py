@@ -1,4 +1,4 @@
-"""Optimizer states of torch's `state_dict` form and of ours, converted into each other.
+"""Converts optimizer states between torch's `state_dict` form and Holdfast's.
 
 Torch numbers the parameters in the order of the groups; ours has their names. A name is given to
 a number only where nothing else fits: by the names that torch recorded, by shapes that occur
@@ -50,7 +50,7 @@ def _is_group(group: Any) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hints:
-    """What is known of optimizers beside their state."""
+    """Facts about optimizers beside their state, from the file or the user."""
 
     is_ordered: bool = False
     """Whether the file keeps the order of the model's parameters, as a pickled dict does."""
@@ -241,7 +241,7 @@ def type_of(groups: Sequence[Mapping[str, Any]]) -> str | None:
 
 
 def numbered(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's tree of ours as torch's `state_dict`, with parameters by number."""
+    """Convert Holdfast's tree of an optimizer to torch's `state_dict`, with numbered parameters."""
     names = [name for group in tree["groups"] for name in group]
     numbers = {name: number for number, name in enumerate(names)}
     groups = [

@@ -1,1 +1,1 @@
-"""What tensors and trees of sources hold: statistics of one, and differences of two."""
+"""Statistics of the tensors of a source, and differences of two sources."""

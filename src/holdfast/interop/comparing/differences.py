@@ -30,7 +30,7 @@ class SourceDifference(msgspec.Struct, frozen=True, kw_only=True):
     """Those of them that were not read, as their digests are equal."""
 
     def beyond(self, limit: float | None) -> tuple[TensorDifference, ...]:
-        """Return the tensors that differ by more than a limit; all that differ without one."""
+        """Return the tensors that differ by more than a limit, or all that differ if it is None."""
         if limit is None:
             return self.tensors
         return tuple(one for one in self.tensors if not one.is_within(limit))
@@ -190,7 +190,7 @@ def _read(
 
 
 class _Stream:
-    """Pieces of one source, of which any number of bytes is taken."""
+    """Stream of the pieces of one source, from which any number of bytes is taken."""
 
     def __init__(self, found: Generator[Piece, None, None]) -> None:
         self._pieces = found
@@ -209,7 +209,7 @@ class _Stream:
         return taken
 
     def end(self) -> None:
-        """Pass over the piece of a tensor without elements."""
+        """Skip the piece of a tensor without elements."""
         if self._rest is None:
             next(self._pieces)
         self._rest = None

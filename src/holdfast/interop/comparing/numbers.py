@@ -77,7 +77,7 @@ def sum_of_squares(numbers: Any) -> float:
 
 
 def number_nbytes(dtype: str) -> int:
-    """Return the bytes of one number: half of an element, if that is complex."""
+    """Return the bytes of one number: those of an element, or half of them if it is complex."""
     native = _NATIVE.get(dtype)
     if native is not None:
         return np.dtype(native[0]).itemsize
@@ -85,7 +85,7 @@ def number_nbytes(dtype: str) -> int:
 
 
 def numbers_of_element(dtype: str) -> int:
-    """Return how many numbers an element is: two if complex, and of float4, which packs two."""
+    """Return how many numbers an element holds: two if complex or packed float4, else one."""
     return 2 if dtype in ("C32", "C64", "C128", _FLOAT4) else 1
 
 
@@ -119,7 +119,7 @@ def floats(raw: Any, dtype: str) -> Any:
 
 @cache
 def _table(dtype: str) -> Any:
-    """Return the numbers of all codes of a type of eight bits."""
+    """Return the value of each of the 256 codes of an 8-bit type."""
     if dtype == "F8_E8M0":
         return np.array([2.0 ** (code - 127) for code in range(255)] + [math.nan], np.float32)
     form = _MINIFLOATS[dtype]

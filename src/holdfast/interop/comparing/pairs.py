@@ -82,7 +82,7 @@ class PairTally:
         """Of a, of b, and of the difference."""
 
     def add(self, a: memoryview, b: memoryview) -> None:
-        """Add as many numbers of both, that follow those added before."""
+        """Add the next numbers of both tensors, equally many of each."""
         raw_a, raw_b = np.frombuffer(a, np.uint8), np.frombuffer(b, np.uint8)
         num = len(raw_a) // self.sizes[0]
         self.num_left -= num
@@ -148,7 +148,7 @@ class PairTally:
         return int(np.count_nonzero(raw_a.view(kind) != raw_b.view(kind)))
 
     def _matched(self, a: Any, b: Any) -> tuple[Any, Any]:
-        """Count what is not finite; return the numbers where both are."""
+        """Count NaN and infinite numbers; return the numbers at positions where both are finite."""
         finite_a, finite_b = np.isfinite(a), np.isfinite(b)
         self._non_finite[0] += int(np.count_nonzero(~finite_a))
         self._non_finite[1] += int(np.count_nonzero(~finite_b))

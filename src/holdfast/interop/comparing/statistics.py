@@ -16,7 +16,7 @@ from holdfast.interop.source import Source
 
 
 class TensorStats(msgspec.Struct, frozen=True, kw_only=True):
-    """What the numbers of a tensor are like.
+    """Statistics of the numbers of a tensor.
 
     Of complex elements the real and the imaginary part count as two numbers. Figures are of the
     finite numbers; they are null where there are none.

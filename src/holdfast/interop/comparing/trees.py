@@ -1,4 +1,4 @@
-"""Where two typed trees differ, and which of their tensors are to be compared."""
+"""Compares two typed trees: lists values that differ, and pairs of tensors to compare."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def differences(a: Any, b: Any, path: str) -> Iterator[ValueDifference | Pair]:
 
 
 def shown(value: Any) -> str:
-    """Write a value for a report, shortened; a container of tensors as their number."""
+    """Format a value for a report, shortened; a container of tensors as their count."""
     if _is_leaf(value):
         return "a tensor"
     if isinstance(value, Mapping) and value and all(map(_is_leaf, value.values())):
@@ -96,7 +96,7 @@ def _of_mappings(
 
 
 def _missing(value: Any, path: str, *, is_a: bool) -> Iterator[ValueDifference | Pair]:
-    """What only one side has: its tensors each, and all else as one value."""
+    """Yield what only one side has: each tensor, and all else as one value."""
     tensors = [*_alone(value, path, is_a=is_a)]
     if not tensors:
         text = shown(value)

@@ -1,4 +1,4 @@
-"""Folders of DCP's own: imported as checkpoints of a run, and exported from them.
+"""Imports folders that `dcp.save` wrote as checkpoints, and exports checkpoints as such folders.
 
 Nothing in a folder is trusted: its `.metadata` is a pickle, of which only the classes of DCP's
 metadata are read, and its tensors are read as torch reads weights.
@@ -61,7 +61,7 @@ def import_folder(
     label: str | None = None,
     unsafe_pickle: bool = False,
 ) -> Checkpoint:
-    """Save what a folder of DCP holds as a new checkpoint of a run.
+    """Save the content of a DCP folder as a new checkpoint of a run.
 
     Keeps at most one file's tensors, 4 GiB, in memory. Runs nothing that is in the folder.
 
@@ -93,7 +93,7 @@ def export_folder(
     unsafe_pickle: bool = False,
     encrypt: Encryption | None = None,
 ) -> Checkpoint:
-    """Write a checkpoint as a folder of DCP's own, which `dcp.load` reads.
+    """Write a checkpoint as a folder that `dcp.load` reads.
 
     `source` and `encrypt` are what `HoldfastReader` takes. Reads tensor by tensor, each checked.
     Generators of a manager are left out, and what is `PerRank` with a warning: DCP has no form for
@@ -146,7 +146,7 @@ def _write_items(metadata: Metadata) -> Iterator[WriteItem]:
 
 
 class _Planner(SavePlanner):
-    """Planner of a state that is read from elsewhere, some items at a time."""
+    """DCP planner that saves a state read from elsewhere, a few items at a time."""
 
     def __init__(
         self,
@@ -261,7 +261,7 @@ class DcpFolder:
 
 
 def read_metadata(path: Path) -> Metadata:
-    """Read the metadata of a folder of DCP, and check it; runs nothing that is in it.
+    """Read the metadata of a folder of DCP, and check it; runs no code in it.
 
     Raises:
         FormatError: it is missing or damaged, or is a pickle of anything but metadata.
@@ -317,7 +317,7 @@ _KNOWN: dict[tuple[str, str], Any] = {
 
 
 class _MetadataUnpickler(pickle._Unpickler):
-    """Unpickler of nothing but DCP's metadata; the one in Python, as it leaves us the opcodes."""
+    """Unpickler that accepts only DCP's metadata; Python's own, as its opcodes can be replaced."""
 
     stack: list[Any]
 

@@ -250,7 +250,7 @@ class HoldfastReader(StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """Forget the id, of which `read_metadata` knows all: DCP does not reset without an id."""
+        """Forget the id after `read_metadata` has used it: DCP does not reset without an id."""
         self._which = None
 
     @override
@@ -377,7 +377,7 @@ def _batches(state: StoredState, read_items: Iterable[ReadItem]) -> Iterator[dic
 
 
 def _held(shape: tuple[int, ...], boxes: list[Box]) -> LocalShards:
-    """Lay boxes out in a local tensor, each where it is in the smallest box around all."""
+    """Place boxes in a local tensor that spans the smallest box around all of them."""
     low = tuple(min(box.offsets[d] for box in boxes) for d in range(len(shape)))
     high = tuple(max(b.offsets[d] + b.sizes[d] for b in boxes) for d in range(len(shape)))
     places = tuple(

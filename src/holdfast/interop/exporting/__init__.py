@@ -1,1 +1,1 @@
-"""Writers of the forms of other libraries, one module for each; all read from a `Source`."""
+"""Writers of other libraries' formats, one module for each; all read from a `Source`."""

@@ -1,4 +1,4 @@
-"""Writes a source in the form of another library: planned first, then whole or not at all."""
+"""Exports a source in another library's format: planned first, then whole or not at all."""
 
 from __future__ import annotations
 
@@ -41,24 +41,24 @@ Progress: TypeAlias = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportOptions:
-    """What is exported, and in which form."""
+    """Options of an export: format, components, names and files."""
 
     to: Form
     components: Sequence[str] = ()
-    """Components to write; empty: all that the form holds."""
+    """Components to write; empty: all that the format can hold."""
     rename: Rules
     """Rules for the names in the model."""
     configs: Sequence[Path] = ()
-    """Files, or folders of them, to lie beside the weights."""
+    """Files, or folders of them, that are copied beside the weights."""
     dtype: Dtype | None = None
     """Type to which floats of the model are cast; None: they stay."""
     shard_nbytes: int | None = None
-    """Most bytes of a file of weights; None: as the form has it."""
+    """Largest size of a file of weights; None: the default of the format."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
-    """An export that is whole and durable."""
+    """Result of an export, which is whole and durable."""
 
     path: str
     """The file or folder."""
@@ -221,7 +221,7 @@ def export_checkpoint(
     dtype: Dtype | None = None,
     shard_nbytes: int | None = None,
 ) -> Exported:
-    """Write a checkpoint, or a file of weights of any known format, in the form of another library.
+    """Write a checkpoint, or a file of weights of any known format, in another library's format.
 
     `to`: `hf` (a folder for `from_pretrained`), `safetensors`, `pt` (for `torch.load`),
     `hf-trainer` (a Trainer's checkpoint folder), `lightning` (a `.ckpt`). `components` are those

@@ -83,7 +83,7 @@ def _beside(source: Source, configs: Sequence[Path], plan: ExportPlan) -> dict[s
 
 
 def _is_plain(name: Any) -> bool:
-    """Whether a name from a checkpoint is one of a file in its folder, on any system."""
+    """Whether a name from a checkpoint is a plain file name, without a path, on any system."""
     return (
         isinstance(name, str)
         and 0 < len(name) <= 200

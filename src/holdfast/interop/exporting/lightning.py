@@ -1,4 +1,4 @@
-"""The value of a Lightning `.ckpt`, which its Trainer resumes from by `ckpt_path=`."""
+"""Builds the content of a Lightning `.ckpt`, from which its Trainer resumes by `ckpt_path=`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _VERSION_KEY = "pytorch-lightning_version"
 
 
 def lightning_value(source: Source, values: Values, plan: ExportPlan) -> dict[str, Any]:
-    """Return what a `.ckpt` holds, with places for the tensors.
+    """Return the content of a `.ckpt`, with placeholders for the tensors.
 
     Raises:
         UsageError: the source has no model, or no step.

@@ -105,7 +105,7 @@ class _Storage:
 
     @property
     def reference(self) -> tuple[Any, ...]:
-        """What the pickle has in its place."""
+        """The reference that the pickle has in place of the storage."""
         kind = _STORAGES.get(self.spec.dtype)
         count = self.spec.nbytes
         if kind is not None:

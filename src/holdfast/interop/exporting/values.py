@@ -1,4 +1,4 @@
-"""Trees of a source as values that torch's pickles hold, with places for the tensors."""
+"""Converts a source's trees to values that torch can pickle, with placeholders for tensors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _MAX_ARRAY_NBYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlacedTensor:
-    """A tensor of a file that is still to be written; the same object where it is tied."""
+    """Placeholder for a tensor of a file that is still to be written; tied tensors share one."""
 
     component: str
     spec: TensorSpec
@@ -41,7 +41,7 @@ class PlacedTensor:
 
 
 class Values:
-    """Makes the values of a source's trees; notes what `torch.load` could not take as it is."""
+    """Converts a source's trees to values; notes those that `torch.load` would refuse."""
 
     def __init__(self, source: Source, notes: list[str], *, keep_arrays: bool = False) -> None:
         """`keep_arrays`: small numpy arrays stay arrays, which `weights_only` refuses."""

@@ -87,7 +87,7 @@ def weights_of(
     dtype: Dtype | None,
     left_out: list[LeftOut],
 ) -> Weights:
-    """List the tensors of a component under their new names; what is no tensor is left out.
+    """List the tensors of a component under their new names; other values are left out.
 
     Raises:
         UsageError: two names become one, or a rule fits nothing.
@@ -114,7 +114,7 @@ def weights_of(
 
 
 def _values(tree: Any, path: str) -> Iterator[LeftOut]:
-    """Yield what is no tensor, which a file of weights cannot hold."""
+    """Yield the values that are not tensors, which a file of weights cannot hold."""
     items: Iterator[tuple[Any, Any]]
     if isinstance(tree, TensorRef | ArrayRef):
         return

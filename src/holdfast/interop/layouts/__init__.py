@@ -1,1 +1,1 @@
-"""How the files of trainers are laid out, and which component each part of them is."""
+"""Assigns the parts of other trainers' files and folders to components."""

@@ -1,4 +1,4 @@
-"""Which components folders of DCP hold, by the keys of the state and the names of the items."""
+"""Assigns the items of a DCP folder to components, by the keys of the state and their names."""
 
 from __future__ import annotations
 

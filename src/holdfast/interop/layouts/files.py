@@ -1,4 +1,4 @@
-"""Which components a file of a trainer holds, by the names in it."""
+"""Assigns the content of a trainer's file to components, by the names in it."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ def numbered(component: str, number: int) -> str:
 
 
 def _name_of(root: dict[Any, Any]) -> str:
-    """What a dict without known names is: a model, if most of its values are tensors."""
+    """Name the component of a dict without known names: a model, if most values are tensors."""
     tensors = sum(type(value) is TensorView for value in root.values())
     return "model" if tensors and 2 * tensors >= len(root) else "state"
 
 
 class _Parts:
-    """Components that are collected, with what is numbered and where each is."""
+    """Collects components, numbers those of one kind, and records where each was found."""
 
     def __init__(self) -> None:
         self.components: dict[str, Any] = {}

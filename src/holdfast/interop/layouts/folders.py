@@ -1,4 +1,4 @@
-"""Which files of a trainer's folder are which component, by their names."""
+"""Assigns the files of a trainer's folder to components, by their names."""
 
 from __future__ import annotations
 

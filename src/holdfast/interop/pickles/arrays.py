@@ -1,4 +1,4 @@
-"""What pickles of numpy name: arrays, scalars, dtypes, and the states of its random generators."""
+"""Describes numpy's values in pickles: arrays, scalars, dtypes, states of random generators."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def _fill(
 
 
 def raw(machine: Machine, data: Any) -> bytes | Span:
-    """Return what stands for bytes: bytes, a bytearray, the `str` of Python 2, or a span."""
+    """Convert a bytearray or the `str` of Python 2 to bytes; bytes and spans stay."""
     if isinstance(data, ByteArray):
         return data.data
     if type(data) is str:  # bytes of Python 2 that happened to be UTF-8
@@ -153,7 +153,7 @@ def _random_state(machine: Machine, args: tuple[Any, ...]) -> Generator:
 
 
 def _wrapped(kind: str, args: tuple[Any, ...]) -> Generator:
-    """A generator around a bit generator; numpy 1 gives only the name of that, and a state."""
+    """Describe a generator; numpy 1 gives only the name of its bit generator, and a state."""
     bits = args[0] if args else "MT19937"
     if isinstance(bits, Generator):
         members = dict(bits.members)
@@ -181,7 +181,7 @@ def _seeds(machine: Machine, args: tuple[Any, ...]) -> Seeds:
 
 
 def _set_seeds(machine: Machine, target: Seeds, state: Any) -> None:
-    """Its members in the order of their names: entropy, children, the pool, its size, the key."""
+    """Set the members of a SeedSequence, in order: entropy, children, pool, its size, key."""
     if type(state) is not tuple or len(state) < 5:
         raise ValueError("not the state of a seed sequence")
     entropy, num_children, _, pool_size, key = state[:5]

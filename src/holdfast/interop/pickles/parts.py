@@ -1,4 +1,4 @@
-"""From descriptions to components: typed trees, and where the bytes of each tensor are."""
+"""Converts descriptions of pickled values to components: typed trees, and places of tensors."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ _Path: TypeAlias = "tuple[_Path, Any] | None"
 def convert(
     component: str, description: Any, *, kind: str | None = None, where: str | None = None
 ) -> Converted:
-    """Make a component of a description. `kind` is that of the component, else it is looked for.
+    """Make a component of a description. Without `kind`, the kind is found from its content.
 
     What the format cannot hold is left out: a member of a dict alone, else the innermost member
     of a dict that holds it. `where` is the path of the description in its file.
@@ -364,7 +364,7 @@ class _Builder:
 
 
 def _named(key: Any) -> Any:
-    """What stands for a key in a path."""
+    """Return the text that stands for a key in a path."""
     if type(key) is str or (type(key) is int and key.bit_length() <= 64):
         return key
     return f"<{type(key).__name__}>"

@@ -1,4 +1,4 @@
-"""Descriptions of what a pickle holds, for the values that are no plain Python values.
+"""Descriptions of the values in a pickle that are not plain Python values.
 
 Text, numbers, bytes, lists, tuples, sets and dicts are themselves. Everything else is one of these
 classes or a leaf of `holdfast.format.nodes`.
@@ -20,7 +20,7 @@ class Global:
 
 @dataclass(slots=True, eq=False)
 class Unknown:
-    """A value that would be made by calling or restoring something that is not on the list."""
+    """A value that only a function or class outside the allow-list could make."""
 
     name: str
     args: tuple[Any, ...] = ()
@@ -72,7 +72,7 @@ class NamespaceItems(dict[Any, Any]):
 
 @dataclass(slots=True, eq=False)
 class Span:
-    """Bytes that stay in the file."""
+    """A range of bytes in the file, which is not read."""
 
     start: int
     nbytes: int

@@ -64,7 +64,7 @@ def recognises(path: Path) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Constant:
-    """A tensor of one value, of which the file has nothing else."""
+    """A tensor whose elements are all one value, the only one that the file stores."""
 
     item: bytes
 
@@ -365,7 +365,7 @@ def _bytes_of(dtype: str, value: float) -> bytes:
 
 
 def _as_today(told: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the attributes of a dataset of an older file in the words of today's."""
+    """Translate the attributes of a dataset in an older file to the current names."""
     found = dict(told)
     old = found.pop("__H5_TYPE__", None)
     if old in ("TorchTensorH5Type", "NumpyArrayH5Type"):

@@ -52,7 +52,7 @@ class Region(LocalFile):
 
     @override
     def close(self) -> None:
-        """Nothing: the whole file is closed by whoever opened it."""
+        """No-op: whoever opened the whole file closes it."""
 
 
 def expect_inside(folder: Path, path: Path) -> Path:
@@ -127,7 +127,7 @@ class FolderFiles:
 
 @dataclass(frozen=True, slots=True)
 class _Laid:
-    """Where the elements of a chunk are in its file."""
+    """Place of a chunk's elements in its file."""
 
     start: int
     """First byte of its storage."""

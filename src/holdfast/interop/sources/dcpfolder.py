@@ -50,7 +50,7 @@ MAX_LEVEL = 48
 
 
 def recognises(path: Path) -> bool:
-    """Whether a folder, or what it says is the latest one in it, has the metadata of DCP."""
+    """Whether a folder, or the one inside that it names as its latest, has DCP's metadata."""
     found = (_latest_of_megatron(path), path / OLMO_ITEMS)
     return any((one / METADATA).is_file() for one in found) or recognises_sharded(path)
 
@@ -69,7 +69,7 @@ class DcpFolder(Source):
     """A folder of DCP as components, by the keys of the state that was saved."""
 
     def __init__(self, path: Path) -> None:
-        """Read all of it but tensors.
+        """Read everything except the tensors.
 
         Raises:
             FormatError: damaged, or its metadata says what cannot be right.
@@ -214,7 +214,7 @@ def _view(tensor: ChunkedTensor) -> TensorView:
 
 
 def _anchor(values: Iterable[Any], file: int, start: int) -> None:
-    """Make positions in an item those in its file, for all tensors and arrays in it."""
+    """Convert the positions of tensors and arrays in an item to positions in its file."""
     waiting, seen = [*values], set()
     while waiting:
         value = waiting.pop()

@@ -264,7 +264,7 @@ class _Checked:
     # Paths.
 
     def _read_paths(self, planned: Any) -> None:
-        """Read what DCP's own planner keeps; another one keeps something else, or nothing."""
+        """Read the paths that DCP's own planner records; other planners may record none."""
         if not isinstance(planned, dict):
             return
         paths = {}

@@ -66,7 +66,7 @@ def read_sharded(folder: Path) -> FolderMetadata:
 
 
 def _check_numbers(folder: Path, names: list[str]) -> None:
-    """Expect shards 1 to the last that exists; how many there were is nowhere."""
+    """Expect shards 1 to the last that exists; no file records how many there were."""
     numbers = {int(text) for name in names if (text := name.split("-")[1]).isdigit()}
     missing = sorted({*range(1, len(numbers) + 1)} - numbers)
     if missing:

@@ -83,10 +83,10 @@ Dataset = Contiguous | Chunked
 
 
 class Hdf5:
-    """An HDF5 file that is open for looking into. Use it in a `with` statement, one thread."""
+    """An HDF5 file that is open for looking into. Use it in a `with` statement, in one thread."""
 
     def __init__(self, file: LocalFile) -> None:
-        """Open it.
+        """Open the file.
 
         Raises:
             UsageError: h5py is not installed.
@@ -395,7 +395,7 @@ def _from_lz4(data: bytes, nbytes: int, what: str) -> bytes:
 
 @contextmanager
 def _without_plugins(h5py: Any) -> Iterator[None]:
-    """Let HDF5 look for plug-ins nowhere, as a file names those that it wants."""
+    """Turn off HDF5's search for plug-ins, which a file could name."""
     h5pl = h5py.h5pl
     paths = [h5pl.get(number) for number in range(h5pl.size())]
     for _ in paths:

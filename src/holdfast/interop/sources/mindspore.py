@@ -97,7 +97,7 @@ class MindSporeFile(Source):
     format = "mindspore"
 
     def __init__(self, path: Path, *, key: bytes | None = None) -> None:
-        """Read what is in the file, and where; `key` is that of an encrypted one.
+        """Find the values and where each is; `key` decrypts an encrypted file.
 
         Raises:
             FormatError: it is damaged, or has a type that cannot be expressed.

@@ -139,7 +139,7 @@ class _Counted(io.RawIOBase):
 
 
 def _unpack(path: Path, reader: Any, target: IO[bytes], bound: _Bound) -> None:
-    """Write the wanted member, or all of what is no tar, to `target`."""
+    """Write the wanted member to `target`, or the whole content if it is not a tar."""
     stream = io.BufferedReader(_Counted(reader, bound), _PIECE_NBYTES)
     if stream.peek(512)[257:262] != b"ustar":
         shutil.copyfileobj(stream, target, _PIECE_NBYTES)
@@ -265,7 +265,7 @@ def _lz4(packed: BinaryIO) -> Any:
 
 
 class _Checked:
-    """A stream whose library has errors of its own."""
+    """Stream that raises `ValueError` in place of the errors of a decompression library."""
 
     def __init__(self, stream: Any, error: type[Exception]) -> None:
         self._stream = stream

@@ -101,7 +101,7 @@ class TorchFile(Source):
         layout: Layouts = file_layout,
         file: LocalFile | None = None,
     ) -> None:
-        """Read all of the file but tensors. Of an open `file`, the path is for messages."""
+        """Read everything except tensors. With an open `file`, the path is only for messages."""
         self.url = str(path)
         self._file = file or LocalFile.open(path)
         try:
@@ -295,7 +295,7 @@ class _Storages:
         return known
 
     def find_legacy(self, name: Any) -> Storage | Refusal:
-        """The same with a sixth member: the view that it once was of another storage."""
+        """Return the storage for a reference of the older format, which may name a view of it."""
         if type(name) is tuple and len(name) == 6 and name[5] is not None:
             return Refusal("a view of a storage, as torch before 0.4 wrote it")
         return self.find(name)

@@ -134,7 +134,7 @@ class TrainerFolder(Source):
 
 
 def _without_twins(names: Sequence[str], others: dict[str, str]) -> Sequence[str]:
-    """Drop the pickle of weights that lie there as safetensors, too."""
+    """Drop pickled weights that the folder also has as safetensors."""
     safe = [name for name in names if name.endswith(".safetensors")]
     if not safe:
         return names

@@ -1,4 +1,4 @@
-"""Finds the members of a zip file that were stored as they are, and refuses any other kind.
+"""Finds the uncompressed members of a zip file, and refuses any others.
 
 Nothing is decompressed. All members are checked: each lies in the file, none on another, and no
 name appears twice.
