@@ -263,8 +263,8 @@ def _point_latest(target: Store) -> None:
 class _CopyOwnership(Ownership):
     """Ownership of the root that is copied to, while the copy lasts.
 
-    Its claim is `tiered`, as those of two tiers are: the root may have files of checkpoints that were
-    never committed in it.
+    Its claim is `tiered`, as those of two tiers are: the root may have files of checkpoints that
+    were never committed in it.
     """
 
     def __init__(self, target: Store, *, above: int) -> None:

@@ -215,7 +215,7 @@ def take_out(
     dry_run: bool,
     unsafe_pickle: bool,
 ) -> Answer:
-    """Write a checkpoint, or a file of weights, in the form of another library.
+    """Write a checkpoint, or a file of weights, in the format of another library.
 
     Raises:
         NoCheckpoint: no checkpoint matches.

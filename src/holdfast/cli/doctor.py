@@ -81,7 +81,7 @@ class DoctorAnswer(msgspec.Struct, frozen=True, kw_only=True):
 def examine(root: str | None) -> Answer:
     """Check this machine and, if given, a root.
 
-    Only scratch files are written into the root, and removed. A root that does not exist is not made.
+    Only scratch files are written into the root, and removed. A root that does not exist stays so.
 
     Raises:
         UsageError: `root` names a checkpoint.

@@ -58,7 +58,7 @@ class Part:
 class Source(ABC):
     """A checkpoint or a file of weights, opened for reading. Use it in a `with` statement.
 
-    Nothing in it is trusted, and nothing in it is run. Several threads may call `read_into`.
+    Nothing in it is trusted, and no code in it is run. Several threads may call `read_into`.
     """
 
     format: str
