@@ -30,7 +30,7 @@ def test_an_import_says_what_it_takes(file: Path, tmp_path: Path, holdfast: Any)
     arguments = (file, tmp_path / "run", "--map", "module.**=**", "--trust")
     done = holdfast("import", *arguments)
     assert done.code == 2
-    assert "tells no step; give one: --step N" in done.err
+    assert "has no step; give one: --step N" in done.err
     done = holdfast("import", *arguments, "--step", 7, "--dry-run")
     assert done.code == 0
     assert done.out.splitlines()[0] == (
@@ -95,7 +95,9 @@ def test_sizes_are_read(text: str, nbytes: int) -> None:
         nbytes_of(f"{text}x")
 
 
-def test_only_what_is_no_root_is_foreign(root: Path, file: Path, tmp_path: Path) -> None:
+def test_roots_and_checkpoints_are_not_files_of_other_libraries(
+    root: Path, file: Path, tmp_path: Path
+) -> None:
     [checkpoint, *_] = [path.parent for path in root.glob("*/manifest.json")]
     foreign = [file, tmp_path]
     own = [root, checkpoint, f"{root}@latest", "s3://bucket/run", tmp_path / "missing"]

@@ -54,7 +54,7 @@ def test_copies_are_the_same_bytes_and_a_run_goes_on_from_them(
     assert steps(copy_root) == [400, 300, 100]
 
 
-def test_pins_and_tags_go_along(holdfast: Command, root: Path, tmp_path: Path) -> None:
+def test_pins_and_tags_are_copied(holdfast: Command, root: Path, tmp_path: Path) -> None:
     copy_root = tmp_path / "copy"
     assert holdfast("cp", root, copy_root, "--all").code == 0
     assert holdfast("show", f"{copy_root}@paper", "--json").document["checkpoint"]["step"] == 200
@@ -141,7 +141,7 @@ def test_two_runs_are_not_copied_into_one_root(
     assert holdfast("verify", copy_root).code == 0
 
 
-def test_neither_is_one_that_was_copied_by_hand(
+def test_a_target_with_another_run_copied_by_hand_is_refused(
     holdfast: Command, root: Path, tmp_path: Path
 ) -> None:
     other, by_hand = tmp_path / "other", tmp_path / "by-hand"

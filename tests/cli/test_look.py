@@ -110,7 +110,7 @@ def test_cat_says_what_is_wrong(
     assert why in result.err
 
 
-def test_cat_prints_no_more_than_one_can_read(holdfast: Holdfast, tmp_path: Path) -> None:
+def test_cat_refuses_to_print_more_than_its_limit(holdfast: Holdfast, tmp_path: Path) -> None:
     save_file({"x": torch.zeros(MAX_NUMBERS + 1)}, tmp_path / "w.safetensors")
     result = holdfast("cat", tmp_path / "w.safetensors", "x", "--trust")
     assert result.code == 2
@@ -225,6 +225,8 @@ def test_du_and_tree_of_an_encrypted_root(holdfast: Holdfast, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("command", ["tree", "stats", "cat", "diff"])
-def test_what_is_not_there_exits_with_3(holdfast: Holdfast, tmp_path: Path, command: str) -> None:
+def test_a_source_that_does_not_exist_gives_3(
+    holdfast: Holdfast, tmp_path: Path, command: str
+) -> None:
     more = {"cat": ["x"], "diff": [tmp_path / "none"]}.get(command, [])
     assert holdfast(command, tmp_path / "none", *more).code == 3

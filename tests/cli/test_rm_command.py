@@ -50,9 +50,7 @@ def longer(holdfast: Command, root: Path, saving: Callable[..., Any]) -> Path:
     return root
 
 
-def test_one_checkpoint_goes_and_its_reason_stays_in_what_is_printed(
-    holdfast: Command, longer: Path
-) -> None:
+def test_one_checkpoint_is_deleted_and_its_reason_printed(holdfast: Command, longer: Path) -> None:
     result = holdfast("rm", f"{longer}@step=300", *SURE, "--json")
     assert result.code == 0, result.err
     document = result.document
@@ -81,7 +79,7 @@ def test_one_checkpoint_goes_and_its_reason_stays_in_what_is_printed(
         pytest.param(None, SURE, "Name one checkpoint", marks=pytest.mark.full),
     ],
 )
-def test_what_may_be_mistyped_deletes_nothing(
+def test_a_command_that_may_be_mistyped_deletes_nothing(
     holdfast: Command, longer: Path, which: str | None, options: tuple[str, ...], said: str
 ) -> None:
     before = state_of(longer)
@@ -115,7 +113,7 @@ def test_a_dry_run_says_what_would_happen(holdfast: Command, longer: Path) -> No
     assert state_of(longer) == before
 
 
-def test_the_latest_goes_when_asked_and_the_run_goes_on_before_it(
+def test_the_latest_is_deleted_with_even_latest_and_the_run_resumes_before_it(
     holdfast: Command, longer: Path
 ) -> None:
     result = holdfast("rm", f"{longer}@step=400", *SURE, "--even-latest")
@@ -126,13 +124,15 @@ def test_the_latest_goes_when_asked_and_the_run_goes_on_before_it(
         assert manager.resume().step == 300  # type: ignore[union-attr]
 
 
-def test_a_pinned_one_goes_when_asked(holdfast: Command, longer: Path) -> None:
+def test_a_pinned_checkpoint_is_deleted_with_even_pinned(holdfast: Command, longer: Path) -> None:
     assert holdfast("rm", f"{longer}@step=100", *SURE, "--even-pinned").code == 0
     assert holdfast("rm", f"{longer}@paper", *SURE, "--even-pinned").code == 0
     assert steps(longer) == [400, 300]
 
 
-def test_nothing_goes_for_a_damaged_successor(holdfast: Command, longer: Path) -> None:
+def test_nothing_is_deleted_if_the_checkpoint_to_resume_from_is_damaged(
+    holdfast: Command, longer: Path
+) -> None:
     flip(folder_of(longer, 400) / "model-00000.safetensors", 5000)
     result = holdfast("rm", f"{longer}@step=300", *SURE)
     assert result.code == 1
@@ -140,14 +140,14 @@ def test_nothing_goes_for_a_damaged_successor(holdfast: Command, longer: Path) -
     assert steps(longer) == [400, 300, 200, 100]
 
 
-def test_a_reader_keeps_it(holdfast: Command, longer: Path) -> None:
+def test_a_checkpoint_that_is_being_read_is_kept(holdfast: Command, longer: Path) -> None:
     with leased(LocalStore(longer), folder_of(longer, 300).name):
         result = holdfast("rm", f"{longer}@step=300", *SURE)
     assert (result.code, "reads it" in result.out) == (1, True)
     assert 300 in steps(longer)
 
 
-def test_a_live_owner_refuses_it(
+def test_a_run_with_a_live_owner_is_refused(
     holdfast: Command, longer: Path, saving: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("holdfast.engine.claims.claim._DROPPED_S", 0.0)
@@ -174,7 +174,7 @@ def test_a_terminal_is_asked_for_the_reason_and_once_more(longer: Path) -> None:
 # thin
 
 
-def test_a_component_goes_and_the_rest_loads(holdfast: Command, longer: Path) -> None:
+def test_a_component_is_dropped_and_the_rest_loads(holdfast: Command, longer: Path) -> None:
     drop = ("--drop", "optimizer", "--drop", "scheduler")
     result = holdfast("thin", f"{longer}@step=300", *drop, "--yes", "--json")
     assert result.code == 0, result.err
@@ -196,7 +196,7 @@ def test_a_component_goes_and_the_rest_loads(holdfast: Command, longer: Path) ->
         pytest.param("step=400", ["optimizer"], "--even-latest", marks=pytest.mark.full),
     ],
 )
-def test_what_may_be_mistyped_drops_nothing(
+def test_a_command_that_may_be_mistyped_drops_nothing(
     holdfast: Command, longer: Path, which: str, drop: list[str], said: str
 ) -> None:
     before = state_of(longer)
@@ -225,7 +225,9 @@ def test_a_tag_that_was_added_is_removed(holdfast: Command, root: Path) -> None:
     assert holdfast("show", f"{root}@paper").code == 3
 
 
-def test_a_tag_that_is_not_there_or_was_saved_is_said(tmp_path: Path, holdfast: Command) -> None:
+def test_untag_names_tags_that_do_not_exist_or_came_with_the_save(
+    tmp_path: Path, holdfast: Command
+) -> None:
     with new_run().manager(tmp_path / "run") as manager:
         manager.save(1, tags=["first"]).wait()
         with pytest.raises(UsageError, match="part of the checkpoint"):
@@ -270,7 +272,7 @@ def in_an_object_store() -> Store:
         pytest.param(2, ("two",), marks=pytest.mark.full),
     ],
 )
-def test_after_a_stop_anywhere_the_root_verifies_and_the_command_ends_it(
+def test_after_a_kill_anywhere_the_root_verifies_and_the_command_can_be_repeated(
     step: int, components: tuple[str, ...]
 ) -> None:
     clean = FaultyStore(in_an_object_store())

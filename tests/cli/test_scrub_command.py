@@ -35,7 +35,9 @@ def interrupted(
     return place
 
 
-def test_it_goes_on_where_it_was_stopped(holdfast: Command, root: Path, interrupted: Path) -> None:
+def test_a_scrub_goes_on_where_it_was_stopped(
+    holdfast: Command, root: Path, interrupted: Path
+) -> None:
     assert [entry["step"] for entry in json.loads(interrupted.read_text())["reports"]] == [300]
     result = holdfast("scrub", root, "--resume", interrupted, "--json")
     assert result.code == 0, result.err

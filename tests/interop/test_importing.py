@@ -313,7 +313,7 @@ def test_what_is_left_out_is_in_the_notes_and_in_the_manifest(tmp_path: Path) ->
 
 def test_wrong_calls_are_refused_and_touch_nothing(file: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    with pytest.raises(UsageError, match=r"w\.safetensors: tells no step"):
+    with pytest.raises(UsageError, match=r"w\.safetensors: has no step"):
         import_checkpoint(file, run)
     with pytest.raises(UsageError, match="no component 'optimizer'; it has 'model'"):
         import_checkpoint(file, run, step=1, components=["optimizer"])

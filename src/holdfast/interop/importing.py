@@ -248,7 +248,7 @@ def step_of(plan: ImportPlan, step: int | None) -> int:
     """
     found = plan.source.step if step is None else step
     if found is None:
-        raise UsageError(f"{plan.source.url}: tells no step; give one: --step N, or step=N")
+        raise UsageError(f"{plan.source.url}: has no step; give one: --step N, or step=N")
     if found < 0:
         raise UsageError(f"step={found}: must be at least 0")
     return found

@@ -198,7 +198,9 @@ class LazyTensor:
         if isinstance(rows, slice):
             start, stop, step = rows.indices(self.shape[0])
             if step != 1:
-                raise UsageError(f"[{rows.start}:{rows.stop}:{rows.step}]: no step but 1 is known")
+                raise UsageError(
+                    f"[{rows.start}:{rows.stop}:{rows.step}]: only slices of step 1 are read"
+                )
             return self._rows(start, max(start, stop))
         number = rows + self.shape[0] if rows < 0 else rows
         if not 0 <= number < self.shape[0]:

@@ -55,4 +55,4 @@ def open_source(
         return huggingface.HuggingFaceFolder(path, open_source)
     if not path.exists():
         raise NoCheckpoint(f"{text}: there is no such file or folder")
-    raise FormatError(f"{text}: in no format that is known here")
+    raise FormatError(f"{text}: no known format; docs/converting.md lists those that can be read")

@@ -44,7 +44,7 @@ def saved(root: Path, *states: dict[str, Any]) -> Path:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-def test_figures_are_those_of_float64(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_differences_equal_those_of_float64(tmp_path: Path, dtype: torch.dtype) -> None:
     a = torch.randn(300, 700)
     b = a.to(dtype) + (0.01 * torch.randn(300, 700)).to(dtype)
     a = a.to(dtype)

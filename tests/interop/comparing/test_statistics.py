@@ -38,7 +38,7 @@ def exponents(numbers: list[float]) -> dict[int, int]:
     "dtype",
     [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e5m2, torch.int16],
 )
-def test_figures_are_those_of_float64(dtype: torch.dtype) -> None:
+def test_statistics_equal_those_of_float64(dtype: torch.dtype) -> None:
     tensor = (torch.randn(70, 1000, generator=torch.Generator().manual_seed(1)) * 3).to(dtype)
     found, wide = stats(tensor), tensor.double()
     assert found.norm == pytest.approx(wide.norm().item(), rel=1e-12)

@@ -56,7 +56,7 @@ def test_no_file_costs_more_than_its_limits() -> None:
     assert bad(found) == ""
 
 
-def test_the_harness_notices() -> None:
+def test_the_harness_notices_code_that_runs_and_files_that_are_read() -> None:
     """D65, invariant 5: a reader with one more global or one limit less is caught."""
     found = {one["name"]: " ".join(one["problems"]) for one in run_child("mutants")}
     assert [*found] == [*MUTANTS]

@@ -195,7 +195,7 @@ def test_a_tree_that_names_a_tensor_of_no_file_is_refused(
         open_source(str(tmp_path))
 
 
-def test_it_is_not_deleted_while_it_is_open(tmp_path: Path) -> None:
+def test_a_checkpoint_is_not_deleted_while_it_is_open(tmp_path: Path) -> None:
     saved(tmp_path)
     store = LocalStore(tmp_path)
     with open_source(str(tmp_path)):
@@ -210,7 +210,7 @@ def test_keys_are_needed_for_an_encrypted_one(tmp_path: Path) -> None:
         open_source(str(tmp_path))
 
 
-def test_what_is_not_there_is_said(tmp_path: Path) -> None:
+def test_a_missing_checkpoint_is_an_error_that_names_it(tmp_path: Path) -> None:
     saved(tmp_path / "run")
     with pytest.raises(NoCheckpoint, match="step=7"):
         open_source(f"{tmp_path}/run@step=7")

@@ -40,7 +40,7 @@ def data(model: nn.Module) -> dict[str, bytes]:
     return {name: data_of(tensor) for name, tensor in model.state_dict().items()}
 
 
-def test_a_model_of_them_is_saved_and_loaded(tmp_path: Path) -> None:
+def test_a_model_of_4_bit_floats_is_saved_and_loaded(tmp_path: Path) -> None:
     model = Quantised(first=1)
     with CheckpointManager(tmp_path, {"model": model}, sinks=(), preflight=False) as manager:
         manager.save(1).wait()
@@ -55,7 +55,7 @@ def test_a_model_of_them_is_saved_and_loaded(tmp_path: Path) -> None:
         assert kinds == {"F4_X2"}
 
 
-def test_a_file_of_safetensors_has_them_with_the_shape_that_torch_has(tmp_path: Path) -> None:
+def test_safetensors_reads_4_bit_floats_with_torchs_shape(tmp_path: Path) -> None:
     tensors = {"w": pairs(3, 4), "v": pairs(2), "empty": pairs(2, 0)}
     save_file(tensors, tmp_path / "w.safetensors")
     with open_source(str(tmp_path / "w.safetensors")) as source:

@@ -118,7 +118,7 @@ def test_an_encrypted_file_is_read_with_its_key(cipher: str, name: str, plain: s
 
 @pytest.mark.parametrize("cipher", ["AES-GCM", "AES-CBC"])
 @pytest.mark.parametrize("key", [b"0" * 16, b"0" * 32])
-def test_a_wrong_key_is_told(cipher: str, key: bytes) -> None:
+def test_a_wrong_key_is_an_error(cipher: str, key: bytes) -> None:
     with pytest.raises(WrongKey, match="the key does not decrypt it"):
         open_source(str(FOLDER / f"{cipher}-blocks.ckpt"), key=key)
 

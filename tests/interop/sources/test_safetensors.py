@@ -121,7 +121,7 @@ def test_what_is_not_there_or_unknown_is_refused(tmp_path: Path) -> None:
     with pytest.raises(NoCheckpoint, match="no such file"):
         open_source(str(tmp_path / "none.safetensors"))
     (tmp_path / "x.bin").write_bytes(b"hello")
-    with pytest.raises(FormatError, match="no format"):
+    with pytest.raises(FormatError, match="no known format"):
         open_source(str(tmp_path / "x.bin"))
 
 

@@ -125,7 +125,9 @@ def test_an_archive_that_grows_too_much_is_refused(
         open_source(str(tmp_path / "x.tar.gz"))
 
 
-def test_no_room_is_said_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_an_error_that_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tars, "_ROOM_LEFT_NBYTES", 1 << 60)
     (tmp_path / "x.tar.gz").write_bytes(gzip.compress(tarred()))
     with pytest.raises(LimitExceeded, match="TMPDIR"):

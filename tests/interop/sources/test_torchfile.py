@@ -299,5 +299,5 @@ def test_members_of_a_zip_file_that_overlap_are_refused_as_such(tmp_path: Path) 
     second = data.find(b"PK\x01\x02", data.find(b"PK\x01\x02") + 1)
     data[second + 42 : second + 46] = (10).to_bytes(4, "little")
     (tmp_path / "w.pt").write_bytes(data)
-    with pytest.raises(FormatError, match="lies on another member"):
+    with pytest.raises(FormatError, match="overlaps another member"):
         open_source(str(tmp_path / "w.pt"))

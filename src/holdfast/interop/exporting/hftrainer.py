@@ -68,7 +68,7 @@ def _trainer_state(source: Source, plan: ExportPlan) -> PlannedFile:
     if isinstance(tree, Mapping) and {"global_step", "log_history"} <= {*tree}:
         state = dict(tree)
     elif source.step is None:
-        raise UsageError(f"{source.url}: tells no step, without which no Trainer resumes")
+        raise UsageError(f"{source.url}: has no step, without which no Trainer resumes")
     else:
         state = {"global_step": source.step, "epoch": 0, "log_history": []}
         plan.notes.append(

@@ -27,7 +27,7 @@ def lightning_value(source: Source, values: Values, plan: ExportPlan) -> dict[st
     kept = _kept(source, values)
     step = kept.get("global_step", source.step)
     if step is None:
-        raise UsageError(f"{source.url}: tells no step, without which no Trainer resumes")
+        raise UsageError(f"{source.url}: has no step, without which no Trainer resumes")
     optimizers = [values.component(name) for name in _numbered(source, "optimizer")]
     schedulers = [values.component(name) for name in _numbered(source, "scheduler")]
     if "loops" not in kept:

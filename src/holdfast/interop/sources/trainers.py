@@ -53,7 +53,7 @@ class TrainerFolder(Source):
         self.url = str(path)
         layout = folder_layout(_names(path))
         if layout is None:
-            raise FormatError(f"{path}: a folder of no trainer that is known here")
+            raise FormatError(f"{path}: not the folder of a known trainer")
         self.format = layout.format
         self.parts: dict[str, Part] = {}
         self.left_out: list[LeftOut] = []

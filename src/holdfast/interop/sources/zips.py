@@ -97,7 +97,9 @@ class Zip:
         end = 0
         for member in sorted(self.members.values(), key=lambda one: one.header):
             if member.header < end:
-                raise FormatError(f"{self._file.name}: {member.name[:80]!r} lies on another member")
+                raise FormatError(
+                    f"{self._file.name}: {member.name[:80]!r} overlaps another member"
+                )
             end = member.header + _LOCAL.size + len(member.name.encode()) + member.packed
             if end > self._directory:
                 raise CorruptData(f"{self._file.name}: {member.name[:80]!r} ends beyond the file")
