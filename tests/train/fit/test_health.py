@@ -81,6 +81,31 @@ def test_only_the_first_of_many_reasons_are_recorded() -> None:
     assert check_health("warn", 1, nn.Linear(1, 1), {}, ALONE) == ()
 
 
+TYPES = [
+    item
+    for name in ("e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz", "e8m0fnu")
+    if (item := getattr(torch, f"float8_{name}", None)) is not None
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.complex64, *TYPES], ids=str)
+def test_a_weight_of_any_type_is_looked_at(dtype: torch.dtype) -> None:
+    """torch has no isfinite for most of the types of 8 bits."""
+    model = nn.Module()
+    for name, value in (("fine", 1.0), ("wrong", float("nan"))):
+        weight = torch.tensor([1.0, value]).to(dtype)
+        setattr(model, name, nn.Parameter(weight, requires_grad=False))
+    assert check_health("warn", 1, model, {}, ALONE) == ("weight wrong is not finite",)
+
+
+@pytest.mark.skipif(not hasattr(torch, "float4_e2m1fn_x2"), reason="this torch has no float4")
+def test_all_weights_of_four_bits_are_finite() -> None:
+    model = nn.Module()
+    codes = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(torch.float4_e2m1fn_x2)
+    model.weight = nn.Parameter(codes, requires_grad=False)
+    assert check_health("raise", 1, model, {}, ALONE) == ()
+
+
 def test_it_may_be_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """No checkpoint of it, also not at the end; training goes on."""
     with caplog.at_level(logging.WARNING, logger="holdfast"):

@@ -13,7 +13,7 @@ from itertools import takewhile
 from typing import Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from holdfast.engine.checkpoint import PendingSave
 from holdfast.errors import HoldfastError, SaveFailed, SaveSkipped, UsageError, listing
@@ -315,6 +315,8 @@ Policy = Literal["warn", "skip", "raise"]
 
 # Limit of weights that the manifest names, as every weight of a model may be wrong.
 _MAX_REASONS = 10
+# A type without infinity and NaN, which older versions of torch lack.
+_FLOAT4 = getattr(torch, "float4_e2m1fn_x2", None)
 
 
 class UnhealthyState(HoldfastError):
@@ -357,7 +359,7 @@ def _wrong_weights(model: nn.Module) -> list[str]:
     for name, weight in model.named_parameters():
         if weight.is_floating_point() or weight.is_complex():
             names.append(name)
-            checks.append(local(weight).isfinite().all())
+            checks.append(_is_finite(local(weight)))
     devices = {check.device for check in checks}
     if len(devices) > 1:
         checks = [check.cpu() for check in checks]
@@ -369,3 +371,12 @@ def _wrong_weights(model: nn.Module) -> list[str]:
         for name, is_fine in zip(names, checks, strict=True)
         if not is_fine
     ]
+
+
+def _is_finite(weight: Tensor) -> Tensor:
+    """Return whether all values are finite, on the weight's device."""
+    if weight.dtype == _FLOAT4:
+        return torch.ones((), dtype=torch.bool, device=weight.device)
+    # torch has no isfinite for most types of 8 bits, and bfloat16 has all their values.
+    values = weight.bfloat16() if weight.dtype.itemsize == 1 else weight
+    return values.isfinite().all()
