@@ -63,7 +63,7 @@ from holdfast.train.fit.finding import (
 )
 from holdfast.train.fit.fitting import Fit, Gear
 from holdfast.train.fit.saving import Policy, Saves, StepPosition, check_health
-from holdfast.train.fit.starting import StartingPoint, Unsaved
+from holdfast.train.fit.starting import StartingPoint, Tried, Unsaved
 from holdfast.train.loggers.notebook import card
 from holdfast.train.making import epoch_length, make_schedulers
 from holdfast.train.outputs import Entry, Table
@@ -808,9 +808,11 @@ class Trainer:
 
     def _make_manager(self, goal: Time, hooks: StateHooks, saves: Saves) -> CheckpointManager:
         if self.root is None:
-            logger.warning("checkpoints=None: nothing of this training is saved")
             if self._stop is not None and not self._parallel.group.is_alone:
                 self._stop.share()
+            if self._limits.fast_dev_run:
+                return Tried(self._before_save, self.counters, self.state)
+            logger.warning("checkpoints=None: nothing of this training is saved")
             return Unsaved()
         return CheckpointManager(
             replace(

@@ -24,6 +24,7 @@ from holdfast.train import (
     Callback,
     Clip,
     Freeze,
+    HookFailed,
     JsonLines,
     Limits,
     Logger,
@@ -493,6 +494,76 @@ def test_a_fast_run_does_one_batch_of_each_and_saves_and_logs_nothing(tmp_path: 
     assert (outcome.step, len(seen.batches), seen.validated) == (1, 1, 1)
     assert not recorder.names
     assert not [*tmp_path.iterdir()]
+
+
+class Saving(Callback):
+    """Saves at a hook, waits for it and marks it, as a script of a user does."""
+
+    def __init__(self, hook: str, **options: Any) -> None:
+        self.options = options
+        self.saved: list[Any] = []
+        setattr(self, hook, self.save)
+
+    def save(self, training: Any, *_: Any) -> None:
+        manager = training.manager
+        pending = manager.save(training.counters.step, **self.options)
+        assert pending.done()
+        found = pending.wait()
+        manager.tag(found.step, "mine")
+        manager.pin("latest")
+        manager.wait()
+        assert manager.maybe_save(found.step) is None
+        assert not manager.list()
+        self.saved.append(found)
+
+
+def test_a_fast_run_goes_through_code_that_saves_and_writes_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saving = Saving("step_end", metrics={"score": torch.tensor(1.5)}, tags=["a"], wait=True)
+    with caplog.at_level(logging.INFO, "holdfast"):
+        make(tmp_path / "run", limits=Limits(fast_dev_run=2), callbacks=[saving]).fit(9)
+    assert [found.step for found in saving.saved] == [1, 2]
+    assert (saving.saved[0].metrics, saving.saved[0].tags) == ({"score": 1.5}, ("a",))
+    assert "nothing" in saving.saved[0].path
+    assert not [*tmp_path.iterdir()]
+    assert caplog.text.count("save() is tried, and writes nothing") == 1
+    assert "checkpoints=None" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("saving", "why"),
+    [
+        (Saving("batch_start"), "between steps only"),
+        (Saving("step_end", tags=["a b"]), "tag"),
+        (Saving("step_end", components=["moddel"]), "moddel"),
+        (Saving("step_end", metrics={"score": [1, 2]}), "score"),
+        (Saving("step_end", step_=1), "step_"),
+    ],
+)
+def test_a_fast_run_finds_mistakes_in_code_that_saves(saving: Saving, why: str) -> None:
+    with pytest.raises(HookFailed, match=why):
+        make(MemoryStore(), limits=Limits(fast_dev_run=True), callbacks=[saving]).fit(9)
+
+
+def test_a_fast_run_says_why_there_is_nothing_to_load() -> None:
+    class Loads(Callback):
+        def step_end(self, training: Any, metrics: Any) -> None:
+            training.manager.load("best")
+
+    with pytest.raises(HookFailed, match="fast_dev_run: nothing is saved"):
+        make(MemoryStore(), limits=Limits(fast_dev_run=True), callbacks=[Loads()]).fit(9)
+
+
+def test_a_fast_run_skips_a_save_of_an_unhealthy_state_as_any_other() -> None:
+    class Saves(Callback):
+        def step_end(self, training: Any, metrics: Any) -> None:
+            with torch.no_grad():
+                training.model[0].weight[0, 0] = float("nan")
+            assert repr(training.manager.save(1)).endswith("skipped>")
+
+    limits = Limits(fast_dev_run=True)
+    make(MemoryStore(), limits=limits, unhealthy="skip", callbacks=[Saves()]).fit(9)
 
 
 def test_a_fast_run_ignores_what_needs_checkpoints(

@@ -1,26 +1,38 @@
 """Start of a `fit` from a checkpoint of another root, or without any root.
 
-`StartingPoint` is `start_from="old@step=3"`; `Unsaved` is the manager for `checkpoints=None`.
+`StartingPoint` is `start_from="old@step=3"`; `Unsaved` is the manager for `checkpoints=None`, and
+`Tried` that of a `fast_dev_run`.
 """
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import msgspec
+
+from holdfast.arguments import checked
 from holdfast.engine.access import place_of
-from holdfast.engine.checkpoint import Checkpoint, CheckpointList
+from holdfast.engine.checkpoint import Checkpoint, CheckpointList, PendingSave
+from holdfast.engine.claims.notes import checked_metrics, checked_tags
+from holdfast.engine.claims.process import utc_now
 from holdfast.engine.hooks import StateHooks
 from holdfast.engine.tiers.tiered import Tiered
-from holdfast.errors import UsageError
+from holdfast.errors import SaveSkipped, UsageError
 from holdfast.format.layout import parse_attempt
 from holdfast.format.manifest import Timestamp
 from holdfast.keys import Encryption
 from holdfast.manager import CheckpointManager
+from holdfast.policy.rule import SaveClass
+from holdfast.policy.savers import Due
 from holdfast.store import open_store
 from holdfast.store.base import Store
+from holdfast.train.training import Counters
+
+logger = logging.getLogger("holdfast")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,14 +101,16 @@ class Unsaved(CheckpointManager):
     The calls that `fit` makes are no-ops; any other one raises `UsageError`.
     """
 
+    _WHY = (
+        "this Trainer has no root (checkpoints=None): it saves nothing, so there is nothing to "
+        "save, load, list or mark. Give it a root"
+    )
+
     def __init__(self) -> None:
         """Set no attributes of a manager, so that using one calls `__getattr__`."""
 
     def __getattr__(self, name: str) -> Any:
-        raise _NoRoot(
-            "this Trainer has no root (checkpoints=None): it saves nothing, so there is nothing to "
-            "save, load, list or mark. Give it a root"
-        )
+        raise _NoRoot(self._WHY)
 
     def resume(self, *_args: Any, **_options: Any) -> None:
         """No-op: there is nothing to resume."""
@@ -128,3 +142,97 @@ class Unsaved(CheckpointManager):
 
     def close(self) -> None:
         """No-op: nothing was opened."""
+
+
+class Tried(Unsaved):
+    """Manager of a `fast_dev_run`: a save is checked like any other, and writes nothing.
+
+    So code that saves, waits for its save and marks it runs as it is written.
+    """
+
+    _WHY = (
+        "limits: fast_dev_run: nothing is saved, so there is no store and nothing to load. "
+        "Leave this out in a trial, or run it without fast_dev_run"
+    )
+
+    def __init__(
+        self,
+        before_save: Callable[[Timestamp, Mapping[str, float]], tuple[str, ...]],
+        counters: Counters,
+        state: Mapping[str, Any],
+    ) -> None:
+        """Check saves of `state` with `before_save`."""
+        self.state = state
+        self._before_save = before_save
+        self._counters = counters
+        self._has_told = False
+
+    @checked()
+    def save(
+        self,
+        step: int,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        tags: Iterable[str] = (),
+        epoch: int | None = None,
+        cycle: int | None = None,
+        samples: int | None = None,
+        tokens: int | None = None,
+        components: Iterable[str] | None = None,
+        reason: str = "manual",
+        save_class: SaveClass = "permanent",
+        wait: bool = False,
+    ) -> PendingSave:
+        """Check what a save checks, and return one that has committed nothing; says so once.
+
+        Raises:
+            UsageError, UnhealthyState: as for a save of a Trainer with a root.
+        """
+        only = None if components is None else self._checked(components)
+        due = Due(save_class, reason, components=only, tags=checked_tags(tags))
+        now = msgspec.structs.replace(self._counters.timestamp, step=step)
+        measured = checked_metrics(metrics)
+        try:
+            unhealthy = self._before_save(now, measured)
+        except SaveSkipped as error:
+            return PendingSave.skipped(step, due, error)
+        if not self._has_told:
+            logger.info("limits: fast_dev_run: step %d: save() is tried, and writes nothing", step)
+        self._has_told = True
+        pending = PendingSave(step, due, timeout_s=0.0)
+        pending.staged.set_result(None)
+        pending.committed.set_result(_nothing(now, due, measured, unhealthy))
+        return pending
+
+    def pin(self, which: str | int) -> None:
+        """No-op, as all marks: there are no checkpoints."""
+
+    def unpin(self, which: str | int) -> None:
+        """No-op."""
+
+    def tag(self, which: str | int, *tags: str) -> None:
+        """No-op."""
+
+    def untag(self, which: str | int, *tags: str) -> None:
+        """No-op."""
+
+
+def _nothing(
+    now: Timestamp, due: Due, metrics: Mapping[str, float], unhealthy: tuple[str, ...]
+) -> Checkpoint:
+    """Describe the checkpoint that a save would have made; nothing is at its path."""
+    return Checkpoint(
+        root="fast_dev_run",
+        folder="nothing-is-saved",
+        step=now.step,
+        timestamp=now,
+        save_id="0" * 32,
+        metrics=metrics,
+        tags=due.tags,
+        pinned=False,
+        save_class=due.save_class,
+        reason=due.reason,
+        created=utc_now(),
+        nbytes=0,
+        unhealthy=unhealthy,
+    )
