@@ -38,6 +38,7 @@ from holdfast.train import making
 from holdfast.train.asked import Counts, asks_for, check_counted, check_range, checked_every
 from holdfast.train.callbacks.calling import Callbacks, HookFailed
 from holdfast.train.callbacks.hooks import Callback, Logger
+from holdfast.train.callbacks.measuring import read_numbers
 from holdfast.train.evaluation.predicting import Predictions, predict
 from holdfast.train.evaluation.targets import Target, Validated, Which, borrowed, kept_all, select
 from holdfast.train.evaluation.validation import (
@@ -945,6 +946,10 @@ class Trainer:
             self._share_buffers()
             self._callbacks.follow(group)
             self._scores.share()
+        self.counters.step_numbers = {}
+        if self.counters.unvalidated:  # the resume that validates will log the step
+            own = {"": read_numbers(self.counters.step_metrics), **self._callbacks.step_numbers}
+            self.counters.step_numbers = group.gather(own)[0]
         return found
 
     def _snapshot(self) -> Boundary:

@@ -129,6 +129,11 @@ class Counters:
     """Names of validations that are due at this step and are not done; stored only if any are."""
     only_at_goal: list[str] = field(default_factory=list)
     """Those of `unvalidated` that are due only because the goal was reached; stored likewise."""
+    step_numbers: dict[str, dict[str, float]] = field(default_factory=dict)
+    """For the log of the `unvalidated`: the step's metrics under "", and what callbacks noted of it
+    by their names; stored likewise."""
+    step_metrics: Metrics = field(default_factory=dict, compare=False, repr=False)
+    """Metrics of the last completed step. Not stored."""
     cycle_length: Time | None = None
     """Length of a cycle, in a counted unit. Not stored: it is an argument of the Trainer."""
     were_loaded: bool = field(default=False, init=False, compare=False, repr=False)
@@ -179,18 +184,22 @@ class Counters:
     def state_dict(self) -> dict[str, Any]:
         """Return the counters to save, by name."""
         state: dict[str, Any] = {name: getattr(self, name) for name in _STORED}
-        lists = {name: list(getattr(self, name)) for name in _LISTS if getattr(self, name)}
-        return state | lists
+        more: dict[str, Any] = {name: [*getattr(self, name)] for name in _LISTS}
+        if self.unvalidated:
+            more[_NUMBERS] = {name: dict(of) for name, of in self.step_numbers.items()}
+        return state | {name: value for name, value in more.items() if value}
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
         """Raise `UsageError` if a stored counter is missing, unknown or not a count."""
-        if set(state) - {*_LISTS} != set(_STORED):
+        if set(state) - {*_LISTS, _NUMBERS} != set(_STORED):
             raise UsageError(f"not the counters of a Trainer: {sorted(state)}")
+        if not _are_numbers(numbers := state.get(_NUMBERS, {})):
+            raise UsageError(f"stored {_NUMBERS}={numbers!r}: must be numbers by name, by callback")
         for name in _LISTS:
             if not _are_texts(names := state.get(name, [])):
                 raise UsageError(f"stored {name}={names!r}: must be a list of names")
         for name, value in state.items():
-            if name in _LISTS or (value is None and name in ("samples", "tokens")):
+            if name in (*_LISTS, _NUMBERS) or (value is None and name in ("samples", "tokens")):
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise UsageError(f"stored {name}={value!r}: must be a whole number, 0 or above")
@@ -202,17 +211,28 @@ class Counters:
             UsageError: a counter is missing, unknown or not a count; nothing is changed then.
         """
         self.check_state_dict(state)
-        for name, value in {**state, **{name: [*state.get(name, [])] for name in _LISTS}}.items():
+        lists = {name: [*state.get(name, [])] for name in _LISTS}
+        for name, value in {_NUMBERS: {}, **state, **lists}.items():
             setattr(self, name, value)
         self.were_loaded = True
 
 
 _LISTS = ("unvalidated", "only_at_goal")
+_NUMBERS = "step_numbers"
 _STORED = ("step", "epoch", "batch", "samples", "tokens")
 
 
 def _are_texts(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+
+def _are_numbers(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(
+        isinstance(name, str)
+        and isinstance(of, Mapping)
+        and all(isinstance(key, str) and isinstance(one, float) for key, one in of.items())
+        for name, of in value.items()
+    )
 
 
 class Average:

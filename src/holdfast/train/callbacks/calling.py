@@ -7,11 +7,12 @@ import inspect
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from holdfast.errors import HoldfastError, UsageError, listing
 from holdfast.train.callbacks.hooks import HOOKS, Callback, Logger
+from holdfast.train.callbacks.measuring import read_numbers
 from holdfast.train.parallel.group import Group
 from holdfast.train.training import Training
 
@@ -69,6 +70,20 @@ class Callbacks:
             for name, callback in self._names.items()
             if _is_stateful(callback)
         }
+
+    @property
+    def step_numbers(self) -> dict[str, dict[str, float]]:
+        """What callbacks have noted of the step for its log, by their names; reads tensors."""
+        return {
+            name: read_numbers(item.step_numbers)
+            for name, item in self._names.items()
+            if item.step_numbers
+        }
+
+    def note(self, numbers: Mapping[str, Mapping[str, float]]) -> None:
+        """Give callbacks what they had noted of a step; none for those that are not named."""
+        for name, item in self._names.items():
+            item.step_numbers = numbers.get(name, {})
 
     @property
     def recording(self) -> list[Any]:

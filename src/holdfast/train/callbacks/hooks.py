@@ -7,6 +7,7 @@ beside the place that calls it. `docs/hooks.md` is made from this module.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from holdfast.errors import SaveFailed
@@ -71,6 +72,12 @@ class Callback:
     """Full names of the metrics that it needs, such as "val/loss".
 
     One that neither steps nor validations give is an error at the first validation.
+    """
+    step_numbers: Mapping[str, Tensor | float] = MappingProxyType({})
+    """Numbers of the step that its hooks note for its log: a new dict at each step.
+
+    A checkpoint that is made before a validation due at its step holds them. A resume does this
+    validation, and sets them before it logs.
     """
 
     def model_made(self, training: Training) -> None:

@@ -175,15 +175,12 @@ class LearningRates(_Measuring):
     `lr/<group>`: its key `name`, if it has one, or else its number.
     """
 
-    def __init__(self) -> None:
-        self._rates: dict[str, Any] = {}
-
     def before_optimizer_step(self, training: Training) -> None:
         """Note the rates, which schedulers change after the step."""
-        self._rates = rates_of(training.optimizer)
+        self.step_numbers = rates_of(training.optimizer)
 
     def _measured(self, training: Training) -> dict[str, float]:
-        return {f"lr/{name}": float(rate) for name, rate in self._rates.items()}
+        return {f"lr/{name}": float(rate) for name, rate in self.step_numbers.items()}
 
 
 class GradientNorm(_Measuring):
@@ -193,9 +190,6 @@ class GradientNorm(_Measuring):
     the device at every step, and read only where they are logged.
     """
 
-    def __init__(self) -> None:
-        self._norms: dict[str, Tensor] = {}
-
     @torch.no_grad()
     def before_optimizer_step(self, training: Training) -> None:
         """Compute the norms, without waiting for the device."""
@@ -204,14 +198,22 @@ class GradientNorm(_Measuring):
             gradients = [weight.grad for weight in weights if weight.grad is not None]
             if gradients:
                 found[name] = nn.utils.get_total_norm(gradients)
-        self._norms = found
+        self.step_numbers = found
 
     def _measured(self, training: Training) -> dict[str, float]:
-        norms = {name: float(whole(norm)) for name, norm in self._norms.items()}
+        norms = read_numbers(self.step_numbers)
         if not norms:
             return {}
         total = math.sqrt(sum(norm**2 for norm in norms.values()))
         return {"grad_norm/total": total} | {f"grad_norm/{name}": v for name, v in norms.items()}
+
+
+def read_numbers(numbers: Mapping[str, Tensor | float]) -> dict[str, float]:
+    """Return numbers as floats, which waits for the device, and for DTensors for all ranks."""
+    return {
+        name: float(whole(value) if isinstance(value, Tensor) else value)
+        for name, value in numbers.items()
+    }
 
 
 def parts_of(model: nn.Module) -> dict[str, list[nn.Parameter]]:

@@ -330,7 +330,7 @@ class Fit:
             metrics = metrics.joined(of_epoch)
             self._scored_step = self._counters.step if of_epoch else None
             has_epoch = bool(of_epoch or self._pictures)
-        self._metrics = metrics
+        self._metrics = self._counters.step_metrics = metrics
         self._gear.watched.saw(metrics, has_epoch=has_epoch)
         self._gear.schedules.advance(self._counters, metrics)
         self._before, self._now = self._now, self._counters.timestamp
@@ -432,7 +432,11 @@ class Fit:
         """
         step = self._counters.step
         parts = self._gear.validations.made_up(self._counters.unvalidated, step)
-        metrics = self._validate(LazyMetrics(found.metrics), parts)
+        numbers = self._counters.step_numbers
+        self._gear.callbacks.note(numbers)
+        of_step = LazyMetrics(numbers.get("", {})).joined(found.metrics)
+        self._counters.step_metrics = of_step
+        metrics = self._validate(of_step, parts)
         if self._counters.unvalidated:
             return metrics
         self._logged_step = step

@@ -51,7 +51,6 @@ class JsonLines(Logger):
         self.path = Path(path)
         self._file: IO[bytes] | None = None
         self._next_flush_s = 0.0
-        self._rates: dict[str, Any] = {}
 
     def fit_start(self, training: Training) -> None:
         """Drop lines of steps that will be done again, and open the file."""
@@ -62,13 +61,13 @@ class JsonLines(Logger):
 
     def before_optimizer_step(self, training: Training) -> None:
         """Note the learning rates of the step, which schedulers change after it."""
-        self._rates = rates_of(training.optimizer)
+        self.step_numbers = rates_of(training.optimizer)
 
     def log(self, training: Training, metrics: Metrics) -> None:
         """Write the line of the step; no-op outside of `fit`."""
         if self._file is None:
             return
-        rates = self._rates if "loss" in metrics else {}
+        rates = self.step_numbers if "loss" in metrics else {}
         self._write(training.present_step, training.counters.timestamp, metrics, rates)
 
     def log_image(self, training: Training, name: str, image: Image) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
@@ -36,7 +36,6 @@ class ProgressBar(Logger):
         self._bar: Progress | None = None
         self._pace = Pace(clock, 2)
         self._is_running = False
-        self._rates: dict[str, Any] = {}
         self._saved: int | None = None
         self._began = 0.0, 0.0
         """Time and progress at the beginning of `fit`."""
@@ -77,7 +76,7 @@ class ProgressBar(Logger):
 
     def before_optimizer_step(self, training: Training) -> None:
         """Note the learning rate of the step, which schedulers change after it."""
-        self._rates = rates_of(training.optimizer)
+        self.step_numbers = rates_of(training.optimizer)
 
     def step_end(self, training: Training, metrics: Metrics) -> None:
         """Move the bar, without reading metrics, which may wait for the device."""
@@ -116,7 +115,7 @@ class ProgressBar(Logger):
 
     def _state(self, training: Training, metrics: Metrics) -> list[str]:
         found = [f"loss {metrics['loss']:.4g}"]
-        rates = list(dict.fromkeys(float(rate) for rate in self._rates.values()))
+        rates = list(dict.fromkeys(float(rate) for rate in self.step_numbers.values()))
         found += [f"lr {', '.join(f'{rate:.3g}' for rate in rates[:3])}"] if rates else []
         speeds = self._pace.rates
         names = ("samples", "tokens") if "samples" in speeds or "tokens" in speeds else ("steps",)
