@@ -47,7 +47,9 @@ class StopWhenGood(Callback):
   an error at the first validation.
 * The save of a step comes after its validation and its log, so that callbacks, metrics and log
   of that step are complete when it is made. A run that goes on from one that was made in `step_end`
-  makes up for the validation; the hooks after it are not called again for that step.
+  makes up for the validation and logs the step; the other hooks are not called again for it. What
+  a callback's `log` needs of the step, such as its learning rate, belongs into `step_numbers`, a
+  new dict of numbers at each step: such a checkpoint holds them, and they are set before that log.
 """
 
 
