@@ -31,9 +31,10 @@ from runs import be_a_script
 from train.small import Noisy, make, network
 from train.test_resume import KILL_AT, STEPS, KilledIn, Phase
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:This process .* is multi-threaded:DeprecationWarning"
-)
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
+    pytest.mark.full,
+]
 
 
 class Source(IterableDataset[Tensor]):
@@ -110,13 +111,6 @@ FEATURES: Mapping[str, Callable[[], dict[str, Any]]] = {
     "limits": lambda: {"limits": Limits(train=3, val=1)},
     "overfit": lambda: {"limits": Limits(overfit=2)},
 }
-QUICK = [("optimizers", "validation"), ("swa", "save"), ("stream", "train")]
-OTHERS = [
-    (feature, phase)
-    for feature in FEATURES
-    for phase in get_args(Phase)
-    if (feature, phase) not in QUICK
-]
 
 
 def run(feature: str, phase: Phase, root: str, steps: int, report: Report) -> None:
@@ -131,10 +125,8 @@ def run(feature: str, phase: Phase, root: str, steps: int, report: Report) -> No
     make(Path(root), model=network(), **options).fit(steps)
 
 
-@pytest.mark.parametrize(
-    ("feature", "phase"),
-    [*QUICK, *(pytest.param(*case, marks=pytest.mark.full) for case in OTHERS)],
-)
+@pytest.mark.parametrize("phase", get_args(Phase))
+@pytest.mark.parametrize("feature", FEATURES)
 def test_a_feature_with_a_state_resumes_bit_for_bit_from_a_kill_in_any_phase(
     feature: str, phase: Phase
 ) -> None:

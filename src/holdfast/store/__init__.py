@@ -54,6 +54,12 @@ def _open_named(where: str) -> Store:
         from holdfast.store.remote import RemoteStore
 
         return RemoteStore(where)
+    if scheme.lower() in ("http", "https"):
+        raise UsageError(
+            f"root {where!r}: a web address can be neither listed nor written. Open the bucket "
+            "behind it by s3://… (with endpoint=… of RemoteStore), gs://… or az://…, or download "
+            "the folder and give its path"
+        )
     raise UsageError(f"root {where!r}: must be a path, s3://…, gs://…, az://… or memory://<name>")
 
 
