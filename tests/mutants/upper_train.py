@@ -121,9 +121,17 @@ MUTANTS: tuple[Mutant, ...] = (
         name="validation-that-was-cut-short-is-forgotten",
         promise="I7: a validation that a signal cut short is done after the resume",
         file="train/training.py",
-        before="        return state | lists\n",
+        before="        return state | {name: value for name, value in more.items() if value}\n",
         after="        return state\n",
         near=("tests/train/test_counters.py",),
+    ),
+    Mutant(
+        name="log-of-a-late-validation-lacks-the-step-s-numbers",
+        promise="I7: a resume that makes up for a validation logs all numbers of its step",
+        file="train/callbacks/calling.py",
+        before="            item.step_numbers = numbers.get(name, {})\n",
+        after="            pass\n",
+        near=("tests/train/evaluation/test_made_up.py",),
     ),
     Mutant(
         name="validation-draws-from-the-generators-of-training",

@@ -97,6 +97,7 @@ def lines(root: Path) -> list[Any]:
 def test_the_resume_logs_what_the_step_would_have_logged(
     tmp_path: Path, interruptions: list[Callable[[], Callback]]
 ) -> None:
+    """Invariant 7."""
     straight = trained(tmp_path / "straight")
     for made in interruptions:
         with pytest.raises((Killed, SystemExit)):
