@@ -77,7 +77,7 @@ ROOTS = (
         name="pin-not-looked-for-before-a-deletion",
         promise="R20: retention never removes a pinned checkpoint",
         file="engine/claims/deletion.py",
-        before="        if is_held(register, marks):\n            return _NOT_REMOVED\n",
+        before="        if is_held(register, marks) and not even_held:\n            return _NOT_REMOVED\n",
         after="        if not marks:\n            return _NOT_REMOVED\n",
         near=(COMMIT,),
     ),
@@ -354,7 +354,7 @@ LOADING = (
     Mutant(
         name="digest-of-a-document-not-compared-in-a-load",
         promise="R15: a flipped bit in an index or a tree is found",
-        file="engine/loading/load.py",
+        file="engine/loading/documents.py",
         before="        if digest == entry.digest or not verify:\n",
         after="        if digest or not verify:\n",
         near=("tests/engine/loading/test_load.py", DAMAGE),

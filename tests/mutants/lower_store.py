@@ -122,8 +122,8 @@ MUTANTS: tuple[Mutant, ...] = (
         name="short-write-taken-as-whole",
         promise="I2: files are durable with the planned size",
         file="store/local/files.py",
-        before="        done += os.pwrite(fd, data[done:], start + done)",
-        after="        os.pwrite(fd, data[done:], start + done)\n        done = len(data)",
+        before="        done += write_at(fd, data[done:], start + done)",
+        after="        write_at(fd, data[done:], start + done)\n        done = len(data)",
         near=("tests/store/local/test_failures.py", "tests/store/local/test_blocks.py"),
     ),
     Mutant(
@@ -154,8 +154,8 @@ MUTANTS: tuple[Mutant, ...] = (
         name="lock-on-a-renamed-draft-counts",
         promise="I9: of processes that fetch the same piece one does, and none gets half of it",
         file="store/local/pieces.py",
-        before="        if _try_lock(fd) and _is_at(fd, path):\n            os.ftruncate(fd, 0)",
-        after="        if _try_lock(fd):\n            os.ftruncate(fd, 0)",
+        before="        if try_lock(fd) and _is_at(fd, path):\n            os.ftruncate(fd, 0)",
+        after="        if try_lock(fd):\n            os.ftruncate(fd, 0)",
         near=("tests/store/local/test_pieces.py",),
     ),
     Mutant(

@@ -25,8 +25,8 @@ MUTANTS: tuple[Mutant, ...] = (
         name="closed-claim-in-two-tiers-proves-a-commit",
         promise="R22: of two tiers one may have the files of what was never committed there",
         file="engine/roots/lost.py",
-        before="                return None if claim.tiered else claim.resumed_from\n",
-        after="                return claim.resumed_from\n",
+        before="= is_closed and not self._is_tiered(name.epoch)",
+        after="= is_closed",
         near=("tests/engine/roots/test_lost.py", "tests/engine/tiers"),
     ),
     Mutant(

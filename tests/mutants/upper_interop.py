@@ -218,12 +218,12 @@ MUTANTS: tuple[Mutant, ...] = (
         near=_TRAINERS,
     ),
     Mutant(
-        name="file-that-ends-gives-zeros",
-        promise="I5: bytes that a file does not have are an error",
-        file="interop/files.py",
-        before="            if not count:\n                raise",
-        after="            if not count:\n                return\n                raise",
-        near=_TORCH,
+        name="numbers-that-are-not-finite-may-differ",
+        promise="I5: a difference of NaN and a number is never within a limit",
+        file="interop/comparing/pairs.py",
+        before='self.what in ("values", "dtype") and not self.unmatched',
+        after='self.what in ("values", "dtype")',
+        near=("tests/interop/comparing",),
     ),
     Mutant(
         name="chunks-that-do-not-tile",
