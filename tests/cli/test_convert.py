@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,22 @@ def test_roots_and_checkpoints_are_not_files_of_other_libraries(
     foreign = [file, tmp_path]
     own = [root, checkpoint, f"{root}@latest", "s3://bucket/run", tmp_path / "missing"]
     assert [child.is_foreign(str(one)) for one in (*foreign, *own)] == [True] * 2 + [False] * 5
+
+
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo, lambda path: Path(path).write_text("{}")])
+def test_a_manifest_that_is_none_of_ours_lifts_no_limits(
+    file: Path, tmp_path: Path, make: Callable[[Path], object]
+) -> None:
+    file.rename(tmp_path / "model.safetensors")
+    make(tmp_path / "manifest.json")
+    assert child.is_foreign(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "x" * 5000, "a/" * 3000])
+def test_a_name_that_no_file_can_have_is_one_of_nothing(name: str, holdfast: Any) -> None:
+    done = holdfast("tree", name)
+    assert done.code == 3
+    assert "there is no such file or folder" in done.err
 
 
 def test_a_foreign_file_is_read_in_a_child_that_has_the_answer(file: Path, tmp_path: Path) -> None:

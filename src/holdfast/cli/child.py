@@ -14,7 +14,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import wraps
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -74,10 +73,10 @@ def _texts(value: Any) -> list[str]:
 
 def is_foreign(text: str) -> bool:
     """Whether a text names a local file or folder that is neither a root nor a checkpoint."""
-    path = Path(text)
-    return path.exists() and not any(
-        (path / name).exists() for name in ("writers", "manifest.json")
-    )
+    from holdfast.interop.sources.checkpoint import recognises
+
+    # As `open_source` decides, or files of ours beside others would lift the limits.
+    return os.path.exists(text) and not recognises(text)
 
 
 def open_limited(text: str) -> Source:

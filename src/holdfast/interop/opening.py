@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
-from holdfast.errors import FormatError, NoCheckpoint
+from holdfast.errors import FormatError, NoCheckpoint, StoreError
 from holdfast.interop.source import Source
 from holdfast.interop.sources import (
     cerebras,
@@ -33,10 +34,19 @@ def open_source(
         NoCheckpoint: nothing exists there.
         FormatError: it is in no known format, or damaged.
         SealError: the checkpoint is encrypted for other keys, or not encrypted.
+        StoreError: it cannot be read.
     """
     if checkpoint.recognises(text):
         return checkpoint.CheckpointSource(text, encrypt=encrypt)
-    path = Path(text)
+    if not os.path.exists(text):  # unlike `Path.exists`, of a name that is too long, too
+        raise NoCheckpoint(f"{text}: there is no such file or folder")
+    try:
+        return _open_file(Path(text), key)
+    except OSError as err:
+        raise StoreError(f"{text}: cannot be read: {err.strerror}") from err
+
+
+def _open_file(path: Path, key: bytes | None) -> Source:
     if dcpfolder.recognises(path):
         return dcpfolder.DcpFolder(path)
     if trainers.recognises(path):
@@ -53,6 +63,4 @@ def open_source(
         return mindspore.MindSporeFile(path, key=key)
     if huggingface.recognises(path):
         return huggingface.HuggingFaceFolder(path, open_source)
-    if not path.exists():
-        raise NoCheckpoint(f"{text}: there is no such file or folder")
-    raise FormatError(f"{text}: no known format; docs/converting.md lists those that can be read")
+    raise FormatError(f"{path}: no known format; docs/converting.md lists those that can be read")

@@ -10,6 +10,7 @@ import os
 import re
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ from holdfast.interop.blocks import CheckedBlocks
 from holdfast.interop.boxes import Part as BoxPart
 from holdfast.interop.boxes import overlaps
 from holdfast.interop.source import LeftOut, Part, Source
+from holdfast.interop.sources.recognising import first_bytes
 from holdfast.keys import Encryption
 from holdfast.store import open_store
 from holdfast.store.base import Store
@@ -56,8 +58,7 @@ def recognises(text: str) -> bool:
 
 
 def _is_ours(folder: str) -> bool:
-    with open(os.path.join(folder, layout.MANIFEST), "rb") as file:
-        return _MARK.match(file.read(64)) is not None
+    return _MARK.match(first_bytes(Path(folder, layout.MANIFEST), 64)) is not None
 
 
 @dataclass(frozen=True, slots=True)

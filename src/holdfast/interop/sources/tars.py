@@ -23,6 +23,7 @@ from typing_extensions import override
 
 from holdfast.errors import CorruptData, FormatError, LimitExceeded, UsageError
 from holdfast.interop.files import LocalFile
+from holdfast.interop.sources.recognising import first_bytes
 from holdfast.interop.sources.torchfile import TorchFile
 
 MEMBER = "composer_states.pt"
@@ -53,12 +54,11 @@ _SIGNATURES: tuple[tuple[bytes, str], ...] = (
 
 def recognises(path: Path) -> bool:
     """Whether a file is a tar, or compressed in one of the ways that Composer knows."""
-    return path.is_file() and _kind(path) is not None
+    return _kind(path) is not None
 
 
 def _kind(path: Path) -> str | None:
-    with path.open("rb") as file:
-        first = file.read(512)
+    first = first_bytes(path, 512)
     if first[257:262] == b"ustar":
         return "tar"
     found = next((kind for sign, kind in _SIGNATURES if first.startswith(sign)), None)

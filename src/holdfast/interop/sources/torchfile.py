@@ -24,6 +24,7 @@ from holdfast.interop.pickles.names import CONSTANTS, CONSTRUCTORS, SETTERS, che
 from holdfast.interop.pickles.parts import Converted, check_claims, convert
 from holdfast.interop.pickles.values import Refusal, Span, Storage, StorageKind
 from holdfast.interop.source import LeftOut, Part, Source
+from holdfast.interop.sources.recognising import first_bytes
 from holdfast.interop.sources.zips import Member, Zip
 
 _ZIP = b"PK\x03\x04"
@@ -38,10 +39,7 @@ Layouts: TypeAlias = Callable[[Any], Layout]
 
 def recognises(path: Path) -> bool:
     """Whether a file begins as one of `torch.save` or a pickle does."""
-    if not path.is_file():
-        return False
-    with path.open("rb") as file:
-        first = file.read(len(_LEGACY))
+    first = first_bytes(path, len(_LEGACY))
     if first.startswith(_ZIP):
         return path.suffix not in (".npz", ".zip", ".keras") or _has_pickle(path)
     is_pickle = first[:1] == b"\x80" and len(first) > 1 and 2 <= first[1] <= 5
