@@ -189,6 +189,22 @@ def test_the_child_has_no_more_memory_than_its_limit_unless_the_file_is_trusted(
     assert limited(file, body, trust=True).returncode == 0
 
 
+def test_trust_lifts_the_bounds_on_a_pickle(tmp_path: Path, holdfast: Any) -> None:
+    torch.save({"x": torch.zeros(1).expand(20 << 20)}, tmp_path / "large.pt")
+    assert "--trust lifts this limit" in refused(holdfast, "tree", tmp_path / "large.pt")
+    assert "20971520" in holdfast("tree", tmp_path / "large.pt", "--trust").out.replace(",", "")
+
+
+def refused(holdfast: Any, *arguments: Any) -> str:
+    """Run in this process what the child runs, and return why it was refused."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(child, "_limit", lambda: None)
+        patch.setenv(child.VARIABLE, "1")
+        done = holdfast(*arguments)
+    assert done.code == 1
+    return str(done.err)
+
+
 def test_the_child_ends_when_opening_takes_too_long(file: Path) -> None:
     body = (
         "import time, holdfast.interop.opening as opening; child.OPENING_S = 0.2; "

@@ -52,7 +52,12 @@ def limited(*arguments: str) -> Callable[[Callable[..., T]], Callable[..., T]]:
         def command(*, trust: bool, **given: Any) -> T:
             foreign = [text for name in arguments for text in _texts(given[name])]
             foreign = [text for text in foreign if is_foreign(text)]
-            if trust or not foreign or not _has_limits():
+            if trust:
+                from holdfast.interop.pickles.budget import trusting
+
+                with trusting():
+                    return function(**given)
+            if not foreign or not _has_limits():
                 return function(**given)
             if VARIABLE not in os.environ:
                 click.get_current_context().exit(_run(foreign))

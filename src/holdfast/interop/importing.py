@@ -211,6 +211,7 @@ def import_checkpoint(
     rename: Mapping[str, str] | None = None,
     optimizer: str | None = None,
     parameters: Collection[str] = (),
+    trust: bool = False,
 ) -> Checkpoint:
     """Save a checkpoint or a file of weights of any known format as a new checkpoint of a run.
 
@@ -219,6 +220,7 @@ def import_checkpoint(
     is the class of an optimizer whose options do not tell it, `parameters` the names of the model's
     parameters in its order, where the file does not keep it: `[name for name, _ in
     model.named_parameters()]`. Keeps a few blocks in memory, and runs nothing of the source.
+    `trust` lifts the bounds on the number of values in the source.
     `notes` say what was left out, and what cannot be resumed from.
 
     Raises:
@@ -229,7 +231,7 @@ def import_checkpoint(
         OwnedElsewhere: a live process owns the run.
     """
     rules = Rules((rename or {}).items())
-    with open_source(os.fspath(source)) as opened:
+    with open_source(os.fspath(source), trust=trust) as opened:
         plan = plan_import(
             opened,
             components=components,

@@ -51,13 +51,15 @@ def load_file(
     *,
     which: int | str | None = None,
     encrypt: Encryption | None = None,
+    trust: bool = False,
 ) -> LazyFile:
     """Open a checkpoint, or a file of weights of any known format; no code in it is run.
 
     `source` is a root (its newest checkpoint), `root@which`, the folder of a checkpoint, a store,
     where `which` selects another than the newest, or a file or folder of another library. No
-    tensor is read before it is asked for. `encrypt` has the keys of encrypted checkpoints. Close
-    it, or use it in a `with` statement: a checkpoint is kept from deletion while it is open.
+    tensor is read before it is asked for. `encrypt` has the keys of encrypted checkpoints.
+    `trust` lifts the bounds on the number of values in a file of another library. Close the file,
+    or use it in a `with` statement: a checkpoint is kept from deletion while it is open.
 
     Raises:
         NoCheckpoint: nothing exists there.
@@ -65,11 +67,15 @@ def load_file(
         SealError: it is encrypted for other keys, or not encrypted.
         UsageError: `which` is given for a source that is not a store.
     """
-    return LazyFile(open_any(source, which=which, encrypt=encrypt))
+    return LazyFile(open_any(source, which=which, encrypt=encrypt, trust=trust))
 
 
 def open_any(
-    source: str | os.PathLike[str] | Store, *, which: int | str | None, encrypt: Encryption | None
+    source: str | os.PathLike[str] | Store,
+    *,
+    which: int | str | None,
+    encrypt: Encryption | None,
+    trust: bool = False,
 ) -> Source:
     """Open what `load_file` takes; raises as it does."""
     if not isinstance(source, str | os.PathLike):
@@ -77,7 +83,7 @@ def open_any(
     text = os.fspath(source)
     if which is not None:
         raise UsageError(f"which={which!r}: of a path or a URL, write {text}@{which}")
-    return open_source(text, encrypt=encrypt)
+    return open_source(text, encrypt=encrypt, trust=trust)
 
 
 class LazyFile(Mapping[str, "LazyTensor"]):

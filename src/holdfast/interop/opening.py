@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from pathlib import Path
 
 from holdfast.errors import FormatError, NoCheckpoint, StoreError
+from holdfast.interop.pickles.budget import trusting
 from holdfast.interop.source import Source
 from holdfast.interop.sources import (
     cerebras,
@@ -22,13 +24,18 @@ from holdfast.keys import Encryption
 
 
 def open_source(
-    text: str, *, encrypt: Encryption | None = None, key: bytes | None = None
+    text: str,
+    *,
+    encrypt: Encryption | None = None,
+    key: bytes | None = None,
+    trust: bool = False,
 ) -> Source:
     """Open a checkpoint or a file of weights of any known format.
 
     `text` is `ROOT`, `ROOT@which` or the folder of a checkpoint, also as a URL, or a local file or
     folder of another library. `encrypt` has the keys of encrypted checkpoints,
-    `key` is that of a file which another library encrypted.
+    `key` is that of a file which another library encrypted. `trust` lifts the bounds on the number
+    of values in a file, and on the memory that they take; it still runs nothing.
 
     Raises:
         NoCheckpoint: nothing exists there.
@@ -41,7 +48,8 @@ def open_source(
     if not os.path.exists(text):  # unlike `Path.exists`, of a name that is too long, too
         raise NoCheckpoint(f"{text}: there is no such file or folder")
     try:
-        return _open_file(Path(text), key)
+        with trusting() if trust else nullcontext():
+            return _open_file(Path(text), key)
     except OSError as err:
         raise StoreError(f"{text}: cannot be read: {err.strerror}") from err
 

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.errors import CorruptData, FormatError
+from holdfast.errors import CorruptData, FormatError, LimitExceeded
 from holdfast.format.nodes import (
     ArrayRef,
     DeviceName,
@@ -28,14 +28,26 @@ from holdfast.format.nodes import (
     TensorRef,
 )
 from holdfast.interop.files import LocalFile
+from holdfast.interop.lazy import load_file
 from holdfast.interop.opening import open_source
 from holdfast.interop.pickles import values
+from holdfast.interop.pickles.budget import Budget
 from holdfast.interop.reading import pieces
 from holdfast.interop.source import Source
 from holdfast.interop.sources.torchfile import read_pickle
 from holdfast.state.leaves import TORCH_DTYPES
 
 WAYS = ("zip", "legacy", "pickle 2", "pickle 4", "pickle 5")
+
+
+LARGE = {
+    "more memory": b"\x80\x02" + b"\x8f0" * 600_000 + b"}.",
+    "operations": b"\x80\x02" + b"N" * 1_000 + b"}.",
+    "values": pickle.dumps([[[None] * 1000] * 1000] * 5),
+    "the paths": pickle.dumps({"x" * 2000: [[np.zeros(1)] * 200] * 200}),
+    "claim to be": None,
+}
+"""Files that cost more than one may by default; by a part of the message."""
 
 
 def save(value: Any, path: Path, way: str) -> None:
@@ -301,3 +313,27 @@ def test_members_of_a_zip_file_that_overlap_are_refused_as_such(tmp_path: Path) 
     (tmp_path / "w.pt").write_bytes(data)
     with pytest.raises(FormatError, match="overlaps another member"):
         open_source(str(tmp_path / "w.pt"))
+
+
+@pytest.mark.parametrize("message", LARGE)
+def test_trust_lifts_each_bound_on_the_values_of_a_file_and_the_error_says_so(
+    tmp_path: Path, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R27: a large checkpoint of its own user must have a way in."""
+    path, data = tmp_path / "large.pkl", LARGE[message]
+    if data is None:
+        torch.save({"x": torch.zeros(1).expand(20 << 20)}, path)
+    else:
+        path.write_bytes(data)
+    if message == "operations":
+        monkeypatch.setattr(Budget.__init__, "__kwdefaults__", {"operations": 100, "nbytes": 9999})
+    with pytest.raises(LimitExceeded, match=rf"{message}.*--trust.*trust=True"):
+        open_source(str(path))
+    with (
+        load_file(path, trust=True)
+        if message == "operations"
+        else open_source(str(path), trust=True)
+    ):
+        pass
+    with pytest.raises(LimitExceeded):
+        open_source(str(path))

@@ -220,6 +220,7 @@ def export_checkpoint(
     config: str | os.PathLike[str] | None = None,
     dtype: Dtype | None = None,
     shard_nbytes: int | None = None,
+    trust: bool = False,
 ) -> Exported:
     """Write a checkpoint, or a file of weights of any known format, in another library's format.
 
@@ -227,7 +228,8 @@ def export_checkpoint(
     `hf-trainer` (a Trainer's checkpoint folder), `lightning` (a `.ckpt`). `components` are those
     to write, `rename` maps patterns of the names in the model to new ones, `config` is a file or a
     folder of files that lie beside the weights, `dtype` that of the weights of floats. `out` must
-    not exist; it appears when it is whole. Keeps a few pieces in memory.
+    not exist; it appears when it is whole. Keeps a few pieces in memory. `trust` lifts the bounds
+    on the number of values in a file of another library.
 
     Raises:
         NoCheckpoint: nothing exists at `source`.
@@ -244,5 +246,5 @@ def export_checkpoint(
         shard_nbytes=shard_nbytes,
     )
     expect_free(Path(out))
-    with open_source(os.fspath(source)) as opened:
+    with open_source(os.fspath(source), trust=trust) as opened:
         return Export(opened, options).write(Path(out))

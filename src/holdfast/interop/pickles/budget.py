@@ -2,9 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 from holdfast.errors import LimitExceeded
+
+LIFTED = "if you trust the file, --trust lifts this limit, or trust=True in Python"
+_IS_TRUSTED = ContextVar("is_trusted", default=False)
+
+
+@contextmanager
+def trusting() -> Iterator[None]:
+    """Open files of others without bounds on their number of values and on memory."""
+    token = _IS_TRUSTED.set(True)
+    try:
+        yield
+    finally:
+        _IS_TRUSTED.reset(token)
+
+
+def bound(most: int) -> int:
+    """Return a bound; one that nothing reaches while a file is opened that the user trusts."""
+    return 1 << 62 if _IS_TRUSTED.get() else most
 
 
 @dataclass(slots=True, kw_only=True)
@@ -20,6 +41,9 @@ class Budget:
     nbytes: int = 128 << 20
     """Memory of the values."""
 
+    def __post_init__(self) -> None:
+        self.operations, self.nbytes = bound(self.operations), bound(self.nbytes)
+
     def charge(self, nbytes: int) -> None:
         """Take from the memory that is left.
 
@@ -28,7 +52,9 @@ class Budget:
         """
         self.nbytes -= nbytes
         if self.nbytes < 0:
-            raise LimitExceeded("its values need more memory than a pickle may take here")
+            raise LimitExceeded(
+                f"its values need more memory than a pickle may take here; {LIFTED}"
+            )
 
 
 MAX_LEAF_NBYTES = 16 << 20

@@ -16,6 +16,7 @@ from typing import Any, NoReturn, TypeAlias
 from holdfast.errors import CorruptData, FormatError, HoldfastError, LimitExceeded
 from holdfast.format.nodes import DtypeName
 from holdfast.interop.pickles.budget import (
+    LIFTED,
     MAX_INT_NBYTES,
     MAX_KEY_VALUES,
     MAX_LEAF_NBYTES,
@@ -106,7 +107,9 @@ class Machine:
                     return self._stack.pop()
                 left -= 1
                 if left < 0:
-                    raise LimitExceeded("has more operations than a pickle may have here")
+                    raise LimitExceeded(
+                        f"has more operations than a pickle may have here; {LIFTED}"
+                    )
                 operation = operations.get(code)
                 if operation is None:
                     self._unknown(code)

@@ -25,6 +25,7 @@ from holdfast.format.nodes import (
 )
 from holdfast.format.objects import join
 from holdfast.format.tensors import ITEM_NBYTES, TensorSpec
+from holdfast.interop.pickles.budget import LIFTED, bound
 from holdfast.interop.pickles.names import enumerated
 from holdfast.interop.pickles.values import (
     ArrayValue,
@@ -131,6 +132,7 @@ class _Shared:
 class _Builder:
     def __init__(self, where: str) -> None:
         self._where = where
+        self._max_values, self._max_paths_nbytes = bound(MAX_VALUES), bound(MAX_PATHS_NBYTES)
         self.specs: dict[str, TensorSpec] = {}
         self.places: dict[str, Place] = {}
         self.left_out: list[LeftOut] = []
@@ -163,10 +165,10 @@ class _Builder:
 
     def _spend(self, weight: int) -> None:
         self._weight += weight
-        if self._weight > MAX_VALUES:
+        if self._weight > self._max_values:
             raise LimitExceeded(
                 f"{self._where}: more than {MAX_VALUES:,} values, shared ones counted as often as "
-                "they are used"
+                f"they are used; {LIFTED}"
             )
 
     def _text(self, path: _Path) -> str:
@@ -181,8 +183,8 @@ class _Builder:
 
     def _spend_paths(self, nbytes: int) -> None:
         self._paths_nbytes += nbytes
-        if self._paths_nbytes > MAX_PATHS_NBYTES:
-            raise LimitExceeded(f"{self._where}: the paths of its tensors are too long")
+        if self._paths_nbytes > self._max_paths_nbytes:
+            raise LimitExceeded(f"{self._where}: the paths of its tensors are too long; {LIFTED}")
 
     def _out(self, path: _Path, why: str) -> Any:
         if len(self.left_out) < MAX_LEFT_OUT:
@@ -404,9 +406,9 @@ def check_claims(converted: Mapping[str, Converted], *, file_nbytes: int, what: 
         for one in converted.values()
         for spec in one.part.specs.values()
     )
-    if claimed > max(8 * file_nbytes, 64 << 20):
+    if claimed > bound(max(8 * file_nbytes, 64 << 20)):
         raise LimitExceeded(
-            f"{what}: {file_nbytes:,} bytes claim to be tensors of {claimed:,} bytes"
+            f"{what}: {file_nbytes:,} bytes claim to be tensors of {claimed:,} bytes; {LIFTED}"
         )
 
 

@@ -22,6 +22,7 @@ from holdfast.errors import CorruptData, FormatError, LimitExceeded
 from holdfast.format.nodes import ArrayRef, TensorRef
 from holdfast.format.tensors import ITEM_NBYTES, TensorSpec, check_shape
 from holdfast.interop.files import LocalFile
+from holdfast.interop.pickles.budget import LIFTED, bound
 from holdfast.interop.source import LeftOut, Part, Source
 from holdfast.interop.sources.hdf5 import SIGNATURE, Chunked, Contiguous, Dataset, Hdf5, read_band
 from holdfast.interop.sources.recognising import first_bytes
@@ -245,8 +246,8 @@ class _Reader:
 
     def _leaf(self, path: str) -> Any:
         self.num_leaves += 1
-        if self.num_leaves > MAX_LEAVES:
-            raise LimitExceeded(f"{self.url}: more than {MAX_LEAVES:,} values")
+        if self.num_leaves > bound(MAX_LEAVES):
+            raise LimitExceeded(f"{self.url}: more than {MAX_LEAVES:,} values; {LIFTED}")
         metadata = self._metadata(path)
         if metadata.get("__LINKED__"):
             path = metadata.get("key", "")

@@ -17,6 +17,7 @@ from holdfast.errors import CorruptData, FormatError, LimitExceeded
 from holdfast.format.nodes import TensorRef
 from holdfast.format.tensors import ITEM_NBYTES, MAX_DIMS, TensorSpec, check_shape
 from holdfast.interop.files import LocalFile
+from holdfast.interop.pickles.budget import LIFTED, bound
 from holdfast.interop.source import LeftOut, Part, Source
 from holdfast.interop.sources.mindspore_cipher import DecryptedFile, cipher_of
 from holdfast.interop.sources.protobuf import LEN, VARINT, Field, Wire
@@ -144,8 +145,8 @@ class MindSporeFile(Source):
         wire, found = Wire(self._file), dict[str, _Value]()
         last, twice, maps = "", [], set[str]()
         for number, entry in enumerate(wire.fields(0, stop)):
-            if number >= MAX_VALUES:
-                raise LimitExceeded(f"{self.url}: more than {MAX_VALUES:,} tensors")
+            if number >= bound(MAX_VALUES):
+                raise LimitExceeded(f"{self.url}: more than {MAX_VALUES:,} tensors; {LIFTED}")
             if entry.number != 1 or entry.wire_type != LEN:
                 raise CorruptData(f"{self.url}: field {entry.number} where a tensor should begin")
             name, tensor = self._named(wire, entry)

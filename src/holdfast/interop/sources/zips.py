@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from holdfast.errors import CorruptData, FormatError, LimitExceeded
 from holdfast.interop.files import LocalFile
+from holdfast.interop.pickles.budget import LIFTED, bound
 
 MAX_DIRECTORY_NBYTES = 48 << 20
 MAX_MEMBERS = 400_000
@@ -49,8 +50,8 @@ class Zip:
         """
         self._file = file
         self._directory, nbytes, count = _find_directory(file)
-        if nbytes > MAX_DIRECTORY_NBYTES or count > MAX_MEMBERS:
-            raise LimitExceeded(f"{file.name}: a zip directory of {count:,} members")
+        if nbytes > bound(MAX_DIRECTORY_NBYTES) or count > bound(MAX_MEMBERS):
+            raise LimitExceeded(f"{file.name}: a zip directory of {count:,} members; {LIFTED}")
         self.members = self._read_members(file.read(self._directory, nbytes), count)
         self._check_places()
 
