@@ -77,8 +77,8 @@ ROOTS = (
         name="pin-not-looked-for-before-a-deletion",
         promise="R20: retention never removes a pinned checkpoint",
         file="engine/claims/deletion.py",
-        before="        if is_held(register, marks) and not even_held:\n            return _NOT_REMOVED\n",
-        after="        if not marks:\n            return _NOT_REMOVED\n",
+        before="is_held(register, marks) and not even_held:\n            return _NOT_REMOVED\n",
+        after="not marks:\n            return _NOT_REMOVED\n",
         near=(COMMIT,),
     ),
     Mutant(

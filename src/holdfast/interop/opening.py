@@ -58,7 +58,7 @@ def _open_file(path: Path, key: bytes | None) -> Source:
     if dcpfolder.recognises(path):
         return dcpfolder.DcpFolder(path)
     if trainers.recognises(path):
-        return trainers.TrainerFolder(path)
+        return trainers.TrainerFolder(path, open_source)
     if safetensors.recognises(path):
         return safetensors.SafetensorsFile(path)
     if cerebras.recognises(path):

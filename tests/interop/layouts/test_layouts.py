@@ -156,11 +156,13 @@ def test_a_folder_of_accelerate(tmp_path: Path, trained: Any) -> None:
             "rng": "tree",
             "rng1": "tree",
             "state": "tree",
+            "files": "tree",
         }
         assert source.part("state").tree == {"count": 3}
         assert source.part("rng1").tree["random_state"] == random.getstate()
         assert torch.equal(bits(source, "model1", "weight"), trained[0].weight)
-        assert [one.path for one in source.left_out] == ["notes.txt"]
+        assert {*source.part("files").tree} == {"notes.txt"}
+        assert source.left_out == []
 
 
 def _trainer(folder: Path, trained: Any) -> dict[str, torch.Tensor]:
@@ -169,7 +171,8 @@ def _trainer(folder: Path, trained: Any) -> dict[str, torch.Tensor]:
     first, second = ({"a.w": torch.randn(4, 2)}, {"b.w": torch.randn(3), "c": torch.ones(2)})
     save_file(first, folder / "model-00001-of-00002.safetensors")
     save_file(second, folder / "model-00002-of-00002.safetensors")
-    places = {"a.w": "model-00001-of-00002.safetensors"}
+    places = dict.fromkeys(first, "model-00001-of-00002.safetensors")
+    places |= dict.fromkeys(second, "model-00002-of-00002.safetensors")
     index = {"metadata": {}, "weight_map": places}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     torch.save(optimizer.state_dict(), folder / "optimizer.pt")
@@ -178,6 +181,7 @@ def _trainer(folder: Path, trained: Any) -> dict[str, torch.Tensor]:
         {"python": random.getstate(), "cpu": torch.get_rng_state()}, folder / "rng_state.pth"
     )
     torch.save(math.sin, folder / "training_args.bin")
+    (folder / "tokenizer.json").write_text("{}")
     state = {"global_step": 30, "log_history": [{"loss": math.nan}]}
     (folder / "trainer_state.json").write_text(json.dumps(state))
     return first | second
@@ -187,7 +191,8 @@ def test_a_folder_of_the_trainer_of_transformers(tmp_path: Path, trained: Any) -
     weights = _trainer(tmp_path / "checkpoint-30", trained)
     with open_source(str(tmp_path / "checkpoint-30")) as source:
         assert (source.format, source.step) == ("hf-trainer", 30)
-        assert [*source.parts] == ["model", "optimizer", "rng", "scheduler", "trainer"]
+        assert [*source.parts] == ["model", "optimizer", "rng", "scheduler", "trainer", "files"]
+        assert {*source.part("files").tree} == {"tokenizer.json"}
         assert source.part("model").kind == "module"
         for key, tensor in weights.items():
             assert torch.equal(bits(source, "model", key), tensor)
@@ -198,8 +203,33 @@ def test_a_folder_of_the_trainer_of_transformers(tmp_path: Path, trained: Any) -
 def test_a_tensor_in_two_shards_is_refused(tmp_path: Path, trained: Any) -> None:
     _trainer(tmp_path / "c", trained)
     save_file({"a.w": torch.ones(1)}, tmp_path / "c" / "model-00002-of-00002.safetensors")
-    with pytest.raises(FormatError, match=r"'a\.w'.*another shard"):
+    with pytest.raises(FormatError, match=r"'a\.w' is in .* and in "):
         open_source(str(tmp_path / "c"))
+
+
+@pytest.mark.parametrize(
+    "name", ["model-00002-of-00002.safetensors", "model.safetensors.index.json"]
+)
+def test_weights_without_all_their_shards_are_refused(
+    tmp_path: Path, trained: Any, name: str
+) -> None:
+    _trainer(tmp_path / "c", trained)
+    (tmp_path / "c" / name).unlink()
+    with pytest.raises(FormatError, match="is missing"):
+        open_source(str(tmp_path / "c"))
+
+
+def test_names_that_a_config_ties_are_in_a_folder_of_the_trainer_too(
+    tmp_path: Path, trained: Any
+) -> None:
+    _trainer(tmp_path / "c", trained)
+    for path in (tmp_path / "c").glob("model*"):
+        path.unlink()
+    save_file({"model.embed_tokens.weight": torch.ones(2)}, tmp_path / "c" / "model.safetensors")
+    (tmp_path / "c" / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    with open_source(str(tmp_path / "c")) as source:
+        assert {*source.part("model").tree} == {"model.embed_tokens.weight", "lm_head.weight"}
+        assert len(source.part("model").specs) == 1
 
 
 def test_a_damaged_file_in_a_folder_is_refused_by_its_name(tmp_path: Path, trained: Any) -> None:

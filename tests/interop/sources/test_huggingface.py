@@ -152,6 +152,27 @@ def test_what_is_not_carried_along_is_listed_with_the_reason(
         }
 
 
+def test_a_link_out_of_the_folder_is_not_carried_along_but_one_into_the_cache_is(
+    tmp_path: Path,
+) -> None:
+    """R27: what is elsewhere, such as a key, must not get into a checkpoint."""
+    folder = tmp_path / "models--a" / "snapshots" / "1"
+    folder.mkdir(parents=True)
+    (tmp_path / "secret").write_text("s")
+    (tmp_path / "models--a" / "blobs").mkdir()
+    blob = tmp_path / "models--a" / "blobs" / "12ab"
+    blob.write_text("{}")
+    save_file({"w": torch.ones(1)}, folder / "model.safetensors")
+    (folder / "vocab.txt").symlink_to("../../../secret")
+    (folder / "config.json").symlink_to("../../blobs/12ab")
+    (folder / "again.json").symlink_to("config.json")
+    with open_source(str(folder)) as source:
+        assert {*source.part("files").tree} == {"again.json", "config.json"}
+        assert [(one.path, one.why) for one in source.left_out] == [
+            ("vocab.txt", "a link that leads out of the folder")
+        ]
+
+
 @pytest.mark.parametrize(
     "name",
     [

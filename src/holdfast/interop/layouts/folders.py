@@ -29,10 +29,8 @@ _PATTERNS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
 )
 _WHY = {
     "training_args.bin": "a pickle of the Trainer's arguments, which only its code can read",
-    "model.safetensors.index.json": "",
-    "pytorch_model.bin.index.json": "",
-    STATE_FILE: "",
 }
+_ABOUT = ("model.safetensors.index.json", "pytorch_model.bin.index.json", STATE_FILE)
 _FORMATS = (
     ("hf-trainer", (STATE_FILE,)),
     ("accelerate", ("random_states_0.pkl", "optimizer.bin")),
@@ -48,6 +46,8 @@ class FolderLayout:
     components: dict[str, list[str]] = field(default_factory=dict)
     others: dict[str, str] = field(default_factory=dict)
     """Files that are not carried over, with the reason."""
+    files: list[str] = field(default_factory=list)
+    """Files that say something about others."""
 
 
 def folder_layout(names: Sequence[str]) -> FolderLayout | None:
@@ -60,8 +60,10 @@ def folder_layout(names: Sequence[str]) -> FolderLayout | None:
         component = _component(name)
         if component is not None:
             found.components.setdefault(component, []).append(name)
-        elif _WHY.get(name, "?"):
-            found.others[name] = _WHY.get(name, "a file beside the state of the training")
+        elif name in _WHY:
+            found.others[name] = _WHY[name]
+        elif name in _ABOUT:
+            found.files.append(name)
     return found
 
 

@@ -5,8 +5,9 @@ The weights are opened as single files; whatever is beside them is carried along
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -62,8 +63,10 @@ class HuggingFaceFolder(Source):
 
     format = "huggingface"
 
-    def __init__(self, path: Path, open_file: Callable[[str], Source]) -> None:
-        """Open the folder; `open_file` opens one file of weights.
+    def __init__(
+        self, path: Path, open_file: Callable[[str], Source], *, without: Collection[str] = ()
+    ) -> None:
+        """Open the folder; `open_file` opens one file of weights. Files in `without` are ignored.
 
         Raises:
             FormatError: an index or a file of weights is damaged, or they do not fit each other.
@@ -77,7 +80,7 @@ class HuggingFaceFolder(Source):
         self.left_out: list[LeftOut] = []
         try:
             used = self._add_weights(path, open_file)
-            self._add_files(path, used)
+            self._add_files(path, used.union(without))
         except BaseException:
             self.close()
             raise
@@ -132,7 +135,7 @@ class HuggingFaceFolder(Source):
         for path in sorted(folder.iterdir()):
             if path.name in used:
                 continue
-            why = _why_left(path, len(specs))
+            why = _why_left(folder, path, len(specs))
             if why is not None:
                 self.left_out.append(LeftOut(path=path.name, why=why))
                 continue
@@ -259,7 +262,7 @@ def _read_json(path: Path, max_nbytes: int) -> Any:
     )
 
 
-def _why_left(path: Path, num_carried: int) -> str | None:
+def _why_left(folder: Path, path: Path, num_carried: int) -> str | None:
     """Return why a file beside the weights is not carried along, or None if it is."""
     if path.is_dir():
         return "a folder"
@@ -267,6 +270,8 @@ def _why_left(path: Path, num_carried: int) -> str | None:
         return "not a regular file"
     if path.name.startswith("."):
         return "a hidden file"
+    if _leads_out(folder, path):
+        return "a link that leads out of the folder"
     if _MODEL_FILE.fullmatch(path.name) or path.name.endswith((*_OTHER_WEIGHTS, ".index.json")):
         return "other weights than those that were opened"
     if path.name.endswith(_PICKLES):
@@ -277,3 +282,14 @@ def _why_left(path: Path, num_carried: int) -> str | None:
     if num_carried >= MAX_CARRIED_FILES:
         return f"more than {MAX_CARRIED_FILES} files"
     return None
+
+
+def _leads_out(folder: Path, path: Path) -> bool:
+    """Whether a file lies elsewhere, also not where huggingface_hub's cache has those of folders.
+
+    It would become a part of a checkpoint, which the user may give to others.
+    """
+    inside, real = Path(os.path.realpath(folder)), Path(os.path.realpath(path))
+    return not real.is_relative_to(inside) and not any(
+        real.parent == cache / "blobs" for cache in inside.parents
+    )

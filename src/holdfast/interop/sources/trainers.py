@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from holdfast.interop.layouts.folders import STATE_FILE, FolderLayout, folder_la
 from holdfast.interop.pickles.parts import convert
 from holdfast.interop.source import LeftOut, Part, Source
 from holdfast.interop.sources import safetensors
+from holdfast.interop.sources.huggingface import ADAPTER, FILES, HuggingFaceFolder
 from holdfast.interop.sources.torchfile import TorchFile
 
 MAX_FILES = 10_000
@@ -42,13 +44,16 @@ def _names(path: Path) -> list[str]:
 
 
 class TrainerFolder(Source):
-    """A folder of a trainer's step as components; each file is opened as a source of its own."""
+    """A folder of a trainer's step as components; each file is opened as a source of its own.
 
-    def __init__(self, path: Path) -> None:
-        """Open every file that holds a component.
+    Weights and the files beside them are read as those of a model's folder.
+    """
+
+    def __init__(self, path: Path, open_file: Callable[[str], Source]) -> None:
+        """Open every file that holds a component; `open_file` opens one file of weights.
 
         Raises:
-            FormatError: the folder is of no trainer, or a file of it is damaged.
+            FormatError: the folder is of no trainer, or a file of it is damaged or missing.
         """
         self.url = str(path)
         layout = folder_layout(_names(path))
@@ -60,19 +65,37 @@ class TrainerFolder(Source):
         self._owners: dict[str, dict[str, tuple[Source, str]]] = {}
         self._stack = ExitStack()
         try:
-            self._add_all(path, layout)
+            self._add_all(path, layout, open_file)
         except BaseException:
             self.close()
             raise
 
-    def _add_all(self, path: Path, layout: FolderLayout) -> None:
+    def _add_all(
+        self, path: Path, layout: FolderLayout, open_file: Callable[[str], Source]
+    ) -> None:
+        weights = layout.components.pop(safetensors.MODEL, [])
+        known = {*layout.files, *layout.others, *chain(*layout.components.values())}
+        folder = self._stack.enter_context(HuggingFaceFolder(path, open_file, without=known))
+        if weights and safetensors.MODEL not in folder.parts:
+            raise FormatError(
+                f"{path}: {weights[0]} is a shard, and the index that names all shards is missing"
+            )
+        self._add_beside(folder, [safetensors.MODEL, ADAPTER, safetensors.METADATA])
         for component, names in layout.components.items():
             self._add(component, path, _without_twins(names, layout.others))
         if (path / STATE_FILE).exists():
             self._add_state(path / STATE_FILE)
+        self._add_beside(folder, [FILES])
+        self.left_out += folder.left_out
         self.left_out += [LeftOut(name, why) for name, why in layout.others.items()]
         if not self.parts:
             raise FormatError(f"{path}: none of its files can be carried over")
+
+    def _add_beside(self, folder: Source, components: Sequence[str]) -> None:
+        for name in components:
+            if name in folder.parts:
+                self.parts[name] = folder.parts[name]
+                self._owners[name] = dict.fromkeys(folder.parts[name].specs, (folder, name))
 
     def _add(self, component: str, folder: Path, names: Sequence[str]) -> None:
         opened = {name: self._open(component, folder / name) for name in names}
