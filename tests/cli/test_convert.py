@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,6 +19,8 @@ from children import environment
 from holdfast.cli import child
 from holdfast.cli.convert import nbytes_of
 from holdfast.errors import UsageError
+
+PEERS = Path(__file__).parents[1] / "golden" / "peers"
 
 
 @pytest.fixture
@@ -156,6 +159,39 @@ def test_a_child_that_dies_names_the_file_and_what_lifts_the_limit(
     assert str(file) in done.err
     assert message in done.err
     assert "--trust" in done.err
+
+
+@pytest.mark.parametrize(
+    ("command", "name", "position", "byte", "message"),
+    [  # HDF5 never ends; it takes all memory
+        ("tree", "lz4.mdl", 24436, 254, "not open after 1 s.*--trust"),
+        ("import", "lz4.mdl", 24436, 254, "not open after 1 s.*--trust"),
+        ("tree", "state.mdl", 891, 32, "cannot be read|more than"),
+    ],
+)
+def test_a_file_on_which_hdf5_hangs_or_takes_all_memory_is_refused_in_time(
+    tmp_path: Path, command: str, name: str, position: int, byte: int, message: str
+) -> None:
+    """R27."""
+    data = bytearray((PEERS / "cerebras" / name).read_bytes())
+    data[position] = byte
+    (tmp_path / name).write_bytes(data)
+    opening_s = 1 if "not open" in message else 40
+    limits = f"child.OPENING_S = {opening_s}; child.DATA_NBYTES = 512 << 20"
+    inner = f"from holdfast.cli import child; {limits}; {child._PROGRAM}"
+    outer = f"from holdfast.cli import child; child._PROGRAM = {inner!r}; {inner}"
+    arguments = (command, name, *(["run"] if command == "import" else []))
+    done = subprocess.run(
+        [sys.executable, "-c", outer, *arguments],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=environment(),
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert re.search(f"{name}.*({message})", done.stderr)
+    assert os.listdir(tmp_path) == [name]
 
 
 LIMITED = """

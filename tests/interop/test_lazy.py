@@ -151,3 +151,20 @@ def test_without_a_model_some_arguments_mean_nothing(path: Path) -> None:
         load_weights(path, component="modle")
     with pytest.raises(UsageError, match="include"):
         load_weights(path, include=["model.nothing"])
+
+
+def test_tensors_in_the_state_of_a_generator_are_lazy_too(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(3)
+    torch.save({"rng": [generator]}, tmp_path / "g.pt")
+    with load_file(tmp_path / "g.pt") as file:
+        [found] = file.tree()["rng"] if file.components == ("state",) else file.tree("rng")
+        assert same(found.members["state"].torch(), generator.get_state())
+
+
+def test_a_row_of_a_packed_vector_of_4_bits_is_two_numbers(tmp_path: Path) -> None:
+    header = b'{"x":{"dtype":"F4","shape":[4],"data_offsets":[0,2]}}'
+    header += b" " * (-len(header) % 8)
+    data = len(header).to_bytes(8, "little") + header + b"\x21\x43"
+    (tmp_path / "w.safetensors").write_bytes(data)
+    with load_file(tmp_path / "w.safetensors") as file:
+        assert np.array_equal(file["x"][1].numpy(), file["x"].numpy()[2:])

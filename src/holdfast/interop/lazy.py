@@ -13,7 +13,7 @@ from typing_extensions import Self, override
 
 from holdfast.arguments import checked
 from holdfast.errors import UsageError
-from holdfast.format.nodes import ArrayRef, TensorRef
+from holdfast.format.nodes import ArrayRef, GeneratorState, TensorRef
 from holdfast.format.tensors import ITEM_NBYTES, TensorSpec
 from holdfast.interop.comparing.numbers import floats
 from holdfast.interop.opening import open_source
@@ -232,7 +232,8 @@ class LazyTensor:
             return raw.view(native).reshape(self.shape)
         numbers = floats(raw, self.dtype)
         if self.dtype == "F4_X2":
-            return numbers.reshape(*self.shape[:-1], 2 * self.shape[-1])
+            *rows, size = self.shape or (1,)
+            return numbers.reshape(*rows, 2 * size)
         return numbers.view("<c8" if self.dtype == "C32" else numbers.dtype).reshape(self.shape)
 
     def torch(self) -> torch.Tensor:
@@ -279,4 +280,6 @@ def _lifted(source: Source, component: str, node: Any) -> Any:
         return {name: _lifted(source, component, inner) for name, inner in node.items()}
     if isinstance(node, list | tuple):
         return type(node)(_lifted(source, component, inner) for inner in node)
+    if isinstance(node, GeneratorState):
+        return GeneratorState(node.kind, _lifted(source, component, node.members))
     return node
