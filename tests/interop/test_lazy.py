@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from holdfast import CheckpointManager, MemoryStore, load_file, load_weights
-from holdfast.errors import UsageError
+from holdfast.errors import StoreError, UsageError
 from holdfast.interop import reading
 
 WEIGHTS = {
@@ -168,3 +169,30 @@ def test_a_row_of_a_packed_vector_of_4_bits_is_two_numbers(tmp_path: Path) -> No
     (tmp_path / "w.safetensors").write_bytes(data)
     with load_file(tmp_path / "w.safetensors") as file:
         assert np.array_equal(file["x"][1].numpy(), file["x"].numpy()[2:])
+
+
+@pytest.mark.parametrize("nbytes", [16, 1 << 20])
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_a_file_that_is_written_anew_in_its_place_is_never_read_as_a_mixture(
+    tmp_path: Path, nbytes: int, is_cut: bool
+) -> None:
+    path = tmp_path / "w.safetensors"
+    save_file({"x": torch.zeros(nbytes, dtype=torch.uint8)}, path)
+    os.utime(path, (1, 1))  # a clock's tick may be longer than this test
+    with load_file(path) as file:
+        assert not file["x"].numpy().any()
+        with path.open("r+b") as writer:
+            if is_cut:
+                writer.truncate(100)
+            else:
+                writer.seek(-1, os.SEEK_END)
+                writer.write(b"x")
+        with pytest.raises(StoreError, match="was written to while it was read"):
+            file["x"].numpy()
+
+
+def test_a_file_in_whose_place_another_is_put_is_read_as_it_was(path: Path) -> None:
+    with load_file(path) as file:
+        save_file({"h.0.weight": torch.zeros(5, 4)}, path.with_name("new"))
+        os.replace(path.with_name("new"), path)
+        assert same(file["h.0.weight"].torch(), WEIGHTS["h.0.weight"])

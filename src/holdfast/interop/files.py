@@ -12,7 +12,7 @@ import numpy as np
 from typing_extensions import override
 
 from holdfast.engine.memory import Buffers
-from holdfast.errors import StoreError
+from holdfast.errors import CorruptData, StoreError
 from holdfast.store.base import ignore
 from holdfast.store.local.reads import DIRECT_NBYTES_MIN, OpenFile, fill
 from holdfast.system import CLOSED_ON_EXEC
@@ -32,7 +32,8 @@ class LocalFile:
         self.name = name
         self._file = OpenFile(descriptor)
         self._buffers = Buffers()
-        self.nbytes = os.fstat(descriptor).st_size
+        self._written = self._now()
+        self.nbytes = self._written[0]
 
     @classmethod
     def open(cls, path: Path) -> LocalFile:
@@ -53,7 +54,7 @@ class LocalFile:
 
         Raises:
             CorruptData: the file ends before them.
-            StoreError: they cannot be read.
+            StoreError: they cannot be read, or the file was written to since it was opened.
         """
         memory = memory.cast("B")
         try:
@@ -61,8 +62,18 @@ class LocalFile:
                 self._fill(memory, start, direct=False)
             else:
                 self._read_pages(start, memory)
+            is_same = self._now() == self._written
         except OSError as error:
             raise StoreError(f"{self.name}: cannot be read: {error.strerror}") from error
+        except CorruptData:
+            if self._now() == self._written:
+                raise
+            is_same = False
+        if not is_same:
+            raise StoreError(
+                f"{self.name}: was written to while it was read. Read it again when its writer is "
+                "done, or a copy of it"
+            )
 
     def read(self, start: int, nbytes: int) -> bytes:
         """Return bytes of the file; raises as `read_into`."""
@@ -77,6 +88,11 @@ class LocalFile:
     def close(self) -> None:
         """Close the file; no thread may be reading from it."""
         self._file.close()
+
+    def _now(self) -> tuple[int, int]:
+        """Length and time of the last write: a file may be written anew in its place."""
+        found = os.fstat(self._file.fd)
+        return found.st_size, found.st_mtime_ns
 
     def _read_pages(self, start: int, memory: memoryview) -> None:
         """Read whole pages into aligned memory, as direct reads require, and copy from there."""

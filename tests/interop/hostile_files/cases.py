@@ -42,13 +42,15 @@ def make_cases(folder: Path, outside: Path) -> Iterator[tuple[str, Path]]:
 
 
 def make_harmless(folder: Path) -> None:
-    """Write a folder of shards and a protobuf that are fine."""
+    """Write a folder of shards, a protobuf and a file of more than is read at once; all fine."""
     model = folder / "model"
     model.mkdir(parents=True)
     _shard(model / "model-00001-of-00001.safetensors")
     index = {"weight_map": {"w": "model-00001-of-00001.safetensors"}}
     (model / "model.safetensors.index.json").write_text(json.dumps(index))
     (folder / "x.ckpt").write_bytes(entry("w", "Float32", (2,), bytes(8)))
+    large = {"w": tensor(dtype="U8", shape=(1 << 20,), offsets=(0, 1 << 20))}
+    (folder / "x.safetensors").write_bytes(safetensors_bytes(large, bytes(1 << 20)))
 
 
 def _shard(path: Path) -> None:

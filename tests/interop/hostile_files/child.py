@@ -19,12 +19,15 @@ from holdfast.interop.reading import pieces
 LIMIT_S = 10
 WATCHED = ("open", "import", "exec", "compile", "pickle", "subprocess", "os.", "socket", "ctypes")
 
+HARMLESS = ("os.listdir", "os.scandir", "ctypes.create_string_buffer")
+"""The last is memory, for asking how much of a file is in the page cache."""
+
 seen: list[str] = []
 allowed = ""
 
 
 def watch(event: str, arguments: tuple[Any, ...]) -> None:
-    if not allowed or not event.startswith(WATCHED) or event in ("os.listdir", "os.scandir"):
+    if not allowed or not event.startswith(WATCHED) or event in HARMLESS:
         return
     if event == "open" and os.fspath(arguments[0]).startswith(allowed):
         return
