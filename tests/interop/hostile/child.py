@@ -46,6 +46,8 @@ _RUNS = (
     *("pty.", "socket.", "ctypes.", "urllib.", "webbrowser.", "shutil.", "os.putenv", "os.kill"),
     *("os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.link", "os.symlink", "os.chmod"),
 )
+_MEMORY = "ctypes.create_string_buffer"
+"""Memory for asking how much of a file is in the page cache."""
 
 
 class Watch:
@@ -60,7 +62,7 @@ class Watch:
     def _hook(self, event: str, arguments: tuple[Any, ...]) -> None:
         if not self.is_on:
             return
-        if event.startswith(_RUNS):
+        if event.startswith(_RUNS) and event != _MEMORY:
             self.events.append(f"{event} {arguments!r}"[:200])
         elif event == "open" and not self._may_open(*arguments):
             self.events.append(f"open {arguments!r}"[:200])
@@ -211,6 +213,7 @@ def warm_up(folder: Path) -> None:
         "x.lz4": hostile.TARS["lz4 that is none"][1],
         "y.pkl": pickle.dumps({"a": np.arange(2), "b": np.float32(1)}, 2),
         "w.pkl": pickle.dumps({"a": "ä", "b": np.arange(2)}, 0),
+        "large.pkl": pickle.dumps({"a": np.zeros(1 << 17)}),
         "z.pkl": b"\x80\x02}" + hostile.text("a") + b"X\x01\x00\x00\x00\xff",
     }
     for name, data in honest.items():
