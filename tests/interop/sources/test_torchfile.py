@@ -337,3 +337,19 @@ def test_trust_lifts_each_bound_on_the_values_of_a_file_and_the_error_says_so(
         pass
     with pytest.raises(LimitExceeded):
         open_source(str(path))
+
+
+class _Conjugate:
+    """A tensor whose bytes stand for other numbers, as any kind of dict may say."""
+
+    def __reduce__(self) -> Any:
+        storage = torch.ones(2, dtype=torch.complex64)._typed_storage()
+        metadata = OrderedDict(conj=True)
+        arguments = (storage, 0, (2,), (1,), False, OrderedDict(), metadata)
+        return torch._utils._rebuild_tensor_v2, arguments
+
+
+def test_bytes_that_stand_for_other_numbers_are_left_out(tmp_path: Path) -> None:
+    torch.save({"x": _Conjugate(), "y": 1}, tmp_path / "a.pt")
+    with open_source(str(tmp_path / "a.pt")) as source:
+        assert ["conj" in one.why for one in source.left_out] == [True]

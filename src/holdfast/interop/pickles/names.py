@@ -125,7 +125,7 @@ def _rebuild_tensor_v2(
     if name is None:
         assert dtype is not None
         return Refusal(f"a tensor of torch.{dtype.name}, which this library does not read")
-    if len(more) >= 3 and more[2] and type(more[2]) is dict:
+    if len(more) >= 3 and more[2] and isinstance(more[2], dict):
         return Refusal(f"a tensor with metadata {sorted(map(str, more[2]))[:3]}")
     _check_inside(storage, name, offset, shape, strides)
     return TensorView(storage, name, offset, shape, strides, grad=bool(more and more[0] is True))
