@@ -178,8 +178,13 @@ def progress_bar() -> Iterator[Callable[[str, int, int], None] | None]:
 
 def _write_json(document: Mapping[str, Any] | msgspec.Struct) -> None:
     members = msgspec.to_builtins(document) if isinstance(document, msgspec.Struct) else document
-    whole = {"holdfast": SCHEMA, **json_safe(members)}
-    click.echo(json.dumps(whole, indent=2, allow_nan=False))
+    whole = {"holdfast": SCHEMA, **members}
+    # With `indent`, `json` encodes in Python, which took half of the time of 20,000 tensors.
+    try:
+        text = json.dumps(whole, allow_nan=False)
+    except ValueError:  # a float that JSON cannot hold
+        text = json.dumps(json_safe(whole), allow_nan=False)
+    click.echo(msgspec.json.format(text, indent=2))
 
 
 def _print_rich(table: TextTable) -> None:
