@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
+from threading import BoundedSemaphore
+from typing import TypeVar
 
 from holdfast.engine.memory import Buffers
-from holdfast.engine.workers import Workers, cancel, gather
+from holdfast.engine.workers import Workers, cancel, gather, num_cores
 from holdfast.errors import DeadlineExceeded
 from holdfast.interop.source import Source
+
+T = TypeVar("T")
 
 PIECE_NBYTES = 4 << 20
 """Most bytes of a piece; a multiple of every item's size."""
@@ -48,24 +53,60 @@ def pieces(source: Source, wanted: Iterable[tuple[str, str]]) -> Generator[Piece
         CorruptData, StoreError: as `Source.read_into`.
         DeadlineExceeded: the storage did not answer for `READ_TIMEOUT_S`.
     """
-    buffers, workers = Buffers(), Workers(NUM_READERS, "holdfast-pieces")
-    waiting: deque[tuple[memoryview, Future[list[Piece]]]] = deque()
+    buffers = Buffers()
+    jobs = (partial(_read, source, batch, buffers) for batch in _batches(source, wanted))
+    with closing(ahead(jobs, source.url)) as batches:
+        for found, buffer in batches:
+            yield from found
+            buffers.give_back(buffer)
 
-    def next_batch() -> Iterator[Piece]:
-        buffer, read = waiting.popleft()
-        yield from _result(read, source)
+
+def in_batches(
+    source: Source, wanted: Iterable[tuple[str, str]], work: Callable[[Sequence[Piece]], T]
+) -> Generator[T, None, None]:
+    """Read tensors as `pieces` does; yield what `work` returns of each batch of pieces, in order.
+
+    `work` runs in the threads that read, several at a time; pieces are valid until it returns.
+
+    Raises:
+        As `pieces`, and what `work` raises.
+    """
+    buffers = Buffers()
+    turns = BoundedSemaphore(num_cores())  # more at a time only take each other's cache
+
+    def job(batch: list[_Planned]) -> T:
+        found, buffer = _read(source, batch, buffers)
+        if not turns.acquire(timeout=READ_TIMEOUT_S):
+            raise DeadlineExceeded(f"{source.url}: no turn within {READ_TIMEOUT_S:.0f} s")
+        try:
+            made = work(found)
+        finally:
+            turns.release()
         buffers.give_back(buffer)
+        return made
 
+    yield from ahead((partial(job, batch) for batch in _batches(source, wanted)), source.url)
+
+
+def ahead(jobs: Iterable[Callable[[], T]], what: str) -> Generator[T, None, None]:
+    """Run jobs in a few threads, ahead of whoever uses their results; yield these in order.
+
+    None runs any more once the iterator is exhausted or closed. `what` is for messages.
+
+    Raises:
+        DeadlineExceeded: one was not done within `READ_TIMEOUT_S`.
+    """
+    workers = Workers(NUM_READERS, "holdfast-pieces")
+    waiting: deque[Future[T]] = deque()
     try:
-        for batch in _batches(source, wanted):
-            buffer = buffers.take(PIECE_NBYTES)
-            waiting.append((buffer, workers.submit(partial(_read, source, batch, buffer))))
+        for job in jobs:
+            waiting.append(workers.submit(job))
             if len(waiting) > NUM_AHEAD:
-                yield from next_batch()
+                yield _result(waiting.popleft(), what)
         while waiting:
-            yield from next_batch()
+            yield _result(waiting.popleft(), what)
     finally:
-        cancel([read for _, read in waiting], timeout_s=READ_TIMEOUT_S)
+        cancel(waiting, timeout_s=READ_TIMEOUT_S)
         workers.close()
 
 
@@ -120,20 +161,24 @@ def _batches(source: Source, wanted: Iterable[tuple[str, str]]) -> Iterator[list
         yield batch
 
 
-def _read(source: Source, batch: list[_Planned], buffer: memoryview) -> list[Piece]:
+def _read(
+    source: Source, batch: list[_Planned], buffers: Buffers
+) -> tuple[list[Piece], memoryview]:
+    """Read the pieces of a batch; return them, and the buffer that they are in."""
+    buffer = buffers.take(PIECE_NBYTES)
     found = []
     for component, key, start, count, at in batch:
         memory = buffer[at : at + count]
         if count:
             source.read_into(component, key, start, memory)
         found.append(Piece(component=component, key=key, start=start, memory=memory))
-    return found
+    return found, buffer
 
 
-def _result(read: Future[list[Piece]], source: Source) -> list[Piece]:
+def _result(read: Future[T], what: str) -> T:
     try:
         return read.result(timeout=READ_TIMEOUT_S)
     except FutureTimeout:
         raise DeadlineExceeded(
-            f"{source.url}: not read within {READ_TIMEOUT_S:.0f} s; the storage hangs"
+            f"{what}: not read within {READ_TIMEOUT_S:.0f} s; the storage hangs"
         ) from None

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from holdfast.format.tensors import TensorSpec
-from holdfast.interop.comparing.statistics import Tally, TensorStats, stats_of
+from holdfast.interop.comparing.statistics import TensorStats, figures_of, stats_of
+from holdfast.interop.comparing.tallies import Tally
 from holdfast.interop.opening import open_source
 from holdfast.state.leaves import DTYPE_NAMES
 
@@ -26,7 +27,7 @@ def stats(tensor: torch.Tensor, *, cut: int = 1 << 20) -> TensorStats:
     data = bytearray(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     for start in range(0, len(data), cut):
         tally.add(memoryview(data)[start : start + cut])
-    return tally.stats("model:x")
+    return figures_of(tally, "model:x", ())
 
 
 def exponents(numbers: list[float]) -> dict[int, int]:
@@ -87,7 +88,7 @@ def test_dead_rows_are_found_whichever_way_pieces_cut_them(
 
 
 def test_dead_rows_of_many_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holdfast.interop.comparing.numbers.CHUNK", 7)
+    monkeypatch.setattr("holdfast.interop.comparing.numbers.CHUNK_OF_FLOAT32", 7)
     tensor = torch.randn(50, 11)
     tensor[3] = tensor[49] = tensor[0] = 0
     assert stats(tensor).dead_rows == 3

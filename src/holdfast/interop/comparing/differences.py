@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import msgspec
 
 from holdfast.errors import UsageError
 from holdfast.format.tensors import TensorSpec
-from holdfast.interop.comparing.pairs import PairTally, TensorDifference, described
+from holdfast.interop.comparing.numbers import number_nbytes
+from holdfast.interop.comparing.pairs import (
+    NUM_TOGETHER,
+    PairTally,
+    SmallPair,
+    TensorDifference,
+    compared,
+    described,
+    is_small,
+)
 from holdfast.interop.comparing.trees import Pair, ValueDifference, differences
 from holdfast.interop.reading import Piece, pieces
 from holdfast.interop.source import Part, Source
@@ -67,9 +76,9 @@ def compare(
                 pairs.setdefault(((name_a, found.a), (name_b, found.b)), []).append(found.path)
             else:
                 alone.append(_alone(found, part_a, part_b))
-    compared, num_equal, num_unread = _tensors(a, b, pairs, progress)
+    read, num_equal, num_unread = _tensors(a, b, pairs, progress)
     return SourceDifference(
-        tensors=(*alone, *compared),
+        tensors=(*alone, *read),
         values=tuple(values),
         num_equal=num_equal,
         num_unread=num_unread,
@@ -163,30 +172,63 @@ def _read(
         _Stream(pieces(b, [other for _, other in pairs])),
     )
     try:
-        for one, other in pairs:
-            tally = PairTally(_spec(a, one), _spec(b, other))
-            while tally.num_left:
-                memories = [
-                    stream.rest(size) for stream, size in zip(streams, tally.sizes, strict=True)
-                ]
-                count = min(
-                    memory.nbytes // size
-                    for memory, size in zip(memories, tally.sizes, strict=True)
-                )
-                taken = [
-                    stream.take(count * size)
-                    for stream, size in zip(streams, tally.sizes, strict=True)
-                ]
-                tally.add(*taken)
-                done += taken[0].nbytes
-                if progress is not None:
-                    progress("compared", done, total)
-            for stream in streams:
-                stream.end()
-            yield one, other, tally
+        for specs, group in _groups(a, b, pairs):
+            for at, tally in zip(group, _tallies(streams, specs), strict=True):
+                yield *at, tally
+            done += sum(spec.nbytes for spec, _ in specs)
+            if progress is not None:
+                progress("compared", done, total)
     finally:
         for stream in streams:
             stream.close()
+
+
+_Specs = tuple[TensorSpec, TensorSpec]
+
+
+def _groups(
+    a: Source, b: Source, pairs: Sequence[tuple[_Key, _Key]]
+) -> Iterator[tuple[list[_Specs], list[tuple[_Key, _Key]]]]:
+    """Put small tensors of one dtype together that follow each other; any other is alone."""
+    specs: list[_Specs] = []
+    group: list[tuple[_Key, _Key]] = []
+    num_left = 0
+    for one, other in pairs:
+        spec_a, spec_b = _spec(a, one), _spec(b, other)
+        is_alone = not is_small(spec_a, spec_b)
+        num = 0 if is_alone else spec_a.nbytes // number_nbytes(spec_a.dtype)
+        if specs and (is_alone or num > num_left or spec_a.dtype != specs[0][0].dtype):
+            yield specs, group
+            specs, group = [], []
+        if not specs:
+            num_left = NUM_TOGETHER
+        specs.append((spec_a, spec_b))
+        group.append((one, other))
+        num_left = 0 if is_alone else num_left - num
+    if specs:
+        yield specs, group
+
+
+def _tallies(streams: tuple[_Stream, _Stream], specs: Sequence[_Specs]) -> list[PairTally]:
+    if len(specs) == 1:
+        return [_tally(streams, *specs[0])]
+    a, b = streams
+    return compared([SmallPair(*pair, a.whole(), b.whole()) for pair in specs])
+
+
+def _tally(streams: tuple[_Stream, _Stream], a: TensorSpec, b: TensorSpec) -> PairTally:
+    tally = PairTally(a, b)
+    while tally.num_left:
+        memories = [stream.rest(size) for stream, size in zip(streams, tally.sizes, strict=True)]
+        count = min(
+            memory.nbytes // size for memory, size in zip(memories, tally.sizes, strict=True)
+        )
+        tally.add(
+            *(stream.take(count * size) for stream, size in zip(streams, tally.sizes, strict=True))
+        )
+    for stream in streams:
+        stream.end()
+    return tally
 
 
 class _Stream:
@@ -207,6 +249,10 @@ class _Stream:
         assert self._rest is not None
         taken, self._rest = self._rest[:nbytes], self._rest[nbytes:]
         return taken
+
+    def whole(self) -> bytes:
+        """Return a copy of the next tensor, which is small."""
+        return next(self._pieces).memory.tobytes()
 
     def end(self) -> None:
         """Skip the piece of a tensor without elements."""

@@ -17,6 +17,8 @@ import numpy as np
 CHUNK = 1 << 14
 """Most numbers that are computed with at a time: they fit the processor's cache. Of larger arrays
 each is mapped and unmapped by the system, which takes as long as the computation."""
+CHUNK_OF_FLOAT32 = 1 << 17
+"""The same of float32 numbers, which are computed with where they lie."""
 
 _NATIVE: Mapping[str, tuple[str, str]] = {
     "BOOL": ("u1", "f4"),
@@ -92,10 +94,11 @@ def numbers_of_element(dtype: str) -> int:
 def chunks(memory: memoryview, dtype: str) -> Iterator[Any]:
     """Yield the numbers in the bytes of a tensor, as float32 where that holds them, else float64.
 
-    At most `CHUNK` at a time, in order. Each is valid until the next.
+    At most `CHUNK` at a time, in order; more where they need no memory of their own.
     """
     raw = np.frombuffer(memory, np.uint8)
-    step = CHUNK * number_nbytes(dtype)
+    is_float32 = _NATIVE.get(dtype) == ("<f4", "f4")
+    step = number_nbytes(dtype) * (CHUNK_OF_FLOAT32 if is_float32 else CHUNK)
     for start in range(0, len(raw), step):
         yield floats(raw[start : start + step], dtype)
 
