@@ -13,6 +13,7 @@ from holdfast.errors import UnsupportedState, UsageError
 from holdfast.format.nodes import ArrayRef, TensorRef
 from holdfast.format.tensors import ITEM_NBYTES, TensorSpec
 from holdfast.interop.exporting.files import PlannedFile
+from holdfast.interop.exporting.output import past_cache
 from holdfast.interop.reading import pieces
 from holdfast.interop.renaming import Rules
 from holdfast.interop.source import LeftOut, Source
@@ -238,8 +239,9 @@ def _file(
     header = _header(ordered, {"format": "pt", **tied})
 
     def write(file: BinaryIO) -> None:
-        file.write(header)
-        write_tensors(source, weights.component, ordered, file.write, cast, report)
+        with past_cache(file) as put:
+            put(memoryview(header))
+            write_tensors(source, weights.component, ordered, put, cast, report)
 
     return PlannedFile(
         name=name, nbytes=len(header) + sum(one.nbytes for one in ordered), write=write
