@@ -1,13 +1,16 @@
 """Commands that look into checkpoints, cold and with many tensors: `python -m bench.tools`.
 
 Each row is a command in a process of its own. Beside it stands a direct read of the same files
-right after it. What the interpreter and the opening of the checkpoint take is measured by
-`holdfast tree` of the same source, and left out of the share.
+right after it, and for `export` and `import` a direct write of as many bytes after that. What the
+interpreter and the opening of the checkpoint take is measured by `holdfast tree` of the same
+source, and left out of the share.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -19,9 +22,9 @@ import torch
 from bench.child import in_child
 from bench.command import Bench, progress
 from bench.goals import TOOLS_GOALS
-from bench.limits import ReadProbe
-from bench.machine import drop_cache, fill_cache
-from bench.report import megabytes, percent, results_table, seconds
+from bench.limits import DiskProbe, ReadProbe
+from bench.machine import drop_cache, files_under, fill_cache
+from bench.report import megabytes, number, percent, results_table, seconds
 from bench.results import Figures, Outcome, Results
 
 NUM_SMALL = 20_000
@@ -31,10 +34,22 @@ _COMMANDS: Mapping[str, tuple[str, ...]] = {
     "diff": ("diff", "A", "B"),
     "stats": ("stats", "A"),
     "verify": ("verify", "A"),
+    "export": ("export", "A", "OUT", "--to", "safetensors", "--component", "model"),
+    "import": ("import", "FILE", "OUT", "--step", "1"),
 }
-"""Name → arguments; A and B are two checkpoints. `export` and `import` join them here."""
-_READ: Mapping[str, str] = {"tree": "", "diff": "AB", "stats": "A", "verify": "A"}
-"""Name → which of the two it reads whole."""
+"""Name → arguments. A and B are two checkpoints, FILE is a safetensors file of the weights in A,
+and OUT is written, then removed."""
+_READ: Mapping[str, tuple[str, ...]] = {
+    "tree": (),
+    "diff": ("A", "B"),
+    "stats": ("A",),
+    "verify": ("A",),
+    "export": ("A",),
+    "import": ("FILE",),
+}
+"""Name → which of them it reads whole."""
+_OPENED: Mapping[str, str] = {"import": "FILE"}
+"""Name → what it opens, if not A."""
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
@@ -80,18 +95,61 @@ def _outcome(measure: partial[Figures]) -> Outcome:
 
 def _measure(command: str, root: Path, *, is_cold: bool) -> Figures:
     places = dict(zip("AB", sorted(root.glob("step-*")), strict=True))
-    for place in places.values():
-        (drop_cache if is_cold else fill_cache)(place)
-    start_s, _ = _run(_COMMANDS["tree"], places)
-    if is_cold:
-        for place in places.values():
-            drop_cache(place)
-    took_s, peak_nbytes = _run(_COMMANDS[command], places)
-    figures = {"start_s": [start_s], "took_s": [took_s], "peak_nbytes": [peak_nbytes]}
-    if is_cold and _READ[command]:
+    places["FILE"] = _file_of(places["A"], root.with_name(f"{root.name}-file"))
+    places["OUT"] = root.with_name(f"{root.name}-out")
+    prepare = drop_cache if is_cold else fill_cache
+    read = [places[name] for name in _READ[command]]
+    for name in ("A", "B", "FILE"):
+        prepare(_folder(places[name]))
+    opened = str(places[_OPENED.get(command, "A")])
+    start_s, _ = _run(("tree", opened), {})
+    for place in read:
+        prepare(_folder(place))
+    os.sync()
+    load = os.getloadavg()[0]
+    try:
+        took_s, peak_nbytes = _run(_COMMANDS[command], places)
+        written_nbytes = _nbytes(places["OUT"])
+    finally:
+        _remove(places["OUT"])
+    figures = {
+        "start_s": [start_s],
+        "took_s": [took_s],
+        "peak_nbytes": [peak_nbytes],
+        "load": [load],
+    }
+    if is_cold and read:
         figures["work_s"] = [max(took_s - start_s, 1e-9)]
-        figures["disk_s"] = [sum(ReadProbe(places[name]).read_s() for name in _READ[command])]
+        disk_s = sum(ReadProbe(_folder(place)).read_s() for place in read)
+        write_s = DiskProbe(root.parent).write_s(written_nbytes) if written_nbytes else 0.0
+        figures["disk_s"], figures["read_and_write_s"] = [disk_s], [disk_s + write_s]
     return figures
+
+
+def _file_of(checkpoint: Path, folder: Path) -> Path:
+    """Return the weights of a checkpoint as a file, which is written the first time."""
+    file = folder / "weights.safetensors"
+    if not file.exists():
+        folder.mkdir()
+        _run(_COMMANDS["export"], {"A": checkpoint, "OUT": file})
+    return file
+
+
+def _folder(place: Path) -> Path:
+    return place.parent if place.is_file() else place
+
+
+def _nbytes(place: Path) -> int:
+    if place.is_dir():
+        return sum(path.stat().st_size for path in files_under(place))
+    return place.stat().st_size if place.exists() else 0
+
+
+def _remove(place: Path) -> None:
+    if place.is_dir():
+        shutil.rmtree(place)
+    else:
+        place.unlink(missing_ok=True)
 
 
 _WATCH = """
@@ -127,11 +185,21 @@ def _tables(results: Results) -> list[str]:
                 seconds(results.median(case, "took_s")),
                 seconds(results.median(case, "start_s")),
                 percent(results.ratio((case, "disk_s"), (case, "work_s"))),
+                percent(results.ratio((case, "read_and_write_s"), (case, "work_s"))),
                 megabytes(results.median(case, "peak_nbytes")),
+                number(results.median(case, "load"), "{:.1f}"),
             ]
 
         titles = {f"{place}/{name}": f"`holdfast {name}`" for name in _COMMANDS}
-        head = [results.titles[place], "whole", "of it the start", "of disk", "peak memory"]
+        head = [
+            results.titles[place],
+            "whole",
+            "of it the start",
+            "of a read",
+            "of a read and a write",
+            "peak memory",
+            "load",
+        ]
         lines += [*results_table(results, f"{place}/", head, titles, row), ""]
     return lines
 
