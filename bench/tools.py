@@ -102,19 +102,20 @@ def _measure(command: str, root: Path, *, is_cold: bool) -> Figures:
     for name in ("A", "B", "FILE"):
         prepare(_folder(places[name]))
     opened = str(places[_OPENED.get(command, "A")])
-    start_s, _ = _run(("tree", opened), {})
+    start_s, _, _ = _run(("tree", opened), {})
     for place in read:
         prepare(_folder(place))
     os.sync()
     load = os.getloadavg()[0]
     try:
-        took_s, peak_nbytes = _run(_COMMANDS[command], places)
+        took_s, cpu_s, peak_nbytes = _run(_COMMANDS[command], places)
         written_nbytes = _nbytes(places["OUT"])
     finally:
         _remove(places["OUT"])
     figures = {
         "start_s": [start_s],
         "took_s": [took_s],
+        "cpu_s": [cpu_s],
         "peak_nbytes": [peak_nbytes],
         "load": [load],
     }
@@ -158,20 +159,21 @@ from time import perf_counter
 start = perf_counter()
 code = subprocess.call(sys.argv[1:], stdout=subprocess.DEVNULL)
 took_s = perf_counter() - start
-print(took_s, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024, code)
+used = resource.getrusage(resource.RUSAGE_CHILDREN)
+print(took_s, used.ru_utime + used.ru_stime, used.ru_maxrss * 1024, code)
 """
 """Runs a command from a small process: a forked child begins with the size of its parent."""
 
 
-def _run(arguments: Sequence[str], places: Mapping[str, Path]) -> tuple[float, float]:
-    """Run a command; return its seconds and its highest resident size in bytes."""
+def _run(arguments: Sequence[str], places: Mapping[str, Path]) -> tuple[float, float, float]:
+    """Run a command; return its seconds, those of processors, and its highest resident bytes."""
     words = [str(places.get(word, word)) for word in arguments]
     line = [sys.executable, "-c", _WATCH, sys.executable, "-m", "holdfast.cli", *words, "--json"]
     done = subprocess.run(line, stdout=subprocess.PIPE, text=True, check=True, timeout=600)
-    took_s, peak_nbytes, code = done.stdout.split()
+    took_s, cpu_s, peak_nbytes, code = done.stdout.split()
     if code not in ("0", "1") or (code == "1" and arguments[0] != "diff"):
         raise RuntimeError(f"{' '.join(words)}: exit code {code}")
-    return float(took_s), float(peak_nbytes)
+    return float(took_s), float(cpu_s), float(peak_nbytes)
 
 
 def _tables(results: Results) -> list[str]:
@@ -184,6 +186,7 @@ def _tables(results: Results) -> list[str]:
             return [
                 seconds(results.median(case, "took_s")),
                 seconds(results.median(case, "start_s")),
+                seconds(results.median(case, "cpu_s")),
                 percent(results.ratio((case, "disk_s"), (case, "work_s"))),
                 percent(results.ratio((case, "read_and_write_s"), (case, "work_s"))),
                 megabytes(results.median(case, "peak_nbytes")),
@@ -195,6 +198,7 @@ def _tables(results: Results) -> list[str]:
             results.titles[place],
             "whole",
             "of it the start",
+            "processors",
             "of a read",
             "of a read and a write",
             "peak memory",
