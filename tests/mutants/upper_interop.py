@@ -165,7 +165,7 @@ MUTANTS: tuple[Mutant, ...] = (
         name="torch-claims-more-than-the-file",
         promise="I5: a small file gives no tensors without bound",
         file="interop/pickles/parts.py",
-        before="    if claimed > max(8 * file_nbytes, 64 << 20):",
+        before="    if claimed > bound(max(8 * file_nbytes, 64 << 20)):",
         after="    if False:",
         near=_HOSTILE,
     ),
