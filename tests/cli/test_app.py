@@ -336,3 +336,26 @@ def test_a_dead_endpoint_fails_the_command_after_its_timeout(
     assert result.code == 1
     assert "Check the address" in result.err
     assert holdfast("--timeout", "soon", "ls", "s3://bucket/run").code == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("ls", "--json"), "Missing argument"),
+        (("ls", "x", "--json", "--nothing"), "--nothing"),
+        (("--json", "ls", "x"), "--json"),
+        (("import", "a", "b", "--step", "-1", "--json"), "'--step'"),
+        (("lss", "x", "--json"), "lss"),
+    ],
+)
+def test_a_command_line_that_cannot_be_read_is_a_json_error_where_json_is_asked_for(
+    holdfast: Command, arguments: Sequence[str], said: str
+) -> None:
+    result = holdfast(*arguments)
+    assert (result.code, result.err, result.document["error"]["kind"]) == (2, "", "UsageError")
+    assert said in result.document["error"]["message"]
+
+
+def test_the_json_that_a_supervised_command_is_asked_for_is_its_own(holdfast: Command) -> None:
+    result = holdfast("run", "--nothing", "--", "x", "--json")
+    assert (result.code, result.out, "--nothing" in result.err) == (2, "", True)

@@ -73,6 +73,7 @@ def test_one_checkpoint_is_deleted_and_its_reason_printed(holdfast: Command, lon
         pytest.param("step=100,300", SURE, "one checkpoint at a time", marks=pytest.mark.full),
         pytest.param("step=30", SURE, "no checkpoint for 'step=30'", marks=pytest.mark.full),
         pytest.param("step=300", ("--yes",), "say why", marks=pytest.mark.full),
+        ("step=300", ("--yes", "--reason", " "), "say why"),
         pytest.param(
             "step=300", ("--reason", "x"), "no terminal to ask on", marks=pytest.mark.full
         ),

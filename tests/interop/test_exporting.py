@@ -20,10 +20,13 @@ from torch import nn
 from typing_extensions import override
 
 from holdfast import CheckpointManager
-from holdfast.errors import CorruptData, UnsupportedState, UsageError
+from holdfast.errors import CorruptData, StoreError, UnsupportedState, UsageError
+from holdfast.format.nodes import TensorRef
+from holdfast.format.tensors import TensorSpec
 from holdfast.interop import export_checkpoint
 from holdfast.interop.exporting.export import Export, ExportOptions
 from holdfast.interop.renaming import Rules
+from holdfast.interop.source import Part
 
 EVERY_DTYPE = (
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn),
@@ -214,6 +217,10 @@ def test_an_output_that_exists_is_refused_and_kept(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"x\.pt: exists already"):
         write(model_of(tensors()), out, "pt")
     assert out.read_bytes() == b"mine"
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(UsageError, match="folder: is a folder, and the export is one file"):
+        write(model_of(tensors()), tmp_path / "folder", "safetensors")
+    write(model_of(tensors()), tmp_path / "folder", "hf")
     with pytest.raises(UsageError, match="there is no folder"):
         write(model_of(tensors()), tmp_path / "none" / "x.pt", "pt")
 
@@ -234,11 +241,50 @@ def test_a_failed_export_leaves_nothing_and_clears_what_a_killed_one_left(
 ) -> None:
     (tmp_path / ".out.part-0123abcd").mkdir()
     (tmp_path / ".out.part-0123abcd" / "model.safetensors").write_bytes(b"half")
-    (tmp_path / ".out2.part-0123abcd").write_bytes(b"of another export")
+    others = {".out2.part-0123abcd", ".out.part-of-mine"}
+    for name in others:
+        (tmp_path / name).write_bytes(b"of another export")
     source = Failing({"model": ("module", {**tensors(), "empty.not": torch.ones(1)})}, step=1)
     with pytest.raises(CorruptData):
         write(source, tmp_path / "out", to)
-    assert os.listdir(tmp_path) == [".out2.part-0123abcd"]
+    assert {*os.listdir(tmp_path)} == others
+
+
+class Meanwhile(GivenSource):
+    """A source that does something when its first tensor is read."""
+
+    do: Any = None
+
+    @override
+    def read_into(self, component: str, key: str, start: int, memory: memoryview) -> None:
+        do, self.do = self.do, None
+        if do is not None:
+            do()
+        super().read_into(component, key, start, memory)
+
+
+@pytest.mark.parametrize("to", ["pt", "safetensors", "hf"])
+def test_of_two_exports_to_one_output_the_second_is_refused(tmp_path: Path, to: str) -> None:
+    refused = []
+
+    def again() -> None:
+        with pytest.raises(UsageError, match="another process is writing it now") as found:
+            write(model_of(tensors()), tmp_path / "out", to)
+        refused.append(found)
+
+    source = Meanwhile({"model": ("module", tensors())}, step=1)
+    source.do = again
+    write(source, tmp_path / "out", to)
+    assert refused and os.listdir(tmp_path) == ["out"]
+
+
+def test_without_room_for_all_nothing_is_written(tmp_path: Path) -> None:
+    source = GivenSource({}, step=1)
+    specs = {"w": TensorSpec("w", "U8", (2**60,))}  # more than any disk has
+    source.parts["model"] = Part(kind="module", tree={"w": TensorRef("w")}, specs=specs)
+    with pytest.raises(StoreError, match=r"takes 1,152,921,504,606,.* Nothing was written"):
+        write(source, tmp_path / "out", "safetensors")
+    assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -323,6 +323,8 @@ def test_wrong_calls_are_refused_and_touch_nothing(file: Path, tmp_path: Path) -
         import_checkpoint(file, run, step=1, optimizer="AdamW")
     with pytest.raises(UsageError, match="must be at least 0"):
         import_checkpoint(file, run, step=-1)
+    with pytest.raises(UsageError, match=f"at most {2**63 - 1}"):
+        import_checkpoint(file, run, step=2**63)
     with pytest.raises(UnsupportedState, match="thing"):
         commit_import(
             plan_import(GivenSource({"state": ("tree", {"thing": object()})}, step=1)), run

@@ -213,6 +213,11 @@ def _(user: User) -> None:
     user.resumed().save(-1)
 
 
+@case("`save(2**63)`, which no manifest could hold", names="9223372036854775808", state=3)
+def _(user: User) -> None:
+    user.resumed().save(2**63)
+
+
 @case("a vector as a metric", names="loss", state=3)
 def _(user: User) -> None:
     user.resumed().save(4, metrics={"loss": torch.ones(3)})

@@ -29,9 +29,18 @@ def run() -> NoReturn:
             raise  # click takes EOFError for the end of typed input, of which there is none
         code = Code.INTERRUPTED
     except click.ClickException as error:
-        error.show()
+        if _asks_for_json():
+            give_error(UsageError(error.format_message()), as_json=True)
+        else:
+            error.show()
         code = error.exit_code
     sys.exit(code)
+
+
+def _asks_for_json() -> bool:
+    """Whether the command line has --json, for one that click could not read."""
+    arguments = sys.argv[1:]
+    return "--json" in arguments[: arguments.index("--") if "--" in arguments else None]
 
 
 @click.group(

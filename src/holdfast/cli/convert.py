@@ -280,7 +280,7 @@ def _export_dcp(target: str, out: Path, *, unsafe_pickle: bool) -> Answer:
             "holdfast import"
         )
     open_target(target)
-    with new_output(out) as path:
+    with new_output(out, is_folder=True) as path:
         made = export_folder(target, str(path), unsafe_pickle=unsafe_pickle, encrypt=named_keys())
         files = [
             OutputFile(name=file.name, nbytes=file.stat().st_size)

@@ -250,11 +250,13 @@ def _reason(asked: Asked, leave: Leave, *, command: str) -> str:
     if not leave.yes:
         for line in _lines(asked):
             click.echo(printable(line), err=True)
-    if not leave.reason and command == "rm":
-        if not is_asking:
+    reason = leave.reason.strip()
+    if not reason and command == "rm":
+        if is_asking:
+            reason = str(click.prompt("Why", err=True)).strip()
+        if not reason:
             raise UsageError("nothing was deleted: say why, as --reason TEXT")
-        return str(click.prompt("Why", err=True)).strip()
-    return leave.reason or "a person dropped it"
+    return reason or "a person dropped it"
 
 
 def _lines(asked: Asked) -> list[str]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from holdfast.engine.roots.catalog import Catalog, Entry
 from holdfast.errors import UsageError
 from holdfast.events import Emitter
-from holdfast.format.manifest import Manifest, Timestamp
+from holdfast.format.manifest import MAX_COUNT, Manifest, Timestamp
 from holdfast.policy.clock import Odometer
 from holdfast.policy.schedule import Schedule
 
@@ -48,7 +48,7 @@ class Moments:
         """Build the current timestamp: the counters, also those within the epoch and the cycle.
 
         Raises:
-            UsageError: a counter is unknown, or not a whole number of at least 0.
+            UsageError: a counter is unknown, or no whole number from 0 to `MAX_COUNT`.
         """
         known = self._counters()
         if known:
@@ -116,8 +116,10 @@ class Moments:
 
 
 def _is_count(value: object) -> bool:
-    return isinstance(value, int) and value >= 0 and not isinstance(value, bool)
+    return isinstance(value, int) and 0 <= value <= MAX_COUNT and not isinstance(value, bool)
 
 
 def _no_count(name: str, value: object) -> UsageError:
-    return UsageError(f"{name}={value!r} must be a whole number, at least 0")
+    is_large = isinstance(value, int) and value > MAX_COUNT
+    most = f" and at most {MAX_COUNT}" if is_large else ""
+    return UsageError(f"{name}={value!r} must be a whole number, at least 0{most}")

@@ -20,9 +20,10 @@ MAX_STORED_BLOCK_NBYTES = 64 * 1024 * 1024
 """Limit of the plain size of a compressed block, which is decompressed as a whole."""
 
 _REGISTER_KINDS = ("checkpoint", "aborted", "deleted", strictjson.SEALED)
-_MAX_INT = 2**63 - 1
-Natural = Annotated[int, Meta(ge=0, le=_MAX_INT)]
-Positive = Annotated[int, Meta(ge=1, le=_MAX_INT)]
+MAX_COUNT = 2**63 - 1
+"""Largest counter; a manifest with a larger one cannot be read."""
+Natural = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
+Positive = Annotated[int, Meta(ge=1, le=MAX_COUNT)]
 Seconds = Annotated[float, Meta(ge=0)]
 Hex128 = Annotated[str, Meta(pattern=r"\A[0-9a-f]{32}\Z")]
 Mode = Literal["min", "max"]

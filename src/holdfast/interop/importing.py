@@ -23,7 +23,7 @@ from holdfast.engine.staging.staged import Staged
 from holdfast.engine.staging.waves import Pool, WaveContent, WaveTransfer
 from holdfast.errors import NoCheckpoint, UsageError
 from holdfast.format.layout import BLOCK_NBYTES, RNG, check_component, check_label
-from holdfast.format.manifest import Timestamp
+from holdfast.format.manifest import MAX_COUNT, Timestamp
 from holdfast.format.nodes import TensorRef
 from holdfast.format.objects import document
 from holdfast.format.tensors import TensorFile, TensorSpec, lay_out
@@ -251,8 +251,8 @@ def step_of(plan: ImportPlan, step: int | None) -> int:
     found = plan.source.step if step is None else step
     if found is None:
         raise UsageError(f"{plan.source.url}: has no step; give one: --step N, or step=N")
-    if found < 0:
-        raise UsageError(f"step={found}: must be at least 0")
+    if not 0 <= found <= MAX_COUNT:
+        raise UsageError(f"step={found}: must be at least 0 and at most {MAX_COUNT}")
     return found
 
 

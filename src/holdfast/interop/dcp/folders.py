@@ -39,7 +39,7 @@ from typing_extensions import override
 
 from holdfast.arguments import checked
 from holdfast.engine.checkpoint import Checkpoint, describe
-from holdfast.errors import FormatError, UnsupportedState, UsageError
+from holdfast.errors import FormatError, StoreError, UnsupportedState, UsageError
 from holdfast.interop.dcp.reader import HoldfastReader, StoredState, refuse_pickles
 from holdfast.interop.dcp.writer import HoldfastWriter
 from holdfast.keys import Encryption
@@ -103,6 +103,7 @@ def export_folder(
     Raises:
         UsageError: the folder exists and is not empty, or a value is a pickle.
         CorruptData: the checkpoint is damaged.
+        StoreError: a file cannot be written.
     """
     if os.path.isdir(folder) and os.listdir(folder):
         raise UsageError(f"{os.fspath(folder)}: not empty; give a folder that does not exist yet")
@@ -125,8 +126,11 @@ def export_folder(
         plan = writer.prepare_local_plan(SavePlan(items))
         [central] = writer.prepare_global_plan([plan])
         planner = _Planner(state, items, ahead_nbytes=AHEAD_NBYTES)
-        results = writer.write_data(central, planner).value()
-        writer.finish(state.metadata, [results])
+        try:
+            results = writer.write_data(central, planner).value()
+            writer.finish(state.metadata, [results])
+        except (OSError, RuntimeError) as error:  # torch's zip writer raises the latter
+            raise StoreError(f"{os.fspath(folder)}: cannot be written: {error}") from error
     finally:
         reader.close()
     return describe(state.store, state.entry)

@@ -29,7 +29,7 @@ from holdfast.engine.staging.staged import Staged
 from holdfast.engine.staging.waves import WaveTransfer
 from holdfast.errors import NoCheckpoint, NotFound, NotShared, UnsupportedState, UsageError
 from holdfast.format.layout import AttemptName, check_label, parse_attempt
-from holdfast.format.manifest import Reference, Timestamp
+from holdfast.format.manifest import MAX_COUNT, Reference, Timestamp
 from holdfast.format.nodes import TensorRef
 from holdfast.format.tensors import TensorSpec
 from holdfast.interop.dcp.items import Item, kind_of, paths_of, tree_of
@@ -151,17 +151,18 @@ class HoldfastWriter(StorageWriter):
         self._step_now()
 
     def _step_now(self) -> int:
-        if self.step is not None:
-            if self.step < 0:
-                raise UsageError(f"step={self.step}: must be at least 0")
-            return self.step
-        found = _NUMBER.search(self._label or "")
-        if found is None:
-            raise UsageError(
-                "the step is unknown: pass HoldfastWriter(root, step=…), or a checkpoint_id with "
-                "a number in it"
-            )
-        return int(found[1])
+        step = self.step
+        if step is None:
+            found = _NUMBER.search(self._label or "")
+            if found is None:
+                raise UsageError(
+                    "the step is unknown: pass HoldfastWriter(root, step=…), or a checkpoint_id "
+                    "with a number in it"
+                )
+            step = int(found[1])
+        if not 0 <= step <= MAX_COUNT:
+            raise UsageError(f"step={step}: must be at least 0 and at most {MAX_COUNT}")
+        return step
 
     @override
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:

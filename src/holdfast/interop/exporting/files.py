@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import shutil
 import sys
@@ -14,8 +15,11 @@ from typing import BinaryIO
 
 from holdfast.errors import StoreError, UsageError
 from holdfast.interop.source import LeftOut
+from holdfast.system import CLOSED_ON_EXEC, try_lock
 
 _PART = ".part-"
+_PART_NBYTES = 4
+"""Random bytes in the name of an output that is being written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,15 +54,21 @@ def write_plan(plan: ExportPlan, out: Path) -> None:
     """Write all files of a plan to `out`, which appears when it is whole and durable.
 
     Raises:
-        UsageError: `out` exists.
-        StoreError: a file cannot be written.
+        UsageError: `out` exists, or another process is writing it.
+        StoreError: there is no room, or a file cannot be written.
     """
     try:
-        with new_output(out) as path:
+        with new_output(out, is_folder=any(file.name for file in plan.files)) as path:
+            free_nbytes = shutil.disk_usage(path.parent).free
+            if plan.nbytes > free_nbytes:
+                raise StoreError(
+                    f"{out}: takes {plan.nbytes:,} bytes, and {free_nbytes:,} are free. Nothing "
+                    "was written"
+                )
             for file in plan.files:
                 inside = path / file.name if file.name else path
                 inside.parent.mkdir(parents=True, exist_ok=True)
-                with inside.open("xb") as opened:
+                with inside.open("xb" if file.name else "r+b") as opened:
                     file.write(opened)
                     opened.flush()
                     os.fsync(opened.fileno())
@@ -67,24 +77,27 @@ def write_plan(plan: ExportPlan, out: Path) -> None:
 
 
 @contextmanager
-def new_output(out: Path) -> Iterator[Path]:
-    """Yield a temporary path beside `out`; rename it to `out` at the end of the block.
+def new_output(out: Path, *, is_folder: bool) -> Iterator[Path]:
+    """Make an empty file or folder beside `out` and yield it; rename it to `out` at the end.
 
     After an error nothing is left. What an export that was killed has left goes first.
 
     Raises:
-        UsageError: `out` exists, and is not an empty folder; or its own folder does not exist.
+        UsageError: `out` exists, but for an empty folder in place of a folder; its own folder does
+            not exist; or another process is writing it.
     """
-    expect_free(out)
+    _expect_free(out, is_folder=is_folder)
     remove_leftovers(out)
-    path = out.with_name(f".{out.name}{_PART}{secrets.token_hex(4)}")
+    path = out.with_name(f".{out.name}{_PART}{secrets.token_hex(_PART_NBYTES)}")
     try:
-        yield path
-        if path.is_dir():
-            _sync_folders(path)
-        expect_free(out)
-        os.replace(path, out)
-        _sync_folder(out.parent)
+        path.mkdir() if is_folder else path.touch(exist_ok=False)
+        with _held(path):
+            yield path
+            if is_folder:
+                _sync_folders(path)
+            _expect_free(out, is_folder=is_folder)
+            os.replace(path, out)
+            _sync_folder(out.parent)
     except BaseException:
         _remove(path)
         raise
@@ -98,11 +111,44 @@ def expect_free(out: Path) -> None:
         raise UsageError(f"{out}: exists already; give a name that is still free")
 
 
+def _expect_free(out: Path, *, is_folder: bool) -> None:
+    expect_free(out)
+    if not is_folder and os.path.lexists(out):
+        raise UsageError(f"{out}: is a folder, and the export is one file; give its name, too")
+
+
 def remove_leftovers(out: Path) -> None:
-    """Remove what killed exports to the same output have left."""
+    """Remove what killed exports to the same output have left.
+
+    Raises:
+        UsageError: another process is writing this output.
+    """
+    pattern = re.compile(rf"\.{re.escape(out.name + _PART)}[0-9a-f]{{{2 * _PART_NBYTES}}}")
     for path in out.parent.iterdir():
-        if path.name.startswith(f".{out.name}{_PART}"):
+        if pattern.fullmatch(path.name) is None:
+            continue
+        with _held(path) as is_ours:
+            if not is_ours:
+                raise UsageError(f"{out}: another process is writing it now, as {path.name}")
             _remove(path)
+
+
+@contextmanager
+def _held(path: Path) -> Iterator[bool]:
+    """Lock an output while it is written; yield False if another process has the lock.
+
+    True, too, where there are no locks: on Windows, where no open file is removed, and on some
+    network file systems.
+    """
+    is_ours, fd = True, -1
+    try:
+        with suppress(OSError):
+            fd = os.open(path, (os.O_RDONLY if path.is_dir() else os.O_RDWR) | CLOSED_ON_EXEC)
+            is_ours = try_lock(fd)
+        yield is_ours
+    finally:
+        if fd >= 0:
+            os.close(fd)
 
 
 def _remove(path: Path) -> None:
