@@ -25,6 +25,7 @@ from runs import new_run
 from stops import stops
 
 Command = Callable[..., Result]
+THIN = ("--drop", "optimizer", "--yes", "--even-latest")
 
 
 def steps(root: Path) -> list[int]:
@@ -197,9 +198,25 @@ def test_damage_is_not_copied(holdfast: Command, root: Path, tmp_path: Path) -> 
     flip(folder_of(root, 200) / "model-00000.safetensors", 5000)
     result = holdfast("cp", root, tmp_path / "copy", "--all", "--json")
     assert result.code == 1
-    assert [item["outcome"] for item in result.document["checkpoints"]] == ["copied", "failed"]
+    outcomes = [item["outcome"] for item in result.document["checkpoints"]]
+    assert outcomes == ["copied", "failed", "copied"]
     assert "not what was written" in result.document["checkpoints"][1]["why"]
-    assert steps(tmp_path / "copy") == [100]
+    assert steps(tmp_path / "copy") == [300, 100]
+
+
+def test_a_copy_of_all_says_what_it_leaves_out(
+    holdfast: Command, root: Path, tmp_path: Path
+) -> None:
+    assert holdfast("thin", f"{root}@step=300", *THIN).code == 0
+    result = holdfast("cp", root, tmp_path / "copy", "--all", "--json")
+    assert (result.code, steps(tmp_path / "copy")) == (0, [200, 100])
+    assert result.document["checkpoints"][0]["outcome"] == "left out"
+    flip(folder_of(root, 200) / "manifest.json", 100)
+    again = holdfast("cp", root, tmp_path / "copy", "--all")
+    assert (again.code, "FAILED step-00000200" in again.out) == (1, True)
+    dry = holdfast("cp", root, tmp_path / "copy", "--all", "--dry-run", "--json")
+    outcomes = [item["outcome"] for item in dry.document["checkpoints"]]
+    assert (dry.code, outcomes) == (1, ["failed", "left out", "already there"])
 
 
 def test_other_bytes_under_the_same_name_are_left_alone(
@@ -215,8 +232,7 @@ def test_other_bytes_under_the_same_name_are_left_alone(
 
 
 def test_a_thinned_checkpoint_is_refused(holdfast: Command, root: Path, tmp_path: Path) -> None:
-    thin = ("--drop", "optimizer", "--yes", "--even-latest")
-    assert holdfast("thin", f"{root}@step=300", *thin).code == 0
+    assert holdfast("thin", f"{root}@step=300", *THIN).code == 0
     result = holdfast("cp", f"{root}@step=300", tmp_path / "copy")
     assert (result.code, "optimizer was dropped from it" in result.err) == (2, True)
 
@@ -238,6 +254,8 @@ def test_encrypted_checkpoints_stay_encrypted(
     assert result.document["checkpoints"][0]["step"] == (1 if has_key else None)
     for path in (source / folder).iterdir():
         assert (target / folder / path.name).read_bytes() == path.read_bytes()
+    every = holdfast(*keyed, "cp", source, "--all", tmp_path / "all", "--json")
+    assert (every.code, [one["folder"] for one in every.document["checkpoints"]]) == (0, [folder])
     with new_run().manager(target, encrypt=encrypt) as manager:
         assert manager.resume().step == 1  # type: ignore[union-attr]
 

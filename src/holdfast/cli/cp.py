@@ -11,7 +11,7 @@ from holdfast.cli.output import Answer, Code, TextTable, progress_bar, say_event
 from holdfast.cli.target import open_root, open_target, opened, unlocked
 from holdfast.engine.roots.catalog import Catalog, is_root
 from holdfast.engine.roots.sources import split_folder, split_source
-from holdfast.errors import HoldfastError, NoCheckpoint, UsageError
+from holdfast.errors import CorruptData, HoldfastError, NoCheckpoint, SealError, UsageError
 from holdfast.events import Emitter
 from holdfast.store.base import Store
 
@@ -30,9 +30,10 @@ class CopiedCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
     sent_nbytes: int
     """Bytes that were sent, or that a dry run would send."""
     outcome: str
-    """`copied`, `to copy` (dry run), `already there`, or `failed`."""
+    """`copied`, `to copy` (dry run), `already there`, `left out` (`--all`: it was thinned), or
+    `failed`."""
     why: str | None
-    """Why it failed, or null."""
+    """Why it failed or was left out, or null."""
 
 
 class CopyAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,7 +44,8 @@ class CopyAnswer(msgspec.Struct, frozen=True, kw_only=True):
     dry_run: bool
     """Whether nothing was written."""
     checkpoints: tuple[CopiedCheckpoint, ...]
-    """The checkpoints in the order in which they are copied; none after one that failed."""
+    """The checkpoints in the order in which they are copied; none after a failure other than
+    damage. With `--all`, what cannot be read or is left out comes first."""
 
 
 def copy_all(sources: Sequence[str], to: str, *, whole: bool, dry_run: bool) -> Answer:
@@ -56,9 +58,9 @@ def copy_all(sources: Sequence[str], to: str, *, whole: bool, dry_run: bool) -> 
         OwnedElsewhere: a live process owns the run in `to`.
     """
     target = _open_target_root(to)
-    found = _sources(sources, whole=whole)
-    plans = [(store, plan(store, target, folders)) for store, folders in _grouped(found, target)]
     done: list[CopiedCheckpoint] = []
+    found = _sources(sources, done, whole=whole)
+    plans = [(store, plan(store, target, folders)) for store, folders in _grouped(found, target)]
     for store, planned in plans:
         if dry_run:
             done += [_to_copy(store, item) for item in planned]
@@ -81,18 +83,21 @@ def _open_target_root(to: str) -> Store:
     return store
 
 
-def _sources(texts: Sequence[str], *, whole: bool) -> list[tuple[Store, str]]:
-    """Find the checkpoints that the user named: (store, folder)."""
+def _sources(
+    texts: Sequence[str], left: list[CopiedCheckpoint], *, whole: bool
+) -> list[tuple[Store, str]]:
+    """Find the checkpoints that the user named: (store, folder); add to `left` what stays."""
     found: list[tuple[Store, str]] = []
     for text in texts:
         root, which = split_source(text)
         is_folder = which is None and bool(split_folder(root)[1])
         if whole:
             store = open_root(text)
-            folders = [entry.folder for entry in Catalog(store).checkpoints()]
-            if not folders:
+            folders, of_root = _all_of(store)
+            if not folders and not of_root:
                 raise NoCheckpoint(f"{store.url}: no checkpoints")
             found += [(store, folder) for folder in folders]
+            left += of_root
         elif which is None and not is_folder:
             raise UsageError(
                 f"{text!r}: name one checkpoint, as {text}@latest, or copy all of the root: --all"
@@ -100,6 +105,37 @@ def _sources(texts: Sequence[str], *, whole: bool) -> list[tuple[Store, str]]:
         else:
             found.append(open_target(text))
     return found
+
+
+def _all_of(store: Store) -> tuple[list[str], list[CopiedCheckpoint]]:
+    """Return the folders of a root that can be copied, and what cannot, with the reason."""
+    entries, unread = Catalog(store).survey()
+    # Stored bytes are copied, so that no key is needed.
+    folders = [folder for folder, error in unread if isinstance(error, SealError)]
+    left = [
+        _left(store, folder, None, "failed", str(error))
+        for folder, error in unread
+        if not isinstance(error, SealError)
+    ]
+    for entry in entries:
+        if dropped := entry.marks.thinned:
+            why = f"{', '.join(dropped)} was dropped from it, and only whole ones are copied"
+            left.append(_left(store, entry.folder, entry.step, "left out", why))
+        else:
+            folders.append(entry.folder)
+    return folders, left
+
+
+def _left(store: Store, folder: str, step: int | None, outcome: str, why: str) -> CopiedCheckpoint:
+    return CopiedCheckpoint(
+        source=store.url,
+        folder=folder,
+        step=step,
+        nbytes=0,
+        sent_nbytes=0,
+        outcome=outcome,
+        why=why,
+    )
 
 
 def _grouped(found: Sequence[tuple[Store, str]], target: Store) -> list[tuple[Store, list[str]]]:
@@ -116,18 +152,28 @@ def _grouped(found: Sequence[tuple[Store, str]], target: Store) -> list[tuple[St
 def _copied(
     store: Store, target: Store, planned: Sequence[Planned], done: list[CopiedCheckpoint]
 ) -> bool:
-    """Copy the checkpoints of one root; add the outcomes to `done`. False after a failure."""
-    before = len(done)
+    """Copy the checkpoints of one root; add the outcomes to `done`.
+
+    What is damaged is passed over, so that one bad block does not end a backup. False after any
+    other failure.
+    """
     with progress_bar() as told:
-        try:
-            for item in copy(store, target, planned, emit=Emitter((say_event,)), told=told):
-                done.append(_document(store, item))
-        except HoldfastError as error:
-            if not done or len(done) - before == len(planned):
-                raise
-            failed = _to_copy(store, planned[len(done) - before])
-            done.append(msgspec.structs.replace(failed, outcome="failed", why=str(error)))
-            return False
+        while planned:
+            before = len(done)
+            try:
+                for item in copy(store, target, planned, emit=Emitter((say_event,)), told=told):
+                    done.append(_document(store, item))
+                return True
+            except HoldfastError as error:
+                failed, *rest = planned[len(done) - before :] or (None,)
+                goes_on = isinstance(error, CorruptData) and bool(rest)
+                if failed is None or not (done or goes_on):
+                    raise
+                item = _to_copy(store, failed)
+                done.append(msgspec.structs.replace(item, outcome="failed", why=str(error)))
+                if not goes_on:
+                    return isinstance(error, CorruptData)
+                planned = rest
     return True
 
 
@@ -171,11 +217,15 @@ def _answer(target: Store, done: Sequence[CopiedCheckpoint], *, dry_run: bool) -
         right=frozenset({0, 2, 3}),
         whole=frozenset({0, 1, 2, 3, 4}),
     )
-    lines = [f"FAILED {item.folder}: {item.why}" for item in done if item.why is not None]
+    lines = [
+        f"{'FAILED' if item.outcome == 'failed' else 'left out:'} {item.folder}: {item.why}"
+        for item in done
+        if item.why is not None
+    ]
     sent = size(sum(item.sent_nbytes for item in done))
     lines.append(f"{sent} {'to send' if dry_run else 'sent'} to {target.url}")
     document = CopyAnswer(root=target.url, dry_run=dry_run, checkpoints=tuple(done))
-    is_failed = any(item.why is not None for item in done)
+    is_failed = any(item.outcome == "failed" for item in done)
     return Answer(
         document=document, parts=[table, *lines], code=Code.FOUND if is_failed else Code.OK
     )
