@@ -17,6 +17,7 @@ from holdfast.care.verify import verify_root
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.errors import HoldfastError
 from holdfast.events import Emitter
+from holdfast.format.manifest import Deleted
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.faulty import Fault, FaultyStore, Stopped
@@ -229,6 +230,24 @@ def test_other_bytes_under_the_same_name_are_left_alone(
     result = holdfast("cp", f"{root}@latest", copy_root)
     assert result.code == 1, result.out
     assert (folder_of(copy_root, 300) / "manifest.json").read_bytes() == before
+
+
+def test_a_copy_of_all_leaves_out_what_was_deleted_or_differs_there(
+    holdfast: Command, root: Path, tmp_path: Path
+) -> None:
+    copy_root = tmp_path / "copy"
+    assert holdfast("cp", f"{root}@step=100", f"{root}@step=200", copy_root).code == 0
+    entry = Catalog(LocalStore(copy_root)).resolve("step=100")
+    gone = Deleted(save_id=entry.manifest.save_id, by="writer 9", reason="test")
+    LocalStore(copy_root).put(f"{entry.folder}/manifest.json", gone.encode())
+    result = holdfast("cp", root, copy_root, "--all", "--json")
+    outcomes = [item["outcome"] for item in result.document["checkpoints"]]
+    assert (result.code, outcomes) == (0, ["left out", "already there", "copied"])
+    assert "deleted there" in result.document["checkpoints"][0]["why"]
+    flip(folder_of(copy_root, 200) / "manifest.json", 100)
+    result = holdfast("cp", root, copy_root, "--all")
+    assert (result.code, "FAILED step-00000200" in result.out) == (1, True)
+    assert holdfast("cp", f"{root}@step=100", copy_root).code == 3
 
 
 def test_a_thinned_checkpoint_is_refused(holdfast: Command, root: Path, tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from holdfast.errors import (
     CorruptData,
     DeadlineExceeded,
     FormatError,
+    HoldfastError,
     NoCheckpoint,
     OutcomeUnknown,
     SealError,
@@ -94,15 +95,33 @@ class Planned:
         return sum(map(length, self.listing.files.values()))
 
 
-def plan(source: Store, target: Store, folders: Sequence[str]) -> tuple[Planned, ...]:
+def plan(
+    source: Store,
+    target: Store,
+    folders: Sequence[str],
+    *,
+    passed_over: Callable[[str, HoldfastError], None] | None = None,
+) -> tuple[Planned, ...]:
     """Plan the copies of these checkpoints, oldest first. Writes nothing.
+
+    `passed_over` is told of a checkpoint that was deleted, or has other bytes in the target, and
+    the others are planned; without it this raises.
 
     Raises:
         NoCheckpoint: one is not committed, or was deleted in the target.
         UsageError: one was thinned or renamed, or the target holds another run.
         SealError: the keys do not decrypt the target's checkpoints.
+        CorruptData: the target has other bytes under the same name.
     """
-    planned = sorted((_planned(source, target, f) for f in folders), key=lambda item: item.name)
+    planned = []
+    for folder in folders:
+        try:
+            planned.append(_planned(source, target, folder))
+        except (NoCheckpoint, CorruptData) as error:
+            if passed_over is None:
+                raise
+            passed_over(folder, error)
+    planned.sort(key=lambda item: item.name)
     _expect_same_run(source, target, planned)
     return tuple(planned)
 

@@ -30,8 +30,8 @@ class CopiedCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
     sent_nbytes: int
     """Bytes that were sent, or that a dry run would send."""
     outcome: str
-    """`copied`, `to copy` (dry run), `already there`, `left out` (`--all`: it was thinned), or
-    `failed`."""
+    """`copied`, `to copy` (dry run), `already there`, `left out` (`--all`: it was thinned,
+    or deleted in the other root), or `failed`."""
     why: str | None
     """Why it failed or was left out, or null."""
 
@@ -60,7 +60,10 @@ def copy_all(sources: Sequence[str], to: str, *, whole: bool, dry_run: bool) -> 
     target = _open_target_root(to)
     done: list[CopiedCheckpoint] = []
     found = _sources(sources, done, whole=whole)
-    plans = [(store, plan(store, target, folders)) for store, folders in _grouped(found, target)]
+    plans = [
+        (store, _plan(store, target, folders, done if whole else None))
+        for store, folders in _grouped(found, target)
+    ]
     for store, planned in plans:
         if dry_run:
             done += [_to_copy(store, item) for item in planned]
@@ -147,6 +150,20 @@ def _grouped(found: Sequence[tuple[Store, str]], target: Store) -> list[tuple[St
         if folder not in folders:
             folders.append(folder)
     return [*groups.values()]
+
+
+def _plan(
+    store: Store, target: Store, folders: Sequence[str], left: list[CopiedCheckpoint] | None
+) -> tuple[Planned, ...]:
+    """Plan the copy of one root; add to `left` what was deleted, or differs in the target."""
+    if left is None:
+        return plan(store, target, folders)
+
+    def pass_over(folder: str, error: HoldfastError) -> None:
+        outcome = "left out" if isinstance(error, NoCheckpoint) else "failed"
+        left.append(_left(store, folder, None, outcome, str(error)))
+
+    return plan(store, target, folders, passed_over=pass_over)
 
 
 def _copied(
