@@ -166,6 +166,31 @@ def test_an_optimizer_that_cannot_be_named_for_sure_stays_as_it_was_and_a_note_s
         assert why in note
 
 
+@pytest.mark.parametrize(
+    ("first", "why"), [("bias", "names 'bias', and no slot"), ("weight", "a parameter twice")]
+)
+def test_recorded_names_that_cannot_be_right_are_not_believed(first: str, why: str) -> None:
+    model = nn.Linear(3, 4)
+    state = trained(model, model.parameters()).state_dict()
+    state["param_groups"][0]["param_names"] = [first, "weight"]
+    plan = plan_of(model, state)
+    assert plan.taken["optimizer"].kind == "tree"
+    assert why in plan.notes[0]
+
+
+@pytest.mark.parametrize("names", [False, True])
+def test_adafactor_is_named_though_its_slots_have_shapes_of_their_own(names: bool) -> None:
+    training = Training(torch.optim.Adafactor)
+    training.train(0, 2)
+    state = training.optimizer.state_dict()
+    if names:
+        order = [name for name, _ in training.model.named_parameters()]
+        state["param_groups"][0]["param_names"] = order
+    tree = named_tree(training.model, state)
+    assert tree["type"] == "Adafactor"
+    assert tree["slots"].keys() == {name for name, _ in training.model.named_parameters()}
+
+
 class Sorted(GivenSource):
     """A source that has sorted the names of its model, as safetensors does."""
 

@@ -21,6 +21,7 @@ _NOT_OPTIONS = frozenset({"params", "param_names"})
 _HOW = frozenset({"foreach", "maximize", "capturable", "differentiable", "fused", "initial_lr"})
 """Options that came with versions of torch, or from schedulers, and tell no optimizer apart."""
 _DECOUPLED = "decoupled_weight_decay"
+_FACTORS = ("row_var", "col_var")
 _FLOATS = ("F", "BF")
 
 
@@ -77,27 +78,37 @@ def named(part: Part, modules: Mapping[str, Part], hints: Hints) -> Named | str:
     numbers = [number for group in groups for number in group["params"]]
     if len({*map(str, numbers)}) != len(numbers) or not {*state} <= {*numbers}:
         return "its states and groups do not fit together"
-    shapes = {number: _shape(state.get(number), part.specs) for number in numbers}
-    names = _recorded(groups, model, hints.rename) or _found(groups, shapes, model, hints)
+    of_slots = {number: _shapes(state.get(number), part.specs) for number in numbers}
+    shapes = {number: max(found, key=len, default=None) for number, found in of_slots.items()}
+    names = _recorded(groups, of_slots, model, hints.rename) or _found(groups, shapes, model, hints)
     if isinstance(names, str):
         return names
     return _renamed(part, names, module=module, model=model, kind=name)
 
 
-def _shape(slots: Any, specs: Mapping[str, TensorSpec]) -> tuple[int, ...] | None:
-    """Return the shape of a parameter: that of its slots, but for its step."""
+def _shapes(slots: Any, specs: Mapping[str, TensorSpec]) -> set[tuple[int, ...]]:
+    """Return the shapes of a parameter's slots, but for its step; one of them is the parameter's.
+
+    Of Adafactor's two factors it is the shape of their product.
+    """
     if not isinstance(slots, dict):
-        return None
+        return set()
     shapes = {
-        specs[ref.key].shape
+        slot: tuple(specs[ref.key].shape)
         for slot, ref in slots.items()
         if isinstance(ref, TensorRef) and slot != "step"
     }
-    return max(shapes, key=len) if shapes else None
+    if shapes.keys() >= {*_FACTORS}:
+        row, column = (shapes.pop(slot) for slot in _FACTORS)
+        shapes["variance"] = (*row[:-1], *column[-1:])
+    return {*shapes.values()}
 
 
 def _recorded(
-    groups: Sequence[Any], model: Part, rename: Callable[[str], str]
+    groups: Sequence[Any],
+    of_slots: Mapping[Any, set[tuple[int, ...]]],
+    model: Part,
+    rename: Callable[[str], str],
 ) -> dict[Any, str] | str | None:
     """Return the names that are recorded in place of the numbers or beside them; None without any.
 
@@ -110,8 +121,16 @@ def _recorded(
         if not are_names or len(names) != len(group["params"]):
             return None
         found |= zip(group["params"], map(rename, names), strict=True)
-    lost = sorted({*found.values()} - {*model.leaves})
-    return f"it names {lost[0]!r}, which the model does not have" if lost else found
+    leaves = model.leaves
+    if lost := sorted({*found.values()} - {*leaves}):
+        return f"it names {lost[0]!r}, which the model does not have"
+    if len({*found.values()}) != len(found):
+        return "it names a parameter twice"
+    for number, name in found.items():
+        shapes = of_slots[number]
+        if shapes and tuple(model.specs[leaves[name].key].shape) not in shapes:
+            return f"it names {name!r}, and no slot has the shape of that one"
+    return found
 
 
 def _found(
