@@ -50,7 +50,9 @@ def longer(holdfast: Command, root: Path, saving: Callable[..., Any]) -> Path:
     return root
 
 
-def test_one_checkpoint_is_deleted_and_its_reason_printed(holdfast: Command, longer: Path) -> None:
+def test_one_checkpoint_goes_and_its_reason_stays_in_the_log(
+    holdfast: Command, longer: Path
+) -> None:
     result = holdfast("rm", f"{longer}@step=300", *SURE, "--json")
     assert result.code == 0, result.err
     document = result.document
@@ -58,6 +60,9 @@ def test_one_checkpoint_is_deleted_and_its_reason_printed(holdfast: Command, lon
     assert document["goes_on_from"] == folder_of(longer, 400).name
     assert steps(longer) == [400, 200, 100]
     assert holdfast("verify", longer).code == 0
+    purpose = f"deleted {document['folder']}: test"
+    assert holdfast("log", longer, "--json").document["lives"][-1]["purpose"] == purpose
+    assert purpose in holdfast("log", longer).out
 
 
 @pytest.mark.parametrize(
@@ -74,6 +79,7 @@ def test_one_checkpoint_is_deleted_and_its_reason_printed(holdfast: Command, lon
         pytest.param("step=30", SURE, "no checkpoint for 'step=30'", marks=pytest.mark.full),
         pytest.param("step=300", ("--yes",), "say why", marks=pytest.mark.full),
         ("step=300", ("--yes", "--reason", " "), "say why"),
+        ("step=300", ("--yes", "--reason", "x" * 1001), "more than 1000"),
         pytest.param(
             "step=300", ("--reason", "x"), "no terminal to ask on", marks=pytest.mark.full
         ),

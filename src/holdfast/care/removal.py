@@ -22,6 +22,8 @@ from holdfast.engine.roots.catalog import Catalog, Entry
 from holdfast.engine.roots.commit import check_ownership, name_latest, settle
 from holdfast.engine.roots.lost import latest_of
 from holdfast.engine.roots.parts import parts_of
+from holdfast.engine.sealed.redaction import REDACTED
+from holdfast.engine.sealed.sealing import bare
 from holdfast.engine.tiers.ledger import NotedUploads
 from holdfast.errors import CorruptData, NoCheckpoint, OutcomeUnknown, UsageError, listing
 from holdfast.events import Emitter
@@ -117,7 +119,7 @@ def remove(
     if base is not None:
         _expect_whole(store, base)
     owner = Ownership(store, takeover=False, emit=emit)
-    owner.take(_choices(store, asked))
+    owner.take(_choices(store, asked, reason))
     claim = owner.claim
     assert claim is not None
     try:
@@ -129,13 +131,21 @@ def remove(
         raise
     finally:
         owner.release()
-    if removal.leases:
-        return f"{removal.leases[0].who} reads it"
     if not removal.is_done:
-        return "it was pinned, tagged or deleted meanwhile"
+        who = removal.leases[0].who if removal.leases else ""
+        why = f"{who} reads it" if who else "it was pinned, tagged or deleted meanwhile"
+        return why + _moved(asked)
     if not asked.components:
         readers.tidy(folder)
     return ""
+
+
+def _moved(asked: Asked) -> str:
+    """Say that the claim has moved the run, though nothing was deleted after it."""
+    if not asked.is_latest or asked.components:
+        return ""
+    base = "anew" if asked.goes_on_from is None else f"from {asked.goes_on_from.folder}"
+    return f"; but the run begins {base} from now on, unless it resumes this one by name"
 
 
 def _carry_out(store: Store, asked: Asked, claim: Claim, reason: str, readers: Readers) -> Removal:
@@ -199,12 +209,15 @@ def _standings(store: Store) -> Iterator[Choice]:
         yield standing(store)
 
 
-def _choices(store: Store, asked: Asked) -> Iterator[Choice]:
+def _choices(store: Store, asked: Asked, reason: str) -> Iterator[Choice]:
     """Yield, for each try to claim, the checkpoint to resume from afterwards.
 
     Marked as a rollback if that is another one than before, so that what an earlier rollback left
-    behind stays so.
+    behind stays so. The reason is recorded in the claim, which stays when all else is gone.
     """
+    what = f"dropped {', '.join(asked.components)} of" if asked.components else "deleted"
+    told = reason if bare(store) is store else REDACTED
+    purpose = f"{what} {asked.entry.folder}: {told}"
     folder = asked.entry.folder
     expected = asked.goes_on_from.folder if asked.goes_on_from is not None else None
     while True:
@@ -216,7 +229,9 @@ def _choices(store: Store, asked: Asked) -> Iterator[Choice]:
                 "command again"
             )
         stands_on_it = choice.point is not None and choice.point.folder == folder
-        yield replace(after, is_rollback=True) if stands_on_it and not asked.components else choice
+        if stands_on_it and not asked.components:
+            choice = replace(after, is_rollback=True)
+        yield replace(choice, purpose=purpose)
 
 
 def already_dropped(store: Store, entry: Entry, components: Sequence[str]) -> bool:

@@ -260,6 +260,8 @@ class Life(Document, frozen=True):
     """Whether a person chose that by name."""
     takeover: bool
     """Whether it took the run from a process that was not known to be dead."""
+    purpose: str | None
+    """What a person claimed it for, such as a deletion and its reason; null for a training."""
     from_step: int | None
     """First step; null where not known."""
     to_step: int | None

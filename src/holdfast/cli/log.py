@@ -194,6 +194,7 @@ def _document(life: _Life) -> dict[str, Any]:
         "resumed_from": _resumed_from(claim),
         "rollback": claim is not None and claim.rollback,
         "takeover": claim is not None and claim.takeover,
+        "purpose": None if claim is None else claim.purpose or None,
         "from_step": life.start,
         "to_step": life.steps[-1] if life.steps else None,
         "num_checkpoints": life.num_checkpoints,
@@ -222,6 +223,8 @@ def _parts(
         whole=frozenset({0, 4}),
     )
     lines = [f"life {life.epoch} changed {change}" for life in lives for change in life.changes]
+    purposes = ((life.epoch, life.claim.purpose) for life in lives if life.claim is not None)
+    lines += [f"life {epoch} {purpose}" for epoch, purpose in purposes if purpose]
     more = [_table_of_saves(lives)] if saves else []
     return [
         store.url,

@@ -23,6 +23,8 @@ from holdfast.format.layout import AttemptName
 from holdfast.format.manifest import Deleted
 from holdfast.store.base import Store
 
+_MOST_REASON = 1000
+"""Most characters of a reason, which claims and marks record."""
 _STEP = re.compile(r"step=(\d{1,18})", re.ASCII)
 
 
@@ -46,7 +48,7 @@ class RemovedAnswer(msgspec.Struct, frozen=True, kw_only=True):
     nbytes: int
     """Bytes that were freed, or would be."""
     reason: str
-    """The reason, which is recorded in what is left of the checkpoint."""
+    """The reason, which is recorded in the claim and told by `log`, unless it is encrypted."""
     goes_on_from: str | None
     """Folder of the checkpoint from which the run resumes afterwards; null: there is none."""
 
@@ -251,6 +253,8 @@ def _reason(asked: Asked, leave: Leave, *, command: str) -> str:
         for line in _lines(asked):
             click.echo(printable(line), err=True)
     reason = leave.reason.strip()
+    if len(reason) > _MOST_REASON:
+        raise UsageError(f"nothing was deleted: --reason has more than {_MOST_REASON} characters")
     if not reason and command == "rm":
         if is_asking:
             reason = str(click.prompt("Why", err=True)).strip()

@@ -42,6 +42,8 @@ class WriterRecord(Record, frozen=True, kw_only=True, omit_defaults=True):
     process: Process
     tiered: bool = False
     """Whether the run has two roots, one of which may lack the `resumed_from` checkpoint."""
+    purpose: str = ""
+    """What a person claimed it for, such as a deletion and its reason; empty for a training."""
 
     @override
     def _check(self, what: str) -> None:

@@ -187,6 +187,8 @@ class Choice:
     """Folders of newer checkpoints that cannot be used."""
     is_rollback: bool = False
     """Whether the user chose it by name, so that newer checkpoints are left behind on purpose."""
+    purpose: str = ""
+    """What the claim is for, if not for a training: recorded in it."""
 
 
 def claim_run(
@@ -257,6 +259,7 @@ def new_writer(epoch: int, choice: Choice, *, takeover: bool, tiered: bool = Fal
         created=utc_now(),
         process=this_process(),
         tiered=tiered,
+        purpose=choice.purpose,
     )
 
 
