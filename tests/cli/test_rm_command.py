@@ -7,7 +7,7 @@ import pty
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,12 @@ import pytest
 from tests.cli.roots import Result, flip, folder_of
 
 from children import environment
+from holdfast import Encryption, keys
 from holdfast.care.removal import examine, remove
 from holdfast.care.verify import verify_root
 from holdfast.engine.claims.leases import leased
 from holdfast.engine.roots.catalog import Catalog
+from holdfast.engine.roots.commit import settle
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.events import Emitter
 from holdfast.manager import CheckpointManager
@@ -152,6 +154,37 @@ def test_a_checkpoint_that_is_being_read_is_kept(holdfast: Command, longer: Path
         result = holdfast("rm", f"{longer}@step=300", *SURE)
     assert (result.code, "reads it" in result.out) == (1, True)
     assert 300 in steps(longer)
+
+
+def test_a_reader_that_comes_after_the_claim_keeps_it_and_the_answer_says_what_has_moved(
+    longer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, quiet = LocalStore(longer), Emitter(())
+    entry = Catalog(store).resolve("step=400")
+    with ExitStack() as readers:
+
+        def late(*given: Any) -> None:
+            readers.enter_context(leased(store, entry.folder, emit=quiet))
+            settle(*given)
+
+        monkeypatch.setattr("holdfast.care.removal.settle", late)
+        why = remove(store, examine(store, entry), reason="test", emit=quiet)
+    before = folder_of(longer, 300).name
+    assert f"reads it; but the run begins from {before} from now on" in why
+    assert steps(longer) == [400, 300, 200, 100]
+
+
+def test_the_reason_of_an_encrypted_checkpoint_is_nowhere(
+    holdfast: Command, tmp_path: Path
+) -> None:
+    key, run = tmp_path / "key", tmp_path / "run"
+    assert holdfast("keys", "generate", key).code == 0
+    with new_run().manager(run, encrypt=Encryption(keys=keys.from_file(key))) as manager:
+        for step in (1, 2):
+            manager.save(step).wait()
+    given = ("--yes", "--reason", "SECRET")
+    assert holdfast("--key-file", key, "rm", f"{run}@step=1", *given).code == 0
+    assert not any(b"SECRET" in path.read_bytes() for path in run.rglob("*") if path.is_file())
 
 
 def test_a_run_with_a_live_owner_is_refused(
