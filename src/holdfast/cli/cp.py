@@ -186,8 +186,8 @@ def _copied(
                 goes_on = isinstance(error, CorruptData) and bool(rest)
                 if failed is None or not (done or goes_on):
                     raise
-                item = _to_copy(store, failed)
-                done.append(msgspec.structs.replace(item, outcome="failed", why=str(error)))
+                stays = _to_copy(store, failed)
+                done.append(msgspec.structs.replace(stays, outcome="failed", why=str(error)))
                 if not goes_on:
                     return isinstance(error, CorruptData)
                 planned = rest

@@ -130,7 +130,9 @@ def export_folder(
             results = writer.write_data(central, planner).value()
             writer.finish(state.metadata, [results])
         except (OSError, RuntimeError) as error:  # torch's zip writer raises the latter
-            raise StoreError(f"{os.fspath(folder)}: cannot be written: {error}") from error
+            raise StoreError(
+                f"{os.fspath(folder)}: DCP could not write it; is there room? {error}"
+            ) from error
     finally:
         reader.close()
     return describe(state.store, state.entry)
