@@ -30,7 +30,7 @@ LAYERS = (
     ("manager",),
     ("data", "interop"),
     ("weights",),
-    ("train",),
+    ("train", "bridges"),
     ("cli", "demo", "testing"),
 )
 # The same inside folders that have many parts.

@@ -1,0 +1,109 @@
+"""Save and resume loops that Accelerate prepares: `state(accelerator)` gives the components.
+
+Accelerate's own hooks see the weights alone, so a `CheckpointManager` of these components saves
+and resumes in place of `save_state` and `load_state`. The batches come from a `Loader`, which knows
+its position and its rank by itself and is not prepared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import accelerate
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+
+from holdfast.bridges.naming import left_out, numbered
+from holdfast.errors import UsageError
+
+# Names that are not part of accelerate's interface.
+_PREPARED = ("_models", "_optimizers", "_schedulers", "_custom_objects")
+_SUPPORTED = "1.2 to 1.15"
+
+_FRAMEWORK = "accelerate"
+_DISTRIBUTED = ("NO", "MULTI_CPU", "MULTI_GPU")
+"""Ways of running whose models and optimizers are those of torch, or DDP around them."""
+
+
+def state(accelerator: Accelerator, *, data: Any = None, **others: Any) -> dict[str, Any]:
+    """Return the components of a run, for a `CheckpointManager`. Call it after `prepare`.
+
+        model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+        manager = CheckpointManager("runs/x", state(accelerator, data=loader), every="500step")
+
+    They are `model`, `optimizer` and `scheduler` (of several, the second is `model1`), `scaler`
+    with fp16, `trainer` (how far the window of gradient accumulation is), and what
+    `register_for_checkpointing` got, as `custom`.
+
+    Args:
+        accelerator: has prepared all that is to be saved.
+        data: the `Loader` or `Stream` of the training, which is not prepared.
+        others: further components by name, as a manager takes them.
+
+    Raises:
+        UsageError: nothing was prepared; a name is taken; the version of accelerate, or its way
+            of running, is not supported.
+    """
+    _check(accelerator)
+    found: dict[str, Any] = {
+        **numbered("model", accelerator._models),
+        **numbered("optimizer", accelerator._optimizers),
+        **numbered("scheduler", accelerator._schedulers),
+        **numbered("custom", accelerator._custom_objects),
+        "trainer": _Window(accelerator),
+    }
+    if accelerator.scaler is not None:
+        found["scaler"] = accelerator.scaler
+    if data is not None:
+        found["data"] = data
+    taken = sorted(found.keys() & others.keys())
+    if taken:
+        raise UsageError(f"{', '.join(taken)}: the accelerator has components of these names")
+    return {**found, **others}
+
+
+def _check(accelerator: Accelerator) -> None:
+    missing = [name for name in _PREPARED if not hasattr(accelerator, name)]
+    if missing:
+        raise UsageError(
+            f"accelerate {accelerate.__version__}: an Accelerator has no {', '.join(missing)}; "
+            f"this bridge is tested with {_SUPPORTED}"
+        )
+    kind: DistributedType = accelerator.distributed_type
+    if kind.name not in _DISTRIBUTED:
+        raise UsageError(
+            f"distributed_type={kind.name}: this bridge takes {', '.join(_DISTRIBUTED)}. For FSDP2 "
+            "give a CheckpointManager the components themselves (docs/ranks.md)"
+        )
+    if not accelerator._models:
+        raise UsageError("the accelerator has prepared no model: call state() after prepare()")
+
+
+class _Window:
+    """Component `trainer`: how many batches the accelerator has counted, for its windows."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the count.
+
+        Raises:
+            UsageError: a window is open, whose gradients would be lost.
+        """
+        if not self._accelerator.sync_gradients:
+            raise UsageError(
+                "gradient accumulation: the save is inside of a window, whose gradients would be "
+                "lost; save `if accelerator.sync_gradients:`"
+            )
+        return {"of": _FRAMEWORK, "step": self._accelerator.step}
+
+    def check_state_dict(self, state: Mapping[str, Any]) -> list[str]:
+        """Return notes on what cannot be taken over."""
+        return [] if state.get("of") == _FRAMEWORK else [left_out(state, _FRAMEWORK)]
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Set the count, if it is one of accelerate."""
+        if state.get("of") == _FRAMEWORK:
+            self._accelerator.step = state["step"]

@@ -1,0 +1,349 @@
+"""Bridge to Ignite 0.5: runs an Engine that resumes, and saves it between its iterations.
+
+An iteration has ended when all handlers of it were called, and those of the epoch's end if it is
+the epoch's last; only there the state is saved. What is saved, and when, is the manager's.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import ignite
+from ignite.engine import Engine, Events
+
+from holdfast.arguments import checked
+from holdfast.bridges.naming import left_out
+from holdfast.bridges.parts import TRAINER, Generators, start_from, taking_over
+from holdfast.data.options import check_whole
+from holdfast.engine.access import place_of
+from holdfast.engine.checkpoint import Checkpoint
+from holdfast.engine.control.stop import Stop
+from holdfast.engine.hooks import StateHooks
+from holdfast.engine.options import Checkpoints
+from holdfast.engine.tiers.tiered import Tiered
+from holdfast.errors import UsageError, listing
+from holdfast.events import Emitter
+from holdfast.manager import CheckpointManager
+from holdfast.policy.clock import Time
+from holdfast.policy.rule import Rule
+from holdfast.policy.savers import SavePolicy
+from holdfast.policy.triggers import Event, SaveFunction, Trigger
+from holdfast.store.base import Store
+
+SUPPORTED = "0.5.1 to 0.5.5"
+
+_NEEDED = (
+    "add_event_handler",
+    "interrupt",
+    "load_state_dict",
+    "remove_event_handler",
+    "should_terminate",
+    "state_dict",
+)
+"""Members of an Engine that are used here."""
+
+_OURS = "ignite"
+
+
+class HoldfastRun:
+    """A run of an Engine that goes on where it was when its script is started again.
+
+        run = HoldfastRun(trainer, "runs/gpt", {"model": model, "optimizer": optimizer})
+        run.run(loader, max_epochs=3)
+
+    The data is saved as component `data` if it is a `Loader` or a `Stream` of `holdfast.data`, and
+    the Engine as `trainer`. Handlers with a state, such as schedulers and `EarlyStopping`, are
+    components, too: put them into the state. A step is an iteration, or `accumulate` of them.
+
+    A signal that asks to stop is obeyed after the iteration: saved, then `SystemExit`.
+    """
+
+    @checked(but=("every", "max_duration", "keep"))
+    def __init__(
+        self,
+        engine: Engine,
+        checkpoints: str | os.PathLike[str] | Store | Tiered | Checkpoints,
+        state: Mapping[str, Any],
+        *,
+        every: str | Time | Trigger | SaveFunction | SavePolicy | None = None,
+        keep: Rule | str | None = None,
+        max_duration: str | Time | None = None,
+        accumulate: int = 1,
+        metrics: Callable[[], Mapping[str, float]] | None = None,
+        hooks: StateHooks | None = None,
+        stop: Stop | None = None,
+        config: Mapping[str, object] | None = None,
+    ) -> None:
+        """Check the arguments; nothing is read or written before `run`.
+
+        Args:
+            engine: the Engine that trains, with all its handlers.
+            checkpoints: the root of the run, or a `Checkpoints` with all its options.
+            state: the components but `trainer`, such as `model`, `optimizer`, `scheduler`.
+            every: when to save, if `checkpoints` is a root: "500step", "1ep", "30min", …; the end
+                of a run is saved in any case.
+            keep: what retention keeps, if `checkpoints` is a root.
+            max_duration: how long the run is to be, for intervals such as "0.1dur".
+            accumulate: iterations that make one step of the optimizer.
+            metrics: gives the metrics of a save, such as those of an evaluator; None: those of the
+                engine.
+            hooks: callbacks around saves and loads.
+            stop: the signals that end training; None: `Stop()`.
+            config: settings of the script, which checkpoints record.
+
+        Raises:
+            UsageError: an argument is wrong, or the Engine is of a version that is not known.
+        """
+        _check(engine)
+        check_whole("accumulate", accumulate, at_least=1)
+        self.checkpoints = Checkpoints.of(checkpoints, {"every": every, "keep": keep})
+        if self.checkpoints.root is None:
+            raise UsageError("root=None: a HoldfastRun needs a root to save in")
+        if TRAINER in state:
+            raise UsageError(f"state: {TRAINER!r} is the Engine's own component; name it otherwise")
+        self.engine = engine
+        self.manager: CheckpointManager | None = None
+        """The manager of the run under way, or of the last one."""
+        self._components, self._accumulate = dict(state), accumulate
+        self._max_duration, self._config = max_duration, config
+        self._metrics = metrics or (lambda: engine.state.metrics)
+        self._hooks, self._stop = hooks or StateHooks(), stop or Stop()
+        self._emit = Emitter(tuple(self.checkpoints.sinks))
+        self._state = _EngineState(engine, self._emit)
+        self._resumed: Checkpoint | None = None
+        self._generators: Generators | None = None
+        """Those that were resumed, until training goes on."""
+
+    def run(
+        self,
+        data: Any,
+        max_epochs: int | None = None,
+        *,
+        epoch_length: int | None = None,
+        which: str = "latest",
+        begin_from: str | os.PathLike[str] | None = None,
+    ) -> Any:
+        """Resume, and train until `max_epochs` epochs are done; returns the Engine's state.
+
+        A run that has ended returns at once. `which` names the checkpoint to go back to, as for
+        `CheckpointManager.resume`. `begin_from`, as ROOT or ROOT@WHICH, is a checkpoint of another
+        root, with whose state the run begins while its own root is empty.
+
+        Raises:
+            HoldfastError: the run cannot be resumed, or a save has failed.
+            SystemExit: a signal has asked to stop, and the state is saved.
+        """
+        length = epoch_length or _length(data)
+        components = self._with_data(data) | {TRAINER: self._state}
+        self.manager = manager = CheckpointManager(
+            self.checkpoints,
+            components,
+            max_duration=self._max_duration,
+            hooks=taking_over(self._hooks),
+            stop=self._stop,
+            config=self._config,
+        )
+        with self._stop, manager:
+            self._resumed = self._resume(manager, components, which, begin_from)
+            if self._resumed is not None and not self._state.is_loaded:
+                self._count(self._resumed, length, max_epochs)
+            self._generators = None if self._resumed is None else Generators()
+            if not self._is_over(max_epochs):
+                self._train(data, max_epochs, epoch_length)
+            if not self._stop.requested:
+                self._finish(manager)
+        return self.engine.state
+
+    def _with_data(self, data: Any) -> dict[str, Any]:
+        if any(data is one for one in self._components.values()):
+            return self._components
+        if hasattr(data, "state_dict") and hasattr(data, "load_state_dict"):
+            if "data" in self._components:
+                raise UsageError("state: `data` is another object than the data of run(); leave it")
+            return self._components | {"data": data}
+        self._emit(
+            "no_position",
+            f"the position in the data is not saved, as a {type(data).__name__} has none: a resume "
+            "within an epoch trains on other samples. Give a holdfast.data.Loader",
+        )
+        return self._components
+
+    def _resume(
+        self,
+        manager: CheckpointManager,
+        components: Mapping[str, Any],
+        which: str,
+        begin_from: str | os.PathLike[str] | None,
+    ) -> Checkpoint | None:
+        found = manager.resume(which)
+        if found is not None or begin_from is None:
+            return found
+        store, name, folder = place_of(begin_from)
+        return start_from(
+            store,
+            folder or name,
+            manager,
+            components,
+            hooks=self._hooks,
+            encrypt=self.checkpoints.encrypt,
+        )
+
+    def _count(self, found: Checkpoint, length: int, max_epochs: int | None) -> None:
+        """Set the Engine's counters from a checkpoint of another trainer.
+
+        Raises:
+            UsageError: the position in the data is another one.
+        """
+        iteration = found.step * self._accumulate
+        loader = self._components.get("data")
+        batch = getattr(loader, "batch", iteration % length) % length
+        if batch != iteration % length:
+            raise UsageError(
+                f"{found.path}: step {found.step} is iteration {iteration}, in an epoch the "
+                f"{iteration % length}th, but the data has given {batch} batches of it: other "
+                "counts of batches to a step; set accumulate as there"
+            )
+        self.engine.load_state_dict(
+            {"iteration": iteration, "epoch_length": length, "max_epochs": max_epochs or 1}
+        )
+
+    def _is_over(self, max_epochs: int | None) -> bool:
+        """Whether the run that was resumed has reached its end before."""
+        state = self.engine.state
+        if self._resumed is None:
+            return False
+        goal = max_epochs or state.max_epochs
+        if self._state.has_stopped:
+            self._emit("warning", "this run has been terminated before its goal, and stays so")
+        is_there = goal is not None and state.iteration >= goal * state.epoch_length
+        return self._state.has_stopped or bool(is_there)
+
+    def _train(self, data: Any, max_epochs: int | None, epoch_length: int | None) -> None:
+        """Run the Engine, with handlers that come after all others."""
+        handlers = [
+            (Events.STARTED, self._started),
+            (Events.EPOCH_STARTED, self._epoch_started),
+            (Events.ITERATION_COMPLETED, self._iteration_completed),
+            (Events.EPOCH_COMPLETED, self._epoch_completed),
+        ]
+        for event, handler in handlers:
+            self.engine.add_event_handler(event, handler)
+        try:
+            self.engine.run(data, max_epochs=max_epochs, epoch_length=epoch_length)
+        finally:
+            for event, handler in handlers:
+                self.engine.remove_event_handler(handler, event)
+
+    def _finish(self, manager: CheckpointManager) -> None:
+        if self.engine.state.iteration % self._accumulate:
+            self._emit("warning", "the last step is not saved: it has not all of its iterations")
+        elif self.engine.state.iteration:
+            manager.save(self._step, epoch=self._epoch, metrics=self._metrics(), reason="end")
+        manager.wait()
+
+    # Handlers
+
+    def _started(self, _: Engine) -> None:
+        self._restore_generators()
+        if self._is_between:
+            self._generators = None
+
+    def _epoch_started(self, _: Engine) -> None:
+        self._restore_generators()
+        self._generators = None
+
+    def _iteration_completed(self, _: Engine) -> None:
+        if not self._is_between:  # else the handlers of the epoch's end follow
+            self._save("step")
+
+    def _epoch_completed(self, _: Engine) -> None:
+        self._save("step", "epoch")
+
+    def _restore_generators(self) -> None:
+        """Set the generators again: since the resume, handlers have drawn from them."""
+        if self._generators is not None:
+            self._generators.put_back()
+
+    def _save(self, *events: Event) -> None:
+        manager = self.manager
+        assert manager is not None
+        if self.engine.state.iteration % self._accumulate:
+            return  # gradients are being accumulated
+        if len(events) > 1 or not manager.is_quiet(self._step):
+            manager.maybe_save(
+                self._step, epoch=self._epoch, metrics=self._metrics(), event=list(events)
+            )
+        if self._stop.requested:
+            manager.save(
+                self._step, epoch=self._epoch, metrics=self._metrics(), reason="signal", wait=True
+            )
+            self.engine.interrupt()
+
+    @property
+    def _step(self) -> int:
+        return int(self.engine.state.iteration) // self._accumulate
+
+    @property
+    def _epoch(self) -> int:
+        return int(self.engine.state.iteration) // int(self.engine.state.epoch_length)
+
+    @property
+    def _is_between(self) -> bool:
+        """Whether the Engine stands at the end of an epoch."""
+        return int(self.engine.state.iteration) % int(self.engine.state.epoch_length) == 0
+
+
+class _EngineState:
+    """The component `trainer`: the counters of an Engine, and its user keys."""
+
+    def __init__(self, engine: Engine, emit: Emitter) -> None:
+        self._engine, self._emit = engine, emit
+        self.is_loaded = self.has_stopped = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the Engine's state, and whether it was terminated before its goal."""
+        state = self._engine.state
+        is_there = state.max_epochs and state.iteration >= state.max_epochs * state.epoch_length
+        return {
+            "of": _OURS,
+            "has_stopped": bool(self._engine.should_terminate) and not is_there,
+            "engine": dict(self._engine.state_dict()),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Set the Engine's state, unless another trainer has saved it."""
+        self.is_loaded = state.get("of") == _OURS
+        if not self.is_loaded:
+            self._emit("warning", left_out(state, "Ignite"))
+        else:
+            self._engine.load_state_dict(state["engine"])
+            self.has_stopped = state["has_stopped"]
+
+
+def _check(engine: Engine) -> None:
+    """Check that the Engine has all that this bridge uses.
+
+    Raises:
+        UsageError: lists what it lacks.
+    """
+    version = getattr(ignite, "__version__", "unknown")
+    wrong = [
+        f"engine.{name}: Ignite {version} has none; supported are {SUPPORTED}"
+        for name in _NEEDED
+        if not hasattr(engine, name)
+    ]
+    if not engine.interrupt_resume_enabled:
+        wrong.append("Engine.interrupt_resume_enabled is False: a signal could not end the run")
+    if wrong:
+        raise UsageError("HoldfastRun:\n" + listing(wrong))
+
+
+def _length(data: Any) -> int:
+    if not hasattr(data, "__len__"):
+        raise UsageError(
+            f"run({type(data).__name__}): it has no length, so give epoch_length, the number of "
+            "its batches"
+        )
+    return len(data)

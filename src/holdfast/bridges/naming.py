@@ -1,0 +1,21 @@
+"""Names that all bridges share, and what one says of the state of another's trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+def numbered(name: str, values: Sequence[Any]) -> dict[str, Any]:
+    """Name several components of a kind: `optimizer`, `optimizer1`, …
+
+    >>> numbered("optimizer", ["a", "b"])
+    {'optimizer': 'a', 'optimizer1': 'b'}
+    """
+    return {f"{name}{number or ''}": value for number, value in enumerate(values)}
+
+
+def left_out(state: Mapping[str, Any], framework: str) -> str:
+    """Note on a stored component `trainer` that is of another framework than the one loading."""
+    other = state.get("of", "another trainer")
+    return f"trainer: saved by {other}, so {framework} leaves its counters and callbacks out"

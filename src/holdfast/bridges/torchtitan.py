@@ -1,0 +1,127 @@
+"""Save and resume runs of torchtitan: a checkpoint manager for its `checkpoint` setting.
+
+torchtitan builds the checkpoint manager that its configuration names, and calls it after each step.
+This one hands model, optimizers and schedulers to a `CheckpointManager`, with torchtitan's ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from torchtitan.components.checkpointer import BaseCheckpointManager
+
+from holdfast.bridges.naming import numbered
+from holdfast.data.loader import Loader
+from holdfast.data.stream import Stream
+from holdfast.engine.control.stop import Stop
+from holdfast.engine.options import Checkpoints
+from holdfast.errors import UsageError, listing
+from holdfast.manager import CheckpointManager
+from holdfast.policy.rules import Last
+from holdfast.state.components import PerRank
+
+_OF_THEIR_TRAINER = "train_state"  # its name among the `states` that torchtitan gives
+_BY_RANK = "each rank has another part of the model, which a component cannot be"
+
+
+class HoldfastManager(BaseCheckpointManager):
+    """Checkpoint manager of torchtitan that saves and resumes through Holdfast.
+
+        config.checkpoint = HoldfastManager.Config(enable=True, interval=500, keep_latest_k=3)
+
+    A run that was killed goes on from its newest checkpoint when it is started again. After a
+    signal (SIGTERM, SIGINT, SIGUSR1) the step is saved, and `save` raises `SystemExit(75)`, or
+    `KeyboardInterrupt` after SIGINT.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseCheckpointManager.Config):
+        """The settings of torchtitan's checkpoints: `folder`, `interval`, `keep_latest_k`, ….
+
+        The last checkpoint has the whole state, of which `last_save_model_only` wants a part.
+        """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        dataloader: Any,
+        model_parts: list[Any],
+        optimizers: Any,
+        lr_schedulers: Any,
+        states: dict[str, Any],
+        sd_adapter: Any = None,
+        base_folder: str = "",
+    ) -> None:
+        """Make the manager of a run; torchtitan calls this.
+
+        Raises:
+            UsageError: settings ask for what this manager does not do, or the model has several
+                parts, as with pipeline parallelism; all of them are listed.
+        """
+        self.enable, self.save_future = config.enable, None
+        if not self.enable:
+            return
+        _refuse(config, model_parts)
+        self._is_load_only = config.load_only
+        self._saves_first = config.enable_first_step_checkpoint
+        counters = {"trainer" if n == _OF_THEIR_TRAINER else n: one for n, one in states.items()}
+        # torchtitan's own loaders have a position for each rank.
+        data = dataloader if isinstance(dataloader, Loader | Stream) else PerRank(dataloader)
+        self._closing = contextlib.ExitStack()
+        self._stop = self._closing.enter_context(Stop())
+        self.manager = CheckpointManager(
+            Checkpoints(
+                os.path.join(base_folder, config.folder),
+                every=f"{config.interval}step",
+                keep=Last(config.keep_latest_k) if config.keep_latest_k else None,
+            ),
+            {
+                "model": model_parts[0],
+                **numbered("optimizer", list(optimizers)),
+                **numbered("scheduler", list(lr_schedulers)),
+                **({} if dataloader is None else {"data": data}),
+                **counters,
+            },
+            stop=self._stop,
+        )
+        self._closing.callback(self.manager.close)
+
+    def _load(self, step: int = -1) -> bool:
+        return self.manager.resume("latest" if step == -1 else step) is not None
+
+    def _save(self, curr_step: int, last_step: bool = False) -> bool:
+        if self._is_load_only:
+            return False
+        pending = self.manager.maybe_save(curr_step)
+        if last_step or self._stop.requested or (curr_step == 1 and self._saves_first):
+            pending = self.manager.save(curr_step, wait=last_step)
+        if self._stop.requested:
+            self._close()  # raises what ends the program
+        return pending is not None
+
+    def _wait_for_saving(self) -> None:
+        self.manager.wait()
+
+    def _maybe_wait_for_staging(self) -> None:
+        self.manager.fence()
+
+    def _close(self) -> None:
+        self._closing.close()
+
+
+def _refuse(config: Any, model_parts: list[Any]) -> None:
+    """Raise `UsageError` for settings that would be ignored."""
+    reasons = {
+        "initial_load_path": (config.initial_load_path, "load the weights into the model first"),
+        "last_save_in_hf": (config.last_save_in_hf, "export the checkpoint afterwards"),
+        "exclude_from_loading": (config.exclude_from_loading, "a resume is of the whole state"),
+        "create_seed_checkpoint": (config.create_seed_checkpoint, "not supported"),
+        "pipeline parallelism": (len(model_parts) > 1, _BY_RANK),
+    }
+    wrong = [f"{name}: {why}" for name, (is_set, why) in reasons.items() if is_set]
+    if wrong:
+        raise UsageError("torchtitan's settings:\n" + listing(wrong))

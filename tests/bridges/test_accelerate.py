@@ -1,0 +1,181 @@
+"""The bridge from Accelerate, on the real one: kills, windows, and what it refuses."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+import holdfast
+from bridges import forks
+from holdfast.errors import UsageError
+
+accelerate = pytest.importorskip("accelerate")
+import torch._dynamo  # noqa: E402 - the first optimizer imports it, once here for all forks
+
+from holdfast.bridges import accelerate as bridge  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of the framework, version by version
+
+
+class Rows(Dataset[Any]):
+    """Rows with noise that is drawn anew each time."""
+
+    def __len__(self) -> int:
+        return 42
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((4,), index / 10) + torch.rand(4)
+
+
+class Sum:
+    """A user's own object: sums up losses."""
+
+    def __init__(self) -> None:
+        self.total = 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"total": self.total}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.total = state["total"]
+
+
+class Run:
+    """All that a script with Accelerate has."""
+
+    def __init__(self, **options: Any) -> None:
+        accelerate.state.AcceleratorState._reset_state(True)
+        accelerate.state.GradientState._reset_state()
+        torch.manual_seed(1)
+        self.accelerator = accelerate.Accelerator(cpu=True, **options)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.Linear(8, 1))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5)
+        self.model, self.optimizer, self.scheduler = self.accelerator.prepare(
+            model, optimizer, scheduler
+        )
+        self.sum, self.loader = Sum(), holdfast.data.Loader(Rows(), batch_size=4, seed=3)
+        self.accelerator.register_for_checkpointing(self.sum)
+
+    def train(self, root: Path, steps: int, say: forks.Say = print) -> dict[str, Any]:
+        window = self.accelerator.gradient_accumulation_steps
+        state = bridge.state(self.accelerator, data=self.loader)
+        with holdfast.CheckpointManager(root, state, every="3step", sinks=[say]) as manager:
+            found = manager.resume()
+            step = found.step if found else 0
+            for batch in self.loader.until(steps, start=step, batches_per_step=window):
+                say()
+                with self.accelerator.accumulate(self.model):
+                    loss = self.model(batch).square().mean()
+                    self.accelerator.backward(loss)
+                    self.optimizer.step()
+                    self.scheduler.step()
+                    self.optimizer.zero_grad()
+                self.sum.total += loss.item()
+                if self.accelerator.sync_gradients:
+                    step += 1
+                    manager.maybe_save(step)
+                say()
+            manager.save(step, wait=True)
+        return {
+            "weights": dict(self.accelerator.unwrap_model(self.model).state_dict()),
+            "rates": self.scheduler.get_last_lr(),
+            "sum": self.sum.total,
+            "generator": torch.get_rng_state(),
+            "counted": self.accelerator.step,
+        }
+
+
+def job(root: Path, say: forks.Say) -> dict[str, Any]:
+    return Run(gradient_accumulation_steps=2).train(root, 30, say)
+
+
+@pytest.mark.parametrize(
+    "kills",
+    [2, pytest.param(5, marks=pytest.mark.full), pytest.param(20, marks=pytest.mark.long)],
+)
+def test_kills_at_random_moments_change_nothing(kills: int, tmp_path: Path) -> None:
+    """Invariant 7, R1: windows of gradient accumulation cross the ends of epochs, too."""
+    forks.assert_kills_change_nothing(job, tmp_path, kills=kills, seed=kills)
+
+
+def test_the_components_have_the_names_of_all_bridges() -> None:
+    run = Run()
+    found = bridge.state(run.accelerator, data=run.loader, ema={})
+    assert [*found] == ["model", "optimizer", "scheduler", "custom", "trainer", "data", "ema"]
+    run.accelerator.prepare(nn.Linear(1, 1))
+    assert {"model", "model1"} <= bridge.state(run.accelerator).keys()
+
+
+def test_a_save_inside_of_a_window_is_refused(tmp_path: Path) -> None:
+    run = Run(gradient_accumulation_steps=2)
+    with holdfast.CheckpointManager(tmp_path, bridge.state(run.accelerator)) as manager:
+        with run.accelerator.accumulate(run.model):
+            run.accelerator.backward(run.model(torch.ones(1, 4)).sum())
+        with pytest.raises(UsageError, match=r"if accelerator\.sync_gradients"):
+            manager.save(1)
+
+
+def test_nothing_prepared_a_taken_name_and_a_missing_one_are_refused() -> None:
+    accelerate.state.AcceleratorState._reset_state(True)
+    accelerator = accelerate.Accelerator(cpu=True)
+    with pytest.raises(UsageError, match=r"call state\(\) after prepare"):
+        bridge.state(accelerator)
+    accelerator.prepare(nn.Linear(1, 1))
+    with pytest.raises(UsageError, match="model: the accelerator has"):
+        bridge.state(accelerator, model=nn.Linear(1, 1))
+    del accelerator._schedulers
+    with pytest.raises(UsageError, match=r"no _schedulers; this bridge is tested with 1\.2"):
+        bridge.state(accelerator)
+
+
+def test_ways_of_running_with_other_optimizers_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = Run()
+    kind = accelerate.utils.DistributedType.DEEPSPEED
+    monkeypatch.setattr(type(run.accelerator), "distributed_type", kind)
+    with pytest.raises(UsageError, match="distributed_type=DEEPSPEED"):
+        bridge.state(run.accelerator)
+
+
+def test_what_another_trainer_counts_is_left_out_by_name(tmp_path: Path) -> None:
+    class Theirs:
+        def state_dict(self) -> dict[str, Any]:
+            return {"of": "lightning", "epoch": 3}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    run = Run()
+    parts = bridge.state(run.accelerator, data=run.loader)
+    with holdfast.CheckpointManager(tmp_path, {**parts, "trainer": Theirs()}) as manager:
+        manager.save(3, wait=True)
+    with holdfast.CheckpointManager(tmp_path, parts) as manager:
+        found = manager.resume()
+    assert found is not None
+    assert any("trainer: saved by lightning" in note for note in found.notes)
+
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "bridges" / "accelerate.md"
+EXAMPLE = PAGE.parents[2] / "examples" / "bridges" / "with_accelerate.py"
+
+
+def test_the_page_shows_what_works(tmp_path: Path) -> None:
+    def job(root: Path, say: forks.Say) -> dict[str, Any]:
+        os.chdir(root.parent)
+        return {"steps": [forks.run_page(PAGE)["step"], forks.run_page(PAGE)["found"].step]}
+
+    assert forks.finish(job, tmp_path / "run") == 0
+    assert forks.result(tmp_path / "run")["found"] == {"steps": [20, 20]}
+
+
+@pytest.mark.full
+def test_the_example_shows_that_two_kills_change_nothing() -> None:
+    """Invariant 7, R1: as a user runs it."""
+    assert forks.run_example(EXAMPLE)[-1] == "the same bits: True"

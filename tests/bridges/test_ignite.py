@@ -1,0 +1,244 @@
+"""The bridge to Ignite, on the real one: kills, signals, where it starts, what it refuses."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+import holdfast
+from bridges import forks
+from holdfast.data import Loader
+from holdfast.errors import UsageError
+from holdfast.events import Event
+from marks import full
+
+ignite = pytest.importorskip("ignite.engine")
+import torch._dynamo  # noqa: E402 - the first optimizer imports it, once here for all forks
+from ignite.engine import Engine, Events  # noqa: E402
+from ignite.handlers import EarlyStopping, PiecewiseLinear  # noqa: E402
+
+from holdfast.bridges.ignite import HoldfastRun  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of the framework, version by version
+EPOCHS = 3
+ITERATIONS = 33
+
+
+class Noisy(Dataset[Any]):
+    """Rows with noise that is drawn anew each time."""
+
+    def __len__(self) -> int:
+        return 44
+
+    def __getitem__(self, index: int) -> Any:
+        x = torch.linspace(-1, 1, 4) * (index % 7) + torch.randn(4)
+        return x, x.sum().reshape(1)
+
+
+class Training:
+    """An Engine with dropout, a scheduler of Ignite's, a validation, and handlers that draw."""
+
+    def __init__(self, root: Path | holdfast.Checkpoints, **options: Any) -> None:
+        torch.manual_seed(1)
+        self.model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Dropout(0.3), nn.Linear(8, 1))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.accumulate = options.pop("accumulate", 1)
+        self.engine = Engine(self.update)
+        scheduler = PiecewiseLinear(self.optimizer, "lr", [(0, 0.01), (ITERATIONS, 0.001)])
+        self.engine.add_event_handler(Events.ITERATION_STARTED, scheduler)
+        for event in (Events.STARTED, Events.EPOCH_STARTED, Events.EPOCH_COMPLETED):
+            self.engine.add_event_handler(event, lambda: torch.randn(3))
+        self.engine.add_event_handler(Events.ITERATION_COMPLETED, self.note)
+        self.rows: dict[int, Any] = {}
+        if not isinstance(root, holdfast.Checkpoints):
+            options = {"every": "2step", **options}
+        self.run = HoldfastRun(
+            self.engine,
+            root,
+            {"model": self.model, "optimizer": self.optimizer, "scheduler": scheduler},
+            accumulate=self.accumulate,
+            **options,
+        )
+
+    def update(self, engine: Engine, batch: Any) -> float:
+        self.model.train()
+        loss = nn.functional.mse_loss(self.model(batch[0]), batch[1])
+        loss.backward()
+        if engine.state.iteration % self.accumulate == 0:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return float(loss)
+
+    def note(self, engine: Engine) -> None:
+        generators = hash(torch.get_rng_state().numpy().tobytes())
+        rate = self.optimizer.param_groups[0]["lr"]
+        self.rows[engine.state.iteration] = (engine.state.epoch, rate, generators)
+
+    def train(self, **options: Any) -> Training:
+        self.run.run(Loader(Noisy(), batch_size=4), **{"max_epochs": EPOCHS, **options})
+        return self
+
+    def weights(self) -> dict[str, Tensor]:
+        return dict(self.model.state_dict())
+
+
+def job(root: Path, say: forks.Say) -> dict[str, Any]:
+    training = Training(root)
+    for event in (Events.ITERATION_STARTED, Events.ITERATION_COMPLETED, Events.EPOCH_COMPLETED):
+        training.engine.add_event_handler(event, say)
+    training.train()
+    state = training.engine.state
+    return {
+        "model": training.weights(),
+        "rate": training.optimizer.param_groups[0]["lr"],
+        "counters": (state.iteration, state.epoch),
+        "rng": torch.get_rng_state(),
+    }
+
+
+@pytest.mark.parametrize(
+    "kills",
+    [2, *full(5), pytest.param(20, marks=pytest.mark.long)],
+)
+def test_kills_at_any_moment_change_no_bit(tmp_path: Path, kills: int) -> None:
+    """I7, R1: SIGKILL at random moments of one training."""
+    forks.assert_kills_change_nothing(job, tmp_path, kills=kills, seed=kills)
+
+
+class Stopped(Exception):
+    """Ends a training as an error does."""
+
+
+@pytest.mark.parametrize("stop_at", [22, *full(4, 20)])
+def test_each_iteration_after_a_resume_is_trained_as_in_one_go(
+    tmp_path: Path, stop_at: int
+) -> None:
+    whole = Training(tmp_path / "whole").train()
+    first = Training(tmp_path / "run")
+
+    @first.engine.on(Events.ITERATION_STARTED)
+    def stop(engine: Engine) -> None:
+        if engine.state.iteration == stop_at + 1:
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        first.train()
+    resumed = Training(tmp_path / "run").train()
+    assert min(resumed.rows) == stop_at + 1
+    assert resumed.rows == {at: whole.rows[at] for at in resumed.rows}
+    forks.assert_equal(resumed.weights(), whole.weights())
+
+
+def test_a_finished_run_is_not_trained_again_unless_for_longer(tmp_path: Path) -> None:
+    """D25."""
+    first = Training(tmp_path).train()
+    again = Training(tmp_path).train()
+    assert again.rows == {}
+    assert again.engine.state.iteration == ITERATIONS
+    forks.assert_equal(again.weights(), first.weights())
+    longer = Training(tmp_path).train(max_epochs=EPOCHS + 1)
+    assert [*longer.rows] == [*range(ITERATIONS + 1, ITERATIONS + 12)]
+
+
+def test_a_signal_saves_and_ends_with_the_code_for_running_again(tmp_path: Path) -> None:
+    whole = Training(tmp_path / "whole").train()
+    root = tmp_path / "run"
+    first = Training(root, every=None)
+
+    @first.engine.on(Events.ITERATION_COMPLETED(once=5))
+    def preempt() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(SystemExit) as ended:
+        first.train()
+    assert ended.value.code == 75
+    with holdfast.reading(root) as found:
+        assert (found.step, found.reason) == (5, "signal")
+    forks.assert_equal(Training(root).train().weights(), whole.weights())
+
+
+def test_a_run_that_was_terminated_stays_so(tmp_path: Path) -> None:
+    def training() -> Training:
+        made = Training(tmp_path)
+        early = EarlyStopping(2, lambda engine: 0.0, made.engine)
+        made.engine.add_event_handler(Events.ITERATION_COMPLETED, early)
+        return made
+
+    first = training().train()
+    assert first.engine.state.iteration == 3
+    again = training().train()
+    assert again.rows == {}
+    forks.assert_equal(again.weights(), first.weights())
+
+
+def test_steps_are_those_of_the_optimizer(tmp_path: Path) -> None:
+    Training(tmp_path, accumulate=3, every="1step").train()
+    with holdfast.CheckpointManager(tmp_path, {"nothing": {}}) as manager:
+        found = sorted((one.step, one.timestamp.epoch) for one in manager.list())
+    assert [step for step, _ in found] == [*range(1, 12)]
+    assert found[-1] == (11, EPOCHS)
+
+
+def test_a_run_goes_back_or_begins_with_another_one(tmp_path: Path) -> None:
+    whole = Training(tmp_path / "old").train()
+    back = Training(tmp_path / "old").train(which="step=8")
+    assert min(back.rows) == 9
+    other = Training(tmp_path / "new").train(begin_from=f"{tmp_path / 'old'}@step=8")
+    assert min(other.rows) == 9
+    for one in (back, other):
+        forks.assert_equal(one.weights(), whole.weights())
+
+
+def plain_loop(root: Path, until: int) -> Iterator[int]:
+    training, data = Training(root), Loader(Noisy(), batch_size=4)
+    state = {"model": training.model, "optimizer": training.optimizer, "data": data}
+    hooks = holdfast.StateHooks(one_sided=lambda name: name in ("trainer", "scheduler"))
+    with holdfast.CheckpointManager(root, state, hooks=hooks) as manager:
+        found = manager.resume()
+        step = found.step if found else 0
+        for batch in data.until(until, start=step):
+            step += 1
+            training.update(training.engine, batch)
+            yield step
+        manager.save(step)
+
+
+def test_a_plain_loop_goes_on_and_back(tmp_path: Path) -> None:
+    assert [*plain_loop(tmp_path, 7)] == [*range(1, 8)]
+    hooks = holdfast.StateHooks(one_sided=lambda name: name == "scheduler")
+    training = Training(tmp_path, hooks=hooks).train(max_epochs=1)
+    assert [*training.rows] == [8, 9, 10, 11]
+    assert [*plain_loop(tmp_path, 13)] == [12, 13]
+
+
+def test_data_without_a_position_is_warned_of(tmp_path: Path) -> None:
+    seen: list[Event] = []
+    training = Training(holdfast.Checkpoints(tmp_path, sinks=[seen.append]))
+    training.run.run(DataLoader(Noisy(), batch_size=4), max_epochs=1)
+    assert "a DataLoader has none" in " ".join(event.message for event in seen)
+
+
+def test_data_without_a_length_needs_the_epochs(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="epoch_length"):
+        Training(tmp_path).run.run(iter([1, 2]), max_epochs=1)
+
+
+def test_what_is_wrong_is_said_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, model = Engine(lambda *_: None), nn.Linear(1, 1)
+    with pytest.raises(UsageError, match="trainer"):
+        HoldfastRun(engine, tmp_path, {"trainer": model})
+    with pytest.raises(UsageError, match="accumulate"):
+        HoldfastRun(engine, tmp_path, {"model": model}, accumulate=0)
+    monkeypatch.delattr(Engine, "interrupt")
+    with pytest.raises(UsageError, match=r"engine\.interrupt: Ignite .* 0\.5\.1"):
+        HoldfastRun(engine, tmp_path, {"model": model})

@@ -1,0 +1,25 @@
+"""The pages of the bridges: every snippet of them runs, on the real framework."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+PAGES = Path(__file__).resolve().parents[2] / "docs" / "bridges"
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.filterwarnings("ignore")  # of the framework, version by version
+@pytest.mark.parametrize("framework", ["ignite", "lightning"])
+def test_the_snippets_of_a_page_run(
+    framework: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip(framework)
+    monkeypatch.chdir(tmp_path)
+    blocks = BLOCK.findall((PAGES / f"{framework}.md").read_text("utf-8"))
+    assert blocks
+    names: dict[str, object] = {"__name__": "page"}
+    for code in blocks:
+        exec(code, names)

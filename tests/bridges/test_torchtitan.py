@@ -1,0 +1,141 @@
+"""The bridge from torchtitan, on its real containers; runs only where torchtitan is installed."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import holdfast
+from bridges import forks
+from holdfast.errors import UsageError
+
+pytest.importorskip("torchtitan.components.checkpointer")
+import torch._dynamo
+from torchtitan.components.optimizer import default_adamw
+from torchtitan.components.optimizer.lr_scheduler import LRSchedulersContainer
+
+from holdfast.bridges import torchtitan as bridge
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of the framework, version by version
+STEPS = 30
+
+
+class Train:
+    """What torchtitan's Trainer keeps of itself, and its loop around the manager."""
+
+    def __init__(self, folder: Path, **settings: Any) -> None:
+        torch.manual_seed(1)
+        self.step = 0
+        self.model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.Linear(8, 1))
+        self.optimizers = default_adamw(lr=1e-2, implementation="for-loop").build(
+            model_parts=[self.model]
+        )
+        self.schedulers = LRSchedulersContainer.Config(warmup_steps=5).build(
+            optimizers=self.optimizers, training_steps=STEPS
+        )
+        self.data = holdfast.data.Loader(torch.randn(42, 4), batch_size=4)
+        given = {"enable": True, "interval": 4, "keep_latest_k": 2, **settings}
+        self.checkpointer = bridge.HoldfastManager.Config(**given).build(
+            dataloader=self.data,
+            model_parts=[self.model],
+            optimizers=self.optimizers,
+            lr_schedulers=self.schedulers,
+            states={"train_state": self},
+            sd_adapter=None,
+            base_folder=str(folder),
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self.step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.step = state["step"]
+
+    def train(self, say: forks.Say = print, *, stop_at: int = 0) -> dict[str, Any]:
+        self.checkpointer.load(step=-1)
+        for batch in self.data.until(STEPS, start=self.step):
+            self.step += 1
+            say()
+            self.model(batch).square().mean().backward()
+            self.checkpointer.maybe_wait_for_staging()
+            self.optimizers.step()
+            self.schedulers.step()
+            self.optimizers.zero_grad()
+            if self.step == stop_at:
+                os.kill(os.getpid(), signal.SIGTERM)
+            self.checkpointer.save(self.step, last_step=self.step == STEPS)
+            say()
+        self.checkpointer.close()
+        rates = self.schedulers.get_metrics()
+        return {"weights": dict(self.model.state_dict()), "rates": rates, "step": self.step}
+
+
+def job(root: Path, say: forks.Say) -> dict[str, Any]:
+    return Train(root).train(say)
+
+
+@pytest.mark.parametrize(
+    "kills",
+    [2, pytest.param(5, marks=pytest.mark.full), pytest.param(20, marks=pytest.mark.long)],
+)
+def test_kills_at_random_moments_change_nothing(kills: int, tmp_path: Path) -> None:
+    """Invariant 7, R1."""
+    forks.assert_kills_change_nothing(job, tmp_path, kills=kills, seed=kills)
+
+
+def test_a_signal_saves_and_asks_to_be_run_again(tmp_path: Path) -> None:
+    def preempted(root: Path, say: forks.Say) -> dict[str, Any]:
+        return Train(root).train(say, stop_at=6)
+
+    assert forks.finish(preempted, tmp_path / "run") == 75
+    assert forks.finish(job, tmp_path / "run") == forks.finish(job, tmp_path / "whole") == 0
+    run, whole = (forks.result(tmp_path / name)["found"] for name in ("run", "whole"))
+    forks.assert_equal(run, whole)
+
+
+def test_what_would_be_ignored_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="exclude_from_loading: a resume is of the whole"):
+        Train(tmp_path, exclude_from_loading=["dataloader"])
+
+
+def test_a_manager_that_is_off_does_nothing(tmp_path: Path) -> None:
+    one = Train(tmp_path, enable=False)
+    assert one.train()["step"] == STEPS
+    assert not list(tmp_path.iterdir())
+
+
+def test_data_of_torchtitan_goes_on_where_it_was(tmp_path: Path) -> None:
+    from torchtitan.components.dataloader import ParallelAwareDataloader
+
+    class Rows(torch.utils.data.IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            yield from ({"at": torch.tensor(number)} for number in range(100))
+
+    def start() -> tuple[Train, Any]:
+        one = Train(tmp_path, enable=False)
+        data = ParallelAwareDataloader(Rows(), dp_rank=0, dp_world_size=1, batch_size=2)
+        one.checkpointer = bridge.HoldfastManager.Config(enable=True).build(
+            dataloader=data,
+            model_parts=[one.model],
+            optimizers=one.optimizers,
+            lr_schedulers=one.schedulers,
+            states={"train_state": one},
+            base_folder=str(tmp_path),
+        )
+        return one, data
+
+    first, data = start()
+    batches = iter(data)
+    taken = [next(batches)["at"].tolist() for _ in range(3)]
+    first.checkpointer.save(1, last_step=True)
+    first.checkpointer.close()
+    second, data = start()
+    assert second.checkpointer.load()
+    assert [*taken, next(iter(data))["at"].tolist()] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    second.checkpointer.close()

@@ -1,0 +1,450 @@
+"""The bridge from transformers' Trainer, on the real one: kills, signals, and what it refuses."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Dataset, IterableDataset
+
+import holdfast
+from bridges import forks
+from holdfast.errors import UsageError
+from holdfast.events import Event
+
+transformers = pytest.importorskip("transformers")
+callbacks = pytest.importorskip("transformers.trainer_callback")
+import torch._dynamo  # noqa: E402 - the first optimizer imports it, once here for all forks
+
+from holdfast.bridges import transformers as bridge  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of the framework, version by version
+TESTS = Path(__file__).resolve().parents[1]
+STEPS = 40
+SUMS_UNFULL_WINDOWS = int(transformers.__version__.split(".")[0]) >= 5
+
+
+class Rows(Dataset[Any]):
+    """Rows with noise that is drawn anew each time."""
+
+    def __init__(self, length: int = 42) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        x = torch.full((4,), index / 10) + torch.rand(4)
+        return {"x": x, "labels": x.sum()}
+
+
+class Net(nn.Module):
+    """As models of transformers are called, with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.Linear(8, 1))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        out = self.net(x).squeeze(-1)
+        return {"loss": (out - labels).square().mean(), "logits": out}
+
+
+class Counting(callbacks.TrainerCallback, callbacks.ExportableState):
+    """Counts evaluations, as EarlyStoppingCallback counts those without progress."""
+
+    def __init__(self) -> None:
+        self.evaluations = 0
+
+    def on_evaluate(self, *_: Any, **__: Any) -> None:
+        self.evaluations += 1
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {}, "attributes": {"evaluations": self.evaluations}}
+
+
+class Saying(callbacks.TrainerCallback):
+    """Tells the test of each moment of the loop."""
+
+    def __init__(self, say: forks.Say) -> None:
+        self.on_step_begin = self.on_step_end = self.on_epoch_end = self.on_evaluate = say
+        self.on_log = self.on_optimizer_step = say
+
+
+def arguments(root: Path, **options: Any) -> Any:
+    given = {"max_steps": STEPS, "per_device_train_batch_size": 4, "logging_steps": 3}
+    given |= {"save_strategy": "no", "report_to": [], "disable_tqdm": True, "use_cpu": True}
+    return transformers.TrainingArguments(str(root), **{**given, **options})
+
+
+def trainer(root: Path, *, every: str | None = "4step", more: Any = (), **options: Any) -> Any:
+    transformers.logging.set_verbosity_error()
+    transformers.set_seed(1)
+    sinks = options.pop("sinks", ())
+    data = options.pop("data", None)
+    dataset = options.pop("dataset", None) or Rows()
+    return bridge.CheckpointedTrainer(
+        Net(),
+        arguments(root, **options),
+        train_dataset=dataset,
+        eval_dataset=Rows(8),
+        callbacks=[Counting(), *more],
+        checkpoints=holdfast.Checkpoints(root, every=every, sinks=sinks),
+        data=data,
+    )
+
+
+def outcome(one: Any) -> dict[str, Any]:
+    """Weights, logs without times, and counters."""
+    of_time = ("runtime", "per_second")
+    logs = [
+        {k: v for k, v in entry.items() if not k.endswith(of_time) and k != "train_loss"}
+        for entry in one.state.log_history
+    ]
+    counting = next(c for c in one.callback_handler.callbacks if isinstance(c, Counting))
+    return {
+        "weights": dict(one.model.state_dict()),
+        "step": one.state.global_step,
+        "epoch": one.state.epoch,
+        "logs": logs,
+        "evaluations": counting.evaluations,
+        "generator": torch.get_rng_state(),
+        "flos": one.state.total_flos,
+    }
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "steps": {},
+    # Rates that follow evaluations, at every epoch's end: 11 batches of an epoch.
+    "plateau": {
+        "eval_strategy": "epoch",
+        "lr_scheduler_type": "reduce_lr_on_plateau",
+        "lr_scheduler_kwargs": {"patience": 0},
+        "metric_for_best_model": "eval_loss",
+    },
+    "windows": {
+        "gradient_accumulation_steps": 3 if SUMS_UNFULL_WINDOWS else 11,
+        "max_steps": 10,
+        "every": "2step",
+    },
+    "epochs": {"max_steps": -1, "num_train_epochs": 3, "every": "1ep"},
+    "workers": {"dataloader_num_workers": 2, "max_steps": 16},
+}
+
+
+def job_of(variant: str) -> forks.Job:
+    def job(root: Path, say: forks.Say) -> dict[str, Any]:
+        one = trainer(root, more=[Saying(say)], sinks=[say], **VARIANTS[variant])
+        one.train()
+        return outcome(one)
+
+    return job
+
+
+@pytest.mark.parametrize(
+    ("variant", "kills"),
+    [
+        ("plateau", 2),
+        *(pytest.param(name, 5, marks=pytest.mark.full) for name in VARIANTS),
+        pytest.param("plateau", 20, marks=pytest.mark.long),
+        pytest.param("steps", 20, marks=pytest.mark.long),
+    ],
+)
+def test_kills_at_random_moments_change_nothing(variant: str, kills: int, tmp_path: Path) -> None:
+    """Invariant 7, R1: weights, logged losses, rates, counters, callbacks and generators."""
+    forks.assert_kills_change_nothing(job_of(variant), tmp_path, kills=kills, seed=kills)
+
+
+def manager_of(root: Path, state: dict[str, Any] | None = None) -> holdfast.CheckpointManager:
+    return holdfast.CheckpointManager(root, state or {"trainer": {}})
+
+
+def test_a_signal_saves_and_asks_to_be_run_again(tmp_path: Path) -> None:
+    """R1: the step that the signal came in is saved, and the next life begins there."""
+
+    class Signals(callbacks.TrainerCallback):  # type: ignore[misc]
+        def on_step_begin(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
+            if state.global_step == 5:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    def preempted(root: Path, say: forks.Say) -> dict[str, Any]:
+        return dict(trainer(root, every=None, more=[Signals()]).train().metrics)
+
+    def job(root: Path, say: forks.Say) -> dict[str, Any]:
+        one = trainer(root, every=None)
+        one.train()
+        return outcome(one)
+
+    assert forks.finish(preempted, tmp_path / "run") == 75
+    assert [one.step for one in manager_of(tmp_path / "run").list()] == [6]
+    assert forks.finish(job, tmp_path / "run") == forks.finish(job, tmp_path / "whole") == 0
+    forks.assert_equal(
+        forks.result(tmp_path / "run")["found"], forks.result(tmp_path / "whole")["found"]
+    )
+
+
+def test_a_damaged_newest_checkpoint_is_passed_over(tmp_path: Path) -> None:
+    """R6: the loop begins at the step of the one that is used."""
+    root = tmp_path / "run"
+    steady = {"lr_scheduler_type": "constant"}
+    trainer(root, max_steps=8, **steady).train()
+    whole = trainer(tmp_path / "whole", max_steps=12, **steady)
+    whole.train()
+    newest = manager_of(root).list()[0]
+    assert newest.step == 8
+    file = max(Path(newest.path).rglob("*"), key=lambda path: path.is_file() * path.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.chmod(0o644)
+    file.write_bytes(content)
+    again = trainer(root, max_steps=12, **steady)
+    again.train()
+    forks.assert_equal(outcome(again), outcome(whole))
+
+
+def test_a_run_at_its_goal_stays_as_it_is(tmp_path: Path) -> None:
+    first = trainer(tmp_path / "run", max_steps=6, eval_strategy="epoch")
+    first.train()
+    again = trainer(tmp_path / "run", max_steps=6, eval_strategy="epoch")
+    again.train()
+    forks.assert_equal(outcome(again)["weights"], outcome(first)["weights"])
+    assert outcome(again)["evaluations"] == outcome(first)["evaluations"] == 1
+    assert len(manager_of(tmp_path / "run").list()) == 2
+
+
+def test_the_trainers_own_wish_to_save_is_a_save_here(tmp_path: Path) -> None:
+    """Nothing is saved twice: what TrainingArguments ask for goes to the root, and nowhere else."""
+
+    class Asks(callbacks.TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, _: Any, state: Any, control: Any, **__: Any) -> None:
+            control.should_save |= state.global_step == 7
+
+    given = {"save_strategy": "steps", "save_steps": 5, "max_steps": 12}
+    trainer(tmp_path / "run", every=None, more=[Asks()], **given).train()
+    assert [one.step for one in manager_of(tmp_path / "run").list()] == [12, 10, 7, 5]
+    assert not list((tmp_path / "run").glob("checkpoint-*"))
+
+
+def test_metrics_of_evaluations_are_those_of_the_checkpoint(tmp_path: Path) -> None:
+    trainer(tmp_path / "run", eval_strategy="steps", eval_steps=4, max_steps=8).train()
+    assert {"eval_loss"} <= manager_of(tmp_path / "run").list()[0].metrics.keys()
+
+
+def test_another_checkpoint_of_the_root_can_be_named(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    trainer(root, max_steps=12).train()
+    whole = trainer(tmp_path / "whole", max_steps=12)
+    whole.train()
+    back = trainer(root, max_steps=12)
+    back.train(resume_from_checkpoint=4)
+    forks.assert_equal(outcome(back)["weights"], outcome(whole)["weights"])
+    with pytest.raises(UsageError, match="to begin anew give another root"):
+        trainer(root).train(resume_from_checkpoint=False)
+
+
+def test_a_run_of_the_trainers_own_goes_on_here(tmp_path: Path) -> None:
+    """Its weights, optimizer, place in the epoch and step; saves go to the root from then on."""
+    transformers.set_seed(1)
+    own = transformers.Trainer(
+        transformers.GPT2LMHeadModel(tiny()),
+        arguments(tmp_path / "own", max_steps=6, save_strategy="steps", save_steps=6),
+        train_dataset=Tokens(),
+    )
+    own.train()
+    ours = bridge.CheckpointedTrainer(
+        transformers.GPT2LMHeadModel(tiny()),
+        arguments(tmp_path / "ours", max_steps=9),
+        train_dataset=Tokens(),
+        checkpoints=tmp_path / "ours",
+    )
+    ours.train(resume_from_checkpoint=str(tmp_path / "own" / "checkpoint-6"))
+    [last] = manager_of(tmp_path / "ours").list()
+    assert last.step == 9
+    assert (ours._data.epoch, ours._data.batch) == (0, 9)
+
+
+class Tokens(Dataset[Any]):
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        tokens = (torch.arange(8) + index) % 20
+        return {"input_ids": tokens, "labels": tokens}
+
+
+def tiny() -> Any:
+    return transformers.GPT2Config(vocab_size=20, n_positions=8, n_embd=8, n_layer=1, n_head=2)
+
+
+def test_a_loop_of_ones_own_can_begin_what_the_trainer_ends(tmp_path: Path) -> None:
+    """Only counters, logs and callbacks are missing, and that is logged by name."""
+    root, events = tmp_path / "run", list[Event]()
+    transformers.set_seed(1)
+    model = Net()
+    biases = [one for name, one in model.named_parameters() if "bias" in name]
+    weights = [one for name, one in model.named_parameters() if "bias" not in name]
+    groups = [{"params": weights}, {"params": biases, "weight_decay": 0.0}]  # as the Trainer has
+    optimizer = torch.optim.AdamW(groups, lr=1e-3)
+    data = holdfast.data.Loader(Rows(), batch_size=4, seed=42)
+    state = {"model": model, "optimizer": optimizer, "data": data}
+    with manager_of(root, state) as manager:
+        for batch in data.until(5):
+            model(**batch)["loss"].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        manager.save(5, wait=True)
+    one = trainer(root, max_steps=7, sinks=[events.append], optim="adamw_torch")
+    one.train()
+    told = [event.message for event in events if event.kind == "warning"]
+    assert any("trainer" in text for text in told), told
+    assert any("scheduler" in text for text in told), told
+    assert (one.state.global_step, one._data.batch) == (7, 7)
+
+
+def test_another_batch_size_is_refused_before_training(tmp_path: Path) -> None:
+    trainer(tmp_path / "run", max_steps=5).train()
+    with pytest.raises(UsageError, match="batch"):
+        trainer(tmp_path / "run", per_device_train_batch_size=2, max_steps=9).train()
+    with pytest.raises(UsageError, match="stands at batch 5 of epoch 0"):
+        trainer(
+            tmp_path / "run",
+            gradient_accumulation_steps=2 if SUMS_UNFULL_WINDOWS else 11,
+            max_steps=9,
+        ).train()
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"save_total_limit": 2}, "save_total_limit: give"),
+        ({"auto_find_batch_size": True}, "auto_find_batch_size: a position"),
+        ({"ignore_data_skip": True}, "ignore_data_skip: nothing is read"),
+        ({"save_only_model": True}, "save_only_model: a run cannot"),
+        (
+            {"load_best_model_at_end": True, "save_strategy": "epoch", "eval_strategy": "epoch"},
+            "load_best_model_at_end: give Checkpoints",
+        ),
+    ],
+    ids=str,
+)
+def test_what_would_be_ignored_is_refused(
+    options: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError, match=named):
+        trainer(tmp_path / "run", **options)
+
+
+def test_data_without_a_length_is_refused_with_what_to_give(tmp_path: Path) -> None:
+    class Endless(IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return iter(())
+
+    with pytest.raises(UsageError, match=r"data=holdfast\.data\.Stream"):
+        trainer(tmp_path / "run", dataset=Endless()).train()
+
+
+def test_a_loader_of_ones_own_is_used(tmp_path: Path) -> None:
+    data = holdfast.data.Loader(Rows(), batch_size=4, batches_per_epoch=3, seed=5)
+    one = trainer(tmp_path / "run", data=data, max_steps=7)
+    one.train()
+    assert one._data is data
+    assert (data.epoch, data.batch) == (2, 1)
+
+
+def renamed(name: str) -> Callable[[Any], None]:
+    def change(patch: pytest.MonkeyPatch) -> None:
+        owner = transformers.trainer if "." not in name else transformers.Trainer
+        patch.delattr(owner, name.split(".")[-1])
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "name", ["Trainer._save_checkpoint", "Trainer._load_rng_state", "skip_first_batches"]
+)
+def test_a_name_that_is_missing_is_told_before_training(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    renamed(name)(monkeypatch)
+    with pytest.raises(UsageError, match=rf"no .*{name}: this bridge is tested with 4\.48"):
+        trainer(tmp_path / "run")
+
+
+def test_a_loop_that_counts_otherwise_is_told_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transformers.Trainer, "_inner_training_loop", lambda self: None)
+    with pytest.raises(UsageError, match=r"_globalstep_last_logged, Trainer\._total_loss_scalar"):
+        trainer(tmp_path / "run")
+
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "bridges" / "transformers.md"
+EXAMPLE = PAGE.parents[2] / "examples" / "bridges" / "with_transformers.py"
+
+
+def test_the_page_shows_what_works(tmp_path: Path) -> None:
+    def job(root: Path, say: forks.Say) -> dict[str, Any]:
+        os.chdir(root.parent)
+        names = forks.run_page(PAGE)
+        again = names["CheckpointedTrainer"](
+            names["Net"](4, 1),
+            names["trainer"].args,
+            train_dataset=names["Rows"](),
+            checkpoints="runs/hf",
+        )
+        again.train()
+        return {"steps": [names["trainer"].state.global_step, again.state.global_step]}
+
+    assert forks.finish(job, tmp_path / "run") == 0
+    assert forks.result(tmp_path / "run")["found"] == {"steps": [30, 30]}
+    assert [one.step for one in manager_of(tmp_path / "runs" / "hf").list()][:1] == [30]
+
+
+@pytest.mark.full
+def test_the_example_shows_that_two_kills_change_nothing() -> None:
+    """Invariant 7, R1: as a user runs it."""
+    assert forks.run_example(EXAMPLE)[-1] == "the same bits: True"
+
+
+RANKS = """
+import os, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from bridges import test_transformers as here
+class Die(here.callbacks.TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == int(sys.argv[3]):
+            os._exit(9)
+one = here.trainer(Path(sys.argv[2]), more=[Die()], max_steps=20, ddp_backend="gloo")
+one.train()
+found = here.outcome(one)
+here.torch.save(found, f"{sys.argv[2]}.{os.environ['RANK']}")
+"""
+
+
+@pytest.mark.full
+def test_two_ranks_that_are_killed_end_with_the_same_weights_and_logs(tmp_path: Path) -> None:
+    """R1: under torchrun, each rank with losses of its own that were not logged yet."""
+    (tmp_path / "job.py").write_text(RANKS)
+    run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    words = [sys.executable, "-W", "ignore", *run, str(tmp_path / "job.py"), str(TESTS)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    for root, step in (("whole", 0), ("killed", 13), ("killed", 0)):
+        code = subprocess.run(
+            [*words, str(tmp_path / root), str(step)], env=environment, timeout=240, check=False
+        ).returncode
+        assert (code == 0) == (step == 0)
+    for rank in range(2):
+        found, expected = (
+            torch.load(tmp_path / f"{root}.{rank}", weights_only=False)
+            for root in ("killed", "whole")
+        )
+        forks.assert_equal(found, expected)
