@@ -145,7 +145,8 @@ def test_the_packages_are_those_of_the_project() -> None:
     stated = [*project["dependencies"], *extras["test"], *extras["bench"]]
     versions = dict(line.split(">=") for line in stated if ">=" in line and ";" not in line)
     assert {name: versions[name] for name in ALL} == ALL
-    assert {line.split(">=")[0] for line in project["dependencies"]} == set(REQUIRED)
+    everywhere = [line for line in project["dependencies"] if ";" not in line]
+    assert {line.split(">=")[0] for line in everywhere} == set(REQUIRED)
 
 
 def test_the_tests_that_it_runs_are_there() -> None:

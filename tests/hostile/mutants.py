@@ -30,7 +30,7 @@ class Mutant:
 
 
 def _follow_links() -> None:
-    localfiles._READ &= ~os.O_NOFOLLOW
+    localfiles.READ &= ~os.O_NOFOLLOW
     localfolders._NOFOLLOW = 0
 
 
@@ -39,7 +39,7 @@ def _no_name_checks() -> None:
     layout.check_component = lambda name: None
     layout.tensor_file = lambda name, number: f"{name}/../../../outside/canary"
     localstore.check_key = lambda key: None
-    localfiles._READ &= ~os.O_NOFOLLOW
+    localfiles.READ &= ~os.O_NOFOLLOW
 
 
 def _unpickle() -> None:

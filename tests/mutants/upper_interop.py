@@ -321,4 +321,12 @@ MUTANTS: tuple[Mutant, ...] = (
         after="            if isinstance(ref, ArrayRef):",
         near=_EXPORTS,
     ),
+    Mutant(
+        name="saved-inside-a-window-of-accelerate",
+        promise="I7: no gradient is lost between a save and its resume",
+        file="bridges/accelerate.py",
+        before="        if not self._accelerator.sync_gradients:",
+        after="        if False:",
+        near=("tests/bridges/test_accelerate.py",),
+    ),
 )

@@ -47,11 +47,12 @@ MACOS_FULL_SYNC = 51
 
 
 def modules() -> list[str]:
-    """All modules of the package, but those that run when they are imported."""
+    """All modules of the package, but those that run when imported, or import a trainer of others."""
     import holdfast
 
     found = pkgutil.walk_packages(holdfast.__path__, "holdfast.")
-    return [one.name for one in found if not one.name.endswith("__main__")]
+    names = [one.name for one in found if not one.name.endswith("__main__")]
+    return [name for name in names if not name.startswith("holdfast.bridges.")]
 
 
 def as_macos(*, has_full_sync: bool = True) -> list[str]:

@@ -53,6 +53,8 @@ class Image:
 
 
 def packed(tensor: Tensor) -> Tensor:
+    if tensor.element_size() == 1:  # torch cannot copy all types of eight bits
+        return tensor.view(torch.uint8).contiguous().view(tensor.dtype)
     return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
 
 

@@ -40,7 +40,7 @@ def test_every_named_dtype_goes_round_to_the_bit(dtype: torch.dtype) -> None:
 
 def test_every_name_of_the_format_is_a_torch_dtype() -> None:
     assert {TORCH_DTYPES[name] for name in TORCH_DTYPES} == set(DTYPE_NAMES)
-    assert len(TORCH_DTYPES) == 21
+    assert len(TORCH_DTYPES) == 22
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from holdfast.policy.rules import recorded_time
 from holdfast.store.base import Store
 from holdfast.store.local import LocalStore
 from holdfast.store.remote.opening import SCHEMES
+from holdfast.system import PROC
 
 T = TypeVar("T")
 Status = Literal["ok", "warn", "fail"]
@@ -385,7 +386,7 @@ def _kind_of(path: Path) -> str | None:
     best: tuple[int, str] | None = None
     with suppress(OSError):
         real = path.resolve()
-        for line in Path("/proc/self/mounts").read_text(errors="replace").splitlines():
+        for line in Path(PROC, "self", "mounts").read_text(errors="replace").splitlines():
             fields = line.split(" ")
             if len(fields) < 3:
                 continue
