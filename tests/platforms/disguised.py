@@ -47,7 +47,7 @@ MACOS_FULL_SYNC = 51
 
 
 def modules() -> list[str]:
-    """All modules of the package, but those that run when imported, or import a trainer of others."""
+    """All modules but those that run when imported, or that import a trainer of others."""
     import holdfast
 
     found = pkgutil.walk_packages(holdfast.__path__, "holdfast.")
