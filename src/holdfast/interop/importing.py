@@ -6,8 +6,10 @@ Only a few blocks are in memory at a time. The same source gives the same files.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from typing_extensions import override
@@ -22,6 +24,7 @@ from holdfast.engine.staging.image import KnownFile
 from holdfast.engine.staging.staged import Staged
 from holdfast.engine.staging.waves import Pool, WaveContent, WaveTransfer
 from holdfast.errors import NoCheckpoint, UsageError
+from holdfast.format.blocks import num_blocks
 from holdfast.format.layout import BLOCK_NBYTES, RNG, check_component, check_label
 from holdfast.format.manifest import MAX_COUNT, Timestamp
 from holdfast.format.nodes import TensorRef
@@ -29,7 +32,7 @@ from holdfast.format.objects import document
 from holdfast.format.tensors import TensorFile, TensorSpec, lay_out
 from holdfast.interop.opening import open_source
 from holdfast.interop.optimizers import Hints, is_torch_form, named
-from holdfast.interop.reading import Piece, pieces
+from holdfast.interop.reading import ahead
 from holdfast.interop.renaming import Rules
 from holdfast.interop.roots import WrittenRoot
 from holdfast.interop.source import LeftOut, Part, Source
@@ -42,6 +45,8 @@ MAX_RECORDED = 1000
 _EXTRA = "_extra_state"
 _SCHEDULER = frozenset({"last_epoch", "_step_count"})
 _TIMEOUT_S = 1800.0
+_BLOCKS_AHEAD = 6
+"""Most blocks that are read before they are asked for; the pool's others are hashed and written."""
 _IN_ORDER = frozenset({"torch", "lightning", "ignite", "composer"})
 """Formats with a model as a pickled dict, in the order of its parameters; others sort them."""
 
@@ -348,72 +353,75 @@ class SourceTransfer(WaveTransfer):
         report: Report | None = None,
     ) -> None:
         super().__init__({}, pool)
-        wanted = [
-            (name, plan.taken[name].keys[spec.key])
-            for name, of_component in files.items()
-            for known in of_component
-            for spec in known.file.specs
-        ]
-        self._bytes = _Bytes(_read(plan.source, wanted), plan.nbytes, report)
-
-    def close(self) -> None:
-        """Stop reading ahead."""
-        self._bytes.close()
-
-    @override
-    def content(self, known: KnownFile) -> WaveContent:
-        return _SourceContent(known, self, self._bytes)
-
-
-def _read(source: Source, wanted: Sequence[tuple[str, str]]) -> Generator[Piece, None, None]:
-    yield from pieces(source, wanted)
-
-
-class _Bytes:
-    """The bytes of all tensors of an import, one after the other."""
-
-    def __init__(
-        self, stream: Generator[Piece, None, None], nbytes: int, report: Report | None
-    ) -> None:
-        self._stream = stream
-        self._rest = memoryview(b"")
-        self._nbytes = nbytes
+        self._filled = ahead(_fills(plan, files, pool), plan.source.url, most=_BLOCKS_AHEAD)
         self._num_read = 0
+        self._nbytes = plan.nbytes
         self._report = report
 
     def close(self) -> None:
         """Stop reading ahead."""
-        self._rest = memoryview(b"")
-        self._stream.close()
+        self._filled.close()
 
-    def read_into(self, memory: memoryview) -> None:
-        """Fill `memory` with the next bytes."""
-        while memory.nbytes:
-            if not self._rest.nbytes:
-                self._rest = next(self._stream).memory
-                continue
-            count = min(memory.nbytes, self._rest.nbytes)
-            memory[:count] = self._rest[:count]
-            memory, self._rest = memory[count:], self._rest[count:]
-            self._num_read += count
+    @override
+    def content(self, known: KnownFile) -> WaveContent:
+        return _SourceContent(known, self)
+
+    def next_block(self) -> int:
+        """Return the buffer of the next block of all files."""
+        buffer, num_read = next(self._filled)
+        self._num_read += num_read
         if self._report is not None:
             self._report("import", self._num_read, self._nbytes)
+        return buffer
+
+
+def _fills(
+    plan: ImportPlan, files: Mapping[str, Sequence[KnownFile]], pool: Pool
+) -> Iterator[Callable[[], tuple[int, int]]]:
+    """Yield a job for each block of all files; waits for its buffer first."""
+    for name, of_component in files.items():
+        for known in of_component:
+            for number in range(num_blocks(known.file.nbytes)):
+                # Not in the thread that reads: a job that waits cannot be cancelled.
+                buffer = pool.take(_TIMEOUT_S)
+                keys = plan.taken[name].keys
+                yield partial(_fill, plan.source, name, keys, known.file, number, pool, buffer)
+
+
+def _fill(
+    source: Source,
+    component: str,
+    keys: Mapping[str, str],
+    file: TensorFile,
+    number: int,
+    pool: Pool,
+    buffer: int,
+) -> tuple[int, int]:
+    """Fill a buffer with a block of a file; return it, and the bytes of the source."""
+    start = number * BLOCK_NBYTES
+    memory = pool.memory(buffer, min(BLOCK_NBYTES, file.nbytes - start))
+    header = file.header[start : start + len(memory)]
+    memory[: len(header)] = header
+    stop = start + len(memory)
+    position = max(bisect_right(file.starts, start) - 1, 0)
+    while position < len(file.starts) and file.starts[position] < stop:
+        spec, first = file.specs[position], file.starts[position]
+        low, high = max(first, start), min(first + spec.nbytes, stop)
+        if low < high:
+            part = memory[low - start : high - start]
+            source.read_into(component, keys[spec.key], low - first, part)
+        position += 1
+    return buffer, len(memory) - len(header)
 
 
 class _SourceContent(WaveContent):
-    """Content of one tensor file; its blocks are asked for in their order, after earlier files'."""
+    """Content of a tensor file; its blocks are asked for in their order, after earlier files'."""
 
-    def __init__(self, known: KnownFile, transfer: SourceTransfer, stream: _Bytes) -> None:
+    def __init__(self, known: KnownFile, transfer: SourceTransfer) -> None:
         super().__init__(known, {}, transfer)
-        self._planned: TensorFile = known.file
-        self._stream = stream
-        self._blocks = transfer.pool
+        self._source = transfer
 
     @override
-    def fill(self, buffer: int, number: int) -> memoryview:
-        start = number * BLOCK_NBYTES
-        memory = self._blocks.memory(buffer, self.block_nbytes(number))
-        header = self._planned.header[start : start + len(memory)]
-        memory[: len(header)] = header
-        self._stream.read_into(memory[len(header) :])
-        return memory
+    def block(self, number: int, timeout_s: float) -> memoryview:
+        buffer = self._buffers[number] = self._source.next_block()
+        return self._pool.memory(buffer, self.block_nbytes(number))

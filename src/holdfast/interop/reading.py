@@ -88,8 +88,10 @@ def in_batches(
     yield from ahead((partial(job, batch) for batch in _batches(source, wanted)), source.url)
 
 
-def ahead(jobs: Iterable[Callable[[], T]], what: str) -> Generator[T, None, None]:
-    """Run jobs in a few threads, ahead of whoever uses their results; yield these in order.
+def ahead(
+    jobs: Iterable[Callable[[], T]], what: str, *, most: int = NUM_AHEAD
+) -> Generator[T, None, None]:
+    """Run jobs in a few threads, at most `most` ahead of whoever uses their results, in order.
 
     None runs any more once the iterator is exhausted or closed. `what` is for messages.
 
@@ -101,7 +103,7 @@ def ahead(jobs: Iterable[Callable[[], T]], what: str) -> Generator[T, None, None
     try:
         for job in jobs:
             waiting.append(workers.submit(job))
-            if len(waiting) > NUM_AHEAD:
+            if len(waiting) > most:
                 yield _result(waiting.popleft(), what)
         while waiting:
             yield _result(waiting.popleft(), what)
