@@ -172,3 +172,9 @@ def test_an_unknown_component_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "w.safetensors"
     with pytest.raises(UsageError, match="no component 'modle'; there are 'model'"):
         between(path, path, "modle")
+
+
+def test_a_complex_and_a_real_tensor_differ_in_shape(tmp_path: Path) -> None:
+    found = one(tmp_path, torch.zeros(3, dtype=torch.complex64), torch.zeros(3))
+    assert (found.what, found.a, found.b) == ("shape", "C64 3", "F32 3")
+    assert not found.is_within(1.0)

@@ -17,6 +17,7 @@ from holdfast.interop.comparing.pairs import (
     TensorDifference,
     compared,
     described,
+    have_as_many,
     is_small,
 )
 from holdfast.interop.comparing.trees import Pair, ValueDifference, differences
@@ -126,7 +127,7 @@ def _tensors(
     to_read: list[tuple[_Key, _Key]] = []
     for (one, other), paths in pairs.items():
         spec_a, spec_b = _spec(a, one), _spec(b, other)
-        if spec_a.shape != spec_b.shape:
+        if spec_a.shape != spec_b.shape or not have_as_many(spec_a, spec_b):
             a_text, b_text = described(spec_a), described(spec_b)
             found += [
                 TensorDifference(tensor=path, what="shape", a=a_text, b=b_text) for path in paths

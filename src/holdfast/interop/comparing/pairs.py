@@ -11,7 +11,13 @@ import msgspec
 import numpy as np
 
 from holdfast.format.tensors import TensorSpec
-from holdfast.interop.comparing.numbers import CHUNK, floats, number_nbytes, sum_of_squares
+from holdfast.interop.comparing.numbers import (
+    CHUNK,
+    floats,
+    number_nbytes,
+    numbers_of_element,
+    sum_of_squares,
+)
 
 _SMALL_NBYTES = 16 << 10
 """Fewer bytes are compared by Python, which takes a tenth of a call of numpy. Tensors of fewer
@@ -65,6 +71,11 @@ class TensorDifference(msgspec.Struct, frozen=True, kw_only=True):
 def described(spec: TensorSpec) -> str:
     """Return a tensor's dtype and shape as text, such as "F32 768×768"."""
     return f"{spec.dtype} {'×'.join(map(str, spec.shape)) or 'scalar'}"
+
+
+def have_as_many(a: TensorSpec, b: TensorSpec) -> bool:
+    """Whether an element of both is as many numbers, so that they can be compared."""
+    return numbers_of_element(a.dtype) == numbers_of_element(b.dtype)
 
 
 class PairTally:
