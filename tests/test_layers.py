@@ -10,7 +10,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -127,6 +127,8 @@ class Tree:
     """The modules of a source folder named `holdfast`, by dotted name."""
 
     modules: dict[str, ast.Module]
+    known: dict[str, list[Import]] = field(default_factory=dict)
+    """The imports of the modules that were asked for."""
 
     @classmethod
     def read(cls, src: Path) -> Tree:
@@ -137,8 +139,11 @@ class Tree:
         }
         return cls({names[p]: ast.parse(p.read_text("utf-8"), str(p)) for p in files})
 
-    def imports(self, module: str) -> Iterator[Import]:
-        yield from self._walk(module, self.modules[module], is_lazy=False, is_for_types=False)
+    def imports(self, module: str) -> list[Import]:
+        if module not in self.known:
+            walk = self._walk(module, self.modules[module], is_lazy=False, is_for_types=False)
+            self.known[module] = [*walk]
+        return self.known[module]
 
     def _walk(
         self, module: str, node: ast.AST, *, is_lazy: bool, is_for_types: bool

@@ -157,7 +157,17 @@ STRATEGIES = {
 }
 
 
-@pytest.mark.parametrize("options", STRATEGIES.values(), ids=STRATEGIES)
+QUICK = ("ddp", "fsdp2", "fsdp2 of windows", "mixed")
+"""Those that `make test` runs."""
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(options, id=name, marks=() if name in QUICK else pytest.mark.full)
+        for name, options in STRATEGIES.items()
+    ],
+)
 def test_a_resumed_run_is_the_same_bit_for_bit(options: dict[str, Any], tmp_path: Path) -> None:
     """Invariant 7, R38: it ends at one goal, and other processes go on to the next."""
     once = run_ranks(2, partial(fit, tmp_path / "once", "7step", 2, options))
