@@ -1,4 +1,4 @@
-"""What bridges share: where a run begins, and its generators after a trainer's preparations."""
+"""Shared by all bridges: where a run begins, and generators after a trainer's preparations."""
 
 from __future__ import annotations
 

@@ -301,7 +301,7 @@ class CheckpointedMixin(_Trainer):
             self.manager.save(step, epoch=epochs, metrics=metrics, reason="final")
 
     def _metrics(self) -> dict[str, float]:
-        """What was logged at the present step, such as `loss` and `eval_loss`."""
+        """Return the metrics logged at the present step, such as `loss` and `eval_loss`."""
         step, found = self.state.global_step, {}
         for logs in reversed(self.state.log_history):
             if logs.get("step") != step:

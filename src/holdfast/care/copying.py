@@ -6,7 +6,7 @@ run, and this process claims it for as long as it copies (docs/design.md, rule 9
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -208,9 +208,11 @@ def copy(
             )
         return
     above = max(item.name.epoch for item in planned)
+    # Before the look for a live owner: a claim that is put later is neither replaced nor passed.
+    known, differing = {*Catalog(target).claims()}, _differing(source, target)
     _expect_free(source, target, emit)
     _expect_same_run(source, target, planned)
-    _give_claims(source, target, upto=above)
+    _give_claims(source, target, upto=above, known=known, differing=differing)
     owner = _CopyOwnership(target, above=above)
     owner.take(_choices(source, target, emit))
     claim = owner.claim
@@ -327,20 +329,24 @@ def _expect_free(source: Store, target: Store, emit: Emitter) -> None:
     check_owner(target, takeover=False, emit=emit)
 
 
-def _give_claims(source: Store, target: Store, *, upto: int) -> None:
+def _give_claims(
+    source: Store, target: Store, *, upto: int, known: Set[int], differing: Sequence[int]
+) -> None:
     """Give the target the claims of the source up to an epoch, oldest first.
 
-    Claims of the target under which nothing was saved, such as those of earlier copies, are
-    replaced by the source's of the same epoch.
+    Of the claims that the target is `known` to have, those in `differing`, under which nothing was
+    saved, are replaced by the source's of the same epoch.
+
+    Raises:
+        UsageError: another process has claimed the target meanwhile.
     """
     theirs = {epoch: _sound_claim(source, epoch) for epoch in Catalog(source).claims()}
     theirs = {epoch: data for epoch, data in theirs.items() if data and epoch <= upto}
-    ours = {*Catalog(target).claims()}
-    for epoch in sorted(_differing(source, target)):
+    for epoch in sorted(differing):
         if epoch in theirs:
             target.put(layout.writer_key(epoch), theirs[epoch])
     target.make_folder(layout.WRITERS)
-    for epoch in sorted({*theirs} - ours):
+    for epoch in sorted({*theirs} - known):
         try:
             put_once(target, layout.writer_key(epoch), theirs[epoch])
         except CommitConflict:

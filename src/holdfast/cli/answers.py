@@ -581,7 +581,7 @@ class Input(Document, frozen=True):
 
 
 class Auto(Document, frozen=True):
-    """What `every="auto"` would choose."""
+    """Interval that `every="auto"` would choose."""
 
     interval_s: float
     """Seconds between two saves."""

@@ -198,7 +198,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """What is known of the run in a root."""
+    """Facts known about the run in a root."""
 
     newest: Entry | None
     is_run: bool

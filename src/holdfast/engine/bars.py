@@ -73,7 +73,7 @@ def watch_all(futures: Sequence[Future[Any]], *, timeout_s: float, what: str) ->
     show(what, what, 0, len(futures))
     for number, future in enumerate(futures, start=1):
         _, running = wait([future], timeout=max(end_s - time.monotonic(), 0.0))
-        if running or future.exception() is not None:
+        if running or future.cancelled() or future.exception() is not None:
             return
         show(what, what, number, len(futures))
 

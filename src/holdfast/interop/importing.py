@@ -366,9 +366,11 @@ class SourceTransfer(WaveTransfer):
     def content(self, known: KnownFile) -> WaveContent:
         return _SourceContent(known, self)
 
-    def next_block(self) -> int:
-        """Return the buffer of the next block of all files."""
-        buffer, num_read = next(self._filled)
+    def next_block(self, file: str, number: int) -> int:
+        """Return the buffer of the next block of all files, which must be this one."""
+        found, buffer, num_read = next(self._filled)
+        if found != (file, number):
+            raise AssertionError(f"{file}: block {number} is asked for, and {found} was read")
         self._num_read += num_read
         if self._report is not None:
             self._report("import", self._num_read, self._nbytes)
@@ -377,7 +379,7 @@ class SourceTransfer(WaveTransfer):
 
 def _fills(
     plan: ImportPlan, files: Mapping[str, Sequence[KnownFile]], pool: Pool
-) -> Iterator[Callable[[], tuple[int, int]]]:
+) -> Iterator[Callable[[], tuple[tuple[str, int], int, int]]]:
     """Yield a job for each block of all files; waits for its buffer first."""
     for name, of_component in files.items():
         for known in of_component:
@@ -396,8 +398,8 @@ def _fill(
     number: int,
     pool: Pool,
     buffer: int,
-) -> tuple[int, int]:
-    """Fill a buffer with a block of a file; return it, and the bytes of the source."""
+) -> tuple[tuple[str, int], int, int]:
+    """Fill a buffer with a block of a file; return the block, the buffer, the source's bytes."""
     start = number * BLOCK_NBYTES
     memory = pool.memory(buffer, min(BLOCK_NBYTES, file.nbytes - start))
     header = file.header[start : start + len(memory)]
@@ -411,7 +413,7 @@ def _fill(
             part = memory[low - start : high - start]
             source.read_into(component, keys[spec.key], low - first, part)
         position += 1
-    return buffer, len(memory) - len(header)
+    return (file.name, number), buffer, len(memory) - len(header)
 
 
 class _SourceContent(WaveContent):
@@ -423,5 +425,5 @@ class _SourceContent(WaveContent):
 
     @override
     def block(self, number: int, timeout_s: float) -> memoryview:
-        buffer = self._buffers[number] = self._source.next_block()
+        buffer = self._buffers[number] = self._source.next_block(self._known.file.name, number)
         return self._pool.memory(buffer, self.block_nbytes(number))

@@ -6,7 +6,6 @@ import os
 import re
 import secrets
 import shutil
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ from typing import BinaryIO
 
 from holdfast.errors import StoreError, UsageError
 from holdfast.interop.source import LeftOut
-from holdfast.system import CLOSED_ON_EXEC, try_lock
+from holdfast.system import CLOSED_ON_EXEC, sync, sync_folder, try_lock
 
 _PART = ".part-"
 _PART_NBYTES = 4
@@ -71,7 +70,7 @@ def write_plan(plan: ExportPlan, out: Path) -> None:
                 with inside.open("xb" if file.name else "r+b") as opened:
                     file.write(opened)
                     opened.flush()
-                    os.fsync(opened.fileno())
+                    sync(opened.fileno())
     except OSError as error:
         raise StoreError(f"{out}: cannot be written: {error}") from error
 
@@ -97,7 +96,7 @@ def new_output(out: Path, *, is_folder: bool) -> Iterator[Path]:
                 _sync_folders(path)
             _expect_free(out, is_folder=is_folder)
             os.replace(path, out)
-            _sync_folder(out.parent)
+            sync_folder(out.parent)
     except BaseException:
         _remove(path)
         raise
@@ -161,14 +160,4 @@ def _remove(path: Path) -> None:
 
 def _sync_folders(top: Path) -> None:
     for folder, _, _ in os.walk(top):
-        _sync_folder(Path(folder))
-
-
-def _sync_folder(folder: Path) -> None:
-    if sys.platform == "win32":
-        return  # folders cannot be opened there
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        sync_folder(folder)
