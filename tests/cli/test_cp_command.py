@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,10 @@ import pytest
 from tests.cli.roots import Result, flip, folder_of
 
 from holdfast import Encryption, keys
-from holdfast.care.copying import copy, plan
+from holdfast.care.copying import _expect_same_run, copy, plan
 from holdfast.care.verify import verify_root
 from holdfast.engine.roots.catalog import Catalog
-from holdfast.errors import HoldfastError
+from holdfast.errors import HoldfastError, UsageError
 from holdfast.events import Emitter
 from holdfast.format.manifest import Deleted
 from holdfast.store.local import LocalStore
@@ -116,6 +116,27 @@ def test_a_live_owner_of_the_target_refuses_it(
         assert result.code == 1
         assert "owns this run" in result.err
         assert steps(copy_root) == before
+
+
+def test_a_training_that_claims_the_target_after_it_was_found_free_keeps_its_claim(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rule 9: a claim is replaced only if it was there before the target was found free."""
+    source, target = LocalStore(root), LocalStore(tmp_path / "copy")
+    target.make_folder("")
+    planned = plan(source, target, [folder_of(root, 100).name])
+    with ExitStack() as training:
+
+        def then_claimed(*given: Any) -> None:
+            _expect_same_run(*given)
+            if not Catalog(target).claims():
+                manager = training.enter_context(new_run().manager(tmp_path / "copy"))
+                manager.save(1).wait()
+
+        monkeypatch.setattr("holdfast.care.copying._expect_same_run", then_claimed)
+        with pytest.raises(UsageError, match="holds another run"):
+            [*copy(source, target, planned, emit=Emitter(()))]
+    assert steps(tmp_path / "copy") == [1]
 
 
 def test_another_run_is_not_mixed_in(holdfast: Command, root: Path, tmp_path: Path) -> None:
