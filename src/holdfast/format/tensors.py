@@ -55,6 +55,33 @@ ITEM_NBYTES: Mapping[str, int] = types.MappingProxyType(
     {**_SAFETENSORS_NBYTES, "F4_X2": 1, "C32": 4, "C128": 16}
 )
 """Bytes of one element, by the name that the index uses; `F4_X2` is two 4-bit floats."""
+INDEX_NAMES: Mapping[str, str] = types.MappingProxyType(
+    {
+        "bool": "BOOL",
+        "uint8": "U8",
+        "int8": "I8",
+        "uint16": "U16",
+        "int16": "I16",
+        "float16": "F16",
+        "bfloat16": "BF16",
+        "uint32": "U32",
+        "int32": "I32",
+        "float32": "F32",
+        "complex32": "C32",
+        "uint64": "U64",
+        "int64": "I64",
+        "float64": "F64",
+        "complex64": "C64",
+        "complex128": "C128",
+        "float8_e4m3fn": "F8_E4M3",
+        "float8_e5m2": "F8_E5M2",
+        "float8_e4m3fnuz": "F8_E4M3FNUZ",
+        "float8_e5m2fnuz": "F8_E5M2FNUZ",
+        "float8_e8m0fnu": "F8_E8M0",
+        "float4_e2m1fn_x2": "F4_X2",
+    }
+)
+"""Name of a torch dtype → name in the index."""
 
 
 class TensorSpec(msgspec.Struct, frozen=True, gc=False):

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, SequentialSampler, def
 from typing_extensions import TypeIs
 
 from holdfast.errors import FormatError
+from holdfast.format.tensors import INDEX_NAMES
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -25,34 +26,8 @@ if TYPE_CHECKING:
 PLAIN_TYPES = frozenset({Tensor, Parameter})
 """Types of tensors whose memory is all of them."""
 
-
-_INDEX_NAMES = {
-    "bool": "BOOL",
-    "uint8": "U8",
-    "int8": "I8",
-    "uint16": "U16",
-    "int16": "I16",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "uint32": "U32",
-    "int32": "I32",
-    "float32": "F32",
-    "complex32": "C32",
-    "uint64": "U64",
-    "int64": "I64",
-    "float64": "F64",
-    "complex64": "C64",
-    "complex128": "C128",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "float8_e4m3fnuz": "F8_E4M3FNUZ",
-    "float8_e5m2fnuz": "F8_E5M2FNUZ",
-    "float8_e8m0fnu": "F8_E8M0",
-    "float4_e2m1fn_x2": "F4_X2",
-}
-
 DTYPE_NAMES: Mapping[torch.dtype, str] = {
-    getattr(torch, name): index for name, index in _INDEX_NAMES.items() if hasattr(torch, name)
+    getattr(torch, name): index for name, index in INDEX_NAMES.items() if hasattr(torch, name)
 }
 """torch dtype -> name in the index; without types that this torch lacks."""
 
@@ -61,7 +36,7 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = {name: dtype for dtype, name in DTYPE_
 
 NUMPY_DTYPES: Mapping[str, np.dtype[Any]] = {
     index: np.dtype(name)
-    for name, index in _INDEX_NAMES.items()
+    for name, index in INDEX_NAMES.items()
     if name not in ("bfloat16", "complex32") and not name.startswith(("float8", "float4"))
 }
 """Name in the index -> numpy dtype in native byte order, for the types that numpy has."""

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from holdfast.format.nodes import DeviceName, DtypeName, EnumValue, SizeTuple, is_device
-from holdfast.format.tensors import ITEM_NBYTES, MAX_DIMS
+from holdfast.format.tensors import INDEX_NAMES, ITEM_NBYTES, MAX_DIMS
 from holdfast.interop.pickles.arrays import ARRAY_NAMES, ARRAY_SETTERS
 from holdfast.interop.pickles.machine import Constructor, Machine, Setter
 from holdfast.interop.pickles.values import (
@@ -36,31 +36,6 @@ from holdfast.interop.pickles.values import (
 
 _MAX_INT = 2**63 - 1
 
-TORCH_DTYPES: Mapping[str, str] = {
-    "bool": "BOOL",
-    "uint8": "U8",
-    "int8": "I8",
-    "uint16": "U16",
-    "int16": "I16",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "uint32": "U32",
-    "int32": "I32",
-    "float32": "F32",
-    "complex32": "C32",
-    "uint64": "U64",
-    "int64": "I64",
-    "float64": "F64",
-    "complex64": "C64",
-    "complex128": "C128",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "float8_e4m3fnuz": "F8_E4M3FNUZ",
-    "float8_e5m2fnuz": "F8_E5M2FNUZ",
-    "float8_e8m0fnu": "F8_E8M0",
-    "float4_e2m1fn_x2": "F4_X2",
-}
-"""Name of a torch dtype → name in the index."""
 _OTHER_DTYPES = ("quint8", "qint8", "qint32", "quint4x2", "quint2x4")
 _STORAGES: Mapping[str, str | None] = {
     "Double": "F64",
@@ -86,7 +61,7 @@ _STORAGES: Mapping[str, str | None] = {
 
 def _constants() -> dict[str, Any]:
     found: dict[str, Any] = {
-        f"torch.{name}": DtypeName(name) for name in (*TORCH_DTYPES, *_OTHER_DTYPES)
+        f"torch.{name}": DtypeName(name) for name in (*INDEX_NAMES, *_OTHER_DTYPES)
     }
     for name, dtype in _STORAGES.items():
         for module in ("torch", "torch.cuda", "torch.storage"):
@@ -121,7 +96,7 @@ def _rebuild_tensor_v2(
     machine.charge(160 + 16 * len(shape))
     if type(storage) is not Storage or type(offset) is not int or len(shape) != len(strides):
         raise ValueError("not a storage, an offset, a size and as many strides")
-    name = storage.dtype if dtype is None else TORCH_DTYPES.get(dtype.name)
+    name = storage.dtype if dtype is None else INDEX_NAMES.get(dtype.name)
     if name is None:
         assert dtype is not None
         return Refusal(f"a tensor of torch.{dtype.name}, which this library does not read")

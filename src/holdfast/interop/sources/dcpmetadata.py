@@ -16,10 +16,9 @@ import numpy as np
 from holdfast.errors import FormatError, LimitExceeded
 from holdfast.format.boxes import Boxes, Column, Ragged, Unfit, check_boxes
 from holdfast.format.nodes import DtypeName, SizeTuple
-from holdfast.format.tensors import ITEM_NBYTES, MAX_DIMS
+from holdfast.format.tensors import INDEX_NAMES, ITEM_NBYTES, MAX_DIMS
 from holdfast.interop.files import LocalFile
 from holdfast.interop.pickles.budget import Budget
-from holdfast.interop.pickles.names import TORCH_DTYPES
 from holdfast.interop.pickles.values import Record
 from holdfast.interop.sources.torchfile import read_pickle
 
@@ -210,7 +209,7 @@ class _Checked:
         if type(chunks) is not list or not chunks:
             raise self._wrong(f"{name!r:.200}: a tensor without chunks")
         dtype = self._dtype(name, members.get("properties"))
-        if dtype not in TORCH_DTYPES:
+        if dtype not in INDEX_NAMES:
             self.found.unreadable[name] = (
                 f"a tensor of torch.{dtype}, which this library does not read"
             )
@@ -229,11 +228,11 @@ class _Checked:
                 )
             stops = tuple(a + b for a, b in zip(offsets, sizes, strict=True))
             boxes.append((offsets or (0,), stops or (1,)))
-            self._check_claim(name, TORCH_DTYPES[dtype], sizes, place)
+            self._check_claim(name, INDEX_NAMES[dtype], sizes, place)
             found.append(place)
         if any(len(low) != len(boxes[0][0]) for low, _ in boxes):
             raise self._wrong(f"{name!r:.200}: its chunks differ in their dimensions")
-        return ChunkedTensor(name, TORCH_DTYPES[dtype], shape, np.array(boxes, np.int64), found)
+        return ChunkedTensor(name, INDEX_NAMES[dtype], shape, np.array(boxes, np.int64), found)
 
     def _dtype(self, name: str, properties: Any) -> str:
         state = properties.state if type(properties) is Record else None
