@@ -346,6 +346,7 @@ def test_a_dead_endpoint_fails_the_command_after_its_timeout(
         (("--json", "ls", "x"), "--json"),
         (("import", "a", "b", "--step", "-1", "--json"), "'--step'"),
         (("lss", "x", "--json"), "lss"),
+        (("run", "--json", "--max-failures", "-1", "--", "true"), "'--max-failures'"),
     ],
 )
 def test_a_command_line_that_cannot_be_read_is_a_json_error_where_json_is_asked_for(
@@ -354,6 +355,7 @@ def test_a_command_line_that_cannot_be_read_is_a_json_error_where_json_is_asked_
     result = holdfast(*arguments)
     assert (result.code, result.err, result.document["error"]["kind"]) == (2, "", "UsageError")
     assert said in result.document["error"]["message"]
+    assert result.out.count("\n") == 1  # as commands that write lines promise
 
 
 def test_the_json_that_a_supervised_command_is_asked_for_is_its_own(holdfast: Command) -> None:

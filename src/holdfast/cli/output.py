@@ -85,9 +85,11 @@ def give_line(document: msgspec.Struct) -> None:
 
 
 def give_error(error: HoldfastError, *, as_json: bool) -> Code:
-    """Write an error to standard error, or as JSON to standard output; return its exit code."""
+    """Write an error to standard error, or as JSON on a line of its own; return its exit code."""
     if as_json:
-        _write_json({"error": {"kind": type(error).__name__, "message": str(error)}})
+        # On one line, as some commands write a line for each event.
+        members = {"kind": type(error).__name__, "message": str(error)}
+        click.echo(json.dumps({"holdfast": SCHEMA, "error": members}))
     else:
         say(str(error))
     if isinstance(error, UsageError):
