@@ -62,7 +62,8 @@ def train(root: Path, device: str, overlap: bool, rank: int) -> tuple[dict[str, 
     if device == "cuda":
         torch.cuda.set_device(0)
     model = Sharded(rank, device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    # One by one: torch before 2.13 refuses a DTensor and a plain tensor in one list on CUDA.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
     state = {"model": model, "optimizer": optimizer}
     with CheckpointManager(root, state, overlap=overlap) as manager:
         for step in (1, 2):
@@ -77,7 +78,7 @@ def train(root: Path, device: str, overlap: bool, rank: int) -> tuple[dict[str, 
     with torch.no_grad():
         for parameter in again.parameters():
             local(parameter).zero_()
-    slots = torch.optim.AdamW(again.parameters(), lr=0.1)
+    slots = torch.optim.AdamW(again.parameters(), lr=0.1, foreach=False)
     with CheckpointManager(root, {"model": again, "optimizer": slots}) as manager:
         found = manager.resume()
         assert found is not None
