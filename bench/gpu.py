@@ -39,8 +39,12 @@ CASES = (
     "dcp-async-pinned",
     "torch_checkpointing",
 )
-READERS = {"holdfast": "holdfast", "dcp": "dcp-async"}
-"""Reader → the peer whose files it loads."""
+READERS = {
+    "holdfast-resume": ("holdfast", "holdfast"),
+    "holdfast": ("holdfast", "holdfast"),
+    "dcp": ("dcp", "dcp-async"),
+}
+"""Reader → the peer that it belongs to, and the peer whose files it loads."""
 SHARED_MEMORY = Path("/dev/shm")
 STAGED_IN_SHARED_MEMORY = ("dcp-async-shared", "dcp-async-pinned", "torch_checkpointing")
 """Peers that stage their copy of the state in files there."""
@@ -193,22 +197,23 @@ def bus_limits(nbytes: int, device: str) -> Figures:
     }
 
 
-def load(peer: str, reader: str, spec: StateSpec, folder: Path, device: str) -> Figures:
+def load(saved_by: str, reader: str, spec: StateSpec, folder: Path, device: str) -> Figures:
     """Measure loads: save once, then twice set all tensors to zero and load; the second counts."""
     state = build(spec, device)
     for tensor in state.flat().values():
         tensor.detach().uniform_(0, 1)
     sums = state.sums()
-    saver = PEERS[peer].saver(state, folder)
+    saver = PEERS[saved_by].saver(state, folder)
     saver.begin(0).wait()
     saver.close()
+    reads = PEERS[READERS[reader][0]].readers[reader].load
     seconds_of = []
     for _ in range(2):
         for tensor in state.flat().values():
             tensor.detach().zero_()
         _synchronize(device)
         start = perf_counter()
-        PEERS[reader].readers[reader].load(state, folder)
+        reads(state, folder)
         _synchronize(device)
         seconds_of.append(perf_counter() - start)
     if state.sums() != sums:
@@ -401,7 +406,7 @@ def _measure_case(
         return
     progress(f"  {place}/{name}")
     own = Path(tempfile.mkdtemp(dir=folder))
-    outcome = in_child(load, READERS[which], which, spec, own, options.device)
+    outcome = in_child(load, READERS[which][1], which, spec, own, options.device)
     results.add(f"{place}/{name}", outcome)
     shutil.rmtree(own)
 
@@ -474,7 +479,10 @@ def _load_table(results: Results, place: str) -> list[str]:
             megabytes(results.median(case, "nbytes")),
         ]
 
-    names = {f"{place}/load/{name}": PEERS[name].readers[name].title for name in READERS}
+    names = {
+        f"{place}/load/{name}": PEERS[peer].readers[name].title
+        for name, (peer, _) in READERS.items()
+    }
     head = ["load, warm", "time", "of the bus", "state"]
     return [
         *results_table(results, f"{place}/load/", head, names, row),

@@ -335,7 +335,9 @@ PEERS: Mapping[str, Peer] = {
         takes_memory=(),
         readers={
             "holdfast": Reader(title="holdfast, every byte verified", load=_holdfast_load),
-            "holdfast-resume": Reader(title="the same, claiming the run", load=_holdfast_resume),
+            "holdfast-resume": Reader(
+                title="holdfast, `resume()`, the first: in place", load=_holdfast_resume
+            ),
             "holdfast-unverified": Reader(
                 title="holdfast, verify=False",
                 load=lambda state, folder: _holdfast_load(state, folder, verify=False),
