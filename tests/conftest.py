@@ -20,9 +20,18 @@ from ways import WAYS, Way, possible_ways
 
 pytest_plugins = ["servers.fixtures"]
 
-# One server of forks is for all tests. The first optimizer would import torch._dynamo, which takes
-# seconds.
-multiprocessing.set_forkserver_preload(["holdfast.testing.resume", "torch._dynamo"])
+# One server of forks is for all tests. What it has imported, no rank and no killed run has to import
+# again: torch._dynamo, which the first optimizer wants, takes three seconds, and torchmetrics two.
+multiprocessing.set_forkserver_preload(
+    [
+        "holdfast.testing.resume",
+        "holdfast.train",
+        "torch._dynamo",
+        "torch.distributed.fsdp",
+        "torch.distributed.tensor.parallel",
+        "torchmetrics",
+    ]
+)
 
 # Before the first import: so that a failure in the shipped suite shows its values.
 pytest.register_assert_rewrite("holdfast.testing.store_contract")
