@@ -19,11 +19,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from distributed.run import run_ranks
-from gpu.states import tensor_bits
+from gpu.states import DEVICE, tensor_bits
 from holdfast import CheckpointManager, load_weights
 
 ROWS = (4, 3)
 """Of each rank: shards are uneven."""
+SLOW_WITHOUT_GPU = [pytest.mark.full] if DEVICE == "cpu" else []
 EXAMPLE = Path(__file__).parents[2] / "examples" / "trainer_ranks.py"
 
 
@@ -114,7 +115,9 @@ def start(root: Path, strategy: str) -> subprocess.Popen[bytes]:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+@pytest.mark.parametrize(
+    "strategy", [pytest.param(name, marks=SLOW_WITHOUT_GPU) for name in ("ddp", "fsdp2")]
+)
 def test_a_trainer_under_torchrun_that_was_killed_goes_on(
     tmp_path: Path, device: str, strategy: str
 ) -> None:
