@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import random
 import re
-import select
-import subprocess
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-import warm
+from train.lives import Life
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "recipes.md"
 RECIPES = (
@@ -75,33 +73,6 @@ def test_each_recipe_has_fewer_than_60_lines() -> None:
     assert max(sizes) < 60
 
 
-class Life:
-    """A process that trains a recipe in `root`, and is killed at the end of the `with`."""
-
-    def __init__(self, recipe: str, root: Path, result: Path) -> None:
-        words = [LIFE, recipe, root, result]
-        self.process = warm.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-
-    def __enter__(self) -> Life:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.process.kill()
-        self.process.communicate(timeout=60)
-
-    def ends(self) -> None:
-        """Wait for its end, which must be a good one."""
-        _, errors = self.process.communicate(timeout=300)
-        assert self.process.returncode == 0, errors
-
-    def updates(self, count: int, then_s: float) -> None:
-        """Wait for so many updates, and then for the next one, but not longer than `then_s`."""
-        assert self.process.stdout is not None
-        for _ in range(count):
-            assert self.process.stdout.readline() == "updated\n", "it ended before it was killed"
-        select.select([self.process.stdout], [], [], then_s)
-
-
 @pytest.mark.parametrize("num_kills", KILLS)
 @pytest.mark.parametrize("recipe", [*RECIPES, "gan"])
 def test_a_recipe_that_is_killed_at_any_moment_ends_with_the_same_bits(
@@ -109,13 +80,13 @@ def test_a_recipe_that_is_killed_at_any_moment_ends_with_the_same_bits(
 ) -> None:
     """Invariant 7, by SIGKILL; updates lie between two saves, or one less."""
     chance = random.Random(f"{recipe} {num_kills}")
-    with Life(recipe, tmp_path / "whole", tmp_path / "whole.pt") as whole:
+    with Life([LIFE, recipe, tmp_path / "whole", tmp_path / "whole.pt"]) as whole:
         whole.ends()
     for _ in range(num_kills):
-        with Life(recipe, tmp_path / "killed", tmp_path / "killed.pt") as killed:
+        with Life([LIFE, recipe, tmp_path / "killed", tmp_path / "killed.pt"]) as killed:
             killed.updates(chance.randint(0, 20 if recipe == "gan" else 4), chance.random() / 50)
     assert not (tmp_path / "killed.pt").exists()
-    with Life(recipe, tmp_path / "killed", tmp_path / "killed.pt") as last:
+    with Life([LIFE, recipe, tmp_path / "killed", tmp_path / "killed.pt"]) as last:
         last.ends()
     expected, found = (torch.load(tmp_path / f"{name}.pt") for name in ("whole", "killed"))
     assert len(expected) == len(found) > 0

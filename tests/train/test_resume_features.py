@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import random
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -24,17 +26,19 @@ from holdfast.train import (
     LearningRates,
     Limits,
     Schedule,
+    Trainer,
     Validation,
     warmup,
 )
 from runs import be_a_script
+from train.lives import Life
 from train.small import Noisy, make, network
 from train.test_resume import KILL_AT, STEPS, KilledIn, Phase
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
-    pytest.mark.full,
 ]
+LIFE = Path(__file__).with_name("feature_life.py")
 
 
 class Source(IterableDataset[Tensor]):
@@ -89,7 +93,7 @@ FEATURES: Mapping[str, Callable[[], dict[str, Any]]] = {
     "swa": lambda: {"swa": SWA(start="2step", every="1step")},
     "ema": lambda: {"ema": 0.9},
     "freeze": lambda: {"callbacks": [Freeze("0.*", until="5step"), Freeze("2.*", since="7step")]},
-    "skip_nan": lambda: {"loss": sometimes_nan, "skip_nan": 8},
+    "skip_nan": lambda: {"loss": sometimes_nan, "skip_nan": 40},
     "sizes": lambda: {"data": Loader(Noisy(), batch_size={0: 2, 1: 5})},
     "mixture": lambda: {"data": Loader(Mixture([(Noisy(), 2.0), (Noisy(), 1.0)]), batch_size=3)},
     "stream": lambda: {"data": Stream(Source(), batch_size=2, shuffle=4)},
@@ -113,18 +117,23 @@ FEATURES: Mapping[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-def run(feature: str, phase: Phase, root: str, steps: int, report: Report) -> None:
-    be_a_script()
+def made(feature: str, root: Path, *callbacks: Any) -> Trainer:
     options = {
         "data": Loader(Noisy(), batch_size=2),
         "validate": Validation(data=Loader(Noisy(), batch_size=4), every="1step"),
         "every": "1step",  # so that those before the last are committed at any kill
         **FEATURES[feature](),
     }
-    options["callbacks"] = [*options.get("callbacks", []), KilledIn(report, phase)]
-    make(Path(root), model=network(), **options).fit(steps)
+    options["callbacks"] = [*options.get("callbacks", []), *callbacks]
+    return make(root, model=network(), **options)
 
 
+def run(feature: str, phase: Phase, root: str, steps: int, report: Report) -> None:
+    be_a_script()
+    made(feature, Path(root), KilledIn(report, phase)).fit(steps)
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("phase", get_args(Phase))
 @pytest.mark.parametrize("feature", FEATURES)
 def test_a_feature_with_a_state_resumes_bit_for_bit_from_a_kill_in_any_phase(
@@ -135,3 +144,26 @@ def test_a_feature_with_a_state_resumes_bit_for_bit_from_a_kill_in_any_phase(
     assert_resume_equivalent(
         run_of_feature, STEPS, KILL_AT, timeout_s=120.0, start_method="forkserver"
     )
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("feature", FEATURES)
+def test_a_feature_that_is_killed_ten_times_at_any_moment_ends_with_the_same_bits(
+    feature: str, tmp_path: Path
+) -> None:
+    """Invariant 7, by SIGKILL."""
+    chance = random.Random(feature)
+    with Life([LIFE, feature, tmp_path / "whole", tmp_path / "whole.json"]) as whole:
+        whole.ends()
+    for _ in range(10):
+        num_updates, then_s = chance.randint(0, 4), chance.random() / 50
+        print(f"{feature}: killed {1e3 * then_s:.1f} ms after update {num_updates}")
+        with Life([LIFE, feature, tmp_path / "killed", tmp_path / "killed.json"]) as killed:
+            killed.updates(num_updates, then_s)
+    assert not (tmp_path / "killed.json").exists()
+    with Life([LIFE, feature, tmp_path / "killed", tmp_path / "killed.json"]) as last:
+        last.ends()
+    expected, found = (
+        json.loads((tmp_path / f"{name}.json").read_text("utf-8")) for name in ("whole", "killed")
+    )
+    assert found == expected
