@@ -79,9 +79,10 @@ def _texts(value: Any) -> list[str]:
 def is_foreign(text: str) -> bool:
     """Whether a text names a local file or folder that is neither a root nor a checkpoint."""
     from holdfast.interop.sources.checkpoint import recognises
+    from holdfast.store import is_web
 
     # As `open_source` decides, or files of ours beside others would lift the limits.
-    return os.path.exists(text) and not recognises(text)
+    return (is_web(text) or os.path.exists(text)) and not recognises(text)
 
 
 def open_limited(text: str) -> Source:

@@ -10,7 +10,7 @@ from holdfast.care.copying import Copied, Planned, copy, plan
 from holdfast.cli.output import Answer, Code, TextTable, progress_bar, say_event, size
 from holdfast.cli.target import open_root, open_target, opened, unlocked
 from holdfast.engine.roots.catalog import Catalog, is_root
-from holdfast.engine.roots.sources import split_folder, split_source
+from holdfast.engine.roots.sources import expect_writable, split_folder, split_source
 from holdfast.errors import CorruptData, HoldfastError, NoCheckpoint, SealError, UsageError
 from holdfast.events import Emitter
 from holdfast.store.base import Store
@@ -73,6 +73,7 @@ def copy_all(sources: Sequence[str], to: str, *, whole: bool, dry_run: bool) -> 
 
 
 def _open_target_root(to: str) -> Store:
+    expect_writable(to)
     root, which = split_source(to)
     if which is not None or split_folder(root)[1]:
         raise UsageError(f"{to!r} names a checkpoint; the last argument is the root to copy to")

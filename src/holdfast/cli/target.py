@@ -13,12 +13,13 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from holdfast.engine.roots.alone import alone
 from holdfast.engine.roots.catalog import Catalog, Entry, is_root, standalone
 from holdfast.engine.roots.sources import split_folder, split_source
-from holdfast.errors import NoCheckpoint, NotFound, UsageError
+from holdfast.errors import AccessDenied, NoCheckpoint, NotFound, UnsupportedStore, UsageError
 from holdfast.format import layout
 from holdfast.policy.clock import Unit, parse
-from holdfast.store import open_store
+from holdfast.store import is_web, open_store
 from holdfast.store.base import Store
 from holdfast.store.local import LocalStore
 from holdfast.store.remote.opening import SCHEMES, RemoteOptions
@@ -39,15 +40,19 @@ def opened(root: str) -> Store:
     """
     store = open_store(root)
     patience = parse(PATIENCE.get(), what="--timeout", units={Unit.SECOND})
-    if root.partition("://")[0] not in SCHEMES:
+    if root.partition("://")[0] not in SCHEMES and not is_web(root):
         return store
-    from holdfast.store.remote import RemoteStore
+    from holdfast.store.remote import HttpStore, RemoteStore
 
     # Half of the time is for retries; the last retry may need the other half to connect.
     half_s = float(patience.value) / 2
     options = RemoteOptions(connect_timeout_s=min(half_s, 10.0), retry_s=half_s)
     with suppress(NotFound):
-        RemoteStore(root, options=options).head(layout.LATEST)
+        if is_web(root):
+            with suppress(AccessDenied, UnsupportedStore):
+                HttpStore(root, options=options).head(layout.LATEST)
+        else:
+            RemoteStore(root, options=options).head(layout.LATEST)
     return store
 
 
@@ -85,7 +90,7 @@ def open_target(text: str) -> tuple[Store, str]:
     root, which = split_source(text)
     parent, folder = split_folder(root) if which is None else ("", "")
     if folder:
-        return unlocked(opened(parent)), folder
+        return unlocked(alone(opened(parent), folder)), folder
     store = open_root(root)
     if which is not None and layout.parse_attempt(which) in Catalog(store).attempts():
         return store, which

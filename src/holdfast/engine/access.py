@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from holdfast.engine.checkpoint import Checkpoint, describe
 from holdfast.engine.claims.claim import dropped
 from holdfast.engine.claims.leases import KeptEntry, kept, leased
+from holdfast.engine.roots.alone import alone
 from holdfast.engine.roots.catalog import Catalog, Entry, standalone
 from holdfast.engine.roots.sources import split_folder, split_source
 from holdfast.engine.sealed.sealing import sealing
@@ -31,7 +32,7 @@ def place_of(source: str | os.PathLike[str]) -> tuple[Store, str, str]:
     root, which = split_source(source)
     parent, folder = split_folder(root) if which is None else ("", "")
     if folder:
-        return open_store(parent), "", folder
+        return alone(open_store(parent), folder), "", folder
     return open_store(root), "latest" if which is None else which, ""
 
 

@@ -1,10 +1,11 @@
-"""Local files of other libraries, read at positions, also by several threads."""
+"""Files of other libraries, read at positions, also by several threads."""
 
 from __future__ import annotations
 
 import io
 import mmap
 import os
+from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,39 @@ _COPIED_NBYTES = 64 << 10
 """Least bytes of a copy by numpy, which lets other threads run meanwhile."""
 
 
-class LocalFile:
+class ReadableFile(ABC):
+    """A file of another library that is open for reading at positions. Thread-safe."""
+
+    name: str
+    """Path or URL, for messages."""
+    nbytes: int
+    """Its length."""
+
+    @abstractmethod
+    def read_into(self, start: int, memory: memoryview) -> None:
+        """Fill `memory` with the bytes of the file from `start` on.
+
+        Raises:
+            CorruptData: the file ends before them.
+            StoreError: they cannot be read, or the file was changed since it was opened.
+        """
+
+    def read(self, start: int, nbytes: int) -> bytes:
+        """Return bytes of the file; raises as `read_into`."""
+        data = bytearray(nbytes)
+        self.read_into(start, memoryview(data))
+        return bytes(data)
+
+    def stream(self, start: int, stop: int) -> io.BufferedReader:
+        """Return a reader of a part of the file, which gives positions in the whole file."""
+        return io.BufferedReader(_Part(self, start, stop), 1 << 18)
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close the file; no thread may be reading from it."""
+
+
+class LocalFile(ReadableFile):
     """A local file that is open for reading. `name` is for messages. Thread-safe.
 
     What is not in the page cache is read past it: that takes a tenth of the processor time, and
@@ -49,13 +82,8 @@ class LocalFile:
         except OSError as err:
             raise StoreError(f"{path}: cannot be opened: {err.strerror}") from err
 
+    @override
     def read_into(self, start: int, memory: memoryview) -> None:
-        """Fill `memory` with the bytes of the file from `start` on.
-
-        Raises:
-            CorruptData: the file ends before them.
-            StoreError: they cannot be read, or the file was written to since it was opened.
-        """
         memory = memory.cast("B")
         try:
             if memory.nbytes < DIRECT_NBYTES_MIN:
@@ -75,18 +103,8 @@ class LocalFile:
                 "done, or a copy of it"
             )
 
-    def read(self, start: int, nbytes: int) -> bytes:
-        """Return bytes of the file; raises as `read_into`."""
-        data = bytearray(nbytes)
-        self.read_into(start, memoryview(data))
-        return bytes(data)
-
-    def stream(self, start: int, stop: int) -> io.BufferedReader:
-        """Return a reader of a part of the file, which gives positions in the whole file."""
-        return io.BufferedReader(_Part(self, start, stop), 1 << 18)
-
+    @override
     def close(self) -> None:
-        """Close the file; no thread may be reading from it."""
         self._file.close()
 
     def _now(self) -> tuple[int, int]:
@@ -119,7 +137,7 @@ class LocalFile:
 
 
 class _Part(io.RawIOBase):
-    def __init__(self, file: LocalFile, start: int, stop: int) -> None:
+    def __init__(self, file: ReadableFile, start: int, stop: int) -> None:
         self._file = file
         self._position = start
         self._stop = stop

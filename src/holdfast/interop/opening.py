@@ -19,8 +19,10 @@ from holdfast.interop.sources import (
     tars,
     torchfile,
     trainers,
+    web,
 )
 from holdfast.keys import Encryption
+from holdfast.store import is_web
 
 
 def open_source(
@@ -33,7 +35,8 @@ def open_source(
     """Open a checkpoint or a file of weights of any known format.
 
     `text` is `ROOT`, `ROOT@which` or the folder of a checkpoint, also as a URL, or a local file or
-    folder of another library. `encrypt` has the keys of encrypted checkpoints,
+    folder of another library. A web address is that of a checkpoint's folder or of its manifest,
+    or of a file of safetensors or `torch.save`. `encrypt` has the keys of encrypted checkpoints,
     `key` is that of a file which another library encrypted. `trust` lifts the bounds on the number
     of values in a file, and on the memory that they take; it still runs nothing.
 
@@ -45,6 +48,9 @@ def open_source(
     """
     if checkpoint.recognises(text):
         return checkpoint.CheckpointSource(text, encrypt=encrypt)
+    if is_web(text):
+        with trusting() if trust else nullcontext():
+            return web.open_web(text)
     if not os.path.exists(text):  # unlike `Path.exists`, of a name that is too long, too
         raise NoCheckpoint(f"{text}: there is no such file or folder")
     try:

@@ -20,7 +20,7 @@ def open_store(where: str | os.PathLike[str] | Store) -> Store:
 
     URLs: `s3://bucket/prefix`, `gs://bucket/prefix`, `az://container/prefix` and
     `memory://<name>`. Endpoint and credentials are those of the cloud's own tools; for options
-    make a `RemoteStore`.
+    make a `RemoteStore`. `http://` and `https://` can only be read.
 
     Opening touches nothing: a missing folder is made by the first save.
 
@@ -54,13 +54,16 @@ def _open_named(where: str) -> Store:
         from holdfast.store.remote import RemoteStore
 
         return RemoteStore(where)
-    if scheme.lower() in ("http", "https"):
-        raise UsageError(
-            f"root {where!r}: a web address can be neither listed nor written. Open the bucket "
-            "behind it by s3://… (with endpoint=… of RemoteStore), gs://… or az://…, or download "
-            "the folder and give its path"
-        )
+    if is_web(where):
+        from holdfast.store.remote import HttpStore
+
+        return HttpStore(where)
     raise UsageError(f"root {where!r}: must be a path, s3://…, gs://…, az://… or memory://<name>")
+
+
+def is_web(where: str) -> bool:
+    """Whether a text is the address of a web server."""
+    return where.lower().startswith(("http://", "https://"))
 
 
 def _refuse_unexpanded(path: str) -> None:

@@ -151,6 +151,11 @@ class Store(ABC):
         store's own leftovers in it; not atomic.
         """
 
+    @property
+    def reads_only(self) -> bool:
+        """Whether objects can only be read, by their keys: not listed, put or deleted."""
+        return False
+
     # Folders
 
     @property
@@ -386,6 +391,11 @@ class WrappedStore(Store):
     @override
     def delete(self, key: str) -> None:
         self.inner.delete(key)
+
+    @property
+    @override
+    def reads_only(self) -> bool:
+        return self.inner.reads_only
 
     @property
     @override

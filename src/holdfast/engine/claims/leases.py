@@ -51,6 +51,7 @@ SILENT_S = 120.0
 Measured by the deleter's own clock: twelve renewals, so that storage that hangs ends no lease.
 """
 _STOP_TIMEOUT_S = 30.0
+_NO_LEASE = "read without a lease, so that retention may delete it meanwhile"
 
 
 class BeingDeleted(NoCheckpoint):
@@ -66,12 +67,15 @@ def leased(store: Store, folder: str, *, emit: Emitter | None = None) -> Iterato
 
     Yields why there is no lease, for the user; empty if there is one. Marks of the checkpoint
     that were read before the block may be outdated. If nobody ever claimed the run, nobody
-    deletes, and no lease is needed.
+    deletes, and no lease is needed. A store that can only be read takes none.
 
     Raises:
         BeingDeleted: its deletion has begun.
         NoCheckpoint: it no longer exists.
     """
+    if store.reads_only:
+        yield f"{_NO_LEASE}: {store.url} can only be read"
+        return
     if layout.parse_attempt(folder) is None or not Catalog(store).highest_epoch():
         yield ""
         return
@@ -259,7 +263,7 @@ class _HeldLease:
         self._may_exist = False
 
     def _refused(self, error: StoreError) -> str:
-        return f"read without a lease, so that retention may delete it meanwhile: {error}"
+        return f"{_NO_LEASE}: {error}"
 
 
 # The deleter's side ------------------------------------------------------------------------------

@@ -698,7 +698,8 @@ def standalone(store: Store, folder: str) -> Entry:
     if register is None:
         register = Catalog(store).read(folder)
     if not isinstance(register, Manifest):
-        raise NoCheckpoint(f"{store.url}/{folder}: no committed checkpoint")
+        hint = ". Name the folder of one, not the root of a run" if store.reads_only else ""
+        raise NoCheckpoint(f"{store.url}/{folder}: no committed checkpoint{hint}")
     return Entry(
         name=AttemptName(
             epoch=register.epoch,

@@ -9,17 +9,24 @@ import os
 
 from holdfast.errors import UsageError
 from holdfast.format import layout
+from holdfast.store import is_web
+from holdfast.store.remote.opening import redacted
 
 
 def split_source(source: str | os.PathLike[str]) -> tuple[str, str | None]:
     """Split `root@which` into (root, which); `which` is None without an @.
 
-    An existing folder with an @ in its path is a root.
+    An existing folder with an @ in its path is a root. Web servers list nothing, so that nothing
+    can be looked up in a root there.
 
     Raises:
-        UsageError: `source` is empty, or has nothing before or after the @.
+        UsageError: `source` is empty, or has nothing before or after the @, or it is `root@which`
+            of a web address.
     """
     text = os.fspath(source)
+    if is_web(text):
+        _refuse_which_of_web(text)
+        return text, None
     root, at, which = text.rpartition("@")
     if not at or os.path.isdir(text):
         root, at, which = text, "", ""
@@ -36,6 +43,7 @@ def expect_root(path: str) -> None:
     """
     if not path:
         return  # opening it raises
+    expect_writable(path)
     root, which = split_source(path)
     if which is None:
         root, which = split_folder(path)
@@ -49,6 +57,16 @@ def expect_root(path: str) -> None:
     )
 
 
+def expect_writable(path: str) -> None:
+    """Raise `UsageError` if a root is a web address."""
+    if is_web(path):
+        raise UsageError(
+            f"root={redacted(path)!r}: a web address can only be read. Save to a folder, or to the "
+            "bucket behind it; load a checkpoint that is there with load_weights, or with "
+            "fit(start_from=…) of a Trainer"
+        )
+
+
 def _is_which(which: str) -> bool:
     is_word = which in ("latest", "best") or which.startswith(("step=", "best:"))
     return is_word or layout.parse_attempt(which) is not None
@@ -58,8 +76,10 @@ def split_folder(source: str) -> tuple[str, str]:
     """Split the address of a checkpoint's folder into (root, folder); ("", "") for others.
 
     A path is one if it holds a manifest, as users may rename the folder. A URL is one if it ends
-    with the name of a checkpoint.
+    with the name of a checkpoint. A web address is always one, also with `manifest.json`.
     """
+    if is_web(source):
+        return _split_web(source)
     scheme, separator, rest = source.partition("://")
     if separator:
         root, slash, folder = rest.rstrip("/").rpartition("/")
@@ -69,3 +89,21 @@ def split_folder(source: str) -> tuple[str, str]:
         root, folder = os.path.split(os.path.abspath(source))
         return root, folder
     return "", ""
+
+
+def _split_web(url: str) -> tuple[str, str]:
+    address, mark, query = url.partition("#")[0].partition("?")
+    address = address.rstrip("/").removesuffix(f"/{layout.MANIFEST}")
+    root, _, folder = address.rpartition("/")
+    is_inside = "://" in root and not root.endswith("/")
+    return (f"{root}{mark}{query}", folder) if is_inside else ("", "")
+
+
+def _refuse_which_of_web(url: str) -> None:
+    path = redacted(url).partition("://")[2].partition("/")[2]
+    which = path.rpartition("@")[2]
+    if "@" in path and _is_which(which):
+        raise UsageError(
+            f"{redacted(url)!r}: a web server lists no files, so {which!r} cannot be looked up. "
+            "Name the folder of one checkpoint, which `holdfast ls` shows where the root is"
+        )

@@ -34,8 +34,9 @@ from holdfast.interop.boxes import Part as BoxPart
 from holdfast.interop.boxes import overlaps
 from holdfast.interop.source import LeftOut, Part, Source
 from holdfast.interop.sources.recognising import first_bytes
+from holdfast.interop.sources.web import names_checkpoint
 from holdfast.keys import Encryption
-from holdfast.store import open_store
+from holdfast.store import is_web, open_store
 from holdfast.store.base import Store
 
 _MARK = re.compile(rb'\s*\{\s*"holdfast"')
@@ -44,6 +45,8 @@ _MARK = re.compile(rb'\s*\{\s*"holdfast"')
 
 def recognises(text: str) -> bool:
     """Whether a text names a checkpoint: `ROOT@which`, a root, a checkpoint's folder, or a URL."""
+    if is_web(text):
+        return names_checkpoint(text)
     if "://" in text:
         return True
     if os.path.isfile(text):

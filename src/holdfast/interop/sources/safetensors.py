@@ -17,7 +17,7 @@ from holdfast.format.tensors import (
     header_nbytes,
     parse_header_and_metadata,
 )
-from holdfast.interop.files import LocalFile
+from holdfast.interop.files import LocalFile, ReadableFile
 from holdfast.interop.source import Part, Source
 from holdfast.interop.sources.recognising import first_bytes
 
@@ -29,10 +29,14 @@ METADATA = "metadata"
 
 def recognises(path: Path) -> bool:
     """Whether a file begins as a safetensors file does: a length, and a JSON object."""
-    first = first_bytes(path, 9)
+    return begins(first_bytes(path, 9))
+
+
+def begins(first: bytes) -> bool:
+    """Whether these are the first bytes of a safetensors file; nine suffice."""
     return (
-        len(first) == 9
-        and first[8:] == b"{"
+        len(first) >= 9
+        and first[8:9] == b"{"
         and int.from_bytes(first[:8], "little") <= MAX_HEADER_NBYTES
     )
 
@@ -45,9 +49,10 @@ class SafetensorsFile(Source):
 
     format = "safetensors"
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path | str, *, file: ReadableFile | None = None) -> None:
+        """Read the header. With an open `file`, the path is only for messages."""
         self.url = str(path)
-        self._file = LocalFile.open(path)
+        self._file = file or LocalFile.open(Path(path))
         try:
             specs, self._starts, metadata = self._read_header()
         except BaseException:

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from holdfast.errors import CorruptData, FormatError, LimitExceeded
 from holdfast.format.tensors import ITEM_NBYTES
-from holdfast.interop.files import LocalFile
+from holdfast.interop.files import LocalFile, ReadableFile
 from holdfast.interop.layouts.files import Layout, file_layout
 from holdfast.interop.pickles.budget import Budget
 from holdfast.interop.pickles.gather import gather, is_row_major
@@ -31,7 +31,7 @@ _ZIP = b"PK\x03\x04"
 _LEGACY = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
 _MAGIC = 0x1950A86A20F9469CFC6C
 _PROTOCOL = 1001
-_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle", ".distcp", ".metadata")
+SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle", ".distcp", ".metadata")
 _MAX_PICKLE_NBYTES = 1 << 40
 
 Layouts: TypeAlias = Callable[[Any], Layout]
@@ -40,24 +40,32 @@ Layouts: TypeAlias = Callable[[Any], Layout]
 def recognises(path: Path) -> bool:
     """Whether a file begins as one of `torch.save` or a pickle does."""
     first = first_bytes(path, len(_LEGACY))
-    if first.startswith(_ZIP):
-        return path.suffix not in (".npz", ".zip", ".keras") or _has_pickle(path)
-    is_pickle = first[:1] == b"\x80" and len(first) > 1 and 2 <= first[1] <= 5
-    return is_pickle or (path.suffix in _SUFFIXES and first[:1] in b"(c]}" and len(first) > 1)
-
-
-def _has_pickle(path: Path) -> bool:
+    if not first:
+        return False
     file = LocalFile.open(path)
     try:
-        return any(name.endswith("data.pkl") for name in Zip(file).members)
-    except FormatError:
-        return False
+        return begins(first, file, path.suffix)
     finally:
         file.close()
 
 
+def begins(first: bytes, file: ReadableFile, suffix: str) -> bool:
+    """Whether a file of that suffix, with these first bytes, is of `torch.save` or a pickle."""
+    if first.startswith(_ZIP):
+        return suffix not in (".npz", ".zip", ".keras") or _has_pickle(file)
+    is_pickle = first[:1] == b"\x80" and len(first) > 1 and 2 <= first[1] <= 5
+    return is_pickle or (suffix in SUFFIXES and first[:1] in b"(c]}" and len(first) > 1)
+
+
+def _has_pickle(file: ReadableFile) -> bool:
+    try:
+        return any(name.endswith("data.pkl") for name in Zip(file).members)
+    except FormatError:
+        return False
+
+
 def read_pickle(
-    file: LocalFile,
+    file: ReadableFile,
     *,
     start: int = 0,
     stop: int | None = None,
@@ -78,7 +86,7 @@ def read_pickle(
     return reader.bare(start, end)
 
 
-def read_saved(file: LocalFile, budget: Budget) -> Any:
+def read_saved(file: ReadableFile, budget: Budget) -> Any:
     """Return the description of what a file of `torch.save` holds, or another pickle.
 
     Raises:
@@ -94,14 +102,14 @@ class TorchFile(Source):
 
     def __init__(
         self,
-        path: Path,
+        path: Path | str,
         *,
         layout: Layouts = file_layout,
-        file: LocalFile | None = None,
+        file: ReadableFile | None = None,
     ) -> None:
         """Read everything except tensors. With an open `file`, the path is only for messages."""
         self.url = str(path)
-        self._file = file or LocalFile.open(path)
+        self._file = file or LocalFile.open(Path(path))
         try:
             self._open(layout)
         except BaseException:
@@ -188,7 +196,7 @@ class _Reader:
 
     def __init__(
         self,
-        file: LocalFile,
+        file: ReadableFile,
         budget: Budget,
         constructors: Mapping[str, Constructor] | None = None,
         records: Collection[str] = (),
@@ -329,7 +337,7 @@ class _Storages:
 class _ZipReader:
     """Reads a zip file of `torch.save`."""
 
-    def __init__(self, file: LocalFile, machine: Callable[..., Machine]) -> None:
+    def __init__(self, file: ReadableFile, machine: Callable[..., Machine]) -> None:
         self._file = file
         self._zip = Zip(file)
         self._machine = machine

@@ -10,7 +10,7 @@ import struct
 from dataclasses import dataclass
 
 from holdfast.errors import CorruptData, FormatError, LimitExceeded
-from holdfast.interop.files import LocalFile
+from holdfast.interop.files import ReadableFile
 from holdfast.interop.pickles.budget import LIFTED, bound
 
 MAX_DIRECTORY_NBYTES = 48 << 20
@@ -42,7 +42,7 @@ class Member:
 class Zip:
     """The members of a zip file by name."""
 
-    def __init__(self, file: LocalFile) -> None:
+    def __init__(self, file: ReadableFile) -> None:
         """Read the directory.
 
         Raises:
@@ -128,7 +128,7 @@ class Zip:
         return int(start)
 
 
-def _find_directory(file: LocalFile) -> tuple[int, int, int]:
+def _find_directory(file: ReadableFile) -> tuple[int, int, int]:
     """Return where the directory begins, its length, and the number of members."""
     tail_start = max(0, file.nbytes - _END.size - _MAX_COMMENT)
     tail = file.read(tail_start, file.nbytes - tail_start)

@@ -1,6 +1,6 @@
-"""The store in a cloud's bucket, and its parts.
+"""The stores in a cloud's bucket and on a web server, and their parts.
 
-`RemoteStore` is imported when it is first used: commands that need only the options do without.
+They are imported when they are first used: commands that need only the options do without.
 """
 
 from __future__ import annotations
@@ -11,13 +11,18 @@ from holdfast.store.remote.opening import RemoteOptions
 
 if TYPE_CHECKING:
     from holdfast.store.remote.store import RemoteStore
+    from holdfast.store.remote.web import HttpStore
 
-__all__ = ["RemoteOptions", "RemoteStore"]
+__all__ = ["HttpStore", "RemoteOptions", "RemoteStore"]
 
 
 def __getattr__(name: str) -> Any:
-    if name != "RemoteStore":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from holdfast.store.remote.store import RemoteStore
+    if name == "RemoteStore":
+        from holdfast.store.remote.store import RemoteStore
 
-    return RemoteStore
+        return RemoteStore
+    if name == "HttpStore":
+        from holdfast.store.remote.web import HttpStore
+
+        return HttpStore
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

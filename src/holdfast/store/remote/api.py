@@ -177,20 +177,33 @@ class Api:
         Raises:
             CorruptData: the object is shorter, or the reply has another length.
         """
+        return self.read_up_to(key, start, stop, least=stop)[0]
+
+    def read_up_to(self, key: str, start: int, stop: int, *, least: int) -> tuple[Any, Any]:
+        """Read a range, or less of it if the object ends at `least` or later.
+
+        Returns the bytes, and what the service says of the object: its `size`, `e_tag` and
+        `last_modified`. Raises as `read`.
+        """
         self.expect_own_process()
         _wait(self._download_pace, stop - start)
-        data = self._retry("get", key, lambda store: self._get_range(store, key, start, stop))
-        if len(data) != stop - start:
+        data, meta = self._retry(
+            "get", key, lambda store: self._get_range(store, key, start, stop, least)
+        )
+        expected = min(stop, meta["size"]) - start
+        if len(data) != expected:
             raise CorruptData(
-                f"get {self.url(key)}: bytes {start} to {stop} were asked for, {len(data)} came"
+                f"get {self.url(key)}: bytes {start} to {start + expected} were asked for, "
+                f"{len(data)} came"
             )
-        return data
+        return data, meta
 
-    def _get_range(self, store: Any, key: str, start: int, stop: int) -> Any:
+    def _get_range(
+        self, store: Any, key: str, start: int, stop: int, least: int
+    ) -> tuple[Any, Any]:
         result = self._obs.get(store, key, options={"range": (start, stop)})
-        nbytes = result.meta["size"]
-        expect_at_least(nbytes, stop, what=f"get {self.url(key)}")
-        return result.bytes()
+        expect_at_least(result.meta["size"], least, what=f"get {self.url(key)}")
+        return result.bytes(), result.meta
 
     def list(self, folder: str) -> Iterator[ObjectInfo]:
         """Yield the objects in a folder ("" is the root) and below, in the service's order."""

@@ -31,6 +31,12 @@ _CAUSE = re.compile(r'(?:message|error): "([^"]{1,200})"')
 _MAX_REASON = 400
 _MAX_READ = 4096
 
+_STOPPED = {
+    "BadScheme": "an https address led to one that is not encrypted, which is not followed",
+    "TooManyRedirects": "more than ten redirects",
+    "InvalidCertificate": "its TLS certificate is not trusted here (SSL_CERT_FILE names others)",
+}
+"""Why the client itself ends a request, by a word in the text of the network failure."""
 _NO_BUCKET = {"NoSuchBucket", "ContainerNotFound", "InvalidBucketName", "ContainerBeingDeleted"}
 _NO_SPACE = {
     "QuotaExceeded",
@@ -83,6 +89,7 @@ _PERMISSIONS = {
     },
 }
 _AZURE_PERMISSION = "the role Storage Blob Data Contributor on the container"
+_WEB_PERMISSION = "an address that anybody may read, or https://USER:PASSWORD@HOST/…"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +105,8 @@ class Failure:
     """Kind of a network failure, such as `Connect`, `Timeout`, `Interrupted`; else empty."""
     reason: str
     """Description of the failure, for messages."""
+    stopped: str = ""
+    """Why the client itself ended the request, which no retry can change; else empty."""
 
     @property
     def was_refused(self) -> bool:
@@ -124,12 +133,13 @@ class Failure:
     @property
     def is_silence(self) -> bool:
         """Whether the network failed, with no sign that the service was reached."""
-        return bool(self.network) and not self.is_answer
+        return bool(self.network) and not self.is_answer and not self.stopped
 
     @property
     def is_final(self) -> bool:
-        """Whether the reply says that the request itself is wrong, so that a retry is useless."""
-        return self.status in range(400, 500) and self.status not in _PASSING
+        """Whether a retry is useless: the request itself is wrong, or the client ended it."""
+        is_wrong = self.status in range(400, 500) and self.status not in _PASSING
+        return is_wrong or bool(self.stopped)
 
     @property
     def is_past_the_end(self) -> bool:
@@ -151,6 +161,7 @@ def read_failure(error: Exception) -> Failure:
         code=code[1] if code else "",
         network=network[1] if network else "",
         reason=_describe(head, status, code, _describe_network(network, details)),
+        stopped=next((why for word, why in _STOPPED.items() if network and word in details), ""),
     )
 
 
@@ -205,6 +216,9 @@ def as_store_error(failure: Failure, operation: str, url: str, *, who: str) -> H
     what = f"{operation} {url}: {failure.reason}"
     kind = type(failure.error).__name__
     scheme = url.partition("://")[0]
+    is_web = scheme in ("http", "https")
+    if failure.stopped:
+        return UnsupportedStore(f"{operation} {url}: {failure.stopped}")
     if failure.code in _NO_BUCKET:
         return UnsupportedStore(f"{what}. Make the bucket first, or mend the URL")
     if failure.code in _NO_SPACE or failure.status == 507:
@@ -213,9 +227,10 @@ def as_store_error(failure: Failure, operation: str, url: str, *, who: str) -> H
         return TransientStoreError(what)
     if failure.status in (401, 403) or failure.code in _NO_RIGHTS or kind in _DENIALS:
         needed = _PERMISSIONS.get(scheme, {}).get(operation, _AZURE_PERMISSION)
+        needed = _WEB_PERMISSION if is_web else needed
         clock = "; this machine's clock is wrong" if failure.code == "RequestTimeTooSkewed" else ""
         return AccessDenied(f"{what}. Used: {who}. Needed: {needed}{clock}")
-    if isinstance(failure.error, FileNotFoundError):
+    if isinstance(failure.error, FileNotFoundError) or (is_web and failure.status == 410):
         return NotFound(f"{operation} {url}: there is no such object")
     if kind in ("AlreadyExistsError", "PreconditionError"):
         return AlreadyExists(f"{operation} {url}: the key is taken")
@@ -225,6 +240,14 @@ def as_store_error(failure: Failure, operation: str, url: str, *, who: str) -> H
         return UnsupportedStore(f"{what}. Set the region of the bucket (AWS_REGION)")
     if "non-partial response" in failure.reason or "range requested" in failure.reason:
         return UnsupportedStore(f"{what}. This service does not read exact ranges")
+    if is_web and "Range request not supported" in failure.reason:
+        return UnsupportedStore(
+            f"{operation} {url}: this server does not answer Range requests, as `python -m "
+            "http.server` does not. Serve the files with nginx, Caddy or Apache, or download them "
+            "and give the path"
+        )
+    if is_web and (failure.is_final or "Header missing" in failure.reason):
+        return UnsupportedStore(what)
     if kind == "NotSupportedError" or failure.status == 501:
         return UnsupportedStore(what)
     return TransientStoreError(what)

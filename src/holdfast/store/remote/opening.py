@@ -11,23 +11,27 @@ import importlib
 import json
 import os
 import re
+from base64 import b64encode
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
 from typing import Any, Literal
+from urllib.parse import unquote, urlsplit
 
 from holdfast.errors import AccessDenied, InvalidKey, UsageError
 from holdfast.store.base import check_key
 
-Scheme = Literal["s3", "gs", "az"]
+Scheme = Literal["s3", "gs", "az", "http", "https"]
 SCHEMES: tuple[Scheme, ...] = ("s3", "gs", "az")
 
 _ENDPOINTS = {
     "s3": "AWS_ENDPOINT_URL or the profile's endpoint_url, and the region",
     "gs": "GOOGLE_BASE_URL",
     "az": "AZURE_STORAGE_ENDPOINT and the account's name",
+    "http": "the URL",
+    "https": "the URL",
 }
-_EXTRAS = {"s3": "s3", "gs": "gcs", "az": "azure"}
+_EXTRAS = {"s3": "s3", "gs": "gcs", "az": "azure", "http": "http", "https": "http"}
 _BUCKET = re.compile(r"[A-Za-z0-9$][A-Za-z0-9._\-]{1,221}", re.ASCII)
 _MAX_PREFIX = 120
 """Most characters of a prefix; with the longest key 1,021 of the 1,024 bytes that clouds allow."""
@@ -122,6 +126,10 @@ class Place:
     prefix: str
     endpoint: str | None
     """The service's address; None: as in the cloud's own settings."""
+    query: str = field(default="", repr=False)
+    """Query of a web address, sent with each request; it may be a signature."""
+    login: str = field(default="", repr=False)
+    """`user:password` of a web address, not percent-encoded; empty: none."""
 
     @property
     def url(self) -> str:
@@ -216,6 +224,8 @@ def open_clients(place: Place, options: RemoteOptions) -> Clients:
         "s3": _open_s3,
         "gs": _open_gcs,
         "az": _open_azure,
+        "http": _open_web,
+        "https": _open_web,
     }
     return makers[place.scheme](place, options)
 
@@ -391,6 +401,59 @@ def _azure_provider(found: Any) -> Callable[[], dict[str, Any]]:
         return {"token": token.token, "expires_at": expires_at}
 
     return provide
+
+
+# Web servers -------------------------------------------------------------------------------------
+
+
+def parse_web(url: str) -> Place:
+    """Parse the URL of a folder or a file on a web server; a fragment is dropped.
+
+    Raises:
+        UsageError: it has no host, or a port that is no number.
+    """
+    try:
+        parts = urlsplit(url)
+        host = parts.netloc.rpartition("@")[2]
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
+            raise ValueError("no host")
+    except ValueError as error:
+        raise UsageError(f"{redacted(url)!r}: must be https://HOST/… ({error})") from None
+    user, password = unquote(parts.username or ""), unquote(parts.password or "")
+    return Place(
+        scheme="https" if parts.scheme == "https" else "http",
+        bucket=host,
+        prefix=parts.path.strip("/"),
+        endpoint=None,
+        query=parts.query,
+        login=f"{user}:{password}" if user or password else "",
+    )
+
+
+def redacted(url: str) -> str:
+    """Return a web address without its user, password, query and fragment."""
+    scheme, separator, rest = url.partition("://")
+    host, slash, path = re.split(r"[?#]", rest, maxsplit=1)[0].partition("/")
+    return f"{scheme}{separator}{host.rpartition('@')[2]}{slash}{path}"
+
+
+def _open_web(place: Place, options: RemoteOptions) -> Clients:
+    headers: dict[str, str] = {}
+    if place.login:
+        # Not in the URL, which is in the errors. A redirect to another host does not get it.
+        headers["authorization"] = f"Basic {b64encode(place.login.encode()).decode()}"
+    http_store = needed("obstore.store", place.scheme).HTTPStore
+
+    def make(_host: str, *, prefix: str | None, client_options: Any, retry_config: Any) -> Any:
+        return http_store.from_url(
+            f"{place.url}?{place.query}" if place.query else place.url,
+            client_options={**client_options, "default_headers": headers},
+            retry_config=retry_config,
+        )
+
+    plain, once = _pair(make, place, options, {}, f"{place.scheme}:")
+    user = place.login.partition(":")[0]
+    return Clients(plain=plain, once=once, who=f"user {user!r}" if user else "no credentials")
 
 
 # All ---------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ be done about them, bounded memory, and the removal of incomplete uploads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from datetime import datetime
 from functools import partial
@@ -27,26 +27,20 @@ from holdfast.store.base import (
     BlockWriter,
     Buffer,
     ObjectInfo,
-    Store,
     check_folder,
     check_key,
-    expect_at_least,
     expect_positive,
     flat,
-    ignore,
 )
 from holdfast.store.remote import sweep
-from holdfast.store.remote.api import Api
 from holdfast.store.remote.opening import RemoteOptions, parse_place
-from holdfast.store.remote.writes import PART_NBYTES, UploadResources, copy_bytes
+from holdfast.store.remote.reading import ReadByRequests
+from holdfast.store.remote.writes import PART_NBYTES, UploadResources
 
-_READ_NBYTES = 8 * 1024 * 1024
-"""Most bytes that one request reads."""
-_SEEN_NBYTES = 1024 * 1024
 _DELETED_AT_ONCE = 1000
 
 
-class RemoteStore(Store):
+class RemoteStore(ReadByRequests):
     """Store of objects in a cloud's bucket, below a prefix.
 
     Args:
@@ -61,15 +55,13 @@ class RemoteStore(Store):
     or forkserver. A store may be pickled for it.
     """
 
-    reads_origin = True
     writes_in_place = False
 
     def __init__(
         self, url: str, *, endpoint: str | None = None, options: RemoteOptions | None = None
     ) -> None:
         self._given = (url, endpoint, options)
-        self._place = parse_place(url, endpoint)
-        self._api = Api(self._place, options if options is not None else RemoteOptions())
+        super().__init__(parse_place(url, endpoint), options)
         self._uploads = UploadResources(self._api, self._api.options, self._api.upload_pace)
 
     def __repr__(self) -> str:
@@ -79,12 +71,6 @@ class RemoteStore(Store):
         """Pickle the constructor's arguments: another process opens its own connections."""
         url, endpoint, options = self._given
         return partial(RemoteStore, url, endpoint=endpoint, options=options), ()
-
-    @property
-    @override
-    def url(self) -> str:
-        """The store's URL, without a slash at its end."""
-        return self._place.url
 
     @override
     def put(self, key: str, data: Buffer, *, if_absent: bool = False) -> None:
@@ -96,49 +82,6 @@ class RemoteStore(Store):
         """
         check_key(key)
         (self._api.put_new if if_absent else self._api.put)(key, flat(data))
-
-    @override
-    def get(self, key: str, start: int = 0, nbytes: int | None = None) -> bytes:
-        """Read bytes of an object; its length is checked before memory is allocated."""
-        check_key(key)
-        expect_positive("get", key, start=start, nbytes=nbytes)
-        if start == 0 and nbytes is None:
-            return self._api.whole(key)
-        if nbytes and nbytes <= _READ_NBYTES:
-            return bytes(memoryview(self._api.read(key, start, start + nbytes)))
-        rest = self._rest(key, start, nbytes or 0)
-        data = bytearray(rest if nbytes is None else nbytes)
-        self._fill(key, start, memoryview(data), ignore)
-        return bytes(data)
-
-    @override
-    def get_whole(self, key: str, *, max_nbytes: int, afresh: bool = False) -> bytes:
-        """Read a whole object in one request; there is no cache, so `afresh` changes nothing."""
-        check_key(key)
-        return self._api.whole(key, max_nbytes=max_nbytes)
-
-    @override
-    def read_into(
-        self,
-        key: str,
-        start: int,
-        buffer: memoryview,
-        *,
-        seen: Callable[[memoryview], object] = ignore,
-        afresh: bool = False,
-    ) -> None:
-        """Fill `buffer` by requests of at most 8 MiB; `afresh` changes nothing, without a cache."""
-        check_key(key)
-        expect_positive("read_into", key, start=start)
-        if buffer.nbytes > _READ_NBYTES or not buffer.nbytes:
-            self._rest(key, start, buffer.nbytes)
-        if buffer.nbytes:
-            self._fill(key, start, buffer.cast("B"), seen)
-
-    @override
-    def head(self, key: str) -> ObjectInfo:
-        check_key(key)
-        return ObjectInfo(key=key, nbytes=self._api.nbytes(key))
 
     def modified(self, key: str) -> datetime:
         """Return when an object was put, by the clock of the service."""
@@ -223,23 +166,6 @@ class RemoteStore(Store):
         except StoreError as error:
             return f"{text}; broken uploads cannot be listed, so set a lifecycle rule: {error}"
         return text
-
-    def _rest(self, key: str, start: int, nbytes: int) -> int:
-        """Return the number of bytes from `start` on; raise `CorruptData` if below `nbytes`."""
-        found = self._api.nbytes(key)
-        expect_at_least(found, start + nbytes, what=f"get {self._api.url(key)}")
-        return found - start
-
-    def _fill(
-        self, key: str, start: int, buffer: memoryview, seen: Callable[[memoryview], object]
-    ) -> None:
-        for at in range(0, len(buffer), _READ_NBYTES):
-            piece = buffer[at : at + _READ_NBYTES]
-            found = memoryview(self._api.read(key, start + at, start + at + len(piece)))
-            for part in range(0, len(piece), _SEEN_NBYTES):
-                target = piece[part : part + _SEEN_NBYTES]
-                copy_bytes(target, found[part : part + _SEEN_NBYTES])
-                seen(target)
 
     def _found(self, prefix: str) -> Iterator[ObjectInfo]:
         found = self._api.list(prefix.rpartition("/")[0])

@@ -29,7 +29,7 @@ from holdfast.events import Emitter
 from holdfast.format import layout
 from holdfast.keys import Encryption
 from holdfast.state.edits import Edit
-from holdfast.store import open_store
+from holdfast.store import is_web, open_store
 from holdfast.store.base import Store
 from holdfast.train.parallel.strategies import is_sharded, local
 
@@ -200,7 +200,7 @@ def _matches(entry: Entry, pattern: str) -> bool:
 
 def _find_at_path(text: str) -> list[Target]:
     path, which = split_source(text)
-    if not glob.has_magic(path) or os.path.exists(path):
+    if is_web(path) or not glob.has_magic(path) or os.path.exists(path):
         return _find_in_folder(path, which)
     found: list[Target] = []
     for folder in sorted(glob.glob(path, recursive=True)):
