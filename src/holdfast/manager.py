@@ -393,15 +393,18 @@ class CheckpointManager:
         events, asked = self._outside.look(event, is_owner=self.is_owner)
         try:
             # Pass metrics unread: to read a tensor's value makes each step wait for the device.
-            if asked.due is not None:
-                wanted = together([asked.due] if wanted is None else [wanted, asked.due])
+            again = asked.failed
+            if again is not None and again.is_replaced_by(pending):
+                again = None
+            wishes = [wanted, asked.due, None if again is None else again.due]
+            wanted = together([wish for wish in wishes if wish is not None])
             due = self._schedule.due(now, metrics or {}, events, vetoes=vetoes, wanted=wanted)
             if self._ranks.is_leader and self._ranks.world_size > 1:
                 by_leader = self._schedule.due_by_leader(
                     now, metrics or {}, events, vetoes=vetoes, but=due
                 )
-                by_leader = self._with_failed(pending, by_leader)
-                self._outside.ask(by_leader, is_owner=self.is_owner)
+                failed = self._failed_since(pending)
+                self._outside.ask(by_leader, failed, is_owner=self.is_owner)
             if due is None and asked.is_needed:
                 # The present step is saved already: the request gets that checkpoint, tags added.
                 due = Due(self._schedule.asked_class(vetoes), "demand")
@@ -420,14 +423,12 @@ class CheckpointManager:
             self._quiet = (self._schedule.quiet_until(now), time.monotonic() + POLL_S)
         return None
 
-    def _with_failed(self, pending: PendingSave | None, due: Due | None) -> Due | None:
-        """Add a save that has failed since the last call to what is due, with several ranks."""
+    def _failed_since(self, pending: PendingSave | None) -> PendingSave | None:
+        """Return the save that was begun last if it has failed since the last call."""
         if pending is None or pending is self._asked_again or pending.failure() is None:
-            return due
+            return None
         self._asked_again = pending
-        if isinstance(pending.failure(), SaveSkipped):
-            return due
-        return together([pending.due] if due is None else [due, pending.due])
+        return None if isinstance(pending.failure(), SaveSkipped) else pending
 
     def is_quiet(self, step: int) -> bool:
         """Whether `maybe_save(step)` would certainly be a no-op; a cheap check for short steps.

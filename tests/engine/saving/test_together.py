@@ -28,6 +28,7 @@ from holdfast.engine.saving import together as together_module
 from holdfast.errors import SaveFailed, SaveSkipped
 from holdfast.format.layout import BLOCK_NBYTES
 from holdfast.format.manifest import Aborted
+from holdfast.policy.savers import Due
 from holdfast.store.base import Store
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
@@ -346,6 +347,38 @@ def test_a_save_that_failed_is_due_again_on_all_ranks() -> None:
     assert first == second
     assert first[0] == 10
     assert whole(store) == first[1:]
+
+
+def test_a_save_that_failed_and_was_made_up_for_is_not_made_once_more() -> None:
+    """Invariant 8: as the Trainer does, before the ranks get what the leader asks for."""
+    store = MemoryStore()
+    fault = Fault(kind="fail", op="put", key="*/index.json", error=errors.StoreError("no"), times=1)
+    views = [FaultyStore(store, [fault]), store]
+
+    def work(member: Member) -> list[int]:
+        saved = []
+        with member.manager(views[member.rank], every=At("10step"), on_failure="warn") as manager:
+            look, asked_again = manager._outside.look, threading.Event()
+
+            def watched(*args: Any, **options: Any) -> Any:
+                events, asked = look(*args, **options)
+                if asked.failed is not None:
+                    asked_again.set()
+                return events, asked
+
+            manager._outside.look = watched  # type: ignore[method-assign]
+            for step in range(1, 1_000_000):
+                wanted = Due("permanent", "again") if step == 11 else None
+                pending = manager.maybe_save(step, wanted=wanted)
+                if pending is not None:
+                    saved.append(step)
+                    pending.committed.exception(60)
+                if asked_again.is_set():
+                    break
+        return saved
+
+    assert all_of(on_ranks(2, work)) == [[10, 11], [10, 11]]
+    assert whole(store) == [11]
 
 
 @pytest.mark.parametrize("has_arrived", [True, False])

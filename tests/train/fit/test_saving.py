@@ -14,10 +14,11 @@ import torch
 
 from holdfast.data import Loader
 from holdfast.engine.roots.catalog import Catalog
-from holdfast.errors import SaveFailed, UsageError
+from holdfast.errors import SaveFailed, StoreError, UsageError
 from holdfast.policy.savers import SavePolicy, SideSaver
 from holdfast.policy.triggers import On
 from holdfast.store import open_store
+from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.faulty import Fault, FaultyStore
 from holdfast.train import Callback, HookFailed, Metrics, Training, Validation
@@ -270,6 +271,33 @@ class Awaits(Callback):
         assert training.manager is not None
         with suppress(SaveFailed):
             training.manager.wait()
+
+
+STAGES = [
+    ("make_folder", "step-00000004*"),
+    ("create", "step-00000004*"),
+    ("write", "step-00000004*"),
+    ("finish", "step-00000004*"),
+    ("put", "step-00000004*/index.json"),
+    ("put", "step-00000004*/manifest.json"),
+]
+
+
+@pytest.mark.parametrize("awaits", [True, False])
+@pytest.mark.parametrize(("op", "key"), STAGES)
+def test_a_save_that_fails_at_any_stage_is_made_up_for_once(
+    op: Any, key: str, awaits: bool, tmp_path: Path
+) -> None:
+    """Invariant 8: by the next save, or by one before it, and by no other."""
+    fault = Fault(kind="fail", op=op, key=key, error=StoreError("no"))
+    store, told = FaultyStore(LocalStore(tmp_path), [fault]), Failures()
+    callbacks = [told, Awaits()] if awaits else [told]
+    make(store, every="4step", callbacks=callbacks, log=False).fit(13)
+    steps = [step for step, _, _ in saves(tmp_path)]
+    assert told.failed == [4]
+    assert steps == told.saved
+    between = [5] if awaits else [step for step in (5, 6, 7) if step in steps][:1]
+    assert steps == [*between, 8, 12, 13]
 
 
 def trained(root: Path) -> list[str]:

@@ -14,7 +14,7 @@ from typing import get_args
 import msgspec
 from typing_extensions import override
 
-from holdfast.engine.checkpoint import Checkpoint
+from holdfast.engine.checkpoint import Checkpoint, PendingSave
 from holdfast.engine.control.agreed import AgreedSaves, SignalAlarm
 from holdfast.engine.control.requests import Request, Requests
 from holdfast.engine.control.stop import Promote, Stop
@@ -23,6 +23,17 @@ from holdfast.policy.savers import Due
 from holdfast.policy.schedule import covers, together
 from holdfast.policy.triggers import Event
 from holdfast.ranks.coordinator import Coordinator
+
+
+class Failed(msgspec.Struct, frozen=True):
+    """A save that has failed."""
+
+    due: Due
+    step: int
+
+    def is_replaced_by(self, newest: PendingSave | None) -> bool:
+        """Whether `newest`, the save that was begun last, is a later one that has it all."""
+        return newest is not None and newest.step > self.step and covers(newest.due, self.due)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +45,8 @@ class Asked:
     """Whether there are requests that only the leader has."""
     due: Due | None = None
     """Save that the leader has found due, for all ranks."""
+    failed: Failed | None = None
+    """Save that has failed, to be made again unless a later one has replaced it."""
 
     @property
     def is_needed(self) -> bool:
@@ -96,7 +109,7 @@ class Outside:
             events.append("demand")
         return events, Asked(requests=requests) if requests else _NO_REQUESTS
 
-    def ask(self, due: Due | None, *, is_owner: bool) -> None:
+    def ask(self, due: Due | None, failed: PendingSave | None = None, *, is_owner: bool) -> None:
         """No-op: what is due by this rank alone is saved at once."""
 
     def tell(self, asked: Asked, outcome: Future[Checkpoint]) -> None:
@@ -128,6 +141,7 @@ class _Wish(msgspec.Struct, frozen=True):
     """Message of the leader to all ranks: events, and a save that is due."""
 
     due: Due | None
+    failed: Failed | None
     signal: str | None
     is_demand: bool
     has_requests: bool
@@ -153,6 +167,8 @@ class SharedOutside(Outside):
         self._under_way: Due | None = None
         self._next: Due | None = None
         """What became due while another wish was on its way."""
+        self._failed: Failed | None = None
+        """What has failed since the last wish was sent."""
         if stop is not None:
             stop.share()
 
@@ -166,7 +182,12 @@ class SharedOutside(Outside):
                 self._stop.agree(wish.signal)
             if wish.is_demand:
                 events.append("demand")
-            asked = Asked(requests=self._held, is_of_leader=wish.has_requests, due=wish.due)
+            asked = Asked(
+                requests=self._held,
+                is_of_leader=wish.has_requests,
+                due=wish.due,
+                failed=wish.failed,
+            )
             self._held = ()
         if self._stop is not None and self._alarm is not None:
             self._alarm.look(self._stop.received)
@@ -175,8 +196,14 @@ class SharedOutside(Outside):
         return events, asked
 
     @override
-    def ask(self, due: Due | None, *, is_owner: bool) -> None:
-        """Pass on, in the leader, what is due by its clock or functions, signals and requests."""
+    def ask(self, due: Due | None, failed: PendingSave | None = None, *, is_owner: bool) -> None:
+        """Pass on, in the leader, what is due by its clock or functions, signals and requests.
+
+        So is `failed`, a save that is to be made again.
+        """
+        if failed is not None:
+            both = together([failed.due, *([] if self._failed is None else [self._failed.due])])
+            self._failed = Failed(both or failed.due, failed.step)
         is_covered = self._under_way is not None and due and covers(self._under_way, due)
         if due is not None and not (self._agreed.is_asking and is_covered):
             self._next = together([due] if self._next is None else [self._next, due])
@@ -186,10 +213,10 @@ class SharedOutside(Outside):
         stop = self._stop
         is_demand = (stop is not None and stop.take_save_request()) or bool(self._held)
         signal = self._signal()
-        if self._next is None and not is_demand and signal is None:
+        if self._next is None and self._failed is None and not is_demand and signal is None:
             return
-        wish = _Wish(self._next, signal, is_demand, bool(self._held))
-        self._under_way, self._next = self._next, None
+        wish = _Wish(self._next, self._failed, signal, is_demand, bool(self._held))
+        self._under_way, self._next, self._failed = self._next, None, None
         data = msgspec.msgpack.encode(wish)
         # A rank that a scheduler has ended does not answer, and the others have little time.
         self._agreed.ask(data, timeout_s=inf if signal is None else _SIGNAL_S)
