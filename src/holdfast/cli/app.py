@@ -459,35 +459,44 @@ def du(root: str) -> Answer:
 
 # What stands behind the command's name is the command's own.
 @app.command("run", context_settings={"allow_interspersed_args": False})
-@taking(
-    *(options.command, options.progress_root, options.max_failures),
-    *(options.backoff, options.backoff_max, options.progress_after),
-    *(options.requeue_code, options.grace, options.as_json_lines),
-)
+@taking(options.command, *options.restarts, options.as_json_lines)
 @_ending
-def supervise(command: Sequence[str], as_json: bool, **limits: Any) -> int:
+def supervise(command: Sequence[str], as_json: bool, **restarts: Any) -> int:
     """Run a training, and start it again when it crashes.
 
     As long as it makes progress.
     """
-    from holdfast.cli.run import run_command
+    from holdfast.cli.run import Restarts, run_command
 
-    return run_command(command, as_json=as_json, **limits)
+    return run_command(command, Restarts(**restarts), as_json=as_json)
 
 
 @app.command()
 @taking(
     *(options.script, options.until, options.sets, options.max_time),
-    *(options.progress_root, options.max_failures),
-    *(options.backoff, options.backoff_max, options.progress_after),
-    *(options.requeue_code, options.grace, options.as_json_lines),
+    *(*options.restarts, options.as_json_lines),
 )
 @_ending
-def train(script: str, as_json: bool, **given: Any) -> int:
+def train(
+    script: str,
+    until: str,
+    sets: Sequence[str],
+    max_time: str | None,
+    as_json: bool,
+    **restarts: Any,
+) -> int:
     """Fit a script's Trainer, and start again when it crashes."""
+    from holdfast.cli.run import Restarts
     from holdfast.cli.train import train_command
 
-    return train_command(script, as_json=as_json, **given)
+    return train_command(
+        script,
+        until=until,
+        sets=sets,
+        max_time=max_time,
+        restarts=Restarts(**restarts),
+        as_json=as_json,
+    )
 
 
 @app.group(no_args_is_help=True, cls=Commands)

@@ -347,6 +347,11 @@ requeue_code = option(
     default=75,
 )
 grace = option("--grace", "TIME", "How long after a signal the command is killed.", default="5min")
+restarts = (
+    *(progress_root, max_failures, backoff, backoff_max),
+    *(progress_after, requeue_code, grace),
+)
+"""Options of `run` and `train`, those of `cli.run.Restarts`."""
 as_json_lines = flag("--json", "A line of JSON after each life and at the end.", "as_json")
 
 # train

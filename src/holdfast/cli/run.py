@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import click
@@ -27,18 +28,41 @@ from holdfast.store.base import Store
 from holdfast.store.memory import MemoryStore
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restarts:
+    """Options on restarts, as typed; those of `options.restarts`."""
+
+    root: str | None
+    max_failures: int
+    backoff: str
+    backoff_max: str
+    progress_after: str | None
+    requeue_code: int
+    grace: str
+
+    def limits(self, *, usage_code: int | None) -> Limits:
+        """Parse the limits.
+
+        Raises:
+            UsageError: an option is invalid or would do nothing.
+        """
+        if self.root is not None and self.progress_after is not None:
+            raise UsageError(
+                "--progress-after: not with --root, where checkpoints show whether there is "
+                "progress"
+            )
+        return Limits(
+            max_failures=self.max_failures,
+            backoff_s=_seconds(self.backoff, "--backoff"),
+            backoff_max_s=_seconds(self.backoff_max, "--backoff-max"),
+            requeue_code=self.requeue_code,
+            usage_code=usage_code,
+            progress_after_s=_seconds(self.progress_after or "10min", "--progress-after"),
+        )
+
+
 def run_command(
-    command: Sequence[str],
-    *,
-    root: str | None,
-    max_failures: int,
-    backoff: str,
-    backoff_max: str,
-    progress_after: str | None,
-    requeue_code: int,
-    grace: str,
-    as_json: bool,
-    is_final_usage: bool = False,
+    command: Sequence[str], restarts: Restarts, *, as_json: bool, is_final_usage: bool = False
 ) -> int:
     """Run a command until it succeeds, is stopped, or makes no progress; return the exit code.
 
@@ -48,21 +72,10 @@ def run_command(
     Raises:
         UsageError: an option is invalid or would do nothing, or the command does not exist.
     """
-    if root is not None and progress_after is not None:
-        raise UsageError(
-            "--progress-after: not with --root, where checkpoints show whether there is progress"
-        )
-    limits = Limits(
-        max_failures=max_failures,
-        backoff_s=_seconds(backoff, "--backoff"),
-        backoff_max_s=_seconds(backoff_max, "--backoff-max"),
-        requeue_code=requeue_code,
-        usage_code=int(Code.USAGE) if is_final_usage else None,
-        progress_after_s=_seconds(progress_after or "10min", "--progress-after"),
-    )
-    head = None if root is None else _head_of(_open(root))
+    limits = restarts.limits(usage_code=int(Code.USAGE) if is_final_usage else None)
+    head = None if restarts.root is None else _head_of(_open(restarts.root))
     tell = _report_json if as_json else _report
-    with ChildProcess(command, grace_s=_seconds(grace, "--grace")) as child:
+    with ChildProcess(command, grace_s=_seconds(restarts.grace, "--grace")) as child:
         result = supervise(child, limits, head=head, tell=tell)
     code = Code.GAVE_UP if result.outcome is SupervisionOutcome.GAVE_UP else result.code
     if as_json:

@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from holdfast.cli.run import run_command
+from holdfast.cli.run import Restarts, run_command
 from holdfast.errors import UsageError
 from holdfast.launched import present_ranks
 from holdfast.policy.clock import parse_goal, parse_limit_s
@@ -22,13 +22,7 @@ def train_command(
     until: str,
     sets: Sequence[str],
     max_time: str | None,
-    root: str | None,
-    max_failures: int,
-    backoff: str,
-    backoff_max: str,
-    progress_after: str | None,
-    requeue_code: int,
-    grace: str,
+    restarts: Restarts,
     as_json: bool,
 ) -> int:
     """Train, and start again after a crash, as `holdfast run` does; return the exit code.
@@ -49,13 +43,7 @@ def train_command(
         return fit(arguments)
     return run_command(
         [sys.executable, "-m", "holdfast.cli.fitting", *arguments],
-        root=root,
-        max_failures=max_failures,
-        backoff=backoff,
-        backoff_max=backoff_max,
-        progress_after=progress_after,
-        requeue_code=requeue_code,
-        grace=grace,
+        restarts,
         as_json=as_json,
         is_final_usage=True,
     )

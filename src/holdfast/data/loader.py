@@ -15,10 +15,12 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import default_collate
+from typing_extensions import override
 
 from holdfast.arguments import checked
-from holdfast.data import identity, position, randomness, samplers
+from holdfast.data import position, randomness, samplers
+from holdfast.data.feed import Feed, torch_loader
 from holdfast.data.mixture import Mixture
 from holdfast.data.options import (
     Sizes,
@@ -28,8 +30,8 @@ from holdfast.data.options import (
     check_whole,
 )
 from holdfast.data.permutation import Permutation
-from holdfast.data.ranks import ALONE, DataRanks, HasRank, check_group, data_ranks
-from holdfast.data.workers import begin_worker, watch
+from holdfast.data.ranks import HasRank
+from holdfast.data.workers import watch
 from holdfast.errors import UsageError, listing
 
 logger = logging.getLogger("holdfast")
@@ -40,7 +42,7 @@ _COMPUTED_ABOVE = 2**27
 """Samples above which a shuffle is computed by default: a stored order of them has 1 GiB."""
 
 
-class Loader:
+class Loader(Feed):
     """Loader of a map-style dataset whose order and position resume exactly.
 
     `for batch in loader` yields the rest of the current epoch, then stops; the next loop yields
@@ -70,6 +72,8 @@ class Loader:
     >>> [batch.tolist() for batch in again] == [batch.tolist() for batch in loader]
     True
     """
+
+    _name = "loader"
 
     @checked(but=("batch_size", "shuffle"))
     def __init__(
@@ -132,76 +136,39 @@ class Loader:
         check_whole("num_workers", num_workers, at_least=0)
         if prefetch_factor is not None:
             check_whole("prefetch_factor", prefetch_factor, at_least=1)
+        super().__init__(dataset, seed=seed, ranks=ranks, fingerprint=fingerprint)
         self.dataset = dataset
         self._num_samples = len(dataset)
-        given = data_ranks(ranks)
-        self._ranks, self._is_alone = given or ALONE, given is None
-        self._follows_group, self._has_warned = ranks == "group", False
         self._shuffle, self._asks_computed = bool(shuffle), shuffle == "computed"
         self._is_computed = self._asks_computed or (
             self._shuffle and self._num_samples > _COMPUTED_ABOVE
         )
         self._drop_last = drop_last
         self._batches_per_epoch = batches_per_epoch
-        self._seed = seed
-        self._epoch = 0
-        self._batch = 0
         if isinstance(dataset, Mixture):
             sampler = partial(dataset.order, shuffle=self._shuffle)
         self._sampler, self._batch_sampler = sampler, batch_sampler
         self._is_sampled = sampler is not None or batch_sampler is not None
         self._laps: dict[tuple[int, int], samplers.Lap] = {}
         """Of a sampler: the last two laps that were drawn, by seed and lap."""
-        self._data, self._fingerprint = identity.describe(dataset), fingerprint
         self._check_not_empty()
         if self._is_sampled:
             self._check_is_pure()
-        self._generation = 0
-        self._begun_epoch = -1
-        """Epoch that an iterator was made for since the position was loaded."""
         self._plan = _PlannedBatches()
-        try:
-            self._batches: DataLoader[Any] = DataLoader(
-                _Fetcher(dataset, collate_fn or default_collate),
-                batch_size=None,
-                sampler=self._plan,
-                collate_fn=_identity,
-                # A separate generator, because the start of an iteration draws from it.
-                generator=torch.Generator(),
-                num_workers=num_workers,
-                pin_memory=pin_memory,
-                persistent_workers=persistent_workers,
-                prefetch_factor=prefetch_factor,
-                multiprocessing_context=multiprocessing_context,
-                worker_init_fn=begin_worker,
-            )
-        except (TypeError, ValueError) as error:  # its message names the option
-            raise UsageError(f"torch's DataLoader: {error}") from error
+        self._batches = torch_loader(
+            _Fetcher(dataset, collate_fn or default_collate),
+            sampler=self._plan,
+            num_workers=num_workers,
+            pin_memory=pin_memory,
+            persistent_workers=persistent_workers,
+            prefetch_factor=prefetch_factor,
+            multiprocessing_context=multiprocessing_context,
+        )
 
     @property
-    def epoch(self) -> int:
-        """Number of epochs that have ended."""
-        return self._epoch
-
-    @property
-    def batch(self) -> int:
-        """Number of batches, of all ranks, that the loop has taken of this epoch."""
-        return self._batch
-
-    @property
+    @override
     def at_epoch_end(self) -> bool:
-        """Whether the loop has taken the epoch's last batch and has not requested another."""
         return self._batch == len(self)
-
-    @property
-    def ranks(self) -> DataRanks:
-        """Rank of this process among those that share the data, and their number."""
-        return self._ranks
-
-    @property
-    def seed(self) -> int:
-        """The seed in use; after `load_state_dict`, the stored one."""
-        return self._seed
 
     def __len__(self) -> int:
         """Return the number of batches of this epoch, the same on all ranks.
@@ -215,44 +182,12 @@ class Loader:
         """Whether epochs may differ in their number of batches."""
         return self._sizes.vary or self._batch_sampler is not None
 
-    def __iter__(self) -> Iterator[Any]:
-        """Iterate over the rest of this epoch, or the next one if this one is at its end."""
-        if self.at_epoch_end and self._begun_epoch == self._epoch:
-            self._end_epoch()
-        self._begun_epoch = self._epoch
-        return self._rest()
-
-    def until(self, step: int, *, start: int = 0, batches_per_step: int = 1) -> Iterator[Any]:
-        """Iterate over batches, across epochs, until `step` steps are done.
-
-        Args:
-            step: steps that are done in the end.
-            start: steps that are done already.
-            batches_per_step: batches of an accumulation window.
-
-        Raises:
-            UsageError: an argument is not a whole number, or is too small.
-        """
-        check_whole("step", step, at_least=0)
-        check_whole("start", start, at_least=0)
-        check_whole("batches_per_step", batches_per_step, at_least=1)
-        if start and self._epoch == self._batch == 0:
-            logger.warning(
-                "until(start=%d): the loader stands at its very first batch; was it in the state "
-                "that was resumed?",
-                start,
-            )
-        return self._take(max(0, step - start) * batches_per_step)
-
     def state_dict(self) -> dict[str, int | bool | str]:
         """Return the position, with the settings that it depends on."""
         return {
-            "epoch": self._epoch,
-            "batch": self._batch,
-            "seed": self._seed,
+            **self._position(),
             **self._settings(self._seed, self._epoch, self._batch),
-            "data": self._data,
-            **({} if self._fingerprint is None else {"fingerprint": self._fingerprint}),
+            **self._identity(),
         }
 
     def check_state_dict(self, state: Mapping[str, Any]) -> list[str]:
@@ -282,14 +217,7 @@ class Loader:
         """
         stored = position.checked(state)
         batch, notes = self._batch_from(stored)
-        for note in notes:
-            logger.warning("the loader's position: %s", note)
-        if stored["seed"] != self._seed:
-            logger.warning(
-                "the loader's seed is %d, the stored one %d: the stored one is used",
-                self._seed,
-                stored["seed"],
-            )
+        self._move(stored, batch, notes)
         was_computed = stored.get(position.ORDER) == position.COMPUTED
         if self._shuffle and stored["shuffle"] and was_computed != self._is_computed:
             if self._asks_computed and not stored["batch"] and self._batches_per_epoch is None:
@@ -300,22 +228,14 @@ class Loader:
                     "until a resume at an epoch's start"
                 )
             self._is_computed = was_computed
-        self._seed, self._epoch, self._batch = stored["seed"], stored["epoch"], batch
-        self._generation += 1
-        self._begun_epoch = -1
 
-    def _rest(self) -> Iterator[Any]:
-        epoch = self._begun_epoch = self._epoch
-        yield from self._take(len(self) - self._batch)
-        if self._epoch == epoch:  # otherwise a later iterator has ended it
-            self._end_epoch()
+    @override
+    def _of_epoch(self) -> Iterator[Any]:
+        return self._across(len(self) - self._batch)
 
-    def _end_epoch(self) -> None:
-        self._epoch, self._batch = self._epoch + 1, 0
-
-    def _take(self, count: int) -> Iterator[Any]:
-        self._generation += 1
-        generation = self._generation
+    @override
+    def _across(self, count: int) -> Iterator[Any]:
+        generation = self._begin()
         if not count:
             return
         if len(self.dataset) != self._num_samples:
@@ -323,19 +243,14 @@ class Loader:
                 f"the dataset had {self._num_samples} samples and now has {len(self.dataset)}: "
                 "make a new loader"
             )
-        if self._follows_group:
-            self._has_warned = check_group(self._ranks, self._has_warned)
+        self._check_group()
         self._plan.specs = self._specs(self._epoch, self._batch, count)
         batches = iter(self._batches)
         watch(batches)
         for epoch, batch, samples in batches:
             self._epoch, self._batch = epoch, batch + 1
             yield samples
-            if generation != self._generation:
-                raise UsageError(
-                    "this iterator of the loader has ended: another one began, or the position "
-                    "was loaded; iterate over the loader anew"
-                )
+            self._expect_alive(generation)
 
     def _specs(self, epoch: int, batch: int, count: int) -> Iterator[tuple[bytes, _BatchSpec]]:
         orders: tuple[int, Any] = (-1, None)
@@ -530,7 +445,3 @@ class _Fetcher(torch.utils.data.Dataset[Any]):
         if fetch_many is not None:
             return list(fetch_many(indices))
         return [self._dataset[index] for index in indices]
-
-
-def _identity(batch: Any) -> Any:
-    return batch

@@ -16,13 +16,15 @@ from itertools import islice
 from typing import Any, Literal
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
+from torch.utils.data import IterableDataset, default_collate, get_worker_info
+from typing_extensions import override
 
 from holdfast.arguments import checked, shown
 from holdfast.data import identity, randomness
+from holdfast.data.feed import Feed, torch_loader
 from holdfast.data.foreign import describe_inexact, set_epoch, unrepeatable
-from holdfast.data.ranks import ALONE, DataRanks, HasRank, check_group, data_ranks
-from holdfast.data.workers import begin_worker, watch
+from holdfast.data.ranks import DataRanks, HasRank
+from holdfast.data.workers import watch
 from holdfast.errors import UsageError, listing
 
 logger = logging.getLogger("holdfast")
@@ -30,7 +32,7 @@ logger = logging.getLogger("holdfast")
 _SETTINGS = ("batch_size", "shuffle", "drop_last", "resume", "num_workers")
 
 
-class Stream:
+class Stream(Feed):
     """Loader of an iterable source, whose position resumes exactly.
 
     Exact for a source whose `state_dict` and `load_state_dict` are exact for the samples that it
@@ -44,6 +46,8 @@ class Stream:
     With several ranks each rank reads the whole stream, and takes its part of each batch. So the
     position is the same on all ranks, and any number of them can go on from it.
     """
+
+    _name = "stream"
 
     @checked()
     def __init__(
@@ -93,17 +97,12 @@ class Stream:
         ):
             if value < at_least:
                 raise UsageError(f"{name}={value}: must be {at_least} or above")
-        given = data_ranks(ranks)
+        super().__init__(source, seed=seed, ranks=ranks, fingerprint=fingerprint)
         self.source = source
-        self._ranks, self._is_alone = given or ALONE, given is None
-        self._follows_group, self._has_warned = ranks == "group", False
-        self._data, self._fingerprint = identity.describe(source), fingerprint
-        self._seed, self._epoch, self._batch = seed, 0, 0
         self._workers: list[_Place | None] = [None] * max(1, num_workers)
         """Of each worker, where it stands in the epoch; None: at its start."""
         self._next_worker = 0
         self._at_end = False
-        self._generation, self._begun_epoch = 0, -1
         self._reader = _Reader(
             source=source,
             initial=None if resume == "replay" else _state_of(source),
@@ -120,85 +119,28 @@ class Stream:
             "resume": resume,
             "num_workers": num_workers,
         }
-        try:
-            self._batches: DataLoader[Any] = DataLoader(
-                self._reader,
-                batch_size=None,
-                collate_fn=_identity,
-                generator=torch.Generator(),
-                num_workers=num_workers,
-                pin_memory=pin_memory,
-                prefetch_factor=prefetch_factor,
-                multiprocessing_context=multiprocessing_context,
-                worker_init_fn=begin_worker,
-            )
-        except (TypeError, ValueError) as error:  # its message names the option
-            raise UsageError(f"torch's DataLoader: {error}") from error
+        self._batches = torch_loader(
+            self._reader,
+            num_workers=num_workers,
+            pin_memory=pin_memory,
+            prefetch_factor=prefetch_factor,
+            multiprocessing_context=multiprocessing_context,
+        )
 
     @property
-    def epoch(self) -> int:
-        """Number of epochs that have ended."""
-        return self._epoch
-
-    @property
-    def batch(self) -> int:
-        """Number of batches, of all ranks, that the loop has taken of this epoch."""
-        return self._batch
-
-    @property
+    @override
     def at_epoch_end(self) -> bool:
-        """Whether the loop has taken the epoch's last batch and has not requested another."""
         return self._at_end
-
-    @property
-    def ranks(self) -> DataRanks:
-        """Rank of this process among those that share the data, and their number."""
-        return self._ranks
-
-    @property
-    def seed(self) -> int:
-        """The seed in use; after `load_state_dict`, the stored one."""
-        return self._seed
-
-    def __iter__(self) -> Iterator[Any]:
-        """Iterate over the rest of this epoch, or the next one if this one is at its end."""
-        if self._at_end and self._begun_epoch == self._epoch:
-            self._end_epoch()
-        self._begun_epoch = self._epoch
-        return self._rest()
-
-    @checked()
-    def until(self, step: int, *, start: int = 0, batches_per_step: int = 1) -> Iterator[Any]:
-        """Iterate over batches, across epochs, until `step` steps are done; as for a `Loader`.
-
-        Raises:
-            UsageError: an epoch has no batch, or an argument is too small.
-        """
-        if min(step, start, batches_per_step - 1) < 0:
-            raise UsageError(
-                f"until({step}, start={start}, batches_per_step={batches_per_step}): step and "
-                "start must be 0 or above, batches_per_step 1 or above"
-            )
-        if start and self._epoch == self._batch == 0:
-            logger.warning(
-                "until(start=%d): the stream stands at its very first batch; was it in the state "
-                "that was resumed?",
-                start,
-            )
-        return islice(self._endless(), max(0, step - start) * batches_per_step)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position, with the states of the source and the settings they depend on."""
         return {
-            "epoch": self._epoch,
-            "batch": self._batch,
-            "seed": self._seed,
+            **self._position(),
             "next_worker": self._next_worker,
             "at_end": self._at_end,
             "workers": [None if place is None else place.stored() for place in self._workers],
-            "data": self._data,
+            **self._identity(),
             **self._settings,
-            **({} if self._fingerprint is None else {"fingerprint": self._fingerprint}),
         }
 
     def check_state_dict(self, state: Mapping[str, Any]) -> list[str]:
@@ -217,19 +159,9 @@ class Stream:
                 in the data of another fingerprint. Nothing is changed then.
         """
         places, notes = self._checked(state)
-        for note in notes:
-            logger.warning("the stream's position: %s", note)
-        if state["seed"] != self._seed:
-            logger.warning(
-                "the stream's seed is %d, the stored one %d: the stored one is used",
-                self._seed,
-                state["seed"],
-            )
-        self._epoch, self._batch, self._seed = state["epoch"], state["batch"], state["seed"]
+        self._move(state, state["batch"], notes)
         self._workers, self._at_end = places, state["at_end"]
         self._next_worker = state["next_worker"] if state["batch"] and not self._at_end else 0
-        self._generation += 1
-        self._begun_epoch = -1
 
     def _checked(self, state: Mapping[str, Any]) -> tuple[list[_Place | None], list[str]]:
         least = {"epoch": 0, "batch": 0, "seed": 0, "next_worker": 0}
@@ -267,23 +199,24 @@ class Stream:
             if not had_some:
                 raise UsageError(f"the source gives no batch in epoch {epoch}")
 
-    def _rest(self) -> Iterator[Any]:
-        epoch = self._begun_epoch = self._epoch
-        if not self._at_end:
-            yield from self._take()
-        if self._epoch == epoch:  # otherwise a later iterator has ended it
-            self._end_epoch()
+    @override
+    def _across(self, count: int) -> Iterator[Any]:
+        return islice(self._endless(), count)
 
+    @override
+    def _of_epoch(self) -> Iterator[Any]:
+        return iter(()) if self._at_end else self._take()
+
+    @override
     def _end_epoch(self) -> None:
-        self._epoch, self._batch, self._at_end = self._epoch + 1, 0, False
+        super()._end_epoch()
+        self._at_end = False
         self._workers, self._next_worker = [None] * len(self._workers), 0
 
     def _take(self) -> Iterator[Any]:
         """Yield the rest of the epoch, reading one batch ahead to detect the last one."""
-        self._generation += 1
-        generation = self._generation
-        if self._follows_group:
-            self._has_warned = check_group(self._ranks, self._has_warned)
+        generation = self._begin()
+        self._check_group()
         self._reader.begin(self._seed, self._epoch, self._workers, self._next_worker)
         with randomness.preserved():
             batches = iter(self._batches)
@@ -298,11 +231,7 @@ class Stream:
             self._batch += 1
             self._at_end = following is None
             yield samples
-            if generation != self._generation:
-                raise UsageError(
-                    "this iterator of the stream has ended: another one began, or the position "
-                    "was loaded; iterate over the stream anew"
-                )
+            self._expect_alive(generation)
             item = following
 
 
@@ -467,7 +396,3 @@ def _check_source(source: Any, resume: str) -> None:
             f"source: the state_dict of {type(source).__name__} needs arguments, as that of "
             "MosaicML's StreamingDataset: read it by index, with a Loader (docs/data.md)"
         ) from None
-
-
-def _identity(item: Any) -> Any:
-    return item

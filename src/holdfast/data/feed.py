@@ -1,0 +1,179 @@
+"""What a `Loader` and a `Stream` share: epochs, one iterator at a time, torch's DataLoader."""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+import torch
+from torch.utils.data import DataLoader
+
+from holdfast.data import identity
+from holdfast.data.options import check_whole
+from holdfast.data.ranks import ALONE, DataRanks, HasRank, check_group, data_ranks
+from holdfast.data.workers import begin_worker
+from holdfast.errors import UsageError
+
+logger = logging.getLogger("holdfast")
+
+
+class Feed(ABC):
+    """Batches by epochs, whose position is two numbers and what a subclass adds to them."""
+
+    _name: str
+    """What messages call it."""
+
+    def __init__(
+        self,
+        data: Any,
+        *,
+        seed: int,
+        ranks: Literal["group"] | HasRank | None,
+        fingerprint: str | None,
+    ) -> None:
+        given = data_ranks(ranks)
+        self._ranks, self._is_alone = given or ALONE, given is None
+        self._follows_group, self._has_warned = ranks == "group", False
+        self._data, self._fingerprint = identity.describe(data), fingerprint
+        self._seed, self._epoch, self._batch = seed, 0, 0
+        self._generation = 0
+        """Number of the iterator that is alive."""
+        self._begun_epoch = -1
+        """Epoch that an iterator was made for since the position was loaded."""
+
+    @property
+    def epoch(self) -> int:
+        """Number of epochs that have ended."""
+        return self._epoch
+
+    @property
+    def batch(self) -> int:
+        """Number of batches, of all ranks, that the loop has taken of this epoch."""
+        return self._batch
+
+    @property
+    @abstractmethod
+    def at_epoch_end(self) -> bool:
+        """Whether the loop has taken the epoch's last batch and has not requested another."""
+
+    @property
+    def ranks(self) -> DataRanks:
+        """Rank of this process among those that share the data, and their number."""
+        return self._ranks
+
+    @property
+    def seed(self) -> int:
+        """The seed in use; after `load_state_dict`, the stored one."""
+        return self._seed
+
+    def __iter__(self) -> Iterator[Any]:
+        """Iterate over the rest of this epoch, or the next one if this one is at its end."""
+        if self.at_epoch_end and self._begun_epoch == self._epoch:
+            self._end_epoch()
+        self._begun_epoch = self._epoch
+        return self._rest()
+
+    def until(self, step: int, *, start: int = 0, batches_per_step: int = 1) -> Iterator[Any]:
+        """Iterate over batches, across epochs, until `step` steps are done.
+
+        Args:
+            step: steps that are done in the end.
+            start: steps that are done already.
+            batches_per_step: batches of an accumulation window.
+
+        Raises:
+            UsageError: an argument is not a whole number, or is too small, or an epoch has no
+                batch.
+        """
+        check_whole("step", step, at_least=0)
+        check_whole("start", start, at_least=0)
+        check_whole("batches_per_step", batches_per_step, at_least=1)
+        if start and self._epoch == self._batch == 0:
+            logger.warning(
+                "until(start=%d): the %s stands at its very first batch; was it in the state "
+                "that was resumed?",
+                start,
+                self._name,
+            )
+        return self._across(max(0, step - start) * batches_per_step)
+
+    @abstractmethod
+    def _across(self, count: int) -> Iterator[Any]:
+        """Yield so many batches, across epochs."""
+
+    @abstractmethod
+    def _of_epoch(self) -> Iterator[Any]:
+        """Yield the rest of the epoch."""
+
+    def _rest(self) -> Iterator[Any]:
+        epoch = self._begun_epoch = self._epoch
+        yield from self._of_epoch()
+        if self._epoch == epoch:  # otherwise a later iterator has ended it
+            self._end_epoch()
+
+    def _end_epoch(self) -> None:
+        self._epoch, self._batch = self._epoch + 1, 0
+
+    def _begin(self) -> int:
+        """End the iterator that is alive; return the number of the one that begins."""
+        self._generation += 1
+        return self._generation
+
+    def _expect_alive(self, generation: int) -> None:
+        if generation != self._generation:
+            raise UsageError(
+                f"this iterator of the {self._name} has ended: another one began, or the position "
+                f"was loaded; iterate over the {self._name} anew"
+            )
+
+    def _check_group(self) -> None:
+        if self._follows_group:
+            self._has_warned = check_group(self._ranks, self._has_warned)
+
+    def _move(self, stored: Mapping[str, Any], batch: int, notes: list[str]) -> None:
+        """Go to a batch of the stored epoch, and end the iterator that is alive."""
+        for note in notes:
+            logger.warning("the %s's position: %s", self._name, note)
+        if stored["seed"] != self._seed:
+            logger.warning(
+                "the %s's seed is %d, the stored one %d: the stored one is used",
+                self._name,
+                self._seed,
+                stored["seed"],
+            )
+        self._seed, self._epoch, self._batch = stored["seed"], stored["epoch"], batch
+        self._generation += 1
+        self._begun_epoch = -1
+
+    def _position(self) -> dict[str, Any]:
+        return {"epoch": self._epoch, "batch": self._batch, "seed": self._seed}
+
+    def _identity(self) -> dict[str, str]:
+        named = {} if self._fingerprint is None else {"fingerprint": self._fingerprint}
+        return {"data": self._data, **named}
+
+
+def torch_loader(dataset: Any, **options: Any) -> DataLoader[Any]:
+    """Make torch's DataLoader of a dataset whose items are batches.
+
+    Raises:
+        UsageError: it refuses an option.
+    """
+    try:
+        return DataLoader(
+            dataset,
+            batch_size=None,
+            collate_fn=_as_it_is,
+            # A separate generator, because the start of an iteration draws from it.
+            generator=torch.Generator(),
+            worker_init_fn=begin_worker,
+            **options,
+        )
+    except (TypeError, ValueError) as error:  # its message names the option
+        raise UsageError(f"torch's DataLoader: {error}") from error
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
