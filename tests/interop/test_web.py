@@ -248,6 +248,16 @@ def test_a_command_answers_as_for_the_folder(
     assert answers[0][1]
 
 
+@pytest.mark.parametrize("words", ["cp HERE", "run --root"])
+def test_a_command_that_would_save_there_refuses_it(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    more = ["true"] if words.startswith("run") else []
+    words = words.replace("HERE", str(tmp_path))
+    assert command(monkeypatch, *words.split(), "https://host/run", *more) == 2
+    assert "can only be read" in capfd.readouterr().err
+
+
 def test_a_copy_of_it_is_a_run_that_goes_on(
     served: Served, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -21,7 +21,7 @@ from holdfast.cli import answers
 from holdfast.cli.output import Code, TextTable, aligned, give_line, say
 from holdfast.cli.target import opened, unlocked
 from holdfast.engine.roots.catalog import Catalog
-from holdfast.engine.roots.sources import split_source
+from holdfast.engine.roots.sources import expect_writable, split_source
 from holdfast.errors import FormatError, SealError, StoreError, UsageError
 from holdfast.policy.clock import Unit, parse
 from holdfast.store.base import Store
@@ -93,6 +93,7 @@ def _seconds(text: str, option: str) -> float:
 
 def _open(root: str) -> Store:
     """Open the store of a root that may not exist yet: the command may create it."""
+    expect_writable(root)
     name, which = split_source(root)
     if which is not None:
         raise UsageError(f"--root {root!r}: must be a whole root, without @{which}")
