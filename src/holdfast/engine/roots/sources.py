@@ -10,7 +10,7 @@ import os
 from holdfast.errors import UsageError
 from holdfast.format import layout
 from holdfast.store import is_web
-from holdfast.store.remote.opening import redacted
+from holdfast.store.remote.address import redacted
 
 
 def split_source(source: str | os.PathLike[str]) -> tuple[str, str | None]:

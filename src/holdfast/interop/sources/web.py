@@ -16,7 +16,7 @@ from holdfast.interop.source import Source
 from holdfast.interop.sources import safetensors, torchfile
 from holdfast.interop.webfile import WebFile
 from holdfast.store.remote import HttpStore
-from holdfast.store.remote.opening import redacted
+from holdfast.store.remote.address import redacted
 
 _FIRST_NBYTES = 32
 

@@ -10,7 +10,8 @@ from typing_extensions import override
 
 from holdfast.errors import UnsupportedStore
 from holdfast.store.base import BlockWriter, Buffer, ObjectInfo
-from holdfast.store.remote.opening import RemoteOptions, parse_web
+from holdfast.store.remote.address import parse_web
+from holdfast.store.remote.opening import RemoteOptions
 from holdfast.store.remote.reading import ReadByRequests
 
 

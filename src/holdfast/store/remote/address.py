@@ -1,0 +1,40 @@
+"""Addresses of web servers: parsed for the client, and without secrets for messages."""
+
+from __future__ import annotations
+
+import re
+from urllib.parse import unquote, urlsplit
+
+from holdfast.errors import UsageError
+from holdfast.store.remote.opening import Place
+
+
+def parse_web(url: str) -> Place:
+    """Parse the URL of a folder or a file on a web server; a fragment is dropped.
+
+    Raises:
+        UsageError: it has no host, or a port that is no number.
+    """
+    try:
+        parts = urlsplit(url)
+        host = parts.netloc.rpartition("@")[2]
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
+            raise ValueError("no host")
+    except ValueError as error:
+        raise UsageError(f"{redacted(url)!r}: must be https://HOST/… ({error})") from None
+    user, password = unquote(parts.username or ""), unquote(parts.password or "")
+    return Place(
+        scheme="https" if parts.scheme == "https" else "http",
+        bucket=host,
+        prefix=parts.path.strip("/"),
+        endpoint=None,
+        query=parts.query,
+        login=f"{user}:{password}" if user or password else "",
+    )
+
+
+def redacted(url: str) -> str:
+    """Return a web address without its user, password, query and fragment."""
+    scheme, separator, rest = url.partition("://")
+    host, slash, path = re.split(r"[?#]", rest, maxsplit=1)[0].partition("/")
+    return f"{scheme}{separator}{host.rpartition('@')[2]}{slash}{path}"
