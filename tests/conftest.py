@@ -20,7 +20,7 @@ from ways import WAYS, Way, possible_ways
 
 pytest_plugins = ["servers.fixtures"]
 
-# One server of forks is for all tests. What it has imported, no rank and no killed run has to import
+# One server of forks is for all tests. What it has imported, no rank and no killed run imports
 # again: torch._dynamo, which the first optimizer wants, takes three seconds, and torchmetrics two.
 multiprocessing.set_forkserver_preload(
     [
