@@ -33,9 +33,7 @@ class Train:
         torch.manual_seed(1)
         self.step = 0
         self.model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.Linear(8, 1))
-        self.optimizers = default_adamw(lr=1e-2, implementation="for-loop").build(
-            model_parts=[self.model]
-        )
+        self.optimizers = default_adamw(lr=1e-2).build(model_parts=[self.model])
         self.schedulers = LRSchedulersContainer.Config(warmup_steps=5).build(
             optimizers=self.optimizers, training_steps=STEPS
         )

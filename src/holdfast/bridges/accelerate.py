@@ -7,6 +7,7 @@ its position and its rank by itself and is not prepared.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +17,8 @@ from accelerate.utils import DistributedType
 
 from holdfast.bridges.naming import left_out, numbered
 from holdfast.errors import UsageError
+
+logger = logging.getLogger("holdfast")
 
 # Names that are not part of accelerate's interface.
 _PREPARED = ("_models", "_optimizers", "_schedulers", "_custom_objects")
@@ -49,7 +52,8 @@ def state(accelerator: Accelerator, *, data: Any = None, **others: Any) -> dict[
     found: dict[str, Any] = {
         **numbered("model", accelerator._models),
         **numbered("optimizer", accelerator._optimizers),
-        **numbered("scheduler", accelerator._schedulers),
+        # Inside of a wrapper whose state it is; a scheduler of torch is checked before a load.
+        **numbered("scheduler", [getattr(n, "scheduler", n) for n in accelerator._schedulers]),
         **numbered("custom", accelerator._custom_objects),
         "trainer": _Window(accelerator),
     }
@@ -101,9 +105,12 @@ class _Window:
 
     def check_state_dict(self, state: Mapping[str, Any]) -> list[str]:
         """Return notes on what cannot be taken over."""
-        return [] if state.get("of") == _FRAMEWORK else [left_out(state, _FRAMEWORK)]
+        note = left_out(state, _FRAMEWORK)
+        return [] if note is None else [note]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Set the count, if it is one of accelerate."""
-        if state.get("of") == _FRAMEWORK:
-            self._accelerator.step = state["step"]
+        """Set the count; to zero, where a window begins, if another trainer has saved the state."""
+        note = left_out(state, _FRAMEWORK)
+        if note is not None:
+            logger.warning("%s", note)
+        self._accelerator.step = state["step"] if note is None else 0

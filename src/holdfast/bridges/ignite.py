@@ -15,7 +15,7 @@ from ignite.engine import Engine, Events
 
 from holdfast.arguments import checked
 from holdfast.bridges.naming import left_out
-from holdfast.bridges.parts import TRAINER, Generators, start_from, taking_over
+from holdfast.bridges.parts import Generators, start_from, taking_over
 from holdfast.data.options import check_whole
 from holdfast.engine.access import place_of
 from holdfast.engine.checkpoint import Checkpoint
@@ -30,6 +30,7 @@ from holdfast.policy.clock import Time
 from holdfast.policy.rule import Rule
 from holdfast.policy.savers import SavePolicy
 from holdfast.policy.triggers import Event, SaveFunction, Trigger
+from holdfast.state.components import TRAINER
 from holdfast.store.base import Store
 
 SUPPORTED = "0.5.1 to 0.5.5"
@@ -314,9 +315,10 @@ class _EngineState:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Set the Engine's state, unless another trainer has saved it."""
-        self.is_loaded = state.get("of") == _OURS
-        if not self.is_loaded:
-            self._emit("warning", left_out(state, "Ignite"))
+        note = left_out(state, _OURS)
+        self.is_loaded = note is None
+        if note is not None:
+            self._emit("warning", note)
         else:
             self._engine.load_state_dict(state["engine"])
             self.has_stopped = state["has_stopped"]

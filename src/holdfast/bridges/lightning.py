@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from holdfast.arguments import checked
 from holdfast.bridges.naming import left_out, numbered
-from holdfast.bridges.parts import TRAINER, Generators, start_from, taking_over
+from holdfast.bridges.parts import Generators, start_from, taking_over
 from holdfast.engine.access import place_of
 from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.control.stop import Stop
@@ -40,7 +40,7 @@ from holdfast.policy.clock import Time
 from holdfast.policy.rule import Rule
 from holdfast.policy.savers import SavePolicy
 from holdfast.policy.triggers import Event, SaveFunction, Trigger
-from holdfast.state.components import RNG
+from holdfast.state.components import RNG, TRAINER
 from holdfast.store.base import Store
 
 SUPPORTED = "2.4 to 2.6"
@@ -102,6 +102,7 @@ class HoldfastCheckpoint(CheckpointCallback):
         every: str | Time | Trigger | SaveFunction | SavePolicy | None = None,
         keep: Rule | str | None = None,
         max_duration: str | Time | None = None,
+        model: str | None = None,
         hooks: StateHooks | None = None,
         stop: Stop | None = None,
     ) -> None:
@@ -113,6 +114,9 @@ class HoldfastCheckpoint(CheckpointCallback):
                 of a fit is saved in any case.
             keep: what retention keeps, if `checkpoints` is a root.
             max_duration: how long the run is to be, for intervals such as "0.1dur".
+            model: the attribute of the LightningModule that is the component `model`, such as
+                "net", so that its names are those under other trainers; it must have all weights
+                and buffers. None: the LightningModule itself.
             hooks: callbacks around saves and loads.
             stop: the signals that end training; None: `Stop()`.
 
@@ -126,6 +130,7 @@ class HoldfastCheckpoint(CheckpointCallback):
         self.manager: CheckpointManager | None = None
         """The manager of the fit under way, or of the last one."""
         self._max_duration, self._hooks = max_duration, hooks or StateHooks()
+        self._part = model
         self._stop = stop or Stop()
         self._emit = Emitter(tuple(self.checkpoints.sinks))
         self._open = ExitStack()
@@ -162,7 +167,7 @@ class HoldfastCheckpoint(CheckpointCallback):
             raise UsageError("there are two HoldfastCheckpoint: one run has one root")
         io = trainer.strategy.checkpoint_io
         inner = io.inner if isinstance(io, _CheckpointIO) else io
-        self._io = _CheckpointIO(inner, trainer, self.checkpoints.encrypt)
+        self._io = _CheckpointIO(inner, trainer, self.checkpoints.encrypt, self._part)
         trainer.strategy.checkpoint_io = self._io
 
     @override
@@ -173,7 +178,11 @@ class HoldfastCheckpoint(CheckpointCallback):
         assert self._io is not None, "setup() comes first"
         trainer.fit_loop.setup_data()
         self._state = _TrainerState(trainer, self._emit)
-        components = _components(trainer, self._state, self._emit)
+        components = {
+            "model": _model(pl_module, self._part),
+            **_components(trainer, self._emit),
+            TRAINER: self._state,
+        }
         self.manager = CheckpointManager(
             self.checkpoints,
             components,
@@ -375,8 +384,9 @@ class _TrainerState:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore it through Lightning, and set its loops to the boundary that was saved."""
-        if state.get("of") != _OURS:
-            self._emit("warning", left_out(state, "Lightning"))
+        note = left_out(state, _OURS)
+        if note is not None:
+            self._emit("warning", note)
             return
         trainer, connector = self._trainer, self._trainer._checkpoint_connector
         content = dict(state["checkpoint"])
@@ -514,11 +524,13 @@ class _Metrics(Mapping[str, float]):
 class _CheckpointIO(CheckpointIO):
     """Reads our checkpoints where Lightning is given one, and leaves all other files to `inner`."""
 
-    def __init__(self, inner: Any, trainer: Any, encrypt: Encryption | None) -> None:
+    def __init__(
+        self, inner: Any, trainer: Any, encrypt: Encryption | None, part: str | None
+    ) -> None:
         self.inner = inner
         self.asked: tuple[Store, str] | None = None
         """Store and checkpoint of the `ckpt_path` of a fit; its state is loaded later, at once."""
-        self._trainer, self._encrypt = trainer, encrypt
+        self._trainer, self._encrypt, self._part = trainer, encrypt, part
 
     @override
     def save_checkpoint(
@@ -544,7 +556,8 @@ class _CheckpointIO(CheckpointIO):
         module, is_fit = self._trainer.lightning_module, self._trainer.training
         stored = _Stored()
         # Of a fit, all but what hooks may ask for is loaded later.
-        wanted = {TRAINER: stored} if is_fit else {TRAINER: stored, "model": module}
+        model = _model(module, self._part)
+        wanted = {TRAINER: stored} if is_fit else {TRAINER: stored, "model": model}
         hooks = StateHooks(one_sided=lambda name: name != "model" or is_fit)
         with CheckpointManager(
             store, wanted, ranks=None, encrypt=self._encrypt, hooks=hooks, sinks=()
@@ -612,7 +625,27 @@ def _check(trainer: Any) -> None:
         raise UsageError("HoldfastCheckpoint:\n" + listing(wrong))
 
 
-def _components(trainer: Any, state: _TrainerState, emit: Emitter) -> dict[str, Any]:
+def _model(module: Any, part: str | None) -> Any:
+    """Return the LightningModule, or the part of it that is the component `model`.
+
+    Raises:
+        UsageError: there is no such part, or another one has weights or buffers, too.
+    """
+    if part is None:
+        return module
+    found = attrgetter(part)(module) if part in dict(module.named_modules()) else None
+    if found is None:
+        raise UsageError(f"model={part!r}: the LightningModule has no module of this name")
+    others = [name for name in module.state_dict() if not name.startswith(f"{part}.")]
+    if others:
+        raise UsageError(
+            f"model={part!r}: these would not be saved; leave the argument out, to save the whole "
+            "LightningModule:\n" + listing(others)
+        )
+    return found
+
+
+def _components(trainer: Any, emit: Emitter) -> dict[str, Any]:
     """Name the parts of the Trainer as all bridges do."""
     schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
     loaders = list(trainer.fit_loop._combined_loader.flattened)
@@ -628,11 +661,9 @@ def _components(trainer: Any, state: _TrainerState, emit: Emitter) -> dict[str, 
         )
     _check_lengths(trainer, kept)
     return {
-        "model": trainer.lightning_module,
         **numbered("optimizer", trainer.optimizers),
         **numbered("scheduler", schedulers),
         **numbered("data", kept),
-        TRAINER: state,
     }
 
 

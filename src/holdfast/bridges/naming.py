@@ -15,7 +15,13 @@ def numbered(name: str, values: Sequence[Any]) -> dict[str, Any]:
     return {f"{name}{number or ''}": value for number, value in enumerate(values)}
 
 
-def left_out(state: Mapping[str, Any], framework: str) -> str:
-    """Note on a stored component `trainer` that is of another framework than the one loading."""
+def left_out(state: Mapping[str, Any], framework: str) -> str | None:
+    """Return a note if a stored component `trainer` is of another framework than the one loading.
+
+    >>> left_out({"of": "ignite"}, "lightning")
+    'trainer: saved by ignite, so lightning leaves its counters and callbacks out'
+    """
     other = state.get("of", "another trainer")
+    if other == framework:
+        return None
     return f"trainer: saved by {other}, so {framework} leaves its counters and callbacks out"

@@ -11,10 +11,8 @@ from holdfast.engine.hooks import StateHooks
 from holdfast.keys import Encryption
 from holdfast.manager import CheckpointManager
 from holdfast.state import generators
+from holdfast.state.components import OF_TRAINERS
 from holdfast.store.base import Store
-
-TRAINER = "trainer"
-"""The component of a trainer's own state, which only the same trainer understands."""
 
 
 class Generators:
@@ -34,9 +32,9 @@ class Generators:
 
 
 def taking_over(hooks: StateHooks) -> StateHooks:
-    """Allow that a checkpoint has no component `trainer`, as a plain loop's has none."""
+    """Allow that a checkpoint has no component of this trainer, or one of `holdfast.train`."""
     own = hooks.one_sided
-    return replace(hooks, one_sided=lambda name: name == TRAINER or bool(own and own(name)))
+    return replace(hooks, one_sided=lambda name: name in OF_TRAINERS or bool(own and own(name)))
 
 
 def start_from(

@@ -7,23 +7,37 @@ This one hands model, optimizers and schedulers to a `CheckpointManager`, with t
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torchtitan.components.checkpointer import BaseCheckpointManager
 
-from holdfast.bridges.naming import numbered
+from holdfast.bridges.naming import left_out, numbered
+from holdfast.bridges.parts import taking_over
 from holdfast.data.loader import Loader
 from holdfast.data.stream import Stream
 from holdfast.engine.control.stop import Stop
+from holdfast.engine.hooks import StateHooks
 from holdfast.engine.options import Checkpoints
 from holdfast.errors import UsageError, listing
+from holdfast.format.manifest import Timestamp
 from holdfast.manager import CheckpointManager
 from holdfast.policy.rules import Last
-from holdfast.state.components import PerRank
+from holdfast.state.components import TRAINER, PerRank
 
+logger = logging.getLogger("holdfast")
+
+# Names of torchtitan.
 _OF_THEIR_TRAINER = "train_state"  # its name among the `states` that torchtitan gives
+_STEP, _TOKENS = "step", "ntokens_seen"  # its counters
+_CALLED = ("_close", "_load", "_maybe_wait_for_staging", "_save", "_wait_for_saving")
+"""Methods of the base class that call ours."""
+_SUPPORTED = "0.3.0"
+
+_FRAMEWORK = "torchtitan"
 _BY_RANK = "each rank has another part of the model, which a component cannot be"
 
 
@@ -68,7 +82,8 @@ class HoldfastManager(BaseCheckpointManager):
         _refuse(config, model_parts)
         self._is_load_only = config.load_only
         self._saves_first = config.enable_first_step_checkpoint
-        counters = {"trainer" if n == _OF_THEIR_TRAINER else n: one for n, one in states.items()}
+        self._counters = _Counters(states[_OF_THEIR_TRAINER])
+        others = {name: one for name, one in states.items() if name != _OF_THEIR_TRAINER}
         # torchtitan's own loaders have a position for each rank.
         data = dataloader if isinstance(dataloader, Loader | Stream) else PerRank(dataloader)
         self._closing = contextlib.ExitStack()
@@ -84,21 +99,28 @@ class HoldfastManager(BaseCheckpointManager):
                 **numbered("optimizer", list(optimizers)),
                 **numbered("scheduler", list(lr_schedulers)),
                 **({} if dataloader is None else {"data": data}),
-                **counters,
+                TRAINER: self._counters,
+                **others,
             },
+            hooks=taking_over(StateHooks()),
             stop=self._stop,
         )
         self._closing.callback(self.manager.close)
 
     def _load(self, step: int = -1) -> bool:
-        return self.manager.resume("latest" if step == -1 else step) is not None
+        self._counters.are_loaded = False
+        found = self.manager.resume("latest" if step == -1 else step)
+        if found is not None and not self._counters.are_loaded:
+            self._counters.take_over(found.timestamp)
+        return found is not None
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
         if self._is_load_only:
             return False
-        pending = self.manager.maybe_save(curr_step)
+        tokens = self._counters.tokens
+        pending = self.manager.maybe_save(curr_step, tokens=tokens)
         if last_step or self._stop.requested or (curr_step == 1 and self._saves_first):
-            pending = self.manager.save(curr_step, wait=last_step)
+            pending = self.manager.save(curr_step, tokens=tokens, wait=last_step)
         if self._stop.requested:
             self._close()  # raises what ends the program
         return pending is not None
@@ -113,8 +135,49 @@ class HoldfastManager(BaseCheckpointManager):
         self._closing.close()
 
 
+class _Counters:
+    """Component `trainer`: step and tokens of torchtitan's Trainer."""
+
+    def __init__(self, theirs: Any) -> None:
+        self._theirs = theirs
+        self.are_loaded = False
+        """Whether a checkpoint of torchtitan was loaded."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counters."""
+        return {"of": _FRAMEWORK, **self._theirs.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Set the counters, unless another trainer has saved the state."""
+        note = left_out(state, _FRAMEWORK)
+        if note is not None:
+            logger.warning("%s", note)
+        else:
+            self._theirs.load_state_dict({n: one for n, one in state.items() if n != "of"})
+            self.are_loaded = True
+
+    def take_over(self, timestamp: Timestamp) -> None:
+        """Set the counters to those of a checkpoint of another trainer."""
+        counted = {_STEP: timestamp.step}
+        if timestamp.tokens is not None:
+            counted[_TOKENS] = timestamp.tokens
+        self._theirs.load_state_dict({**self._theirs.state_dict(), **counted})
+
+    @property
+    def tokens(self) -> int | None:
+        """Tokens that were trained on; None: not counted."""
+        count: int | None = self._theirs.state_dict().get(_TOKENS)
+        return count
+
+
 def _refuse(config: Any, model_parts: list[Any]) -> None:
-    """Raise `UsageError` for settings that would be ignored."""
+    """Raise `UsageError` for settings that would be ignored, or a version that is not known."""
+    missing = [n for n in _CALLED if n not in BaseCheckpointManager.__abstractmethods__]
+    if missing:
+        raise UsageError(
+            f"torchtitan's BaseCheckpointManager does not call {', '.join(missing)}; this bridge "
+            f"is tested with {_SUPPORTED}"
+        )
     reasons = {
         "initial_load_path": (config.initial_load_path, "load the weights into the model first"),
         "last_save_in_hf": (config.last_save_in_hf, "export the checkpoint afterwards"),

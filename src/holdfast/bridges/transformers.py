@@ -24,7 +24,7 @@ from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
 from transformers.trainer_callback import ExportableState, TrainerCallback, TrainerState
 
 from holdfast.bridges.naming import left_out
-from holdfast.bridges.parts import Generators
+from holdfast.bridges.parts import Generators, taking_over
 from holdfast.data.loader import Loader
 from holdfast.data.stream import Stream
 from holdfast.engine.checkpoint import Checkpoint
@@ -32,6 +32,7 @@ from holdfast.engine.control.stop import Stop
 from holdfast.engine.hooks import StateHooks
 from holdfast.engine.options import Checkpoints
 from holdfast.errors import UsageError, listing
+from holdfast.events import Emitter
 from holdfast.manager import CheckpointManager
 from holdfast.policy.savers import Due
 from holdfast.state.components import PerRank
@@ -64,7 +65,7 @@ _PROGRESS = (
 """Fields of the TrainerState that a checkpoint restores; others follow from the arguments."""
 _INTERVALS = ("logging_steps", "eval_steps", "save_steps")
 _FRAMEWORK = "transformers"
-_ONE_SIDED = ("trainer", "scheduler", "scaler")
+_ONE_SIDED = ("scheduler", "scaler")
 
 
 class _Elsewhere(Exception):
@@ -121,6 +122,7 @@ class CheckpointedMixin(_Trainer):
         if self.checkpoints.root is None:
             raise UsageError("checkpoints: the root is None; give a path to save in")
         self.manager: CheckpointManager | None = None
+        self._emit = Emitter(tuple(self.checkpoints.sinks))
         self._given_data, self._data = data, cast("Loader | Stream", data)
         self._given_stop = stop
         self._trainer_state = _Counters(self)
@@ -259,7 +261,7 @@ class CheckpointedMixin(_Trainer):
         self.manager = CheckpointManager(
             self.checkpoints,
             state,
-            hooks=StateHooks(one_sided=_ONE_SIDED.__contains__),
+            hooks=taking_over(StateHooks(one_sided=_ONE_SIDED.__contains__)),
             stop=self._stop,
             max_duration=f"{self.state.max_steps}step",
             config=self.args.to_dict(),
@@ -386,13 +388,15 @@ class _Counters:
 
     def check_state_dict(self, state: Mapping[str, Any]) -> list[str]:
         """Return notes on what cannot be taken over."""
-        if state.get("of") == _FRAMEWORK:
-            return []
-        return [left_out(state, _FRAMEWORK)]
+        note = left_out(state, _FRAMEWORK)
+        return [] if note is None else [note]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Keep a stored state until `apply`."""
-        self.loaded = state if state.get("of") == _FRAMEWORK else None
+        note = left_out(state, _FRAMEWORK)
+        if note is not None:
+            self._trainer._emit("warning", note)
+        self.loaded = state if note is None else None
 
     def apply(self, found: Checkpoint) -> None:
         """Set counters, callbacks and losses of the Trainer to those loaded."""

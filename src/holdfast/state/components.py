@@ -39,6 +39,13 @@ _NAMES_OF_OBJECTS = (frozenset({"state", "param_groups"}), frozenset({"last_epoc
 RNG = layout.RNG
 """The component of the global generators, added unless the caller has one of that name."""
 
+TRAINER = "trainer"
+"""The component of another library's trainer, saved by its bridge."""
+PROGRESS = "progress"
+"""The component of the counters of `holdfast.train`."""
+OF_TRAINERS = frozenset({TRAINER, PROGRESS})
+"""Components that only the trainer that saved them understands."""
+
 _WRAPPER_PARTS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 _PARALLEL = (DataParallel, DistributedDataParallel)
 

@@ -110,6 +110,10 @@ def _named(keys: list[Any]) -> str:
     return ", ".join(f"{key!r:.40}" for key in keys[:3]) + more
 
 
+_PARTS_OF_SCHEDULERS = frozenset({"lr_lambdas", "_schedulers"})
+"""What torch's schedulers that are made of functions or of other schedulers cannot load without."""
+
+
 class ObjectPlan(LoadPlan):
     """A load into an object by its own `load_state_dict`."""
 
@@ -122,7 +126,8 @@ class ObjectPlan(LoadPlan):
         problems.notes += skeleton.notes(self._component)
         if isinstance(self._live, LRScheduler) and isinstance(self._wanted, dict):
             # torch's schedulers load any dict unchecked, and fail or compute wrong rates later.
-            saved = made_with(self._live, only_required=True).intersection(self._live.state_dict())
+            needed = made_with(self._live, only_required=True) | _PARTS_OF_SCHEDULERS
+            saved = needed.intersection(self._live.state_dict())
             lacks = sorted(saved.difference(self._wanted))
             if lacks:
                 kind = type(self._live).__name__

@@ -29,7 +29,7 @@ from holdfast.format.manifest import Timestamp
 from holdfast.manager import CheckpointManager
 from holdfast.policy.clock import Time, Unit
 from holdfast.state.apply import OpaqueLoadFailed
-from holdfast.state.components import RNG, PerRank, check_state, marked
+from holdfast.state.components import PROGRESS, RNG, TRAINER, PerRank, check_state, marked
 from holdfast.state.edits import StateView
 from holdfast.state.overrides import OptimizerOptions
 from holdfast.state.selection import listed
@@ -101,8 +101,8 @@ logger = logging.getLogger("holdfast")
 
 C = TypeVar("C", bound=Callback)
 
-_IN_EVERY_RUN = frozenset({"model", "optimizer", "data", "progress"})
-"""Components that every checkpoint of a Trainer has."""
+_IN_EVERY_RUN = frozenset({"model", "optimizer", "data"})
+"""Components that every checkpoint from which a Trainer goes on has."""
 # For one release: removed arguments of the Trainer, with what replaces each.
 _REMOVED = {
     "root": "checkpoints=…",
@@ -762,12 +762,13 @@ class Trainer:
     ) -> Outcome:
         saves = Saves()
         may_be_new = self.state.keys() - _IN_EVERY_RUN
+        may_be_left = {*without, TRAINER} - self.state.keys()
         hooks = StateHooks(
             before_save=self._before_save,
             edit_save=self._editing(Callback.edit_save),
             save_begun=saves.begun.append,
             edit_load=self._editing(Callback.edit_load),
-            one_sided=lambda name: name in may_be_new or name in without,
+            one_sided=lambda name: name in may_be_new or name in may_be_left,
         )
         with self._closing():
             manager = self._make_manager(ending.goal, hooks, saves)
@@ -1057,7 +1058,7 @@ class Trainer:
             own["nan-count"] = self._nan
         if self.data is not None:
             own["data"] = self.data
-        own |= {"progress": self.counters, **self._callbacks.components}
+        own |= {PROGRESS: self.counters, **self._callbacks.components}
         if self._scores:
             own["metrics"] = self._scores
         if self._micro_batches.is_auto:

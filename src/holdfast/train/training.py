@@ -177,6 +177,12 @@ class Counters:
         if self.tokens is not None and tokens is not None:
             self.tokens += tokens
 
+    def take_over(self, timestamp: Timestamp, data: Any) -> None:
+        """Continue the totals of another trainer, from its checkpoint and the position in the data."""
+        self.step, self.samples, self.tokens = timestamp.step, timestamp.samples, timestamp.tokens
+        self.epoch = getattr(data, "epoch", timestamp.epoch or 0)
+        self.batch = getattr(data, "batch", 0)
+
     def end_epoch(self) -> None:
         """Count a completed epoch."""
         self.epoch, self.batch = self.epoch + 1, 0

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from holdfast.data.randomness import preserved
 from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.control.stop import Interrupted
 from holdfast.errors import OwnershipError, UsageError
@@ -21,6 +22,7 @@ from holdfast.manager import CheckpointManager
 from holdfast.policy.rule import SaveClass
 from holdfast.policy.savers import Due
 from holdfast.policy.triggers import Event
+from holdfast.state.components import PROGRESS
 from holdfast.state.modules import is_loaded
 from holdfast.train import making
 from holdfast.train.asked import Counts
@@ -136,6 +138,8 @@ class Fit:
             self._begin_afresh()
         elif "ema" in found.new and self._gear.ema is not None:
             self._gear.ema.begin(self._gear.model)
+        if found is not None and PROGRESS in found.new:
+            self._take_over(found)
         self._begin_counting()
         self._gear.schedules.begin(self._counters)
         self._place.leave_step()
@@ -196,6 +200,23 @@ class Fit:
         found = self._start()
         self._manager.count_from(found.timestamp)
         return found
+
+    def _take_over(self, found: Checkpoint) -> None:
+        """Continue from a checkpoint of another trainer, or of a loop without one."""
+        now, data = self._counters, self._gear.data
+        if getattr(data, "at_epoch_end", False):
+            with preserved():
+                next(iter(data), None)  # here an epoch ends within its last step
+        now.take_over(found.timestamp, data)
+        logger.warning(
+            "%s: %s: another trainer has saved it, so counting goes on from step %d, epoch %d and "
+            "batch %d of its data",
+            found.folder,
+            PROGRESS,
+            now.step,
+            now.epoch,
+            now.batch,
+        )
 
     def _begin_afresh(self) -> None:
         """Seed the generators and start the weight average, unless the caller has loaded them."""
