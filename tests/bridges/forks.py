@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import os
 import random
@@ -13,9 +14,12 @@ import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch
+
+from holdfast.manager import CheckpointManager
 
 Say = Callable[..., None]
 """Notes a moment of the run at which it may be killed; takes and ignores any arguments."""
@@ -23,21 +27,22 @@ Job = Callable[[Path, Say], dict[str, Any]]
 """Trains in a root, from wherever that stands, and returns what is compared."""
 
 
-def finish(job: Job, root: Path, *, kill_at: int = 0) -> int:
+def finish(job: Job, root: Path, *, kill_at: int = 0, at_calls: bool = False) -> int:
     """Run a job in a fork, which is killed at its moment number `kill_at`; return the exit code.
 
-    A job that ends by itself leaves its result in `root.result`.
+    With `at_calls` each call of a function is a moment, from the resume on; otherwise the job says
+    which are. A job that ends by itself leaves its result in `root.result`.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # newer Pythons warn of threads, of which none matters here
         pid = os.fork()
     if pid == 0:
-        _become(job, root, kill_at)
+        _become(job, root, kill_at, at_calls)
     _, status = os.waitpid(pid, 0)
     return os.waitstatus_to_exitcode(status)
 
 
-def _become(job: Job, root: Path, kill_at: int) -> NoReturn:
+def _become(job: Job, root: Path, kill_at: int, at_calls: bool) -> NoReturn:
     moments = itertools.count(1)
 
     def say(*_: Any, **__: Any) -> None:
@@ -47,7 +52,10 @@ def _become(job: Job, root: Path, kill_at: int) -> NoReturn:
     status = 1
     try:
         warnings.simplefilter("ignore")
+        if at_calls:
+            _say_calls(say)
         found = job(root, say)
+        sys.setprofile(None)
         torch.save({"moments": next(moments), "found": found}, root.with_suffix(".result"))
         status = 0
     except SystemExit as ended:
@@ -59,20 +67,36 @@ def _become(job: Job, root: Path, kill_at: int) -> NoReturn:
         os._exit(status)
 
 
+def _say_calls(say: Say) -> None:
+    """Note each call of a Python function in the main thread, once a manager resumes."""
+    begin, has_begun = inspect.unwrap(CheckpointManager.resume).__code__, False
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        nonlocal has_begun
+        if event == "call":
+            has_begun = has_begun or frame.f_code is begin
+            if has_begun:
+                say()
+
+    sys.setprofile(note)
+
+
 def result(root: Path) -> dict[str, Any]:
     """What the job that ended in this root returned."""
     found: dict[str, Any] = torch.load(root.with_suffix(".result"), weights_only=False)
     return found
 
 
-def assert_kills_change_nothing(job: Job, folder: Path, *, kills: int, seed: int) -> None:
+def assert_kills_change_nothing(
+    job: Job, folder: Path, *, kills: int, seed: int, at_calls: bool = False
+) -> None:
     """Kill a run that often, at random moments, and compare its end with that of one in one go."""
     undisturbed, killed = folder / "undisturbed", folder / "killed"
-    assert finish(job, undisturbed) == 0
+    assert finish(job, undisturbed, at_calls=at_calls) == 0
     expected, draw = result(undisturbed), random.Random(seed)
     longest = max(min(expected["moments"] // 2, 3 * expected["moments"] // (2 * kills)), 2)
     for number in range(kills):
-        code = finish(job, killed, kill_at=draw.randrange(1, longest))
+        code = finish(job, killed, kill_at=draw.randrange(1, longest), at_calls=at_calls)
         assert code == -signal.SIGKILL, f"life {number + 1} ended with {code}"
     assert finish(job, killed) == 0
     assert_equal(result(killed)["found"], expected["found"])

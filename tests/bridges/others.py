@@ -11,85 +11,88 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import holdfast
-from bridges.trainers import Net, Parts, Rows, data
+from bridges.trainers import Net, Parts, Rows
 from holdfast.data import Loader
 
-STEPS = 5
+STEPS = 5  # within an epoch
 
 
-def model_named_otherwise(own: Parts) -> None:
-    own.model = own.model.net  # type: ignore[assignment]
+def other_names(state: dict[str, Any]) -> None:
+    state["model"] = state["model"].net
 
 
-def other_groups(own: Parts) -> None:
-    weights = [one for one in own.model.parameters() if one.dim() > 1]
-    biases = [one for one in own.model.parameters() if one.dim() == 1]
-    own.optimizer = torch.optim.AdamW([{"params": weights}, {"params": biases}], lr=0.01)
-    own.scheduler = torch.optim.lr_scheduler.LambdaLR(own.optimizer, lambda step: 1.0)
+def other_groups(state: dict[str, Any]) -> None:
+    parameters = [*state["model"].parameters()]
+    groups = [{"params": [one for one in parameters if one.dim() == dim]} for dim in (1, 2)]
+    state["optimizer"] = optimizer = torch.optim.AdamW(groups)
+    state["scheduler"] = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
 
 
-def other_optimizer(own: Parts) -> None:
-    own.optimizer = torch.optim.SGD(own.model.parameters(), lr=0.01, momentum=0.9)
-    own.scheduler = torch.optim.lr_scheduler.LambdaLR(own.optimizer, lambda step: 1.0)
+def other_optimizer(state: dict[str, Any]) -> None:
+    state["optimizer"] = optimizer = torch.optim.SGD(state["model"].parameters(), momentum=0.9)
+    state["scheduler"] = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
 
 
-def other_scheduler(own: Parts) -> None:
-    own.scheduler = torch.optim.lr_scheduler.StepLR(own.optimizer, 5)  # type: ignore[assignment]
+def other_scheduler(state: dict[str, Any]) -> None:
+    state["scheduler"] = torch.optim.lr_scheduler.StepLR(state["optimizer"], 5)
 
 
-def other_batch_size(own: Parts) -> None:
-    own.data = Loader(Rows(), batch_size=5, seed=3)
+def no_scheduler(state: dict[str, Any]) -> None:
+    del state["scheduler"]
 
 
-def without_a_scheduler(own: Parts) -> None:
-    own.scheduler = None  # type: ignore[assignment]
+def other_batch_size(state: dict[str, Any]) -> None:
+    state["data"] = Loader(Rows(), batch_size=5)
 
 
-def without_a_position(own: Parts) -> None:
-    own.data = None  # type: ignore[assignment]
+def other_loader(state: dict[str, Any]) -> None:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    state["data"] = StatefulDataLoader(Rows(), batch_size=4)
 
 
-def with_an_average(own: Parts) -> None:
-    own.more["ema"] = Net()
+def no_position(state: dict[str, Any]) -> None:
+    del state["data"]
 
 
-def with_a_scaler(own: Parts) -> None:
-    own.more["scaler"] = torch.amp.GradScaler("cpu")
+def average(state: dict[str, Any]) -> None:
+    state["ema"] = Net()
 
 
-CASES: dict[str, Callable[[Parts], None]] = {
-    one.__name__: one
-    for one in (
-        model_named_otherwise,
-        other_groups,
-        other_optimizer,
-        other_scheduler,
-        other_batch_size,
-        without_a_scheduler,
-        without_a_position,
-        with_an_average,
-        with_a_scaler,
-    )
+def scaler(state: dict[str, Any]) -> None:
+    state["scaler"] = torch.amp.GradScaler("cpu")
+
+
+CASES: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
+    "other names of the weights": (other_names, r"model\.net\.0\.weight"),
+    "other groups of parameters": (other_groups, "optimizer: .* was grouped otherwise"),
+    "another class of optimizer": (other_optimizer, "optimizer: saved from SGD"),
+    "another class of scheduler": (other_scheduler, "scheduler: saved from another kind"),
+    "no scheduler": (no_scheduler, "scheduler"),
+    "another batch size, within an epoch": (other_batch_size, "batch_size: stored 5, here 4"),
+    "a position of another kind of loader": (other_loader, "data"),
+    "no position in the data": (no_position, "data"),
+    "a component that only that run has": (average, "ema"),
+    "a loss scaler": (scaler, "scaler"),
 }
+"""Words of docs/bridges/index.md, how to change the state, and what the refusal says."""
 
 
 def save(root: Path, case: str) -> None:
-    """Train some steps of a case, and save them."""
-    own = Parts()
-    own.more = {}
-    CASES[case](own)
-    state = {name: one for name, one in own.state.items() if one is not None}
-    batches = own.data or DataLoader(Rows(), batch_size=4)
-    net = own.model if isinstance(own.model, nn.Sequential) else own.model.net
-    with holdfast.CheckpointManager(root, {**state, **own.more}, sinks=()) as manager:
+    """Train the steps of a case, and save them."""
+    state = Parts().state
+    CASES[case][0](state)
+    scheduler, batches = state.get("scheduler"), state.get("data")
+    net = state["model"] if isinstance(state["model"], nn.Sequential) else state["model"].net
+    with holdfast.CheckpointManager(root, state, sinks=()) as manager:
         step = 0
         while step < STEPS:
-            for batch in batches:
+            for batch in batches or DataLoader(Rows(), batch_size=4):
                 (net(batch["x"]).squeeze(-1) - batch["labels"]).square().mean().backward()
-                own.optimizer.step()
-                if own.scheduler is not None:
-                    own.scheduler.step()
-                own.optimizer.zero_grad()
+                state["optimizer"].step()
+                if scheduler is not None:
+                    scheduler.step()
+                state["optimizer"].zero_grad()
                 step += 1
                 if step == STEPS:
                     break

@@ -15,12 +15,13 @@ from torch.utils.data import DataLoader, Dataset
 
 import holdfast
 from bridges import forks
+from bridges.frameworks import needed
 from holdfast.data import Loader
 from holdfast.errors import UsageError
 from holdfast.events import Event
 from marks import full
 
-ignite = pytest.importorskip("ignite.engine")
+needed("ignite")
 import torch._dynamo  # noqa: E402 - the first optimizer imports it, once here for all forks
 from ignite.engine import Engine, Events  # noqa: E402
 from ignite.handlers import EarlyStopping, PiecewiseLinear  # noqa: E402
@@ -106,7 +107,7 @@ def job(root: Path, say: forks.Say) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "kills",
-    [2, *full(5), pytest.param(20, marks=pytest.mark.long)],
+    [*full(5), pytest.param(20, marks=pytest.mark.long)],
 )
 def test_kills_at_any_moment_change_no_bit(tmp_path: Path, kills: int) -> None:
     """I7, R1: SIGKILL at random moments of one training."""

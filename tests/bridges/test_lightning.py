@@ -15,12 +15,13 @@ from torch.utils.data import DataLoader, Dataset
 
 import holdfast
 from bridges import forks
+from bridges.frameworks import needed
 from holdfast.data import Loader
 from holdfast.errors import NoCheckpoint, UsageError
 from holdfast.events import Event
 from marks import full
 
-lightning = pytest.importorskip("lightning")
+lightning = needed("lightning")
 import torch._dynamo  # noqa: E402 - the first optimizer imports it, once here for all forks
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint  # noqa: E402
 
@@ -145,7 +146,7 @@ def weights(made: Any) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(
     "kills",
-    [2, *full(5), pytest.param(20, marks=pytest.mark.long)],
+    [*full(5), pytest.param(20, marks=pytest.mark.long)],
 )
 def test_kills_at_any_moment_change_no_bit(tmp_path: Path, kills: int) -> None:
     """I7, R1: SIGKILL at random moments of one training."""
@@ -325,7 +326,7 @@ def test_a_fast_development_run_saves_nothing(tmp_path: Path) -> None:
 
 
 def test_a_run_of_ignite_goes_on_under_lightning(tmp_path: Path) -> None:
-    engine = pytest.importorskip("ignite.engine")
+    engine = needed("ignite")
     from holdfast.bridges.ignite import HoldfastRun
 
     module, data = Regression(), train_data()

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from bridges.frameworks import needed
+
 PAGES = Path(__file__).resolve().parents[2] / "docs" / "bridges"
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
@@ -16,7 +18,7 @@ BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 def test_the_snippets_of_a_page_run(
     framework: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip(framework)
+    needed(framework)
     monkeypatch.chdir(tmp_path)
     blocks = BLOCK.findall((PAGES / f"{framework}.md").read_text("utf-8"))
     assert blocks

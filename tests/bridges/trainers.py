@@ -6,6 +6,7 @@ trainer would write it, and imports nothing of the others.
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -223,10 +224,8 @@ def ignite(root: Path, until: int) -> None:
     engine.add_event_handler(Events.ITERATION_COMPLETED, lambda: own.scheduler.step())
     engine.logger.setLevel("CRITICAL")
     state = {name: one for name, one in own.state.items() if name != "data"}
-    try:
+    with contextlib.suppress(_Enough):
         HoldfastRun(engine, root, state, every=EVERY).run(own.data, max_epochs=EPOCHS)
-    except _Enough:
-        pass
 
 
 class TitanTrain:

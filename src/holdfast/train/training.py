@@ -178,7 +178,7 @@ class Counters:
             self.tokens += tokens
 
     def take_over(self, timestamp: Timestamp, data: Any) -> None:
-        """Continue the totals of another trainer, from its checkpoint and the position in the data."""
+        """Continue the totals of another trainer, by its checkpoint and the place in the data."""
         self.step, self.samples, self.tokens = timestamp.step, timestamp.samples, timestamp.tokens
         self.epoch = getattr(data, "epoch", timestamp.epoch or 0)
         self.batch = getattr(data, "batch", 0)

@@ -1,0 +1,33 @@
+"""The frameworks of the bridges: a test of one is left out only where it cannot be installed."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from typing import Any
+
+import pytest
+
+MODULES = {
+    "accelerate": "accelerate",
+    "ignite": "ignite.engine",
+    "lightning": "lightning",
+    "torchtitan": "torchtitan.components.checkpointer",
+    "transformers": "transformers",
+}
+
+
+def needed(name: str) -> Any:
+    """Import a framework. Without it the test is skipped, and fails where `CI` is set.
+
+    torchtitan is for Python 3.11 and newer.
+    """
+    try:
+        return importlib.import_module(MODULES[name])
+    except ImportError as error:
+        why = f"{name} is not here, so its bridge is not tested: {error}"
+        is_impossible = name == "torchtitan" and sys.version_info < (3, 11)
+        if os.environ.get("CI") and not is_impossible:
+            pytest.fail(why)
+        pytest.skip(why, allow_module_level=True)
