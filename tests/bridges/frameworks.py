@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import warnings
 from typing import Any
 
 import pytest
@@ -24,7 +25,9 @@ def needed(name: str) -> Any:
     torchtitan is for Python 3.11 and newer.
     """
     try:
-        return importlib.import_module(MODULES[name])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the framework, version by version
+            return importlib.import_module(MODULES[name])
     except ImportError as error:
         why = f"{name} is not here, so its bridge is not tested: {error}"
         is_impossible = name == "torchtitan" and sys.version_info < (3, 11)
