@@ -1,0 +1,5 @@
+"""Bridge to Lightning 2.x: a callback that saves and resumes what its Trainer trains."""
+
+from holdfast.bridges.lightning.callback import HoldfastCheckpoint
+
+__all__ = ["HoldfastCheckpoint"]

@@ -1,0 +1,307 @@
+"""The callback, which owns the order of Lightning's calls and ours.
+
+Lightning's own restart replays parts of an epoch: validations, hooks, counters. So states are saved
+only where a batch or an epoch has ended with all that belongs to it, and loops are set to stand
+there. What is saved, and when, is the manager's.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+from lightning.pytorch.callbacks import Checkpoint as CheckpointCallback
+from typing_extensions import override
+
+from holdfast.arguments import checked
+from holdfast.bridges.lightning.reading import ReadingIO
+from holdfast.bridges.lightning.seams import (
+    LoggedMetrics,
+    begin_anew,
+    check_trainer,
+    components_of,
+    model_of,
+)
+from holdfast.bridges.lightning.state import TrainerState
+from holdfast.bridges.parts import Generators, start_from, taking_over
+from holdfast.engine.checkpoint import Checkpoint
+from holdfast.engine.control.stop import Stop
+from holdfast.engine.hooks import StateHooks
+from holdfast.engine.options import Checkpoints
+from holdfast.engine.roots.best import BEST
+from holdfast.engine.tiers.catalog import catalog_of
+from holdfast.engine.tiers.tiered import Tiered
+from holdfast.errors import NoCheckpoint, UsageError
+from holdfast.events import Emitter
+from holdfast.manager import CheckpointManager
+from holdfast.policy.clock import Time
+from holdfast.policy.rule import Rule
+from holdfast.policy.savers import SavePolicy
+from holdfast.policy.triggers import Event, SaveFunction, Trigger
+from holdfast.state.components import TRAINER
+from holdfast.store.base import Store
+
+
+class HoldfastCheckpoint(CheckpointCallback):
+    """Callback that resumes a run when its fit begins, and saves it while it trains.
+
+        trainer = Trainer(callbacks=[HoldfastCheckpoint("runs/gpt", every="500step")])
+        trainer.fit(model, Loader(dataset, batch_size=32))
+
+    The same script, started again, goes on at the newest checkpoint, with the same bits as a run
+    that was not interrupted. `ckpt_path="ROOT@WHICH"` of `fit` goes back in its own root, or starts
+    from a checkpoint of another one while the own is empty; of `validate`, `test` and `predict` it
+    names the weights. Steps are Lightning's `global_step`. Give `Loader` or `Stream` of
+    `holdfast.data` as data: of a DataLoader no position is saved, and a warning is logged.
+
+    A signal that asks to stop is obeyed at the next step: saved, then `SystemExit`.
+    """
+
+    @checked(but=("every", "max_duration", "keep"))
+    def __init__(
+        self,
+        checkpoints: str | os.PathLike[str] | Store | Tiered | Checkpoints,
+        *,
+        every: str | Time | Trigger | SaveFunction | SavePolicy | None = None,
+        keep: Rule | str | None = None,
+        max_duration: str | Time | None = None,
+        model: str | None = None,
+        hooks: StateHooks | None = None,
+        stop: Stop | None = None,
+    ) -> None:
+        """Check the arguments; nothing is read or written before `fit`.
+
+        Args:
+            checkpoints: the root of the run, or a `Checkpoints` with all its options.
+            every: when to save, if `checkpoints` is a root: "500step", "1ep", "30min", …; the end
+                of a fit is saved in any case.
+            keep: what retention keeps, if `checkpoints` is a root.
+            max_duration: how long the run is to be, for intervals such as "0.1dur".
+            model: the attribute of the LightningModule that is the component `model`, such as
+                "net", so that its names are those under other trainers; it must have all weights
+                and buffers. None: the LightningModule itself.
+            hooks: callbacks around saves and loads.
+            stop: the signals that end training; None: `Stop()`.
+
+        Raises:
+            UsageError: an argument is wrong.
+        """
+        super().__init__()
+        self.checkpoints = Checkpoints.of(checkpoints, {"every": every, "keep": keep})
+        if self.checkpoints.root is None:
+            raise UsageError("root=None: a HoldfastCheckpoint needs a root to save in")
+        self.manager: CheckpointManager | None = None
+        """The manager of the fit under way, or of the last one."""
+        self._max_duration, self._hooks = max_duration, hooks or StateHooks()
+        self._part = model
+        self._stop = stop or Stop()
+        self._emit = Emitter(tuple(self.checkpoints.sinks))
+        self._open = ExitStack()
+        self._io: ReadingIO | None = None
+        self._generators: Generators | None = None
+        """Those that were resumed, until training goes on."""
+        self._state: TrainerState | None = None
+        self._step = 0
+        """Steps at the last boundary."""
+        self._has_validated = self._has_ended = False
+
+    @property
+    def best_model_path(self) -> str:
+        """The best checkpoint as `ROOT@best`, for Lightning's `ckpt_path="best"`; "": none."""
+        root, options = self.checkpoints.root, self.checkpoints
+        assert root is not None, "checked when this was made"
+        catalog = catalog_of(root, self._emit, options.encrypt)
+        try:
+            catalog.resolve(BEST)
+        except NoCheckpoint:
+            return ""
+        return f"{catalog.store.url}@{BEST}"
+
+    # Hooks of Lightning
+
+    @override
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Check versions and the strategy, and let Lightning read our checkpoints."""
+        if trainer.fast_dev_run:
+            return
+        check_trainer(trainer)
+        others = [one for one in trainer.callbacks if isinstance(one, HoldfastCheckpoint)]
+        if len(others) > 1:
+            raise UsageError("there are two HoldfastCheckpoint: one run has one root")
+        io = trainer.strategy.checkpoint_io
+        inner = io.inner if isinstance(io, ReadingIO) else io
+        self._io = ReadingIO(inner, trainer, self.checkpoints.encrypt, self._part)
+        trainer.strategy.checkpoint_io = self._io
+
+    @override
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Resume the run, or begin it."""
+        if trainer.fast_dev_run:
+            return
+        assert self._io is not None, "setup() comes first"
+        trainer.fit_loop.setup_data()
+        self._state = TrainerState(trainer, self._emit)
+        components = {
+            "model": model_of(pl_module, self._part),
+            **components_of(trainer, self._emit),
+            TRAINER: self._state,
+        }
+        self.manager = CheckpointManager(
+            self.checkpoints,
+            components,
+            max_duration=self._max_duration,
+            hooks=taking_over(self._hooks),
+            stop=self._stop,
+            config=dict(pl_module.hparams),
+        )
+        self._open = ExitStack()
+        self._open.callback(self._close)
+        resumed = self._resume(self.manager, components)
+        if resumed is not None:
+            trainer._checkpoint_connector._loaded_checkpoint = {}
+            self._generators = Generators()
+            self._state.stand(resumed)
+        self._step, self._has_ended = trainer.global_step, False
+        self._wrap(trainer.fit_loop)
+
+    @override
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Handle signals from now on, since Lightning has just set its own handlers."""
+        if self.manager is not None and not trainer.fast_dev_run:
+            self._open.enter_context(self._stop)
+
+    @override
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        """Let each validation see the same batches, however many were before it in this process."""
+        if not trainer.fast_dev_run and trainer.state.fn == "fit":
+            begin_anew(trainer)
+
+    @override
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """Note a validation, for triggers of evaluations."""
+        self._has_validated = not trainer.sanity_checking
+
+    @override
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Save the last step, unless it is saved."""
+        if self.manager is None or trainer.fast_dev_run:
+            return
+        if not self._has_ended:
+            self._save(trainer, ["step", "end"], is_last=True)
+        self.manager.wait()
+
+    @override
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Finish the save under way, and release the run."""
+        self._open.pop_all().__exit__(type(exception), exception, exception.__traceback__)
+
+    @override
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Release the run."""
+        self._open.close()
+
+    # Steps of these
+
+    def _close(self) -> None:
+        assert self.manager is not None
+        self.manager.close()
+
+    def _resume(self, manager: CheckpointManager, components: dict[str, Any]) -> Checkpoint | None:
+        asked = self._io.asked if self._io is not None else None
+        if asked is None:
+            return manager.resume()
+        store, which = asked
+        if store.url == manager.store.url:
+            found = manager.resume(which)
+            if found is None:
+                raise UsageError(f"ckpt_path={store.url!r}: no whole state was saved there")
+            return found
+        found = manager.resume()
+        if found is not None:
+            self._emit("warning", f"{found.path} goes on, and not ckpt_path of {store.url}")
+            return found
+        options = self.checkpoints
+        return start_from(
+            store, which, manager, components, hooks=self._hooks, encrypt=options.encrypt
+        )
+
+    def _wrap(self, fit_loop: Any) -> None:
+        """Call our functions at the ends of batches and epochs, until the run is released.
+
+        No hook of a callback comes late enough: after a validation, and after schedulers.
+        """
+        epoch_loop, trainer = fit_loop.epoch_loop, fit_loop.trainer
+        assert self._state is not None
+        state = self._state
+        self._replace(epoch_loop, "on_advance_end", after=lambda: self._batch_end(trainer))
+        self._replace(fit_loop, "on_advance_end", after=lambda: self._epoch_end(trainer))
+        if self._generators is None:
+            self._replace(fit_loop, "on_run_start", before=state.load_of_lightning)
+            self._replace(epoch_loop, "on_run_start", before=state.epoch_begins)
+            return
+        self._replace(fit_loop, "on_run_start", before=state.put_back_metrics)
+        self._replace(fit_loop, "on_run_start", after=self._restore_generators)
+        self._replace(epoch_loop, "on_run_start", before=state.go_on, after=self._goes_on)
+
+    def _replace(
+        self,
+        loop: Any,
+        name: str,
+        *,
+        before: Callable[[], None] = lambda: None,
+        after: Callable[[], None] = lambda: None,
+    ) -> None:
+        original = getattr(loop, name)
+
+        def called(*arguments: Any) -> None:
+            before()
+            original(*arguments)
+            after()
+
+        setattr(loop, name, called)
+        self._open.callback(loop.__dict__.pop, name, None)
+
+    def _restore_generators(self) -> None:
+        """Set the generators again: since the resume, hooks and iterators have drawn from them."""
+        if self._generators is not None:
+            self._generators.put_back()
+
+    def _goes_on(self) -> None:
+        """Set the generators once more where an epoch goes on, whose first hooks were called."""
+        if self._state is not None and self._state.is_within:
+            self._restore_generators()
+        self._generators = None
+
+    def _batch_end(self, trainer: Any) -> None:
+        progress = trainer.fit_loop.epoch_loop.batch_progress
+        is_last = progress.is_last_batch or progress.current.ready >= trainer.num_training_batches
+        if trainer.global_step == self._step or is_last:
+            return  # gradients are being accumulated, or the end of the epoch follows
+        assert self._state is not None
+        self._state.is_between = False
+        self._save(trainer, ["step"], is_last=trainer.fit_loop.epoch_loop.done)
+
+    def _epoch_end(self, trainer: Any) -> None:
+        assert self._state is not None
+        if trainer.global_step != self._step:  # otherwise the steps of the run have ended
+            self._state.is_between = True
+            self._save(trainer, ["step", "epoch"], is_last=False)
+
+    def _save(self, trainer: Any, events: list[Event], *, is_last: bool) -> None:
+        manager, self._step = self.manager, trainer.global_step
+        assert manager is not None
+        metrics = LoggedMetrics(trainer)
+        if self._has_validated:
+            events, self._has_validated = [*events, "evaluation"], False
+        epoch = trainer.fit_loop.epoch_progress.current.completed
+        if not manager.is_quiet(self._step) or len(events) > 1:
+            manager.maybe_save(self._step, epoch=epoch, metrics=metrics, event=events)
+        signal = self._stop.requested
+        if is_last or signal:
+            reason = "signal" if signal else "end"
+            manager.save(self._step, epoch=epoch, metrics=metrics, reason=reason, wait=True)
+            self._has_ended = True
+        if signal:
+            raise SystemExit(self._stop.exit_code)

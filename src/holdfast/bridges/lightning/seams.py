@@ -1,0 +1,176 @@
+"""Everything that is asked of Lightning beyond its public interface, and the checks of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from operator import attrgetter
+from typing import Any
+
+import lightning
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from typing_extensions import override
+
+from holdfast.bridges.naming import numbered
+from holdfast.errors import UsageError, listing
+from holdfast.events import Emitter
+
+SUPPORTED = "2.4 to 2.6"
+FRAMEWORK = "lightning"
+
+_NEEDED = (
+    "_checkpoint_connector._loaded_checkpoint",
+    "_checkpoint_connector.dump_checkpoint",
+    "_checkpoint_connector.restore_callbacks",
+    "_checkpoint_connector.restore_datamodule",
+    "_checkpoint_connector.restore_loops",
+    "_checkpoint_connector.restore_precision_plugin_state",
+    "_logger_connector._callback_metrics",
+    "fit_loop._combined_loader",
+    "fit_loop._data_fetcher",
+    "fit_loop._restarting",
+    "fit_loop.epoch_loop._restarting",
+    "fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total",
+    "fit_loop.epoch_loop.batch_progress.current",
+    "fit_loop.epoch_loop.load_state_dict",
+    "fit_loop.epoch_loop.manual_optimization.optim_step_progress.total",
+    "fit_loop.epoch_loop.on_advance_end",
+    "fit_loop.epoch_loop.on_run_start",
+    "fit_loop.epoch_loop.val_loop._combined_loader",
+    "fit_loop.epoch_loop.val_loop._restarting",
+    "fit_loop.epoch_progress.current",
+    "fit_loop.on_advance_end",
+    "fit_loop.on_run_start",
+    "fit_loop.setup_data",
+)
+"""Parts of Lightning's Trainer that are no public interface, or not as they are used here."""
+RESTARTING = ("_restarting", "_loaded_from_state_dict", "_resuming_from_checkpoint")
+"""Members of a loop by which it repeats parts of an epoch; not each version has each."""
+
+
+def check_trainer(trainer: Any) -> None:
+    """Check that the Trainer is one that this bridge knows.
+
+    Raises:
+        UsageError: lists everything that is not.
+    """
+    version, wrong = getattr(lightning, "__version__", "unknown"), []
+    if not isinstance(trainer, lightning.Trainer):
+        wrong.append(f"{type(trainer).__module__}: import the Trainer from `lightning`")
+    for name in _NEEDED:
+        try:
+            attrgetter(name)(trainer)
+        except AttributeError:
+            wrong.append(f"trainer.{name}: Lightning {version} has none; supported are {SUPPORTED}")
+    if not isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy):
+        kind = type(trainer.strategy).__name__
+        wrong.append(f"{kind}: only single devices and DDP are supported, which hold whole models")
+    if trainer.reload_dataloaders_every_n_epochs:
+        wrong.append("reload_dataloaders_every_n_epochs: a new loader has no position; leave it 0")
+    if wrong:
+        raise UsageError("HoldfastCheckpoint:\n" + listing(wrong))
+
+
+def model_of(module: Any, part: str | None) -> Any:
+    """Return the LightningModule, or the part of it that is the component `model`.
+
+    Raises:
+        UsageError: there is no such part, or another one has weights or buffers, too.
+    """
+    if part is None:
+        return module
+    found = attrgetter(part)(module) if part in dict(module.named_modules()) else None
+    if found is None:
+        raise UsageError(f"model={part!r}: the LightningModule has no module of this name")
+    others = [name for name in module.state_dict() if not name.startswith(f"{part}.")]
+    if others:
+        raise UsageError(
+            f"model={part!r}: these would not be saved; leave the argument out, to save the whole "
+            "LightningModule:\n" + listing(others)
+        )
+    return found
+
+
+def components_of(trainer: Any, emit: Emitter) -> dict[str, Any]:
+    """Name the parts of the Trainer as all bridges do."""
+    schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+    loaders = list(trainer.fit_loop._combined_loader.flattened)
+    kept = [
+        one for one in loaders if hasattr(one, "state_dict") and hasattr(one, "load_state_dict")
+    ]
+    if len(kept) < len(loaders):
+        kinds = sorted({type(one).__name__ for one in loaders if one not in kept})
+        emit(
+            "no_position",
+            f"the position in the data is not saved, as {', '.join(kinds)} has none: a resume "
+            "within an epoch trains on other samples. Give a holdfast.data.Loader",
+        )
+    _check_lengths(trainer, kept)
+    return {
+        **numbered("optimizer", trainer.optimizers),
+        **numbered("scheduler", schedulers),
+        **numbered("data", kept),
+    }
+
+
+def _check_lengths(trainer: Any, loaders: list[Any]) -> None:
+    """Check that an epoch of Lightning is one of the loader.
+
+    Raises:
+        UsageError: it is shorter, or a loader without a length is read ahead.
+    """
+    for loader in loaders:
+        if not hasattr(loader, "at_epoch_end"):
+            continue
+        length = len(loader) if hasattr(loader, "__len__") else None
+        if length is None:
+            raise UsageError(
+                f"{type(loader).__name__}: Lightning reads one batch ahead of a loader without a "
+                "length, so no position would be exact; give a Loader"
+            )
+        if trainer.num_training_batches != length:
+            raise UsageError(
+                f"Lightning ends an epoch after {trainer.num_training_batches} batches, and the "
+                f"Loader after {length}: instead of limit_train_batches, overfit_batches or "
+                "several loaders, give Loader(…, batches_per_epoch=…)"
+            )
+
+
+def position_of(trainer: Any) -> Any:
+    """Return the first loader of ours; None: there is none."""
+    loaders = trainer.fit_loop._combined_loader.flattened
+    return next((one for one in loaders if hasattr(one, "at_epoch_end")), None)
+
+
+def begin_anew(trainer: Any) -> None:
+    """Set the loaders of validations to their first batch."""
+    training = trainer.fit_loop._combined_loader.flattened
+    for loader in trainer.fit_loop.epoch_loop.val_loop._combined_loader.flattened:
+        if hasattr(loader, "at_epoch_end") and not any(loader is one for one in training):
+            state = loader.state_dict()
+            at_end = {"at_end": False} if "at_end" in state else {}
+            loader.load_state_dict({**state, "epoch": 0, "batch": 0, **at_end})
+
+
+class LoggedMetrics(Mapping[str, float]):
+    """Metrics that were logged, read from Lightning only where a save needs them."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._read: dict[str, float] | None = None
+
+    def _values(self) -> dict[str, float]:
+        if self._read is None:
+            self._read = {name: float(one) for name, one in self._trainer.callback_metrics.items()}
+        return self._read
+
+    @override
+    def __getitem__(self, name: str) -> float:
+        return self._values()[name]
+
+    @override
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values())
+
+    @override
+    def __len__(self) -> int:
+        return len(self._values())

@@ -1,0 +1,187 @@
+"""The component `trainer` of a run under Lightning, and where its loops stand after a resume."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from holdfast.bridges.lightning.seams import FRAMEWORK, RESTARTING, position_of
+from holdfast.bridges.naming import left_out
+from holdfast.engine.checkpoint import Checkpoint
+from holdfast.events import Emitter
+
+_HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
+
+
+class TrainerState:
+    """The component `trainer`: loops, callbacks, and what hooks add to Lightning's checkpoint."""
+
+    def __init__(self, trainer: Any, emit: Emitter) -> None:
+        self._trainer, self._emit = trainer, emit
+        self.is_between = False
+        """Whether an epoch has ended, and the next one has not begun."""
+        self.is_within = False
+        """Whether the state that was loaded is in the middle of an epoch."""
+        self._loops: dict[str, Any] | None = None
+        """Lightning's state of the loops that was loaded."""
+        self._goes_on = False
+        self._metrics: dict[str, Tensor] = {}
+        self._left_out: tuple[str, ...] = ()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return Lightning's checkpoint without what other components hold."""
+        content = self._trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+        for name in ("state_dict", "optimizer_states", "lr_schedulers"):
+            del content[name]
+        loops = content["loops"]["fit_loop"]
+        loops["state_dict"].pop("combined_loader", None)
+        content["loops"] = {"fit_loop": loops}
+        lost: list[str] = []
+        for name in _HYPER_PARAMETERS:
+            if name in content:
+                content[name] = _plain(content[name], name, lost)
+        for name in ("hparams_type", "datamodule_hparams_type"):
+            content.pop(name, None)
+        if tuple(lost) != self._left_out:
+            self._emit("warning", "left out, as only code could restore it: " + ", ".join(lost))
+            self._left_out = tuple(lost)
+        return {
+            "of": FRAMEWORK,
+            "is_between": self.is_between,
+            "metrics": dict(self._trainer.callback_metrics),
+            "has_stopped": bool(self._trainer.should_stop),
+            "checkpoint": content,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore it through Lightning, and set its loops to the boundary that was saved."""
+        note = left_out(state, FRAMEWORK)
+        if note is not None:
+            self._emit("warning", note)
+            return
+        trainer, connector = self._trainer, self._trainer._checkpoint_connector
+        content = dict(state["checkpoint"])
+        content |= {
+            "state_dict": trainer.lightning_module.state_dict(),
+            "optimizer_states": [one.state_dict() for one in trainer.optimizers],
+            "lr_schedulers": [one.scheduler.state_dict() for one in trainer.lr_scheduler_configs],
+        }
+        self._loops = content["loops"]["fit_loop"]
+        connector._loaded_checkpoint = content
+        trainer.lightning_module.on_load_checkpoint(content)
+        connector.restore_datamodule()
+        connector.restore_callbacks()
+        connector.restore_precision_plugin_state()
+        connector.restore_loops()
+        connector._loaded_checkpoint = {}
+        self.is_within = not state["is_between"]
+        device = trainer.strategy.root_device
+        self._metrics = {name: one.to(device) for name, one in state["metrics"].items()}
+        if state["has_stopped"]:
+            trainer.should_stop = True
+            self._emit("warning", "this run has stopped before its goal, and stays so")
+
+    def stand(self, found: Checkpoint) -> None:
+        """Set the loops to a boundary at the step of a checkpoint, which is loaded."""
+        fit_loop = self._trainer.fit_loop
+        self._goes_on = True
+        if self._loops is None:
+            self._count(found)
+        for tracker in (fit_loop.epoch_progress.total, fit_loop.epoch_progress.current):
+            tracker.ready = tracker.started = tracker.completed = tracker.processed
+        self._calm()
+
+    def load_of_lightning(self) -> None:
+        """Load the positions of a file of Lightning's own, which came after the loaders were made.
+
+        They were made early, as components of the state.
+        """
+        fit_loop = self._trainer.fit_loop
+        states = getattr(fit_loop, "_combined_loader_states_to_load", [])
+        if states:
+            fit_loop._combined_loader._load_state_dicts(states)
+            fit_loop._combined_loader_states_to_load = []
+            iter(fit_loop._data_fetcher)
+
+    def put_back_metrics(self) -> None:
+        """Set the metrics that schedulers and callbacks may look at before they are logged anew."""
+        self._trainer._logger_connector._callback_metrics.update(self._metrics)
+
+    def epoch_begins(self) -> None:
+        """Note that an epoch has begun; called before Lightning begins it."""
+        self.is_between = False
+
+    def go_on(self) -> None:
+        """Set progress within the epoch, which Lightning has reset, after a resume."""
+        self.is_between = False
+        if not self._goes_on:
+            return
+        self._goes_on = False
+        fit_loop = self._trainer.fit_loop
+        if self._loops is not None and self.is_within:
+            fit_loop.epoch_loop.load_state_dict(self._loops, "epoch_loop.")
+        elif self._loops is None and self._batches_taken():
+            self.is_within = True
+            progress = fit_loop.epoch_loop.batch_progress
+            for tracker in (progress.total, progress.current):
+                for name in ("ready", "started", "processed", "completed"):
+                    setattr(tracker, name, getattr(tracker, name) + self._batches_taken())
+        self._calm()
+        # The iterator was made before the position was loaded; at an epoch's end, Lightning makes
+        # one more, and the loader goes on with the next epoch.
+        iter(fit_loop._data_fetcher)
+
+    def _count(self, found: Checkpoint) -> None:
+        """Take the counters from a checkpoint of another trainer."""
+        fit_loop = self._trainer.fit_loop
+        loader = position_of(self._trainer)
+        epoch = found.timestamp.epoch or 0
+        if loader is not None:
+            epoch = loader.epoch + loader.at_epoch_end
+        for tracker in (fit_loop.epoch_progress.total, fit_loop.epoch_progress.current):
+            tracker.processed = epoch
+        epoch_loop = fit_loop.epoch_loop
+        automatic = epoch_loop.automatic_optimization.optim_progress.optimizer.step.total
+        manual = epoch_loop.manual_optimization.optim_step_progress.total
+        for total in (automatic, manual):
+            total.ready = total.completed = found.step
+        epoch_loop._batches_that_stepped = found.step
+
+    def _batches_taken(self) -> int:
+        loader = position_of(self._trainer)
+        return 0 if loader is None or loader.at_epoch_end else int(loader.batch)
+
+    def _calm(self) -> None:
+        """Let the loops repeat nothing of the epoch: they stand at a boundary."""
+        fit_loop = self._trainer.fit_loop
+        epoch_loop = fit_loop.epoch_loop
+        for loop in (
+            fit_loop,
+            epoch_loop,
+            epoch_loop.val_loop,
+            epoch_loop.automatic_optimization,
+            epoch_loop.manual_optimization,
+        ):
+            for name in RESTARTING:
+                if name in vars(loop):
+                    setattr(loop, name, False)
+
+
+def _plain(value: Any, path: str, lost: list[str]) -> Any:
+    """Copy hyper-parameters without what a checkpoint cannot hold, whose paths are noted."""
+    if isinstance(value, Mapping):
+        copied = {}
+        for name, one in value.items():
+            inside = f"{path}.{name}"
+            found = _plain(one, inside, lost)
+            if inside not in lost:
+                copied[name] = found
+        return copied
+    if isinstance(value, list | tuple):
+        return [_plain(one, f"{path}.{number}", lost) for number, one in enumerate(value)]
+    if value is None or isinstance(value, bool | int | float | str | Tensor):
+        return value
+    lost.append(path)
+    return None

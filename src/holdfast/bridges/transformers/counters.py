@@ -1,0 +1,98 @@
+"""The component `trainer` of a run under transformers' Trainer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from transformers.trainer_callback import ExportableState
+
+from holdfast.bridges.naming import left_out
+from holdfast.bridges.transformers.seams import FRAMEWORK
+from holdfast.engine.checkpoint import Checkpoint
+
+logger = logging.getLogger("holdfast")
+
+_PROGRESS = (
+    "epoch",
+    "num_input_tokens_seen",
+    "total_flos",
+    "log_history",
+    "best_metric",
+    "best_global_step",
+)
+"""Fields of the TrainerState that a checkpoint restores; others follow from the arguments."""
+
+
+class Counters:
+    """Component `trainer`: counters, logs, callbacks and losses that were not logged yet."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self.loaded: Mapping[str, Any] | None = None
+        """What the last resume found; None if the checkpoint has none of this trainer."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return them as plain values."""
+        trainer = self._trainer
+        pending = trainer._pending_loss
+        return {
+            "of": FRAMEWORK,
+            "state": {
+                name: getattr(trainer.state, name)
+                for name in _PROGRESS
+                if hasattr(trainer.state, name)
+            },
+            "callbacks": [
+                [type(callback).__name__, callback.state()["attributes"]]
+                for callback in _stateful(trainer)
+            ],
+            "pending_loss": 0.0 if pending is None else pending.item(),
+            "logged_loss": trainer._total_loss_scalar,
+            "last_logged_step": trainer._globalstep_last_logged,
+        }
+
+    def check_state_dict(self, state: Mapping[str, Any]) -> list[str]:
+        """Return notes on what cannot be taken over."""
+        note = left_out(state, FRAMEWORK)
+        return [] if note is None else [note]
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Keep a stored state until `apply`."""
+        note = left_out(state, FRAMEWORK)
+        if note is not None:
+            self._trainer._emit("warning", note)
+        self.loaded = state if note is None else None
+
+    def apply(self, found: Checkpoint) -> None:
+        """Set counters, callbacks and losses of the Trainer to those loaded."""
+        trainer, loaded = self._trainer, self.loaded
+        if loaded is None:
+            return
+        for name, value in loaded["state"].items():
+            if hasattr(trainer.state, name):
+                setattr(trainer.state, name, value)
+        left = list(loaded["callbacks"])
+        for callback in _stateful(trainer):
+            match = next((one for one in left if one[0] == type(callback).__name__), None)
+            if match is not None:
+                left.remove(match)
+                vars(callback).update(match[1])
+        if left:
+            names = ", ".join(name for name, _ in left)
+            logger.warning("%s: left out, as there are no such callbacks: %s", found.folder, names)
+        trainer._globalstep_last_logged = loaded["last_logged_step"]
+        pending = loaded["pending_loss"]
+        if hasattr(trainer, "_tr_loss"):
+            trainer._tr_loss += pending
+            trainer._total_loss_scalar = -pending  # the Trainer's mean is over this call's steps
+        else:  # before transformers 5: a local variable, and a mean over all steps
+            trainer._total_loss_scalar = loaded["logged_loss"]
+            trainer._carried_loss = pending
+            if trainer._was_done:
+                trainer._total_loss_scalar += pending
+
+
+def _stateful(trainer: Any) -> list[Any]:
+    return [cb for cb in trainer.callback_handler.callbacks if isinstance(cb, ExportableState)]

@@ -1,0 +1,85 @@
+"""What is asked of transformers beyond its interface, and arguments that cannot be obeyed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import transformers
+import transformers.trainer as theirs
+
+from holdfast.errors import UsageError, listing
+
+FRAMEWORK = "transformers"
+
+# Names that are not part of transformers' interface.
+_METHODS = (
+    "_inner_training_loop",
+    "_load_from_checkpoint",
+    "_load_optimizer_and_scheduler",
+    "_load_rng_state",
+    "_maybe_log_save_evaluate",
+    "_save_checkpoint",
+)
+_SET_BY_THE_LOOP = ("_globalstep_last_logged", "_total_loss_scalar")
+SKIP, STATE_FILE = "skip_first_batches", "TRAINER_STATE_NAME"  # in transformers.trainer
+_SUPPORTED = "4.48 to 5.24"
+COUNTS_UNFULL_WINDOWS = 5
+"""Major version from which the Trainer counts the last window of an epoch as a step."""
+
+
+def check_names() -> None:
+    """Raise `UsageError` unless transformers has all the names that this module needs.
+
+    Raises:
+        UsageError: names them, and the versions that have them.
+    """
+    trainer = transformers.Trainer
+    missing = [f"Trainer.{name}" for name in _METHODS if not hasattr(trainer, name)]
+    loop = getattr(trainer, "_inner_training_loop", None)
+    inner = getattr(loop, "__wrapped__", loop)
+    used = getattr(getattr(inner, "__code__", None), "co_names", ())
+    missing += [f"Trainer.{name}" for name in _SET_BY_THE_LOOP if name not in used]
+    missing += [f"trainer.{name}" for name in (SKIP, STATE_FILE) if not hasattr(theirs, name)]
+    if missing:
+        raise UsageError(
+            f"transformers {transformers.__version__} has no {', '.join(missing)}: this bridge is "
+            f"tested with {_SUPPORTED}"
+        )
+
+
+def refuse_arguments(trainer: Any) -> None:
+    """Raise `UsageError` for arguments that would be ignored, or cannot be resumed exactly."""
+    args = trainer.args
+    pushes = args.push_to_hub and str(getattr(args.hub_strategy, "value", "")) != "end"
+    reasons = {
+        "deepspeed": (args.deepspeed, "its optimizer cannot be a component"),
+        "fsdp": (args.fsdp, "not supported by this bridge; see holdfast.train for FSDP2"),
+        "auto_find_batch_size": (
+            args.auto_find_batch_size,
+            "a position in the data needs one batch size",
+        ),
+        "load_best_model_at_end": (
+            args.load_best_model_at_end,
+            'give Checkpoints(keep="last:1,best:eval_loss") and call '
+            "holdfast.load_weights(f'{root}@best', model) after train()",
+        ),
+        "save_total_limit": (
+            args.save_total_limit is not None,
+            "give Checkpoints(keep=Last(n))",
+        ),
+        "save_only_model": (args.save_only_model, "a run cannot resume from weights alone"),
+        "ignore_data_skip": (args.ignore_data_skip, "nothing is read to skip it: leave it out"),
+        "push_to_hub": (pushes, 'checkpoints are not pushed: set hub_strategy="end"'),
+        "past_index": (getattr(args, "past_index", -1) >= 0, "states of the past are not saved"),
+        "split_batches": (
+            args.accelerator_config.split_batches,
+            "batches are of each rank: leave it out",
+        ),
+    }
+    wrong = [f"{name}: {why}" for name, (is_set, why) in reasons.items() if is_set]
+    if wrong:
+        raise UsageError("TrainingArguments:\n" + listing(wrong))
+
+
+def major_version() -> int:
+    return int(transformers.__version__.split(".")[0])
