@@ -307,6 +307,32 @@ def test_epochs_of_another_length_than_the_loaders_are_refused(tmp_path: Path) -
         fit(tmp_path, limit_train_batches=3)
 
 
+def test_the_part_that_is_the_model_must_have_all_weights(tmp_path: Path) -> None:
+    class Two(Regression):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(1, 1)
+
+    for module, part, named in ((Two(), "net", r"head\.weight"), (Two(), "body", "no module")):
+        made = trainer(HoldfastCheckpoint(tmp_path, model=part))
+        with pytest.raises(UsageError, match=named):
+            made.fit(module, train_data())
+
+
+def test_the_part_that_is_the_model_is_what_test_loads(tmp_path: Path) -> None:
+    def callback() -> HoldfastCheckpoint:
+        return HoldfastCheckpoint(tmp_path, model="net")
+
+    made, module = trainer(callback(), max_steps=2, limit_val_batches=0), Regression()
+    made.fit(module, train_data())
+    again = Regression()
+    trainer(callback()).test(again, Loader(Noisy(), batch_size=22), str(tmp_path), verbose=False)
+    forks.assert_equal(dict(again.state_dict()), dict(module.state_dict()))
+    bare = Regression().net
+    holdfast.load_weights(tmp_path, bare)
+    forks.assert_equal(dict(bare.state_dict()), dict(module.net.state_dict()))
+
+
 def test_two_callbacks_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="two"):
         fit(tmp_path / "a", HoldfastCheckpoint(tmp_path / "b"))

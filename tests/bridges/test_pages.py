@@ -14,13 +14,14 @@ BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
 @pytest.mark.filterwarnings("ignore")  # of the framework, version by version
-@pytest.mark.parametrize("framework", ["ignite", "lightning"])
+@pytest.mark.parametrize("page", ["ignite", "index", "lightning"])
 def test_the_snippets_of_a_page_run(
-    framework: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    needed(framework)
+    if page != "index":
+        needed(page)
     monkeypatch.chdir(tmp_path)
-    blocks = BLOCK.findall((PAGES / f"{framework}.md").read_text("utf-8"))
+    blocks = BLOCK.findall((PAGES / f"{page}.md").read_text("utf-8"))
     assert blocks
     names: dict[str, object] = {"__name__": "page"}
     for code in blocks:

@@ -32,7 +32,7 @@ class Train:
 
     def __init__(self, folder: Path, **settings: Any) -> None:
         torch.manual_seed(1)
-        self.step = 0
+        self.step = self.tokens = 0
         self.model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.Linear(8, 1))
         self.optimizers = default_adamw(lr=1e-2).build(model_parts=[self.model])
         self.schedulers = LRSchedulersContainer.Config(warmup_steps=5).build(
@@ -51,10 +51,10 @@ class Train:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        return {"step": self.step}
+        return {"step": self.step, "ntokens_seen": self.tokens}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.step = state["step"]
+        self.step, self.tokens = state["step"], state["ntokens_seen"]
 
     def train(self, say: forks.Say = print, *, stop_at: int = 0) -> dict[str, Any]:
         self.checkpointer.load(step=-1)
@@ -101,6 +101,36 @@ def test_a_signal_saves_and_asks_to_be_run_again(tmp_path: Path) -> None:
 def test_what_would_be_ignored_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="exclude_from_loading: a resume is of the whole"):
         Train(tmp_path, exclude_from_loading=["dataloader"])
+
+
+def test_methods_that_are_not_called_any_more_are_named_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bridge.BaseCheckpointManager, "__abstractmethods__", frozenset({"_load"}))
+    with pytest.raises(UsageError, match=r"does not call _close, .*_save.* tested with 0\.3\.0"):
+        Train(tmp_path)
+
+
+def test_tokens_are_those_of_the_checkpoint(tmp_path: Path) -> None:
+    """Another trainer's count of them goes on."""
+    one = Train(tmp_path)
+    one.tokens = 700
+    one.checkpointer.save(1, last_step=True)
+    one.checkpointer.close()
+    state = {"model": one.model, "optimizer": next(iter(one.optimizers)), "data": one.data}
+    hooks = holdfast.StateHooks(one_sided=lambda name: name in ("trainer", "scheduler"))
+    with holdfast.CheckpointManager(tmp_path / "checkpoint", state, hooks=hooks) as manager:
+        found = manager.resume()
+        assert found is not None
+        assert found.timestamp.tokens == 700
+        state["scheduler"] = next(iter(one.schedulers))
+    with holdfast.CheckpointManager(tmp_path / "checkpoint", state, hooks=hooks) as manager:
+        manager.resume()
+        manager.save(2, tokens=900, wait=True)
+    again = Train(tmp_path)
+    again.checkpointer.load()
+    again.checkpointer.close()
+    assert (again.step, again.tokens) == (2, 900)
 
 
 def test_a_manager_that_is_off_does_nothing(tmp_path: Path) -> None:
