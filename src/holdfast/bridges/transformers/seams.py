@@ -82,4 +82,5 @@ def refuse_arguments(trainer: Any) -> None:
 
 
 def major_version() -> int:
+    """Return the major version of transformers."""
     return int(transformers.__version__.split(".")[0])

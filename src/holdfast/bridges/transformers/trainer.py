@@ -110,7 +110,7 @@ class CheckpointedMixin(_Trainer):
         self._folder: Path | None = None
         super().__init__(*args, **kwargs)
         refuse_arguments(self)
-        self.add_callback(Moments(self))
+        self.add_callback(_Moments(self))
 
     # What the Trainer calls
 
@@ -315,13 +315,14 @@ class CheckpointedTrainer(CheckpointedMixin, transformers.Trainer):
     """`transformers.Trainer` whose checkpoints are Holdfast's; see `CheckpointedMixin`."""
 
 
-class Moments(TrainerCallback):
+class _Moments(TrainerCallback):
     """Callback that tells the trainer where in its loop it is."""
 
     def __init__(self, trainer: CheckpointedMixin) -> None:
         self._trainer = trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Resume, with the intervals of the arguments, which a resume by the Trainer would set."""
         for name in _INTERVALS:
             number = getattr(args, name)
             if number is not None:
@@ -329,9 +330,11 @@ class Moments(TrainerCallback):
         self._trainer._begin()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Note that logs and evaluations of a step follow."""
         self._trainer._event = "step"
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Note that logs and evaluations of an epoch follow."""
         self._trainer._event = "epoch"
 
 
