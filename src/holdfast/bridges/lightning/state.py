@@ -99,7 +99,7 @@ class TrainerState:
         They were made early, as components of the state.
         """
         fit_loop = self._trainer.fit_loop
-        states = getattr(fit_loop, "_combined_loader_states_to_load", [])
+        states = fit_loop._combined_loader_states_to_load
         if states:
             fit_loop._combined_loader._load_state_dicts(states)
             fit_loop._combined_loader_states_to_load = []
