@@ -79,6 +79,7 @@ class HoldfastManager(BaseCheckpointManager):
         self.enable, self.save_future = config.enable, None
         if not self.enable:
             return
+        _check_version(states)
         _refuse(config, model_parts)
         self._is_load_only = config.load_only
         self._saves_first = config.enable_first_step_checkpoint
@@ -170,14 +171,18 @@ class _Counters:
         return count
 
 
-def _refuse(config: Any, model_parts: list[Any]) -> None:
-    """Raise `UsageError` for settings that would be ignored, or a version that is not known."""
+def _check_version(states: Mapping[str, Any]) -> None:
+    """Raise `UsageError` if torchtitan does not call this manager as it did."""
     missing = [n for n in _CALLED if n not in BaseCheckpointManager.__abstractmethods__]
-    if missing:
+    if missing or _OF_THEIR_TRAINER not in states:
+        what = f"does not call {', '.join(missing)}" if missing else f"gives {sorted(states)} only"
         raise UsageError(
-            f"torchtitan's BaseCheckpointManager does not call {', '.join(missing)}; this bridge "
-            f"is tested with {_SUPPORTED}"
+            f"torchtitan: its BaseCheckpointManager {what}; this bridge is tested with {_SUPPORTED}"
         )
+
+
+def _refuse(config: Any, model_parts: list[Any]) -> None:
+    """Raise `UsageError` for settings that would be ignored."""
     reasons = {
         "initial_load_path": (config.initial_load_path, "load the weights into the model first"),
         "last_save_in_hf": (config.last_save_in_hf, "export the checkpoint afterwards"),
