@@ -114,11 +114,11 @@ def test_a_warning_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
     assert [record.levelname for record in said] == ["WARNING"]
 
 
-@each("name", ["model", "optimizer", "data", "progress"])
+@each("name", ["model", "optimizer", "data"])
 def test_what_every_run_has_is_never_new(
     name: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """A checkpoint without model, optimizer, data or counters is no start of a Trainer's run."""
+    """A checkpoint without model, optimizer or data is no start of a Trainer's run."""
     root = tmp_path_factory.mktemp("root")
     trainer = make(root)
     state = {key: value for key, value in trainer.state.items() if key != name}
@@ -128,6 +128,38 @@ def test_what_every_run_has_is_never_new(
     with pytest.raises(MismatchError, match=f"{name} .the whole component."):
         trainer.fit(3)
     assert all(torch.equal(value, before[key]) for key, value in weights(trainer).items())
+
+
+class Batches:
+    """Data of another library, which tells neither epoch nor batch."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __iter__(self) -> Any:
+        self.count += 1
+        yield torch.ones(2, 4)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
+def test_without_counters_a_run_goes_on_only_with_data_that_tells_its_place(tmp_path: Path) -> None:
+    """docs/bridges/index.md: another trainer saves no counters of ours."""
+    for root, data in ((tmp_path / "a", {"data": Batches()}), (tmp_path / "b", {})):
+        trainer = make(root, **data)
+        state = {key: value for key, value in trainer.state.items() if key != "progress"}
+        with CheckpointManager(root, state) as manager:
+            manager.save(2, wait=True)
+        if data:
+            with pytest.raises(MismatchError, match=r"progress .the whole component."):
+                trainer.fit(3)
+        else:
+            trainer.fit(3)
+            assert trainer.counters.step == 3
 
 
 @each("kind", NAMES)

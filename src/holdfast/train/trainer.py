@@ -762,6 +762,8 @@ class Trainer:
     ) -> Outcome:
         saves = Saves()
         may_be_new = self.state.keys() - _IN_EVERY_RUN
+        if not (hasattr(self.data, "epoch") and hasattr(self.data, "batch")):
+            may_be_new -= {PROGRESS}  # only such data tells where in an epoch another trainer was
         may_be_left = {*without, TRAINER} - self.state.keys()
         hooks = StateHooks(
             before_save=self._before_save,
