@@ -134,7 +134,7 @@ def run_example(path: Path) -> list[str]:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=840,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

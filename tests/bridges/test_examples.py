@@ -36,6 +36,7 @@ def test_kills_at_any_call_of_a_function_change_no_bit(
 
 
 @pytest.mark.full
+@pytest.mark.timeout(900)  # four processes, each of which imports the framework
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_it_runs_as_a_user_runs_it(name: str) -> None:
     """Invariant 7, R1: two kills, and the same bits as in one go."""
