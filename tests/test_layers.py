@@ -28,7 +28,7 @@ LAYERS = (
     ("engine",),
     ("care",),
     ("manager",),
-    ("data", "interop"),
+    ("data", "interop", "sinks"),
     ("weights",),
     ("train", "bridges"),
     ("cli", "demo", "testing"),
@@ -88,6 +88,7 @@ WITHOUT_TORCH = (
 WITHOUT_TORCH_MODULES = (
     "holdfast.engine.roots.catalog",
     "holdfast.engine.control.stop",
+    "holdfast.sinks",
     "holdfast.interop.comparing.differences",
     "holdfast.interop.comparing.statistics",
     "holdfast.interop.opening",

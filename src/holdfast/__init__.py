@@ -15,12 +15,14 @@ if TYPE_CHECKING:
     from holdfast import errors as errors
     from holdfast import events as events
     from holdfast import keys as keys
+    from holdfast import sinks as sinks
     from holdfast import testing as testing
     from holdfast import train as train
     from holdfast.engine.access import reading as reading
     from holdfast.engine.bars import progress as progress
     from holdfast.engine.checkpoint import Checkpoint as Checkpoint
     from holdfast.engine.checkpoint import PendingSave as PendingSave
+    from holdfast.engine.control.on_commit import OnCommit as OnCommit
     from holdfast.engine.control.stop import Stop as Stop
     from holdfast.engine.hooks import StateHooks as StateHooks
     from holdfast.engine.loading.caching import CachedStore as CachedStore
@@ -113,6 +115,7 @@ _HOMES = {
     "MemoryStore": "holdfast.store.memory",
     "ObjectInfo": "holdfast.store.base",
     "On": "holdfast.policy.triggers",
+    "OnCommit": "holdfast.engine.control.on_commit",
     "PendingSave": "holdfast.engine.checkpoint",
     "PerRank": "holdfast.state.components",
     "RemoteOptions": "holdfast.store.remote.opening",
@@ -154,6 +157,7 @@ _HOMES = {
     "progress": "holdfast.engine.bars",
     "reading": "holdfast.engine.access",
     "simulate": "holdfast.policy.costs",
+    "sinks": "holdfast",
     "testing": "holdfast",
     "train": "holdfast",
 }

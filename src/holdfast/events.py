@@ -7,6 +7,7 @@ a save (invariant 8).
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -18,6 +19,7 @@ Kind = Literal[
     "claimed",
     "save_started",
     "staged",
+    "stalled",
     "committed",
     "save_failed",
     "save_skipped",
@@ -88,6 +90,12 @@ class Emitter:
         self._sinks = sinks
         self._failed: set[int] = set()
 
+    def leave_reports(self) -> None:
+        """Drop the sinks with `is_for_leader`, on a rank that is not the leader."""
+        self._sinks = tuple(
+            sink for sink in self._sinks if not getattr(sink, "is_for_leader", False)
+        )
+
     def __call__(self, kind: Kind, message: str, *, step: int | None = None, **fields: Any) -> None:
         """Make an event and pass it to every sink."""
         event = Event(kind=kind, message=message, step=step, fields=fields)
@@ -98,3 +106,18 @@ class Emitter:
                 if id(sink) not in self._failed:
                     self._failed.add(id(sink))
                     logger.exception("event sink %r failed; its later failures are not shown", sink)
+
+
+_USER = re.compile(r"(://)[^/\s@?#]*@")
+_QUERY = re.compile(r"(://[^\s?#]*)[?#][^\s'\"]*")
+
+
+def without_secrets(text: str) -> str:
+    """Cut user names, passwords, queries and fragments out of the URLs in a text.
+
+    >>> without_secrets("https://me:pass@host/runs/gpt?sig=abc")
+    'https://***@host/runs/gpt'
+    >>> without_secrets("/data/runs/what?")
+    '/data/runs/what?'
+    """
+    return _USER.sub(r"\1***@", _QUERY.sub(r"\1", text))

@@ -28,6 +28,7 @@ from holdfast.engine.claims.notes import (
 )
 from holdfast.engine.claims.owner import left_s
 from holdfast.engine.control import exits
+from holdfast.engine.control.on_commit import CommitFunction, OnCommit, commands_of
 from holdfast.engine.control.outside import Asked, outside_of
 from holdfast.engine.control.requests import POLL_S, Requests
 from holdfast.engine.control.stop import Stop
@@ -146,6 +147,8 @@ class CheckpointManager:
         label: readable name of a checkpoint: a template, or a function of the Timestamp.
         run_name: what `{run_name}` in the label stands for.
         sinks: receivers of events; the default logs to the logger `holdfast`.
+        on_commit: a command such as "notify {folder} {step}", a function of the `Checkpoint`, or
+            an `OnCommit`: run in the background after each commit (docs/trackers.md).
         save_timeout_s: longest time to wait for one save, in seconds.
         exit_timeout_s: longest time that the interpreter's exit waits for a save under way.
         preflight: whether the first save checks space and permissions before it claims the run.
@@ -183,6 +186,7 @@ class CheckpointManager:
         label: str | LabelFunction = DEFAULT_LABEL,
         run_name: str | None = None,
         sinks: Iterable[Sink] = (log_event,),
+        on_commit: OnCommit | str | Sequence[str] | CommitFunction | None = None,
         save_timeout_s: float = 1800.0,
         exit_timeout_s: float = 600.0,
         preflight: bool = True,
@@ -204,6 +208,7 @@ class CheckpointManager:
             "label": label,
             "run_name": run_name,
             "sinks": sinks,
+            "on_commit": on_commit,
             "save_timeout_s": save_timeout_s,
             "exit_timeout_s": exit_timeout_s,
             "preflight": preflight,
@@ -213,9 +218,11 @@ class CheckpointManager:
             raise UsageError("root=None: a CheckpointManager needs a root to save in")
         rules = Rules.of(checkpoints.root, checkpoints.keep, checkpoints.savers, {*state, RNG})
         compressions = choices(checkpoints.compress, {*state, RNG})
-        self._emit = Emitter(tuple(checkpoints.sinks))
+        self._emit = Emitter((*checkpoints.sinks, *commands_of(checkpoints.on_commit)))
         length = None if max_duration is None else parse(max_duration, what="max_duration")
         self._ranks = encrypted(coordinator_of(ranks, self._emit), checkpoints.encrypt)
+        if not self._ranks.is_leader:
+            self._emit.leave_reports()
         is_shared = self._ranks.world_size > 1
         self._schedule = Schedule(
             checkpoints.every, checkpoints.savers, max_duration=length, is_shared=is_shared
@@ -787,6 +794,8 @@ class CheckpointManager:
                 return PendingSave.skipped(now.step, due, error)
             pending = self._save_jointly(now, due, measured, unhealthy, joint, is_awaited)
         pending.stall_s = time.perf_counter() - joint.began_s
+        text = f"the save of step {now.step} stopped training for {pending.stall_s:.3f} s"
+        self._emit("stalled", text, step=now.step, stall_s=pending.stall_s)
         self._tuning.saved(pending.stall_s)
         if self._hooks.save_begun is not None:
             self._hooks.save_begun(pending)

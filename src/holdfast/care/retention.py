@@ -360,7 +360,14 @@ class Deleter:
         if removal.is_done:
             folder = entry.folder
             self.report.deleted.append(folder)
-            self._emit("retracted", f"deleted {folder}: {why}", step=entry.step, folder=folder)
+            self._emit(
+                "retracted",
+                f"deleted {folder}: {why}",
+                step=entry.step,
+                folder=folder,
+                root=self._store.url,
+                reason=why,
+            )
             self._readers.tidy(folder)
 
     def _thin(self, claim: Claim, item: Planned) -> None:

@@ -355,6 +355,7 @@ class Sending:
             f"{entry.folder} is there",
             step=entry.step,
             folder=entry.folder,
+            root=self._remote.url,
             nbytes=entry.manifest.nbytes,
             sent_nbytes=cost.nbytes,
             requests=cost.requests,

@@ -8,6 +8,7 @@ from dataclasses import KW_ONLY, dataclass, fields
 from typing import Any, Literal
 
 from holdfast.arguments import checked, written
+from holdfast.engine.control.on_commit import CommitFunction, OnCommit, commands_of
 from holdfast.engine.saving.compressing import Compress, check_choices, choices
 from holdfast.engine.staging.overlap import Mode
 from holdfast.engine.tiers.tiered import Rules, Tiered
@@ -84,6 +85,10 @@ class Checkpoints:
     """The value of `{run_name}` in the label."""
     sinks: Iterable[Sink] = (log_event,)
     """Functions that receive each event. The default logs to the logger `holdfast`."""
+    on_commit: OnCommit | str | Sequence[str] | CommitFunction | None = None
+    """A command such as "notify {folder} {step}", a function of the `Checkpoint`, or an `OnCommit`
+    with a time limit: run in the background, on the leader, after each commit
+    (docs/trackers.md). None: nothing."""
     save_timeout_s: float = 1800.0
     """Longest time to wait for one save, in seconds. Half an hour is far above what a save takes
     on storage that works."""
@@ -98,6 +103,7 @@ class Checkpoints:
         compile_label(self.label, run_name=self.run_name)
         _ = self.memory_budget_nbytes
         check_choices(self.compress)
+        commands_of(self.on_commit)
         for name in ("save_timeout_s", "exit_timeout_s"):
             value = getattr(self, name)
             if not value > 0:

@@ -235,6 +235,15 @@ def encode_manifest(manifest: Manifest) -> bytes:
     return strictjson.encode_checked("checkpoint", members, max_nbytes=MAX_MANIFEST_NBYTES)
 
 
+def manifest_digest(manifest: Manifest) -> str:
+    """Return the digest of a manifest, "blake3:…", which is in its last line.
+
+    Of an encrypted checkpoint it is that of the manifest before encryption.
+    """
+    last_line = encode_manifest(manifest).rstrip().rpartition(b"\n")[2]
+    return last_line.split(b'"')[3].decode("ascii")
+
+
 def decode_register(data: Buffer, *, what: str) -> Manifest | Aborted | Deleted:
     """Decode the register of an attempt.
 

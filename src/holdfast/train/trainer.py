@@ -823,7 +823,7 @@ class Trainer:
                 self.checkpoints,
                 every=self._every,
                 overlap=self._overlap,
-                sinks=(*self.checkpoints.sinks, saves),
+                sinks=(*self.checkpoints.sinks, *self._callbacks.sinks, saves),
             ),
             {n: PerRank(one) if n in self._per_rank else one for n, one in self.state.items()},
             max_duration=goal,

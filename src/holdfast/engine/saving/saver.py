@@ -38,7 +38,7 @@ from holdfast.errors import (
 )
 from holdfast.events import Emitter
 from holdfast.format import blocks, layout
-from holdfast.format.manifest import Manifest
+from holdfast.format.manifest import Manifest, manifest_digest
 from holdfast.policy.rule import MAIN
 from holdfast.policy.savers import Due
 from holdfast.ranks.coordinator import GRACE_S
@@ -258,6 +258,7 @@ class Saver:
         try:
             joint.agree(self._owner, pending.phase)
             entry = self._unchanged(staged, request, joint, overlapped)
+            is_new = entry is None
             if entry is None:
                 entry = self._write(pending, staged, request, joint, overlapped)
         except BaseException as error:  # noqa: BLE001 - the future carries it to the caller
@@ -274,6 +275,7 @@ class Saver:
         learned = self._learn(staged)
         if not entry.manifest.lacks:
             self.standing = entry
+        checkpoint = describe(self._store, entry)
         self._emit(
             "committed",
             f"committed {entry.folder}",
@@ -281,9 +283,12 @@ class Saver:
             folder=entry.folder,
             nbytes=entry.manifest.nbytes,
             save_s=time.perf_counter() - began,
+            is_new=is_new,
+            checkpoint=checkpoint,
+            digest=manifest_digest(entry.manifest),
         )
         pending.phase.text = "doing the housekeeping after it"
-        pending.committed.set_result(describe(self._store, entry))
+        pending.committed.set_result(checkpoint)
         self._chores.after_commit(entry)
         self._links.look_ahead(learned)
         self._compressing.learn()

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from holdfast.errors import HoldfastError, UsageError, listing
+from holdfast.events import Sink
 from holdfast.train.callbacks.hooks import HOOKS, Callback, Logger
 from holdfast.train.callbacks.measuring import read_numbers
 from holdfast.train.parallel.group import Group
@@ -89,6 +90,12 @@ class Callbacks:
     def recording(self) -> list[Any]:
         """Loggers with a state to save, such as the id of the run to which they log."""
         return [item for item in self._all if isinstance(item, Logger) and _is_stateful(item)]
+
+    @property
+    def sinks(self) -> list[Sink]:
+        """Receivers of events of the loggers that have one."""
+        loggers = (item for item in self._all if isinstance(item, Logger))
+        return [item.sink for item in loggers if item.sink is not None]
 
     def follow(self, group: Group) -> None:
         """Copy the state of the leader's loggers, which alone are called, to those of all ranks."""

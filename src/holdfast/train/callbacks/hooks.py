@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from holdfast.errors import SaveFailed
+from holdfast.events import Sink
 from holdfast.train.training import Metrics, Training
 
 if TYPE_CHECKING:
@@ -231,3 +232,6 @@ class Callback:
 class Logger(Callback):
     """Callback that only records metrics: called after other callbacks, but before them in
     `fit_start`, so that it is ready for what they log."""
+
+    sink: Sink | None = None
+    """Receiver of the events of saves, on whichever thread they happen; None: needs none."""

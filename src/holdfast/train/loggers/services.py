@@ -10,7 +10,6 @@ import re
 import time
 import uuid
 from collections.abc import Mapping
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,26 +17,20 @@ from typing_extensions import override
 
 from holdfast.data.randomness import preserved
 from holdfast.errors import FormatError, UsageError
+from holdfast.events import Event, Sink
+from holdfast.sinks.extras import import_extra
+from holdfast.sinks.trackers import (
+    MLflowReferences,
+    TensorBoardReferences,
+    WandbReferences,
+    expect_models,
+)
 from holdfast.train.callbacks.hooks import Logger
 from holdfast.train.outputs import Image, Table
 from holdfast.train.training import Metrics, Training
 
 if TYPE_CHECKING:
     from holdfast.engine.checkpoint import Checkpoint
-
-
-def import_extra(module: str, extra: str) -> Any:
-    """Import a module of an optional dependency, which `extra` of Holdfast installs.
-
-    Raises:
-        UsageError: the module is not installed.
-    """
-    try:
-        return import_module(module)
-    except ImportError as error:
-        raise UsageError(
-            f"{module} cannot be imported ({error}): pip install 'holdfast-torch[{extra}]'"
-        ) from error
 
 
 _POSITION = re.compile(r"([0-9]{1,18})/([0-9]{1,18})", re.ASCII)
@@ -85,6 +78,20 @@ class Replays:
         return self._now > self._reached
 
 
+class RunSink:
+    """Sink that passes events to that of a tracker's present run; drops them before it begins."""
+
+    is_for_leader = True
+
+    def __init__(self) -> None:
+        self.target: Sink | None = None
+
+    def __call__(self, event: Event) -> None:
+        """Pass an event on."""
+        if self.target is not None:
+            self.target(event)
+
+
 class RunLogger(Logger):
     """Logs to one run of a service, and continues it after a resume.
 
@@ -94,9 +101,10 @@ class RunLogger(Logger):
 
     _id: str | None = None
 
-    def __init__(self) -> None:
+    def __init__(self, *, references: bool) -> None:
         self._service: Any = None
         """The library's object to log with while `fit` runs."""
+        self.sink: RunSink | None = RunSink() if references else None
         self._replays = Replays()
 
     def log(self, training: Training, metrics: Metrics) -> None:
@@ -181,18 +189,23 @@ class MLflow(RunLogger):
         *,
         tracking_uri: str | None = None,
         run_name: str | None = None,
+        references: bool = True,
     ) -> None:
         """Make the logger; `tracking_uri` is a server or "sqlite:///path.db", None: as configured.
 
+        `references`: whether each checkpoint gets a model of MLflow, as by `MLflowReferences`.
+
         Raises:
-            UsageError: the extra is not installed.
+            UsageError: the extra is not installed, or too old for references.
         """
         self._library = import_extra("mlflow", "mlflow")
+        if references:
+            expect_models(self._library)
         self._experiment = experiment
         self._tracking_uri = tracking_uri
         self._run_name = run_name
         self._status = "FINISHED"
-        super().__init__()
+        super().__init__(references=references)
 
     def fit_start(self, training: Training) -> None:
         """Begin the run, or continue it."""
@@ -205,6 +218,8 @@ class MLflow(RunLogger):
             tags = self._service.get_run(self._id).data.tags
         self._replays = Replays(tags.get(_POSITION_TAG, "0/0"), resumed_step=training.counters.step)
         self._status = "FINISHED"
+        if self.sink is not None:
+            self.sink.target = MLflowReferences(self._id, tracking_uri=self._tracking_uri)
 
     def exception(self, training: Training, error: BaseException) -> None:
         """Record the status with which the run ends."""
@@ -215,6 +230,8 @@ class MLflow(RunLogger):
         if self._service is not None:
             self._service.set_terminated(self._id, self._status)
             self._service = None
+        if self.sink is not None:
+            self.sink.target = None
 
     def _new_run(self) -> str:
         found = self._service.get_experiment_by_name(self._experiment)
@@ -255,13 +272,17 @@ class TensorBoard(Logger):
     again.
     """
 
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
+    def __init__(self, folder: str | os.PathLike[str], *, references: bool = True) -> None:
         """Log to `folder`: the argument of `tensorboard --logdir`, or a folder in it.
+
+        `references`: whether checkpoints and their deletions are texts, as by
+        `TensorBoardReferences`.
 
         Raises:
             UsageError: the extra is not installed.
         """
         self.folder = os.fspath(folder)
+        self.sink: RunSink | None = RunSink() if references else None
         import_extra("tensorboard", "tensorboard")
         self._make = import_extra("torch.utils.tensorboard", "tensorboard").SummaryWriter
         self._writer: Any = None
@@ -269,6 +290,8 @@ class TensorBoard(Logger):
     def fit_start(self, training: Training) -> None:
         """Open a file of TensorBoard events."""
         self._writer = self._make(self.folder, purge_step=training.counters.step + 1)
+        if self.sink is not None:
+            self.sink.target = TensorBoardReferences(self._writer)
 
     def log(self, training: Training, metrics: Metrics) -> None:
         """Write the metrics of the step."""
@@ -303,6 +326,8 @@ class TensorBoard(Logger):
         if self._writer is not None:
             self._writer.close()
             self._writer = None
+        if self.sink is not None:
+            self.sink.target = None
 
     def _write(self, metrics: Metrics, step: int) -> None:
         if self._writer is None:  # outside of `fit`, `validate` has no step to write at
@@ -320,8 +345,11 @@ class WeightsAndBiases(RunLogger):
     they are logged twice.
     """
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, *, references: bool = True, **settings: Any) -> None:
         """Make the logger; `settings` are those of `wandb.init`, such as `mode="offline"`.
+
+        `references`: whether each checkpoint is logged as a reference artifact, as by
+        `WandbReferences`.
 
         Raises:
             UsageError: the extra is not installed, or a setting is one that this class decides.
@@ -331,7 +359,7 @@ class WeightsAndBiases(RunLogger):
             raise UsageError(f"WeightsAndBiases: {taken} come from the checkpoint")
         self._settings = settings
         self._library = import_extra("wandb", "wandb")
-        super().__init__()
+        super().__init__(references=references)
 
     def fit_start(self, training: Training) -> None:
         """Begin the run, or continue it."""
@@ -341,12 +369,16 @@ class WeightsAndBiases(RunLogger):
         self._replays = self._earlier_replays(training.counters.step)
         self._service.define_metric("step")
         self._service.define_metric("*", step_metric="step")
+        if self.sink is not None and not self._service.disabled:
+            self.sink.target = WandbReferences(self._service)
 
     def close(self, training: Training) -> None:
         """End the run; a resume continues it."""
         if self._service is not None:
             self._service.finish()
             self._service = None
+        if self.sink is not None:
+            self.sink.target = None
 
     @property
     def _position_file(self) -> Path:

@@ -1,0 +1,189 @@
+"""`OnCommit`: a command or a function that is run after each commit, in the background."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import TypeAlias
+
+from typing_extensions import override
+
+from holdfast.arguments import checked
+from holdfast.engine.checkpoint import Checkpoint
+from holdfast.engine.control.reporting import Reporter
+from holdfast.errors import HoldfastError, UsageError
+from holdfast.events import Event, Kind, without_secrets
+
+logger = logging.getLogger("holdfast")
+
+CommitFunction: TypeAlias = Callable[[Checkpoint], object]
+
+PLACEHOLDERS = ("folder", "step", "root", "path", "digest")
+_PLACEHOLDER = re.compile(r"\{([a-z_]+)\}")
+_SHELLS = frozenset({"sh", "bash", "dash", "zsh", "ksh"})
+_MAX_OUTPUT = 2_000
+"""Most characters of a failed command's output that are logged: the last ones."""
+_KILLED_S = 10.0
+"""How long to wait for a killed command to end, in seconds."""
+
+
+@checked()
+@dataclass(frozen=True, slots=True)
+class OnCommit:
+    """What is run after each commit: a command or a function, with a time limit.
+
+        Checkpoints("runs/gpt", on_commit=OnCommit("notify {folder} {step}", timeout_s=30))
+
+    In each argument of a command, `{folder}`, `{step}`, `{root}`, `{path}` (root and folder) and
+    `{digest}` (of the manifest) are replaced. No shell sees it, unless it calls one itself.
+
+    Raises:
+        UsageError: the command is empty, does not exist, or has another placeholder.
+    """
+
+    command: str | Sequence[str] | CommitFunction
+    """A command as one text, which is split as a shell would, or as its arguments; or a function,
+    which is called with the `Checkpoint` in the background."""
+    _: KW_ONLY
+    timeout_s: float = 60.0
+    """Seconds after which a command is killed. A function cannot be: there is a warning, and what
+    follows waits for it. The close of the manager waits as long for all that is left."""
+
+    def __post_init__(self) -> None:
+        if not self.timeout_s > 0:
+            raise UsageError(f"timeout_s={self.timeout_s!r}: must be a positive number of seconds")
+        if not callable(self.command):
+            _check(self.arguments)
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """The command's arguments, with their placeholders; none of a function."""
+        if isinstance(self.command, str):
+            try:
+                return tuple(shlex.split(self.command))
+            except ValueError as error:
+                raise UsageError(f"on_commit={self.command!r}: {error}") from error
+        return () if callable(self.command) else tuple(self.command)
+
+
+def commands_of(
+    given: OnCommit | str | Sequence[str] | CommitFunction | None,
+) -> tuple[Reporter, ...]:
+    """Return the sink that runs what is given as `on_commit`; none for None.
+
+    Raises:
+        UsageError: the command is wrong.
+    """
+    if given is None:
+        return ()
+    return (CommandSink(given if isinstance(given, OnCommit) else OnCommit(given)),)
+
+
+class CommandSink(Reporter):
+    """Sink that runs an `OnCommit` after each commit, in order."""
+
+    kinds: tuple[Kind, ...] | None = ("committed",)
+
+    def __init__(self, on_commit: OnCommit) -> None:
+        super().__init__(timeout_s=on_commit.timeout_s)
+        self._on_commit = on_commit
+
+    @override
+    def report(self, event: Event, at_s: float) -> None:
+        if not event.fields["is_new"]:
+            return
+        checkpoint: Checkpoint = event.fields["checkpoint"]
+        command = self._on_commit.command
+        if callable(command):
+            command(checkpoint)
+            return
+        values = {
+            "folder": checkpoint.folder,
+            "step": str(checkpoint.step),
+            "root": without_secrets(checkpoint.root),
+            "path": without_secrets(checkpoint.path),
+            "digest": str(event.fields["digest"]),
+        }
+        run([_filled(part, values) for part in self._on_commit.arguments], self.timeout_s)
+
+    def __repr__(self) -> str:
+        command = self._on_commit.command
+        name = getattr(command, "__qualname__", None) if callable(command) else command
+        return f"on_commit={name or command!r}"
+
+
+class CommandFailed(HoldfastError):
+    """A command that was run after a commit failed, or was killed at its time limit."""
+
+
+def run(arguments: Sequence[str], timeout_s: float) -> None:
+    """Run a command in a session of its own; at the time limit, kill all that it started.
+
+    Raises:
+        CommandFailed: its status is not 0, or it was killed; the message has its last output.
+        OSError: it cannot be started.
+    """
+    with tempfile.TemporaryFile() as output:
+        process = subprocess.Popen(
+            arguments,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            status = process.wait(timeout_s)
+            ending = f"status {status}"
+        except subprocess.TimeoutExpired:
+            _kill(process)
+            status, ending = -1, f"killed after {timeout_s:g} s"
+        end = output.seek(0, os.SEEK_END)
+        output.seek(max(end - _MAX_OUTPUT, 0))
+        said = output.read().decode("utf-8", "replace").strip()
+    command = shlex.join(arguments)
+    if status != 0:
+        raise CommandFailed(f"{command}: {ending}" + (f", and it said: {said}" if said else ""))
+    logger.debug("%s: done%s", command, f": {said}" if said else "")
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    try:
+        if hasattr(os, "killpg"):
+            os.killpg(process.pid, signal.SIGKILL)
+        else:
+            process.kill()
+    except ProcessLookupError:
+        pass  # it has just ended
+    process.wait(_KILLED_S)
+
+
+def _filled(part: str, values: Mapping[str, str]) -> str:
+    return _PLACEHOLDER.sub(lambda match: values[match[1]], part)
+
+
+def _check(arguments: Sequence[str]) -> None:
+    if not arguments or not all(isinstance(part, str) for part in arguments):
+        raise UsageError(f"on_commit={arguments!r}: must be a command and its arguments, as text")
+    for part in arguments:
+        unknown = [name for name in _PLACEHOLDER.findall(part) if name not in PLACEHOLDERS]
+        if unknown:
+            known = ", ".join(f"{{{name}}}" for name in PLACEHOLDERS)
+            raise UsageError(f"on_commit: {{{unknown[0]}}} in {part!r} is none of {known}")
+    name = arguments[0]
+    if shutil.which(name) is None:
+        raise UsageError(f"on_commit: there is no command {name!r} that can be run")
+    if os.path.basename(name) in _SHELLS and "-c" in arguments[:-1]:
+        script = arguments[arguments.index("-c") + 1]
+        if set(_PLACEHOLDER.findall(script)) & {"root", "path"}:
+            raise UsageError(
+                f"on_commit: a shell would read the path in {script!r} as its own language: write "
+                '"$1" there, and the placeholder after it, as in sh -c \'ls "$1"\' name {path}'
+            )

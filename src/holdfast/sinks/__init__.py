@@ -1,0 +1,28 @@
+"""Sinks of events: references to checkpoints for trackers, and metrics of saves.
+
+    Checkpoints("runs/gpt", sinks=[log_event, MLflowReferences()])
+
+Each works in a thread of its own: what hangs, is offline or raises there harms no save.
+"""
+
+from __future__ import annotations
+
+from holdfast.engine.control.reporting import Reporter
+from holdfast.sinks.opentelemetry import OpenTelemetry
+from holdfast.sinks.prometheus import Prometheus
+from holdfast.sinks.trackers import (
+    MLflowReferences,
+    TensorBoardReferences,
+    TrackioReferences,
+    WandbReferences,
+)
+
+__all__ = [
+    "MLflowReferences",
+    "OpenTelemetry",
+    "Prometheus",
+    "Reporter",
+    "TensorBoardReferences",
+    "TrackioReferences",
+    "WandbReferences",
+]
