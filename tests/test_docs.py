@@ -92,7 +92,17 @@ def test_every_link_leads_somewhere() -> None:
 PUBLIC = {
     f"holdfast.{name}"
     for name in (
-        *("data", "errors", "events", "interop", "interop.dcp", "keys", "testing", "train"),
+        *(
+            "data",
+            "errors",
+            "events",
+            "interop",
+            "interop.dcp",
+            "keys",
+            "sinks",
+            "testing",
+            "train",
+        ),
     )
 } | {
     f"holdfast.bridges.{name}"

@@ -1,4 +1,8 @@
-"""`OpenTelemetry`: sink that gives metrics of saves, and a span for each, to OpenTelemetry."""
+"""`OpenTelemetry`: sink that gives metrics of saves to OpenTelemetry.
+
+It makes no spans: the SDK draws their ids from Python's global generator, which is training's, and
+a resume would not be exact.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ from typing import Any
 from typing_extensions import override
 
 from holdfast.engine.control.reporting import Reporter
-from holdfast.events import Event, without_secrets
+from holdfast.events import Event
 from holdfast.sinks.extras import import_extra
 from holdfast.sinks.measures import INSTRUMENTS, SECONDS, Instrument, Measures
 
@@ -15,9 +19,9 @@ _UNITS = {"": "1", "bytes": "By", "seconds": "s"}
 
 
 class OpenTelemetry(Reporter):
-    """Sink of metrics such as `holdfast.saves`, and of a span `holdfast.save` for each save.
+    """Sink of metrics such as `holdfast.saves`, which the program's OpenTelemetry SDK sends on.
 
-    They go where the program's OpenTelemetry SDK sends them; without an SDK, nowhere.
+    Without an SDK they go nowhere.
     """
 
     def __init__(
@@ -25,26 +29,21 @@ class OpenTelemetry(Reporter):
         run: str = "",
         *,
         meter_provider: Any = None,
-        tracer_provider: Any = None,
         timeout_s: float = 10.0,
     ) -> None:
         """Make the instruments, with `run` as the value of their attribute `run`.
 
-        Providers: None means those that the program has set.
+        `meter_provider`: None means the one that the program has set.
 
         Raises:
             UsageError: the extra is not installed.
         """
         super().__init__(timeout_s=timeout_s)
         metrics = import_extra("opentelemetry.metrics", "otel")
-        self._trace = import_extra("opentelemetry.trace", "otel")
         meter = metrics.get_meter("holdfast", meter_provider=meter_provider)
-        self._tracer = self._trace.get_tracer("holdfast", tracer_provider=tracer_provider)
         self._instruments = {name: _make(meter, name, one) for name, one in INSTRUMENTS.items()}
         self._run = run
         self._measures = Measures()
-        self._begun_s: dict[int, float] = {}
-        """Unix time at which the save of each step began to be written."""
 
     @override
     def report(self, event: Event, at_s: float) -> None:
@@ -58,24 +57,6 @@ class OpenTelemetry(Reporter):
                     instrument.set(measured.value, attributes)
                 case "histogram":
                     instrument.record(measured.value, attributes)
-        if event.step is None:
-            return
-        if event.kind == "save_started":
-            self._begun_s[event.step] = at_s
-        elif event.kind in ("committed", "save_failed"):
-            self._span(event, self._begun_s.pop(event.step, at_s), at_s)
-
-    def _span(self, event: Event, begun_s: float, ended_s: float) -> None:
-        named = {name: event.fields[name] for name in ("folder", "nbytes") if name in event.fields}
-        span = self._tracer.start_span(
-            "holdfast.save",
-            start_time=int(begun_s * 1e9),
-            attributes={"run": self._run, "step": event.step, **named},
-        )
-        if event.kind == "save_failed":
-            code = self._trace.StatusCode.ERROR
-            span.set_status(self._trace.Status(code, without_secrets(event.message)))
-        span.end(int(ended_s * 1e9))
 
 
 def _make(meter: Any, name: str, one: Instrument) -> Any:

@@ -7,6 +7,7 @@ Trainer's loggers of these trackers have such sinks.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import re
 import time
@@ -21,6 +22,8 @@ from holdfast.engine.control.reporting import Reporter
 from holdfast.errors import UsageError
 from holdfast.events import Event, Kind, without_secrets
 from holdfast.sinks.extras import import_extra
+
+logger = logging.getLogger("holdfast")
 
 _HAS_SCHEME = re.compile(r"[a-z][a-z0-9+.-]*://")
 
@@ -110,7 +113,8 @@ class WandbReferences(References):
 
     Each is a version of `checkpoint-<id of the run>`, type "checkpoint", with the alias
     `step-<step>`. W&B cannot change a version of an offline run. So those that were deleted are
-    versions of `checkpoint-<id>-deleted`, and copies in a remote tier of `…-uploaded`.
+    versions of `checkpoint-<id>-deleted`, and copies in a remote tier of `…-uploaded`. The metadata
+    has the facts; the content is the reference, or a small file that names the place.
     """
 
     def __init__(self, run: Any = None, *, timeout_s: float = 10.0) -> None:
@@ -143,17 +147,24 @@ class WandbReferences(References):
         artifact = self._library.Artifact(
             f"checkpoint-{self._run.id}{kind}", type=f"checkpoint{kind}", metadata=facts
         )
-        # W&B refers to no local folder that is gone, and without content, versions are one.
-        if uri is None or (uri.startswith("file:") and not _exists(facts)):
+        if uri is None or not _refers(artifact, uri, facts["folder"]):
             with artifact.new_file("checkpoint.json") as file:
                 json.dump(facts, file)
-        else:
-            artifact.add_reference(uri, name=facts["folder"], checksum=False)  # reads nothing there
         self._run.log_artifact(artifact, aliases=[f"step-{facts['step']}"])
 
 
-def _exists(facts: Mapping[str, Any]) -> bool:
-    return (Path(facts["root"]) / facts["folder"]).is_dir()
+def _refers(artifact: Any, uri: str, name: str) -> bool:
+    """Add a reference to an artifact; False if W&B refuses it.
+
+    Without checksums it looks at names and sizes in a local folder, which may be gone by now, and
+    sends an object store no request. For some stores it needs a library that may not be installed.
+    """
+    try:
+        artifact.add_reference(uri, name=name, checksum=False)
+    except Exception as error:  # noqa: BLE001 - then the version has a file that names the place
+        logger.debug("%s is named in a file, as W&B cannot refer to it: %r", uri, error)
+        return False
+    return True
 
 
 def expect_models(library: Any) -> None:

@@ -83,6 +83,8 @@ def test_a_resumed_run_goes_on_and_has_each_step_once(tmp_path: Path) -> None:
         name: [item.step for item in found.get_metric_history(run.info.run_id, name)]
         for name in run.data.metrics
     }
+    references = {name: steps.pop(name) for name in list(steps) if name.startswith("checkpoint/")}
+    assert sorted({*references["checkpoint/loss"]}) == [3, 6, 8]
     # Of a save that was under way when training ended by an error nobody is told.
     costs = [steps.pop(f"save/{name}") for name in ("stall_s", "duration_s", "nbytes")]
     assert all(cost[-1] == 8 and sorted({*cost}) == cost for cost in costs)
@@ -140,3 +142,29 @@ def test_texts_and_tables_are_files_of_their_steps(
     for name, kind in [("sample", "txt"), ("worst", "md")]:
         found = client(tmp_path).list_artifacts(run.info.run_id, name)
         assert [Path(item.path).name for item in found] == [f"step{n}.{kind}" for n in (1, 2)]
+
+
+@pytest.mark.full
+def test_checkpoints_are_models_of_the_run_that_goes_on(tmp_path: Path) -> None:
+    """With tags and metrics and no files; deleted ones are marked."""
+    for until in (2, 4):
+        service = MLflow("mine", tracking_uri=f"sqlite:///{tmp_path}/runs.db")
+        make(tmp_path / "run", keep="last:1", callbacks=[service]).fit(until)
+    (run,) = runs(tmp_path)
+    models = client(tmp_path).search_logged_models([run.info.experiment_id])
+    found = {model.tags["holdfast.step"]: model for model in models}
+    assert {step: model.source_run_id for step, model in found.items()} == dict.fromkeys(
+        ("2", "4"), run.info.run_id
+    )
+    assert found["2"].tags["holdfast.deleted"] == "not kept by: last 1"
+    assert "holdfast.deleted" not in found["4"].tags
+    (metric, *_) = [item for item in found["4"].metrics if item.key == "checkpoint/loss"]
+    assert (metric.step, metric.model_id) == (4, found["4"].model_id)
+
+
+@pytest.mark.full
+def test_references_can_be_refused(tmp_path: Path) -> None:
+    uri = f"sqlite:///{tmp_path}/runs.db"
+    make(tmp_path / "run", callbacks=[MLflow("mine", tracking_uri=uri, references=False)]).fit(2)
+    (run,) = runs(tmp_path)
+    assert not client(tmp_path).search_logged_models([run.info.experiment_id])

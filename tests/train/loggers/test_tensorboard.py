@@ -20,6 +20,7 @@ from holdfast.train import (
     Training,
     Validation,
 )
+from offline import tensorboard_texts
 from train.small import Noisy, make
 
 accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
@@ -32,6 +33,9 @@ class StopAt(Callback):
     def log(self, training: Training, metrics: Metrics) -> None:
         if training.counters.step == self.step:
             raise RuntimeError
+
+
+NUMBERS = ("loss", "draw", "val/loss", "val/draw")
 
 
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
@@ -58,7 +62,11 @@ def test_scalars_are_of_their_steps_also_those_of_validations_and_saves(tmp_path
         "val/loss": [3, 6, 7],
         "val/draw": [3, 6, 7],
         **{f"save/{name}": [3, 6, 7] for name in ("stall_s", "duration_s", "nbytes")},
+        **{f"checkpoint/{name}": [3, 6, 7] for name in ("nbytes", *NUMBERS)},
     }
+    texts = tensorboard_texts(tmp_path / "events", "checkpoint/reference")
+    assert [step for step, _ in texts] == [3, 6, 7]
+    assert f"| root | {tmp_path / 'run'} |" in texts[0][1]
 
 
 def test_steps_that_are_done_again_are_there_once(tmp_path: Path) -> None:
@@ -105,6 +113,7 @@ def test_texts_and_tables_are_texts_of_their_steps(tmp_path: Path) -> None:
     found = {
         name: [(item.step, item.tensor_proto.string_val) for item in events.Tensors(name)]
         for name in events.Tags()["tensors"]
+        if not name.startswith("checkpoint/")
     }
     assert found == {
         "sample/text_summary": [(1, [b"once"]), (2, [b"once"])],

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import struct
 import sys
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -25,6 +23,7 @@ from holdfast.train import (
     Validation,
     WeightsAndBiases,
 )
+from offline import wandb_records, wandb_references
 from train.small import Noisy, make
 
 wandb = pytest.importorskip("wandb")
@@ -37,32 +36,10 @@ def logger(folder: Path) -> WeightsAndBiases:
 
 def history(file: Path) -> list[dict[str, str]]:
     """What a run's file holds: metrics as the JSON that was logged."""
-    from wandb.proto import wandb_internal_pb2
-
-    found = []
-    for data in records(file.read_bytes()):
-        record = wandb_internal_pb2.Record()
-        record.ParseFromString(data)
-        if record.WhichOneof("record_type") == "history":
-            items = record.history.item
-            found.append({item.key or "/".join(item.nested_key): item.value_json for item in items})
-    return found
-
-
-def records(data: bytes) -> Iterator[bytes]:
-    """The records of a log in the format of LevelDB, behind a header of 7 bytes."""
-    position, parts = 7, b""
-    while position + 7 <= len(data):
-        left = 32_768 - position % 32_768
-        if left < 7:
-            position += left
-            continue
-        _, length, kind = struct.unpack_from("<IHB", data, position)
-        parts += data[position + 7 : position + 7 + length]
-        position += 7 + length
-        if kind in (1, 4):  # whole, or the last part of one
-            yield parts
-            parts = b""
+    return [
+        {item.key or "/".join(item.nested_key): item.value_json for item in record.item}
+        for record in wandb_records(file.parent, "history")
+    ]
 
 
 def test_a_resumed_run_goes_on_under_its_own_id(tmp_path: Path) -> None:
@@ -163,3 +140,32 @@ def test_texts_and_tables_are_tables_of_their_step(tmp_path: Path) -> None:
     tables = [json.loads(path.read_text()) for path in tmp_path.rglob("*.table.json")]
     found = sorted((table["columns"], table["data"]) for table in tables)
     assert found == [(["text"], [["once"]])] * 2 + [(["word", "loss"], [["a", 0.5]])] * 2
+
+
+def test_checkpoints_are_reference_artifacts_of_the_run_that_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Deletions, too; and nothing of it where references are refused."""
+    monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "data"))
+    for until in (2, 4):
+        folder = tmp_path / f"until-{until}"
+        folder.mkdir()
+        made = logger(folder)
+        make(tmp_path / "run", keep="last:1", callbacks=[made]).fit(until)
+        wandb.teardown()  # its service may still be writing after the end of a run
+    found = wandb_references(tmp_path)
+    names = {name.removesuffix("-deleted") for name, _, _ in found}
+    assert len(names) == 1
+    assert [(name.endswith("-deleted"), facts["step"]) for name, facts, _ in found] == [
+        (False, 2),
+        (False, 4),
+        (True, 2),
+    ]
+    assert found[1][2][0].startswith((tmp_path / "run" / found[1][1]["folder"]).as_uri())
+    settings = wandb.Settings(silent=True, console="off")
+    folder = tmp_path / "other"
+    folder.mkdir()
+    quiet = WeightsAndBiases(mode="offline", dir=str(folder), settings=settings, references=False)
+    make(tmp_path / "other-run", callbacks=[quiet]).fit(2)
+    wandb.teardown()
+    assert wandb_references(folder) == []

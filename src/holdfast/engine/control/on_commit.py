@@ -31,7 +31,7 @@ _PLACEHOLDER = re.compile(r"\{([a-z_]+)\}")
 _SHELLS = frozenset({"sh", "bash", "dash", "zsh", "ksh"})
 _MAX_OUTPUT = 2_000
 """Most characters of a failed command's output that are logged: the last ones."""
-_KILLED_S = 10.0
+_KILLED_S = 5.0
 """How long to wait for a killed command to end, in seconds."""
 
 
@@ -60,8 +60,9 @@ class OnCommit:
     def __post_init__(self) -> None:
         if not self.timeout_s > 0:
             raise UsageError(f"timeout_s={self.timeout_s!r}: must be a positive number of seconds")
-        if not callable(self.command):
-            _check(self.arguments)
+        problem = None if callable(self.command) else _problem(self.arguments)
+        if problem is not None:
+            raise UsageError(f"on_commit={self.command!r}: {problem}")
 
     @property
     def arguments(self) -> tuple[str, ...]:
@@ -96,6 +97,11 @@ class CommandSink(Reporter):
         super().__init__(timeout_s=on_commit.timeout_s)
         self._on_commit = on_commit
 
+    @property
+    @override
+    def close_timeout_s(self) -> float:
+        return self.timeout_s + _KILLED_S  # so that one that hangs is killed and not left behind
+
     @override
     def report(self, event: Event, at_s: float) -> None:
         if not event.fields["is_new"]:
@@ -116,8 +122,7 @@ class CommandSink(Reporter):
 
     def __repr__(self) -> str:
         command = self._on_commit.command
-        name = getattr(command, "__qualname__", None) if callable(command) else command
-        return f"on_commit={name or command!r}"
+        return f"on_commit={getattr(command, '__qualname__', None) or repr(command)}"
 
 
 class CommandFailed(HoldfastError):
@@ -169,21 +174,23 @@ def _filled(part: str, values: Mapping[str, str]) -> str:
     return _PLACEHOLDER.sub(lambda match: values[match[1]], part)
 
 
-def _check(arguments: Sequence[str]) -> None:
+def _problem(arguments: Sequence[str]) -> str | None:
+    """Say why a command cannot be run; None if it can."""
     if not arguments or not all(isinstance(part, str) for part in arguments):
-        raise UsageError(f"on_commit={arguments!r}: must be a command and its arguments, as text")
+        return "must be a command and its arguments, as text"
     for part in arguments:
         unknown = [name for name in _PLACEHOLDER.findall(part) if name not in PLACEHOLDERS]
         if unknown:
             known = ", ".join(f"{{{name}}}" for name in PLACEHOLDERS)
-            raise UsageError(f"on_commit: {{{unknown[0]}}} in {part!r} is none of {known}")
+            return f"{{{unknown[0]}}} is none of {known}"
     name = arguments[0]
     if shutil.which(name) is None:
-        raise UsageError(f"on_commit: there is no command {name!r} that can be run")
+        return f"there is no command {name!r} that can be run"
     if os.path.basename(name) in _SHELLS and "-c" in arguments[:-1]:
         script = arguments[arguments.index("-c") + 1]
         if set(_PLACEHOLDER.findall(script)) & {"root", "path"}:
-            raise UsageError(
-                f"on_commit: a shell would read the path in {script!r} as its own language: write "
-                '"$1" there, and the placeholder after it, as in sh -c \'ls "$1"\' name {path}'
+            return (
+                'a shell would read the path as its own language: write "$1" in the script, and '
+                "the placeholder after it, as in sh -c 'ls \"$1\"' sh {path}"
             )
+    return None

@@ -46,6 +46,11 @@ class Reporter:
         self._warned: set[str] = set()
         self._num_failed = 0
 
+    @property
+    def close_timeout_s(self) -> float:
+        """Seconds that the close of the manager waits for what is queued."""
+        return self.timeout_s
+
     def report(self, event: Event, at_s: float) -> None:
         """Handle an event that was emitted at `at_s`, a Unix time. Called in the thread."""
         raise NotImplementedError
@@ -76,27 +81,27 @@ class Reporter:
             self.report(event, at_s)
         except Exception as error:  # noqa: BLE001 - it is logged, and training goes on
             self._num_failed += 1
-            self._warn_once("failed", f"{_named(event)} was not reported: {_told(error)}")
+            self._warn_once("failed", f"failed for {_named(event)}: {_told(error)}")
         finally:
             self._began_s = None
 
     def _warn_of_slowness(self) -> None:
         began_s = self._began_s
         if began_s is not None and time.monotonic() - began_s > self.timeout_s:
-            self._warn_once("slow", f"a report takes more than {self.timeout_s:g} s; others wait")
+            self._warn_once("slow", f"one event takes more than {self.timeout_s:g} s; others wait")
 
     def _finish(self) -> None:
         """Wait for queued events up to the time limit; warn of what was not handled."""
         with self._lock:
             queued = [*self._queued]
-        left = wait([future for _, future in queued], timeout=self.timeout_s).not_done
+        left = wait([future for _, future in queued], timeout=self.close_timeout_s).not_done
         if left:
             named = [_named(event) for event, future in queued if future in left]
             more = f" and {len(named) - 1} more" if len(named) > 1 else ""
-            text = f"not done after {self.timeout_s:g} s, and not waited for: {named[0]}{more}"
+            text = f"not done after {self.close_timeout_s:g} s, and left: {named[0]}{more}"
             logger.warning("%s: %s. The checkpoints are not affected", self, text)
         if self._num_failed > 1:
-            logger.warning("%s: %d reports failed in all", self, self._num_failed)
+            logger.warning("%s: failed %d times in all", self, self._num_failed)
         self._num_failed = 0
         self._warned.clear()
 
