@@ -6,5 +6,7 @@
 # status; it kills what has not ended after 30 s. To go on, run this again, as `holdfast run` around it does by itself.
 
 root=${ROOT:-runs/gpt}
+# With gloo, ranks cannot connect again after a restart unless this is set.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 
 exec torchrun --standalone --nproc-per-node 2 --max-restarts 3 train.py "$root"
