@@ -21,6 +21,7 @@ from typing_extensions import override
 from holdfast.engine.control.reporting import Reporter
 from holdfast.errors import UsageError
 from holdfast.events import Event, Kind, without_secrets
+from holdfast.format.manifest import manifest_digest
 from holdfast.sinks.extras import import_extra
 
 logger = logging.getLogger("holdfast")
@@ -102,7 +103,7 @@ def _reference(event: Event) -> Reference:
         root=_root(checkpoint.root),
         folder=checkpoint.folder,
         step=checkpoint.step,
-        digest=event.fields["digest"],
+        digest=manifest_digest(event.fields["manifest"]),
         nbytes=checkpoint.nbytes,
         metrics=finite,
     )

@@ -21,6 +21,7 @@ from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.control.reporting import Reporter
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.events import Event, Kind, without_secrets
+from holdfast.format.manifest import manifest_digest
 
 logger = logging.getLogger("holdfast")
 
@@ -116,7 +117,7 @@ class CommandSink(Reporter):
             "step": str(checkpoint.step),
             "root": without_secrets(checkpoint.root),
             "path": without_secrets(checkpoint.path),
-            "digest": str(event.fields["digest"]),
+            "digest": manifest_digest(event.fields["manifest"]),
         }
         run([_filled(part, values) for part in self._on_commit.arguments], self.timeout_s)
 

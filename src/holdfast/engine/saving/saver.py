@@ -38,7 +38,7 @@ from holdfast.errors import (
 )
 from holdfast.events import Emitter
 from holdfast.format import blocks, layout
-from holdfast.format.manifest import Manifest, manifest_digest
+from holdfast.format.manifest import Manifest
 from holdfast.policy.rule import MAIN
 from holdfast.policy.savers import Due
 from holdfast.ranks.coordinator import GRACE_S
@@ -285,7 +285,7 @@ class Saver:
             save_s=time.perf_counter() - began,
             is_new=is_new,
             checkpoint=checkpoint,
-            digest=manifest_digest(entry.manifest),
+            manifest=entry.manifest,
         )
         pending.phase.text = "doing the housekeeping after it"
         pending.committed.set_result(checkpoint)
