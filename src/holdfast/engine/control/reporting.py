@@ -116,7 +116,9 @@ class Reporter:
 
 def _named(event: Event) -> str:
     folder = event.fields.get("folder")
-    return f"{event.kind} {folder}" if folder else f"{event.kind} of step {event.step}"
+    if folder is not None:
+        return f"{event.kind} {folder}"
+    return event.kind if event.step is None else f"{event.kind} of step {event.step}"
 
 
 def _told(error: Exception) -> str:
