@@ -148,6 +148,7 @@ def leads(root: Path, rank: int) -> list[int]:
     return found
 
 
+@pytest.mark.full
 def test_of_several_ranks_the_leader_runs_it(tmp_path: Path) -> None:
     assert run_ranks(2, partial(leads, tmp_path / "run")) == [[1], []]
 

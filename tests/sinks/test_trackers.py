@@ -241,6 +241,7 @@ def test_no_secret_of_a_root_leaves(tmp_path: Path) -> None:
     assert b"abc" not in written
 
 
+@pytest.mark.full
 def test_a_tracker_draws_nothing_from_the_generators_of_training(
     run: Any, client: Any, tmp_path: Path
 ) -> None:
