@@ -169,7 +169,11 @@ def _run(arguments: Sequence[str], places: Mapping[str, Path]) -> tuple[float, f
     """Run a command; return its seconds, those of processors, and its highest resident bytes."""
     words = [str(places.get(word, word)) for word in arguments]
     line = [sys.executable, "-c", _WATCH, sys.executable, "-m", "holdfast.cli", *words, "--json"]
-    done = subprocess.run(line, stdout=subprocess.PIPE, text=True, check=True, timeout=600)
+    # As in an installation, whose modules are compiled once.
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": ""}
+    done = subprocess.run(
+        line, stdout=subprocess.PIPE, text=True, check=True, timeout=600, env=environment
+    )
     took_s, cpu_s, peak_nbytes, code = done.stdout.split()
     if code not in ("0", "1") or (code == "1" and arguments[0] != "diff"):
         raise RuntimeError(f"{' '.join(words)}: exit code {code}")

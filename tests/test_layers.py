@@ -91,6 +91,7 @@ WITHOUT_TORCH_MODULES = (
     "holdfast.sinks",
     "holdfast.interop.comparing.differences",
     "holdfast.interop.comparing.statistics",
+    "holdfast.interop.importing",
     "holdfast.interop.opening",
     "holdfast.interop.reading",
     "holdfast.ranks.alone",

@@ -27,8 +27,8 @@ from holdfast.engine.saving import save as save_module
 from holdfast.engine.saving import saver
 from holdfast.engine.staging.arena import Arena
 from holdfast.engine.staging.inmemory import ImageTransfer
+from holdfast.engine.staging.pool import Pool
 from holdfast.engine.staging.staged import Staged
-from holdfast.engine.staging.waves import Pool
 from holdfast.format import layout
 from holdfast.format.records import Retired
 from holdfast.manager import CheckpointManager

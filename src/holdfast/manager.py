@@ -48,11 +48,13 @@ from holdfast.engine.options import Checkpoints, OnExisting
 from holdfast.engine.pause import collector_paused
 from holdfast.engine.roots.catalog import Entry
 from holdfast.engine.saving.compressing import Compress, Compressing, choices
-from holdfast.engine.saving.fingerprint import differences, environment, numerics
+from holdfast.engine.saving.environment import environment
+from holdfast.engine.saving.fingerprint import differences, numerics
 from holdfast.engine.saving.history import History
+from holdfast.engine.saving.joint import JointSave
 from holdfast.engine.saving.save import SaveRequest
 from holdfast.engine.saving.saver import Saver
-from holdfast.engine.saving.together import JointSave, Together
+from holdfast.engine.saving.together import Together
 from holdfast.engine.sealed.messages import encrypted
 from holdfast.engine.staging.device import refuse_capture
 from holdfast.engine.staging.overlap import Mode, Overlap

@@ -41,7 +41,7 @@ from holdfast.cli.rm import Leave, rm, thin
 from holdfast.engine.claims import deletion
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.roots.commit import begin
-from holdfast.engine.saving.fingerprint import environment
+from holdfast.engine.saving.environment import environment
 from holdfast.engine.workers import Workers
 from holdfast.errors import NoCheckpoint
 from holdfast.format import layout

@@ -28,7 +28,7 @@ from holdfast.engine.claims import deletion
 from holdfast.engine.roots import commit as commit_module
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.saving import save as save_module
-from holdfast.engine.saving.fingerprint import environment
+from holdfast.engine.saving.environment import environment
 from holdfast.format import layout
 from holdfast.format.manifest import Deleted
 from holdfast.store.local import LocalStore

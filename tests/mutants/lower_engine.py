@@ -312,7 +312,7 @@ STAGING = (
     Mutant(
         name="memory-taken-again-while-it-is-written",
         promise="R14: what is written is what was staged",
-        file="engine/staging/waves.py",
+        file="engine/staging/pool.py",
         before=(
             "                self._half_done.add(number)\n"
             "                return\n"
@@ -335,7 +335,7 @@ STAGING = (
     Mutant(
         name="digest-of-the-save-before",
         promise="I3: digests are those of the staged bytes",
-        file="engine/staging/image.py",
+        file="engine/staging/known.py",
         before="            self.digests[number] = None\n\n    def doubt",
         after="            self.digests[number] = self.digests[number]\n\n    def doubt",
         near=("tests/engine/staging/test_copying.py", MANAGER),

@@ -17,12 +17,13 @@ from typing_extensions import override
 from holdfast.arguments import checked
 from holdfast.engine.checkpoint import Checkpoint, Phase, describe
 from holdfast.engine.roots.catalog import Catalog
-from holdfast.engine.saving.fingerprint import environment, numerics
+from holdfast.engine.saving.environment import environment
+from holdfast.engine.saving.joint import JointSave
 from holdfast.engine.saving.save import SaveRequest, write
-from holdfast.engine.saving.together import JointSave
-from holdfast.engine.staging.image import KnownFile
-from holdfast.engine.staging.staged import Staged
-from holdfast.engine.staging.waves import Pool, WaveContent, WaveTransfer
+from holdfast.engine.staging.known import KnownFile
+from holdfast.engine.staging.pool import Pool, PooledContent
+from holdfast.engine.staging.staged import Staged, StagedContent, Transfer
+from holdfast.engine.workers import Workers
 from holdfast.errors import NoCheckpoint, UsageError
 from holdfast.format.blocks import num_blocks
 from holdfast.format.layout import BLOCK_NBYTES, RNG, check_component, check_label
@@ -306,7 +307,7 @@ def commit_import(
             reason="import",
             tags=(),
             metrics={},
-            numerics=numerics(),
+            numerics={},
             environment={**environment(), "imported": _origin(plan)},
             timings={"stage_s": 0.0},
             # So that a run goes on from it with generators of its own.
@@ -342,8 +343,11 @@ def _origin(plan: ImportPlan) -> dict[str, Any]:
     }
 
 
-class SourceTransfer(WaveTransfer):
+class SourceTransfer(Transfer):
     """Blocks of tensor files that are read from a source when they are written."""
+
+    is_early = True
+    waited_s = 0.0
 
     def __init__(
         self,
@@ -352,7 +356,7 @@ class SourceTransfer(WaveTransfer):
         pool: Pool,
         report: Report | None = None,
     ) -> None:
-        super().__init__({}, pool)
+        self.pool = pool
         self._filled = ahead(_fills(plan, files, pool), plan.source.url, most=_BLOCKS_AHEAD)
         self._num_read = 0
         self._nbytes = plan.nbytes
@@ -363,7 +367,23 @@ class SourceTransfer(WaveTransfer):
         self._filled.close()
 
     @override
-    def content(self, known: KnownFile) -> WaveContent:
+    def copy(self, workers: Workers, num_helpers: int, timeout_s: float) -> None:
+        """No-op: no training waits."""
+
+    @override
+    def fail(self, error: BaseException) -> None:
+        """No-op: no training goes on."""
+
+    @override
+    def settle(self, timeout_s: float) -> None:
+        """No-op: `close` waits for the threads that read."""
+
+    @override
+    def finish(self) -> None:
+        """No-op: nobody waits."""
+
+    @override
+    def content(self, known: KnownFile) -> StagedContent:
         return _SourceContent(known, self)
 
     def next_block(self, file: str, number: int) -> int:
@@ -416,14 +436,14 @@ def _fill(
     return (file.name, number), buffer, len(memory) - len(header)
 
 
-class _SourceContent(WaveContent):
+class _SourceContent(PooledContent):
     """Content of a tensor file; its blocks are asked for in their order, after earlier files'."""
 
     def __init__(self, known: KnownFile, transfer: SourceTransfer) -> None:
-        super().__init__(known, {}, transfer)
+        super().__init__(known, transfer.pool)
         self._source = transfer
 
     @override
     def block(self, number: int, timeout_s: float) -> memoryview:
-        buffer = self._buffers[number] = self._source.next_block(self._known.file.name, number)
+        buffer = self._buffers[number] = self._source.next_block(self._file.name, number)
         return self._pool.memory(buffer, self.block_nbytes(number))

@@ -20,7 +20,7 @@ from holdfast.engine.roots.commit import SaveAttempt, name_latest
 from holdfast.engine.saving.compressing import Compressing
 from holdfast.engine.saving.links import Links
 from holdfast.engine.saving.save import Tools, clean_up
-from holdfast.engine.staging.waves import Pool
+from holdfast.engine.staging.pool import Pool
 from holdfast.engine.threads import Threads
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.events import Emitter

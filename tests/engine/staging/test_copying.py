@@ -12,8 +12,9 @@ import torch
 
 from holdfast.engine.staging import copying
 from holdfast.engine.staging.copying import Bytes, TensorCopy
-from holdfast.engine.staging.image import LARGE_NBYTES, Image
+from holdfast.engine.staging.image import Image
 from holdfast.engine.staging.inmemory import ImageTransfer
+from holdfast.engine.staging.known import LARGE_NBYTES
 from holdfast.engine.staging.stage import Stager
 from holdfast.engine.staging.staged import Staged
 from holdfast.engine.workers import Workers

@@ -8,7 +8,7 @@ from typing import cast
 
 import pytest
 
-from holdfast.engine.staging.image import KnownFile
+from holdfast.engine.staging.known import KnownFile
 from holdfast.engine.staging.stage import MIN_NBYTES, Grouping
 from holdfast.engine.staging.staged import BytesContent, Staged, Transfer
 from holdfast.engine.workers import Workers

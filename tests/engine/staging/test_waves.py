@@ -12,7 +12,7 @@ import torch
 
 from children import environment
 from holdfast import CheckpointManager
-from holdfast.engine.staging import waves
+from holdfast.engine.staging import pool
 from holdfast.engine.staging.image import Image
 from holdfast.engine.staging.waves import WaveTransfer
 from holdfast.errors import DeadlineExceeded, OutOfMemory, SaveFailed, StoreFull, UsageError
@@ -218,7 +218,7 @@ def test_a_save_that_failed_has_ended_also_when_memory_is_short(
         with pytest.raises(SaveFailed):
             pending.wait()
         with monkeypatch.context() as patched:
-            patched.setattr(waves, "Arena", no_memory)
+            patched.setattr(pool, "take", no_memory)
             with pytest.raises(OutOfMemory):
                 manager.save(2)
         manager.save(3).wait()

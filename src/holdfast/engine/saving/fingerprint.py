@@ -1,20 +1,11 @@
-"""Fingerprint of the numeric settings and the environment of a process, for its checkpoints."""
+"""Fingerprint of the numeric settings of a process, for its checkpoints."""
 
 from __future__ import annotations
 
-import os
-import platform
-import socket
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
-from functools import lru_cache
 from typing import Any
 
-import numpy as np
 import torch
-
-from holdfast.version import __version__
 
 
 def numerics(world_size: int = 1) -> dict[str, Any]:
@@ -60,34 +51,14 @@ def _setting(read: Callable[[], Any]) -> Any:
 
 
 def differences(stored: Mapping[str, Any], live: Mapping[str, Any]) -> tuple[str, ...]:
-    """List the settings that differ from the stored ones, which can break bit-exact resumes."""
+    """List the settings that differ from the stored ones, which can break bit-exact resumes.
+
+    A checkpoint without any was imported: how it was computed is not known.
+    """
+    if not stored:
+        return ()
     return tuple(
         f"numerics differ: {name} was {stored.get(name)!r}, is {live.get(name)!r}"
         for name in sorted(set(stored) | set(live))
         if stored.get(name) != live.get(name)
     )
-
-
-@lru_cache(maxsize=1)
-def environment() -> Mapping[str, Any]:
-    """Describe this process: Python, libraries, host, program and git commit; cached."""
-    return {
-        "python": platform.python_version(),
-        "holdfast": __version__,
-        "platform": platform.platform(),
-        "numpy": np.__version__,
-        "host": socket.gethostname(),
-        "program": os.path.basename(sys.argv[0]) if sys.argv else "",
-        "git_commit": _git_commit(),
-    }
-
-
-def _git_commit() -> str | None:
-    """Return the git commit of the working folder; None if git or a checkout is missing."""
-    try:
-        done = subprocess.run(
-            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=False
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip() or None if done.returncode == 0 else None

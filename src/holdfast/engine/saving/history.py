@@ -8,7 +8,8 @@ from itertools import chain
 from typing import Any
 
 from holdfast.arguments import shown
-from holdfast.engine.saving.fingerprint import environment, numerics
+from holdfast.engine.saving.environment import environment
+from holdfast.engine.saving.fingerprint import numerics
 from holdfast.format.manifest import Change, Manifest
 
 _COMPARED = ("torch", "device", "cuda", "cudnn", "world_size")

@@ -9,8 +9,8 @@ from functools import partial
 import msgspec
 
 from holdfast.engine.loading.blockreading import FileBlocks, read_block
+from holdfast.engine.memory import take
 from holdfast.engine.roots.catalog import Catalog
-from holdfast.engine.staging.arena import Arena
 from holdfast.errors import FormatError, HoldfastError, SealError, StoreError
 from holdfast.events import Emitter
 from holdfast.format import blocks
@@ -239,7 +239,7 @@ class Links:
         if origin.stored is not None:
             file = file.made_by(origin.entry, origin.stored)
         store, nbytes = self._store.uncached(), origin.entry.nbytes
-        buffer = Arena(min(nbytes, BLOCK_NBYTES)).memory  # page-aligned for direct reads
+        buffer = memoryview(take(min(nbytes, BLOCK_NBYTES)))  # page-aligned for direct reads
         for number, (start, stop) in enumerate(blocks.split(nbytes)):
             fault = read_block(store, file, number, buffer[: stop - start])
             if fault:

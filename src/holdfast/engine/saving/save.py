@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
@@ -27,18 +27,11 @@ from holdfast.engine.roots.commit import (
     remove_files,
 )
 from holdfast.engine.saving.compressing import Compressing
+from holdfast.engine.saving.joint import Gathered, JointSave, OwnFile
 from holdfast.engine.saving.links import Links
-from holdfast.engine.saving.together import (
-    FollowingSave,
-    Gathered,
-    JointSave,
-    LeadingSave,
-    OwnFile,
-)
 from holdfast.engine.saving.writing import FileToWrite, write_files
 from holdfast.engine.sealed.sealing import sealed
-from holdfast.engine.staging.guard import Overlapped
-from holdfast.engine.staging.image import KnownFile
+from holdfast.engine.staging.known import KnownFile
 from holdfast.engine.staging.staged import BytesContent, Content, Staged
 from holdfast.engine.workers import Workers
 from holdfast.errors import (
@@ -62,6 +55,10 @@ from holdfast.format.manifest import (
 )
 from holdfast.format.tensors import TensorFile
 from holdfast.store.base import Store
+
+if TYPE_CHECKING:
+    from holdfast.engine.saving.together import FollowingSave, LeadingSave
+    from holdfast.engine.staging.guard import Overlapped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,8 +130,9 @@ def write(
         StoreError, DeadlineExceeded: a file could not be written.
         RanksError: another rank failed or is silent.
     """
-    if isinstance(joint, FollowingSave):
-        return _follow(tools, staged, request, joint, phase, overlapped)
+    leading, following = _among_ranks(joint)
+    if following is not None:
+        return _follow(tools, staged, request, following, phase, overlapped)
     store = tools.store
     phase.text = "making the folder"
     expect_claim(store, request.claim)
@@ -144,11 +142,11 @@ def write(
     began = time.perf_counter()
     try:
         files = AttemptFiles(attempt, staged, tools, joint)
-        if isinstance(joint, LeadingSave):
-            joint.announce_folder(attempt, staged.trees)
+        if leading is not None:
+            leading.announce_folder(attempt, staged.trees)
             _write_own(files, request, files.tensors(), phase, overlapped)
             phase.text = f"waiting for the files of the other ranks in {attempt.folder}"
-            gathered = joint.gather(files.own, staged)
+            gathered = leading.gather(files.own, staged)
             files.join(gathered)
             files.write(files.trees(gathered.trees), phase)
         else:
@@ -161,9 +159,9 @@ def write(
         commit(store, attempt, manifest)
     except BaseException as error:
         clean_up(store, attempt, error, is_alone=joint.world_size == 1)
-        if isinstance(joint, LeadingSave):
+        if leading is not None:
             # After a conflict the register certainly holds something else.
-            joint.is_in_doubt = attempt.put_sent and not isinstance(error, CommitConflict)
+            leading.is_in_doubt = attempt.put_sent and not isinstance(error, CommitConflict)
         if isinstance(error, OutcomeUnknown) and not attempt.put_sent:
             # Only a file's outcome is unknown; the checkpoint certainly did not commit.
             raise StoreError(str(error)) from error
@@ -171,10 +169,21 @@ def write(
     finally:
         if attempt.is_unclear:
             tools.owner.unclear.add(attempt.folder)
-    if isinstance(joint, LeadingSave):
-        joint.succeed()
+    if leading is not None:
+        leading.succeed()
     files.committed(manifest, request)
     return attempt, manifest
+
+
+def _among_ranks(joint: JointSave) -> tuple[LeadingSave | None, FollowingSave | None]:
+    """Return a save by several ranks as what it is: one that leads, or one that follows."""
+    if type(joint) is JointSave:
+        return None, None
+    # These need torch; an import does not.
+    from holdfast.engine.saving.together import FollowingSave, LeadingSave
+
+    leading = joint if isinstance(joint, LeadingSave) else None
+    return leading, joint if isinstance(joint, FollowingSave) else None
 
 
 def _follow(

@@ -19,9 +19,9 @@ from holdfast.engine.claims.owner import Ownership
 from holdfast.engine.roots.catalog import Catalog, Entry, Marks, with_tags
 from holdfast.engine.roots.commit import check_ownership
 from holdfast.engine.saving.compressing import Compressing
+from holdfast.engine.saving.joint import JointSave
 from holdfast.engine.saving.links import Links
 from holdfast.engine.saving.save import SaveRequest, Tools, digest_staged, write
-from holdfast.engine.saving.together import JointSave
 from holdfast.engine.staging.guard import Guarded, Overlapped
 from holdfast.engine.staging.overlap import NUM_THREADS, Overlap
 from holdfast.engine.staging.stage import Stager

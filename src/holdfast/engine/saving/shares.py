@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import msgspec
 import numpy as np
 
-from holdfast.engine.staging.image import KnownFile
+from holdfast.engine.staging.known import KnownFile
 from holdfast.errors import RanksFailed, UnsupportedState
 from holdfast.format.boxes import key_of_box
 from holdfast.format.index import Places, TensorTable

@@ -16,7 +16,8 @@ from typing import TypeAlias, cast
 from typing_extensions import override
 
 from holdfast.engine.staging.copying import Arrival, CopyTask, Work
-from holdfast.engine.staging.image import Image, KnownFile
+from holdfast.engine.staging.image import Image
+from holdfast.engine.staging.known import KnownFile
 from holdfast.engine.staging.staged import StagedContent, Transfer
 from holdfast.engine.workers import Workers
 from holdfast.errors import DeadlineExceeded

@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from holdfast.engine.staging.guard import Guarded, Overlapped, StepGuard, guard
-from holdfast.engine.staging.image import LARGE_NBYTES, Image
+from holdfast.engine.staging.image import Image
 from holdfast.engine.staging.inmemory import ImageTransfer
+from holdfast.engine.staging.known import LARGE_NBYTES
 from holdfast.engine.staging.staged import Staged
 from holdfast.events import Emitter
 from holdfast.format.tensors import TensorSpec

@@ -23,10 +23,12 @@ from holdfast.engine.staging.copying import (
     arrivals_of,
     small_runs_of,
 )
-from holdfast.engine.staging.image import Image, KnownFile
+from holdfast.engine.staging.image import Image
 from holdfast.engine.staging.inmemory import ImageTransfer
+from holdfast.engine.staging.known import KnownFile
+from holdfast.engine.staging.pool import Pool
 from holdfast.engine.staging.staged import Staged, Transfer
-from holdfast.engine.staging.waves import Pool, WaveTransfer
+from holdfast.engine.staging.waves import WaveTransfer
 from holdfast.errors import UnsupportedState
 from holdfast.format.tensors import TensorSpec, lay_out
 from holdfast.state.capture import Captured

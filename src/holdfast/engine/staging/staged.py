@@ -9,7 +9,7 @@ from typing import Protocol
 
 from typing_extensions import override
 
-from holdfast.engine.staging.image import KnownFile
+from holdfast.engine.staging.known import KnownFile
 from holdfast.engine.workers import Workers, cancel, gather
 from holdfast.format import blocks
 from holdfast.format.layout import BLOCK_NBYTES, tree_file

@@ -12,60 +12,17 @@ import time
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from queue import Empty, SimpleQueue
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from holdfast.engine.staging.arena import Arena
-from holdfast.engine.staging.image import KnownFile
-from holdfast.engine.staging.staged import StagedContent, Transfer
+from holdfast.engine.staging.known import KnownFile
+from holdfast.engine.staging.pool import Pool, PooledContent
+from holdfast.engine.staging.staged import Transfer
 from holdfast.engine.workers import Workers
 from holdfast.errors import DeadlineExceeded
-from holdfast.format.blocks import block_digest
 from holdfast.format.layout import BLOCK_NBYTES
-
-
-class Pool:
-    """Pool of a fixed number of block-sized buffers."""
-
-    def __init__(self, nbytes: int) -> None:
-        """Allocate the memory, in whole blocks.
-
-        Raises:
-            OutOfMemory: the system refuses.
-        """
-        self._arena = Arena(nbytes - nbytes % BLOCK_NBYTES)
-        self._bytes = torch.frombuffer(self._arena.memory, dtype=torch.uint8)
-        self._free: SimpleQueue[int] = SimpleQueue()
-        for number in range(nbytes // BLOCK_NBYTES):
-            self._free.put(number)
-
-    def take(self, timeout_s: float) -> int:
-        """Wait for a free buffer, and return its number.
-
-        Raises:
-            DeadlineExceeded: none was given back in time.
-        """
-        try:
-            return self._free.get(timeout=timeout_s)
-        except Empty:
-            raise DeadlineExceeded(
-                f"memory for a wave: no block was written within {timeout_s:.0f} s"
-            ) from None
-
-    def give_back(self, buffer: int) -> None:
-        """Return an unused buffer to the pool."""
-        self._free.put(buffer)
-
-    def memory(self, buffer: int, nbytes: int) -> memoryview:
-        """Return the memory of the first `nbytes` of a buffer."""
-        return self._arena.memory[buffer * BLOCK_NBYTES :][:nbytes]
-
-    def bytes(self, buffer: int, start: int, stop: int) -> Tensor:
-        """Return bytes `start` to `stop` of a buffer as a tensor view."""
-        return self._bytes[buffer * BLOCK_NBYTES + start : buffer * BLOCK_NBYTES + stop]
 
 
 class WaveTransfer(Transfer):
@@ -121,70 +78,21 @@ class WaveTransfer(Transfer):
             yield
 
 
-class WaveContent(StagedContent):
+class WaveContent(PooledContent):
     """Content of a tensor file, whose blocks are copied when they are requested."""
 
     def __init__(
         self, known: KnownFile, tensors: Mapping[str, Tensor], transfer: WaveTransfer
     ) -> None:
-        self._known = known
-        self._file = known.file
+        super().__init__(known, transfer.pool)
         self._tensors = tensors
         self._transfer = transfer
-        self._pool = transfer.pool
-        self._buffers: dict[int, int] = {}
-        self._half_done: set[int] = set()
-        self._lock = threading.Lock()
         self._contiguous: tuple[int, Tensor] | None = None
-
-    @property
-    @override
-    def nbytes(self) -> int:
-        return self._file.nbytes
 
     @override
     def block(self, number: int, timeout_s: float) -> memoryview:
-        buffer = self._pool.take(timeout_s)
-        self._buffers[number] = buffer
+        buffer = self._buffers[number] = self._pool.take(timeout_s)
         return self.fill(buffer, number)
-
-    @override
-    def digest(self, number: int) -> bytes:
-        try:
-            memory = self._pool.memory(self._buffers[number], self.block_nbytes(number))
-            digest = self._known.digests[number] = block_digest(memory)
-            return digest
-        finally:
-            self._release(number)
-
-    @override
-    def written(self, number: int) -> None:
-        self._release(number)
-
-    @override
-    def is_unchanged(self, timeout_s: float) -> bool:
-        # There is no copy to compare with, so blocks are hashed, up to the first that differs.
-        for number, committed in enumerate([*self._known.digests]):
-            self.block(number, timeout_s)
-            digest = self.digest(number)
-            self.written(number)
-            if digest != committed:
-                return False
-        return True
-
-    def _release(self, number: int) -> None:
-        """Free a block's buffer on the second call, when it is both hashed and written."""
-        # Called by the thread that hashes and by the one that writes.
-        with self._lock:
-            if number not in self._half_done:
-                self._half_done.add(number)
-                return
-            buffer = self._buffers.pop(number)
-        self._pool.give_back(buffer)
-
-    def block_nbytes(self, number: int) -> int:
-        """Return the length of a block."""
-        return min(BLOCK_NBYTES, self._file.nbytes - number * BLOCK_NBYTES)
 
     def fill(self, buffer: int, number: int) -> memoryview:
         """Copy one block, with its parts of the header and the tensors, into a buffer."""
@@ -196,13 +104,14 @@ class WaveContent(StagedContent):
         position = max(bisect_right(starts, start) - 1, 0)
         # Live tensors may require grad, and autograd would record the copy.
         with self._transfer.held(), torch.inference_mode(False), torch.no_grad():
+            target = torch.frombuffer(memory, dtype=torch.uint8)
             while position < len(starts) and starts[position] < stop:
                 first = starts[position]
                 last = first + self._file.specs[position].nbytes
                 low, high = max(first, start), min(last, stop)
                 if low < high:
                     part = self._flat(position)[low - first : high - first]
-                    self._pool.bytes(buffer, low - start, high - start).copy_(part)
+                    target[low - start : high - start].copy_(part)
                 position += 1
         return memory
 

@@ -22,9 +22,10 @@ from holdfast.engine.checkpoint import Phase
 from holdfast.engine.claims.claim import Claim
 from holdfast.engine.roots.catalog import Catalog, Entry
 from holdfast.engine.roots.commit import SaveAttempt, begin, commit
-from holdfast.engine.saving.fingerprint import environment, numerics
+from holdfast.engine.saving.environment import environment
+from holdfast.engine.saving.fingerprint import numerics
+from holdfast.engine.saving.joint import Gathered, JointSave, OwnFile
 from holdfast.engine.saving.save import AttemptFiles, SaveRequest, manifest_of, write_index
-from holdfast.engine.saving.together import Gathered, JointSave, OwnFile
 from holdfast.engine.staging.staged import Staged
 from holdfast.engine.staging.waves import WaveTransfer
 from holdfast.errors import NoCheckpoint, NotFound, NotShared, UnsupportedState, UsageError

@@ -10,11 +10,12 @@ from typing_extensions import override
 
 from holdfast.engine.checkpoint import Phase
 from holdfast.engine.roots.commit import SaveAttempt
+from holdfast.engine.saving.joint import JointSave
 from holdfast.engine.saving.save import AttemptFiles, Tools
-from holdfast.engine.saving.together import JointSave
-from holdfast.engine.staging.image import KnownFile
+from holdfast.engine.staging.known import KnownFile
+from holdfast.engine.staging.pool import Pool
 from holdfast.engine.staging.staged import Staged
-from holdfast.engine.staging.waves import Pool, WaveContent, WaveTransfer
+from holdfast.engine.staging.waves import WaveContent, WaveTransfer
 from holdfast.format.layout import number_of_file
 from holdfast.format.tensors import TensorSpec, lay_out
 
