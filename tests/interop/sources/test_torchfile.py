@@ -10,8 +10,10 @@ import random
 import tracemalloc
 import warnings
 import zipfile
+import zlib
 from collections import Counter, OrderedDict, defaultdict
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -34,7 +36,8 @@ from holdfast.interop.pickles import values
 from holdfast.interop.pickles.budget import Budget
 from holdfast.interop.reading import pieces
 from holdfast.interop.source import Source
-from holdfast.interop.sources.torchfile import read_pickle
+from holdfast.interop.sources.crcs import joined
+from holdfast.interop.sources.torchfile import TorchFile, read_pickle
 from holdfast.state.leaves import TORCH_DTYPES
 
 WAYS = ("zip", "legacy", "pickle 2", "pickle 4", "pickle 5")
@@ -353,3 +356,44 @@ def test_bytes_that_stand_for_other_numbers_are_left_out(tmp_path: Path) -> None
     torch.save({"x": _Conjugate(), "y": 1}, tmp_path / "a.pt")
     with open_source(str(tmp_path / "a.pt")) as source:
         assert ["conj" in one.why for one in source.left_out] == [True]
+
+
+@pytest.mark.parametrize("num_pieces", [1, 3])
+def test_bytes_of_a_tensor_that_are_not_what_was_written_are_found_once_all_are_read(
+    tmp_path: Path, num_pieces: int
+) -> None:
+    path = tmp_path / "saved.pt"
+    torch.save({"first": torch.ones(30), "second": torch.full((30,), 2.0)}, path)
+    data = bytearray(path.read_bytes())
+    data[data.rindex(torch.full((30,), 2.0).numpy().tobytes()) + 77] ^= 1
+    path.write_bytes(data)
+    nbytes = 120 // num_pieces
+    with TorchFile(path) as source:
+        memory = memoryview(bytearray(nbytes))
+        for key in ("first", "second"):
+            for start in reversed(range(nbytes, 120, nbytes)):
+                source.read_into("model", key, start, memory)
+            if key == "first":
+                source.read_into("model", key, 0, memory)
+        with pytest.raises(CorruptData, match=r"saved\.pt: member 'saved/data/1' is not what was"):
+            source.read_into("model", "second", 0, memory)
+
+
+def test_a_file_whose_sums_torch_did_not_compute_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "saved.pt"
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save({"weight": torch.arange(30.0)}, path)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    with TorchFile(path) as source:
+        memory = bytearray(120)
+        source.read_into("model", "weight", 0, memoryview(memory))
+    assert memory == torch.arange(30.0).numpy().tobytes()
+
+
+@pytest.mark.parametrize("lengths", [(0, 5), (1, 1), (4 << 20, 12_345), (3, 1 << 20)])
+def test_sums_of_two_runs_are_joined_as_zlib_computes_them(lengths: tuple[int, int]) -> None:
+    first, second = (Random(number).randbytes(nbytes) for number, nbytes in enumerate(lengths))
+    found = joined(zlib.crc32(first), zlib.crc32(second), len(second))
+    assert found == zlib.crc32(first + second)

@@ -6,7 +6,6 @@ Storages stay in the file, and their bytes are read where they lie. Nothing in t
 from __future__ import annotations
 
 import io
-import zlib
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -24,6 +23,7 @@ from holdfast.interop.pickles.names import CONSTANTS, CONSTRUCTORS, SETTERS, che
 from holdfast.interop.pickles.parts import Converted, check_claims, convert
 from holdfast.interop.pickles.values import Refusal, Span, Storage, StorageKind
 from holdfast.interop.source import LeftOut, Part, Source
+from holdfast.interop.sources.crcs import MemberCrc
 from holdfast.interop.sources.recognising import first_bytes
 from holdfast.interop.sources.zips import Member, Zip
 
@@ -117,7 +117,9 @@ class TorchFile(Source):
             raise
 
     def _open(self, layout: Layouts) -> None:
-        root = _Reader(self._file, Budget()).root()
+        reader = _Reader(self._file, Budget())
+        root = reader.root()
+        self._crcs = reader.crcs
         try:
             found = layout(root)
         except FormatError as err:
@@ -164,7 +166,10 @@ class TorchFile(Source):
         if start + memory.nbytes > spec.nbytes or limit < item_nbytes:
             raise CorruptData(f"{self.url}: {key!r} has no byte {start + memory.nbytes:,}")
         if is_row_major(spec.shape, place.strides):
-            read(place.offset * item_nbytes + start, memory.cast("B"))
+            position = place.offset * item_nbytes + start
+            read(position, memory.cast("B"))
+            if isinstance(data, Span) and (crc := self._crcs.get(data.start)):
+                crc.add(position, memory.cast("B"))
         else:
             gather(
                 read,
@@ -210,12 +215,16 @@ class _Reader:
             **(constructors or {}),
         }
         self._level = 0
+        self.crcs: Mapping[int, MemberCrc] = {}
+        """First byte of a storage in a zip file → the CRC of its member."""
 
     def root(self) -> Any:
         """Return the description of what was saved."""
         first = self._file.read(0, min(self._file.nbytes, len(_LEGACY)))
         if first.startswith(_ZIP):
-            return _ZipReader(self._file, self._machine).root()
+            reader = _ZipReader(self._file, self._machine)
+            self.crcs = reader.crcs
+            return reader.root()
         if first == _LEGACY:
             return self.legacy(0, self._file.nbytes)
         return self.bare(0, self._file.nbytes)
@@ -342,6 +351,7 @@ class _ZipReader:
         self._zip = Zip(file)
         self._machine = machine
         self._storages = _Storages()
+        self.crcs: dict[int, MemberCrc] = {}
 
     def root(self) -> Any:
         """Return the description of what was saved."""
@@ -370,11 +380,14 @@ class _ZipReader:
                 raise FormatError(f"{self._file.name}: its byte order is {order!r}, not little")
 
     def _check_crc(self, member: Member, start: int) -> None:
-        crc = 0
-        for at in range(start, start + member.nbytes, 1 << 20):
-            crc = zlib.crc32(self._file.read(at, min(1 << 20, start + member.nbytes - at)), crc)
-        if crc != member.crc:
-            raise CorruptData(f"{self._file.name}: {member.name[:80]!r} is not what was written")
+        crc = self._crc(member)
+        for at in range(0, member.nbytes, 1 << 20):
+            data = self._file.read(start + at, min(1 << 20, member.nbytes - at))
+            crc.add(at, memoryview(data))
+
+    def _crc(self, member: Member) -> MemberCrc:
+        what = f"{self._file.name}: member {member.name[:80]!r}"
+        return MemberCrc(what, member.nbytes, member.crc)
 
     def _find(self, name: Any) -> Any:
         storage = self._storages.find(name)
@@ -387,5 +400,7 @@ class _ZipReader:
                 raise CorruptData(
                     f"storage {key[:40]!r} has {member.nbytes:,} bytes, not {storage.nbytes:,}"
                 )
-            storage.data = Span(self._zip.place(member), member.nbytes)
+            start = self._zip.place(member)
+            storage.data = Span(start, member.nbytes)
+            self.crcs[start] = self._crc(member)
         return storage
