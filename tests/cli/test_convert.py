@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,12 +14,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
 from children import environment
 from holdfast.cli import child
 from holdfast.cli.convert import nbytes_of
 from holdfast.errors import UsageError
+from holdfast.interop.opening import open_source
 
 PEERS = Path(__file__).parents[1] / "golden" / "peers"
 
@@ -84,10 +87,61 @@ def test_an_export_to_dcp_appears_whole(root: Path, tmp_path: Path, holdfast: An
     assert not [name for name in os.listdir(tmp_path) if "part-" in name]
 
 
-def test_dcp_takes_a_checkpoint_alone(file: Path, tmp_path: Path, holdfast: Any) -> None:
-    done = holdfast("export", file, tmp_path / "out", "--to", "dcp", "--trust")
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_file_of_another_library_is_exported_to_dcp(tmp_path: Path, holdfast: Any) -> None:
+    model = torch.nn.Sequential(torch.nn.Embedding(4, 2), torch.nn.Linear(2, 3))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.tensor([1])).sum().backward()
+    optimizer.step()
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 7}
+    torch.save(state, tmp_path / "saved.pt")
+    out = tmp_path / "out"
+    done = holdfast("export", tmp_path / "saved.pt", out, "--to", "dcp", "--trust", "--json")
+    assert done.code == 0, done.err
+    assert {".metadata"} < {file["name"] for file in done.document["files"]}
+    wanted = {
+        "model": {name: torch.empty_like(one) for name, one in model.state_dict().items()},
+        "optimizer": torch.optim.AdamW(model.parameters()).state_dict(),
+        "state": {"epoch": 0},
+    }
+    wanted["optimizer"]["state"] = {
+        number: {name: torch.empty_like(one) for name, one in slots.items()}
+        for number, slots in optimizer.state_dict()["state"].items()
+    }
+    dcp.load(wanted, checkpoint_id=out)
+    assert wanted["state"] == {"epoch": 7}
+    torch.testing.assert_close(wanted["model"], model.state_dict(), rtol=0, atol=0)
+    torch.testing.assert_close(
+        wanted["optimizer"]["state"], optimizer.state_dict()["state"], rtol=0, atol=0
+    )
+    with open_source(str(out)) as again:
+        assert {*again.parts} == {"model", "optimizer", "state"}
+
+
+@pytest.mark.parametrize("name", ["\ud800", "x" * 5000])
+def test_weights_under_a_name_that_cannot_be_used_are_an_error_unless_their_loss_is_allowed(
+    tmp_path: Path, holdfast: Any, name: str
+) -> None:
+    path, run = tmp_path / "saved.pt", tmp_path / "run"
+    torch.save({"model": {name: torch.ones(2), "w": torch.ones(3)}, "step": 4}, path)
+    for arguments in (("import", path, run), ("export", path, run, "--to", "pt")):
+        done = holdfast(*arguments, "--trust")
+        assert done.code == 2
+        assert "weights in it would be lost" in done.err
+        assert "--allow-loss" in done.err
+        assert not run.exists()
+        assert holdfast(*arguments, "--trust", "--allow-loss").code == 0
+        shutil.rmtree(run) if run.is_dir() else run.unlink()
+    done = holdfast("import", path, run, "--component", "state", "--trust")
+    assert done.code == 0
+
+
+def test_a_model_that_is_left_out_as_a_whole_is_an_error(tmp_path: Path, holdfast: Any) -> None:
+    path = tmp_path / "saved.pt"
+    torch.save({"model": torch.nn.Linear(2, 2), "optimizer": {"lr": 0.1}, "step": 4}, path)
+    done = holdfast("import", path, tmp_path / "run", "--trust")
     assert done.code == 2
-    assert "bring the file in first" in done.err
+    assert "model: an object of torch.nn.modules.linear.Linear" in done.err
 
 
 @pytest.mark.parametrize(
@@ -250,3 +304,24 @@ def test_the_child_ends_when_opening_takes_too_long(file: Path) -> None:
         "opening.open_source = lambda *_, **__: time.sleep(60); child.open_limited(source)"
     )
     assert limited(file, body).returncode == -signal.SIGALRM
+
+
+def test_an_import_is_encrypted_with_the_keys_and_a_root_is_not_mixed_in_silence(
+    file: Path, tmp_path: Path, holdfast: Any
+) -> None:
+    key, run, plain = tmp_path / "key", tmp_path / "run", tmp_path / "plain"
+    assert holdfast("keys", "generate", key).code == 0
+    with_key = ("--key-file", key, "import", file)
+    assert holdfast(*with_key, run, "--step", 1, "--trust").code == 0
+    assert not [*run.glob("step-*/*.safetensors")]
+    assert holdfast("--key-file", key, "verify", run).code == 0
+    done = holdfast("import", file, run, "--step", 2, "--trust")
+    assert done.code == 1
+    assert "is sealed, and no key was given" in done.err
+    assert holdfast("import", file, plain, "--step", 1, "--trust").code == 0
+    done = holdfast(*with_key, plain, "--step", 2, "--trust")
+    assert done.code == 1
+    assert "is not encrypted, and the import would be" in done.err
+    assert holdfast("--accept-plain", *with_key, plain, "--step", 2, "--trust").code == 0
+    made = holdfast("--key-file", key, "--accept-plain", "ls", plain, "--json").document
+    assert [one["step"] for one in made["checkpoints"]] == [2, 1]

@@ -222,7 +222,7 @@ def tag(target: str, tags: Sequence[str]) -> Answer:
     options.imported,
     options.root,
     *(options.step, options.label, options.rules, options.components, options.optimizer),
-    options.parameters,
+    *(options.parameters, options.allow_loss),
     *(options.dry_run, options.unsafe_pickle, options.trust),
     name="import",
 )
@@ -243,7 +243,7 @@ def import_(
 
 @_answering(
     *(options.exported, options.new_output, options.to, options.components, options.rules),
-    *(options.configs, options.dtype, options.shard_size),
+    *(options.configs, options.dtype, options.shard_size, options.allow_loss),
     *(options.dry_run, options.unsafe_pickle, options.trust),
 )
 @limited("target")

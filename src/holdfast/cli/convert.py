@@ -14,7 +14,7 @@ from holdfast.cli.output import Answer, TextTable, progress_bar, size
 from holdfast.cli.sources import open_named
 from holdfast.cli.target import named_keys, open_target, opened, read_entry
 from holdfast.errors import UsageError
-from holdfast.interop.source import LeftOut
+from holdfast.interop.source import LeftOut, expect_no_loss
 
 if TYPE_CHECKING:
     from holdfast.interop.exporting.export import Form
@@ -101,20 +101,19 @@ def bring_in(
     components: Sequence[str],
     optimizer: str | None,
     parameters: Path | None,
+    allow_loss: bool,
     dry_run: bool,
     unsafe_pickle: bool,
 ) -> Answer:
     """Save a source as a new checkpoint of a root.
 
     Raises:
-        UsageError: the step is unknown, a name or rule fits nothing, or keys are given.
+        UsageError: the step is unknown, or a name or rule fits nothing.
         FormatError: the source is damaged or in no known format.
         UnsupportedState: a value in it has no form in a checkpoint.
     """
-    if named_keys() is not None:
-        raise UsageError("import does not encrypt; give it a root of its own, and no keys")
     if (Path(source) / _DCP).is_file() and not (
-        rules or components or optimizer or parameters or dry_run
+        rules or components or optimizer or parameters or dry_run or allow_loss or named_keys()
     ):
         return _import_dcp(source, root, step=step, label=label, unsafe_pickle=unsafe_pickle)
     if unsafe_pickle:
@@ -129,13 +128,16 @@ def bring_in(
             rename=read_rules(rules),
             optimizer=optimizer,
             parameters=_names_in(parameters),
+            allow_loss=allow_loss,
         )
         at = step_of(plan, step)
         if dry_run:
             return _answer(plan, source, root=root, folder=None, step=at)
         opened(root)
         with progress_bar() as report:
-            made = commit_import(plan, root, step=at, label=label, report=report)
+            made = commit_import(
+                plan, root, step=at, label=label, encrypt=named_keys(), report=report
+            )
         return _answer(plan, source, root=made.root, folder=made.folder, step=at)
 
 
@@ -212,6 +214,7 @@ def take_out(
     configs: Sequence[Path],
     dtype: Dtype | None,
     shard_size: str | None,
+    allow_loss: bool,
     dry_run: bool,
     unsafe_pickle: bool,
 ) -> Answer:
@@ -229,7 +232,11 @@ def take_out(
     if to == "dcp":
         if components or rules or configs or dtype or shard_size or dry_run:
             raise UsageError("--to dcp: writes the whole checkpoint and takes no other option")
-        return _export_dcp(target, out, unsafe_pickle=unsafe_pickle)
+        if not is_foreign(target):
+            return _export_dcp(target, out, unsafe_pickle=unsafe_pickle)
+        if unsafe_pickle:
+            raise UsageError("--unsafe-pickle: does something for a checkpoint of a root alone")
+        return _export_file_to_dcp(target, out, allow_loss=allow_loss)
     if unsafe_pickle:
         raise UsageError("--unsafe-pickle: does something with --to dcp alone")
     from holdfast.interop.exporting.export import Export, ExportOptions
@@ -242,6 +249,7 @@ def take_out(
         configs=configs,
         dtype=dtype,
         shard_nbytes=None if shard_size is None else nbytes_of(shard_size),
+        allow_loss=allow_loss,
     )
     with open_named(target) as source, progress_bar() as report:
         export = Export(source, options, report)
@@ -274,18 +282,10 @@ def _export_dcp(target: str, out: Path, *, unsafe_pickle: bool) -> Answer:
     from holdfast.interop.dcp import export_folder
     from holdfast.interop.exporting.files import new_output
 
-    if is_foreign(target):
-        raise UsageError(
-            f"{target}: --to dcp takes a checkpoint of a root; bring the file in first, with "
-            "holdfast import"
-        )
     open_target(target)
     with new_output(out, is_folder=True) as path:
         made = export_folder(target, str(path), unsafe_pickle=unsafe_pickle, encrypt=named_keys())
-        files = [
-            OutputFile(name=file.name, nbytes=file.stat().st_size)
-            for file in sorted(path.iterdir())
-        ]
+        files = _files_in(path)
     document = ExportAnswer(
         source=target,
         step=made.step,
@@ -297,6 +297,37 @@ def _export_dcp(target: str, out: Path, *, unsafe_pickle: bool) -> Answer:
         dry_run=False,
     )
     return Answer(document=document, parts=[f"{out}: {size(made.nbytes)} from {made.folder}"])
+
+
+def _export_file_to_dcp(target: str, out: Path, *, allow_loss: bool) -> Answer:
+    """Write a file or a folder of another library as a folder of DCP."""
+    from holdfast.interop.dcp.folders import export_source
+    from holdfast.interop.exporting.files import new_output
+
+    with open_named(target) as source:
+        expect_no_loss(source, (), allow_loss=allow_loss)
+        with new_output(out, is_folder=True) as path:
+            notes = export_source(source, path).notes
+            files = _files_in(path)
+        document = ExportAnswer(
+            source=source.url,
+            step=source.step,
+            path=str(out),
+            to="dcp",
+            files=files,
+            left_out=[*source.left_out],
+            notes=notes,
+            dry_run=False,
+        )
+    nbytes = sum(file.nbytes for file in files)
+    first = f"{out}: {size(nbytes)} from {target}"
+    return Answer(document=document, parts=[first, *notes, *lines_left_out(document.left_out)])
+
+
+def _files_in(folder: Path) -> list[OutputFile]:
+    return [
+        OutputFile(name=file.name, nbytes=file.stat().st_size) for file in sorted(folder.iterdir())
+    ]
 
 
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) *([KMGT]?)(i?)B", re.IGNORECASE)

@@ -20,11 +20,12 @@ from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.saving.environment import environment
 from holdfast.engine.saving.joint import JointSave
 from holdfast.engine.saving.save import SaveRequest, write
+from holdfast.engine.sealed.sealing import sealing
 from holdfast.engine.staging.known import KnownFile
 from holdfast.engine.staging.pool import Pool, PooledContent
 from holdfast.engine.staging.staged import Staged, StagedContent, Transfer
 from holdfast.engine.workers import Workers
-from holdfast.errors import NoCheckpoint, UsageError
+from holdfast.errors import MissingKey, NoCheckpoint, NotSealed, UsageError
 from holdfast.format.blocks import num_blocks
 from holdfast.format.layout import BLOCK_NBYTES, RNG, check_component, check_label
 from holdfast.format.manifest import MAX_COUNT, Timestamp
@@ -36,7 +37,8 @@ from holdfast.interop.optimizers import Hints, is_torch_form, named
 from holdfast.interop.reading import ahead
 from holdfast.interop.renaming import Rules
 from holdfast.interop.roots import WrittenRoot
-from holdfast.interop.source import LeftOut, Part, Source
+from holdfast.interop.source import LeftOut, Part, Source, expect_no_loss
+from holdfast.keys import Encryption
 from holdfast.policy.naming import DEFAULT_LABEL
 from holdfast.store import open_store
 from holdfast.store.base import Store
@@ -94,6 +96,7 @@ def plan_import(
     rename: Rules | None = None,
     optimizer: str | None = None,
     parameters: Sequence[str] = (),
+    allow_loss: bool = False,
 ) -> ImportPlan:
     """Decide how each component of a source is stored, without reading a tensor.
 
@@ -102,8 +105,10 @@ def plan_import(
     new names of the model's parameters in its order, for files that do not keep it.
 
     Raises:
-        UsageError: a component or a rule fits nothing, or two names become one.
+        UsageError: a component or a rule fits nothing, or two names become one. Weights would be
+            lost, and `allow_loss` is not set.
     """
+    expect_no_loss(source, components, allow_loss=allow_loss)
     rules = rename or Rules()
     parts = {name: source.part(name) for name in components} if components else source.parts
     left = [*source.left_out]
@@ -217,6 +222,8 @@ def import_checkpoint(
     rename: Mapping[str, str] | None = None,
     optimizer: str | None = None,
     parameters: Collection[str] = (),
+    allow_loss: bool = False,
+    encrypt: Encryption | None = None,
     trust: bool = False,
 ) -> Checkpoint:
     """Save a checkpoint or a file of weights of any known format as a new checkpoint of a run.
@@ -227,7 +234,9 @@ def import_checkpoint(
     parameters in its order, where the file does not keep it: `[name for name, _ in
     model.named_parameters()]`. Keeps a few blocks in memory, and runs nothing of the source.
     `trust` lifts the bounds on the number of values in the source.
-    `notes` say what was left out, and what cannot be resumed from.
+    `notes` say what was left out, and what cannot be resumed from. `allow_loss` leaves out weights
+    whose names cannot be used; without it they are an error. `encrypt` has the keys that the
+    checkpoint is encrypted with; they also open an encrypted checkpoint that is the source.
 
     Raises:
         NoCheckpoint: nothing exists at `source`.
@@ -235,17 +244,19 @@ def import_checkpoint(
         UsageError: the step is unknown, or a name or a rule fits nothing.
         UnsupportedState: a value of it has no form in a checkpoint.
         OwnedElsewhere: a live process owns the run.
+        SealError: the run's checkpoints are encrypted with other keys, or not encrypted.
     """
     rules = Rules((rename or {}).items())
-    with open_source(os.fspath(source), trust=trust) as opened:
+    with open_source(os.fspath(source), encrypt=encrypt, trust=trust) as opened:
         plan = plan_import(
             opened,
             components=components,
             rename=rules,
             optimizer=optimizer,
             parameters=[*parameters],
+            allow_loss=allow_loss,
         )
-        return commit_import(plan, root, step=step, label=label)
+        return commit_import(plan, root, step=step, label=label, encrypt=encrypt)
 
 
 def step_of(plan: ImportPlan, step: int | None) -> int:
@@ -268,11 +279,13 @@ def commit_import(
     *,
     step: int | None = None,
     label: str | None = None,
+    encrypt: Encryption | None = None,
     report: Report | None = None,
 ) -> Checkpoint:
     """Write a planned import as a checkpoint and commit it; then release the run.
 
     Raises:
+        SealError: the run's checkpoints are encrypted with other keys, or not encrypted.
         UnsupportedState: a tree has a value that no checkpoint can hold.
         Otherwise as `import_checkpoint`.
     """
@@ -286,7 +299,10 @@ def commit_import(
         name: tuple(map(KnownFile, lay_out(name, [*one.specs.values()])))
         for name, one in plan.taken.items()
     }
-    written = WrittenRoot(open_store(root))
+    store = open_store(root)
+    if encrypt is not None and not encrypt.accept_plain:
+        _expect_sealed(store)
+    written = WrittenRoot(sealing(store, encrypt))
     transfer = SourceTransfer(plan, files, written.pool, report)
     try:
         staged = Staged(
@@ -324,6 +340,19 @@ def commit_import(
     if entry is None:
         raise NoCheckpoint(f"{written.store.url}/{attempt.folder}: deleted since it was committed")
     return describe(written.store, entry, notes=(*plan.notes, *map(_line, plan.left_out)))
+
+
+def _expect_sealed(store: Store) -> None:
+    """Raise `NotSealed` if the newest checkpoint of a root is not encrypted."""
+    try:
+        newest = Catalog(store).newest()
+    except MissingKey:
+        return
+    if newest is not None:
+        raise NotSealed(
+            f"{store.url}/{newest.folder}: is not encrypted, and the import would be. Give no "
+            "keys, a root of its own, or --accept-plain (accept_plain=True)"
+        )
 
 
 def _line(left: LeftOut) -> str:

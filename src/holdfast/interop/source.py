@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from typing_extensions import Self
 
-from holdfast.errors import UsageError
+from holdfast.errors import UsageError, listing
 from holdfast.format.nodes import ArrayRef, TensorRef
 from holdfast.format.tensors import TensorSpec
 
@@ -23,6 +23,9 @@ class LeftOut(msgspec.Struct, frozen=True):
     """Where it is in the source, such as "training_args.bin" or "trainer.callbacks.EMA"."""
     why: str
     """Why, as text."""
+    weights_of: str = ""
+    """Component of which weights are lost with it: their name cannot be used, or they are in an
+    object under a model's name. A conversion is an error then, unless allowed. Empty: none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +120,24 @@ class Source(ABC):
             has = ", ".join(map(repr, self.parts)) or "none"
             raise UsageError(f"{self.url}: no component {component!r}; it has {has}")
         return found
+
+
+def expect_no_loss(source: Source, components: Collection[str], *, allow_loss: bool) -> None:
+    """Check that a conversion of these components, all if empty, loses no weights by a name.
+
+    Raises:
+        UsageError: it does, and `allow_loss` is not set.
+    """
+    lost = [
+        f"{left.path}: {left.why}"
+        for left in source.left_out
+        if left.weights_of and (not components or left.weights_of in components)
+    ]
+    if lost and not allow_loss:
+        raise UsageError(
+            f"{source.url}: weights in it would be lost. Save a state_dict with names that can be "
+            "used, or leave them out with --allow-loss (allow_loss=True):\n" + listing(lost)
+        )
 
 
 def _leaves(

@@ -159,11 +159,12 @@ MUTANTS: dict[str, tuple[str, str]] = {
     "one more global": ("pickle: os.system, alone", "os.system"),
     "a module is imported": ("pickle: antigravity, alone", "import"),
     "an unpickler is used": ("pickle: INST, alone", "pickle.find_class"),
-    "memory is not charged": ("bomb: many sets", "MemoryError"),
+    # Python 3.13.0 loses the MemoryError of a set that cannot grow.
+    "memory is not charged": ("bomb: many sets", "MemoryError|error return without exception set"),
     "links are read": ("zip: a link", "was not refused"),
     "archives have no bound": ("bomb: a bomb in a tar", "was not refused"),
 }
-"""Defects of our own readers: the case that has to show each, and a word of the problem."""
+"""Defects of our own readers: the case that has to show each, and a pattern of the problem."""
 
 
 def break_(name: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -60,7 +61,8 @@ def test_the_harness_notices_code_that_runs_and_files_that_are_read() -> None:
     """D65, invariant 5: a reader with one more global or one limit less is caught."""
     found = {one["name"]: " ".join(one["problems"]) for one in run_child("mutants")}
     assert [*found] == [*MUTANTS]
-    assert {name: told for name, told in found.items() if MUTANTS[name][1] not in told} == {}
+    missed = {name: told for name, told in found.items() if not re.search(MUTANTS[name][1], told)}
+    assert missed == {}
 
 
 def test_each_kind_of_file_has_its_cases() -> None:

@@ -40,8 +40,10 @@ from typing_extensions import override
 from holdfast.arguments import checked
 from holdfast.engine.checkpoint import Checkpoint, describe
 from holdfast.errors import FormatError, StoreError, UnsupportedState, UsageError
+from holdfast.interop.dcp.anysource import SourceState
 from holdfast.interop.dcp.reader import HoldfastReader, StoredState, refuse_pickles
 from holdfast.interop.dcp.writer import HoldfastWriter
+from holdfast.interop.source import Source
 from holdfast.keys import Encryption
 from holdfast.state.geometry import Box
 from holdfast.store.base import Store
@@ -119,23 +121,43 @@ def export_folder(
             warnings.warn(
                 f"not exported, as each rank has its own: {', '.join(state.by_rank)}", stacklevel=2
             )
-        writer = FileSystemWriter(folder)
-        writer.set_up_storage_writer(True)
-        # In the order in which DCP asks for them where there is a device.
-        items = sorted(_write_items(state.metadata), key=lambda one: one.tensor_storage_size() or 0)
-        plan = writer.prepare_local_plan(SavePlan(items))
-        [central] = writer.prepare_global_plan([plan])
-        planner = _Planner(state, items, ahead_nbytes=AHEAD_NBYTES)
-        try:
-            results = writer.write_data(central, planner).value()
-            writer.finish(state.metadata, [results])
-        except (OSError, RuntimeError) as error:  # torch's zip writer raises the latter
-            raise StoreError(
-                f"{os.fspath(folder)}: DCP could not write it; is there room? {error}"
-            ) from error
+        _write_folder(state, folder)
     finally:
         reader.close()
     return describe(state.store, state.entry)
+
+
+def export_source(source: Source, folder: str | os.PathLike[str]) -> SourceState:
+    """Write an open file or folder of any known format as a folder that `dcp.load` reads.
+
+    Each component is a dict of its own, as in `dcp.load({"model": model.state_dict()}, …)`. Reads
+    tensor by tensor. Returns the state, with notes on what is in another form than in the source.
+
+    Raises:
+        FormatError: two values would have one name.
+        CorruptData: the source is damaged.
+        StoreError: a file cannot be written.
+    """
+    state = SourceState(source)
+    _write_folder(state, folder)
+    return state
+
+
+def _write_folder(state: StoredState | SourceState, folder: str | os.PathLike[str]) -> None:
+    writer = FileSystemWriter(folder)
+    writer.set_up_storage_writer(True)
+    # In the order in which DCP asks for them where there is a device.
+    items = sorted(_write_items(state.metadata), key=lambda one: one.tensor_storage_size() or 0)
+    plan = writer.prepare_local_plan(SavePlan(items))
+    [central] = writer.prepare_global_plan([plan])
+    planner = _Planner(state, items, ahead_nbytes=AHEAD_NBYTES)
+    try:
+        results = writer.write_data(central, planner).value()
+        writer.finish(state.metadata, [results])
+    except (OSError, RuntimeError) as error:  # torch's zip writer raises the latter
+        raise StoreError(
+            f"{os.fspath(folder)}: DCP could not write it; is there room? {error}"
+        ) from error
 
 
 def _write_items(metadata: Metadata) -> Iterator[WriteItem]:
@@ -156,7 +178,7 @@ class _Planner(SavePlanner):
 
     def __init__(
         self,
-        source: DcpFolder | StoredState,
+        source: DcpFolder | StoredState | SourceState,
         write_items: Sequence[WriteItem],
         *,
         ahead_nbytes: int,

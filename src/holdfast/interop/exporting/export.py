@@ -28,7 +28,7 @@ from holdfast.interop.exporting.weights import (
 )
 from holdfast.interop.opening import open_source
 from holdfast.interop.renaming import Rules
-from holdfast.interop.source import LeftOut, Source
+from holdfast.interop.source import LeftOut, Source, expect_no_loss
 
 Form: TypeAlias = Literal["hf", "safetensors", "pt", "hf-trainer", "lightning"]
 SHARD_NBYTES = 5_000_000_000
@@ -54,6 +54,8 @@ class ExportOptions:
     """Type to which floats of the model are cast; None: they stay."""
     shard_nbytes: int | None = None
     """Largest size of a file of weights; None: the default of the format."""
+    allow_loss: bool = False
+    """Leave out weights whose names cannot be used; False: they are an error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +81,8 @@ class Export:
         """Plan without reading a tensor, but for the few inside generators.
 
         Raises:
-            UsageError: an option fits nothing, or does nothing in this form.
+            UsageError: an option fits nothing, or does nothing in this form. Weights would be
+                lost, and `allow_loss` is not set.
             UnsupportedState: the form has no such dtype.
         """
         self._source = source
@@ -88,6 +91,7 @@ class Export:
         self._cast = Cast()
         self._num_done = 0
         _check(options)
+        expect_no_loss(source, options.components, allow_loss=options.allow_loss)
         self.plan = ExportPlan(files=[], left_out=[*source.left_out])
         if options.to in _OF_WEIGHTS:
             self.plan.files = self._with_weights()
@@ -220,6 +224,7 @@ def export_checkpoint(
     config: str | os.PathLike[str] | None = None,
     dtype: Dtype | None = None,
     shard_nbytes: int | None = None,
+    allow_loss: bool = False,
     trust: bool = False,
 ) -> Exported:
     """Write a checkpoint, or a file of weights of any known format, in another library's format.
@@ -228,8 +233,9 @@ def export_checkpoint(
     `hf-trainer` (a Trainer's checkpoint folder), `lightning` (a `.ckpt`). `components` are those
     to write, `rename` maps patterns of the names in the model to new ones, `config` is a file or a
     folder of files that lie beside the weights, `dtype` that of the weights of floats. `out` must
-    not exist; it appears when it is whole. Keeps a few pieces in memory. `trust` lifts the bounds
-    on the number of values in a file of another library.
+    not exist; it appears when it is whole. Keeps a few pieces in memory. `allow_loss` leaves out
+    weights whose names cannot be used; without it they are an error. `trust` lifts the bounds on
+    the number of values in a file of another library.
 
     Raises:
         NoCheckpoint: nothing exists at `source`.
@@ -244,6 +250,7 @@ def export_checkpoint(
         configs=[] if config is None else [Path(config)],
         dtype=dtype,
         shard_nbytes=shard_nbytes,
+        allow_loss=allow_loss,
     )
     expect_free(Path(out))
     with open_source(os.fspath(source), trust=trust) as opened:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.errors import FormatError
+from holdfast.interop.pickles.parts import MODEL_NAMES
 from holdfast.interop.pickles.values import TensorView, Unknown
 from holdfast.interop.source import LeftOut
 
@@ -148,8 +149,7 @@ def _composer(root: dict[Any, Any], state: dict[Any, Any]) -> Layout:
 
 
 _NAMES: Mapping[str, str] = {
-    **dict.fromkeys(("model", "model_state_dict", "state_dict", "model_state", "net"), "model"),
-    **dict.fromkeys(("network", "module"), "model"),
+    **dict.fromkeys(MODEL_NAMES, "model"),
     **dict.fromkeys(("optimizer", "optimizer_state_dict", "optimizer_state"), "optimizer"),
     **dict.fromkeys(("optimizers", "optim", "optim_state_dict", "opt"), "optimizer"),
     **dict.fromkeys(("scheduler", "lr_scheduler", "scheduler_state_dict"), "scheduler"),

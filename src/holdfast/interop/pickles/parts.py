@@ -77,6 +77,10 @@ class Converted:
     left_out: list[LeftOut]
 
 
+MODEL_NAMES = frozenset(
+    ("model", "model_state_dict", "state_dict", "model_state", "net", "network", "module")
+)
+"""Names under which people save a model."""
 _OUT: Final = object()
 _Path: TypeAlias = "tuple[_Path, Any] | None"
 """Names from the innermost outwards; joined only where a text is needed."""
@@ -94,7 +98,7 @@ def convert(
         FormatError: the whole of it would be left out.
         LimitExceeded: more values than a component may have.
     """
-    builder = _Builder(where or component)
+    builder = _Builder(component, where or component)
     tree = builder.value(description, None, 1)
     if tree is _OUT:
         only = builder.left_out[0]
@@ -130,7 +134,8 @@ class _Shared:
 
 
 class _Builder:
-    def __init__(self, where: str) -> None:
+    def __init__(self, component: str, where: str) -> None:
+        self._component = component
         self._where = where
         self._max_values, self._max_paths_nbytes = bound(MAX_VALUES), bound(MAX_PATHS_NBYTES)
         self.specs: dict[str, TensorSpec] = {}
@@ -186,13 +191,31 @@ class _Builder:
         if self._paths_nbytes > self._max_paths_nbytes:
             raise LimitExceeded(f"{self._where}: the paths of its tensors are too long; {LIFTED}")
 
-    def _out(self, path: _Path, why: str) -> Any:
-        if len(self.left_out) < MAX_LEFT_OUT:
+    def _out(self, path: _Path, why: str, *, lost: Any = None) -> Any:
+        """Leave a value out; `lost` is what its name, which cannot be used, leads to."""
+        of = self._component if self._has_tensors(lost) else ""
+        # Lost weights are recorded also behind many values without any.
+        if len(self.left_out) < (2 * MAX_LEFT_OUT if of else MAX_LEFT_OUT):
             text = self._text(path)
-            self.left_out.append(LeftOut(join(self._where, text) if text else self._where, why))
+            self.left_out.append(LeftOut(join(self._where, text) if text else self._where, why, of))
         else:
             self.num_more_out += 1
         return _OUT
+
+    def _has_tensors(self, value: Any) -> bool:
+        waiting, seen, kept = [value], set(), []  # kept: so that no id is used twice
+        while waiting:
+            found = waiting.pop()
+            if isinstance(found, TensorView):
+                return True
+            if isinstance(found, Unknown):
+                found = (found.args, found.state)
+            if isinstance(found, Mapping | list | tuple) and id(found) not in seen:
+                seen.add(id(found))
+                kept.append(found)
+                self._spend(len(found))
+                waiting += found.values() if isinstance(found, Mapping) else found
+        return False
 
     def _plain(self, value: Any, path: _Path) -> Any:
         if type(value) in (str, bytes) and len(value) > MAX_TEXT:
@@ -250,7 +273,7 @@ class _Builder:
     def _pairs(self, value: Mapping[Any, Any], path: _Path, level: int) -> dict[Any, Any]:
         made: dict[Any, Any] = {}
         for key, item in value.items():
-            known = self._key(key, path, level + 1)
+            known = self._key(key, path, level + 1, item)
             if known is _OUT:
                 continue
             inner = self.value(item, (path, _named(key)), level + 1)
@@ -258,11 +281,14 @@ class _Builder:
                 made[known] = inner
         return made
 
-    def _key(self, key: Any, path: _Path, level: int) -> Any:
+    def _key(self, key: Any, path: _Path, level: int, lost: Any = None) -> Any:
         if type(key) is str:
             if len(key) > MAX_KEY:
-                return self._out(path, f"an item under a key of {len(key):,} characters")
-            return key if key.isascii() else self._plain(key, path)
+                why = f"an item under a key of {len(key):,} characters"
+                return self._out(path, why, lost=lost)
+            if key.isascii() or _is_unicode(key):
+                return key
+            return self._out(path, f"an item under {ascii(key)[:80]}, not Unicode", lost=lost)
         if isinstance(key, TensorView | ArrayValue | Generator):
             return self._out(path, "a tensor, an array or a generator as a key")
         return self.value(key, (path, _named(key)), level)
@@ -347,7 +373,9 @@ class _Builder:
         if member is not None:
             inner = self.value(member.value, path, level + 1)
             return inner if inner is _OUT else EnumValue(member.type, None, inner)
-        return self._out(path, f"an object of {value.name}, which is not carried over")
+        is_model = path is not None and path[1] in MODEL_NAMES
+        why = f"an object of {value.name}, which is not carried over"
+        return self._out(path, why, lost=value if is_model else None)
 
     def _global(self, value: Global, path: _Path, level: int) -> Any:
         return self._out(path, f"the class or function {value.name}")
@@ -363,6 +391,15 @@ class _Builder:
 
     def _storage(self, value: Any, path: _Path, level: int) -> Any:
         return self._out(path, "a storage without a tensor")
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether a text has no half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _named(key: Any) -> Any:

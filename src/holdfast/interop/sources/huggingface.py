@@ -117,7 +117,8 @@ class HuggingFaceFolder(Source):
             if METADATA in opened[file].parts:
                 self._texts[file] = opened[file].parts[METADATA].tree
             self.left_out += [
-                LeftOut(path=f"{file}: {one.path}", why=one.why) for one in opened[file].left_out
+                LeftOut(f"{file}: {one.path}", one.why, component if one.weights_of else "")
+                for one in opened[file].left_out
             ]
         if component == MODEL:
             config = _config(folder)

@@ -143,7 +143,8 @@ class TorchFile(Source):
             except FormatError as err:
                 problem = FormatError(f"{self.url}: nothing of it can be carried over: {err}")
                 problem.__cause__ = err
-                left_out.append(LeftOut(found.paths.get(name) or name, str(err)))
+                lost = name if name.startswith("model") else ""
+                left_out.append(LeftOut(found.paths.get(name) or name, str(err), lost))
                 continue
             converted[name] = made
             left_out += made.left_out

@@ -100,7 +100,10 @@ class TrainerFolder(Source):
     def _add(self, component: str, folder: Path, names: Sequence[str]) -> None:
         opened = {name: self._open(component, folder / name) for name in names}
         for name, source in opened.items():
-            self.left_out += [LeftOut(f"{name}: {one.path}", one.why) for one in source.left_out]
+            self.left_out += [
+                LeftOut(f"{name}: {one.path}", one.why, component if one.weights_of else "")
+                for one in source.left_out
+            ]
         found = {name: source for name, source in opened.items() if component in source.parts}
         if found:
             self.parts[component] = self._joined(component, found)
