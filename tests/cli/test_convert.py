@@ -23,6 +23,8 @@ from holdfast.cli.convert import nbytes_of
 from holdfast.errors import UsageError
 from holdfast.interop.opening import open_source
 
+KEY = b"0123456789abcdef"
+"""The key of MindSpore's samples, in make_mindspore.py."""
 PEERS = Path(__file__).parents[1] / "golden" / "peers"
 
 
@@ -325,3 +327,21 @@ def test_an_import_is_encrypted_with_the_keys_and_a_root_is_not_mixed_in_silence
     assert holdfast("--accept-plain", *with_key, plain, "--step", 2, "--trust").code == 0
     made = holdfast("--key-file", key, "--accept-plain", "ls", plain, "--json").document
     assert [one["step"] for one in made["checkpoints"]] == [2, 1]
+
+
+def test_a_file_that_mindspore_has_encrypted_is_read_with_its_key(
+    tmp_path: Path, holdfast: Any
+) -> None:
+    encrypted, key = PEERS / "mindspore" / "AES-GCM.ckpt", tmp_path / "key"
+    done = holdfast("tree", encrypted, "--trust")
+    assert done.code != 0
+    assert "holdfast --file-key PATH" in done.err
+    for text in (KEY, KEY + b"\r\n"):
+        key.write_bytes(text)
+        assert holdfast("--file-key", key, "tree", encrypted, "--trust").code == 0
+    done = holdfast("--file-key", tmp_path / "none", "tree", encrypted, "--trust")
+    assert done.code == 1
+    assert "none: cannot be read: No such file" in done.err
+    key.write_bytes(bytes(300))
+    done = holdfast("--file-key", key, "tree", encrypted, "--trust")
+    assert "longer than a key" in done.err

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import torch
 from tests.mistakes.table import Theme
 from tests.mistakes.user import User
 
@@ -82,6 +85,49 @@ def _(user: User):
     Path("run.key").write_text("precious")
     yield
     user.holdfast("keys", "generate", "run.key")
+
+
+def saved(state: dict[str, Any]) -> str:
+    torch.save(state, "saved.pt")
+    return "saved.pt"
+
+
+@THEME.case("`holdfast import` of a file with a whole model, not its state_dict", names="model")
+def _(user: User):
+    path = saved({"model": torch.nn.Linear(2, 2), "step": 3})
+    yield
+    user.holdfast("import", path, "runs/new", "--trust")
+
+
+@THEME.case("`holdfast import` of a file with a name that is not Unicode", names="--allow-loss")
+def _(user: User):
+    path = saved({"model": {"a\ud800": torch.ones(2), "b": torch.ones(2)}, "step": 3})
+    yield
+    user.holdfast("import", path, "runs/new", "--trust")
+
+
+@THEME.case("`holdfast import` of a file of which a byte has changed", names="saved/data/0")
+def _(user: User):
+    path = Path(saved({"model": {"w": torch.full((9,), 0.3)}, "step": 3}))
+    data = path.read_bytes()
+    path.write_bytes(data.replace(np.float32(0.3).tobytes(), np.float32(0.4).tobytes(), 1))
+    yield
+    user.holdfast("import", path, "runs/new", "--trust")
+
+
+@THEME.case("`holdfast --key-file run.key import` into a root without keys", names="--accept-plain")
+def _(user: User):
+    user.holdfast("keys", "generate", "run.key")
+    path = saved({"model": {"w": torch.ones(2)}, "step": 3})
+    yield
+    user.holdfast("--key-file", "run.key", "import", path, "runs/first", "--trust")
+
+
+@THEME.case("`holdfast --file-key` with a file that is missing", names="mind.key")
+def _(user: User):
+    path = saved({"model": {"w": torch.ones(2)}})
+    yield
+    user.holdfast("--file-key", "mind.key", "tree", path, "--trust")
 
 
 @THEME.case("`holdfast demo --out` in a folder with other files", names="runs")

@@ -56,6 +56,7 @@ def _asks_for_json() -> bool:
     options.key_variables,
     options.key_commands,
     options.accept_plain,
+    options.file_key,
     options.patience,
 )
 def app(
@@ -63,6 +64,7 @@ def app(
     key_variables: Sequence[str],
     key_commands: Sequence[str],
     accept_plain: bool,
+    file_key: Path | None,
     timeout: str,
 ) -> None:
     """Look into, compare, convert, verify and manage checkpoints of training runs."""
@@ -73,6 +75,7 @@ def app(
             variables=key_variables,
             commands=key_commands,
             accepts_plain=accept_plain,
+            file_key=file_key,
         )
     )
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from holdfast.cli.target import named_keys
+from holdfast.cli.target import named_file_key, named_keys
 from holdfast.errors import LimitExceeded, OutOfMemory
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def open_limited(text: str) -> Source:
     from holdfast.interop.opening import open_source
 
     with _deadline():
-        return open_source(text, encrypt=named_keys())
+        return open_source(text, encrypt=named_keys(), key=named_file_key())
 
 
 @contextmanager

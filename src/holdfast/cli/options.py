@@ -108,6 +108,12 @@ key_files = several(
 key_variables = several("--key-env", "key_variables", "NAME", "Environment variable with keys.")
 key_commands = several("--key-command", "key_commands", "COMMAND", "Command that prints keys.")
 accept_plain = flag("--accept-plain", "With a key, read checkpoints that are not encrypted, too.")
+file_key = option(
+    "--file-key",
+    "PATH",
+    "File with the key of a file that another library has encrypted (MindSpore).",
+    type=_PATH,
+)
 
 patience = option(
     "--timeout",

@@ -11,12 +11,20 @@ from collections.abc import Sequence
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from holdfast.engine.roots.alone import alone
 from holdfast.engine.roots.catalog import Catalog, Entry, is_root, standalone
 from holdfast.engine.roots.sources import split_folder, split_source
-from holdfast.errors import AccessDenied, NoCheckpoint, NotFound, UnsupportedStore, UsageError
+from holdfast.errors import (
+    AccessDenied,
+    KeyUnavailable,
+    NoCheckpoint,
+    NotFound,
+    UnsupportedStore,
+    UsageError,
+)
 from holdfast.format import layout
 from holdfast.policy.clock import Unit, parse
 from holdfast.store import is_web, open_store
@@ -26,6 +34,8 @@ from holdfast.store.remote.opening import SCHEMES, RemoteOptions
 
 if TYPE_CHECKING:
     from holdfast.keys import Encryption, Key
+
+_MAX_FILE_KEY_NBYTES = 256
 
 PATIENCE: ContextVar[str] = ContextVar("patience", default="20s")
 """Value of `--timeout`: how long an object store may leave requests unanswered."""
@@ -132,6 +142,8 @@ class KeySources:
     variables: Sequence[str] = ()
     commands: Sequence[str] = ()
     accepts_plain: bool = False
+    file_key: Path | None = None
+    """File with the key of a file of another library."""
 
 
 NAMED: ContextVar[KeySources] = ContextVar("named keys")
@@ -164,6 +176,28 @@ def named_keys() -> Encryption | None:
     from holdfast.keys import Encryption
 
     return Encryption(keys=keys_of(sources), accept_plain=sources.accepts_plain)
+
+
+def named_file_key() -> bytes | None:
+    """Return the key of another library's file that was given before the command, if any.
+
+    A line end behind it does not count, as editors put one there.
+
+    Raises:
+        KeyUnavailable: its file cannot be read, or is too long to be a key.
+    """
+    path = NAMED.get(KeySources()).file_key
+    if path is None:
+        return None
+    try:
+        with path.open("rb") as file:
+            key = file.read(_MAX_FILE_KEY_NBYTES + 1)
+    except OSError as error:
+        raise KeyUnavailable(f"--file-key {path}: cannot be read: {error.strerror}") from error
+    if len(key) > _MAX_FILE_KEY_NBYTES:
+        raise KeyUnavailable(f"--file-key {path}: longer than a key; it must hold nothing else")
+    # Raw keys may end with such a byte, too.
+    return key if len(key) % 8 == 0 else key.removesuffix(b"\n").removesuffix(b"\r")
 
 
 def keys_of(sources: KeySources) -> tuple[Key, ...]:

@@ -21,8 +21,9 @@ T = TypeVar("T")
 
 PIECE_NBYTES = 4 << 20
 """Most bytes of a piece; a multiple of every item's size."""
-NUM_READERS = 10
-"""Threads that read: so many reads at a time keep a disk busy."""
+NUM_READERS = 6
+"""Threads that read: so many reads at a time keep a disk busy. With 10 on two cores, statistics of
+1.25 GB took 1.6 s instead of 1.3 s, and nothing took less."""
 NUM_AHEAD = 12
 """Most batches of pieces, of 4 MiB each, that are read before they are asked for."""
 READ_TIMEOUT_S = 600.0

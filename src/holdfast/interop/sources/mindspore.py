@@ -125,9 +125,10 @@ class MindSporeFile(Source):
             return self._file
         if key is not None and cipher != "SM4-CBC":
             return DecryptedFile(self._file, key)
+        by_key = "give its key (`holdfast --file-key PATH`, or open_source(key=…)), or "
         raise FormatError(
             f"{self.url}: encrypted by MindSpore ({cipher}); "
-            f"{'give its key, or ' if cipher != 'SM4-CBC' else ''}save it plainly first: "
+            f"{by_key if cipher != 'SM4-CBC' else ''}save it plainly first: "
             "mindspore.load_checkpoint(file, dec_key=…), then mindspore.save_checkpoint"
         )
 
