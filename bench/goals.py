@@ -411,6 +411,14 @@ TOOLS_GOALS: Sequence[Goal] = (
         )
         for name in _TOOLS
     ),
+    *(
+        _at_least(
+            f"… `holdfast {name}`: share of a read and a write",
+            0.7,
+            quotient(f"tools/large/{name}:read_and_write_s", f"tools/large/{name}:work_s"),
+        )
+        for name in ("export", "import")
+    ),
     _at_most(
         "… peak memory, the worst of five",
         512 * _MIB,
@@ -424,6 +432,6 @@ TOOLS_GOALS: Sequence[Goal] = (
             value(f"tools/many/{name}:took_s"),
             seconds,
         )
-        for name in ("tree", "diff", "stats")
+        for name in ("tree", "diff", "stats", "export", "import")
     ),
 )
