@@ -22,20 +22,27 @@ from holdfast.store.local import LocalStore
 from marks import full
 
 PEERS = Path(__file__).resolve().parents[1] / "golden" / "peers"
+
+
+def folders(pattern: str) -> list[Path]:
+    """The folders that a pattern finds: with a slash behind it, Python 3.10 finds files, too."""
+    return [path for path in PEERS.glob(pattern) if path.is_dir()]
+
+
 SAMPLES = [
     *PEERS.glob("lightning/*.ckpt"),
     *PEERS.glob("accelerate/state"),
-    *PEERS.glob("transformers/*/"),
+    *folders("transformers/*"),
     *PEERS.glob("ignite/*.pt"),
     *PEERS.glob("composer/*.pt.zst"),
     *PEERS.glob("dcp/one"),
-    *PEERS.glob("olmo/*/"),
+    *folders("olmo/*"),
     *PEERS.glob("megatron/iter_*"),
     *PEERS.glob("mindspore/plain.ckpt"),
     *PEERS.glob("cerebras/state.mdl"),
     *full(
         *(path for path in PEERS.glob("composer/*.pt.*") if path.suffix != ".zst"),
-        *(path for path in PEERS.glob("dcp/*/") if path.name != "one"),
+        *(path for path in folders("dcp/*") if path.name != "one"),
         *(path for path in PEERS.glob("cerebras/*.mdl") if path.name != "state.mdl"),
     ),
 ]
