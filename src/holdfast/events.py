@@ -43,6 +43,7 @@ Kind = Literal[
     "warning",
     "closed",
 ]
+"""What happened."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,12 +51,17 @@ class Event:
     """Record of something that happened in a run. Keys of `fields` have units, as in `took_s`."""
 
     kind: Kind
+    """What happened."""
     message: str
+    """The same in words, as it is logged."""
     step: int | None = None
+    """Step of the checkpoint that it is about, if it is about one."""
     fields: Mapping[str, Any] = field(default_factory=dict)
+    """Further values by name, which depend on the kind."""
 
 
 Sink = Callable[[Event], None]
+"""Receiver of events, called in the thread in which they happen."""
 
 _LEVELS: Mapping[str, int] = {
     "save_failed": logging.ERROR,

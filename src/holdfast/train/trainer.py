@@ -174,11 +174,12 @@ class Trainer:
         """Set up a run; reads, writes and claims nothing. docs/trainer.md describes each argument.
 
         Args:
-            model, optimizer, scheduler: the object, or a function that makes it: of nothing, of
-                the model, of the optimizer. `fit` puts the model into training mode. There may be
-                a list of schedulers; each has `step()`, called after each step (or as a `Schedule`
-                says), and is saved. `warmup`, `cosine`, `linear`, `wsd`, `one_cycle` are ready.
-                Optimizer, data and loss may be left out where nothing is trained (docs/trainer.md).
+            model: the model, or a function that makes it. `fit` puts it into training mode.
+            optimizer: the optimizer, or a function of the model that makes it. Optimizer, data and
+                loss may be left out where nothing is trained (docs/trainer.md).
+            scheduler: one or a list; each is an object, or a function of the optimizer that makes
+                it. It has `step()`, called after each step (or as a `Schedule` says), and is
+                saved. `warmup`, `cosine`, `linear`, `wsd`, `one_cycle` are ready.
             data: batches with a position: a `Loader` or `Stream` of `holdfast.data`, or an iterable
                 with `state_dict` and `load_state_dict` whose iteration gives the rest of an epoch.
                 Its length (in batches of an epoch) or `at_epoch_end` shows the end of an epoch

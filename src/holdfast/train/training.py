@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from holdfast.manager import CheckpointManager
 
 Metrics = Mapping[str, float]
+"""Numbers by name, such as `{"loss": 0.3}`."""
 
 
 class Training(Protocol):

@@ -50,6 +50,7 @@ MOMENTS: Mapping[str, tuple[str, ...]] = {
 """Title of each phase of a training, and the hooks called in it, both in order of time."""
 
 HOOKS: tuple[str, ...] = tuple(name for names in MOMENTS.values() for name in names)
+"""Names of all hooks of a `Callback`, in order of time."""
 
 
 class Callback:

@@ -96,9 +96,9 @@ class SpeedMonitor(_Measuring):
 
         Args:
             window: the number of steps to look back on.
-            flops_per_sample, flops_per_token: floating point operations of forward and backward
-                passes, of which at most one is given. For a transformer about six for each
-                parameter and token.
+            flops_per_sample: floating point operations of the forward and backward pass.
+            flops_per_token: the same for each token, instead; for a transformer about six for
+                each parameter.
             peak_flops: operations per second that one device can do in the precision in use.
             clock: function that gives seconds.
 

@@ -169,8 +169,9 @@ def wsd(
     """Warm up, keep the rate stable, and lower it before the goal.
 
     Args:
-        warmup, decay: lengths of these parts; what is between them is stable. That of `decay` is
-            counted back from the goal.
+        warmup: length of the first part.
+        decay: length of the last part, counted back from the goal; between the two the rate is
+            stable.
         end: factor at the goal.
         form: how the rate is lowered.
     """
@@ -197,7 +198,8 @@ def one_cycle(
     Args:
         length: of the whole cycle, as for `warmup`; None: up to the goal.
         rise: part of the cycle in which the rate is raised.
-        start, end: factors at the beginning and at the end.
+        start: factor at the beginning.
+        end: factor at the end.
     """
     if not 0 < rise < 1:
         raise UsageError(f"one_cycle: rise={rise!r}: must be between 0 and 1")
