@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
+import readme
 from holdfast.cli import main
 
 Expect = Callable[[list[str], str], None]
@@ -29,6 +29,7 @@ def comparable(output: str, home: Path) -> str:
     output = output.replace(str(home), "/home/ada")
     output = re.sub(r"(step-\d{8}\.\d{4}-\d{6})-[0-9a-f]{8}", r"\1", output)
     output = re.sub(r"[\d.]+ KiB", "… KiB", output)
+    output = re.sub(r"\d{4}-\d\d-\d\d \d\d:\d\d", "0000-00-00 00:00", output)
     return "\n".join(line.rstrip() for line in output.splitlines())
 
 
@@ -50,16 +51,35 @@ def expect_shown(
     return expect
 
 
+def test_the_commands_of_the_readme_print_what_it_shows(
+    expect_shown: Expect, tmp_path: Path
+) -> None:
+    """After the loop that stands above them there."""
+    readme.run_loop(tmp_path)
+    commands = [*shown_in(ROOT / "README.md")]
+    assert len(commands) == 4
+    for arguments, output in commands:
+        expect_shown(arguments, output)
+
+
 @pytest.mark.full  # Two of its child processes import torch.
-def test_the_commands_of_the_readme_print_what_it_shows(expect_shown: Expect) -> None:
-    model = nn.Sequential(nn.Embedding(4, 2), nn.Linear(2, 3))
+@pytest.mark.filterwarnings("ignore")
+def test_the_page_on_out_and_in_prints_what_it_shows(expect_shown: Expect, tmp_path: Path) -> None:
+    page = ROOT / "docs" / "out-and-in.md"
+    names = readme.run_blocks(page)
+    model = names["new_model"]()
     optimizer = torch.optim.AdamW(model.parameters())
     saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 500}
     torch.save(saved, "old.pt")
-    commands = [*shown_in(ROOT / "README.md")]
+    commands = [*shown_in(page)]
     assert len(commands) == 5
     for arguments, output in commands:
         expect_shown(arguments, output)
+
+
+def test_the_code_on_out_and_in_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    readme.run_blocks(ROOT / "docs" / "out-and-in.md")
 
 
 def test_the_commands_of_the_page_on_looking_print_what_it_shows(expect_shown: Expect) -> None:
