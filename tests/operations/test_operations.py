@@ -18,7 +18,7 @@ PAGE = (Path(__file__).resolve().parents[2] / "docs" / "operations.md").read_tex
 SHOWN = re.findall(r"```(?:text|console)\n(.*?)```", PAGE, re.DOTALL)
 MASKS = (
     (r"(?:memory|s3)://", "s3://"),
-    (r"(?<![\w/:])/(?:[\w.-]+/)*?(?=(?:runs/)?(?:first|new)(?:/|:| |$))", "/"),
+    (r"(?<![\w/:])/(?:[\w.-]+/)*?(?=(?:runs/)?(?:first|second|new)(?:/|:| |$))", "/"),
     (r"(step-\d{8}\.\d{4}-\d{6})-[0-9a-f]{8}", r"\1"),
     (r"\b[0-9a-f]{64}\b|\b[0-9a-f]{32}\b", "DIGEST"),
     (r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d(?::\d\d(?:\+00:00)?)?", "TIME"),
