@@ -110,8 +110,9 @@ def test_it_runs_from_anywhere_and_says_what_it_shows(name: str, tmp_path: Path)
 
 def test_every_example_is_listed() -> None:
     index = (FOLDER / "README.md").read_text("utf-8")
-    listed = re.findall(r"^\| \[(\w+\.py)\]\(\1\) \|", index, re.MULTILINE)
-    assert sorted(listed) == FILES == sorted(SAYS)
+    listed = re.findall(r"^\| \[([\w/]+\.py)\]\(\1\) \|", index, re.MULTILINE)
+    assert sorted(listed) == sorted(str(p.relative_to(FOLDER)) for p in FOLDER.rglob("*.py"))
+    assert FILES == sorted(SAYS)
     links = re.findall(r"\]\(([^)]+)\)", index)
     assert [link for link in links if not (FOLDER / link).exists()] == []
 
