@@ -71,11 +71,14 @@ def list_of_examples() -> str:
 
 
 def example(path: Path) -> str:
-    """A page of one program: what its docstring says, and its whole text."""
+    """A page of one program: its docstring as text, and the rest as code."""
     code = path.read_text("utf-8")
-    first, _, rest = (ast.get_docstring(ast.parse(code)) or path.name).partition("\n")
+    tree = ast.parse(code)
+    says = ast.get_docstring(tree) or ""
+    below = code.splitlines(keepends=True)[(tree.body[0].end_lineno or 0) if says else 0 :]
     name = path.relative_to(ROOT).as_posix()
-    return f'# {path.name}\n\n{first}\n{rest}\n\n```python title="{name}"\n{code}```\n'
+    block = f'```python title="{name}"\n{"".join(below).strip()}\n```\n'
+    return f"# {path.name}\n\n{says}\n\n{block}"
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:

@@ -112,7 +112,7 @@ def test_every_example_is_listed() -> None:
     index = (FOLDER / "README.md").read_text("utf-8")
     listed = re.findall(r"^\| \[([\w/]+\.py)\]\(\1\) \|", index, re.MULTILINE)
     assert sorted(listed) == sorted(str(p.relative_to(FOLDER)) for p in FOLDER.rglob("*.py"))
-    assert FILES == sorted(SAYS)
+    assert sorted(SAYS) == FILES
     links = re.findall(r"\]\(([^)]+)\)", index)
     assert [link for link in links if not (FOLDER / link).exists()] == []
 

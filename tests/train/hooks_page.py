@@ -11,7 +11,7 @@ from holdfast.train.callbacks.hooks import MOMENTS, Callback
 PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "hooks.md"
 
 HEAD = """\
-# Hooks
+# Hooks of the Trainer
 
 <!-- Made by tests/train/hooks_page.py; edit src/holdfast/train/callbacks/hooks.py instead. -->
 
