@@ -51,6 +51,7 @@ def expect_shown(
     return expect
 
 
+@pytest.mark.full  # The loop alone runs in every tier (test_docs.py).
 def test_the_commands_of_the_readme_print_what_it_shows(
     expect_shown: Expect, tmp_path: Path
 ) -> None:
@@ -67,6 +68,7 @@ def test_the_commands_of_the_readme_print_what_it_shows(
 def test_the_page_on_out_and_in_prints_what_it_shows(expect_shown: Expect, tmp_path: Path) -> None:
     page = ROOT / "docs" / "out-and-in.md"
     names = readme.run_blocks(page)
+    Path("old.pt").unlink()
     model = names["new_model"]()
     optimizer = torch.optim.AdamW(model.parameters())
     saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 500}

@@ -9,13 +9,15 @@ from pathlib import Path
 
 import pytest
 from tests.mistakes.user import copied, made
-from tests.operations.scenes import SCENES, Scene
+from tests.operations.scenes import SCENES, Scene, full_disk, late_upload
 
 from holdfast.cli.app import app
 from holdfast.errors import HoldfastError
+from marks import full
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "operations.md").read_text("utf-8")
 SHOWN = re.findall(r"```(?:text|console)\n(.*?)```", PAGE, re.DOTALL)
+SLOW = (full_disk, late_upload)
 MASKS = (
     (r"(?:memory|s3)://", "s3://"),
     (r"(?<![\w/:])/(?:[\w.-]+/)*?(?=(?:runs/)?(?:first|second|new)(?:/|:| |$))", "/"),
@@ -44,7 +46,11 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.__name__)
+@pytest.mark.parametrize(
+    "scene",
+    [*full(*SLOW), *(scene for scene in SCENES if scene not in SLOW)],
+    ids=lambda scene: scene.__name__,
+)
 def test_what_the_page_shows_is_what_is_said(
     scene: Callable[[Scene], None],
     template: Path,
