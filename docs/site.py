@@ -15,6 +15,8 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
+LANGUAGES = {".py": "python", ".sh": "bash", ".sbatch": "bash", ".yaml": "yaml"}
+"""The languages of examples, by suffix."""
 SECTION = re.compile(r"^<!-- README\.md: (.+) -->$", re.MULTILINE)
 
 
@@ -47,7 +49,8 @@ def decisions() -> list[Path]:
 
 def example_files() -> list[Path]:
     """The programs in examples/, those of folders last."""
-    return [*sorted(EXAMPLES.glob("*.py")), *sorted(EXAMPLES.glob("*/*.py"))]
+    found = [path for path in EXAMPLES.rglob("*") if path.suffix in LANGUAGES]
+    return sorted(found, key=lambda path: (path.parent != EXAMPLES, path))
 
 
 def page_of(path: Path) -> str:
@@ -66,19 +69,20 @@ def on_files(files: Files, *, config: Any) -> Files:
 def list_of_examples() -> str:
     """examples/README.md with links to pages of the site."""
     text = (EXAMPLES / "README.md").read_text("utf-8")
-    text = re.sub(r"\]\(([\w/]+)\.py\)", r"](\1.md)", text)
+    text = re.sub(r"\]\(([\w/]+)\.\w+\)", r"](\1.md)", text)
     return text.replace("](../docs/", "](../")
 
 
 def example(path: Path) -> str:
-    """A page of one program: its docstring as text, and the rest as code."""
-    code = path.read_text("utf-8")
-    tree = ast.parse(code)
-    says = ast.get_docstring(tree) or ""
-    below = code.splitlines(keepends=True)[(tree.body[0].end_lineno or 0) if says else 0 :]
-    name = path.relative_to(ROOT).as_posix()
-    block = f'```python title="{name}"\n{"".join(below).strip()}\n```\n'
-    return f"# {path.name}\n\n{says}\n\n{block}"
+    """A page of one program: the docstring of Python as text, and the rest as code."""
+    code, says, above = path.read_text("utf-8"), "", 0
+    if path.suffix == ".py":
+        tree = ast.parse(code)
+        says = ast.get_docstring(tree) or ""
+        above = tree.body[0].end_lineno or 0 if says else 0
+    below = "".join(code.splitlines(keepends=True)[above:]).strip()
+    title = f'{LANGUAGES[path.suffix]} title="{path.relative_to(ROOT).as_posix()}"'
+    return f"# {path.name}\n\n{says}\n\n```{title}\n{below}\n```\n"
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:

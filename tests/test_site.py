@@ -13,39 +13,30 @@ from pathlib import Path
 import pytest
 
 import holdfast
+from test_docs import PUBLIC
 
 ROOT = Path(__file__).resolve().parent.parent
 SRC = ROOT / "src" / "holdfast"
-MODULES = ("data", "errors", "interop", "interop.dcp", "testing", "train")
 TABLES = ("__all__", "_HOMES")
-NOT_FOR_USERS = {"name_ranks", "listing", "is_damage"}
-"""Of `holdfast.errors`: functions that make messages."""
-KEYS_AND_EVENTS = {
-    *("keys.SecretKey", "keys.Passphrase", "keys.PublicKey", "keys.PrivateKey", "keys.ServiceKey"),
-    *("keys.generate", "keys.from_text", "keys.from_file", "keys.from_environment"),
-    *("keys.from_command", "events.Event", "events.Kind", "events.Sink", "events.log_event"),
+NOT_FOR_USERS = {
+    *("name_ranks", "listing", "is_damage"),  # of holdfast.errors
+    *("wrapped", "try_key", "unwrapped"),  # of holdfast.keys
+    *("Emitter", "check_names"),
 }
-BRIDGES = {
-    "bridges.accelerate.state",
-    "bridges.ignite.HoldfastRun",
-    "bridges.lightning.HoldfastCheckpoint",
-    "bridges.torchtitan.HoldfastManager",
-    "bridges.transformers.CheckpointedMixin",
-    "bridges.transformers.CheckpointedTrainer",
-}
+"""Public in their modules for other modules of the package."""
 
 
 def public_names() -> set[str]:
     """What a user may import, as `holdfast.…`; the modules themselves are pages."""
     own = {name for name in holdfast.__all__ if name != "__version__"}
-    own -= {path.stem for path in SRC.glob("*.py")} | {path.name for path in SRC.iterdir()}
-    below = {f"{module}.{name}" for module in MODULES for name in names_in(module)}
-    return {f"holdfast.{name}" for name in own | below | KEYS_AND_EVENTS | BRIDGES}
+    modules = {path.stem for path in SRC.iterdir()}
+    names = {f"holdfast.{name}" for name in own - modules}
+    return names | {f"{module}.{name}" for module in PUBLIC for name in names_in(module)}
 
 
 def names_in(module: str) -> set[str]:
     """The public names of a module: those of its table, or else what it defines."""
-    path = SRC.joinpath(*module.split("."))
+    path = SRC.joinpath(*module.split(".")[1:])
     tree = ast.parse(
         (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text()
     )
