@@ -26,10 +26,7 @@ from torch.utils.data import DataLoader, Dataset
 import holdfast
 from holdfast.errors import CorruptData
 
-pytestmark = [
-    pytest.mark.full,
-    pytest.mark.filterwarnings("ignore"),  # of the other libraries, version by version
-]
+pytestmark = pytest.mark.filterwarnings("ignore")  # of the other libraries, version by version
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "comparison.md"
 Weights = dict[str, Tensor]
 
@@ -102,6 +99,7 @@ def save_holdfast(state: Weights, folder: Path) -> Callable[[], Weights]:
     return lambda: holdfast.load_weights(folder)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("save", [save_torch, save_safetensors, save_dcp])
 def test_a_flipped_bit_is_loaded(save: Any, tmp_path: Path) -> None:
     state = {"x": torch.full((64,), 1.5)}
@@ -111,6 +109,7 @@ def test_a_flipped_bit_is_loaded(save: Any, tmp_path: Path) -> None:
     assert not torch.equal(load()["x"], state["x"])
 
 
+@pytest.mark.full
 def test_a_flipped_bit_is_an_error_of_holdfast(tmp_path: Path) -> None:
     load = save_holdfast({"x": torch.full((64,), 1.5)}, tmp_path / "saved")
     flip(tmp_path / "saved", 1.5)
@@ -128,6 +127,7 @@ class Code:
         return Path.touch, (self.path,)
 
 
+@pytest.mark.full
 def test_dcp_runs_code_from_a_checkpoint(tmp_path: Path) -> None:
     load = save_dcp({"x": torch.zeros(4)}, tmp_path / "saved")
     (tmp_path / "saved" / ".metadata").write_bytes(pickle.dumps(Code(tmp_path / "ran")))
@@ -136,6 +136,7 @@ def test_dcp_runs_code_from_a_checkpoint(tmp_path: Path) -> None:
     assert (tmp_path / "ran").exists()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 def test_lightning_resumes_on_other_numbers(dropout: float, tmp_path: Path) -> None:
     lightning = pytest.importorskip("lightning")
@@ -224,6 +225,7 @@ def train_transformers(folder: Path, noise: float, start_from: Path | None = Non
     return dict(trainer.model.state_dict())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("noise", "same"), [(0.0, True), (0.1, False)])
 def test_transformers_resumes_exactly_if_the_data_draws_nothing(
     noise: float, same: bool, tmp_path: Path
@@ -250,6 +252,7 @@ def die_while_transformers_saves(folder: str) -> None:
     train_transformers(Path(folder), 0.0)
 
 
+@pytest.mark.full
 def test_transformers_takes_a_half_written_checkpoint_for_the_last(tmp_path: Path) -> None:
     utils = pytest.importorskip("transformers.trainer_utils")
     code = "import sys; from test_comparison import die_while_transformers_saves as die; "
@@ -266,6 +269,7 @@ def test_transformers_takes_a_half_written_checkpoint_for_the_last(tmp_path: Pat
     assert not (last / "optimizer.pt").exists()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("dropout", "same"), [(0.0, True), (0.2, False)])
 def test_accelerate_resumes_exactly_if_nothing_draws_numbers(
     dropout: float, same: bool, tmp_path: Path
@@ -313,3 +317,13 @@ def test_each_test_that_the_page_names_exists() -> None:
     here = [name for name in globals() if name.startswith("test_")]
     assert named
     assert [name for name in named if not any(name in one for one in here)] == []
+
+
+def test_each_time_on_the_page_is_one_of_those_that_were_measured() -> None:
+    measured = (PAGE.parent / "performance.md").read_text("utf-8")
+    rows = re.findall(
+        r"^\|.*`(?:python -m bench|make gpu).*$", PAGE.read_text("utf-8"), re.MULTILINE
+    )
+    times = {time for row in rows for time in re.findall(r"([\d.]+) (?:s|ms|µs)\b", row)}
+    assert len(times) > 20
+    assert sorted(time for time in times if time not in measured) == []
