@@ -26,6 +26,7 @@ MASKS = (
     (r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d(?::\d\d(?:\+00:00)?)?", "TIME"),
     (r"process \d+ on \S+", "PROCESS"),
     (r"\S+:\d+(?= +(?:the beginning|step-))", "PROCESS"),
+    (r"(tried again +\d+ B +)\d+$", r"\1N"),
     (r"[\d.]+ (KiB|B|bytes|inodes|more bytes|are free)", r"N \1"),
     (r"-{3,}|  +", " "),
 )
