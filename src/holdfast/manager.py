@@ -76,6 +76,7 @@ from holdfast.policy.rule import Rule, SaveClass
 from holdfast.policy.rules import best_rules
 from holdfast.policy.savers import Due, SavePolicy, SideSaver
 from holdfast.policy.schedule import Schedule, together
+from holdfast.policy.texts import plan_of
 from holdfast.policy.triggers import Event as TriggerEvent
 from holdfast.policy.triggers import SaveFunction, Trigger
 from holdfast.ranks.chosen import coordinator_of
@@ -293,6 +294,12 @@ class CheckpointManager:
         self._best = tuple(
             Watched(metric=rule.metric, mode=rule.mode)
             for rule in best_rules(rules.remote, rules.local)
+        )
+        self._plan = plan_of(
+            rules.local,
+            rules.remote if isinstance(checkpoints.root, Tiered) else None,
+            self._schedule.policies,
+            replaces=replaces,
         )
         self._history = History(config, world_size=self._ranks.world_size)
         self._asked_again: PendingSave | None = None
@@ -861,6 +868,7 @@ class CheckpointManager:
             best=self._best,
             config=self._config(),
             changes=self._history.changes,
+            plan=self._plan,
             timings=timings,
         )
         if joint.world_size == 1:

@@ -285,9 +285,9 @@ SAVING = (
     Mutant(
         name="only-sharers-are-kept",
         promise="I10: retention keeps one more where the newest two that stay share a file",
-        file="care/retention.py",
-        before="        if not _share_files(store, newest.entry, item.entry):\n",
-        after="        if not item:\n",
+        file="policy/retention.py",
+        before="        if not share_files(newest.entry.order, made.entry.order):\n",
+        after="        if not made:\n",
         near=("tests/test_links.py",),
     ),
 )

@@ -6,7 +6,7 @@ Whole checkpoints are deleted first, then components of some that stay. A dry ru
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from holdfast.engine.claims.claim import Claim, dropped
@@ -28,7 +28,7 @@ from holdfast.errors import (
 from holdfast.events import Emitter
 from holdfast.format.manifest import Deleted, Manifest, encode_manifest
 from holdfast.format.records import WriterRecord
-from holdfast.policy.retention import Decision, decide, stands_in, unmet
+from holdfast.policy.retention import Decision, judge, may_rest_on, unmet
 from holdfast.policy.rule import Candidate, Rule
 from holdfast.store.base import Store, is_one_file
 
@@ -62,46 +62,18 @@ def plan(
     Leaves out checkpoints of epochs after `epoch`, the caller's: a later writer decides on them.
     """
     by_order = {entry.order: entry for entry in entries if entry.name.epoch <= epoch}
-    lineage = {name.order for name in catalog.lineage()}
-    decisions = decide(
+    decisions = judge(
         [candidate(catalog.store, entry) for entry in by_order.values()],
         rule,
         resumed_from=resumed_from,
-        lineage=lineage,
+        lineage={name.order for name in catalog.lineage()},
         replaces=replaces,
+        share_files=lambda a, b: share_files(catalog.store, by_order[a], by_order[b]),
     )
-    planned = [Planned(entry=by_order[made.entry.order], decision=made) for made in decisions]
-    # Among all checkpoints, and among the run's own lineage, along which a resume goes back.
-    for orders in ({*by_order}, lineage):
-        planned = _with_one_apart(catalog.store, planned, orders)
-    return tuple(planned)
+    return tuple(Planned(entry=by_order[made.entry.order], decision=made) for made in decisions)
 
 
-def _with_one_apart(
-    store: Store, planned: list[Planned], orders: Collection[tuple[int, int]]
-) -> list[Planned]:
-    """Keep one more checkpoint where the newest two whole ones that stay share a file.
-    Only checkpoints of `orders` count. The one more is the newest that shares no file with the
-    newest that stays."""
-    ours = (item for item in planned if item.entry.order in orders)
-    whole = [item for item in ours if _is_whole(item.decision.entry)]
-    staying = [item for item in whole if item.decision.keep and not item.decision.drop]
-    if len(staying) < 2 or not _share_files(store, staying[0].entry, staying[1].entry):
-        return planned
-    newest = staying[0]
-    for item in whole[whole.index(newest) + 1 :]:
-        if not _share_files(store, newest.entry, item.entry):
-            why = "the newest two that would stay have one file in common, and this one none"
-            spared = replace(item.decision, keep=True, drop=(), reason=why)
-            return [replace(i, decision=spared) if i is item else i for i in planned]
-    return planned
-
-
-def _is_whole(entry: Candidate) -> bool:
-    return entry.is_resumable and entry.healthy
-
-
-def _share_files(store: Store, one: Entry, other: Entry) -> bool:
+def share_files(store: Store, one: Entry, other: Entry) -> bool:
     """Whether two checkpoints are hard-linked to a common file, so that damage hits both."""
     if not store.has_links:
         return False
@@ -287,7 +259,7 @@ class Deleter:
         Where none is verified yet, reads them back, newest first, until one is. Adds the folders
         of those that fail to `damaged`.
         """
-        newer = [other.entry for other in planned if _is_base(other, item)]
+        newer = [other.entry for other in planned if may_rest_on(other.decision, item.decision)]
         known = [entry for entry in newer if entry.manifest.save_id in self._verified]
         for entry in (*known, *newer):
             if entry.folder in damaged:
@@ -421,10 +393,3 @@ class Deleter:
         is_first = subject not in self._reported
         self._reported.add(subject)
         return is_first
-
-
-def _is_base(base: Planned, item: Planned) -> bool:
-    """Whether `base` stays, is newer and replaces `item`, which may then be deleted."""
-    if not base.decision.keep or base.entry.order <= item.entry.order:
-        return False
-    return stands_in(base.decision.entry, item.decision.entry, drop=base.decision.drop)

@@ -194,6 +194,21 @@ def prune(root: str, keep: str, dry_run: bool) -> Answer:
     return clean(root, keep=keep, dry_run=dry_run)
 
 
+@_answering(
+    *(options.root, options.num_saves, options.other_rule, options.other_every, options.assumed)
+)
+def forecast(
+    root: str, saves: int, keep: str | None, every: str | None, metrics: Sequence[str]
+) -> Answer:
+    """Foretell what retention deletes at the coming saves.
+
+    And why; by the rule and the intervals that the run records.
+    """
+    from holdfast.cli.forecast import foretell
+
+    return foretell(root, number=saves, keep=keep, every=every, metrics=metrics)
+
+
 @_answering(options.one)
 def pin(target: str) -> Answer:
     """Protect a checkpoint from deletion by retention rules."""

@@ -167,6 +167,21 @@ yes = flag("--yes", "With --damaged: delete it.")
 keep = option("--keep", "RULE", "Such as last:3,best:loss:min:2.", required=True)
 new_tags = argument("tags", "TAG...", "Names to add.", nargs=-1)
 
+# forecast
+
+num_saves = option(
+    "--saves",
+    "N",
+    "How many saves to look ahead.",
+    type=click.IntRange(min=1, max=1000),
+    default=10,
+)
+other_rule = option("--keep", "RULE", "The rule. [default: the one that the run records]")
+other_every = option("--every", "TIME", "The interval of saves. [default: the recorded one]")
+assumed = several(
+    "--metric", "metrics", "NAME=VALUE", "Metric of every coming save, such as loss=0.1."
+)
+
 # schema
 
 answering = argument("command", "COMMAND...", "A command, such as `ls` or `keys list`.", nargs=-1)

@@ -27,6 +27,7 @@ ANSWERS: Mapping[str, str] = {
     "log": "answers:Log",
     "verify": "answers:Verify",
     "prune": "answers:Prune",
+    "forecast": "answers:Forecast",
     "pin": "answers:Marked",
     "unpin": "answers:Marked",
     "tag": "answers:Marked",

@@ -74,7 +74,7 @@ _COUNTERS = Timestamp.__struct_fields__
 _OPTIONAL_COUNTERS = _COUNTERS[_COUNTERS.index("wall_s") + 1 :]
 _OPTIONAL_MEMBERS = (
     *("writer", "savers", "left_out", "unhealthy", "sharded"),
-    *("best", "config", "changes"),
+    *("best", "config", "changes", "plan"),
 )
 
 
@@ -131,6 +131,20 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     """A text for each setting: name, old and new value."""
 
 
+class Plan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Rules and intervals of the process that saved a checkpoint, as texts, for forecasts."""
+
+    keep: str
+    """Retention rule of the root, in two tiers of the local one; empty: not to be had as text."""
+    keep_remote: str | None = None
+    """The rule of the remote tier; None: there is none."""
+    replaces: bool = False
+    """Whether a checkpoint replaces older ones of its step."""
+    every: Mapping[str, Mapping[str, str]] = {}
+    """Saver → `permanent`, `ephemeral` and `cooldown` with their intervals; those without text are
+    left out."""
+
+
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, rename={"save_class": "class"}):
     """A committed checkpoint. Fields as in docs/format.md; `created` is for people only."""
 
@@ -168,6 +182,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, rename={"save_class": 
     """Settings of the script, by name, as text."""
     changes: tuple[Change, ...] = ()
     """Changes at the resumes up to this checkpoint, oldest first; those before may be left out."""
+    plan: Plan | None = None
+    """Rules and intervals of the process that saved it; None: not recorded."""
 
     @property
     def lacks(self) -> tuple[str, ...]:

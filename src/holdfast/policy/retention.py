@@ -6,8 +6,8 @@ themselves are in `holdfast.policy.rules`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from holdfast.policy.rule import (
     MAIN,
@@ -95,6 +95,34 @@ def decide(
     return tuple(decisions)
 
 
+def judge(
+    entries: Sequence[Candidate],
+    rule: Rule,
+    *,
+    resumed_from: _Order | None,
+    lineage: Collection[_Order],
+    replaces: bool,
+    share_files: Callable[[_Order, _Order], bool],
+) -> tuple[Decision, ...]:
+    """Decide as `decide`, and keep one more where the newest two that stay share a file.
+
+    `share_files` tells whether two checkpoints are hard-linked to a common file, so that damage
+    hits both.
+    """
+    decisions = decide(entries, rule, resumed_from=resumed_from, lineage=lineage, replaces=replaces)
+    # Among all checkpoints, and among the run's own lineage, along which a resume goes back.
+    for orders in ({entry.order for entry in entries}, lineage):
+        decisions = _with_one_apart(decisions, orders, share_files)
+    return decisions
+
+
+def may_rest_on(base: Decision, item: Decision) -> bool:
+    """Whether `base` stays, is newer and replaces `item`, which may then be deleted."""
+    if not base.keep or base.entry.order <= item.entry.order:
+        return False
+    return stands_in(base.entry, item.entry, drop=base.drop)
+
+
 def unmet(entries: Sequence[Candidate], rule: Rule) -> dict[str, str]:
     """Map parts of a rule, as text, to what each needs and no checkpoint has, such as a metric.
 
@@ -121,6 +149,30 @@ def stands_in(base: Candidate, entry: Candidate, *, drop: Collection[str] = ()) 
     if entry.lacks:
         return has_all
     return base.is_resumable and not drop and (has_all or not base.left_out)
+
+
+def _with_one_apart(
+    decisions: tuple[Decision, ...],
+    orders: Collection[_Order],
+    share_files: Callable[[_Order, _Order], bool],
+) -> tuple[Decision, ...]:
+    """Keep one more checkpoint where the newest two whole ones that stay share a file.
+
+    Only checkpoints of `orders` count. The one more is the newest that shares no file with the
+    newest that stays.
+    """
+    ours = (made for made in decisions if made.entry.order in orders)
+    whole = [made for made in ours if made.entry.is_resumable and made.entry.healthy]
+    staying = [made for made in whole if made.keep and not made.drop]
+    if len(staying) < 2 or not share_files(staying[0].entry.order, staying[1].entry.order):
+        return decisions
+    newest = staying[0]
+    for made in whole[whole.index(newest) + 1 :]:
+        if not share_files(newest.entry.order, made.entry.order):
+            why = "the newest two that would stay have one file in common, and this one none"
+            spared = replace(made, keep=True, drop=(), reason=why)
+            return tuple(spared if other is made else other for other in decisions)
+    return decisions
 
 
 def _is_of_main(entry: Candidate) -> bool:

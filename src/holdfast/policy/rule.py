@@ -31,7 +31,7 @@ class Candidate:
     timestamp: Timestamp
     created: str = ""
     """Time of the save, ISO 8601; for the rules that count by the calendar."""
-    save_class: str = "permanent"
+    save_class: SaveClass = "permanent"
     """`permanent` or `ephemeral`, as decided when it was saved."""
     nbytes: int = 0
     """Bytes of the files that still exist."""

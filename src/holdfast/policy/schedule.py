@@ -10,7 +10,7 @@ from holdfast.errors import UsageError
 from holdfast.format.manifest import Manifest, Timestamp
 from holdfast.policy.auto import Auto
 from holdfast.policy.clock import Time, Unit
-from holdfast.policy.rule import MAIN, SaveClass, join_reasons
+from holdfast.policy.rule import MAIN, Candidate, SaveClass, join_reasons
 from holdfast.policy.savers import Due, Saved, SavePolicy, SideSaver, as_trigger
 from holdfast.policy.triggers import (
     NO_METRICS,
@@ -169,15 +169,15 @@ class Schedule:
             (self._previous, self._saved), self._undo = self._undo, None
             self._before = self._previous
 
-    def stand_on(self, timestamp: Timestamp, saves: Iterable[Manifest]) -> None:
-        """Continue from a checkpoint; `saves` are its own and earlier manifests, newest first."""
+    def stand_on(self, timestamp: Timestamp, saves: Iterable[Manifest | Candidate]) -> None:
+        """Continue from a checkpoint; `saves` are its own and earlier ones, newest first."""
         self._previous = self._before = timestamp
         self._saved, self._undo = {}, None
-        for manifest in saves:
-            for name in manifest.savers or (() if manifest.lacks else (MAIN,)):
-                saved = self._of(name)
-                if getattr(saved, manifest.save_class) is None:
-                    self._saved[name] = saved.plus(manifest.save_class, manifest.timestamp)
+        for entry in saves:
+            for name in entry.savers or (() if entry.lacks else (MAIN,)):
+                saved, save_class = self._of(name), entry.save_class
+                if getattr(saved, save_class) is None:
+                    self._saved[name] = saved.plus(save_class, entry.timestamp)
 
     def looks_back(self) -> bool:
         """Whether the schedule needs records of saves before the checkpoint that is resumed."""

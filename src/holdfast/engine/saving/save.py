@@ -50,6 +50,7 @@ from holdfast.format.manifest import (
     ComponentEntry,
     FileEntry,
     Manifest,
+    Plan,
     Timestamp,
     Watched,
 )
@@ -81,6 +82,7 @@ class SaveRequest:
     best: tuple[Watched, ...] = ()
     config: Mapping[str, str] = field(default_factory=dict)
     changes: tuple[Change, ...] = ()
+    plan: Plan | None = None
     timings: dict[str, float] = field(default_factory=dict)
 
 
@@ -512,4 +514,5 @@ def manifest_of(
         best=request.best,
         config=request.config,
         changes=request.changes,
+        plan=request.plan,
     )

@@ -1,0 +1,259 @@
+"""Forecast of retention in a root: its checkpoints, its owner, and the rule that it records.
+
+Reads only. The decisions are made by `holdfast.policy.forecast`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from holdfast.care.prune import standing
+from holdfast.care.retention import candidate, share_files
+from holdfast.engine.claims.claim import is_closed
+from holdfast.engine.claims.leases import find_leases
+from holdfast.engine.claims.process import liveness, utc_now
+from holdfast.engine.roots.catalog import Catalog, Entry
+from holdfast.engine.tiers.ledger import Ledger
+from holdfast.errors import FormatError, NoCheckpoint, UsageError
+from holdfast.format.manifest import Plan
+from holdfast.format.records import WriterRecord
+from holdfast.policy.forecast import Foreseen, Order, Situation, coming_saves, foresee
+from holdfast.policy.retention import unmet
+from holdfast.policy.rule import Candidate, Rule
+from holdfast.policy.rules import best_rules
+from holdfast.policy.savers import SavePolicy
+from holdfast.policy.texts import policies_of, rule_of
+from holdfast.store.base import Store
+
+_STUCK = frozenset({"failed", "refused"})
+"""States of uploads that are not taken to end soon."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wishes:
+    """What a user gives in place of what the run records."""
+
+    rule: Rule | None = None
+    every: SavePolicy | None = None
+    number: int = 10
+    """How many saves to look ahead."""
+    metrics: Mapping[str, float] | None = None
+    """Metrics of the coming saves."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """Coming saves of a run, and what retention does after each."""
+
+    rule: Rule
+    recorded_by: str | None
+    """Folder of the checkpoint that records the rule; None if it was given."""
+    is_running: bool
+    """Whether the process that owns the run lives, or may live."""
+    entries: Sequence[Entry]
+    """Checkpoints that exist, newest first."""
+    held: Mapping[Order, str]
+    """Why some are not deleted for now."""
+    saves: Sequence[Foreseen]
+    assumptions: Sequence[str]
+
+
+def forecast(store: Store, entries: Sequence[Entry], wishes: Wishes) -> Forecast:
+    """Foresee retention for the next saves. `entries`: the checkpoints of the root, newest first.
+
+    Raises:
+        NoCheckpoint: the run has none to go on from.
+        UsageError: no checkpoint records the rule, or it cannot be written as text, and none is
+            given; or an interval counts what the run does not.
+    """
+    catalog = Catalog(store)
+    view = _view(store, catalog, entries)
+    recorded = next((entry for entry in view.history if entry.manifest.plan is not None), None)
+    plan = None if recorded is None else recorded.manifest.plan
+    rule = wishes.rule if wishes.rule is not None else _recorded_rule(store, recorded, plan)
+    every = {} if plan is None else policies_of(plan.every)
+    if wishes.every is not None:
+        every = {**every, "main": wishes.every}
+    candidates = {entry.order: candidate(store, entry) for entry in view.entries}
+    by_order = {entry.order: entry for entry in view.entries}
+    coming = coming_saves(
+        [candidates[entry.order] for entry in view.history],
+        every,
+        rule=rule,
+        number=wishes.number,
+        after=view.after,
+        began="" if view.is_running else utc_now(),
+        metrics=wishes.metrics,
+    )
+
+    def share(a: Order, b: Order) -> bool:
+        return a in by_order and b in by_order and share_files(store, by_order[a], by_order[b])
+
+    held = _held(store, view.entries)
+    situation = Situation(
+        entries=[*candidates.values()],
+        lineage=view.lineage,
+        resumed_from=view.resumed_from,
+        replaces=plan is not None and plan.replaces,
+        held=held,
+        component_nbytes=_all_component_nbytes(view, coming.saves),
+        share_files=share,
+    )
+    saves = [*foresee(situation, rule, coming.saves)]
+    assumptions = [
+        *_about_steps(every, coming.saves, is_by_interval=coming.is_by_interval),
+        *_about_metrics(rule, coming.saves, wishes.metrics or {}),
+        *_about_rule(rule, [*candidates.values(), *coming.saves]),
+        *(() if view.is_running else (f"the run resumes from {view.history[0].folder}",)),
+        "each save is as large as the last one of its kind, and shares no file with another",
+        "every save and every upload succeeds, and what is read back is whole",
+    ]
+    return Forecast(
+        rule=rule,
+        recorded_by=None if wishes.rule is not None or recorded is None else recorded.folder,
+        is_running=view.is_running,
+        entries=view.entries,
+        held=held,
+        saves=saves,
+        assumptions=assumptions,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _View:
+    """The run as its next save finds it."""
+
+    is_running: bool
+    entries: Sequence[Entry]
+    history: Sequence[Entry]
+    """Those of the lineage, newest first."""
+    lineage: Collection[Order]
+    after: Order
+    """Epoch of the next save, and the last sequence of that epoch."""
+    resumed_from: Order | None
+
+
+def _view(store: Store, catalog: Catalog, entries: Sequence[Entry]) -> _View:
+    attempts = catalog.attempts()
+    epoch = catalog.highest_epoch() or max((name.epoch for name in attempts), default=0)
+    claim = _claim(catalog, epoch)
+    names = [*catalog.lineage()]
+    known = {entry.order: entry for entry in entries}
+    if claim is not None and not claim.purpose and _may_live(store, claim):
+        lineage = {name.order for name in names}
+        point = None if claim.resumed_from is None else claim.resumed_from.order
+        own = [entry for entry in entries if entry.order[0] == epoch]
+        has_good = any(not (e.manifest.lacks or e.manifest.unhealthy) for e in own)
+        sequences = [name.sequence for name in attempts if name.epoch == epoch]
+        is_running, after = True, (epoch, max(sequences, default=0))
+        resumed_from = None if has_good else point
+    else:
+        choice = standing(store).point
+        resumed_from = None if choice is None else choice.order
+        lineage = {
+            name.order
+            for name in names
+            if choice is not None and name.order <= choice.order and name.order in known
+        }
+        is_running, after = False, (epoch + 1, 0)
+    history = [entry for entry in entries if entry.order in lineage]
+    if not history:
+        raise NoCheckpoint(f"{store.url}: no checkpoint from which the run could go on")
+    return _View(
+        is_running=is_running,
+        entries=[entry for entry in entries if entry.order[0] <= after[0]],
+        history=history,
+        lineage=lineage,
+        after=after,
+        resumed_from=resumed_from,
+    )
+
+
+def _claim(catalog: Catalog, epoch: int) -> WriterRecord | None:
+    try:
+        return catalog.writer(epoch) if epoch else None
+    except FormatError:
+        return None
+
+
+def _may_live(store: Store, claim: WriterRecord) -> bool:
+    return not is_closed(store, claim.epoch) and liveness(claim.process) != "dead"
+
+
+def _recorded_rule(store: Store, recorded: Entry | None, plan: Plan | None) -> Rule:
+    if plan is None or recorded is None:
+        raise UsageError(
+            f"{store.url}: no checkpoint records the rule of the run, as it was saved by an older "
+            "version or imported: give the rule, as --keep last:3"
+        )
+    is_remote = plan.keep_remote is not None and Ledger(store).tiers() is None
+    text = plan.keep_remote if is_remote else plan.keep
+    if not text:
+        raise UsageError(
+            f"{recorded.folder}: the rule of the run has no text, as one that a user wrote: give "
+            "one that has, as --keep last:3"
+        )
+    return rule_of(text)
+
+
+def _held(store: Store, entries: Sequence[Entry]) -> dict[Order, str]:
+    """Map checkpoints that somebody reads, or whose upload does not get on, to the reason."""
+    leases = [lease for lease in find_leases(store) if lease.state != "dead"]
+    reasons = {lease.folder: f"{lease.who} reads it" for lease in leases}
+    for folder, note in Ledger(store).waiting().items():
+        if note is not None and note.state in _STUCK:
+            reasons.setdefault(folder, f"its upload to {note.remote} {note.state}")
+    return {entry.order: reasons[entry.folder] for entry in entries if entry.folder in reasons}
+
+
+def _all_component_nbytes(
+    view: _View, saves: Sequence[Candidate]
+) -> dict[Order, Mapping[str, int]]:
+    found: dict[Order, Mapping[str, int]] = {
+        entry.order: _component_nbytes(entry) for entry in view.entries
+    }
+    for save in saves:
+        wanted = {*save.components}
+        alike = (e.order for e in view.history if wanted <= {*e.manifest.components})
+        order = next(alike, None)
+        found[save.order] = {} if order is None else found[order]
+    return found
+
+
+def _component_nbytes(entry: Entry) -> dict[str, int]:
+    files = entry.manifest.files
+    return {
+        name: sum(files[file].stored_nbytes for file in part.files)
+        for name, part in entry.manifest.components.items()
+    }
+
+
+def _about_steps(
+    every: Mapping[str, SavePolicy], saves: Sequence[Candidate], *, is_by_interval: bool
+) -> list[str]:
+    if is_by_interval:
+        return ["saves are made at the recorded intervals, and none by hand"]
+    first = saves[0].timestamp.step if saves else 0
+    why = "no interval is recorded" if not every else "the intervals do not tell the steps"
+    return [f"{why}: saves are as far apart as the last two, the next at step {first}"]
+
+
+def _about_metrics(rule: Rule, saves: Sequence[Candidate], given: Mapping[str, float]) -> list[str]:
+    texts = [f"every save has {name} {value:.6g}" for name, value in given.items()]
+    for best in best_rules(rule):
+        if best.metric in given or not saves:
+            continue
+        value = saves[0].metrics.get(best.metric)
+        if value is None:
+            texts.append(f"no save has {best.metric}, which the newest lacks")
+        else:
+            texts.append(f"no save is a new best: every one has {best.metric} {value:.6g}")
+    return texts
+
+
+def _about_rule(rule: Rule, candidates: Sequence[Candidate]) -> list[str]:
+    return [
+        f"{part!r} keeps everything, as no checkpoint has {what}"
+        for part, what in unmet(candidates, rule).items()
+    ]

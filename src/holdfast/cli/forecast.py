@@ -1,0 +1,185 @@
+"""`holdfast forecast`: what retention deletes at the coming saves, and why."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from holdfast.care.forecast import Forecast, Wishes, forecast
+from holdfast.cli import answers
+from holdfast.cli.documents import expect_something_opened, unread_documents, unread_line
+from holdfast.cli.output import Answer, TextTable, size
+from holdfast.cli.target import open_root
+from holdfast.engine.roots.catalog import Catalog, Entry
+from holdfast.errors import NoCheckpoint, UsageError
+from holdfast.policy.forecast import Foreseen, Order
+from holdfast.policy.retention import Decision
+from holdfast.policy.rules import parse_rule
+from holdfast.policy.savers import SavePolicy
+
+
+def foretell(
+    root: str, *, number: int, keep: str | None, every: str | None, metrics: Sequence[str]
+) -> Answer:
+    """Foretell retention for the next `number` saves of a run.
+
+    Raises:
+        UsageError: an argument is wrong, or the run records no rule and none is given.
+        NoCheckpoint: not a root, or there is nothing to go on from.
+        SealError: the keys decrypt no checkpoint.
+    """
+    wishes = Wishes(
+        rule=None if keep is None else parse_rule(keep),
+        every=None if every is None else SavePolicy(permanent=every),
+        number=number,
+        metrics=dict(map(_metric, metrics)),
+    )
+    store = open_root(root)
+    entries, unread = Catalog(store).survey()
+    expect_something_opened(entries, unread)
+    if not entries:
+        raise NoCheckpoint(f"{store.url}: no checkpoints yet")
+    found = forecast(store, entries, wishes)
+    unread_members = unread_documents(unread)
+    document = answers.Forecast(
+        root=store.url,
+        keep=str(found.rule),
+        recorded_by=found.recorded_by,
+        running=found.is_running,
+        assumptions=[*found.assumptions],
+        checkpoints=[_foretold(found, entry) for entry in found.entries],
+        saves=[*_coming(found)],
+        damaged=[answers.of(answers.Unread, one) for one in unread_members["damaged"]],
+        unopened=[answers.of(answers.Unopened, one) for one in unread_members["unopened"]],
+    )
+    lines = [f"kept, {unread_line(folder, error)}" for folder, error in unread]
+    return Answer(document=document, parts=[*_parts(document), *lines])
+
+
+def _metric(text: str) -> tuple[str, float]:
+    name, equals, value = text.rpartition("=")
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    if not (name and equals) or (math.isnan(number) and value.strip().lower() != "nan"):
+        raise UsageError(f"--metric={text!r}: expected NAME=VALUE, such as loss=0.1")
+    return name, number
+
+
+def _foretold(found: Forecast, entry: Entry) -> answers.Foretold:
+    """Follow one checkpoint through the coming saves."""
+    seen = [(n, made) for n, save in enumerate(found.saves, 1) if (made := _of(save, entry.order))]
+    done = [
+        (n, made) for n, made in seen if any(other is made for other in found.saves[n - 1].done)
+    ]
+    held = found.held.get(entry.order)
+    wanted = [(n, made) for n, made in seen if made.drop or not made.keep] if held else done
+    keeping = [made for _, made in seen if made.keep]
+    deleted = bool(done) and not done[-1][1].keep
+    action = "wait" if held and wanted else "delete" if deleted else "thin" if done else "keep"
+    drop = {name for _, made in done if made.keep for name in made.drop}
+    return answers.of(
+        answers.Foretold,
+        {
+            "folder": entry.folder,
+            "step": entry.step,
+            "action": action,
+            "save": (done[-1] if deleted else wanted[0])[0] if wanted else None,
+            "drop": sorted(drop) if action == "thin" else [],
+            "keeps": keeping[-1].reason if keeping else None,
+            "why": (done[-1] if deleted else wanted[0])[1].reason if wanted else None,
+            "waits_for": held if action == "wait" else None,
+            "nbytes": _nbytes(found, entry.order),
+        },
+    )
+
+
+def _of(save: Foreseen, order: Order) -> Decision | None:
+    return next((made for made in save.decisions if made.entry.order == order), None)
+
+
+def _nbytes(found: Forecast, order: Order) -> int:
+    made = _of(found.saves[0], order)
+    return 0 if made is None else made.entry.nbytes
+
+
+def _coming(found: Forecast) -> Iterator[answers.ComingSave]:
+    folders = {entry.order: entry.folder for entry in found.entries}
+    numbers = {save.save.order: number for number, save in enumerate(found.saves, 1)}
+    for number, save in enumerate(found.saves, 1):
+        gone = [
+            answers.Gone(
+                folder=folders.get(made.entry.order),
+                save=numbers.get(made.entry.order),
+                step=made.entry.timestamp.step,
+                drop=[*made.drop],
+                why=made.reason,
+                nbytes=save.freed_nbytes[made.entry.order],
+            )
+            for made in reversed(save.done)
+        ]
+        nbytes = sum(one.nbytes for one in gone)
+        deleted = sum(not made.keep for made in save.done)
+        yield answers.ComingSave(
+            save=number,
+            step=save.save.timestamp.step,
+            save_class=save.save.save_class,
+            savers=[*save.save.savers],
+            metrics=dict(save.save.metrics),
+            gone=gone,
+            nbytes=nbytes,
+            left=len(save.decisions) - deleted,
+            left_nbytes=sum(made.entry.nbytes for made in save.decisions) - nbytes,
+        )
+
+
+def _parts(document: answers.Forecast) -> list[str | TextTable]:
+    source = document.recorded_by
+    said = "given" if source is None else f"recorded by {source}"
+    checkpoints = TextTable(
+        columns=("step", "folder", "size", "what", "why"),
+        rows=[_row(one, document) for one in document.checkpoints],
+        right=frozenset({0, 2}),
+        whole=frozenset({0, 1, 2}),
+    )
+    saves = TextTable(
+        columns=("save", "at step", "deletes", "gives back", "left"),
+        rows=[
+            (
+                str(save.save),
+                f"{save.step}{' (ephemeral)' if save.save_class == 'ephemeral' else ''}"
+                f"{' by ' + ', '.join(save.savers) if save.savers else ''}",
+                ", ".join(map(_gone_text, save.gone)) or "nothing",
+                size(save.nbytes) if save.nbytes else "",
+                f"{save.left}, {size(save.left_nbytes)}",
+            )
+            for save in document.saves
+        ],
+        right=frozenset({0, 3}),
+        whole=frozenset({0}),
+    )
+    return [
+        f"rule: {document.keep} ({said})",
+        checkpoints,
+        saves,
+        *(f"assumed: {text}" for text in document.assumptions),
+    ]
+
+
+def _row(one: answers.Foretold, document: answers.Forecast) -> tuple[str, ...]:
+    at = "" if one.save is None else f"at save {one.save}, step {document.saves[one.save - 1].step}"
+    what = {
+        "keep": "stays",
+        "delete": f"goes {at}",
+        "thin": f"loses {', '.join(one.drop)} {at}",
+        "wait": f"would go {at}; {one.waits_for}",
+    }[one.action]
+    why = one.keeps if one.why is None else one.why
+    before = f"; until then: {one.keeps}" if one.why and one.keeps and one.action != "thin" else ""
+    return (str(one.step), one.folder, size(one.nbytes), what, f"{why}{before}")
+
+
+def _gone_text(gone: answers.Gone) -> str:
+    what = f"step {gone.step}" if gone.save is None else f"step {gone.step} (save {gone.save})"
+    return f"{', '.join(gone.drop)} of {what}" if gone.drop else what

@@ -1,0 +1,312 @@
+"""Forecast of retention: the decisions that follow when assumed saves are made. Pure functions.
+
+`coming_saves` assumes the next saves from recorded ones and the intervals of the run. `foresee`
+adds them one by one, and decides after each with the function that the manager decides with.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+
+from holdfast.format.manifest import Timestamp
+from holdfast.policy.clock import Unit
+from holdfast.policy.retention import Decision, judge, may_rest_on
+from holdfast.policy.rule import MAIN, Candidate, Rule
+from holdfast.policy.rules import best_rules, recorded_time
+from holdfast.policy.savers import Due, SavePolicy, SideSaver
+from holdfast.policy.schedule import Schedule
+from holdfast.policy.triggers import Every, parts_of
+
+Order = tuple[int, int]
+_LOOKS_BETWEEN = 100
+"""How often a schedule that no step count decides is asked between two saves."""
+_MAX_LOOKS = 100_000
+_COUNTERS = ("epoch", "samples", "tokens", "cycle")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Situation:
+    """What the next decision of the manager rests on, apart from the rule."""
+
+    entries: Sequence[Candidate]
+    """All checkpoints of the run."""
+    lineage: Collection[Order]
+    """Orders of those that the run stands on, and of attempts among them."""
+    resumed_from: Order | None
+    """The checkpoint that the run went on from, until it has committed something good."""
+    replaces: bool = False
+    """Whether a checkpoint replaces older ones of its step."""
+    held: Collection[Order] = ()
+    """Orders of those that are not deleted for now, since somebody reads them, for instance."""
+    component_nbytes: Mapping[Order, Mapping[str, int]] = field(default_factory=dict)
+    """Stored bytes of each component."""
+    share_files: Callable[[Order, Order], bool] = lambda a, b: False
+    """Whether two checkpoints are hard-linked to a common file."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Foreseen:
+    """Decisions on all checkpoints after a coming save, and what is done of them."""
+
+    save: Candidate
+    decisions: tuple[Decision, ...]
+    """Newest first."""
+    done: tuple[Decision, ...]
+    """Deletions and droppings of components that are carried out."""
+    freed_nbytes: Mapping[Order, int]
+    """Bytes that each of these gives back."""
+
+
+def foresee(now: Situation, rule: Rule, coming: Sequence[Candidate]) -> Iterator[Foreseen]:
+    """Yield what retention does after each coming save, as the manager decides it."""
+    left = {entry.order: entry for entry in now.entries}
+    lineage = {*now.lineage}
+    point = now.resumed_from
+    for save in coming:
+        left[save.order] = save
+        lineage.add(save.order)
+        if save.healthy and not save.lacks:
+            point = None
+        decisions = judge(
+            [*left.values()],
+            rule,
+            resumed_from=point,
+            lineage=lineage,
+            replaces=now.replaces,
+            share_files=now.share_files,
+        )
+        done = tuple(made for made in decisions if _is_carried_out(made, decisions, now.held))
+        freed = {}
+        for made in done:
+            order = made.entry.order
+            freed[order] = made.entry.nbytes
+            if made.keep:
+                left[order] = _thinned(made, now.component_nbytes.get(order, {}))
+                freed[order] -= left[order].nbytes
+            else:
+                del left[order]
+                lineage.discard(order)
+        yield Foreseen(save=save, decisions=decisions, done=done, freed_nbytes=freed)
+
+
+def _is_carried_out(made: Decision, decisions: Sequence[Decision], held: Collection[Order]) -> bool:
+    if (made.keep and not made.drop) or made.entry.order in held:
+        return False
+    return any(may_rest_on(base, made) for base in decisions)
+
+
+def _thinned(made: Decision, nbytes: Mapping[str, int]) -> Candidate:
+    """Return a checkpoint as it is when the components of a decision were dropped."""
+    entry = made.entry
+    return replace(
+        entry,
+        nbytes=entry.nbytes - sum(nbytes.get(name, 0) for name in made.drop),
+        components=tuple(name for name in entry.components if name not in made.drop),
+        begun=tuple(name for name in entry.begun if name not in made.drop),
+        dropped=tuple(dict.fromkeys((*entry.dropped, *made.drop))),
+    )
+
+
+# The saves that are assumed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Coming:
+    """Saves that are assumed, oldest first, and what they rest on."""
+
+    saves: tuple[Candidate, ...]
+    is_by_interval: bool
+    """Whether their steps follow from the run's intervals; else the last distance is repeated."""
+
+
+def coming_saves(
+    history: Sequence[Candidate],
+    policies: Mapping[str, SavePolicy],
+    *,
+    rule: Rule,
+    number: int,
+    after: Order,
+    began: str = "",
+    metrics: Mapping[str, float] | None = None,
+) -> Coming:
+    """Assume the next saves of a run.
+
+    `history`: its checkpoints, newest first, of which at least one exists; `after`: the epoch of
+    the coming saves, and the sequence of the last one of that epoch. Each save is like the last one
+    of the same savers, with no new best value of a metric, but `metrics` where they are given.
+    `began`: when the run goes on, if it does not run since its newest checkpoint.
+
+    Raises:
+        UsageError: a policy needs a counter that the run does not have.
+    """
+    pace = _Pace(history)
+    dues = _scheduled(history, policies, pace, number)
+    is_by_interval = len(dues) == number
+    if not is_by_interval:
+        dues = _repeated(history, pace, number)
+    epoch, sequence = after
+    return Coming(
+        saves=tuple(
+            _assumed(
+                history,
+                due,
+                now,
+                order=(epoch, sequence + place),
+                began=began,
+                rule=rule,
+                metrics=metrics or {},
+            )
+            for place, (due, now) in enumerate(dues, start=1)
+        ),
+        is_by_interval=is_by_interval,
+    )
+
+
+class _Pace:
+    """How the counters of a run grow with its steps, by its newest two checkpoints of two steps."""
+
+    def __init__(self, history: Sequence[Candidate]) -> None:
+        self.newest = history[0].timestamp
+        steps = (entry.timestamp for entry in history)
+        earlier = (at for at in steps if at.step < self.newest.step)
+        self._start = next(earlier, Timestamp(step=0))
+        self.steps = max(self.newest.step - self._start.step, 1)
+        """Steps between the two."""
+
+    def of(self, unit: Unit) -> float:
+        """Return by how much the counter of a unit grows in a step; 0: it does not, or is none."""
+        here, before = unit.of(self.newest), unit.of(self._start)
+        return 0.0 if here is None else max(here - (before or 0), 0) / self.steps
+
+    def at(self, step: int) -> Timestamp:
+        """Return the counters at a coming step."""
+        num = step - self.newest.step
+        changes: dict[str, int] = {}
+        for name, unit in zip(
+            _COUNTERS, (Unit.EPOCH, Unit.SAMPLE, Unit.TOKEN, Unit.CYCLE), strict=True
+        ):
+            here = unit.of(self.newest)
+            if here is not None:
+                changes[name] = math.floor(here + num * self.of(unit) + 1e-9)
+        wall_s = self.newest.wall_s + num * self.of(Unit.SECOND)
+        return Timestamp(step=step, wall_s=wall_s, **changes)
+
+
+def _scheduled(
+    history: Sequence[Candidate],
+    policies: Mapping[str, SavePolicy],
+    pace: _Pace,
+    number: int,
+) -> list[tuple[Due, Timestamp]]:
+    """Run the schedule of the run from its newest checkpoint on; fewer than `number` if it ends."""
+    if MAIN not in policies:
+        return []
+    stride = _stride(policies, pace)
+    if stride is None:
+        return []
+    schedule = _schedule(history, policies)
+    found: list[tuple[Due, Timestamp]] = []
+    now = history[0].timestamp
+    for _ in range(_MAX_LOOKS):
+        if len(found) == number:
+            break
+        step = schedule.quiet_until(now) if stride == 0 else now.step + stride
+        now = pace.at(step)
+        due = schedule.due(now)
+        if due is not None:
+            schedule.began(due, now)
+            found.append((due, now))
+    return found
+
+
+def _stride(policies: Mapping[str, SavePolicy], pace: _Pace) -> int | None:
+    """Return how many steps to go between two looks; 0: as the schedule says; None: unknown."""
+    distances: list[float] = []
+    for policy in policies.values():
+        for trigger in (policy.permanent, policy.ephemeral):
+            for part in parts_of(trigger) if trigger is not None else ():
+                assert isinstance(part, Every), "recorded texts are intervals"
+                if part.unit is not Unit.STEP:
+                    if not pace.of(part.unit):
+                        return None
+                    distances.append(float(part.size) / pace.of(part.unit))
+    return max(int(min(distances) / _LOOKS_BETWEEN), 1) if distances else 0
+
+
+def _schedule(history: Sequence[Candidate], policies: Mapping[str, SavePolicy]) -> Schedule:
+    sides = [
+        SideSaver(name, every=policy, components=_components_of(name, history))
+        for name, policy in policies.items()
+        if name != MAIN
+    ]
+    schedule = Schedule(policies.get(MAIN), sides)
+    schedule.stand_on(history[0].timestamp, history)
+    return schedule
+
+
+def _components_of(saver: str, history: Sequence[Candidate]) -> tuple[str, ...]:
+    alone = (entry.components for entry in history if entry.savers == (saver,))
+    return next(alone, history[0].components)
+
+
+def _repeated(
+    history: Sequence[Candidate], pace: _Pace, number: int
+) -> list[tuple[Due, Timestamp]]:
+    """Assume saves like the newest one, each as far from the one before as that was."""
+    newest = history[0]
+    due = Due(newest.save_class, "", savers=newest.savers, components=newest.components)
+    steps = (newest.timestamp.step + pace.steps * place for place in range(1, number + 1))
+    return [(due, pace.at(step)) for step in steps]
+
+
+def _assumed(
+    history: Sequence[Candidate],
+    due: Due,
+    now: Timestamp,
+    *,
+    order: Order,
+    began: str,
+    rule: Rule,
+    metrics: Mapping[str, float],
+) -> Candidate:
+    """Make the candidate of a coming save, like the last one of the same savers and class."""
+    savers = frozenset(due.savers or (MAIN,))
+    alike = [entry for entry in history if frozenset(entry.savers or (MAIN,)) == savers]
+    of_class = (entry for entry in alike if entry.save_class == due.save_class)
+    model = next(of_class, alike[0] if alike else history[0])
+    newest = history[0]
+    moment = recorded_time(began or newest.created)
+    if moment is not None:
+        moment += timedelta(seconds=now.wall_s - newest.timestamp.wall_s)
+    return replace(
+        model,
+        order=order,
+        timestamp=now,
+        created="" if moment is None else moment.isoformat(),
+        save_class=due.save_class,
+        metrics={**model.metrics, **_no_better(history, model, rule), **metrics},
+        tags=(),
+        pinned=False,
+        rejected=False,
+        retired=False,
+        components=tuple(dict.fromkeys((*model.components, *model.begun, *model.dropped))),
+        begun=(),
+        dropped=(),
+        healthy=True,
+        savers=due.savers,
+    )
+
+
+def _no_better(history: Sequence[Candidate], model: Candidate, rule: Rule) -> dict[str, float]:
+    """Return the worst known value of each metric of a rule; of equal ones the older is best."""
+    found: dict[str, float] = {}
+    for best in best_rules(rule):
+        if best.metric in model.metrics:
+            known = (entry.metrics.get(best.metric, math.nan) for entry in history)
+            finite = [value for value in known if math.isfinite(value)]
+            worst = max if best.mode == "min" else min
+            found[best.metric] = worst(finite, default=math.nan)
+    return found
