@@ -44,6 +44,7 @@ ANSWERS: Mapping[str, str] = {
     "cat": "cat:CatAnswer",
     "diff": "diff:DiffAnswer",
     "stats": "stats:StatsAnswer",
+    "drift": "answers:Drift",
     "du": "du:DuAnswer",
     "cp": "cp:CopyAnswer",
     "rm": "rm:RemovedAnswer",

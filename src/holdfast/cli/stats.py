@@ -8,8 +8,8 @@ from pathlib import Path
 import msgspec
 
 from holdfast.cli.output import Answer, TextTable, number, progress_bar
+from holdfast.cli.shading import Shades, expect_drawable, write_shades
 from holdfast.cli.sources import chosen, open_named
-from holdfast.errors import UsageError
 from holdfast.interop.comparing.statistics import TensorStats, stats_of
 from holdfast.interop.source import Source
 
@@ -41,7 +41,7 @@ def stats(text: str, *, components: Collection[str], plot: Path | None) -> Answe
         UsageError: it has no component of a given name, or the file cannot be drawn.
     """
     if plot is not None:
-        _expect_drawable(plot)
+        expect_drawable(plot)
     with open_named(text) as source:
         names = chosen(source, components)
         found = tuple(_with_progress(source, names))
@@ -103,22 +103,8 @@ def _warnings(found: Sequence[TensorStats]) -> list[str]:
     return [f"not finite: {', '.join(odd[:3])}{more}"] if odd else []
 
 
-def _expect_drawable(plot: Path) -> None:
-    """Raise `UsageError` unless the file can be drawn, before anything is read."""
-    if plot.suffix not in _SUFFIXES:
-        raise UsageError(f"--plot={str(plot)!r}: the name must end in .png or .svg")
-    try:
-        import matplotlib.figure  # noqa: F401
-    except ImportError:
-        raise UsageError(
-            f"--plot={str(plot)!r}: needs matplotlib: pip install 'holdfast-torch[demo]'"
-        ) from None
-
-
 def _draw(found: Sequence[TensorStats], plot: Path, *, title: str) -> None:
     """Draw a row of shades for each tensor: how many of its numbers have each exponent."""
-    from matplotlib.figure import Figure
-
     shown = found[:_MAX_PANELS]
     exponents = sorted({exponent for one in shown for exponent in one.exponents}) or [0]
     columns = range(exponents[0], exponents[-1] + 1)
@@ -126,16 +112,12 @@ def _draw(found: Sequence[TensorStats], plot: Path, *, title: str) -> None:
         [one.exponents.get(column, 0) / max(sum(one.exponents.values()), 1) for column in columns]
         for one in shown
     ]
-    canvas = Figure(figsize=(10, 2 + len(shown) / 4), layout="constrained")
-    axis = canvas.subplots()
-    extent = (columns[0] - 0.5, columns[-1] + 0.5, len(shown) - 0.5, -0.5)
-    if shown:
-        drawn = axis.imshow(shares, aspect="auto", cmap="viridis", extent=extent)
-        canvas.colorbar(drawn, label="share of the numbers")
-    axis.set_yticks(range(len(shown)), [one.tensor[-60:] for one in shown], fontsize=7)
-    axis.set_xlabel("power of two")
-    axis.set_title(title[-100:], fontsize=8)
-    try:
-        canvas.savefig(plot)
-    except OSError as error:
-        raise UsageError(f"--plot={str(plot)!r}: {error.strerror or error}") from error
+    shades = Shades(
+        title=title,
+        rows=[one.tensor for one in shown],
+        columns=[str(column) for column in columns],
+        values=shares,
+        label="share of the numbers",
+        below="power of two",
+    )
+    write_shades(shades, plot)

@@ -132,12 +132,12 @@ def _tensors(
             found += [
                 TensorDifference(tensor=path, what="shape", a=a_text, b=b_text) for path in paths
             ]
-        elif spec_a.dtype == spec_b.dtype and _same_digest(a, one, b, other):
+        elif spec_a.dtype == spec_b.dtype and same_digest(a, one, b, other):
             num_equal += len(paths)
             num_unread += len(paths)
         else:
             to_read.append((one, other))
-    for one, other, tally in _read(a, b, _in_order(a, to_read), progress):
+    for one, other, tally in read_pairs(a, b, _in_order(a, to_read), progress):
         paths = pairs[one, other]
         if tally.is_equal:
             num_equal += len(paths)
@@ -150,7 +150,8 @@ def _spec(source: Source, at: _Key) -> TensorSpec:
     return source.parts[at[0]].specs[at[1]]
 
 
-def _same_digest(a: Source, one: _Key, b: Source, other: _Key) -> bool:
+def same_digest(a: Source, one: _Key, b: Source, other: _Key) -> bool:
+    """Whether two tensors are known to be equal from digests, without reading them."""
     known = a.fingerprint(*one)
     return known is not None and known == b.fingerprint(*other)
 
@@ -162,10 +163,13 @@ def _in_order(source: Source, pairs: Iterable[tuple[_Key, _Key]]) -> list[tuple[
     return sorted(pairs, key=lambda pair: numbers[pair[0]])
 
 
-def _read(
+def read_pairs(
     a: Source, b: Source, pairs: list[tuple[_Key, _Key]], progress: Progress | None
 ) -> Iterator[tuple[_Key, _Key, PairTally]]:
-    """Read both tensors of each pair side by side."""
+    """Read both tensors of each pair side by side, in the order given.
+
+    Each tensor is named by its component and key; the two have equally many numbers.
+    """
     total = sum(_spec(a, one).nbytes for one, _ in pairs)
     done = 0
     streams = (
