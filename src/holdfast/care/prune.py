@@ -8,8 +8,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping
 
+from holdfast.care.resuming import obstacle_of
 from holdfast.care.retention import Deleter, Planned, Pruned, plan
-from holdfast.engine.claims.claim import Choice, Wait, dropped, is_being_deleted
+from holdfast.engine.claims.claim import Choice, Wait
 from holdfast.engine.claims.leases import Readers
 from holdfast.engine.claims.owner import Ownership
 from holdfast.engine.roots.catalog import Catalog, Entry
@@ -108,8 +109,7 @@ def standing(store: Store, *, without: str = "") -> Choice:
             continue
         if entry is None:
             continue
-        lost = dropped(store, entry.folder, entry.manifest, entry.marks)
-        if not (lost or entry.manifest.lacks or is_being_deleted(store, entry.marks)):
+        if obstacle_of(store, entry) is None:
             if not catalog.is_avoided(entry):
                 return Choice(point=entry.reference, passed_over=frozenset(passed_over))
             unhealthy = unhealthy or entry

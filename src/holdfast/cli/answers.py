@@ -200,6 +200,54 @@ class Shard(Document, frozen=True):
     """Elements in each dimension; null likewise."""
 
 
+class ResumeStep(Document, frozen=True):
+    """Candidate of a resume, and what becomes of it."""
+
+    folder: str
+    """Its folder."""
+    step: int | None
+    """Its step; null where its manifest cannot be read, as the next one."""
+    created: str | None
+    """UTC time of the save, ISO 8601."""
+    outcome: Literal["taken", "passed over", "in reserve", "left behind"]
+    """`in reserve`: an older one, taken if the newer ones prove damaged. `left behind`: no resume
+    looks at it, as the run went back before it, or it was copied here from another run."""
+    obstacle: (
+        Literal[
+            "damaged",
+            "not opened",
+            "not committed",
+            "being deleted",
+            "part",
+            "thinned",
+            "unhealthy",
+        ]
+        | None
+    )
+    """Why it is passed over; `part`: saved without a component; null: it is not."""
+    why: str | None
+    """The same in words."""
+    verified: bool
+    """Whether every byte was read and is right."""
+    rejected: list[str]
+    """Why earlier resumes could not use it; it is tried again all the same."""
+
+
+class ResumePlan(Document, frozen=True):
+    """Answer of `resume-plan`."""
+
+    root: str
+    """Path or URL of the root."""
+    head: str | None
+    """Folder from which a resume would go on; null: none can be used."""
+    owner: Owner | None
+    """Newest claim, as for `ls`; a resume is refused while it is `alive`."""
+    verified: bool
+    """Whether candidates were read in full."""
+    candidates: list[ResumeStep]
+    """In the order in which a resume walks them; those that it does not look at come last."""
+
+
 class StoredTensor(Document, frozen=True):
     """Tensor of a checkpoint."""
 
@@ -226,6 +274,30 @@ class Show(Document, frozen=True):
     """Its tensors, with `--tensors`."""
 
 
+class SaveCost(Document, frozen=True):
+    """What a save took. What was not recorded is null."""
+
+    stall_s: float | None
+    """Seconds that training stood still, to capture and copy the state."""
+    write_s: float | None
+    """Seconds from then until every file was on stable storage; beside training."""
+    durable_s: float | None
+    """Both together: until the state could not be lost any more, but for the commit."""
+    upload_s: float | None
+    """Seconds from the commit to the end of its upload, of a root with a remote tier."""
+    upload: str | None
+    """State of its upload, as for `uploads`; null: nothing is noted here."""
+    nbytes: int
+    """Bytes of its files as stored."""
+    plain_nbytes: int
+    """Bytes of all files before they were compressed."""
+    linked_nbytes: int | None
+    """Bytes of files that it shares with an earlier checkpoint that is left; null without
+    `--saves`."""
+    new_nbytes: int | None
+    """Bytes of all others, which were written; null likewise."""
+
+
 class LoggedSave(Document, frozen=True):
     """A save of a run, and what became of it."""
 
@@ -243,6 +315,8 @@ class LoggedSave(Document, frozen=True):
     """`left behind`: a rollback went on from an earlier one. `aborted`: gc has given it up."""
     why: str | None
     """Why it was deleted or aborted, and by whom; null where no record of that is left."""
+    cost: SaveCost | None
+    """What it took; null where its manifest is gone."""
 
 
 class Life(Document, frozen=True):

@@ -140,6 +140,17 @@ def log(root: str, saves: bool) -> Answer:
     return log_root(root, saves=saves)
 
 
+@_answering(options.root, options.reads_all, name="resume-plan")
+def resume_plan(root: str, verify: bool) -> Answer:
+    """Show what a resume would take, and what it would pass over.
+
+    With the reasons. Nothing is claimed, and only manifests are read.
+    """
+    from holdfast.cli.resume_plan import plan_of
+
+    return plan_of(root, verify=verify)
+
+
 @_answering(options.target, options.tensors)
 def show(target: str, tensors: bool) -> Answer:
     """Show the manifest of one checkpoint.

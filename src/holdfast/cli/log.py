@@ -11,8 +11,9 @@ import msgspec
 
 from holdfast.care.advise import Ending, ending_of
 from holdfast.cli import answers
+from holdfast.cli.costs import costs_of
 from holdfast.cli.documents import unread_documents, unread_line
-from holdfast.cli.output import Answer, TextTable
+from holdfast.cli.output import Answer, TextTable, size
 from holdfast.cli.target import open_root
 from holdfast.engine.pause import collector_paused
 from holdfast.engine.roots.catalog import Catalog, Entry
@@ -20,6 +21,7 @@ from holdfast.errors import FormatError, HoldfastError, SealError
 from holdfast.format import layout
 from holdfast.format.manifest import Aborted, Deleted
 from holdfast.format.records import WriterRecord
+from holdfast.policy.advisor import span
 from holdfast.store.base import Store
 
 _STEP = re.compile(r"step-(\d{1,18})", re.ASCII)
@@ -55,7 +57,7 @@ def log_root(root: str, *, saves: bool = False) -> Answer:
     store = open_root(root)
     catalog = Catalog(store)
     entries, unread = catalog.survey()
-    lives = [*_lives(store, catalog, entries)]
+    lives = [*_lives(store, catalog, entries, costs_of(store, entries, linked=saves))]
     document = {"root": store.url, "lives": [_document(life) for life in lives]}
     return Answer(
         document=answers.of(answers.Log, {**document, **unread_documents(unread)}),
@@ -63,7 +65,12 @@ def log_root(root: str, *, saves: bool = False) -> Answer:
     )
 
 
-def _lives(store: Store, catalog: Catalog, entries: Sequence[Entry]) -> Iterator[_Life]:
+def _lives(
+    store: Store,
+    catalog: Catalog,
+    entries: Sequence[Entry],
+    costs: Mapping[str, answers.SaveCost],
+) -> Iterator[_Life]:
     epochs = sorted({*catalog.epochs(), *(entry.name.epoch for entry in entries)})
     claims = {epoch: _claim(catalog, epoch) for epoch in epochs}
     steps: dict[str, int | None] = {entry.folder: entry.step for entry in entries}
@@ -71,7 +78,7 @@ def _lives(store: Store, catalog: Catalog, entries: Sequence[Entry]) -> Iterator
     for point in points:
         if point is not None:
             steps.setdefault(point.folder, _step_of(point.folder))
-    logged = _saves(catalog, entries, claims)
+    logged = _saves(catalog, entries, claims, costs)
     changes = {life.epoch: life for entry in reversed(entries) for life in entry.manifest.changes}
     for epoch, claim in claims.items():
         own = [entry for entry in entries if entry.name.epoch == epoch]
@@ -100,7 +107,10 @@ def _lives(store: Store, catalog: Catalog, entries: Sequence[Entry]) -> Iterator
 
 
 def _saves(
-    catalog: Catalog, entries: Sequence[Entry], claims: Mapping[int, WriterRecord | None]
+    catalog: Catalog,
+    entries: Sequence[Entry],
+    claims: Mapping[int, WriterRecord | None],
+    costs: Mapping[str, answers.SaveCost],
 ) -> dict[int, list[answers.LoggedSave]]:
     """Find the saves of each epoch, oldest first, also those of which only a record is left."""
     by_folder = {entry.folder: entry for entry in entries}
@@ -117,13 +127,15 @@ def _saves(
         if entry is None:
             saved = _ended_save(catalog, str(name), is_point=name not in there)
         else:
-            saved = _present_save(entry, is_in_lineage=entry.folder in lineage)
+            saved = _present_save(entry, costs[entry.folder], is_in_lineage=entry.folder in lineage)
         if saved is not None:
             found.setdefault(name.epoch, []).append(saved)
     return found
 
 
-def _present_save(entry: Entry, *, is_in_lineage: bool) -> answers.LoggedSave:
+def _present_save(
+    entry: Entry, cost: answers.SaveCost, *, is_in_lineage: bool
+) -> answers.LoggedSave:
     manifest = entry.manifest
     return answers.LoggedSave(
         folder=entry.folder,
@@ -133,6 +145,7 @@ def _present_save(entry: Entry, *, is_in_lineage: bool) -> answers.LoggedSave:
         created=manifest.created,
         state="kept" if is_in_lineage else "left behind",
         why=None,
+        cost=cost,
     )
 
 
@@ -161,6 +174,7 @@ def _ended_save(catalog: Catalog, folder: str, *, is_point: bool) -> answers.Log
         created=None,
         state=state,
         why=why,
+        cost=None,
     )
 
 
@@ -237,7 +251,10 @@ def _parts(
 
 def _table_of_saves(lives: Sequence[_Life]) -> TextTable:
     return TextTable(
-        columns=("life", "step", "folder", "saved (UTC)", "class", "reason", "now"),
+        columns=(
+            *("life", "step", "folder", "saved (UTC)", "class", "reason"),
+            *("stall", "write", "upload", "new", "linked", "now"),
+        ),
         rows=[
             (
                 str(life.epoch),
@@ -246,13 +263,27 @@ def _table_of_saves(lives: Sequence[_Life]) -> TextTable:
                 (saved.created or "?")[:19].replace("T", " "),
                 saved.save_class or "?",
                 saved.reason or "?",
+                *_cost_cells(saved.cost),
                 saved.state + (f": {saved.why}" if saved.why else ""),
             )
             for life in lives
             for saved in life.saves
         ],
-        right=frozenset({0, 1}),
+        right=frozenset({0, 1, *range(6, 11)}),
         whole=frozenset({0, 1, 2}),
+    )
+
+
+def _cost_cells(cost: answers.SaveCost | None) -> tuple[str, ...]:
+    if cost is None:
+        return ("",) * 5
+    linked = cost.linked_nbytes
+    return (
+        "?" if cost.stall_s is None else span(cost.stall_s),
+        "?" if cost.write_s is None else span(cost.write_s),
+        (cost.upload or "") if cost.upload_s is None else span(cost.upload_s),
+        "" if cost.new_nbytes is None else size(cost.new_nbytes),
+        size(linked) if linked else "",
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from holdfast.care.resuming import missing_files
 from holdfast.cli import answers
 from holdfast.cli.documents import (
     checkpoint_document,
@@ -96,33 +97,13 @@ def _read(store: Store) -> _RootContents:
         unfinished=[
             name for name in others if name not in committed and catalog.read(name) is None
         ],
-        owner=_owner(store, catalog),
+        owner=owner_of(store, catalog),
         readers=[lease for lease in find_leases(store) if lease.state != "dead"],
-        missing={entry.folder: _missing(store, entry) for entry in entries},
+        missing={entry.folder: missing_files(store, entry) for entry in entries},
     )
 
 
-def _missing(store: Store, entry: Entry) -> list[str]:
-    """List files of a checkpoint that are missing or have the wrong length. Reads no file.
-
-    Empty for a checkpoint that is being deleted, and for an encrypted one, which `verify` checks.
-    Components that retention deleted are left out.
-    """
-    from holdfast.engine.sealed.sealing import bare
-
-    if entry.marks.retired or bare(store) is not store:
-        return []
-    nbytes = {info.key.rpartition("/")[2]: info.nbytes for info in store.list(f"{entry.folder}/")}
-    files = entry.manifest.files
-    return sorted(
-        name
-        for component, part in entry.manifest.components.items()
-        for name in part.files
-        if component not in entry.marks.thinned and nbytes.get(name) != files[name].stored_nbytes
-    )
-
-
-def _owner(store: Store, catalog: Catalog) -> Mapping[str, Any] | None:
+def owner_of(store: Store, catalog: Catalog) -> Mapping[str, Any] | None:
     """Describe the newest claim, and whether its process is alive, dead, closed or unknown."""
     epoch = catalog.highest_epoch()
     try:

@@ -137,6 +137,10 @@ keep_old = flag("--keep-old", "Let the old keys decrypt them, too.")
 
 saves = flag("--saves", "List each save too: why it was made, and what became of it.")
 
+# resume-plan
+
+reads_all = flag("--verify", "Read candidates in full until one is whole.", "verify")
+
 # show
 
 tensors = flag("--tensors", "List every tensor too.")

@@ -24,6 +24,7 @@ from holdfast.errors import UsageError
 ANSWERS: Mapping[str, str] = {
     "ls": "answers:Ls",
     "show": "answers:Show",
+    "resume-plan": "answers:ResumePlan",
     "log": "answers:Log",
     "verify": "answers:Verify",
     "prune": "answers:Prune",

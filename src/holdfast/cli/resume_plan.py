@@ -1,0 +1,97 @@
+"""`holdfast resume-plan`: what a resume would take, what it would pass over, and why."""
+
+from __future__ import annotations
+
+from holdfast.care.resuming import Step, resume_steps
+from holdfast.cli import answers
+from holdfast.cli.ls import owner_of
+from holdfast.cli.output import Answer, Code, TextTable, progress_bar
+from holdfast.cli.target import open_root
+from holdfast.engine.roots.catalog import Catalog
+from holdfast.errors import NoCheckpoint
+from holdfast.store.base import Store
+
+
+def plan_of(root: str, *, verify: bool) -> Answer:
+    """List the candidates of a resume in its order; with `verify` read them until one is whole.
+
+    Raises:
+        NoCheckpoint: not a root, or nothing was ever saved.
+    """
+    store = open_root(root)
+    steps = _verified(store) if verify else resume_steps(store)
+    if not steps:
+        raise NoCheckpoint(f"{store.url}: no checkpoints yet; a resume would begin afresh")
+    head = next((step for step in steps if step.outcome == "taken"), None)
+    owner = owner_of(store, Catalog(store))
+    document = answers.ResumePlan(
+        root=store.url,
+        head=None if head is None else head.folder,
+        owner=None if owner is None else answers.of(answers.Owner, owner),
+        verified=verify,
+        candidates=[_document(step) for step in steps],
+    )
+    return Answer(
+        document=document,
+        parts=_parts(document),
+        code=Code.OK if head is not None else Code.FOUND,
+    )
+
+
+def _verified(store: Store) -> list[Step]:
+    from holdfast.care.verify import verify_kept
+
+    with progress_bar() as progress:
+
+        def check(folder: str) -> str:
+            report = verify_kept(store, folder, progress=progress)
+            return "" if report.ok else "; ".join(map(str, report.problems[:3]))
+
+        return resume_steps(store, check)
+
+
+def _document(step: Step) -> answers.ResumeStep:
+    entry = step.entry
+    return answers.ResumeStep(
+        folder=step.folder,
+        step=None if entry is None else entry.step,
+        created=None if entry is None else entry.manifest.created,
+        outcome=step.outcome,
+        obstacle=step.obstacle,
+        why=step.why or None,
+        verified=step.is_verified,
+        rejected=[] if entry is None else [*entry.marks.rejected],
+    )
+
+
+def _parts(document: answers.ResumePlan) -> list[str | TextTable]:
+    table = TextTable(
+        columns=("step", "folder", "saved (UTC)", "resume", "why"),
+        rows=[_row(one) for one in document.candidates],
+        right=frozenset({0}),
+        whole=frozenset({0, 1, 2, 3}),
+    )
+    lines = []
+    owner = document.owner
+    if owner is not None and owner.state in ("alive", "unknown"):
+        lines.append(
+            f"writer {owner.epoch} owns the run: process {owner.pid} on {owner.host} "
+            f"({owner.state}); a resume waits for its end, or needs takeover=True"
+        )
+    if document.head is None:
+        lines.append("nothing can be used: a resume raises NoUsableCheckpoint")
+    elif not document.verified:
+        lines.append("sizes were compared, and no bytes read: --verify reads them")
+    return [table, *lines]
+
+
+def _row(one: answers.ResumeStep) -> tuple[str, ...]:
+    obstacle = f"{one.obstacle}: " if one.obstacle else ""
+    rejected = [f"could not be used before: {why}" for why in one.rejected]
+    return (
+        "?" if one.step is None else str(one.step),
+        one.folder,
+        "?" if one.created is None else one.created[:16].replace("T", " "),
+        f"{one.outcome}{', verified' if one.verified else ''}",
+        "; ".join([*([obstacle + one.why] if one.why else []), *rejected]),
+    )
