@@ -298,7 +298,7 @@ class CheckpointManager:
         self._plan = plan_of(
             rules.local,
             rules.remote if isinstance(checkpoints.root, Tiered) else None,
-            self._schedule.policies,
+            self._schedule,
             replaces=replaces,
         )
         self._history = History(config, world_size=self._ranks.world_size)

@@ -18,7 +18,14 @@ from holdfast.engine.tiers.ledger import Ledger
 from holdfast.errors import FormatError, NoCheckpoint, UsageError
 from holdfast.format.manifest import Plan
 from holdfast.format.records import WriterRecord
-from holdfast.policy.forecast import Foreseen, Order, Situation, coming_saves, foresee
+from holdfast.policy.forecast import (
+    Foreseen,
+    Order,
+    Situation,
+    Sizes,
+    coming_saves,
+    foresee,
+)
 from holdfast.policy.retention import unmet
 from holdfast.policy.rule import Candidate, Rule
 from holdfast.policy.rules import best_rules
@@ -77,9 +84,12 @@ def forecast(store: Store, entries: Sequence[Entry], wishes: Wishes) -> Forecast
         every = {**every, "main": wishes.every}
     candidates = {entry.order: candidate(store, entry) for entry in view.entries}
     by_order = {entry.order: entry for entry in view.entries}
+    sizes = {entry.order: _sizes(entry) for entry in view.entries}
     coming = coming_saves(
         [candidates[entry.order] for entry in view.history],
         every,
+        parts={} if plan is None else plan.parts,
+        sizes=sizes,
         rule=rule,
         number=wishes.number,
         after=view.after,
@@ -97,10 +107,10 @@ def forecast(store: Store, entries: Sequence[Entry], wishes: Wishes) -> Forecast
         resumed_from=view.resumed_from,
         replaces=plan is not None and plan.replaces,
         held=held,
-        component_nbytes=_all_component_nbytes(view, coming.saves),
+        sizes=sizes,
         share_files=share,
     )
-    saves = [*foresee(situation, rule, coming.saves)]
+    saves = [*foresee(situation, rule, coming)]
     assumptions = [
         *_about_steps(every, coming.saves, is_by_interval=coming.is_by_interval),
         *_about_metrics(rule, coming.saves, wishes.metrics or {}),
@@ -207,26 +217,13 @@ def _held(store: Store, entries: Sequence[Entry]) -> dict[Order, str]:
     return {entry.order: reasons[entry.folder] for entry in entries if entry.folder in reasons}
 
 
-def _all_component_nbytes(
-    view: _View, saves: Sequence[Candidate]
-) -> dict[Order, Mapping[str, int]]:
-    found: dict[Order, Mapping[str, int]] = {
-        entry.order: _component_nbytes(entry) for entry in view.entries
-    }
-    for save in saves:
-        wanted = {*save.components}
-        alike = (e.order for e in view.history if wanted <= {*e.manifest.components})
-        order = next(alike, None)
-        found[save.order] = {} if order is None else found[order]
-    return found
-
-
-def _component_nbytes(entry: Entry) -> dict[str, int]:
+def _sizes(entry: Entry) -> Sizes:
     files = entry.manifest.files
-    return {
+    components = {
         name: sum(files[file].stored_nbytes for file in part.files)
         for name, part in entry.manifest.components.items()
     }
+    return Sizes(entry.manifest.nbytes, components)
 
 
 def _about_steps(

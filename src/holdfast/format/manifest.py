@@ -143,6 +143,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     every: Mapping[str, Mapping[str, str]] = {}
     """Saver → `permanent`, `ephemeral` and `cooldown` with their intervals; those without text are
     left out."""
+    parts: Mapping[str, tuple[str, ...]] = {}
+    """Saver → the components that it saves, of those that do not save all."""
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, rename={"save_class": "class"}):

@@ -27,6 +27,17 @@ _MAX_LOOKS = 100_000
 _COUNTERS = ("epoch", "samples", "tokens", "cycle")
 
 
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Stored bytes of a checkpoint as it was saved."""
+
+    nbytes: int
+    components: Mapping[str, int]
+
+
+NO_SIZES = Sizes(0, {})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Situation:
     """What the next decision of the manager rests on, apart from the rule."""
@@ -41,8 +52,7 @@ class Situation:
     """Whether a checkpoint replaces older ones of its step."""
     held: Collection[Order] = ()
     """Orders of those that are not deleted for now, since somebody reads them, for instance."""
-    component_nbytes: Mapping[Order, Mapping[str, int]] = field(default_factory=dict)
-    """Stored bytes of each component."""
+    sizes: Mapping[Order, Sizes] = field(default_factory=dict)
     share_files: Callable[[Order, Order], bool] = lambda a, b: False
     """Whether two checkpoints are hard-linked to a common file."""
 
@@ -60,12 +70,13 @@ class Foreseen:
     """Bytes that each of these gives back."""
 
 
-def foresee(now: Situation, rule: Rule, coming: Sequence[Candidate]) -> Iterator[Foreseen]:
+def foresee(now: Situation, rule: Rule, coming: Coming) -> Iterator[Foreseen]:
     """Yield what retention does after each coming save, as the manager decides it."""
+    sizes = {**now.sizes, **coming.sizes}
     left = {entry.order: entry for entry in now.entries}
     lineage = {*now.lineage}
     point = now.resumed_from
-    for save in coming:
+    for save in coming.saves:
         left[save.order] = save
         lineage.add(save.order)
         if save.healthy and not save.lacks:
@@ -84,7 +95,7 @@ def foresee(now: Situation, rule: Rule, coming: Sequence[Candidate]) -> Iterator
             order = made.entry.order
             freed[order] = made.entry.nbytes
             if made.keep:
-                left[order] = _thinned(made, now.component_nbytes.get(order, {}))
+                left[order] = _thinned(made, sizes.get(order, NO_SIZES).components)
                 freed[order] -= left[order].nbytes
             else:
                 del left[order]
@@ -118,6 +129,7 @@ class Coming:
     """Saves that are assumed, oldest first, and what they rest on."""
 
     saves: tuple[Candidate, ...]
+    sizes: Mapping[Order, Sizes]
     is_by_interval: bool
     """Whether their steps follow from the run's intervals; else the last distance is repeated."""
 
@@ -126,6 +138,8 @@ def coming_saves(
     history: Sequence[Candidate],
     policies: Mapping[str, SavePolicy],
     *,
+    parts: Mapping[str, tuple[str, ...]],
+    sizes: Mapping[Order, Sizes],
     rule: Rule,
     number: int,
     after: Order,
@@ -134,35 +148,83 @@ def coming_saves(
 ) -> Coming:
     """Assume the next saves of a run.
 
-    `history`: its checkpoints, newest first, of which at least one exists; `after`: the epoch of
-    the coming saves, and the sequence of the last one of that epoch. Each save is like the last one
-    of the same savers, with no new best value of a metric, but `metrics` where they are given.
-    `began`: when the run goes on, if it does not run since its newest checkpoint.
+    `history`: its checkpoints, newest first, of which at least one exists; `parts`: the components
+    of savers that do not save all; `sizes`: of the checkpoints, by their order; `after`: the epoch
+    of the coming saves, and the sequence of the last one of that epoch. Each save is as large as
+    the last one of the same components, with no new best value of a metric, but `metrics` where
+    they are given. `began`: when the run goes on, if it does not run since its newest checkpoint.
 
     Raises:
         UsageError: a policy needs a counter that the run does not have.
     """
     pace = _Pace(history)
-    dues = _scheduled(history, policies, pace, number)
+    dues = _scheduled(history, policies, parts, pace, number)
     is_by_interval = len(dues) == number
     if not is_by_interval:
         dues = _repeated(history, pace, number)
+    known = _Known(history, sizes)
     epoch, sequence = after
-    return Coming(
-        saves=tuple(
-            _assumed(
-                history,
-                due,
-                now,
-                order=(epoch, sequence + place),
-                began=began,
-                rule=rule,
-                metrics=metrics or {},
-            )
-            for place, (due, now) in enumerate(dues, start=1)
-        ),
-        is_by_interval=is_by_interval,
-    )
+    recorded = {**history[0].metrics, **_no_better(history, rule), **(metrics or {})}
+    saves, new_sizes = [], {}
+    for place, (due, now) in enumerate(dues, start=1):
+        order = epoch, sequence + place
+        components, new_sizes[order] = known.parts_of(due)
+        save = Candidate(
+            order=order,
+            timestamp=now,
+            created=_created(history[0], began, now),
+            save_class=due.save_class,
+            nbytes=new_sizes[order].nbytes,
+            metrics=recorded,
+            components=components,
+            savers=due.savers,
+            left_out=tuple(name for name in known.whole if name not in components),
+        )
+        saves.append(save)
+    return Coming(saves=tuple(saves), sizes=new_sizes, is_by_interval=is_by_interval)
+
+
+class _Known:
+    """Components and sizes of the checkpoints of a run."""
+
+    def __init__(self, history: Sequence[Candidate], sizes: Mapping[Order, Sizes]) -> None:
+        self._sizes = [sizes.get(entry.order, NO_SIZES) for entry in history]
+        whole = (at for at, one in zip(self._sizes, history, strict=True) if not one.left_out)
+        self.whole = tuple(next(whole, self._sizes[0]).components)
+        """Names of all components of the state."""
+
+    def parts_of(self, due: Due) -> tuple[tuple[str, ...], Sizes]:
+        """Return the components of a coming save, and their sizes: those of the last one alike."""
+        wanted = self.whole if due.components is None else due.components
+        alike = (one for one in self._sizes if {*one.components} == {*wanted})
+        found = next(alike, None)
+        if found is None:
+            nbytes = {name: self._nbytes(name) for name in wanted}
+            found = Sizes(sum(nbytes.values()), nbytes)
+        return wanted, found
+
+    def _nbytes(self, name: str) -> int:
+        having = (one.components[name] for one in self._sizes if name in one.components)
+        return next(having, 0)
+
+
+def _created(newest: Candidate, began: str, now: Timestamp) -> str:
+    moment = recorded_time(began or newest.created)
+    if moment is None:
+        return ""
+    return (moment + timedelta(seconds=now.wall_s - newest.timestamp.wall_s)).isoformat()
+
+
+def _no_better(history: Sequence[Candidate], rule: Rule) -> dict[str, float]:
+    """Return the worst known value of each metric of a rule; of equal ones the older is best."""
+    found: dict[str, float] = {}
+    for best in best_rules(rule):
+        if best.metric in history[0].metrics:
+            known = (entry.metrics.get(best.metric, math.nan) for entry in history)
+            finite = [value for value in known if math.isfinite(value)]
+            worst = max if best.mode == "min" else min
+            found[best.metric] = worst(finite, default=math.nan)
+    return found
 
 
 class _Pace:
@@ -198,6 +260,7 @@ class _Pace:
 def _scheduled(
     history: Sequence[Candidate],
     policies: Mapping[str, SavePolicy],
+    parts: Mapping[str, tuple[str, ...]],
     pace: _Pace,
     number: int,
 ) -> list[tuple[Due, Timestamp]]:
@@ -207,7 +270,7 @@ def _scheduled(
     stride = _stride(policies, pace)
     if stride is None:
         return []
-    schedule = _schedule(history, policies)
+    schedule = _schedule(history, policies, parts)
     found: list[tuple[Due, Timestamp]] = []
     now = history[0].timestamp
     for _ in range(_MAX_LOOKS):
@@ -236,20 +299,19 @@ def _stride(policies: Mapping[str, SavePolicy], pace: _Pace) -> int | None:
     return max(int(min(distances) / _LOOKS_BETWEEN), 1) if distances else 0
 
 
-def _schedule(history: Sequence[Candidate], policies: Mapping[str, SavePolicy]) -> Schedule:
+def _schedule(
+    history: Sequence[Candidate],
+    policies: Mapping[str, SavePolicy],
+    parts: Mapping[str, tuple[str, ...]],
+) -> Schedule:
     sides = [
-        SideSaver(name, every=policy, components=_components_of(name, history))
+        SideSaver(name, every=policy, components=parts[name])
         for name, policy in policies.items()
-        if name != MAIN
+        if name in parts
     ]
     schedule = Schedule(policies.get(MAIN), sides)
     schedule.stand_on(history[0].timestamp, history)
     return schedule
-
-
-def _components_of(saver: str, history: Sequence[Candidate]) -> tuple[str, ...]:
-    alone = (entry.components for entry in history if entry.savers == (saver,))
-    return next(alone, history[0].components)
 
 
 def _repeated(
@@ -257,56 +319,7 @@ def _repeated(
 ) -> list[tuple[Due, Timestamp]]:
     """Assume saves like the newest one, each as far from the one before as that was."""
     newest = history[0]
-    due = Due(newest.save_class, "", savers=newest.savers, components=newest.components)
+    components = (*newest.components, *newest.begun, *newest.dropped) if newest.left_out else None
+    due = Due(newest.save_class, "", savers=newest.savers, components=components)
     steps = (newest.timestamp.step + pace.steps * place for place in range(1, number + 1))
     return [(due, pace.at(step)) for step in steps]
-
-
-def _assumed(
-    history: Sequence[Candidate],
-    due: Due,
-    now: Timestamp,
-    *,
-    order: Order,
-    began: str,
-    rule: Rule,
-    metrics: Mapping[str, float],
-) -> Candidate:
-    """Make the candidate of a coming save, like the last one of the same savers and class."""
-    savers = frozenset(due.savers or (MAIN,))
-    alike = [entry for entry in history if frozenset(entry.savers or (MAIN,)) == savers]
-    of_class = (entry for entry in alike if entry.save_class == due.save_class)
-    model = next(of_class, alike[0] if alike else history[0])
-    newest = history[0]
-    moment = recorded_time(began or newest.created)
-    if moment is not None:
-        moment += timedelta(seconds=now.wall_s - newest.timestamp.wall_s)
-    return replace(
-        model,
-        order=order,
-        timestamp=now,
-        created="" if moment is None else moment.isoformat(),
-        save_class=due.save_class,
-        metrics={**model.metrics, **_no_better(history, model, rule), **metrics},
-        tags=(),
-        pinned=False,
-        rejected=False,
-        retired=False,
-        components=tuple(dict.fromkeys((*model.components, *model.begun, *model.dropped))),
-        begun=(),
-        dropped=(),
-        healthy=True,
-        savers=due.savers,
-    )
-
-
-def _no_better(history: Sequence[Candidate], model: Candidate, rule: Rule) -> dict[str, float]:
-    """Return the worst known value of each metric of a rule; of equal ones the older is best."""
-    found: dict[str, float] = {}
-    for best in best_rules(rule):
-        if best.metric in model.metrics:
-            known = (entry.metrics.get(best.metric, math.nan) for entry in history)
-            finite = [value for value in known if math.isfinite(value)]
-            worst = max if best.mode == "min" else min
-            found[best.metric] = worst(finite, default=math.nan)
-    return found

@@ -77,7 +77,10 @@ class Schedule:
         }
         self._alike = _parts(self.policies, is_pure=True) if is_shared else self.policies
         self._leaders = _parts(self.policies, is_pure=False) if is_shared else {}
-        self._components = {side.name: side.components for side in sides}
+        self.components: Mapping[str, tuple[str, ...]] = {
+            side.name: side.components for side in sides
+        }
+        """Components that each saver beside the main one saves."""
         self._previous: Timestamp | None = None
         self._before: Timestamp | None = None
         self._saved: dict[str, Saved] = {}
@@ -92,7 +95,7 @@ class Schedule:
     @property
     def has_sides(self) -> bool:
         """Whether there are savers beside the main one."""
-        return bool(self._components)
+        return bool(self.components)
 
     def due(
         self,
@@ -222,7 +225,7 @@ class Schedule:
         if not self.has_sides:
             return due
         reason = due.reason if name == MAIN else f"{name} {due.reason}"
-        components = self._components.get(name)
+        components = self.components.get(name)
         return Due(due.save_class, reason, savers=(name,), components=components)
 
     def _named(self, due: Due) -> Due:

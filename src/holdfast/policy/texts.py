@@ -14,22 +14,22 @@ from holdfast.policy.clock import Time, Unit
 from holdfast.policy.rule import MAIN, Rule, flat
 from holdfast.policy.rules import Best, Nothing, parse_rule
 from holdfast.policy.savers import SavePolicy
+from holdfast.policy.schedule import Schedule
 from holdfast.policy.triggers import AnyTrigger, AtEnd, AtStart, Every, On, Trigger, parts_of
 
 _NOTHING = "0"
 """Text of the rule `Nothing`, as `Tiered(keep_local=0)` is written."""
 
 
-def plan_of(
-    rule: Rule, remote: Rule | None, policies: Mapping[str, SavePolicy], *, replaces: bool
-) -> Plan:
-    """Make the record of a run's rules and intervals."""
-    every = {name: _policy_text(policy) for name, policy in policies.items()}
+def plan_of(rule: Rule, remote: Rule | None, schedule: Schedule, *, replaces: bool) -> Plan:
+    """Make the record of a run's rules and intervals; `remote` is the rule of a second tier."""
+    every = {name: _policy_text(policy) for name, policy in schedule.policies.items()}
     return Plan(
         keep=rule_text(rule),
         keep_remote=None if remote is None else rule_text(remote),
         replaces=replaces,
         every={name: texts for name, texts in every.items() if texts},
+        parts=schedule.components,
     )
 
 
