@@ -6,7 +6,7 @@ import math
 import random
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from operator import or_
 from typing import Any
@@ -135,8 +135,7 @@ class Run:
                 tags = ("mine",) if draw.random() < 0.3 else ()
                 kind = draw.choice(["permanent", "ephemeral"])
                 manager.save(self.step, components=part, tags=tags, save_class=kind, **counts)
-            else:
-                manager.maybe_save(self.step, **counts)
+            manager.maybe_save(self.step, **counts)
             self.is_odd = False
             if draw.random() < 0.05:
                 self._mark(manager)
@@ -156,11 +155,11 @@ class Run:
 def _side(draw: random.Random) -> SideSaver:
     keep = rule_of(draw) if draw.random() < 0.7 else None
     every = f"{draw.choice([7, 10, 15])}step"
-    return SideSaver("weights", every=every, components=["model", "ema"], keep=_of_ema(keep))
+    return SideSaver("weights", every=every, components=["model", "ema"], keep=keep)
 
 
-def _of_ema(rule: Rule | None) -> Rule | None:
-    return rule
+def has_whole(store: Store) -> bool:
+    return any(not entry.manifest.left_out for entry in Catalog(store).survey()[0])
 
 
 def left_in(store: Store) -> Left:
@@ -187,7 +186,9 @@ def looked_ahead(store: Store, wishes: Wishes) -> Forecast:
 
 def follow(run: Run, manager: CheckpointManager, stores: Sequence[Store], wishes: Wishes) -> None:
     """Train as the forecasts assume, and compare after each save."""
-    found = [looked_ahead(store, wishes) for store in stores]
+    found = [looked_ahead(stores[0], wishes)]
+    alike = replace(wishes, metrics=found[0].saves[0].save.metrics)
+    found += [looked_ahead(store, alike) for store in stores[1:]]
     if not manager.is_owner:
         run.resume(manager)
     for number in range(wishes.number):
@@ -218,10 +219,10 @@ def play(seed: int) -> None:
     stores = [run.local] if run.remote is None else [run.local, run.remote]
     with ExitStack() as stack:
         manager = stack.enter_context(run.manager())
-        if draw.random() < 0.6 or not left_in(run.local):
+        if draw.random() < 0.6 or not has_whole(run.local):
             run.resume(manager)
             run.live(manager)
-            while not left_in(run.local):
+            while not has_whole(run.local):
                 run.live(manager)
         if draw.random() < 0.2:
             folder = str(draw.choice(Catalog(run.local).survey()[0]).name)

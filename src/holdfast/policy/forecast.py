@@ -189,8 +189,7 @@ class _Known:
 
     def __init__(self, history: Sequence[Candidate], sizes: Mapping[Order, Sizes]) -> None:
         self._sizes = [sizes.get(entry.order, NO_SIZES) for entry in history]
-        whole = (at for at, one in zip(self._sizes, history, strict=True) if not one.left_out)
-        self.whole = tuple(next(whole, self._sizes[0]).components)
+        self.whole = tuple(dict.fromkeys((*self._sizes[0].components, *history[0].left_out)))
         """Names of all components of the state."""
 
     def parts_of(self, due: Due) -> tuple[tuple[str, ...], Sizes]:
