@@ -83,6 +83,7 @@ class Run:
         draw = self.draw
         names = ("model", "optimizer", "ema")
         self.state = {name: {"w": torch.zeros(1000 * size)} for size, name in enumerate(names, 1)}
+        self.frozen = {"base": {"w": torch.zeros(300_000)}} if draw.random() < 0.3 else {}
         self.remote = MemoryStore("remote") if draw.random() < 0.2 else None
         keep = rule_of(draw) if draw.random() < 0.95 else None
         every: SavePolicy | str = f"{draw.choice([5, 8, 10])}step"
@@ -106,7 +107,9 @@ class Run:
 
     def manager(self) -> CheckpointManager:
         hooks = StateHooks(before_save=lambda now, metrics: ["odd"] if self.is_odd else [])
-        return CheckpointManager(self.root, self.state, hooks=hooks, **self.options)
+        return CheckpointManager(
+            self.root, {**self.state, **self.frozen}, hooks=hooks, **self.options
+        )
 
     def resume(self, manager: CheckpointManager, which: int | str = "latest") -> None:
         found = manager.resume(which)
@@ -158,8 +161,12 @@ def _side(draw: random.Random) -> SideSaver:
     return SideSaver("weights", every=every, components=["model", "ema"], keep=keep)
 
 
-def has_whole(store: Store) -> bool:
-    return any(not entry.manifest.left_out for entry in Catalog(store).survey()[0])
+def has_two(store: Store) -> bool:
+    """Whether the run has the two whole checkpoints that tell what does not change."""
+    catalog = Catalog(store)
+    lineage = {str(name) for name in catalog.lineage()}
+    entries = [entry for entry in catalog.survey()[0] if entry.folder in lineage]
+    return sum(not entry.manifest.left_out for entry in entries) > 1
 
 
 def left_in(store: Store) -> Left:
@@ -219,10 +226,10 @@ def play(seed: int) -> None:
     stores = [run.local] if run.remote is None else [run.local, run.remote]
     with ExitStack() as stack:
         manager = stack.enter_context(run.manager())
-        if draw.random() < 0.6 or not has_whole(run.local):
+        if draw.random() < 0.6 or not has_two(run.local):
             run.resume(manager)
             run.live(manager)
-            while not has_whole(run.local):
+            while not has_two(run.local):
                 run.live(manager)
         if draw.random() < 0.2:
             folder = str(draw.choice(Catalog(run.local).survey()[0]).name)

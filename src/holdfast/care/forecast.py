@@ -20,7 +20,6 @@ from holdfast.format.manifest import Plan
 from holdfast.format.records import WriterRecord
 from holdfast.policy.forecast import (
     Foreseen,
-    Order,
     Situation,
     Sizes,
     coming_saves,
@@ -30,6 +29,7 @@ from holdfast.policy.retention import unmet
 from holdfast.policy.rule import Candidate, Rule
 from holdfast.policy.rules import best_rules
 from holdfast.policy.savers import SavePolicy
+from holdfast.policy.sharing import MIN_SHARED_NBYTES, Order, Sharing
 from holdfast.policy.texts import policies_of, rule_of
 from holdfast.store.base import Store
 
@@ -97,9 +97,15 @@ def forecast(store: Store, entries: Sequence[Entry], wishes: Wishes) -> Forecast
         metrics=wishes.metrics,
     )
 
-    def share(a: Order, b: Order) -> bool:
+    def is_one_file(a: Order, b: Order) -> bool:
         return a in by_order and b in by_order and share_files(store, by_order[a], by_order[b])
 
+    sharing = Sharing(
+        has_links=store.has_links,
+        unchanged=_unchanged(view.history),
+        is_one_file=is_one_file,
+        excluded=view.went_on_from,
+    )
     held = _held(store, view.entries)
     situation = Situation(
         entries=[*candidates.values()],
@@ -108,7 +114,7 @@ def forecast(store: Store, entries: Sequence[Entry], wishes: Wishes) -> Forecast
         replaces=plan is not None and plan.replaces,
         held=held,
         sizes=sizes,
-        share_files=share,
+        sharing=sharing,
     )
     saves = [*foresee(situation, rule, coming)]
     assumptions = [
@@ -116,7 +122,8 @@ def forecast(store: Store, entries: Sequence[Entry], wishes: Wishes) -> Forecast
         *_about_metrics(rule, coming.saves, wishes.metrics or {}),
         *_about_rule(rule, [*candidates.values(), *coming.saves]),
         *(() if view.is_running else (f"the run resumes from {view.history[0].folder}",)),
-        "each save is as large as the last one of its kind, and shares no file with another",
+        "each save is as large as the last one of its kind"
+        + (", and large files that did not change stay so" if sharing.unchanged else ""),
         "every save and every upload succeeds, and what is read back is whole",
     ]
     return Forecast(
@@ -142,6 +149,9 @@ class _View:
     after: Order
     """Epoch of the next save, and the last sequence of that epoch."""
     resumed_from: Order | None
+    """The checkpoint that the claim went on from, until it has committed something good."""
+    went_on_from: Order | None
+    """The same in any case."""
 
 
 def _view(store: Store, catalog: Catalog, entries: Sequence[Entry]) -> _View:
@@ -160,7 +170,7 @@ def _view(store: Store, catalog: Catalog, entries: Sequence[Entry]) -> _View:
         resumed_from = None if has_good else point
     else:
         choice = standing(store).point
-        resumed_from = None if choice is None else choice.order
+        point = resumed_from = None if choice is None else choice.order
         lineage = {
             name.order
             for name in names
@@ -177,7 +187,24 @@ def _view(store: Store, catalog: Catalog, entries: Sequence[Entry]) -> _View:
         lineage=lineage,
         after=after,
         resumed_from=resumed_from,
+        went_on_from=point,
     )
+
+
+def _unchanged(history: Sequence[Entry]) -> set[frozenset[str]]:
+    """Return the kinds of checkpoints of which a large file is the same in the newest two."""
+    kinds: dict[frozenset[str], list[Entry]] = {}
+    for entry in history:
+        kinds.setdefault(frozenset(entry.manifest.components), []).append(entry)
+    return {
+        kind
+        for kind, (newest, *earlier) in kinds.items()
+        if earlier
+        and any(
+            file.nbytes >= MIN_SHARED_NBYTES and earlier[0].manifest.files.get(name) == file
+            for name, file in newest.manifest.files.items()
+        )
+    }
 
 
 def _claim(catalog: Catalog, epoch: int) -> WriterRecord | None:

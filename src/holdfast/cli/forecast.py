@@ -12,10 +12,11 @@ from holdfast.cli.output import Answer, TextTable, size
 from holdfast.cli.target import open_root
 from holdfast.engine.roots.catalog import Catalog, Entry
 from holdfast.errors import NoCheckpoint, UsageError
-from holdfast.policy.forecast import Foreseen, Order
+from holdfast.policy.forecast import Foreseen
 from holdfast.policy.retention import Decision
 from holdfast.policy.rules import parse_rule
 from holdfast.policy.savers import SavePolicy
+from holdfast.policy.sharing import Order
 
 
 def foretell(

@@ -7,7 +7,7 @@ adds them one by one, and decides after each with the function that the manager 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
@@ -18,9 +18,9 @@ from holdfast.policy.rule import MAIN, Candidate, Rule
 from holdfast.policy.rules import best_rules, recorded_time
 from holdfast.policy.savers import Due, SavePolicy, SideSaver
 from holdfast.policy.schedule import Schedule
+from holdfast.policy.sharing import Order, Sharing
 from holdfast.policy.triggers import Every, parts_of
 
-Order = tuple[int, int]
 _LOOKS_BETWEEN = 100
 """How often a schedule that no step count decides is asked between two saves."""
 _MAX_LOOKS = 100_000
@@ -53,8 +53,8 @@ class Situation:
     held: Collection[Order] = ()
     """Orders of those that are not deleted for now, since somebody reads them, for instance."""
     sizes: Mapping[Order, Sizes] = field(default_factory=dict)
-    share_files: Callable[[Order, Order], bool] = lambda a, b: False
-    """Whether two checkpoints are hard-linked to a common file."""
+    sharing: Sharing = field(default_factory=Sharing)
+    """Hard links between them; coming saves are added to it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +77,7 @@ def foresee(now: Situation, rule: Rule, coming: Coming) -> Iterator[Foreseen]:
     lineage = {*now.lineage}
     point = now.resumed_from
     for save in coming.saves:
+        now.sharing.add(save, left)
         left[save.order] = save
         lineage.add(save.order)
         if save.healthy and not save.lacks:
@@ -87,7 +88,7 @@ def foresee(now: Situation, rule: Rule, coming: Coming) -> Iterator[Foreseen]:
             resumed_from=point,
             lineage=lineage,
             replaces=now.replaces,
-            share_files=now.share_files,
+            share_files=now.sharing.share,
         )
         done = tuple(made for made in decisions if _is_carried_out(made, decisions, now.held))
         freed = {}
