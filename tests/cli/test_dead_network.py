@@ -15,10 +15,12 @@ FOLDER = "step-00000001.0001-000001-00000000"
 COMMANDS = {
     "ls": [ROOT],
     "log": [ROOT],
+    "resume-plan": [ROOT],
     "show": [f"{ROOT}@latest"],
     "verify": [f"{ROOT}/{FOLDER}"],
     "gc": [ROOT],
     "prune": [ROOT, "--keep", "all"],
+    "forecast": [ROOT],
     "pin": [f"{ROOT}@latest"],
     "unpin": [f"{ROOT}@latest"],
     "tag": [f"{ROOT}@latest", "x"],
@@ -39,6 +41,7 @@ COMMANDS = {
     "cat": [ROOT, "x"],
     "diff": [ROOT, f"{ROOT}@latest"],
     "stats": [ROOT],
+    "drift": [ROOT],
     "du": [ROOT],
     "export": [ROOT, "out.safetensors", "--to", "safetensors"],
 }

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.cli.roots import Result, flip, folder_of
 
-from holdfast import Last
+from holdfast import CheckpointManager, Last, Tiered
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.store import open_store
 from runs import new_run, retracted
@@ -138,3 +139,37 @@ def test_a_deletion_of_which_a_record_is_left_is_explained(holdfast: Command) ->
     assert retracted(store, str(Catalog(store).attempts()[1]))
     (save, _) = holdfast("log", root, "--json").document["lives"][0]["saves"]
     assert (save["step"], save["state"], save["why"]) == (1, "deleted", "test (writer 1)")
+
+
+def test_what_each_save_took_is_told(holdfast: Command, tmp_path: Path) -> None:
+    state = {"frozen": {"w": torch.ones(400_000)}, "live": {"w": torch.ones(10)}}
+    with CheckpointManager(tmp_path, state, preflight=False, sinks=()) as manager:
+        for step in range(1, 5):
+            state["live"]["w"] += 1
+            manager.save(step, wait=True)
+    (life,) = holdfast("log", tmp_path, "--saves", "--json").document["lives"]
+    costs = [save["cost"] for save in life["saves"]]
+    for cost in costs:
+        assert cost["stall_s"] > 0
+        assert cost["durable_s"] == cost["stall_s"] + cost["write_s"]
+        assert cost["new_nbytes"] + cost["linked_nbytes"] == cost["nbytes"]
+        assert (cost["upload"], cost["upload_s"]) == (None, None)
+    is_linked = [cost["linked_nbytes"] > 1_600_000 for cost in costs]
+    assert is_linked == [False, False, True, True]
+    assert costs[2]["new_nbytes"] < 100_000
+    (life,) = holdfast("log", tmp_path, "--json").document["lives"]
+    assert {save["cost"]["linked_nbytes"] for save in life["saves"]} == {None}
+
+
+def test_how_long_after_the_commit_an_upload_ended_is_told(
+    holdfast: Command, tmp_path: Path
+) -> None:
+    root = Tiered(tmp_path / "local", tmp_path / "remote")
+    with CheckpointManager(root, {"m": {"w": torch.ones(3)}}, preflight=False) as manager:
+        manager.save(1, wait=True)
+    (life,) = holdfast("log", tmp_path / "local", "--saves", "--json").document["lives"]
+    cost = life["saves"][0]["cost"]
+    assert cost["upload"] == "uploaded"
+    assert 0 <= cost["upload_s"] < 60
+    (life,) = holdfast("log", tmp_path / "remote", "--json").document["lives"]
+    assert life["saves"][0]["cost"]["upload"] is None

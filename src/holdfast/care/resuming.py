@@ -23,6 +23,7 @@ Obstacle: TypeAlias = Literal[
 """Why a resume passes a candidate over. `part`: saved without a component. `thinned`: components
 were dropped. `not opened`: encrypted for other keys, or not encrypted where that is refused."""
 Outcome: TypeAlias = Literal["taken", "passed over", "in reserve", "left behind"]
+_UNCOMMITTED = "a save under way, or what a killed one has left for gc"
 Check: TypeAlias = Callable[[str], str]
 """Reads a checkpoint in full and says what is wrong with it; empty if nothing is."""
 
@@ -115,7 +116,7 @@ def _judged(
         return passed("damaged", str(error))
     if entry is None:
         ended = isinstance(catalog.read(folder), Aborted | Deleted)
-        return None if ended else passed("not committed", "under way, or left for gc")
+        return None if ended else passed("not committed", _UNCOMMITTED)
     found = obstacle_of(store, entry)
     if found is not None:
         return passed(*found, entry)
@@ -156,11 +157,19 @@ def _with_unhealthy(steps: list[Step], check: Check | None) -> list[Step]:
 def _others(catalog: Catalog, known: set[str]) -> Iterator[Step]:
     """Yield what is in the root and not on the way of a resume, newest first."""
     entries, unread = catalog.survey()
-    rest: dict[str, Entry | None] = {entry.folder: entry for entry in entries}
+    found = {entry.folder: entry for entry in entries}
     reasons = {folder: str(error) for folder, error in unread}
-    rest |= dict.fromkeys(reasons)
-    for name in catalog.attempts():
-        folder = str(name)
-        if folder in rest and folder not in known:
+    for folder in map(str, catalog.open_attempts()):
+        if folder in known:
+            continue
+        if folder in found or folder in reasons:
             why = reasons.get(folder, "the run went back, and goes on from an earlier one")
-            yield Step(folder=folder, entry=rest[folder], outcome="left behind", why=why)
+            yield Step(folder=folder, entry=found.get(folder), outcome="left behind", why=why)
+        elif catalog.read(folder) is None:
+            yield Step(
+                folder=folder,
+                entry=None,
+                outcome="left behind",
+                obstacle="not committed",
+                why=_UNCOMMITTED,
+            )

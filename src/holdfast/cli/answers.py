@@ -211,7 +211,7 @@ class ResumeStep(Document, frozen=True):
     """UTC time of the save, ISO 8601."""
     outcome: Literal["taken", "passed over", "in reserve", "left behind"]
     """`in reserve`: an older one, taken if the newer ones prove damaged. `left behind`: no resume
-    looks at it, as the run went back before it, or it was copied here from another run."""
+    looks at it, as the run went back before it, it is not committed, or of another run."""
     obstacle: (
         Literal[
             "damaged",
