@@ -168,6 +168,19 @@ def test_stats_names_what_is_not_finite(holdfast: Holdfast, tmp_path: Path) -> N
     assert "not finite: model:x" in holdfast("stats", tmp_path / "w.safetensors", "--trust").out
 
 
+def test_stats_shows_the_powers_of_two_as_bars(holdfast: Holdfast, tmp_path: Path) -> None:
+    tensors = {
+        "x": torch.tensor([0.5] * 4 + [4.0]),
+        "y": torch.tensor([1.0, 0.0]),
+        "z": torch.zeros(0),
+    }
+    save_file(tensors, tmp_path / "w.safetensors")
+    heading, *rows = holdfast("stats", tmp_path / "w.safetensors", "--trust").out.splitlines()
+    assert heading.endswith("2^-1 to 2^3")
+    at = heading.index("2^-1")
+    assert [row[at:] for row in rows] == ["█  ▂", " █", ""]
+
+
 @pytest.mark.parametrize(("ending", "start"), [("png", b"\x89PNG"), ("svg", b"<?xml")])
 def test_stats_draws_exponents(
     holdfast: Holdfast, looked: Path, tmp_path: Path, ending: str, start: bytes

@@ -26,7 +26,7 @@ from holdfast.policy.forecast import (
     foresee,
 )
 from holdfast.policy.retention import unmet
-from holdfast.policy.rule import Candidate, Rule
+from holdfast.policy.rule import MAIN, Candidate, Rule
 from holdfast.policy.rules import best_rules
 from holdfast.policy.savers import SavePolicy
 from holdfast.policy.sharing import MIN_SHARED_NBYTES, Order, Sharing
@@ -79,9 +79,9 @@ def forecast(store: Store, entries: Sequence[Entry], wishes: Wishes) -> Forecast
     recorded = next((entry for entry in view.history if entry.manifest.plan is not None), None)
     plan = None if recorded is None else recorded.manifest.plan
     rule = wishes.rule if wishes.rule is not None else _recorded_rule(store, recorded, plan)
-    every = {} if plan is None else policies_of(plan.every)
+    every = {} if plan is None or recorded is None else _recorded_every(recorded, plan)
     if wishes.every is not None:
-        every = {**every, "main": wishes.every}
+        every = {**every, MAIN: wishes.every}
     candidates = {entry.order: candidate(store, entry) for entry in view.entries}
     by_order = {entry.order: entry for entry in view.entries}
     sizes = {entry.order: _sizes(entry) for entry in view.entries}
@@ -231,7 +231,17 @@ def _recorded_rule(store: Store, recorded: Entry | None, plan: Plan | None) -> R
             f"{recorded.folder}: the rule of the run has no text, as one that a user wrote: give "
             "one that has, as --keep last:3"
         )
-    return rule_of(text)
+    try:
+        return rule_of(text)
+    except UsageError as error:
+        raise UsageError(f"{recorded.folder} records a wrong rule: {error}. Give --keep") from error
+
+
+def _recorded_every(recorded: Entry, plan: Plan) -> dict[str, SavePolicy]:
+    try:
+        return policies_of(plan.every)
+    except UsageError as error:
+        raise UsageError(f"{recorded.folder} records a wrong interval: {error}") from error
 
 
 def _held(store: Store, entries: Sequence[Entry]) -> dict[Order, str]:

@@ -11,6 +11,7 @@ from holdfast.errors import UsageError
 
 _SUFFIXES = (".png", ".svg")
 _BLOCKS = " ░▒▓█"
+_BARS = " ▁▂▃▄▅▆▇█"
 _MOST_TICKS = 24
 
 
@@ -85,3 +86,13 @@ def logarithmic_block(value: float | None, known: Iterable[float]) -> str:
     low, high = math.log(min(above)), math.log(max(above))
     share = 1.0 if high <= low else (math.log(value) - low) / (high - low)
     return _BLOCKS[1 + round(min(max(share, 0.0), 1.0) * (len(_BLOCKS) - 2))]
+
+
+def bars(counts: Sequence[int]) -> str:
+    """Return a bar of block characters for each count, the largest one full.
+
+    >>> bars([0, 1, 50, 100])
+    ' ▁▄█'
+    """
+    largest = max(counts, default=0)
+    return "".join(_BARS[-(-8 * count // largest)] if count else " " for count in counts)

@@ -8,12 +8,13 @@ from pathlib import Path
 import msgspec
 
 from holdfast.cli.output import Answer, TextTable, number, progress_bar
-from holdfast.cli.shading import Shades, expect_drawable, write_shades
+from holdfast.cli.shading import Shades, bars, expect_drawable, write_shades
 from holdfast.cli.sources import chosen, open_named
 from holdfast.interop.comparing.statistics import TensorStats, stats_of
 from holdfast.interop.source import Source
 
-_SUFFIXES = (".png", ".svg")
+_MAX_BARS = 24
+"""Most bars of a histogram in the table."""
 _MAX_PANELS = 64
 
 
@@ -72,8 +73,10 @@ def _with_progress(source: Source, names: Collection[str]) -> Iterator[TensorSta
 
 
 def _table(found: Sequence[TensorStats]) -> TextTable:
+    heading, histograms = _histograms(found)
+    columns = ("tensor", "dtype", "norm", "min", "max", "mean", "zeros", "dead rows", "odd")
     return TextTable(
-        columns=("tensor", "dtype", "norm", "min", "max", "mean", "zeros", "dead rows", "odd"),
+        columns=(*columns, heading),
         rows=[
             (
                 one.tensor,
@@ -83,11 +86,29 @@ def _table(found: Sequence[TensorStats]) -> TextTable:
                 f"{one.zeros:,}" if one.zeros else "",
                 f"{one.dead_rows:,}" if one.dead_rows else "",
                 ", ".join(_odd(one)),
+                histogram,
             )
-            for one in found
+            for one, histogram in zip(found, histograms, strict=True)
         ],
         right=frozenset({2, 3, 4, 5, 6, 7}),
+        whole=frozenset({9}),
     )
+
+
+def _histograms(found: Sequence[TensorStats]) -> tuple[str, list[str]]:
+    """Return a heading, and for each tensor bars of how many numbers have which power of two."""
+    exponents = [exponent for one in found for exponent in one.exponents]
+    if not exponents:
+        return "", [""] * len(found)
+    low, high = min(exponents), max(exponents)
+    width = -(-(high - low + 1) // _MAX_BARS)
+    rows = []
+    for one in found:
+        counts = [0] * -(-(high - low + 1) // width)
+        for exponent, count in one.exponents.items():
+            counts[(exponent - low) // width] += count
+        rows.append(bars(counts))
+    return f"2^{low} to 2^{high + 1}", rows
 
 
 def _odd(one: TensorStats) -> Iterator[str]:
