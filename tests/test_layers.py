@@ -53,12 +53,12 @@ INNER: dict[str, tuple[tuple[str, ...], ...]] = {
         ("options",),
     ),
     "care": (
-        ("advise", "gc", "preflight", "reading", "rekey", "supervise"),
+        ("advise", "gc", "preflight", "reading", "rekey", "resuming", "supervise"),
         ("scrub",),
         ("verify",),
         ("mend", "retention"),
         ("backlog", "housekeeping", "prune"),
-        ("damaged", "sending"),
+        ("damaged", "forecast", "sending"),
         ("copying", "mirror", "removal"),
     ),
     "train": (

@@ -54,7 +54,7 @@ def section_of(text: str, name: str) -> str:
 def test_the_page_names_no_command_or_option_that_is_not_there() -> None:
     text = PAGE.read_text("utf-8")
     known = {name for name, command in commands() if not is_group(command)}
-    found = set(re.findall(r"^### `(holdfast [a-z]+(?: [a-z]+)?)", text, re.MULTILINE))
+    found = set(re.findall(r"^### `(holdfast [a-z-]+(?: [a-z]+)?)", text, re.MULTILINE))
     assert found == known
     options = {opt for _, command in commands() for p in command.params for opt in p.opts}
     assert set(re.findall(r"`(--[a-z-]+)", text)) <= options | {"--help"}

@@ -291,4 +291,6 @@ def _range(points: Sequence[Point]) -> tuple[float, float]:
 
 def _fraction(value: float, span: tuple[float, float]) -> float:
     low, high = span
+    if math.isinf(high - low):
+        value, low, high = value / 2, low / 2, high / 2
     return 0.5 if high <= low else (value - low) / (high - low)
