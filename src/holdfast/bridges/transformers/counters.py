@@ -14,6 +14,8 @@ from holdfast.engine.checkpoint import Checkpoint
 
 logger = logging.getLogger("holdfast")
 
+INTERVALS = ("logging_steps", "eval_steps", "save_steps")
+"""Arguments that the TrainerState repeats."""
 _PROGRESS = (
     "epoch",
     "num_input_tokens_seen",
@@ -43,6 +45,9 @@ class Counters:
                 name: getattr(trainer.state, name)
                 for name in _PROGRESS
                 if hasattr(trainer.state, name)
+            },
+            "arguments": {
+                name: getattr(trainer.state, name, None) for name in (*INTERVALS, "train_batch_size")
             },
             "callbacks": [
                 [type(callback).__name__, callback.state()["attributes"]]

@@ -21,7 +21,7 @@ import transformers.trainer as theirs
 from transformers.trainer_callback import TrainerCallback, TrainerState
 
 from holdfast.bridges.parts import taking_over
-from holdfast.bridges.transformers.counters import Counters
+from holdfast.bridges.transformers.counters import INTERVALS, Counters
 from holdfast.bridges.transformers.epochs import (
     Epochs,
     check_place,
@@ -41,7 +41,6 @@ from holdfast.manager import CheckpointManager
 from holdfast.policy.savers import Due
 from holdfast.state.components import PerRank
 
-_INTERVALS = ("logging_steps", "eval_steps", "save_steps")
 _ONE_SIDED = ("scheduler", "scaler")
 
 
@@ -299,7 +298,7 @@ class CheckpointedMixin(_Trainer):
         TrainerState(
             global_step=step,
             train_batch_size=args.train_batch_size,
-            **{name: getattr(args, name) for name in _INTERVALS if getattr(args, name) is not None},
+            **{name: getattr(args, name) for name in INTERVALS if getattr(args, name) is not None},
         ).save_to_json(str(folder / getattr(theirs, STATE_FILE)))
 
     def _close(self, *error: Any) -> None:
@@ -323,7 +322,7 @@ class _Moments(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Resume, with the intervals of the arguments, which a resume by the Trainer would set."""
-        for name in _INTERVALS:
+        for name in INTERVALS:
             number = getattr(args, name)
             if number is not None:
                 setattr(state, name, math.ceil(state.max_steps * number) if number < 1 else number)

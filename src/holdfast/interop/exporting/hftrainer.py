@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from holdfast.errors import UsageError
@@ -14,6 +14,9 @@ from holdfast.interop.exporting.torchfile import plan_torch_file
 from holdfast.interop.exporting.values import Values
 from holdfast.interop.exporting.weights import Report, text_file
 from holdfast.interop.source import LeftOut, Source
+
+_FRAMEWORK = "transformers"
+"""Value of `of` in the component `trainer` of the bridge from transformers."""
 
 
 def plan_trainer(
@@ -67,16 +70,52 @@ def _trainer_state(source: Source, plan: ExportPlan) -> PlannedFile:
     tree = part.tree if part is not None else None
     if isinstance(tree, Mapping) and {"global_step", "log_history"} <= {*tree}:
         state = dict(tree)
+    elif source.step is not None and (bridged := _of_bridge(tree)) is not None:
+        state = {"global_step": source.step, **bridged["state"], **_arguments(source, bridged)}
+        plan.notes += _notes_of_bridge(bridged)
     elif source.step is None:
         raise UsageError(f"{source.url}: has no step, without which no Trainer resumes")
     else:
-        state = {"global_step": source.step, "epoch": 0, "log_history": []}
+        state = {"global_step": source.step, "epoch": 0, "log_history": [], **_batch_size(source)}
         plan.notes.append(
             "trainer_state.json has the step alone: a Trainer computes the epoch from it, and "
             "its log begins anew"
         )
     text = json.dumps(state, indent=2, sort_keys=True, default=_refuse) + "\n"
     return text_file("trainer_state.json", text)
+
+
+def _of_bridge(tree: Any) -> Mapping[str, Any] | None:
+    """Return what `holdfast.bridges.transformers` has saved, of several ranks that of the first."""
+    first = tree[0] if isinstance(tree, list) and tree else tree
+    if not isinstance(first, Mapping) or first.get("of") != _FRAMEWORK:
+        return None
+    return first if isinstance(first.get("state"), Mapping) else None
+
+
+def _arguments(source: Source, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the batch size and the intervals, which a Trainer takes from the file."""
+    recorded = saved.get("arguments")
+    given = recorded if isinstance(recorded, Mapping) else {}
+    return {**_batch_size(source), **{k: v for k, v in given.items() if v is not None}}
+
+
+def _batch_size(source: Source) -> dict[str, int]:
+    """Return the batch size of the data, without which a Trainer fails; 0 where it is not known."""
+    part = source.parts.get("data")
+    found = part.tree.get("batch_size") if part and isinstance(part.tree, Mapping) else None
+    return {"train_batch_size": found if isinstance(found, int) else 0}
+
+
+def _notes_of_bridge(saved: Mapping[str, Any]) -> Iterator[str]:
+    yield "a plain Trainer draws the order of its data by itself, unless it is sequential"
+    if saved.get("pending_loss"):
+        yield (
+            "the first loss that is logged is the mean since this step: the folder has no place "
+            "for those not logged yet"
+        )
+    if names := [str(name) for name, _ in saved.get("callbacks") or ()]:
+        yield f"states of callbacks are left out: {', '.join(names)}"
 
 
 def _refuse(value: Any) -> Any:
