@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 from tests.cli.roots import Result, flip, folder_of
 
-from holdfast import Best, Candidate, Last, Rule, SavePolicy
+from holdfast import Best, Candidate, Encryption, Last, Rule, SavePolicy, keys
+from holdfast.engine.claims.leases import leased
+from holdfast.store.local import LocalStore
 from runs import new_run
 
 Command = Callable[..., Result]
@@ -112,9 +114,6 @@ def test_a_rule_without_text_has_to_be_given(holdfast: Command, tmp_path: Path) 
 
 
 def test_what_somebody_reads_waits(holdfast: Command, root: Path) -> None:
-    from holdfast.engine.claims.leases import leased
-    from holdfast.store.local import LocalStore
-
     folder = folder_of(root, 300).name
     with leased(LocalStore(root), folder):
         found = holdfast("forecast", root, "--keep", "last:1", "--json").document
@@ -138,3 +137,17 @@ def test_a_damaged_manifest_is_named_and_stays(holdfast: Command, root: Path) ->
 
 def test_an_empty_root_gives_3(holdfast: Command, tmp_path: Path) -> None:
     assert holdfast("forecast", tmp_path).code == 3
+
+
+def test_an_encrypted_root_needs_its_key(holdfast: Command, tmp_path: Path) -> None:
+    holdfast("keys", "generate", tmp_path / "run.key")
+    secret = Encryption(keys=keys.from_file(tmp_path / "run.key"))
+    trained(tmp_path / "run", 100, 200, 300, every="100step", keep="last:2", encrypt=secret)
+    assert holdfast("forecast", tmp_path / "run").code == 1
+    keyed = ("--key-file", tmp_path / "run.key")
+    found = holdfast(*keyed, "forecast", tmp_path / "run", "--saves", 1, "--json").document
+    assert found["keep"] == "last 2"
+    assert [gone["step"] for gone in found["saves"][0]["gone"]] == [200]
+    assert holdfast("resume-plan", tmp_path / "run").code == 1
+    plan = holdfast(*keyed, "resume-plan", tmp_path / "run", "--json").document
+    assert plan["candidates"][0]["outcome"] == "taken"

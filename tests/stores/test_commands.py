@@ -47,6 +47,25 @@ def test_every_command_takes_a_url(
 
 
 @on("moto")
+def test_what_comes_next_and_what_it_cost_is_told_of_a_bucket(
+    holdfast: Command, service: Service, root: str, saved: Any
+) -> None:
+    plan = holdfast("resume-plan", root, "--verify", "--json").document
+    assert [one["outcome"] for one in plan["candidates"]] == ["taken", "in reserve", "in reserve"]
+    coming = holdfast("forecast", root, "--keep", "last:2", "--saves", 2, "--json").document
+    assert [[gone["step"] for gone in save["gone"]] for save in coming["saves"]] == [
+        [100, 200],
+        [300],
+    ]
+    drifted = holdfast("drift", root, "--json").document
+    assert [one["step"] for one in drifted["checkpoints"]] == [100, 200, 300]
+    assert all(change > 0 for change in drifted["total"])
+    (life,) = holdfast("log", root, "--saves", "--json").document["lives"]
+    costs = [save["cost"] for save in life["saves"]]
+    assert all(cost["durable_s"] > 0 and cost["linked_nbytes"] == 0 for cost in costs)
+
+
+@on("moto")
 def test_a_run_goes_on_from_a_bucket_to_the_bit(service: Service, root: str, saved: Any) -> None:
     """Invariant 7."""
     again = new_run(seed=1)
