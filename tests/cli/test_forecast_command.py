@@ -93,7 +93,7 @@ def test_without_an_interval_the_last_distance_is_repeated(
             manager.save(step)
     found = holdfast("forecast", tmp_path, "--saves", 2, "--json").document
     assert [save["step"] for save in found["saves"]] == [110, 145]
-    assert any("no interval is recorded" in text for text in found["assumptions"])
+    assert any("as far apart as the last two" in text for text in found["assumptions"])
     given = holdfast("forecast", tmp_path, "--every", "20step", "--saves", 2, "--json").document
     assert [save["step"] for save in given["saves"]] == [80, 100]
 

@@ -13,6 +13,7 @@ import pytest
 from holdfast.format.manifest import Timestamp
 from holdfast.policy.forecast import (
     Coming,
+    Record,
     Situation,
     Sizes,
     coming_saves,
@@ -37,18 +38,18 @@ def saved(sequence: int, step: int, **more: Any) -> Candidate:
     )
 
 
-def assumed(history: list[Candidate], every: str | None, number: int = 3, **more: Any) -> Coming:
-    policies = {} if every is None else {"main": SavePolicy(permanent=every)}
-    given: dict[str, Any] = {"rule": Last(2), **more}
-    return coming_saves(
-        history,
-        policies,
+def assumed(
+    history: list[Candidate], every: str | None, number: int = 3, began: str = "", **more: Any
+) -> Coming:
+    record = Record(
+        history=history,
+        policies={} if every is None else {"main": SavePolicy(permanent=every)},
         parts={},
         sizes={entry.order: SIZES for entry in history},
-        number=number,
         after=history[0].order,
-        **given,
+        began=began,
     )
+    return coming_saves(record, more.pop("rule", Last(2)), number, **more)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ Reads only. The decisions are made by `holdfast.policy.forecast`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from holdfast.care.prune import standing
@@ -19,7 +19,9 @@ from holdfast.errors import FormatError, NoCheckpoint, UsageError
 from holdfast.format.manifest import Plan
 from holdfast.format.records import WriterRecord
 from holdfast.policy.forecast import (
+    Coming,
     Foreseen,
+    Record,
     Situation,
     Sizes,
     coming_saves,
@@ -83,29 +85,16 @@ def forecast(store: Store, entries: Sequence[Entry], wishes: Wishes) -> Forecast
     if wishes.every is not None:
         every = {**every, MAIN: wishes.every}
     candidates = {entry.order: candidate(store, entry) for entry in view.entries}
-    by_order = {entry.order: entry for entry in view.entries}
     sizes = {entry.order: _sizes(entry) for entry in view.entries}
-    coming = coming_saves(
-        [candidates[entry.order] for entry in view.history],
-        every,
+    record = Record(
+        history=[candidates[entry.order] for entry in view.history],
+        policies=every,
         parts={} if plan is None else plan.parts,
         sizes=sizes,
-        rule=rule,
-        number=wishes.number,
         after=view.after,
         began="" if view.is_running else utc_now(),
-        metrics=wishes.metrics,
     )
-
-    def is_one_file(a: Order, b: Order) -> bool:
-        return a in by_order and b in by_order and share_files(store, by_order[a], by_order[b])
-
-    sharing = Sharing(
-        has_links=store.has_links,
-        unchanged=_unchanged(view.history),
-        is_one_file=is_one_file,
-        excluded=view.went_on_from,
-    )
+    coming = coming_saves(record, rule, wishes.number, wishes.metrics)
     held = _held(store, view.entries)
     situation = Situation(
         entries=[*candidates.values()],
@@ -114,27 +103,38 @@ def forecast(store: Store, entries: Sequence[Entry], wishes: Wishes) -> Forecast
         replaces=plan is not None and plan.replaces,
         held=held,
         sizes=sizes,
-        sharing=sharing,
+        sharing=_sharing(store, view),
     )
-    saves = [*foresee(situation, rule, coming)]
-    assumptions = [
-        *_about_steps(every, coming.saves, is_by_interval=coming.is_by_interval),
-        *_about_metrics(rule, coming.saves, wishes.metrics or {}),
-        *_about_rule(rule, [*candidates.values(), *coming.saves]),
-        *(() if view.is_running else (f"the run resumes from {view.history[0].folder}",)),
-        "each save is as large as the last one of its kind"
-        + (", and large files that did not change stay so" if sharing.unchanged else ""),
-        "every save and every upload succeeds, and what is read back is whole",
-    ]
     return Forecast(
         rule=rule,
         recorded_by=None if wishes.rule is not None or recorded is None else recorded.folder,
         is_running=view.is_running,
         entries=view.entries,
         held=held,
-        saves=saves,
-        assumptions=assumptions,
+        saves=[*foresee(situation, rule, coming)],
+        assumptions=[*_assumptions(view, situation, rule, coming, wishes)],
     )
+
+
+def _assumptions(
+    view: _View, situation: Situation, rule: Rule, coming: Coming, wishes: Wishes
+) -> Iterator[str]:
+    saves = coming.saves
+    if not coming.is_by_interval:
+        first = saves[0].timestamp.step
+        yield f"saves are as far apart as the last two, the next at step {first}"
+    elif wishes.every is not None:
+        yield "saves of the whole state are made at the given interval, and none by hand"
+    else:
+        yield "saves are made at the recorded intervals, and none by hand"
+    yield from _about_metrics(rule, saves, wishes.metrics or {})
+    for part, what in unmet([*situation.entries, *saves], rule).items():
+        yield f"{part!r} keeps everything, as no checkpoint has {what}"
+    if not view.is_running:
+        yield f"the run resumes from {view.history[0].folder}"
+    stay = ", and large files that did not change stay so" if situation.sharing.unchanged else ""
+    yield f"each save is as large as the last one of its kind{stay}"
+    yield "every save and every upload succeeds, and what is read back is whole"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,6 +188,20 @@ def _view(store: Store, catalog: Catalog, entries: Sequence[Entry]) -> _View:
         after=after,
         resumed_from=resumed_from,
         went_on_from=point,
+    )
+
+
+def _sharing(store: Store, view: _View) -> Sharing:
+    by_order = {entry.order: entry for entry in view.entries}
+
+    def is_one_file(a: Order, b: Order) -> bool:
+        return a in by_order and b in by_order and share_files(store, by_order[a], by_order[b])
+
+    return Sharing(
+        has_links=store.has_links,
+        unchanged=_unchanged(view.history),
+        is_one_file=is_one_file,
+        excluded=view.went_on_from,
     )
 
 
@@ -263,16 +277,6 @@ def _sizes(entry: Entry) -> Sizes:
     return Sizes(entry.manifest.nbytes, components)
 
 
-def _about_steps(
-    every: Mapping[str, SavePolicy], saves: Sequence[Candidate], *, is_by_interval: bool
-) -> list[str]:
-    if is_by_interval:
-        return ["saves are made at the recorded intervals, and none by hand"]
-    first = saves[0].timestamp.step if saves else 0
-    why = "no interval is recorded" if not every else "the intervals do not tell the steps"
-    return [f"{why}: saves are as far apart as the last two, the next at step {first}"]
-
-
 def _about_metrics(rule: Rule, saves: Sequence[Candidate], given: Mapping[str, float]) -> list[str]:
     texts = [f"every save has {name} {value:.6g}" for name, value in given.items()]
     for best in best_rules(rule):
@@ -284,10 +288,3 @@ def _about_metrics(rule: Rule, saves: Sequence[Candidate], given: Mapping[str, f
         else:
             texts.append(f"no save is a new best: every one has {best.metric} {value:.6g}")
     return texts
-
-
-def _about_rule(rule: Rule, candidates: Sequence[Candidate]) -> list[str]:
-    return [
-        f"{part!r} keeps everything, as no checkpoint has {what}"
-        for part, what in unmet(candidates, rule).items()
-    ]

@@ -135,54 +135,61 @@ class Coming:
     """Whether their steps follow from the run's intervals; else the last distance is repeated."""
 
 
-def coming_saves(
-    history: Sequence[Candidate],
-    policies: Mapping[str, SavePolicy],
-    *,
-    parts: Mapping[str, tuple[str, ...]],
-    sizes: Mapping[Order, Sizes],
-    rule: Rule,
-    number: int,
-    after: Order,
-    began: str = "",
-    metrics: Mapping[str, float] | None = None,
-) -> Coming:
-    """Assume the next saves of a run.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """What a run has recorded, from which its next saves are assumed."""
 
-    `history`: its checkpoints, newest first, of which at least one exists; `parts`: the components
-    of savers that do not save all; `sizes`: of the checkpoints, by their order; `after`: the epoch
-    of the coming saves, and the sequence of the last one of that epoch. Each save is as large as
-    the last one of the same components, with no new best value of a metric, but `metrics` where
-    they are given. `began`: when the run goes on, if it does not run since its newest checkpoint.
+    history: Sequence[Candidate]
+    """Its checkpoints, newest first; at least one."""
+    policies: Mapping[str, SavePolicy]
+    """Intervals by saver; empty: they are not known."""
+    parts: Mapping[str, tuple[str, ...]]
+    """Components of savers that do not save all."""
+    sizes: Mapping[Order, Sizes]
+    """Sizes of the checkpoints."""
+    after: Order
+    """Epoch of the coming saves, and sequence of the last save of that epoch."""
+    began: str = ""
+    """When the run goes on, ISO 8601; empty: it runs since its newest checkpoint."""
+
+
+def coming_saves(
+    record: Record, rule: Rule, number: int, metrics: Mapping[str, float] | None = None
+) -> Coming:
+    """Assume the next saves of a run, `number` of them.
+
+    Each is as large as the last one of the same components. None has a new best value of a metric
+    of the rule, unless `metrics` gives it.
 
     Raises:
         UsageError: a policy needs a counter that the run does not have.
     """
+    history = record.history
     pace = _Pace(history)
-    dues = _scheduled(history, policies, parts, pace, number)
+    dues = _scheduled(record, pace, number)
     is_by_interval = len(dues) == number
     if not is_by_interval:
         dues = _repeated(history, pace, number)
-    known = _Known(history, sizes)
-    epoch, sequence = after
-    recorded = {**history[0].metrics, **_no_better(history, rule), **(metrics or {})}
-    saves, new_sizes = [], {}
+    known = _Known(history, record.sizes)
+    metrics = {**history[0].metrics, **_no_better(history, rule), **(metrics or {})}
+    saves, sizes = [], {}
+    epoch, sequence = record.after
     for place, (due, now) in enumerate(dues, start=1):
         order = epoch, sequence + place
-        components, new_sizes[order] = known.parts_of(due)
+        components, sizes[order] = known.parts_of(due)
         save = Candidate(
             order=order,
             timestamp=now,
-            created=_created(history[0], began, now),
+            created=_created(history[0], record.began, now),
             save_class=due.save_class,
-            nbytes=new_sizes[order].nbytes,
-            metrics=recorded,
+            nbytes=sizes[order].nbytes,
+            metrics=metrics,
             components=components,
             savers=due.savers,
             left_out=tuple(name for name in known.whole if name not in components),
         )
         saves.append(save)
-    return Coming(saves=tuple(saves), sizes=new_sizes, is_by_interval=is_by_interval)
+    return Coming(saves=tuple(saves), sizes=sizes, is_by_interval=is_by_interval)
 
 
 class _Known:
@@ -257,22 +264,16 @@ class _Pace:
         return Timestamp(step=step, wall_s=wall_s, **changes)
 
 
-def _scheduled(
-    history: Sequence[Candidate],
-    policies: Mapping[str, SavePolicy],
-    parts: Mapping[str, tuple[str, ...]],
-    pace: _Pace,
-    number: int,
-) -> list[tuple[Due, Timestamp]]:
+def _scheduled(record: Record, pace: _Pace, number: int) -> list[tuple[Due, Timestamp]]:
     """Run the schedule of the run from its newest checkpoint on; fewer than `number` if it ends."""
-    if MAIN not in policies:
+    if MAIN not in record.policies:
         return []
-    stride = _stride(policies, pace)
+    stride = _stride(record.policies, pace)
     if stride is None:
         return []
-    schedule = _schedule(history, policies, parts)
+    schedule = _schedule(record)
     found: list[tuple[Due, Timestamp]] = []
-    now = history[0].timestamp
+    now = record.history[0].timestamp
     for _ in range(_MAX_LOOKS):
         if len(found) == number:
             break
@@ -299,18 +300,14 @@ def _stride(policies: Mapping[str, SavePolicy], pace: _Pace) -> int | None:
     return max(int(min(distances) / _LOOKS_BETWEEN), 1) if distances else 0
 
 
-def _schedule(
-    history: Sequence[Candidate],
-    policies: Mapping[str, SavePolicy],
-    parts: Mapping[str, tuple[str, ...]],
-) -> Schedule:
+def _schedule(record: Record) -> Schedule:
     sides = [
-        SideSaver(name, every=policy, components=parts[name])
-        for name, policy in policies.items()
-        if name in parts
+        SideSaver(name, every=policy, components=record.parts[name])
+        for name, policy in record.policies.items()
+        if name in record.parts
     ]
-    schedule = Schedule(policies.get(MAIN), sides)
-    schedule.stand_on(history[0].timestamp, history)
+    schedule = Schedule(record.policies.get(MAIN), sides)
+    schedule.stand_on(record.history[0].timestamp, record.history)
     return schedule
 
 
