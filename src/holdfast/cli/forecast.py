@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import Literal
 
 from holdfast.care.forecast import Forecast, Wishes, forecast
 from holdfast.cli import answers
@@ -12,11 +13,9 @@ from holdfast.cli.output import Answer, TextTable, size
 from holdfast.cli.target import open_root
 from holdfast.engine.roots.catalog import Catalog, Entry
 from holdfast.errors import NoCheckpoint, UsageError
-from holdfast.policy.forecast import Foreseen
 from holdfast.policy.retention import Decision
 from holdfast.policy.rules import parse_rule
 from holdfast.policy.savers import SavePolicy
-from holdfast.policy.sharing import Order
 
 
 def foretell(
@@ -48,7 +47,7 @@ def foretell(
         recorded_by=found.recorded_by,
         running=found.is_running,
         assumptions=[*found.assumptions],
-        checkpoints=[_foretold(found, entry) for entry in found.entries],
+        checkpoints=[*_followed(found)],
         saves=[*_coming(found)],
         damaged=[answers.of(answers.Unread, one) for one in unread_members["damaged"]],
         unopened=[answers.of(answers.Unopened, one) for one in unread_members["unopened"]],
@@ -68,41 +67,42 @@ def _metric(text: str) -> tuple[str, float]:
     return name, number
 
 
-def _foretold(found: Forecast, entry: Entry) -> answers.Foretold:
-    """Follow one checkpoint through the coming saves."""
-    seen = [(n, made) for n, save in enumerate(found.saves, 1) if (made := _of(save, entry.order))]
-    done = [
-        (n, made) for n, made in seen if any(other is made for other in found.saves[n - 1].done)
-    ]
-    held = found.held.get(entry.order)
-    wanted = [(n, made) for n, made in seen if made.drop or not made.keep] if held else done
-    keeping = [made for _, made in seen if made.keep]
-    deleted = bool(done) and not done[-1][1].keep
-    action = "wait" if held and wanted else "delete" if deleted else "thin" if done else "keep"
-    drop = {name for _, made in done if made.keep for name in made.drop}
-    return answers.of(
-        answers.Foretold,
-        {
-            "folder": entry.folder,
-            "step": entry.step,
-            "action": action,
-            "save": (done[-1] if deleted else wanted[0])[0] if wanted else None,
-            "drop": sorted(drop) if action == "thin" else [],
-            "keeps": keeping[-1].reason if keeping else None,
-            "why": (done[-1] if deleted else wanted[0])[1].reason if wanted else None,
-            "waits_for": held if action == "wait" else None,
-            "nbytes": _nbytes(found, entry.order),
-        },
+def _followed(found: Forecast) -> Iterator[answers.Foretold]:
+    """Follow each checkpoint through the coming saves."""
+    decisions = [{made.entry.order: made for made in save.decisions} for save in found.saves]
+    done = [{made.entry.order for made in save.done} for save in found.saves]
+    for entry in found.entries:
+        order, held = entry.order, found.held.get(entry.order)
+        seen = [(n, made[order]) for n, made in enumerate(decisions) if order in made]
+        acted = [
+            (n, made)
+            for n, made in seen
+            if order in done[n] or (held and (made.drop or not made.keep))
+        ]
+        yield _foretold(entry, [made for _, made in seen], acted, held)
+
+
+def _foretold(
+    entry: Entry, seen: Sequence[Decision], acted: Sequence[tuple[int, Decision]], held: str | None
+) -> answers.Foretold:
+    """Describe what becomes of a checkpoint; `acted`: by which save, from 0, and why."""
+    deletion = next((item for item in acted if not item[1].keep), None)
+    end = deletion or (acted[0] if acted else None)
+    keeping = [made.reason for made in seen if made.keep]
+    action: Literal["keep", "delete", "thin", "wait"] = "keep"
+    if end is not None:
+        action = "wait" if held else "delete" if deletion else "thin"
+    return answers.Foretold(
+        folder=entry.folder,
+        step=entry.step,
+        action=action,
+        save=None if end is None else end[0] + 1,
+        drop=sorted({name for _, made in acted for name in made.drop}) if action == "thin" else [],
+        keeps=keeping[-1] if keeping else None,
+        why=None if end is None else end[1].reason,
+        waits_for=held if action == "wait" else None,
+        nbytes=seen[0].entry.nbytes,
     )
-
-
-def _of(save: Foreseen, order: Order) -> Decision | None:
-    return next((made for made in save.decisions if made.entry.order == order), None)
-
-
-def _nbytes(found: Forecast, order: Order) -> int:
-    made = _of(found.saves[0], order)
-    return 0 if made is None else made.entry.nbytes
 
 
 def _coming(found: Forecast) -> Iterator[answers.ComingSave]:
