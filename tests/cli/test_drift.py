@@ -114,6 +114,33 @@ def test_what_has_equal_digests_is_not_read(
     assert found["layers"][0]["changes"] == [0, 0]
 
 
+def test_of_a_large_tensor_beside_changed_ones_only_the_outer_blocks_are_read(
+    holdfast: Holdfast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = {"a": torch.ones(3), "big": torch.arange(8_000_000.0), "c": torch.ones(3)}
+    with CheckpointManager(tmp_path, {"m": tensors}, preflight=False, sinks=()) as manager:
+        for step in (1, 2, 3):
+            tensors["a"] += step
+            if step == 3:
+                tensors["big"][-1] += 1e9
+            manager.save(step, wait=True)
+    read: list[int] = []
+    read_into = CheckpointSource.read_into
+
+    def noted(self: CheckpointSource, *arguments: Any) -> None:
+        read.append(arguments[-1].nbytes)
+        read_into(self, *arguments)
+
+    monkeypatch.setattr(CheckpointSource, "read_into", noted)
+    same = holdfast("diff", f"{tmp_path}@step=1", f"{tmp_path}@step=2", "--json").document
+    assert [one["tensor"] for one in same["tensors"]] == ["m:a"]
+    assert 0 < sum(read) < 2 * 16 << 20
+    found = holdfast("drift", tmp_path, "--component", "m", "--json").document
+    changes = {layer["layer"]: layer["changes"] for layer in found["layers"]}
+    assert changes["big"][0] == 0
+    assert changes["big"][1] == pytest.approx(1e9 / float(torch.arange(8e6).double().norm()))
+
+
 def test_checkpoints_that_cannot_be_compared_are_named(holdfast: Holdfast, run: Any) -> None:
     root, _ = run
     holdfast("thin", f"{root}@step=2", "--drop", "model", "--yes")

@@ -28,6 +28,34 @@ class LeftOut(msgspec.Struct, frozen=True):
     object under a model's name. A conversion is an error then, unless allowed. Empty: none."""
 
 
+@dataclass(frozen=True, slots=True)
+class BlockDigests:
+    """Digests of the blocks of a file that a tensor lies in; the outer ones may hold others, too.
+
+    Equal ones mean equal bytes.
+    """
+
+    block_nbytes: int
+    offset: int
+    """Where in its first block the tensor begins."""
+    digests: tuple[bytes, ...]
+
+    def edges(self, other: object, nbytes: int) -> list[tuple[int, int]] | None:
+        """Return the ranges of the tensor in the outer blocks, if all blocks between are equal.
+
+        None if these differ, or there are none: then only the bytes tell. `nbytes`: of the tensor.
+        """
+        if not isinstance(other, BlockDigests) or len(self.digests) < 3:
+            return None
+        if (self.block_nbytes, self.offset) != (other.block_nbytes, other.offset):
+            return None
+        if self.digests[1:-1] != other.digests[1:-1]:
+            return None
+        first = self.block_nbytes - self.offset
+        last = first + (len(self.digests) - 2) * self.block_nbytes
+        return [(0, first), (last, nbytes)]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
     """A component of a source: its typed tree, and the tensors that the tree names.
@@ -90,7 +118,8 @@ class Source(ABC):
     def fingerprint(self, component: str, key: str) -> object | None:
         """Return a value that two tensors share only if their bytes are equal; None: not known.
 
-        It is known without reading the tensor, from digests that the source has.
+        It is known without reading the tensor, from digests that the source has. One made of
+        `BlockDigests` tells of two that differ where to look.
         """
         return None
 

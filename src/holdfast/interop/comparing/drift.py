@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import TypeAlias
 
 from holdfast.errors import UsageError
-from holdfast.interop.comparing.differences import Progress, read_pairs, same_digest
+from holdfast.interop.comparing.differences import Progress, equal_by_digest, read_pairs
 from holdfast.interop.comparing.pairs import have_as_many
 from holdfast.interop.comparing.statistics import stats_of
 from holdfast.interop.source import Source
@@ -158,7 +158,7 @@ class _Comparing:
                     keys.setdefault((ours[path], key), path)
         known = {path: self._known[path] for path in sums.common & self._known.keys()}
         self._known = {}
-        to_read = [pair for pair in keys if not same_digest(a, pair[0], b, pair[1])]
+        to_read = [pair for pair in keys if not equal_by_digest(a, pair[0], b, pair[1])]
         self.num_unread += len(keys) - len(to_read)
         self.num_read += len(to_read)
         changed: dict[_Path, float] = {}

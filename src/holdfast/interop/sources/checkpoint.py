@@ -32,7 +32,7 @@ from holdfast.format.tensors import ITEM_NBYTES, TensorSpec
 from holdfast.interop.blocks import CheckedBlocks
 from holdfast.interop.boxes import Part as BoxPart
 from holdfast.interop.boxes import overlaps
-from holdfast.interop.source import LeftOut, Part, Source
+from holdfast.interop.source import BlockDigests, LeftOut, Part, Source
 from holdfast.interop.sources.recognising import first_bytes
 from holdfast.interop.sources.web import names_checkpoint
 from holdfast.keys import Encryption
@@ -158,8 +158,13 @@ class CheckpointSource(Source):
             return None
         size, nbytes = self._index.block_nbytes, self.parts[component].specs[key].nbytes
         first, stop = place.start // size, -(-(place.start + nbytes) // size)
-        digests = self._index.blocks[place.file][DIGEST_NBYTES * first : DIGEST_NBYTES * stop]
-        return size, place.start % size, digests
+        digests = self._index.blocks[place.file]
+        starts = range(DIGEST_NBYTES * first, DIGEST_NBYTES * stop, DIGEST_NBYTES)
+        return BlockDigests(
+            size,
+            place.start % size,
+            tuple(digests[at : at + DIGEST_NBYTES] for at in starts),
+        )
 
     @override
     def close(self) -> None:
