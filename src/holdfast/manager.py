@@ -76,7 +76,7 @@ from holdfast.policy.rule import Rule, SaveClass
 from holdfast.policy.rules import best_rules
 from holdfast.policy.savers import Due, SavePolicy, SideSaver
 from holdfast.policy.schedule import Schedule, together
-from holdfast.policy.texts import plan_of
+from holdfast.policy.texts import policy_of
 from holdfast.policy.triggers import Event as TriggerEvent
 from holdfast.policy.triggers import SaveFunction, Trigger
 from holdfast.ranks.chosen import coordinator_of
@@ -295,7 +295,7 @@ class CheckpointManager:
             Watched(metric=rule.metric, mode=rule.mode)
             for rule in best_rules(rules.remote, rules.local)
         )
-        self._plan = plan_of(
+        self._policy = policy_of(
             rules.local,
             rules.remote if isinstance(checkpoints.root, Tiered) else None,
             self._schedule,
@@ -868,7 +868,7 @@ class CheckpointManager:
             best=self._best,
             config=self._config(),
             changes=self._history.changes,
-            plan=self._plan,
+            policy=self._policy,
             timings=timings,
         )
         if joint.world_size == 1:

@@ -123,7 +123,7 @@ def test_metrics_settings_and_changes_come_back_and_are_left_out_where_there_are
         "best": (manifest.Watched(metric="val/loss", mode="min"),),
         "config": {"lr": "0.1"},
         "changes": (manifest.Change(epoch=2, step=5, what=("lr: 0.1 → 0.2",)),),
-        "plan": manifest.Plan(
+        "policy": manifest.RunPolicy(
             keep="last:3",
             keep_remote="",
             replaces=True,
@@ -148,10 +148,10 @@ def test_metrics_settings_and_changes_come_back_and_are_left_out_where_there_are
         ("changes", [{"epoch": 0, "step": 1, "what": []}]),
         ("changes", [{"epoch": 1, "step": -1, "what": []}]),
         ("changes", [{"epoch": 1, "step": 1, "what": [1]}]),
-        ("plan", "last:3"),
-        ("plan", {"keep_remote": "last:3"}),
-        ("plan", {"keep": "last:3", "every": {"main": "10step"}}),
-        ("plan", {"keep": "last:3", "parts": {"weights": "model"}}),
+        ("policy", "last:3"),
+        ("policy", {"keep_remote": "last:3"}),
+        ("policy", {"keep": "last:3", "every": {"main": "10step"}}),
+        ("policy", {"keep": "last:3", "parts": {"weights": "model"}}),
     ],
 )
 def test_metrics_settings_and_changes_of_another_form_are_refused(name: str, value: Any) -> None:

@@ -22,7 +22,7 @@ from holdfast.policy.rules import (
 )
 from holdfast.policy.savers import SavePolicy, SideSaver
 from holdfast.policy.schedule import Schedule
-from holdfast.policy.texts import plan_of, policies_of, rule_of, rule_text
+from holdfast.policy.texts import policies_of, policy_of, rule_of, rule_text
 from holdfast.policy.triggers import AtEnd, AtStart, Every, On, When
 
 
@@ -77,7 +77,7 @@ def recorded(every: Any, *sides: SideSaver, length: str | None = None) -> Any:
 
     whole = None if length is None else parse(length, what="length")
     schedule = Schedule(every, sides, max_duration=whole)
-    return plan_of(Last(1), None, schedule, replaces=False), schedule
+    return policy_of(Last(1), None, schedule, replaces=False), schedule
 
 
 @pytest.mark.parametrize(
@@ -93,10 +93,10 @@ def recorded(every: Any, *sides: SideSaver, length: str | None = None) -> Any:
     ],
 )
 def test_intervals_are_read_back(every: Any, texts: dict[str, str]) -> None:
-    plan, _ = recorded(every)
-    assert plan.every == {"main": texts}
-    again = Schedule(policies_of(plan.every)["main"])
-    assert plan_of(Last(1), None, again, replaces=False).every == plan.every
+    policy, _ = recorded(every)
+    assert policy.every == {"main": texts}
+    again = Schedule(policies_of(policy.every)["main"])
+    assert policy_of(Last(1), None, again, replaces=False).every == policy.every
 
 
 def test_a_fraction_of_the_run_is_recorded_as_what_it_is() -> None:
@@ -113,6 +113,6 @@ def test_what_no_counter_tells_is_left_out(every: Any) -> None:
 
 def test_the_parts_of_side_savers_are_recorded() -> None:
     side = SideSaver("weights", every="1ep", components=["model"])
-    plan, _ = recorded("10step", side)
-    assert plan.parts == {"weights": ("model",)}
-    assert plan.every == {"main": {"permanent": "10step"}, "weights": {"permanent": "1ep"}}
+    policy, _ = recorded("10step", side)
+    assert policy.parts == {"weights": ("model",)}
+    assert policy.every == {"main": {"permanent": "10step"}, "weights": {"permanent": "1ep"}}

@@ -16,7 +16,7 @@ from holdfast.engine.claims.process import liveness, utc_now
 from holdfast.engine.roots.catalog import Catalog, Entry
 from holdfast.engine.tiers.ledger import Ledger
 from holdfast.errors import FormatError, NoCheckpoint, UsageError
-from holdfast.format.manifest import Plan
+from holdfast.format.manifest import RunPolicy
 from holdfast.format.records import WriterRecord
 from holdfast.policy.forecast import (
     Coming,
@@ -78,10 +78,10 @@ def forecast(store: Store, entries: Sequence[Entry], wishes: Wishes) -> Forecast
     """
     catalog = Catalog(store)
     view = _view(store, catalog, entries)
-    recorded = next((entry for entry in view.history if entry.manifest.plan is not None), None)
-    plan = None if recorded is None else recorded.manifest.plan
-    rule = wishes.rule if wishes.rule is not None else _recorded_rule(store, recorded, plan)
-    every = {} if plan is None or recorded is None else _recorded_every(recorded, plan)
+    recorded = next((entry for entry in view.history if entry.manifest.policy is not None), None)
+    policy = None if recorded is None else recorded.manifest.policy
+    rule = wishes.rule if wishes.rule is not None else _recorded_rule(store, recorded, policy)
+    every = {} if policy is None or recorded is None else _recorded_every(recorded, policy)
     if wishes.every is not None:
         every = {**every, MAIN: wishes.every}
     candidates = {entry.order: candidate(store, entry) for entry in view.entries}
@@ -89,7 +89,7 @@ def forecast(store: Store, entries: Sequence[Entry], wishes: Wishes) -> Forecast
     record = Record(
         history=[candidates[entry.order] for entry in view.history],
         policies=every,
-        parts={} if plan is None else plan.parts,
+        parts={} if policy is None else policy.parts,
         sizes=sizes,
         after=view.after,
         began="" if view.is_running else utc_now(),
@@ -100,7 +100,7 @@ def forecast(store: Store, entries: Sequence[Entry], wishes: Wishes) -> Forecast
         entries=[*candidates.values()],
         lineage=view.lineage,
         resumed_from=view.resumed_from,
-        replaces=plan is not None and plan.replaces,
+        replaces=policy is not None and policy.replaces,
         held=held,
         sizes=sizes,
         sharing=_sharing(store, view),
@@ -232,14 +232,14 @@ def _may_live(store: Store, claim: WriterRecord) -> bool:
     return not is_closed(store, claim.epoch) and liveness(claim.process) != "dead"
 
 
-def _recorded_rule(store: Store, recorded: Entry | None, plan: Plan | None) -> Rule:
-    if plan is None or recorded is None:
+def _recorded_rule(store: Store, recorded: Entry | None, policy: RunPolicy | None) -> Rule:
+    if policy is None or recorded is None:
         raise UsageError(
             f"{store.url}: no checkpoint records the rule of the run, as it was saved by an older "
             "version or imported: give the rule, as --keep last:3"
         )
-    is_remote = plan.keep_remote is not None and Ledger(store).tiers() is None
-    text = plan.keep_remote if is_remote else plan.keep
+    is_remote = policy.keep_remote is not None and Ledger(store).tiers() is None
+    text = policy.keep_remote if is_remote else policy.keep
     if not text:
         raise UsageError(
             f"{recorded.folder}: the rule of the run has no text, as one that a user wrote: give "
@@ -251,9 +251,9 @@ def _recorded_rule(store: Store, recorded: Entry | None, plan: Plan | None) -> R
         raise UsageError(f"{recorded.folder} records a wrong rule: {error}. Give --keep") from error
 
 
-def _recorded_every(recorded: Entry, plan: Plan) -> dict[str, SavePolicy]:
+def _recorded_every(recorded: Entry, policy: RunPolicy) -> dict[str, SavePolicy]:
     try:
-        return policies_of(plan.every)
+        return policies_of(policy.every)
     except UsageError as error:
         raise UsageError(f"{recorded.folder} records a wrong interval: {error}") from error
 

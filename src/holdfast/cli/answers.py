@@ -160,7 +160,7 @@ class Shown(Described, frozen=True):
     """`config` of the manager."""
     changes: list[Any]
     """Changes at the resumes up to it."""
-    plan: dict[str, Any] | None
+    policy: dict[str, Any] | None
     """Rules and intervals of the process that saved it; null: not recorded."""
 
 

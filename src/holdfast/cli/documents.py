@@ -93,7 +93,7 @@ def details_document(store: Store, entry: Entry) -> dict[str, Any]:
         "best": msgspec.to_builtins(manifest.best),
         "config": dict(manifest.config),
         "changes": msgspec.to_builtins(manifest.changes),
-        "plan": msgspec.to_builtins(manifest.plan),
+        "policy": msgspec.to_builtins(manifest.policy),
     }
 
 

@@ -74,7 +74,7 @@ _COUNTERS = Timestamp.__struct_fields__
 _OPTIONAL_COUNTERS = _COUNTERS[_COUNTERS.index("wall_s") + 1 :]
 _OPTIONAL_MEMBERS = (
     *("writer", "savers", "left_out", "unhealthy", "sharded"),
-    *("best", "config", "changes", "plan"),
+    *("best", "config", "changes", "policy"),
 )
 
 
@@ -131,7 +131,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     """A text for each setting: name, old and new value."""
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class RunPolicy(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Rules and intervals of the process that saved a checkpoint, as texts, for forecasts."""
 
     keep: str
@@ -184,7 +184,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, rename={"save_class": 
     """Settings of the script, by name, as text."""
     changes: tuple[Change, ...] = ()
     """Changes at the resumes up to this checkpoint, oldest first; those before may be left out."""
-    plan: Plan | None = None
+    policy: RunPolicy | None = None
     """Rules and intervals of the process that saved it; None: not recorded."""
 
     @property

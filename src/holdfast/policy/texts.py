@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields
 
 from holdfast.errors import UsageError
-from holdfast.format.manifest import Plan
+from holdfast.format.manifest import RunPolicy
 from holdfast.policy.clock import Time, Unit
 from holdfast.policy.rule import MAIN, Rule, flat
 from holdfast.policy.rules import Best, Nothing, parse_rule
@@ -21,10 +21,10 @@ _NOTHING = "0"
 """Text of the rule `Nothing`, as `Tiered(keep_local=0)` is written."""
 
 
-def plan_of(rule: Rule, remote: Rule | None, schedule: Schedule, *, replaces: bool) -> Plan:
+def policy_of(rule: Rule, remote: Rule | None, schedule: Schedule, *, replaces: bool) -> RunPolicy:
     """Make the record of a run's rules and intervals; `remote` is the rule of a second tier."""
     every = {name: _policy_text(policy) for name, policy in schedule.policies.items()}
-    return Plan(
+    return RunPolicy(
         keep=rule_text(rule),
         keep_remote=None if remote is None else rule_text(remote),
         replaces=replaces,

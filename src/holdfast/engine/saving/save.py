@@ -50,7 +50,7 @@ from holdfast.format.manifest import (
     ComponentEntry,
     FileEntry,
     Manifest,
-    Plan,
+    RunPolicy,
     Timestamp,
     Watched,
 )
@@ -82,7 +82,7 @@ class SaveRequest:
     best: tuple[Watched, ...] = ()
     config: Mapping[str, str] = field(default_factory=dict)
     changes: tuple[Change, ...] = ()
-    plan: Plan | None = None
+    policy: RunPolicy | None = None
     timings: dict[str, float] = field(default_factory=dict)
 
 
@@ -514,5 +514,5 @@ def manifest_of(
         best=request.best,
         config=request.config,
         changes=request.changes,
-        plan=request.plan,
+        policy=request.policy,
     )
