@@ -6,9 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tests.cli.roots import Result, cut_off, flip, folder_of
 
-from holdfast import StateHooks
+from holdfast import Encryption, StateHooks, keys
+from holdfast.errors import SealError
 from runs import new_run
 
 Command = Callable[..., Result]
@@ -104,3 +106,19 @@ def test_a_save_that_did_not_end_is_no_damage(holdfast: Command, root: Path) -> 
     found = holdfast("resume-plan", root, "--json").document
     assert outcomes(found)[-1] == (None, "left behind", "not committed")
     assert found["head"] == folder_of(root, 200).name
+
+
+def test_what_other_keys_open_ends_a_resume(holdfast: Command, tmp_path: Path) -> None:
+    for name in ("old", "new"):
+        holdfast("keys", "generate", tmp_path / name)
+    (old,), (new,) = (keys.from_file(tmp_path / name) for name in ("old", "new"))
+    root = tmp_path / "run"
+    saved(root, 1, encrypt=Encryption(keys=[old]))
+    saved(root, 2, encrypt=Encryption(keys=[new], also_read=[old]))
+    found = holdfast("--key-file", tmp_path / "old", "resume-plan", root, "--json")
+    assert found.code == 1
+    newest, older = found.document["candidates"]
+    assert (newest["obstacle"], newest["ends"]) == ("not opened", True)
+    assert (older["step"], older["outcome"]) == (1, "in reserve")
+    with pytest.raises(SealError), new_run().manager(root, encrypt=Encryption(keys=[old])) as one:
+        one.resume()

@@ -7,12 +7,12 @@ Reads manifests and sizes; all bytes only on request. The walk itself is in
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from holdfast.engine.claims.claim import dropped, is_being_deleted
 from holdfast.engine.roots.catalog import Catalog, Entry
-from holdfast.errors import FormatError, NotSealed, SealError
+from holdfast.errors import FormatError, NotSealed, SealError, is_damage
 from holdfast.format.layout import AttemptName
 from holdfast.format.manifest import Aborted, Deleted
 from holdfast.store.base import Store
@@ -21,7 +21,8 @@ Obstacle: TypeAlias = Literal[
     "damaged", "not opened", "not committed", "being deleted", "part", "thinned", "unhealthy"
 ]
 """Why a resume passes a candidate over. `part`: saved without a component. `thinned`: components
-were dropped. `not opened`: encrypted for other keys, or not encrypted where that is refused."""
+were dropped. `not opened`: encrypted for other keys, of a newer version, or not encrypted where
+that is refused."""
 Outcome: TypeAlias = Literal["taken", "passed over", "in reserve", "left behind"]
 _UNCOMMITTED = "a save under way, or what a killed one has left for gc"
 Check: TypeAlias = Callable[[str], str]
@@ -40,6 +41,8 @@ class Step:
     why: str = ""
     is_verified: bool = False
     """Whether every byte of it was read and found right."""
+    ends_resume: bool = False
+    """Whether a resume raises the error of this one, and goes no further."""
 
 
 def obstacle_of(store: Store, entry: Entry) -> tuple[Obstacle, str] | None:
@@ -81,17 +84,16 @@ def resume_steps(store: Store, check: Check | None = None) -> list[Step]:
     """
     catalog = Catalog(store)
     steps: list[Step] = []
-    taken = -1
+    is_decided = False
     for name in catalog.lineage():
-        step = _judged(store, catalog, name, check, looks=taken < 0)
+        step = _judged(store, catalog, name, check, looks=not is_decided)
         if step is None:
             continue
-        if step.outcome == "taken" and taken < 0:
-            taken = len(steps)
-        elif step.outcome == "taken":
-            step = _with(step, "in reserve")
+        if is_decided and step.outcome == "taken":
+            step = replace(step, outcome="in reserve")
+        is_decided = is_decided or step.outcome == "taken" or step.ends_resume
         steps.append(step)
-    if taken < 0:
+    if not is_decided:
         steps = _with_unhealthy(steps, check)
     known = {step.folder for step in steps}
     return [*steps, *_others(catalog, known)]
@@ -108,12 +110,10 @@ def _judged(
 
     try:
         entry = catalog.entry(name)
-    except NotSealed as error:
-        return passed("not opened", str(error))
-    except SealError as error:
-        return passed("not opened", f"{error} A resume ends with this error")
-    except FormatError as error:
-        return passed("damaged", str(error))
+    except (FormatError, SealError) as error:
+        is_skipped = is_damage(error) or isinstance(error, NotSealed)
+        step = passed("damaged" if is_damage(error) else "not opened", str(error))
+        return replace(step, ends_resume=not is_skipped)
     if entry is None:
         ended = isinstance(catalog.read(folder), Aborted | Deleted)
         return None if ended else passed("not committed", _UNCOMMITTED)
@@ -130,10 +130,6 @@ def _judged(
     return Step(folder=folder, entry=entry, outcome="taken", is_verified=reads)
 
 
-def _with(step: Step, outcome: Outcome) -> Step:
-    return Step(folder=step.folder, entry=step.entry, outcome=outcome, why=step.why)
-
-
 def _with_unhealthy(steps: list[Step], check: Check | None) -> list[Step]:
     """Take the newest unhealthy one that is whole: a resume does where nothing else is left."""
     found: list[Step] = []
@@ -142,9 +138,8 @@ def _with_unhealthy(steps: list[Step], check: Check | None) -> list[Step]:
         if step.obstacle == "unhealthy" and not is_taken:
             fault = check(step.folder) if check is not None else ""
             is_taken = not fault
-            step = Step(
-                folder=step.folder,
-                entry=step.entry,
+            step = replace(
+                step,
                 outcome="taken" if is_taken else "passed over",
                 obstacle="damaged" if fault else "unhealthy",
                 why=fault or f"{step.why}; taken as nothing else can be used",

@@ -224,9 +224,12 @@ class ResumeStep(Document, frozen=True):
         ]
         | None
     )
-    """Why it is passed over; `part`: saved without a component; null: it is not."""
+    """Why it is passed over; `part`: saved without a component; `not opened`: encrypted for other
+    keys, not encrypted where that is refused, or of a newer version; null: it is not."""
     why: str | None
     """The same in words."""
+    ends: bool
+    """Whether a resume raises the error of this one, and looks no further."""
     verified: bool
     """Whether every byte was read and is right."""
     rejected: list[str]

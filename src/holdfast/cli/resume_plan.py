@@ -59,6 +59,7 @@ def _document(step: Step) -> answers.ResumeStep:
         outcome=step.outcome,
         obstacle=step.obstacle,
         why=step.why or None,
+        ends=step.ends_resume,
         verified=step.is_verified,
         rejected=[] if entry is None else [*entry.marks.rejected],
     )
@@ -78,7 +79,10 @@ def _parts(document: answers.ResumePlan) -> list[str | TextTable]:
             f"writer {owner.epoch} owns the run: process {owner.pid} on {owner.host} "
             f"({owner.state}); a resume waits for its end, or needs takeover=True"
         )
-    if document.head is None:
+    ends = [one.folder for one in document.candidates if one.ends]
+    if document.head is None and ends:
+        lines.append(f"a resume ends with the error of {ends[0]}")
+    elif document.head is None:
         lines.append("nothing can be used: a resume raises NoUsableCheckpoint")
     elif not document.verified:
         lines.append("sizes were compared, and no bytes read: --verify reads them")
