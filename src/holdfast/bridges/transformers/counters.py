@@ -47,7 +47,8 @@ class Counters:
                 if hasattr(trainer.state, name)
             },
             "arguments": {
-                name: getattr(trainer.state, name, None) for name in (*INTERVALS, "train_batch_size")
+                name: getattr(trainer.state, name, None)
+                for name in (*INTERVALS, "train_batch_size")
             },
             "callbacks": [
                 [type(callback).__name__, callback.state()["attributes"]]
