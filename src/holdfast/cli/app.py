@@ -411,6 +411,23 @@ def watch(root: str, every: str | None, once: bool, as_json: bool) -> int:
     return watch_root(root, every=every, once=once, as_json=as_json)
 
 
+@app.command()
+@taking(
+    options.roots,
+    *(options.port, options.path_prefix, options.allow_hosts),
+    *(options.allow_pin, options.allow_delete, options.opening, options.as_json_line),
+)
+@_ending
+def serve(roots: Sequence[str], as_json: bool, **given: Any) -> int:
+    """Serve a page in the browser that shows runs.
+
+    Time line, checkpoints, lineage, costs, comparisons. It changes nothing.
+    """
+    from holdfast.cli.web.serve import serve as serve_roots
+
+    return serve_roots(roots, as_json=as_json, **given)
+
+
 @_answering(options.doctor_root)
 def doctor(root: str | None) -> Answer:
     """Check this machine, and whether a run could save into a root.
@@ -463,16 +480,22 @@ def diff(a: str, b: str, components: Sequence[str], fail_above: float | None) ->
     return compare(a, b, components=components, fail_above=fail_above)
 
 
-@_answering(options.source, options.components, options.exponents_plot, options.trust)
+@_answering(
+    options.source,
+    *(options.components, options.only_tensors),
+    *(options.exponents_plot, options.trust),
+)
 @limited("source")
-def stats(source: str, components: Sequence[str], plot: Path | None) -> Answer:
+def stats(
+    source: str, components: Sequence[str], tensors: Sequence[str], plot: Path | None
+) -> Answer:
     """Compute norm, extremes, zeros and more of each tensor.
 
     Also mean, NaN and infinite numbers, rows of zeros, and a histogram by powers of two.
     """
     from holdfast.cli.stats import stats as compute
 
-    return compute(source, components=components, plot=plot)
+    return compute(source, components=components, tensors=tensors, plot=plot)
 
 
 @_answering(

@@ -320,6 +320,28 @@ place = click.option(
 every = option("--every", "TIME", "How often to look. [default: 2s; 10s at an object store]")
 as_json_changes = flag("--json", "A line of JSON at each change.", "as_json")
 once = flag("--once", "Show the state of now, and end.")
+roots = argument("roots", "ROOT...", "The runs to show.", nargs=-1)
+port = option(
+    "--port",
+    "N",
+    "Listen on this port of 127.0.0.1. [default: 8770, or a free one]",
+    type=click.IntRange(min=0, max=65535),
+)
+path_prefix = option(
+    "--path-prefix", "PATH", "Serve below this path, for a proxy.", default="", show_default=False
+)
+allow_hosts = several(
+    "--allow-host", "allow_hosts", "NAME", "Also answer to this name, of a proxy."
+)
+allow_pin = flag("--allow-pin", "Let the page pin and unpin checkpoints.")
+allow_delete = flag("--allow-delete", "Let the page delete checkpoints, as rm does.")
+opening = click.option(
+    "--open/--no-open",
+    "is_opening",
+    default=False,
+    help="Open the page in a browser. Others on this machine may then see its URL.",
+)
+as_json_line = flag("--json", "A line of JSON once it listens.", "as_json")
 doctor_root = click.argument(
     "root", metavar="[ROOT]", required=False, cls=Argument, about="A root, which need not exist."
 )
@@ -344,6 +366,7 @@ rows = click.option(
 )
 depth = option("--depth", "N", "Levels to show below a component.", type=click.IntRange(min=0))
 components = several("--component", "components", "NAME", "Only this component.")
+only_tensors = several("--tensor", "tensors", "NAME", "Only this tensor: COMPONENT:PATH.")
 fail_above = option(
     "--fail-above", "X", "Tensors that differ by at most X count as equal.", type=float
 )

@@ -10,6 +10,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Literal
@@ -37,6 +38,10 @@ class Code(IntEnum):
     """`run`: too many restarts of the training without progress. `save`: no answer in time."""
     INTERRUPTED = 130
     BROKEN_PIPE = 141
+
+
+PROGRESS: ContextVar[Callable[[str, int, int], None] | None] = ContextVar("progress", default=None)
+"""Callback that long commands report to in place of a bar, as for a page of `serve`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +163,13 @@ def aligned(table: TextTable) -> Iterator[str]:
 
 @contextmanager
 def progress_bar() -> Iterator[Callable[[str, int, int], None] | None]:
-    """Show a progress bar; yield its callback (what, done bytes, all bytes), None off terminals."""
+    """Show a progress bar; yield its callback (what, done bytes, all bytes), None off terminals.
+
+    Where `PROGRESS` has a callback, that is yielded, and no bar is shown.
+    """
+    if (given := PROGRESS.get()) is not None:
+        yield given
+        return
     if not sys.stderr.isatty():
         yield None
         return

@@ -52,6 +52,7 @@ ANSWERS: Mapping[str, str] = {
     "thin": "rm:RemovedAnswer",
     "scrub": "scrub:ScrubAnswer",
     "watch": "watch:Watched",
+    "serve": "web.serve:ServeAnswer",
     "doctor": "doctor:DoctorAnswer",
     "completion": "completion:CompletionAnswer",
     "schema": "answers:SchemaShown",

@@ -9,7 +9,8 @@ import msgspec
 
 from holdfast.cli.output import Answer, TextTable, number, progress_bar
 from holdfast.cli.shading import Shades, bars, expect_drawable, write_shades
-from holdfast.cli.sources import chosen, open_named
+from holdfast.cli.sources import chosen, open_named, split_name
+from holdfast.errors import UsageError
 from holdfast.interop.comparing.statistics import TensorStats, stats_of
 from holdfast.interop.source import Source
 
@@ -33,19 +34,27 @@ class StatsAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """The file that was drawn."""
 
 
-def stats(text: str, *, components: Collection[str], plot: Path | None) -> Answer:
-    """Compute the statistics of all tensors; with `plot`, draw their exponents into a file.
+def stats(
+    text: str,
+    *,
+    components: Collection[str] = (),
+    tensors: Collection[str] = (),
+    plot: Path | None = None,
+) -> Answer:
+    """Compute the statistics of all tensors, or of the named ones (`component:path`).
+
+    With `plot`, draw their exponents into a file.
 
     Raises:
         NoCheckpoint: nothing exists there.
         FormatError: it is in no known format, or damaged.
-        UsageError: it has no component of a given name, or the file cannot be drawn.
+        UsageError: it has no component or tensor of a given name, or the file cannot be drawn.
     """
     if plot is not None:
         expect_drawable(plot)
     with open_named(text) as source:
         names = chosen(source, components)
-        found = tuple(_with_progress(source, names))
+        found = tuple(_with_progress(source, _wanted(source, names, tensors)))
         answer = StatsAnswer(
             source=source.url,
             format=source.format,
@@ -60,8 +69,29 @@ def stats(text: str, *, components: Collection[str], plot: Path | None) -> Answe
     return Answer(document=answer, parts=parts)
 
 
-def _with_progress(source: Source, names: Collection[str]) -> Iterator[TensorStats]:
-    wanted = [(name, key) for name in names for key in source.parts[name].specs]
+def _wanted(
+    source: Source, components: Collection[str], tensors: Collection[str]
+) -> list[tuple[str, str]]:
+    """List component and key of the tensors to read.
+
+    Raises:
+        UsageError: there is no tensor of a given name.
+    """
+    if not tensors:
+        return [(name, key) for name in components for key in source.parts[name].specs]
+    found = []
+    for text in tensors:
+        name, path = split_name(source, text)
+        part = source.parts[name]
+        ref = part.leaves.get(path)
+        key = path if ref is None else ref.key  # `show` lists keys, `tree` paths
+        if name not in components or key not in part.specs:
+            raise UsageError(f"--tensor={text!r}: {source.url} has no such tensor; see `tree`")
+        found.append((name, key))
+    return found
+
+
+def _with_progress(source: Source, wanted: Collection[tuple[str, str]]) -> Iterator[TensorStats]:
     total = sum(source.parts[name].specs[key].nbytes for name, key in wanted)
     done = 0
     with progress_bar() as progress:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import datetime, timezone
 
@@ -158,7 +158,7 @@ class Watcher:
         there = {*map(str, names)}
         self._known = {folder: found for folder, found in self._known.items() if folder in there}
         open_names = [name for name in names if not self._is_settled(str(name))]
-        owner = self._owner(catalog)
+        owner = self._owner(catalog, names)
         is_live = owner is not None and owner.state not in ("dead", "closed")
         saving = [n for n in open_names if is_live and owner is not None and n.epoch == owner.epoch]
         known = (self._known.get(str(name)) for name in names)
@@ -202,8 +202,8 @@ class Watcher:
         nbytes = sum(info.nbytes for info in self._store.list(f"{name}/"))
         return WatchedSave(folder=str(name), nbytes=nbytes)
 
-    def _owner(self, catalog: Catalog) -> WatchedOwner | None:
-        epoch = catalog.highest_epoch()
+    def _owner(self, catalog: Catalog, names: Sequence[AttemptName]) -> WatchedOwner | None:
+        epoch = max(catalog.epochs(names), default=0)
         try:
             claim = catalog.writer(epoch) if epoch else None
         except FormatError:
@@ -310,7 +310,7 @@ def _lines(state: Watched) -> list[str]:
     if owner is not None:
         who = f"writer {owner.epoch}: {owner.pid} on {owner.host}, {owner.state}"
     step = "none yet" if state.last_step is None else f"step {state.last_step}"
-    age = "" if state.last_age_s is None else f", {_age(state.last_age_s)} ago"
+    past = "" if state.last_age_s is None else f", {age(state.last_age_s)} ago"
     table = TextTable(
         columns=("step", "folder", "size", "saved (UTC)", "why"),
         rows=[*_rows(state)],
@@ -319,7 +319,7 @@ def _lines(state: Watched) -> list[str]:
     lines = [
         f"{state.root}  {state.at[:19].replace('T', ' ')}",
         who,
-        f"last: {step}{age}; {len(state.checkpoints)} checkpoints, {size(state.nbytes)}",
+        f"last: {step}{past}; {len(state.checkpoints)} checkpoints, {size(state.nbytes)}",
         *([f"left behind by killed saves: {state.left_behind}"] if state.left_behind else []),
     ]
     return [*map(printable, lines), *aligned(table)]
@@ -342,7 +342,8 @@ def _rows(state: Watched) -> list[tuple[str, ...]]:
     return rows
 
 
-def _age(seconds: float) -> str:
+def age(seconds: float) -> str:
+    """Write an age for people, in its largest unit."""
     for nbr_s, unit in ((86400, "d"), (3600, "h"), (60, "min")):
         if seconds >= nbr_s:
             return f"{seconds / nbr_s:.1f} {unit}"

@@ -1,0 +1,201 @@
+"""Pages of one checkpoint, and comparisons: manifest, tensors, statistics, verification."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
+
+from holdfast.cli.answers import Show, StoredTensor
+from holdfast.cli.diff import diff as compare
+from holdfast.cli.show import show
+from holdfast.cli.stats import stats as compute
+from holdfast.cli.verify import check
+from holdfast.cli.web.jobs import Job, told
+from holdfast.cli.web.pages import of_run, site_of
+from holdfast.cli.web.runs import Run
+from holdfast.cli.web.site import WHOLE_S, Site, cut, given, named, page_number
+
+
+async def checkpoint(request: Request) -> Response:
+    """Show the manifest of a checkpoint."""
+    site = site_of(request)
+    run = site.run(request)
+    listed = await site.checkpoint(request, run)
+    common = await of_run(run, "checkpoints")
+    seen = await run.known(
+        f"show {listed.folder}", lambda: show(_target(run, listed.folder), tensors=False)
+    )
+    log = await site.listed(run)
+    folders = {one.folder for one in log.checkpoints}
+    values = {
+        **given(seen),
+        "listed": listed,
+        "is_head": log.head == listed.folder,
+        "parent": listed.parent if listed.parent in folders else None,
+    }
+    return site.page(request, "checkpoint.html", {**common, **values})
+
+
+def _target(run: Run, folder: str) -> str:
+    """Name a checkpoint that was listed, as on the command line."""
+    return f"{run.root}@{folder}"
+
+
+async def tensors(request: Request) -> Response:
+    """List the tensors of a checkpoint, those whose name has all the given words."""
+    site = site_of(request)
+    run = site.run(request)
+    listed = await site.checkpoint(request, run)
+    common = await of_run(run, "checkpoints")
+    seen = await _tensors_of(run, listed.folder)
+    words = request.query_params.get("q", "")[:200].lower().split()
+    found = [] if seen.answer is None else _tensors(seen.answer.document)
+    rows = [one for one in found if all(word in _words_of(one) for word in words)]
+    values = {
+        **given(seen),
+        **cut(rows, page_number(request)),
+        "listed": listed,
+        "num_all": len(found),
+        "q": " ".join(words),
+    }
+    return site.page(request, "tensors.html", {**common, **values})
+
+
+async def _tensors_of(run: Run, folder: str, **patience: float) -> Any:
+    return await run.known(
+        f"tensors {folder}",
+        lambda: show(_target(run, folder), tensors=True),
+        is_large=True,
+        **patience,
+    )
+
+
+def _tensors(document: Show) -> list[StoredTensor]:
+    return document.tensors if isinstance(document.tensors, list) else []
+
+
+def _words_of(tensor: StoredTensor) -> str:
+    return f"{tensor.component}:{tensor.key} {tensor.dtype}".lower()
+
+
+async def begin_verify(request: Request) -> Response:
+    """Begin to verify a checkpoint."""
+    site = site_of(request)
+    run = site.run(request)
+    listed = await site.checkpoint(request, run)
+    return site.begin(
+        run, lambda: check(_target(run, listed.folder)), kind="verify", title=listed.folder
+    )
+
+
+async def begin_verify_all(request: Request) -> Response:
+    """Begin to verify a whole root."""
+    site = site_of(request)
+    run = site.run(request)
+    return site.begin(run, lambda: check(run.root), kind="verify", title="all checkpoints")
+
+
+async def begin_stats(request: Request) -> Response:
+    """Begin to compute the statistics of a tensor, or of a component."""
+    site = site_of(request)
+    run = site.run(request)
+    listed = await site.checkpoint(request, run)
+    form = request.state.form
+    seen = await _tensors_of(run, listed.folder, patience_s=WHOLE_S)
+    if seen.answer is None:
+        raise HTTPException(503, str(seen.error or "The checkpoint is still being read."))
+    target, found = _target(run, listed.folder), _tensors(seen.answer.document)
+    if "tensor" in form:
+        known = {f"{one.component}:{one.key}": one.component for one in found}
+        name = next((name for name in known if name == form["tensor"]), None)
+        if name is None:
+            raise HTTPException(404, "There is no such tensor.")
+        names, components = [name], [known[name]]
+        title = f"{name} of {listed.folder}"
+    else:
+        names, components = [], [one for one in listed.components if one == form.get("component")]
+        if not components:
+            raise HTTPException(404, "There is no such component.")
+        title = f"{components[0]} of {listed.folder}"
+    return site.begin(
+        run,
+        lambda: compute(target, components=components, tensors=names),
+        kind="stats",
+        title=title,
+    )
+
+
+async def comparison(request: Request) -> Response:
+    """Ask which two checkpoints to compare."""
+    site = site_of(request)
+    run = site.run(request)
+    common, listed = await of_run(run, "compare"), await site.listed(run)
+    folders = [one.folder for one in listed.checkpoints]
+    a, b = (request.query_params.get(name, "") for name in ("a", "b"))
+    values = {
+        "checkpoints": listed.checkpoints,
+        "a": a if a in folders else (folders[1] if len(folders) > 1 else ""),
+        "b": b if b in folders else (folders[0] if folders else ""),
+    }
+    return site.page(request, "compare.html", {**common, **values})
+
+
+async def begin_diff(request: Request) -> Response:
+    """Begin to compare two checkpoints."""
+    site = site_of(request)
+    run = site.run(request)
+    listed = await site.listed(run)
+    form = request.state.form
+    a, b = (named(listed, form.get(name, "")).folder for name in ("a", "b"))
+    return site.begin(
+        run,
+        lambda: compare(_target(run, a), _target(run, b), components=(), fail_above=None),
+        kind="diff",
+        title=f"{a} and {b}",
+    )
+
+
+async def jobs(request: Request) -> Response:
+    """List the work that was begun."""
+    site = site_of(request)
+    return site.page(request, "jobs.html", {"jobs": [*site.jobs][::-1], "tab": "jobs"})
+
+
+async def job(request: Request) -> Response:
+    """Show a piece of work: its progress, and then its answer."""
+    site = site_of(request)
+    found = _job(site, request)
+    run = site.runs.get(found.run)
+    rows = _rows_of(found)
+    values = {
+        "job": found,
+        "now_run": run,
+        "document": None if found.answer is None else found.answer.document,
+        "failure": told(found.error),
+        **cut(rows, page_number(request)),
+    }
+    return site.page(request, "job.html", {**values, "tab": "jobs"})
+
+
+def _rows_of(found: Job) -> list[Any]:
+    """Return the long table of an answer: tensors of `stats` and `diff`."""
+    answer = found.answer
+    return [*getattr(answer.document, "tensors", ())] if answer is not None else []
+
+
+async def stop_job(request: Request) -> Response:
+    """Stop a piece of work."""
+    site = site_of(request)
+    found = _job(site, request)
+    site.jobs.stop(found)
+    return RedirectResponse(site.rendering.url("jobs", str(found.number)), status_code=303)
+
+
+def _job(site: Site, request: Request) -> Job:
+    found = site.jobs.get(request.path_params["number"])
+    if found is None:
+        raise HTTPException(404, "There is no such work, or no longer.")
+    return found

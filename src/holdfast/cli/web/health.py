@@ -1,0 +1,83 @@
+"""Verdicts on a run for a first look: what its answers mark as wrong, in one line each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
+
+from holdfast.cli.answers import Listed, Ls
+from holdfast.cli.watch import Watched, WatchedOwner
+
+Level = Literal["bad", "warn", "good", "plain"]
+
+
+class Finding(NamedTuple):
+    """One line of a verdict."""
+
+    level: Level
+    text: str
+
+
+_OWNER: dict[str, tuple[Level, str]] = {
+    "alive": ("good", "training now: process {pid} on {host}"),
+    "closed": ("plain", "not running; the last process ended cleanly"),
+    "dead": ("warn", "not running; process {pid} on {host} is gone without closing the run"),
+    "silent": ("warn", "no sign of life from process {pid} on {host} for 30 s"),
+    "unknown": ("plain", "cannot tell from here whether process {pid} on {host} lives"),
+}
+
+
+def findings(listed: Ls | None, watched: Watched | None) -> list[Finding]:
+    """Judge a run by the answers of `ls` and `watch`; the worst first."""
+    order = ("bad", "warn", "good", "plain")
+    found = [*_of_watch(watched), *_of_list(listed)]
+    return sorted(found, key=lambda finding: order.index(finding.level))
+
+
+def is_wrong(found: list[Finding]) -> bool:
+    """Whether something needs a person."""
+    return any(finding.level in ("bad", "warn") for finding in found)
+
+
+def _of_watch(watched: Watched | None) -> Iterator[Finding]:
+    if watched is None:
+        return
+    if watched.owner is not None:
+        yield _of_owner(watched.owner)
+    stuck = [one for one in watched.uploads if one.state in ("failed", "refused")]
+    if stuck:
+        yield Finding("warn", f"{_count(len(stuck), 'upload')} failed: {stuck[0].folder}")
+
+
+def _of_owner(owner: WatchedOwner) -> Finding:
+    level, text = _OWNER.get(owner.state, _OWNER["unknown"])
+    return Finding(level, text.format(pid=owner.pid, host=owner.host))
+
+
+def _of_list(listed: Ls | None) -> Iterator[Finding]:
+    if listed is None:
+        return
+    if listed.head is None:
+        yield Finding("bad", "nothing to resume from")
+    for one in listed.damaged[:3]:
+        yield Finding("bad", f"{one.folder} is damaged: {one.reason}")
+    for checkpoint in [one for one in listed.checkpoints if one.missing][:3]:
+        lost = _count(len(checkpoint.missing), "file")
+        yield Finding("bad", f"{checkpoint.folder}: {lost} missing or cut")
+    if listed.unopened:
+        yield Finding(
+            "warn", f"{_count(len(listed.unopened), 'checkpoint')} not opened by the given keys"
+        )
+    yield from _of_newest(listed.checkpoints)
+
+
+def _of_newest(checkpoints: list[Listed]) -> Iterator[Finding]:
+    rejected = [one for one in checkpoints if one.rejected]
+    if rejected:
+        yield Finding("warn", f"a resume could not use {rejected[0].folder}")
+    if checkpoints and checkpoints[0].unhealthy:
+        yield Finding("warn", f"the newest state is unhealthy: {checkpoints[0].unhealthy[0]}")
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}{'' if number == 1 else 's'}"

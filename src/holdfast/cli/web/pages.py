@@ -1,0 +1,266 @@
+"""Pages of a run: overview, time line, list, lineage, costs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from holdfast.cli.answers import Listed, Log, Ls, Plot
+from holdfast.cli.log import log_root
+from holdfast.cli.output import Answer, TextTable, printable
+from holdfast.cli.plot import plot as plot_root
+from holdfast.cli.uploads import show_uploads
+from holdfast.cli.web.health import findings, is_wrong
+from holdfast.cli.web.jobs import told
+from holdfast.cli.web.lineage import picture
+from holdfast.cli.web.runs import Run, Seen
+from holdfast.cli.web.site import Site, cut, given, page_number
+
+_NEWEST = 8
+"""Checkpoints on the first page of a run."""
+
+
+def site_of(request: Request) -> Site:
+    """Return the site of a request."""
+    found: Site = request.app.state.site
+    return found
+
+
+async def roots(request: Request) -> Response:
+    """Show all runs, each with its verdict."""
+    site = site_of(request)
+    cards = [await _card(run) for run in site.runs.values()]
+    is_pending = any(card["is_pending"] for card in cards)
+    return site.page(request, "roots.html", {"cards": cards, "is_pending": is_pending})
+
+
+async def _card(run: Run) -> dict[str, Any]:
+    looked, listed = await run.look(), await run.listed()
+    document = listed.answer.document if listed.answer is not None else None
+    found = findings(document, looked.answer)
+    return {
+        "run": run,
+        "watched": looked.answer,
+        "listed": document,
+        "error": told(looked.error or listed.error),
+        "findings": found,
+        "is_wrong": is_wrong(found),
+        "is_pending": looked.is_pending or listed.is_pending,
+    }
+
+
+async def live(request: Request) -> Response:
+    """Show what `watch` sees now; one look for all who ask at a time."""
+    site = site_of(request)
+    run = site.run(request)
+    seen = await run.look()
+    return site.rendering.page("parts/live.html", _live(run, seen))
+
+
+def _live(run: Run, seen: Seen) -> dict[str, Any]:
+    return {
+        "run": run,
+        "version": run.version,
+        "watched": seen.answer,
+        "look_error": told(seen.error),
+    }
+
+
+async def of_run(run: Run, tab: str) -> dict[str, Any]:
+    """Return what each page of a run needs: its name, its tab, and what `watch` sees."""
+    return {**_live(run, await run.look()), "tab": tab}
+
+
+async def overview(request: Request) -> Response:
+    """Show a run for ten seconds: its health, its head, its newest checkpoints."""
+    site = site_of(request)
+    run = site.run(request)
+    common, seen = await of_run(run, "overview"), await run.listed()
+    listed: Ls | None = seen.answer.document if seen.answer is not None else None
+    found = findings(listed, common["watched"])
+    head = None if listed is None else _head(listed)
+    values = {
+        **given(seen),
+        "findings": found,
+        "is_wrong": is_wrong(found),
+        "head": head,
+        "rows": _rows(seen.answer)[:_NEWEST] if seen.answer is not None else [],
+        "metrics": [] if listed is None else metric_names(listed),
+    }
+    return site.page(request, "overview.html", {**common, **values})
+
+
+def _head(listed: Ls) -> Listed | None:
+    return next((one for one in listed.checkpoints if one.folder == listed.head), None)
+
+
+def metric_names(listed: Ls) -> list[str]:
+    """List the metrics that checkpoints have, in alphabetical order."""
+    return sorted({name for one in listed.checkpoints for name in one.metrics})
+
+
+def _rows(answer: Answer) -> list[tuple[Listed, tuple[str, ...]]]:
+    """Pair each checkpoint of `ls` with the row of texts that the command prints."""
+    document = answer.document
+    assert isinstance(document, Ls)
+    tables = [part for part in answer.parts if isinstance(part, TextTable)]
+    rows = tables[0].rows if tables else ()
+    return [*zip(document.checkpoints, rows, strict=True)]
+
+
+async def checkpoints(request: Request) -> Response:
+    """List the checkpoints, those whose row has all the given words."""
+    site = site_of(request)
+    run = site.run(request)
+    common, seen = await of_run(run, "checkpoints"), await run.listed()
+    words = request.query_params.get("q", "")[:200].lower().split()
+    rows = _rows(seen.answer) if seen.answer is not None else []
+    found = [row for row in rows if all(word in _words_of(row) for word in words)]
+    values = {
+        **given(seen),
+        **cut(found, page_number(request)),
+        "num_all": len(rows),
+        "q": " ".join(words),
+    }
+    return site.page(request, "checkpoints.html", {**common, **values})
+
+
+def _words_of(row: tuple[Listed, tuple[str, ...]]) -> str:
+    listed, texts = row
+    return "\n".join((*texts, listed.reason, listed.save_class, *listed.components)).lower()
+
+
+async def lineage(request: Request) -> Response:
+    """Show the lives of the run, what was left behind, and what became of each save."""
+    site = site_of(request)
+    run = site.run(request)
+    common, seen = await of_run(run, "lineage"), await run.known("log", _log(run))
+    log: Log | None = seen.answer.document if seen.answer is not None else None
+    lives = [] if log is None else log.lives
+    saves = [(life, save) for life in reversed(lives) for save in reversed(life.saves)]
+    state = request.query_params.get("state", "")
+    states = sorted({save.state for _, save in saves})
+    chosen = [pair for pair in saves if state not in states or pair[1].state == state]
+    values = {
+        **given(seen),
+        **cut(chosen, page_number(request)),
+        "picture": picture(lives),
+        "states": states,
+        "state": state if state in states else "",
+    }
+    return site.page(request, "lineage.html", {**common, **values})
+
+
+def _log(run: Run) -> Any:
+    return lambda: log_root(run.root, saves=True)
+
+
+async def costs(request: Request) -> Response:
+    """Show what saves took: stall, write, and how far uploads are."""
+    site = site_of(request)
+    run = site.run(request)
+    common, seen = await of_run(run, "costs"), await run.known("log", _log(run))
+    watched = common["watched"]
+    uploads = await run.known("uploads", lambda: show_uploads(run.root))
+    saves = [save for life in _lives(seen) for save in life.saves if save.timings]
+    values = {
+        **given(seen),
+        **cut(saves[::-1], page_number(request)),
+        "uploads": None if uploads.answer is None else uploads.answer.document,
+        "uploads_error": told(uploads.error) if watched and watched.uploads else None,
+        "is_pending": seen.is_pending or uploads.is_pending,
+    }
+    return site.page(request, "costs.html", {**common, **values})
+
+
+def _lives(seen: Seen) -> list[Any]:
+    return [] if seen.answer is None else seen.answer.document.lives
+
+
+async def costs_data(request: Request) -> Response:
+    """Return the timings of saves by step, for the picture."""
+    run = site_of(request).run(request)
+    seen = await run.known("log", _log(run))
+    saves = [save for life in _lives(seen) for save in life.saves if save.timings]
+    names = sorted({name for save in saves for name in save.timings})
+    series = [
+        {"name": name, "points": [[save.step, save.timings.get(name)] for save in saves]}
+        for name in names
+    ]
+    return data({"series": series, "is_pending": seen.is_pending, "error": told(seen.error)})
+
+
+async def plot_data(request: Request) -> Response:
+    """Return the answer of `plot` for the picture, with the checkpoints at their steps."""
+    site = site_of(request)
+    run = site.run(request)
+    listed = await run.listed()
+    document: Ls | None = listed.answer.document if listed.answer is not None else None
+    metric = request.query_params.get("metric", "")
+    if metric and (document is None or metric not in metric_names(document)):
+        raise HTTPException(404, "No checkpoint has such a metric.")
+    seen = await run.known(
+        f"plot {metric}",
+        lambda: plot_root(run.root, output=None, metrics=[metric] if metric else (), log=None),
+    )
+    plot: Plot | None = seen.answer.document if seen.answer is not None else None
+    marks = [] if document is None else [_mark(site, run, one) for one in document.checkpoints]
+    found = {
+        "plot": None if plot is None else msgspec.to_builtins(plot),
+        "checkpoints": marks,
+        "is_pending": seen.is_pending or listed.is_pending,
+        "error": told(seen.error),
+    }
+    return data(found)
+
+
+def _mark(site: Site, run: Run, listed: Listed) -> dict[str, Any]:
+    return {
+        "step": listed.step,
+        "href": site.rendering.url("r", run.name, "c", listed.folder),
+        "text": printable(f"step {listed.step}, {listed.reason}, {listed.created[:16]}"),
+        "left": not listed.in_lineage,
+    }
+
+
+async def plot_table(request: Request) -> Response:
+    """Show the numbers behind the time line."""
+    site = site_of(request)
+    run = site.run(request)
+    common = await of_run(run, "overview")
+    seen = await run.known("plot ", lambda: plot_root(run.root, output=None, metrics=(), log=None))
+    plot: Plot | None = seen.answer.document if seen.answer is not None else None
+    names = [] if plot is None else [series.name for series in plot.series]
+    by_step: dict[float, dict[str, float]] = {}
+    for series in [] if plot is None else plot.series:
+        for step, value in series.points:
+            by_step.setdefault(step, {})[series.name] = value
+    saved = set() if plot is None else {*plot.saves}
+    rows = [
+        (int(step), step in saved, [by_step[step].get(name) for name in names])
+        for step in sorted(by_step, reverse=True)
+    ]
+    values = {**given(seen), **cut(rows, page_number(request)), "names": names}
+    return site.page(request, "numbers.html", {**common, **values})
+
+
+def data(members: Mapping[str, Any]) -> Response:
+    """Return JSON for the scripts of a page; floats that JSON cannot hold become null."""
+    text = json.dumps(_finite(members), allow_nan=False)
+    return Response(text, media_type="application/json")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
+        return None
+    if isinstance(value, Mapping):
+        return {str(name): _finite(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value

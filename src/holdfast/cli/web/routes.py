@@ -1,0 +1,110 @@
+"""The routes of the page, and the application that serves them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from holdfast.cli.web import changes, checkpoints, pages
+from holdfast.cli.web.guard import Access, Guard
+from holdfast.cli.web.jobs import Jobs
+from holdfast.cli.web.rendering import Rendering, Static
+from holdfast.cli.web.runs import named
+from holdfast.cli.web.site import Site
+from holdfast.errors import HoldfastError
+
+NUM_READERS = 4
+NUM_WORKERS = 2
+"""Pieces of long work at one time."""
+
+
+def make_app(
+    roots: Sequence[str], access: Access, *, may_pin: bool = False, may_delete: bool = False
+) -> ASGIApp:
+    """Make the application of some roots, with the guard in front of it."""
+    readers = ThreadPoolExecutor(NUM_READERS, "holdfast-page")
+    workers = ThreadPoolExecutor(NUM_WORKERS, "holdfast-work")
+    static = Static()
+    site = Site(
+        runs=named(roots, readers),
+        jobs=Jobs(workers),
+        rendering=Rendering(access, static),
+        may_pin=may_pin,
+        may_delete=may_delete,
+    )
+
+    @asynccontextmanager
+    async def life(app: Starlette) -> AsyncIterator[None]:
+        for run in site.runs.values():
+            await run.listed(patience_s=0)  # so that the first page finds it
+        yield
+        site.jobs.end()
+        for pool in (readers, workers):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    async def file(request: Request) -> Response:
+        found = static.response(request.path_params["name"])
+        if found is None:
+            raise HTTPException(404, "There is no such file.")
+        return found
+
+    app = Starlette(
+        routes=[Route("/static/{name}", file), *_routes(may_pin=may_pin, may_delete=may_delete)],
+        lifespan=life,
+        exception_handlers={HTTPException: _refused, HoldfastError: _failed},
+    )
+    app.router.redirect_slashes = False  # that would name a host and a scheme
+    app.state.site = site
+    return Guard(app, access=access)
+
+
+def _routes(*, may_pin: bool, may_delete: bool) -> list[Route]:
+    run, one = "/r/{run}", "/r/{run}/c/{folder}"
+    found = [
+        Route("/", pages.roots),
+        Route("/jobs", checkpoints.jobs),
+        Route("/jobs/{number:int}", checkpoints.job),
+        Route("/jobs/{number:int}/stop", checkpoints.stop_job, methods=["POST"]),
+        Route(run, pages.overview),
+        Route(f"{run}/live", pages.live),
+        Route(f"{run}/plot.json", pages.plot_data),
+        Route(f"{run}/numbers", pages.plot_table),
+        Route(f"{run}/checkpoints", pages.checkpoints),
+        Route(f"{run}/lineage", pages.lineage),
+        Route(f"{run}/costs", pages.costs),
+        Route(f"{run}/costs.json", pages.costs_data),
+        Route(f"{run}/compare", checkpoints.comparison),
+        Route(f"{run}/compare", checkpoints.begin_diff, methods=["POST"]),
+        Route(f"{run}/verify", checkpoints.begin_verify_all, methods=["POST"]),
+        Route(one, checkpoints.checkpoint),
+        Route(f"{one}/tensors", checkpoints.tensors),
+        Route(f"{one}/stats", checkpoints.begin_stats, methods=["POST"]),
+        Route(f"{one}/verify", checkpoints.begin_verify, methods=["POST"]),
+    ]
+    if may_pin:
+        found.append(Route(f"{one}/pin", changes.pin, methods=["POST"]))
+    if may_delete:
+        found.append(Route(f"{one}/delete", changes.ask_delete))
+        found.append(Route(f"{one}/delete", changes.delete, methods=["POST"]))
+    return found
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    """Show why a request is not answered."""
+    assert isinstance(error, HTTPException)
+    values = {"status": error.status_code, "why": error.detail}
+    return pages.site_of(request).page(request, "refused.html", values, status=error.status_code)
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    """Show an error of a command."""
+    values = {"status": 409, "why": str(error)}
+    return pages.site_of(request).page(request, "refused.html", values, status=409)

@@ -1,0 +1,184 @@
+"""Runs on the page: their answers, read in threads, kept, and read again after a change.
+
+A run is looked at (`watch`) only when a page asks, and once for all pages that ask in the same
+seconds. Its other answers are read again when that look saw a change, or when they are old.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import Context, copy_context
+from dataclasses import dataclass, replace
+from typing import Any
+
+from holdfast.cli.ls import list_root
+from holdfast.cli.output import PROGRESS, Answer
+from holdfast.cli.target import open_root
+from holdfast.cli.watch import Watched, Watcher
+from holdfast.errors import HoldfastError
+
+LOCAL_LOOK_S, REMOTE_LOOK_S = 2.0, 10.0
+"""Shortest time between two looks at a root, as `watch` has by default."""
+OLD_S = 60.0
+"""Age at which an answer is read again: pins, tags and deletions elsewhere are no change that
+`watch` sees."""
+PATIENCE_S = 0.4
+"""How long a page waits for an answer before it is shown without; it follows when it is read."""
+_MAX_KEPT = 24
+_MAX_LARGE = 3
+"""Answers with all tensors of a checkpoint that are kept."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """What was read last: an answer or the error that came instead, and when."""
+
+    answer: Any = None
+    error: HoldfastError | None = None
+    version: int = 0
+    """Number of the change of the run that had been seen by then."""
+    at_s: float = 0.0
+    """Monotonic seconds."""
+    is_pending: bool = False
+    """Whether it is being read again."""
+
+
+class Run:
+    """One root: what its commands answer."""
+
+    def __init__(self, name: str, root: str, pool: ThreadPoolExecutor) -> None:
+        self.name = name
+        self.root = root
+        self.version = 0
+        """Grows with each change that a look has seen."""
+        self._pool = pool
+        self._context = copy_context()
+        self._watcher: Watcher | None = None
+        self._watched: Watched | None = None
+        self._kept: OrderedDict[str, Seen] = OrderedDict()
+        self._large: OrderedDict[str, Seen] = OrderedDict()
+        self._tasks: dict[str, asyncio.Task[Seen]] = {}
+
+    @property
+    def look_s(self) -> float:
+        """Shortest time between two looks."""
+        return REMOTE_LOOK_S if "://" in self.root else LOCAL_LOOK_S
+
+    async def look(self, *, patience_s: float = PATIENCE_S) -> Seen:
+        """Look at the run now, or return what was seen a moment ago."""
+        last = self._kept.get("watch", Seen(at_s=-1e9))
+        if time.monotonic() - last.at_s < self.look_s:
+            return last
+        return await self._read("watch", self._look, self._kept, _MAX_KEPT, patience_s)
+
+    async def known(
+        self,
+        key: str,
+        read: Callable[[], Answer],
+        *,
+        is_large: bool = False,
+        patience_s: float = PATIENCE_S,
+    ) -> Seen:
+        """Return an answer: the newest that is known after `patience_s`, which may be none yet."""
+        kept, most = (self._large, _MAX_LARGE) if is_large else (self._kept, _MAX_KEPT)
+        last = kept.get(key)
+        if last is not None:
+            kept.move_to_end(key)
+            age_s = time.monotonic() - last.at_s
+            if last.version == self.version and age_s < OLD_S:
+                return last
+        return await self._read(key, read, kept, most, patience_s)
+
+    async def listed(self, *, patience_s: float = PATIENCE_S) -> Seen:
+        """Return the answer of `ls`."""
+        return await self.known("ls", lambda: list_root(self.root), patience_s=patience_s)
+
+    def forget(self, key: str) -> None:
+        """Read an answer anew the next time."""
+        self._kept.pop(key, None)
+
+    def in_context(self) -> Context:
+        """Return a context with the keys and times of the command line, without progress bars."""
+        context = self._context.copy()
+        context.run(PROGRESS.set, _no_progress)
+        return context
+
+    async def _read(
+        self,
+        key: str,
+        read: Callable[[], Any],
+        kept: OrderedDict[str, Seen],
+        most: int,
+        patience_s: float,
+    ) -> Seen:
+        """Read in a thread, once for all who ask; return the last one if it takes long."""
+        task = self._tasks.get(key)
+        if task is None:
+            task = asyncio.ensure_future(self._keep(key, read, kept, most))
+            self._tasks[key] = task
+            task.add_done_callback(lambda _: self._tasks.pop(key, None))
+        done, _ = await asyncio.wait({task}, timeout=patience_s)
+        if done:
+            return task.result()
+        return replace(kept.get(key, Seen()), is_pending=True)
+
+    async def _keep(
+        self, key: str, read: Callable[[], Any], kept: OrderedDict[str, Seen], most: int
+    ) -> Seen:
+        version, at_s = self.version, time.monotonic()
+        loop = asyncio.get_running_loop()
+        try:
+            answer = await loop.run_in_executor(self._pool, self.in_context().run, read)
+            seen = Seen(answer=answer, version=version, at_s=at_s)
+        except HoldfastError as error:
+            seen = Seen(error=error, version=version, at_s=at_s)
+        kept[key] = seen
+        while len(kept) > most:
+            kept.popitem(last=False)
+        return seen
+
+    def _look(self) -> Watched:
+        """Look at the root, in a thread; one at a time, as `_read` sees to."""
+        if self._watcher is None:
+            self._watcher = Watcher(open_root(self.root))
+        found = self._watcher.look()
+        if self._watched is not None and _changed(self._watched, found):
+            self.version += 1
+        self._watched = found
+        return found
+
+
+def _changed(one: Watched, other: Watched) -> bool:
+    """Whether checkpoints, their uploads or the owner differ; bytes of a save under way do not."""
+    return any(
+        getattr(one, name) != getattr(other, name)
+        for name in ("owner", "checkpoints", "uploads", "left_behind")
+    )
+
+
+def _no_progress(what: str, done_nbytes: int, total_nbytes: int) -> None:
+    """Do nothing: the page shows the progress of background work only."""
+
+
+def named(roots: Sequence[str], pool: ThreadPoolExecutor) -> Mapping[str, Run]:
+    """Make the runs of some roots, by the names of their pages."""
+    return {name: Run(name, root, pool) for name, root in names_of(roots).items()}
+
+
+def names_of(roots: Sequence[str]) -> dict[str, str]:
+    """Give each root a short name: the last part of its path, with a number where that is taken."""
+    found: dict[str, str] = {}
+    for root in dict.fromkeys(roots):
+        last = root.rstrip("/").rpartition("/")[2]
+        base = re.sub(r"[^A-Za-z0-9._-]+", "-", last).strip(".-") or "run"
+        name, number = base, 1
+        while name in found:
+            number += 1
+            name = f"{base}-{number}"
+        found[name] = root
+    return found

@@ -1,0 +1,131 @@
+"""`holdfast serve`: serve the page of some roots on this machine."""
+
+from __future__ import annotations
+
+import re
+import socket
+import webbrowser
+from collections.abc import Sequence
+
+import click
+import msgspec
+
+from holdfast.cli.output import Code, give_line, printable
+from holdfast.cli.target import open_root
+from holdfast.errors import UsageError
+
+DEFAULT_PORT = 8770
+_PREFIX = re.compile(r"(/[A-Za-z0-9._~-]+)*", re.ASCII)
+
+
+class ServedRun(msgspec.Struct, frozen=True, kw_only=True):
+    """A run on the page."""
+
+    name: str
+    """Its name in the URLs."""
+    root: str
+    """Path or URL of its root."""
+
+
+class ServeAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """Line of `holdfast serve` once it listens."""
+
+    url: str
+    """What to open in a browser on this machine; whoever has it can look."""
+    port: int
+    """Port on 127.0.0.1."""
+    runs: tuple[ServedRun, ...]
+    """The runs."""
+    changes: tuple[str, ...]
+    """What the page may change: `pin`, `delete` or nothing."""
+
+
+def serve(
+    roots: Sequence[str],
+    *,
+    port: int | None,
+    path_prefix: str,
+    allow_hosts: Sequence[str],
+    allow_pin: bool,
+    allow_delete: bool,
+    is_opening: bool,
+    as_json: bool,
+) -> int:
+    """Serve the page until Ctrl-C.
+
+    Raises:
+        UsageError: the packages of the page are missing, or the port is taken.
+        NoCheckpoint: a root is none.
+        StoreError: a root cannot be read.
+    """
+    prefix = path_prefix.rstrip("/")
+    if not _PREFIX.fullmatch(prefix) or ".." in prefix:
+        raise UsageError(f"--path-prefix={path_prefix!r}: write it as /holdfast")
+    try:
+        import jinja2  # noqa: F401
+        import starlette  # noqa: F401
+        import uvicorn
+    except ImportError as error:
+        raise UsageError(
+            f"the page needs {error.name}: pip install 'holdfast-torch[web]'"
+        ) from None
+    from holdfast.cli.web.connections import limits
+    from holdfast.cli.web.guard import Access
+    from holdfast.cli.web.routes import make_app
+    from holdfast.cli.web.runs import names_of
+
+    for root in roots:
+        open_root(root)
+    access = Access(prefix=prefix, hosts=frozenset(map(str.lower, allow_hosts)))
+    app = make_app(roots, access, may_pin=allow_pin, may_delete=allow_delete)
+    with _listening(port) as listener:
+        found = listener.getsockname()[1]
+        answer = ServeAnswer(
+            url=f"http://127.0.0.1:{found}{prefix}/?token={access.token}",
+            port=found,
+            runs=tuple(ServedRun(name=n, root=root) for n, root in names_of(roots).items()),
+            changes=(*(["pin"] if allow_pin else []), *(["delete"] if allow_delete else [])),
+        )
+        _tell(answer, as_json=as_json)
+        if is_opening:
+            webbrowser.open(answer.url)
+        config = uvicorn.Config(
+            app,
+            log_level="error",
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            **limits(),
+        )
+        uvicorn.Server(config).run(sockets=[listener])
+    return Code.OK
+
+
+def _listening(port: int | None) -> socket.socket:
+    """Listen on 127.0.0.1; without a given port on the usual one, or on any that is free.
+
+    Raises:
+        UsageError: the given port is taken.
+    """
+    for number in (DEFAULT_PORT, 0) if port is None else (port,):
+        # asyncio sends without delay only on sockets that say that they are of TCP.
+        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(("127.0.0.1", number))
+        except OSError as error:
+            listener.close()
+            if port is not None:
+                raise UsageError(f"--port={port}: {error.strerror or error}") from None
+        else:
+            listener.listen()
+            return listener
+    raise UsageError("no port is free on 127.0.0.1")
+
+
+def _tell(answer: ServeAnswer, *, as_json: bool) -> None:
+    if as_json:
+        give_line(answer)
+        return
+    names = ", ".join(run.root for run in answer.runs)
+    click.echo(printable(f"{names}\nopen {answer.url}\nCtrl-C ends it"))

@@ -1,0 +1,132 @@
+"""What all pages share: the runs, the work in the background, and how an answer becomes a page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextvars import Context
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
+
+from holdfast.cli.answers import Listed, Ls
+from holdfast.cli.output import Answer
+from holdfast.cli.web.jobs import Job, Jobs, told
+from holdfast.cli.web.rendering import Rendering
+from holdfast.cli.web.runs import Run, Seen
+
+WHOLE_S = 30.0
+"""How long a page waits for what it cannot do without, such as the list that names are looked up
+in."""
+PAGE_ROWS = 100
+"""Rows of a table that are shown at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """Runs, work and templates; and what may be changed."""
+
+    runs: Mapping[str, Run]
+    jobs: Jobs
+    rendering: Rendering
+    may_pin: bool
+    may_delete: bool
+
+    def run(self, request: Request) -> Run:
+        """Look up the run that a URL names.
+
+        Raises:
+            HTTPException: there is none of that name.
+        """
+        run = self.runs.get(request.path_params["run"])
+        if run is None:
+            raise HTTPException(404, "There is no such run.")
+        return run
+
+    async def listed(self, run: Run) -> Ls:
+        """Return the list of a run's checkpoints, waiting for it.
+
+        Raises:
+            HTTPException: it cannot be read, or not in time.
+        """
+        seen = await run.listed(patience_s=WHOLE_S)
+        if seen.answer is None:
+            raise HTTPException(503, str(seen.error or "The root is still being read."))
+        found: Ls = seen.answer.document
+        return found
+
+    async def checkpoint(self, request: Request, run: Run) -> Listed:
+        """Look up the checkpoint that a URL names, in what was listed.
+
+        Raises:
+            HTTPException: there is none of that name.
+        """
+        return named(await self.listed(run), request.path_params["folder"])
+
+    def page(
+        self, request: Request, template: str, values: Mapping[str, Any], *, status: int = 200
+    ) -> Response:
+        """Render a page; to a request of a script on the page, only the part that it replaces."""
+        is_part = request.headers.get("hx-request") == "true"
+        common = {
+            "runs": self.runs,
+            "num_working": sum(not job.is_over for job in self.jobs),
+            "may_pin": self.may_pin,
+            "may_delete": self.may_delete,
+            "run": None,
+            "version": 0,
+            "tab": "",
+        }
+        name = f"parts/{template}" if is_part else template
+        return self.rendering.page(name, {**common, **values}, status=status)
+
+    def begin(
+        self, run: Run, work: Callable[[], Answer], *, kind: str, title: str, can_stop: bool = True
+    ) -> Response:
+        """Begin work in the background, and go to its page."""
+        context: Context = run.in_context()
+        job: Job = self.jobs.start(
+            work, kind=kind, title=title, run=run.name, context=context, can_stop=can_stop
+        )
+        return RedirectResponse(self.rendering.url("jobs", str(job.number)), status_code=303)
+
+
+def named(listed: Ls, folder: str) -> Listed:
+    """Find a checkpoint by its folder.
+
+    Raises:
+        HTTPException: none has that name.
+    """
+    found = next((one for one in listed.checkpoints if one.folder == folder), None)
+    if found is None:
+        raise HTTPException(404, "There is no such checkpoint.")
+    return found
+
+
+def given(seen: Seen) -> dict[str, Any]:
+    """Return what templates need of an answer: its struct, its error, and whether more comes."""
+    return {
+        "answer": None if seen.answer is None else seen.answer.document,
+        "error": told(seen.error),
+        "is_pending": seen.is_pending,
+    }
+
+
+def page_number(request: Request) -> int:
+    """Return the number of the page of a table, from 1."""
+    text = request.query_params.get("page", "1")
+    return int(text) if text.isascii() and text.isdigit() and 0 < len(text) < 7 else 1
+
+
+def cut(rows: list[Any], number: int) -> dict[str, Any]:
+    """Return the rows of one page of a table, and how many there are."""
+    last = max(1, -(-len(rows) // PAGE_ROWS))
+    number = min(number, last)
+    return {
+        "rows": rows[(number - 1) * PAGE_ROWS : number * PAGE_ROWS],
+        "num_rows": len(rows),
+        "page": number,
+        "last_page": last,
+    }

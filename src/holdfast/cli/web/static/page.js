@@ -1,0 +1,175 @@
+"use strict";
+// Asks for a new look while somebody looks, tells parts of the page of changes, and draws pictures.
+(() => {
+  const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+  const isSeen = () => document.visibilityState === "visible";
+
+  function look() {
+    if (isSeen()) document.body.dispatchEvent(new CustomEvent("look"));
+  }
+
+  function watchForChanges() {
+    const live = document.getElementById("live");
+    if (!live) return;
+    const versionOf = () => live.querySelector("[data-version]")?.dataset.version;
+    let version = versionOf();
+    new MutationObserver(() => {
+      const now = versionOf();
+      if (now === undefined || now === version) return;
+      version = now;
+      document.body.dispatchEvent(new CustomEvent("changed"));
+    }).observe(live, { childList: true, subtree: true });
+  }
+
+  async function read(url) {
+    const response = await fetch(url, { credentials: "same-origin" });
+    if (!response.ok) throw new Error(`${response.status}`);
+    return response.json();
+  }
+
+  function say(box, text) {
+    const note = document.createElement("p");
+    note.className = "notice";
+    note.textContent = text;
+    box.replaceChildren(note);
+  }
+
+  // Reads until the server has what is drawn; draws only what changed.
+  function keepDrawn(box, urlOf, draw) {
+    let drawn = "", turn = 0;
+    async function again() {
+      const mine = ++turn;
+      let found;
+      try { found = await read(urlOf()); } catch { return say(box, "The picture cannot be read now."); }
+      if (mine !== turn) return;
+      const text = JSON.stringify(found);
+      if (text !== drawn) { drawn = text; draw(box, found); }
+      if (found.is_pending) setTimeout(() => mine === turn && again(), 700);
+    }
+    document.body.addEventListener("changed", again);
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { drawn = ""; again(); });
+    let width = box.clientWidth;
+    new ResizeObserver(() => {
+      if (Math.abs(box.clientWidth - width) > 8) { width = box.clientWidth; drawn = ""; again(); }
+    }).observe(box);
+    again();
+    return () => { drawn = ""; again(); };
+  }
+
+  // Values of several series at the union of their steps.
+  function aligned(series) {
+    const steps = [...new Set(series.flatMap((one) => one.points.map((point) => point[0])))].sort((a, b) => a - b);
+    const at = new Map(steps.map((step, index) => [step, index]));
+    const columns = series.map((one) => {
+      const column = new Array(steps.length).fill(undefined);
+      for (const [step, value] of one.points) column[at.get(step)] = value;
+      return column;
+    });
+    return [steps, ...columns];
+  }
+
+  function options(title, series, width, more) {
+    const axis = { stroke: color("--dim"), grid: { stroke: color("--line"), width: 1 }, ticks: { stroke: color("--line") }, font: "12px system-ui" };
+    return {
+      title, width, height: 220,
+      cursor: { y: false },
+      scales: { x: { time: false } },
+      axes: [{ ...axis }, { ...axis, size: 64, values: (_, ticks) => ticks.map((tick) => Number(tick.toPrecision(6)).toString()) }],
+      series: [
+        { label: "step" },
+        ...series.map((one, index) => ({
+          label: one.name, stroke: color(`--s${(index % 6) + 1}`), width: 2, spanGaps: true,
+          points: { show: one.points.length < 60, size: 5 },
+          value: (_, value) => (value == null ? "–" : Number(value.toPrecision(6)).toString()),
+        })),
+      ],
+      ...more,
+    };
+  }
+
+  function marksOf(found) {
+    const starts = found.plot.starts.filter((start) => start.step !== null);
+    return (plot) => {
+      const { ctx, bbox } = plot, ratio = devicePixelRatio || 1;
+      ctx.save();
+      ctx.beginPath(); ctx.rect(bbox.left, bbox.top, bbox.width, bbox.height + 8 * ratio); ctx.clip();
+      for (const start of starts) {
+        const x = plot.valToPos(start.step, "x", true);
+        ctx.strokeStyle = color(start.before === "failed" ? "--bad" : "--good");
+        ctx.lineWidth = 1.5 * ratio;
+        ctx.setLineDash(start.before === "failed" ? [] : [5 * ratio, 4 * ratio]);
+        ctx.beginPath(); ctx.moveTo(x, bbox.top); ctx.lineTo(x, bbox.top + bbox.height); ctx.stroke();
+      }
+      ctx.setLineDash([]);
+      const y = bbox.top + bbox.height - 5 * ratio;
+      ctx.lineWidth = 1.5 * ratio; ctx.strokeStyle = color("--accent");
+      for (const mark of found.checkpoints) {
+        const x = plot.valToPos(mark.step, "x", true);
+        ctx.fillStyle = color(mark.left ? "--back" : "--accent");
+        ctx.beginPath(); ctx.arc(x, y, 3.5 * ratio, 0, 7); ctx.fill(); ctx.stroke();
+      }
+      ctx.restore();
+    };
+  }
+
+  function nearest(plot, found, left) {
+    let best = null, least = 12;
+    for (const mark of found.checkpoints) {
+      const away = Math.abs(plot.valToPos(mark.step, "x") - left);
+      if (away < least) { least = away; best = mark; }
+    }
+    return best;
+  }
+
+  function drawTimeLine(box, found) {
+    if (!found.plot) return found.error ? say(box, found.error.text) : undefined;
+    const panels = new Map();
+    for (const one of found.plot.series) panels.set(one.panel, [...(panels.get(one.panel) ?? []), one]);
+    const note = document.getElementById(`${box.id}-note`);
+    box.replaceChildren();
+    for (const [title, series] of panels) {
+      const panel = document.createElement("div");
+      panel.className = "panel";
+      box.append(panel);
+      const steps = found.checkpoints.map((mark) => mark.step);
+      const plot = new uPlot(options(title, series, box.clientWidth, {
+        hooks: {
+          draw: [marksOf(found)],
+          setCursor: [(plot) => {
+            const mark = plot.cursor.left >= 0 ? nearest(plot, found, plot.cursor.left) : null;
+            plot.over.style.cursor = mark ? "pointer" : "";
+            if (note && mark) note.textContent = mark.text;
+          }],
+        },
+        scales: { x: { time: false, range: (_, low, high) => [Math.min(low, ...steps), Math.max(high, ...steps) + 1] } },
+      }), aligned(series), panel);
+      plot.over.addEventListener("click", () => {
+        const mark = nearest(plot, found, plot.cursor.left);
+        if (mark) location.assign(mark.href);
+      });
+    }
+  }
+
+  function drawCosts(box, found) {
+    if (!found.series.length) return say(box, found.is_pending ? "Reading the saves…" : "No save has recorded what it took.");
+    box.replaceChildren();
+    new uPlot(options("seconds by phase", found.series, box.clientWidth, {}), aligned(found.series), box);
+  }
+
+  function start() {
+    const clocks = document.querySelectorAll("[data-look]");
+    const every = Math.min(...[...clocks].map((one) => Number(one.dataset.look)));
+    if (clocks.length) setInterval(look, Math.max(every, 2000));
+    document.addEventListener("visibilitychange", look);
+    watchForChanges();
+    for (const box of document.querySelectorAll("[data-plot]")) {
+      const select = document.querySelector(`select[data-for="${box.id}"]`);
+      const url = () => box.dataset.plot + (select?.value ? `?metric=${encodeURIComponent(select.value)}` : "");
+      const again = keepDrawn(box, url, drawTimeLine);
+      select?.addEventListener("change", again);
+    }
+    for (const box of document.querySelectorAll("[data-costs]")) keepDrawn(box, () => box.dataset.costs, drawCosts);
+  }
+
+  if (document.readyState === "loading") document.addEventListener("DOMContentLoaded", start); else start();
+})();
