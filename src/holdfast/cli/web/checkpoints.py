@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
-from holdfast.cli.answers import Show, StoredTensor
+from holdfast.cli.answers import Drift, Show, StoredTensor
 from holdfast.cli.diff import diff as compare
+from holdfast.cli.drift import show_drift
 from holdfast.cli.show import show
 from holdfast.cli.stats import stats as compute
 from holdfast.cli.verify import check
 from holdfast.cli.web.jobs import Job, told
-from holdfast.cli.web.pages import of_run, site_of
+from holdfast.cli.web.pages import data, of_run, site_of
 from holdfast.cli.web.runs import Run
 from holdfast.cli.web.site import WHOLE_S, Site, cut, given, named, page_number
 
@@ -156,6 +158,46 @@ async def begin_diff(request: Request) -> Response:
         kind="diff",
         title=f"{a} and {b}",
     )
+
+
+async def drift(request: Request) -> Response:
+    """Ask which checkpoints the drift is of."""
+    site = site_of(request)
+    run = site.run(request)
+    common, listed = await of_run(run, "drift"), await site.listed(run)
+    done = [job for job in site.jobs if job.kind == "drift" and job.run == run.name]
+    components = sorted({name for one in listed.checkpoints for name in one.components})
+    values = {"components": components, "num_all": len(listed.checkpoints), "jobs": done[::-1]}
+    return site.page(request, "drift.html", {**common, **values})
+
+
+async def begin_drift(request: Request) -> Response:
+    """Begin to compare the newest checkpoints, each with the one before."""
+    site = site_of(request)
+    run = site.run(request)
+    listed = await site.listed(run)
+    form = request.state.form
+    last = form.get("last", "10")
+    number = int(last) if last.isascii() and last.isdigit() and len(last) < 5 else 0
+    if not 2 <= number <= 1000:
+        raise HTTPException(400, "Compare from 2 to 1000 checkpoints.")
+    names = {name for one in listed.checkpoints for name in one.components}
+    components = [name for name in sorted(names) if name == form.get("component")]
+    of = f" of {components[0]}" if components else ""
+    return site.begin(
+        run,
+        lambda: show_drift(run.root, components=components, last=number, depth=None, plot=None),
+        kind="drift",
+        title=f"the newest {number}{of}",
+    )
+
+
+async def drift_data(request: Request) -> Response:
+    """Return the answer of `drift` for the picture."""
+    found = _job(site_of(request), request)
+    if found.answer is None or not isinstance(found.answer.document, Drift):
+        raise HTTPException(404, "There is no such drift, or not yet.")
+    return data(msgspec.to_builtins(found.answer.document))
 
 
 async def jobs(request: Request) -> Response:

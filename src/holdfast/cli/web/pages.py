@@ -11,10 +11,12 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from holdfast.cli.answers import Listed, Log, Ls, Plot
+from holdfast.cli.answers import Forecast, Listed, Log, LoggedSave, Ls, Plot
+from holdfast.cli.forecast import foretell
 from holdfast.cli.log import log_root
 from holdfast.cli.output import Answer, TextTable, printable
 from holdfast.cli.plot import plot as plot_root
+from holdfast.cli.resume_plan import plan_of
 from holdfast.cli.uploads import show_uploads
 from holdfast.cli.web.health import findings, is_wrong
 from holdfast.cli.web.jobs import told
@@ -82,6 +84,7 @@ async def overview(request: Request) -> Response:
     site = site_of(request)
     run = site.run(request)
     common, seen = await of_run(run, "overview"), await run.listed()
+    foretold = await _foretold(run)
     listed: Ls | None = seen.answer.document if seen.answer is not None else None
     found = findings(listed, common["watched"])
     head = None if listed is None else _head(listed)
@@ -92,8 +95,20 @@ async def overview(request: Request) -> Response:
         "head": head,
         "rows": _rows(seen.answer)[:_NEWEST] if seen.answer is not None else [],
         "metrics": [] if listed is None else metric_names(listed),
+        "forecast": None if foretold.answer is None else foretold.answer.document,
+        "forecast_error": told(foretold.error),
+        "is_pending": seen.is_pending or foretold.is_pending,
     }
     return site.page(request, "overview.html", {**common, **values})
+
+
+async def newest(request: Request) -> Response:
+    """Show the newest checkpoints, and whatever is odd in the root."""
+    site = site_of(request)
+    run = site.run(request)
+    seen = await run.listed()
+    rows = _rows(seen.answer)[:_NEWEST] if seen.answer is not None else []
+    return site.rendering.page("parts/newest.html", {**given(seen), "rows": rows, "run": run})
 
 
 def _head(listed: Ls) -> Listed | None:
@@ -161,6 +176,42 @@ def _log(run: Run) -> Any:
     return lambda: log_root(run.root, saves=True)
 
 
+async def _foretold(run: Run) -> Seen:
+    return await run.known(
+        "forecast", lambda: foretell(run.root, number=10, keep=None, every=None, metrics=())
+    )
+
+
+async def retention(request: Request) -> Response:
+    """Show what retention does at the coming saves, and why."""
+    site = site_of(request)
+    run = site.run(request)
+    common, seen = await of_run(run, "retention"), await _foretold(run)
+    forecast: Forecast | None = seen.answer.document if seen.answer is not None else None
+    rows = [] if forecast is None else forecast.checkpoints
+    action = request.query_params.get("action", "")
+    actions = sorted({one.action for one in rows})
+    chosen = [one for one in rows if action not in actions or one.action == action]
+    values = {
+        **given(seen),
+        **cut(chosen, page_number(request)),
+        "actions": actions,
+        "action": action if action in actions else "",
+    }
+    return site.page(request, "retention.html", {**common, **values})
+
+
+async def resume(request: Request) -> Response:
+    """Show what a resume would take, and what it would pass over and why."""
+    site = site_of(request)
+    run = site.run(request)
+    common = await of_run(run, "resume")
+    seen = await run.known("resume-plan", lambda: plan_of(run.root, verify=False))
+    rows = [] if seen.answer is None else seen.answer.document.candidates
+    values = {**given(seen), **cut(rows, page_number(request))}
+    return site.page(request, "resume.html", {**common, **values})
+
+
 async def costs(request: Request) -> Response:
     """Show what saves took: stall, write, and how far uploads are."""
     site = site_of(request)
@@ -168,10 +219,9 @@ async def costs(request: Request) -> Response:
     common, seen = await of_run(run, "costs"), await run.known("log", _log(run))
     watched = common["watched"]
     uploads = await run.known("uploads", lambda: show_uploads(run.root))
-    saves = [save for life in _lives(seen) for save in life.saves if save.timings]
     values = {
         **given(seen),
-        **cut(saves[::-1], page_number(request)),
+        **cut(_costly(seen)[::-1], page_number(request)),
         "uploads": None if uploads.answer is None else uploads.answer.document,
         "uploads_error": told(uploads.error) if watched and watched.uploads else None,
         "is_pending": seen.is_pending or uploads.is_pending,
@@ -179,19 +229,25 @@ async def costs(request: Request) -> Response:
     return site.page(request, "costs.html", {**common, **values})
 
 
-def _lives(seen: Seen) -> list[Any]:
-    return [] if seen.answer is None else seen.answer.document.lives
+def _costly(seen: Seen) -> list[LoggedSave]:
+    """Return the saves of `log` of which the costs are known, oldest first."""
+    log: Log | None = seen.answer.document if seen.answer is not None else None
+    lives = [] if log is None else log.lives
+    return [save for life in lives for save in life.saves if save.cost is not None]
+
+
+_COSTS = (("stall", "stall_s"), ("write", "write_s"), ("upload", "upload_s"))
 
 
 async def costs_data(request: Request) -> Response:
-    """Return the timings of saves by step, for the picture."""
+    """Return what saves took by step, for the picture."""
     run = site_of(request).run(request)
     seen = await run.known("log", _log(run))
-    saves = [save for life in _lives(seen) for save in life.saves if save.timings]
-    names = sorted({name for save in saves for name in save.timings})
+    saves = _costly(seen)
     series = [
-        {"name": name, "points": [[save.step, save.timings.get(name)] for save in saves]}
-        for name in names
+        {"name": name, "points": [[save.step, getattr(save.cost, field)] for save in saves]}
+        for name, field in _COSTS
+        if any(getattr(save.cost, field) is not None for save in saves)
     ]
     return data({"series": series, "is_pending": seen.is_pending, "error": told(seen.error)})
 

@@ -74,7 +74,7 @@
       title, width, height: 220,
       cursor: { y: false },
       scales: { x: { time: false } },
-      axes: [{ ...axis }, { ...axis, size: 64, values: (_, ticks) => ticks.map((tick) => Number(tick.toPrecision(6)).toString()) }],
+      axes: [{ ...axis }, { ...axis, size: (_, texts) => 16 + 7.5 * Math.max(3, ...(texts ?? []).map((text) => text.length)), values: (_, ticks) => ticks.map((tick) => Number(tick.toPrecision(6)).toString()) }],
       series: [
         { label: "step" },
         ...series.map((one, index) => ({
@@ -116,9 +116,15 @@
     let best = null, least = 12;
     for (const mark of found.checkpoints) {
       const away = Math.abs(plot.valToPos(mark.step, "x") - left);
-      if (away < least) { least = away; best = mark; }
+      if (away <= least) { least = away; best = mark; }
     }
     return best;
+  }
+
+  function padded(low, high, steps) {
+    const first = steps.reduce((a, b) => Math.min(a, b), low), last = steps.reduce((a, b) => Math.max(a, b), high);
+    const more = Math.max((last - first) * 0.01, 1);
+    return [first - more, last + more];
   }
 
   function drawTimeLine(box, found) {
@@ -126,6 +132,7 @@
     const panels = new Map();
     for (const one of found.plot.series) panels.set(one.panel, [...(panels.get(one.panel) ?? []), one]);
     const note = document.getElementById(`${box.id}-note`);
+    found.checkpoints.sort((a, b) => b.left - a.left);  // what the run stands on is drawn above
     box.replaceChildren();
     for (const [title, series] of panels) {
       const panel = document.createElement("div");
@@ -141,7 +148,7 @@
             if (note && mark) note.textContent = mark.text;
           }],
         },
-        scales: { x: { time: false, range: (_, low, high) => [Math.min(low, ...steps), Math.max(high, ...steps) + 1] } },
+        scales: { x: { time: false, range: (_, low, high) => padded(low, high, steps) } },
       }), aligned(series), panel);
       plot.over.addEventListener("click", () => {
         const mark = nearest(plot, found, plot.cursor.left);
@@ -156,7 +163,64 @@
     new uPlot(options("seconds by phase", found.series, box.clientWidth, {}), aligned(found.series), box);
   }
 
+  // A cell for each layer and checkpoint; shades are logarithmic between the extremes.
+  function drawHeat(box, found) {
+    const layers = found.layers, steps = found.checkpoints.slice(1);
+    const known = layers.flatMap((one) => one.changes).filter((value) => value > 0);
+    if (!known.length) return say(box, "Nothing changed.");
+    const low = Math.log(Math.min(...known)), high = Math.log(Math.max(...known));
+    const ratio = devicePixelRatio || 1, left = Math.min(260, box.clientWidth * 0.35), row = 18, bottom = 22;
+    const width = box.clientWidth, height = layers.length * row + bottom, cell = (width - left) / steps.length;
+    const canvas = document.createElement("canvas");
+    canvas.className = "heat";
+    canvas.width = width * ratio; canvas.height = height * ratio;
+    box.replaceChildren(canvas);
+    const ctx = canvas.getContext("2d");
+    ctx.scale(ratio, ratio);
+    ctx.font = "12px system-ui"; ctx.textBaseline = "middle";
+    layers.forEach((layer, y) => {
+      ctx.fillStyle = color("--text");
+      ctx.fillText(shortened(ctx, `${layer.component}:${layer.layer}`, left - 8), 2, y * row + row / 2);
+      layer.changes.forEach((value, x) => {
+        const share = value > 0 ? (high > low ? (Math.log(value) - low) / (high - low) : 1) : null;
+        ctx.fillStyle = value === null ? color("--back") : share === null ? color("--stripe") : shade(share);
+        ctx.fillRect(left + x * cell, y * row, Math.max(cell - 1, 1), row - 1);
+      });
+    });
+    ctx.fillStyle = color("--dim");
+    const every = Math.max(1, Math.ceil(56 / cell));
+    steps.forEach((one, x) => { if (x % every === 0) ctx.fillText(String(one.step), left + x * cell, height - bottom / 2); });
+    const note = document.getElementById(`${box.id}-note`);
+    canvas.addEventListener("mousemove", (event) => {
+      const x = Math.floor((event.offsetX * width / canvas.clientWidth - left) / cell), y = Math.floor(event.offsetY / row);
+      if (!note || !layers[y] || !steps[x]) return;
+      const value = layers[y].changes[x];
+      note.textContent = `${layers[y].component}:${layers[y].layer}, step ${found.checkpoints[x].step} to ${steps[x].step}: ${value === null ? "nothing to compare" : Number(value.toPrecision(3))}`;
+    });
+  }
+
+  // From dark blue over green to yellow, light enough to differ without color.
+  function shade(share) {
+    return `hsl(${260 - 205 * share} ${55 + 30 * share}% ${28 + 36 * share}%)`;
+  }
+
+  function shortened(ctx, text, width) {
+    if (ctx.measureText(text).width <= width) return text;
+    let kept = text;
+    while (kept && ctx.measureText(`…${kept}`).width > width) kept = kept.slice(1);
+    return `…${kept}`;
+  }
+
+  function drawAll(among) {
+    for (const box of among.querySelectorAll("[data-heat]:not([data-drawn])")) {
+      box.dataset.drawn = "yes";
+      keepDrawn(box, () => box.dataset.heat, drawHeat);
+    }
+  }
+
   function start() {
+    drawAll(document);
+    document.body.addEventListener("htmx:after:swap", () => drawAll(document));
     const clocks = document.querySelectorAll("[data-look]");
     const every = Math.min(...[...clocks].map((one) => Number(one.dataset.look)));
     if (clocks.length) setInterval(look, Math.max(every, 2000));
