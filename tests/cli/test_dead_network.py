@@ -35,6 +35,7 @@ COMMANDS = {
     "scrub": [ROOT],
     "watch": [ROOT, "--once"],
     "doctor": [ROOT],
+    "serve": [ROOT],
     "run": ["--root", ROOT, "true"],
     "keys list": [ROOT],
     "tree": [ROOT],

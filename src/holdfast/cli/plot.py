@@ -129,7 +129,8 @@ def _add(record: _Record, line: Mapping[str, Any]) -> None:
 
 def _of_manifests(entries: Sequence[Entry]) -> _Record:
     record = _Record()
-    for entry in sorted(entries, key=lambda entry: entry.step):
+    # Of two at one step the newer counts: the run went back before the other.
+    for entry in sorted(entries, key=lambda entry: (entry.step, entry.order)):
         for name, value in entry.manifest.metrics.items():
             record.metrics.setdefault(name, {})[entry.step] = value
     return record

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
+from starlette.types import ASGIApp
+from uvicorn import Config, Server
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 MAX_CONNECTIONS = 64
@@ -61,13 +62,20 @@ class Connection(H11Protocol):
             self.transport.abort()
 
 
-def limits() -> dict[str, Any]:
-    """Return the settings of uvicorn that belong to these connections."""
-    return {
-        "http": Connection,
-        "ws": "none",
-        "h11_max_incomplete_event_size": MAX_HEADER_NBYTES,
-        "timeout_keep_alive": 30,
-        "timeout_graceful_shutdown": 2,
-        "backlog": MAX_CONNECTIONS,
-    }
+def server_of(app: ASGIApp) -> Server:
+    """Return a server of these connections, which logs no URL: the first has the token."""
+    config = Config(
+        app,
+        http=Connection,
+        ws="none",
+        loop="asyncio",
+        log_level="error",
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        h11_max_incomplete_event_size=MAX_HEADER_NBYTES,
+        timeout_keep_alive=30,
+        timeout_graceful_shutdown=2,
+        backlog=MAX_CONNECTIONS,
+    )
+    return Server(config)

@@ -103,7 +103,10 @@ class Guard:
             return _refuse(405, "Only GET and POST are answered.")
         if not self._is_own_origin(scope, headers):
             return _refuse(403, "The request comes from another page.")
-        given = parse_qsl(scope["query_string"].decode("latin-1"), max_num_fields=MAX_FIELDS)
+        try:
+            given = parse_qsl(scope["query_string"].decode("latin-1"), max_num_fields=MAX_FIELDS)
+        except ValueError:
+            return _refuse(400, f"A query has at most {MAX_FIELDS} fields.")
         return self._admit(scope, headers, given)
 
     def _known(self, headers: Headers) -> Collection[str]:

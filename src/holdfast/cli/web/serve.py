@@ -64,12 +64,12 @@ def serve(
     try:
         import jinja2  # noqa: F401
         import starlette  # noqa: F401
-        import uvicorn
+        import uvicorn  # noqa: F401
     except ImportError as error:
         raise UsageError(
             f"the page needs {error.name}: pip install 'holdfast-torch[web]'"
         ) from None
-    from holdfast.cli.web.connections import limits
+    from holdfast.cli.web.connections import server_of
     from holdfast.cli.web.guard import Access
     from holdfast.cli.web.routes import make_app
     from holdfast.cli.web.runs import names_of
@@ -78,7 +78,7 @@ def serve(
         open_root(root)
     access = Access(prefix=prefix, hosts=frozenset(map(str.lower, allow_hosts)))
     app = make_app(roots, access, may_pin=allow_pin, may_delete=allow_delete)
-    with _listening(port) as listener:
+    with listening(port) as listener:
         found = listener.getsockname()[1]
         answer = ServeAnswer(
             url=f"http://127.0.0.1:{found}{prefix}/?token={access.token}",
@@ -89,19 +89,11 @@ def serve(
         _tell(answer, as_json=as_json)
         if is_opening:
             webbrowser.open(answer.url)
-        config = uvicorn.Config(
-            app,
-            log_level="error",
-            access_log=False,
-            proxy_headers=False,
-            server_header=False,
-            **limits(),
-        )
-        uvicorn.Server(config).run(sockets=[listener])
+        server_of(app).run(sockets=[listener])
     return Code.OK
 
 
-def _listening(port: int | None) -> socket.socket:
+def listening(port: int | None) -> socket.socket:
     """Listen on 127.0.0.1; without a given port on the usual one, or on any that is free.
 
     Raises:

@@ -36,24 +36,25 @@
 
   // Reads until the server has what is drawn; draws only what changed.
   function keepDrawn(box, urlOf, draw) {
-    let drawn = "", turn = 0;
+    let drawn = "", turn = 0, last = null;
+    const redraw = () => { if (last) draw(box, last); };
     async function again() {
       const mine = ++turn;
       let found;
       try { found = await read(urlOf()); } catch { return say(box, "The picture cannot be read now."); }
       if (mine !== turn) return;
       const text = JSON.stringify(found);
-      if (text !== drawn) { drawn = text; draw(box, found); }
+      if (text !== drawn) { drawn = text; last = found; redraw(); }
       if (found.is_pending) setTimeout(() => mine === turn && again(), 700);
     }
     document.body.addEventListener("changed", again);
-    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { drawn = ""; again(); });
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
     let width = box.clientWidth;
     new ResizeObserver(() => {
-      if (Math.abs(box.clientWidth - width) > 8) { width = box.clientWidth; drawn = ""; again(); }
+      if (Math.abs(box.clientWidth - width) > 8) { width = box.clientWidth; redraw(); }
     }).observe(box);
     again();
-    return () => { drawn = ""; again(); };
+    return again;
   }
 
   // Values of several series at the union of their steps.
@@ -199,9 +200,12 @@
     });
   }
 
-  // From dark blue over green to yellow, light enough to differ without color.
+  // Viridis, whose lightness alone tells the order: matplotlib's colors at six places.
+  const VIRIDIS = [[68, 1, 84], [65, 68, 135], [42, 120, 142], [34, 168, 132], [122, 209, 81], [253, 231, 37]];
   function shade(share) {
-    return `hsl(${260 - 205 * share} ${55 + 30 * share}% ${28 + 36 * share}%)`;
+    const at = share * (VIRIDIS.length - 1), from = Math.min(Math.floor(at), VIRIDIS.length - 2);
+    const mixed = VIRIDIS[from].map((value, index) => Math.round(value + (at - from) * (VIRIDIS[from + 1][index] - value)));
+    return `rgb(${mixed.join(" ")})`;
   }
 
   function shortened(ctx, text, width) {

@@ -1,0 +1,399 @@
+"""Claims about what the pages show, read from a real server."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.cli.roots import flip, folder_of
+from tests.serve.client import Page, links, serving
+from tests.serve.conftest import EVIL
+
+from holdfast.cli import watch
+from holdfast.cli.target import NAMED, KeySources
+from holdfast.cli.watch import Watcher
+from holdfast.cli.web import runs
+from holdfast.engine.roots.catalog import Catalog
+from holdfast.keys import Encryption, from_file
+from holdfast.store.local import LocalStore
+from holdfast.store.memory import MemoryStore
+from runs import new_run
+
+TABS = ("", "/checkpoints", "/lineage", "/retention", "/resume", "/costs", "/drift", "/compare")
+
+
+def text_of(page: str) -> str:
+    """Return the words of a page."""
+    return html.unescape(re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", page)))
+
+
+def folders(root: Path) -> list[str]:
+    """Return the folders of all checkpoints, newest first."""
+    return [entry.folder for entry in Catalog(LocalStore(root)).checkpoints()]
+
+
+def test_the_first_page_tells_health_head_and_what_is_deleted_next(page: Page) -> None:
+    text = text_of(page.whole("/r/run"))
+    assert "Healthy" in text
+    assert "not running; the last process ended cleanly" in text
+    assert re.search(r"A resume takes step 300 ", text)
+    assert "What is deleted next" in text
+    assert "training" not in text_of(page.whole("/r/run/live"))
+    assert re.search(r"step 300, saved .* ago · 5 checkpoints", text_of(page.whole("/r/run/live")))
+    roots = text_of(page.whole("/"))
+    assert "last step 300" in roots
+    assert "nothing is wrong with its records" in roots
+
+
+def test_lineage_shows_what_was_left_behind_and_why(page: Page) -> None:
+    whole = page.whole("/r/run/lineage")
+    assert whole.count('class="left-behind"') == 2
+    assert "rollback" in text_of(whole)
+    rows = re.findall(r'<tr class="left">(.*?)</tr>', whole, re.DOTALL)
+    assert [text_of(row).split()[1] for row in rows] == ["400", "300"]
+    only = page.whole("/r/run/lineage?state=left+behind")
+    assert len(re.findall(r"/r/run/c/", only)) == 2
+
+
+def test_retention_resume_and_costs_show_the_answers_of_their_commands(
+    page: Page, run_root: Path
+) -> None:
+    from holdfast.cli.forecast import foretell
+    from holdfast.cli.log import log_root
+    from holdfast.cli.resume_plan import plan_of
+
+    forecast: Any = foretell(str(run_root), number=10, keep=None, every=None, metrics=()).document
+    text = text_of(page.whole("/r/run/retention"))
+    assert any(save.gone for save in forecast.saves)
+    for save in forecast.saves:
+        for gone in save.gone:
+            assert gone.why in text
+    for one in forecast.checkpoints:
+        assert one.folder in text
+    plan: Any = plan_of(str(run_root), verify=False).document
+    text = text_of(page.whole("/r/run/resume"))
+    for candidate in plan.candidates:
+        assert candidate.outcome in text
+        assert (candidate.why or "") in text
+    log: Any = log_root(str(run_root), saves=True).document
+    data = json.loads(page.whole("/r/run/costs.json"))
+    stalls = {s.step: s.cost.stall_s for life in log.lives for s in life.saves if s.cost}
+    (series,) = (one for one in data["series"] if one["name"] == "stall")
+    assert {step for step, _ in series["points"]} == {*stalls}
+    assert "durable after" in page.whole("/r/run/costs")
+
+
+def test_the_time_line_has_metrics_saves_starts_and_a_table_behind_it(page: Page) -> None:
+    data = json.loads(page.whole("/r/run/plot.json"))
+    assert {one["name"] for one in data["plot"]["series"]} >= {"loss"}
+    assert [mark["step"] for mark in data["checkpoints"]] == [300, 400, 300, 200, 100]
+    assert [mark["left"] for mark in data["checkpoints"]] == [False, True, True, False, False]
+    assert all(page.get(mark["href"]).status == 200 for mark in data["checkpoints"])
+    chosen = json.loads(page.whole("/r/run/plot.json?metric=loss"))
+    assert [one["name"] for one in chosen["plot"]["series"]] == ["loss"]
+    table = text_of(page.whole("/r/run/numbers"))
+    assert "300 saved 0.05" in table
+
+
+def test_the_list_is_filtered_by_all_words(page: Page) -> None:
+    assert "5 of 5 checkpoints" in text_of(page.whole("/r/run/checkpoints"))
+    assert "1 of 5 checkpoints" in text_of(page.whole("/r/run/checkpoints?q=MANUAL+%23paper"))
+    assert "2 of 5 checkpoints" in text_of(page.whole("/r/run/checkpoints?q=left+behind"))
+    assert "0 of 5 checkpoints" in text_of(page.whole("/r/run/checkpoints?q=manual+interval"))
+    part = page.get("/r/run/checkpoints?q=paper", HX_Request="true").text
+    assert "<html" not in part
+    assert part.count("<tr>") == 2
+
+
+def test_a_checkpoint_shows_its_manifest_and_finds_its_tensors(page: Page, run_root: Path) -> None:
+    newest = folders(run_root)[0]
+    text = text_of(page.whole(f"/r/run/c/{newest}"))
+    assert "a resume takes this one" in text
+    assert "tags paper" in text
+    assert "life 2, save 1" in text
+    whole = text_of(page.whole(f"/r/run/c/{newest}/tensors"))
+    assert "model:0.weight F32 16×8 512" in whole
+    found = text_of(page.whole(f"/r/run/c/{newest}/tensors?q=weight+model"))
+    number = re.search(r"(\d+) of (\d+) tensors", found)
+    assert number is not None
+    assert 0 < int(number[1]) < int(number[2])
+
+
+def test_long_work_runs_in_the_background_and_shows_its_answer(page: Page, run_root: Path) -> None:
+    newest, *_, oldest = folders(run_root)
+    one = f"/r/run/c/{newest}"
+    verified = page.done(page.post(f"{one}/verify"))
+    assert "Every byte is as it was written. 1 verified" in text_of(verified)
+    assert "5 verified" in text_of(page.done(page.post("/r/run/verify")))
+    stats = text_of(page.done(page.post(f"{one}/stats", tensor="model:0.weight")))
+    assert "norm" in stats
+    assert "Numbers by power of two" in stats
+    assert "0.weight" in text_of(page.done(page.post(f"{one}/stats", component="model")))
+    compared = text_of(page.done(page.post("/r/run/compare", a=oldest, b=newest)))
+    assert "They differ." in compared
+    drifted = page.post("/r/run/drift", last="5", component="model")
+    assert "together" in text_of(page.done(drifted))
+    number = drifted.headers["location"].rpartition("/")[2]
+    heat = json.loads(page.get(f"/jobs/{number}/drift.json").text)
+    assert [one["step"] for one in heat["checkpoints"]] == [100, 200, 300]
+    assert "drift" in text_of(page.whole("/jobs"))
+
+
+def test_every_link_of_every_page_leads_to_a_page(page: Page) -> None:
+    seen, wanted = set(), ["/"]
+    while wanted:
+        path = wanted.pop().replace("&amp;", "&")
+        if path in seen or path.endswith(("/verify", "/stats", "/stop")):
+            continue
+        seen.add(path)
+        reply = page.get(path)
+        assert reply.status == 200, path
+        if reply.headers["content-type"].startswith("text/html"):
+            wanted += [link for link in links(reply.text) if "/evil" not in link]
+    assert {f"/r/run{tab}" for tab in TABS} <= seen
+
+
+def pages_of(page: Page, name: str, root: Path) -> list[str]:
+    """Return the addresses of all pages of a run."""
+    parts = [*TABS, "/numbers", "/newest", "/live", "/plot.json", "/costs.json"]
+    found = [f"/r/{name}{tab}" for tab in parts]
+    for folder in folders(root):
+        found += [f"/r/{name}/c/{folder}", f"/r/{name}/c/{folder}/tensors"]
+    return [*found, "/", "/jobs"]
+
+
+def test_markup_in_names_is_shown_as_text(page: Page, evil_root: Path) -> None:
+    name = "evil-b-run"
+    newest, older = folders(evil_root)
+    done = [
+        page.post(f"/r/{name}/c/{newest}/stats", tensor=f"model:{EVIL}"),
+        page.post(f"/r/{name}/c/{newest}/stats", component="model"),
+        page.post(f"/r/{name}/compare", a=older, b=newest),
+        page.post(f"/r/{name}/verify"),
+    ]
+    texts = [page.whole(path) for path in pages_of(page, name, evil_root)]
+    texts += [page.done(reply) for reply in done]
+    texts.append(page.whole(f"/r/{name}/checkpoints?q=%22%3E%3Cscript%3Ealert(1)"))
+    for text in texts:
+        if not text.startswith("{"):
+            assert "<script>alert" not in text
+            assert "<img" not in text
+            assert not re.search(r"<[^>]*\sonerror=[^>]*>", re.sub(r'"[^"]*"', '""', text))
+    assert sum(EVIL in html.unescape(text) for text in texts) > 8
+    data = page.get(f"/r/{name}/plot.json")
+    assert data.headers["content-type"].startswith("application/json")
+    assert data.headers["x-content-type-options"] == "nosniff"
+
+
+def test_no_page_has_script_or_style_in_it(page: Page, run_root: Path) -> None:
+    for path in pages_of(page, "run", run_root):
+        text = page.whole(path)
+        if text.startswith("{"):
+            continue
+        assert not re.search(r"<script(?![^>]*\ssrc=)", text)
+        assert not re.search(r"<style|\sstyle=|\son[a-z]+=|javascript:|hx-on", text), path
+        assert not re.search(r'(?:src|href|action)="(?:https?:)?//', text), path
+
+
+UP = (
+    "..",
+    "%2e%2e",
+    "..%2f..%2fetc%2fpasswd",
+    "%2fetc%2fpasswd",
+    "..%5c..",
+    "run%00",
+    "%252e%252e",
+)
+
+
+@pytest.mark.parametrize("up", UP)
+def test_names_that_lead_elsewhere_are_not_found(page: Page, run_root: Path, up: str) -> None:
+    """No text of a request is made part of a path."""
+    newest = folders(run_root)[0]
+    for path in (
+        *(f"/r/{up}", f"/r/{up}/checkpoints", f"/r/run/c/{up}", f"/r/run/c/{up}/tensors"),
+        *(
+            f"/static/{up}",
+            f"/r/run/{up}/page.css",
+            f"/jobs/{up}",
+            f"/{up}",
+            f"/r/run/c/{newest}/{up}",
+        ),
+        f"/r/run/plot.json?metric={up}",
+    ):
+        assert page.get(path).status == 404, path
+    text = up.replace("%2f", "/").replace("%2e", ".")
+    one = f"/r/run/c/{newest}"
+    assert page.post(f"/r/run/c/{up}/verify").status == 404
+    for field in ("tensor", "component"):
+        assert page.post(f"{one}/stats", **{field: text}).status == 404
+    assert page.post("/r/run/compare", a=text, b=newest).status == 404
+    assert page.post("/r/run/compare", a=newest, b=text).status == 404
+    assert text_of(page.whole(f"/r/run/compare?a={up}&b={up}")).count(text) == 0
+
+
+def test_what_may_not_be_changed_has_no_route(page: Page, run_root: Path) -> None:
+    one = f"/r/run/c/{folders(run_root)[0]}"
+    assert page.post(f"{one}/pin", pinned="yes").status == 404
+    assert page.post(f"{one}/delete", name="x").status == 404
+    assert page.get(f"{one}/delete").status == 404
+    assert not re.search(r"/pin|/delete|Delete|Unpin", page.whole(one))
+
+
+def test_looking_at_every_page_changes_nothing(page: Page, run_root: Path) -> None:
+    before = sorted((path, path.stat().st_mtime_ns) for path in run_root.rglob("*"))
+    for path in pages_of(page, "run", run_root):
+        page.whole(path)
+    assert sorted((path, path.stat().st_mtime_ns) for path in run_root.rglob("*")) == before
+
+
+def test_pins_and_deletions_go_through_the_commands(run_root: Path, tmp_path: Path) -> None:
+    root = Path(shutil.copytree(run_root, tmp_path / "run", symlinks=True))
+    with serving([root], may_pin=True, may_delete=True) as page:
+        newest = folders(root)[0]
+        left = next(name for name in folders(root) if name.startswith("step-00000400"))
+        assert page.post(f"/r/run/c/{left}/pin", pinned="yes").status == 303
+        assert "pinned" in text_of(page.whole(f"/r/run/c/{left}"))
+        assert f"deletes {left}" in text_of(page.whole(f"/r/run/c/{left}/delete"))
+        delete = f"/r/run/c/{left}/delete"
+        assert page.post(delete, name=newest, reason="old").status == 400
+        assert page.post(delete, name="", reason="old").status == 400
+        kept = text_of(page.done(page.post(delete, name=left, reason="old")))
+        assert "nothing was deleted" in kept
+        assert left in folders(root)
+        done = page.post(delete, name=left, reason="old", even_pinned="yes")
+        assert "Deleted." in text_of(page.done(done))
+        assert left not in folders(root)
+        log = text_of(page.whole("/r/run/lineage"))
+        assert f"deletes {left}: old" in log or "old" in log
+        assert page.get(f"/r/run/c/{left}").status == 404
+
+
+def test_work_that_is_stopped_ends(run_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from holdfast.cli.web import checkpoints
+
+    def endless(target: str) -> Any:
+        from holdfast.cli.output import progress_bar
+
+        with progress_bar() as progress:
+            assert progress is not None
+            while True:
+                progress("one", 1, 2)
+
+    monkeypatch.setattr(checkpoints, "check", endless)
+    with serving([run_root]) as page:
+        begun = page.post("/r/run/verify").headers["location"]
+        assert page.post("/r/run/verify").headers["location"] == begun  # the same work, once
+        while "one" not in page.get(begun).text:
+            pass
+        text = page.get(begun).text
+        assert "<progress" in text
+        assert "Stop" in text
+        assert page.post(f"{begun}/stop").status == 303
+        assert "Stopped." in page.whole(begun)
+        page.post("/r/run/verify")  # and the end of the server ends it
+
+
+def test_damage_is_shown_on_the_first_page_and_by_verification(
+    run_root: Path, tmp_path: Path
+) -> None:
+    root = Path(shutil.copytree(run_root, tmp_path / "run", symlinks=True))
+    flip(next(folder_of(root, 200).glob("model*.safetensors")), 700)
+    (folder_of(root, 100) / "model-00000.safetensors").unlink()
+    with serving([root]) as page:
+        text = text_of(page.whole("/r/run"))
+        assert "Needs a look" in text
+        assert "1 file missing or cut" in text
+        found = text_of(page.done(page.post("/r/run/verify")))
+        assert "Not whole." in found
+        assert "DAMAGED" in found
+
+
+def test_a_root_without_checkpoints_says_so(tmp_path: Path) -> None:
+    with new_run().manager(tmp_path / "run") as manager:
+        manager.resume()
+        with serving([tmp_path / "run"]) as page:
+            for tab in TABS[:6]:
+                assert page.get(f"/r/run{tab}").status == 200
+            assert "no checkpoints yet" in text_of(page.whole("/r/run"))
+            assert page.get("/r/run/c/x").status in (404, 503)
+            manager.save(5).wait()
+            page.whole("/r/run/live")
+            while "step 5" not in text_of(page.get("/r/run/live").text):
+                pass
+            assert "training now" in text_of(page.whole("/r/run"))
+            assert "A resume takes step 5" in text_of(page.whole("/r/run"))
+
+
+def test_an_encrypted_run_is_shown_with_its_key_and_only_with_it(tmp_path: Path) -> None:
+    from holdfast.cli.keys import generate
+
+    generate(tmp_path / "key", pair=False)
+    encrypt = Encryption(keys=from_file(tmp_path / "key"))
+    with new_run().manager(tmp_path / "run", encrypt=encrypt) as manager:
+        manager.save(7, metrics={"loss": 1.0}).wait()
+    with serving([tmp_path / "run"]) as page:
+        assert "KeyUnavailable" in page.whole("/r/run") or "MissingKey" in page.whole("/r/run")
+        assert "Every byte" in text_of(page.done(page.post("/r/run/verify")))
+    token = NAMED.set(KeySources(files=[str(tmp_path / "key")]))
+    try:
+        with serving([tmp_path / "run"]) as page:
+            assert "A resume takes step 7" in text_of(page.whole("/r/run"))
+            one = f"/r/run/c/{folder_of(tmp_path / 'run', 7).name}"
+            assert "model:0.weight" in text_of(page.whole(f"{one}/tensors"))
+            assert "Every byte" in text_of(page.done(page.post(f"{one}/verify")))
+            assert "norm" in page.done(page.post(f"{one}/stats", tensor="model:0.weight"))
+    finally:
+        NAMED.reset(token)
+
+
+def test_a_look_lists_the_root_once_and_nobody_looks_unasked(
+    run_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A page that is left open costs the store one list a refresh, however many pages are open."""
+    listed: list[str] = []
+    children = LocalStore.children
+
+    def noted(self: LocalStore, prefix: str = "") -> tuple[str, ...]:
+        listed.append(prefix)
+        return children(self, prefix)
+
+    with serving([run_root]) as page:
+        page.whole("/r/run")
+        page.whole("/r/run/live")
+        monkeypatch.setattr(LocalStore, "children", noted)
+        monkeypatch.setattr(runs, "LOCAL_LOOK_S", 0.0)
+        page.whole("/r/run/live")
+        assert listed.count("") == 1
+        monkeypatch.setattr(runs, "LOCAL_LOOK_S", 1e6)
+        listed.clear()
+        for _ in range(5):
+            page.get("/r/run/live")
+            page.get("/r/run")
+        assert listed == []
+
+
+def test_a_look_of_watch_lists_the_root_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = MemoryStore()
+    with new_run().manager(store, preflight=False) as manager:
+        manager.save(1).wait()
+    watcher = Watcher(store)
+    watcher.look()
+    listed: list[str] = []
+    children = store.children
+    monkeypatch.setattr(
+        store, "children", lambda prefix="": (listed.append(prefix), children(prefix))[1]
+    )
+    assert watcher.look().last_step == 1
+    assert listed.count("") == 1
+
+
+def test_names_of_roots_are_short_and_differ() -> None:
+    found = runs.names_of(["/a/gpt", "/b/gpt/", "s3://bucket/my run", "/", "/a/gpt"])
+    assert [*found] == ["gpt", "gpt-2", "my-run", "run"]
+    assert watch.age(7200) == "2.0 h"
