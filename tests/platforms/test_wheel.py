@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import venv
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ found = pkgutil.walk_packages(holdfast.__path__, "holdfast.")
 names = [one.name for one in found if not one.name.endswith("__main__")]
 names.remove("holdfast.testing.store_contract")  # a suite for pytest
 names = [name for name in names if not name.startswith("holdfast.bridges.")]  # trainers of others
+names = [name for name in names if not name.startswith("holdfast.cli.web.")]  # needs [web]
 for name in names:
     importlib.import_module(name)
 print(len(names), holdfast.__file__)
@@ -52,6 +54,8 @@ def test_the_wheel_alone_saves_verifies_and_imports_whole(tmp_path: Path) -> Non
     pip = (sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check")
     _run(*pip, "wheel", "--no-deps", "-w", tmp_path / "dist", REPOSITORY, cwd=tmp_path)
     (wheel,) = (tmp_path / "dist").iterdir()
+    names = {name.partition("holdfast/cli/web/")[2] for name in zipfile.ZipFile(wheel).namelist()}
+    assert {"templates/base.html", "static/page.js", "static/htmx.LICENSE"} <= names
     assert wheel.name == f"holdfast_torch-{holdfast.__version__}-py3-none-any.whl"
     venv.create(tmp_path / "bare", with_pip=True)
     bin_ = tmp_path / "bare" / "bin"

@@ -12,6 +12,7 @@ from starlette.responses import RedirectResponse, Response
 from holdfast.cli.answers import Drift, Show, StoredTensor
 from holdfast.cli.diff import diff as compare
 from holdfast.cli.drift import show_drift
+from holdfast.cli.output import Answer
 from holdfast.cli.show import show
 from holdfast.cli.stats import stats as compute
 from holdfast.cli.verify import check
@@ -210,21 +211,20 @@ async def job(request: Request) -> Response:
     """Show a piece of work: its progress, and then its answer."""
     site = site_of(request)
     found = _job(site, request)
-    run = site.runs.get(found.run)
-    rows = _rows_of(found)
+    is_over = found.is_over  # once: it may end while this is written
+    answer = found.answer if is_over else None
     values = {
         "job": found,
-        "now_run": run,
-        "document": None if found.answer is None else found.answer.document,
+        "is_over": is_over,
+        "document": None if answer is None else answer.document,
         "failure": told(found.error),
-        **cut(rows, page_number(request)),
+        **cut(_rows_of(answer), page_number(request)),
     }
     return site.page(request, "job.html", {**values, "tab": "jobs"})
 
 
-def _rows_of(found: Job) -> list[Any]:
+def _rows_of(answer: Answer | None) -> list[Any]:
     """Return the long table of an answer: tensors of `stats` and `diff`."""
-    answer = found.answer
     return [*getattr(answer.document, "tensors", ())] if answer is not None else []
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from asyncio import gather
 from collections.abc import Mapping
 from typing import Any
 
@@ -37,13 +38,13 @@ def site_of(request: Request) -> Site:
 async def roots(request: Request) -> Response:
     """Show all runs, each with its verdict."""
     site = site_of(request)
-    cards = [await _card(run) for run in site.runs.values()]
+    cards = await gather(*(_card(run) for run in site.runs.values()))
     is_pending = any(card["is_pending"] for card in cards)
     return site.page(request, "roots.html", {"cards": cards, "is_pending": is_pending})
 
 
 async def _card(run: Run) -> dict[str, Any]:
-    looked, listed = await run.look(), await run.listed()
+    looked, listed = await gather(run.look(), run.listed())
     document = listed.answer.document if listed.answer is not None else None
     found = findings(document, looked.answer)
     return {
@@ -83,8 +84,7 @@ async def overview(request: Request) -> Response:
     """Show a run for ten seconds: its health, its head, its newest checkpoints."""
     site = site_of(request)
     run = site.run(request)
-    common, seen = await of_run(run, "overview"), await run.listed()
-    foretold = await _foretold(run)
+    common, seen, foretold = await gather(of_run(run, "overview"), run.listed(), _foretold(run))
     listed: Ls | None = seen.answer.document if seen.answer is not None else None
     found = findings(listed, common["watched"])
     head = None if listed is None else _head(listed)
@@ -133,7 +133,7 @@ async def checkpoints(request: Request) -> Response:
     """List the checkpoints, those whose row has all the given words."""
     site = site_of(request)
     run = site.run(request)
-    common, seen = await of_run(run, "checkpoints"), await run.listed()
+    common, seen = await gather(of_run(run, "checkpoints"), run.listed())
     words = request.query_params.get("q", "")[:200].lower().split()
     rows = _rows(seen.answer) if seen.answer is not None else []
     found = [row for row in rows if all(word in _words_of(row) for word in words)]
@@ -155,7 +155,7 @@ async def lineage(request: Request) -> Response:
     """Show the lives of the run, what was left behind, and what became of each save."""
     site = site_of(request)
     run = site.run(request)
-    common, seen = await of_run(run, "lineage"), await run.known("log", _log(run))
+    common, seen = await gather(of_run(run, "lineage"), run.known("log", _log(run)))
     log: Log | None = seen.answer.document if seen.answer is not None else None
     lives = [] if log is None else log.lives
     saves = [(life, save) for life in reversed(lives) for save in reversed(life.saves)]
@@ -186,7 +186,7 @@ async def retention(request: Request) -> Response:
     """Show what retention does at the coming saves, and why."""
     site = site_of(request)
     run = site.run(request)
-    common, seen = await of_run(run, "retention"), await _foretold(run)
+    common, seen = await gather(of_run(run, "retention"), _foretold(run))
     forecast: Forecast | None = seen.answer.document if seen.answer is not None else None
     rows = [] if forecast is None else forecast.checkpoints
     action = request.query_params.get("action", "")
@@ -205,8 +205,10 @@ async def resume(request: Request) -> Response:
     """Show what a resume would take, and what it would pass over and why."""
     site = site_of(request)
     run = site.run(request)
-    common = await of_run(run, "resume")
-    seen = await run.known("resume-plan", lambda: plan_of(run.root, verify=False))
+    common, seen = await gather(
+        of_run(run, "resume"),
+        run.known("resume-plan", lambda: plan_of(run.root, verify=False)),
+    )
     rows = [] if seen.answer is None else seen.answer.document.candidates
     values = {**given(seen), **cut(rows, page_number(request))}
     return site.page(request, "resume.html", {**common, **values})
@@ -216,9 +218,12 @@ async def costs(request: Request) -> Response:
     """Show what saves took: stall, write, and how far uploads are."""
     site = site_of(request)
     run = site.run(request)
-    common, seen = await of_run(run, "costs"), await run.known("log", _log(run))
+    common, seen, uploads = await gather(
+        of_run(run, "costs"),
+        run.known("log", _log(run)),
+        run.known("uploads", lambda: show_uploads(run.root)),
+    )
     watched = common["watched"]
-    uploads = await run.known("uploads", lambda: show_uploads(run.root))
     values = {
         **given(seen),
         **cut(_costly(seen)[::-1], page_number(request)),

@@ -27,7 +27,7 @@ LOCAL_LOOK_S, REMOTE_LOOK_S = 2.0, 10.0
 OLD_S = 60.0
 """Age at which an answer is read again: pins, tags and deletions elsewhere are no change that
 `watch` sees."""
-PATIENCE_S = 0.4
+PATIENCE_S = 0.3
 """How long a page waits for an answer before it is shown without; it follows when it is read."""
 _MAX_KEPT = 24
 _MAX_LARGE = 3

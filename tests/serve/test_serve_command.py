@@ -1,0 +1,155 @@
+"""Claims about `holdfast serve` as a command, and about its size and its cost."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.cookiejar import CookieJar
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.cli.conftest import holdfast as holdfast
+from tests.cli.roots import Result
+from tests.serve.many import multiply
+
+from holdfast.cli.web.rendering import Static
+
+Command = Callable[..., Result]
+LEAST = "import sys\nfrom holdfast.cli import main\nsys.argv = ['holdfast', *sys.argv[1:]]\nmain()"
+
+
+@contextmanager
+def command(*arguments: object) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
+    """Run `holdfast serve` in a process of its own; yield it and the line that it prints."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", LEAST, "serve", "--json", "--port", "0", *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        yield process, json.loads(line) if line else {}
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+        try:
+            process.communicate(timeout=30)
+        finally:
+            process.kill()
+
+
+def browser() -> urllib.request.OpenerDirector:
+    return urllib.request.build_opener(urllib.request.HTTPCookieProcessor(CookieJar()))
+
+
+def test_the_printed_url_opens_the_page_and_ctrl_c_ends_it(run_root: Path) -> None:
+    with command(run_root, "--path-prefix", "/h", "--no-open") as (process, said):
+        assert said["runs"] == [{"name": "run", "root": str(run_root)}]
+        assert said["changes"] == []
+        assert re.fullmatch(r"http://127\.0\.0\.1:\d+/h/\?token=[\w-]{43}", said["url"])
+        opened = browser()
+        with opened.open(said["url"], timeout=30) as reply:
+            assert reply.url == f"http://127.0.0.1:{said['port']}/h/"
+            assert b"Holdfast" in reply.read()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=30) == 130
+        assert process.stderr is not None
+        assert process.stderr.read() == ""
+
+
+def test_without_its_packages_the_command_says_how_to_get_them(
+    holdfast: Command, run_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("uvicorn", "starlette", "jinja2"):
+        monkeypatch.setitem(sys.modules, name, None)
+        result = holdfast("serve", run_root)
+        assert result.code == 2
+        assert "pip install 'holdfast-torch[web]'" in result.err
+        monkeypatch.undo()
+
+
+def test_wrong_arguments_are_refused_before_anything_is_served(
+    holdfast: Command, run_root: Path, tmp_path: Path
+) -> None:
+    assert holdfast("serve").code == 2
+    assert holdfast("serve", tmp_path / "none").code == 3
+    for prefix in ("/a/../b", "a b", '/a"b', "//evil.example"):
+        assert holdfast("serve", run_root, "--path-prefix", prefix).code == 2
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        result = holdfast("serve", run_root, "--port", port)
+        assert (result.code, f"--port={port}" in result.err) == (2, True)
+
+
+def test_scripts_of_others_come_with_their_licences() -> None:
+    names = [
+        path.name
+        for path in Path(sys.modules[Static.__module__].__file__ or "")
+        .parent.joinpath("static")
+        .iterdir()
+    ]
+    for library in ("htmx", "uplot"):
+        assert any(name.startswith(library) and name.endswith(".min.js") for name in names)
+        assert f"{library}.LICENSE" in names
+    assert Static().response("htmx.LICENSE") is None
+
+
+@pytest.fixture(scope="module")
+def large_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """1,000 checkpoints of 10,000 tensors."""
+    import holdfast as package
+
+    root = tmp_path_factory.mktemp("large") / "run"
+    state = {"model": {f"h.{n // 10}.part.{n % 10}.weight": torch.ones(2) for n in range(10_000)}}
+    with package.CheckpointManager(root, state) as manager:
+        manager.save(100, metrics={"loss": 3.0}).wait()
+    multiply(root, 1000)
+    return root
+
+
+@pytest.mark.full
+def test_a_thousand_checkpoints_of_ten_thousand_tensors_are_shown_at_once(large_root: Path) -> None:
+    """First paint 1 s, filtering 100 ms, 300 MiB."""
+    with command(large_root) as (process, said):
+        opened, base = browser(), f"http://127.0.0.1:{said['port']}"
+
+        def took(path: str) -> tuple[float, str]:
+            began = time.monotonic()
+            with opened.open(base + path, timeout=60) as reply:
+                text = reply.read().decode()
+            return time.monotonic() - began, text
+
+        token = said["url"].partition("?")[2]
+        assert took(f"/r/run/checkpoints?{token}")[0] < 1
+        while "1,000 of 1,000 checkpoints" not in took("/r/run/checkpoints")[1]:
+            time.sleep(0.05)
+        for words in ("t100", "step-0001", "interval", "99"):
+            assert min(took(f"/r/run/checkpoints?q={words}")[0] for _ in range(3)) < 0.1, words
+        for path in ("", "/lineage", "/retention", "/resume", "/costs", "/plot.json", "/numbers"):
+            assert took(f"/r/run{path}")[0] < 1, path
+            while any(
+                text in took(f"/r/run{path}")[1] for text in ("load delay", 'pending": true')
+            ):
+                time.sleep(0.05)
+        folder = next(iter(sorted(path.name for path in large_root.glob("step-*"))))
+        for _ in range(3):
+            seconds, text = took(f"/r/run/c/{folder}/tensors?q=h.77.+weight")
+        assert "10 of 10,0" in text
+        assert seconds < 0.1
+        status = Path(f"/proc/{process.pid}/status")
+        if status.exists():
+            peak = re.search(r"VmHWM:\s+(\d+) kB", status.read_text())
+            assert peak is not None
+            assert int(peak[1]) / 1024 < 300
