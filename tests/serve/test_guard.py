@@ -82,6 +82,9 @@ def test_a_form_needs_its_own_origin_and_token(page: Page) -> None:
         asked = page.ask("POST", "/r/run/verify", wrong, Cookie=page.cookie, Origin=own, **FORM)
         assert asked.status == 403, wrong
     assert page.ask("POST", "/r/run/verify", body, Origin=own, **FORM).status == 403
+    for site, status in (("same-origin", 303), ("same-site", 403), ("cross-site", 403)):
+        hidden = {"Cookie": page.cookie, "Origin": "null", "Sec_Fetch_Site": site, **FORM}
+        assert page.ask("POST", "/r/run/verify", body, **hidden).status == status
     assert page.ask("POST", "/r/run/verify", body, Cookie=page.cookie, Origin=own).status == 415
     assert page.post("/r/run/verify").status == 303
 

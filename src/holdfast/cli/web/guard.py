@@ -120,6 +120,10 @@ class Guard:
             return scope["method"] != "POST" and not _is_embedded(headers)
         if len(origins) > 1:
             return False
+        if origins[0] == "null":
+            # So a browser hides the origin of our own forms, too, as they have no referrer. Pages
+            # cannot set the other header.
+            return headers.getlist("sec-fetch-site") == ["same-origin"]
         parts = urlsplit(origins[0])
         if parts.scheme not in ("http", "https"):
             return False
