@@ -75,6 +75,9 @@ def test_retention_resume_and_costs_show_the_answers_of_their_commands(
             assert gone.why in text
     for one in forecast.checkpoints:
         assert one.folder in text
+    other = text_of(page.whole("/r/run/retention?keep=last:1"))
+    assert "rule last 1 " in other
+    assert "UsageError" in page.whole("/r/run/retention?keep=../..")
     plan: Any = plan_of(str(run_root), verify=False).document
     text = text_of(page.whole("/r/run/resume"))
     for candidate in plan.candidates:

@@ -6,13 +6,13 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextvars import Context
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from holdfast.cli.output import PROGRESS, Answer
 from holdfast.errors import HoldfastError, UsageError
 
-MAX_JOBS = 12
+MAX_JOBS = 8
 """Jobs that are kept, with their results; the oldest that have ended are dropped."""
 _MAX_WAITING = 8
 _END_S = 10.0
@@ -111,7 +111,8 @@ class Jobs:
         self._last += 1
         job = Job(number=self._last, kind=kind, title=title, run=run, can_stop=can_stop)
         context.run(PROGRESS.set, job.report)
-        job.future = self._pool.submit(context.run, work)
+        # The texts for terminals are as large as the answer, and nobody reads them here.
+        job.future = self._pool.submit(context.run, lambda: replace(work(), parts=()))
         self._jobs[job.number] = job
         self._forget()
         return job

@@ -176,9 +176,10 @@ def _log(run: Run) -> Any:
     return lambda: log_root(run.root, saves=True)
 
 
-async def _foretold(run: Run) -> Seen:
+async def _foretold(run: Run, keep: str = "") -> Seen:
     return await run.known(
-        "forecast", lambda: foretell(run.root, number=10, keep=None, every=None, metrics=())
+        f"forecast {keep}",
+        lambda: foretell(run.root, number=10, keep=keep or None, every=None, metrics=()),
     )
 
 
@@ -186,7 +187,8 @@ async def retention(request: Request) -> Response:
     """Show what retention does at the coming saves, and why."""
     site = site_of(request)
     run = site.run(request)
-    common, seen = await gather(of_run(run, "retention"), _foretold(run))
+    keep = request.query_params.get("keep", "")[:500]
+    common, seen = await gather(of_run(run, "retention"), _foretold(run, keep))
     forecast: Forecast | None = seen.answer.document if seen.answer is not None else None
     rows = [] if forecast is None else forecast.checkpoints
     action = request.query_params.get("action", "")
@@ -195,6 +197,7 @@ async def retention(request: Request) -> Response:
     values = {
         **given(seen),
         **cut(chosen, page_number(request)),
+        "keep": keep,
         "actions": actions,
         "action": action if action in actions else "",
     }

@@ -90,7 +90,8 @@ class Run:
         if last is not None:
             kept.move_to_end(key)
             age_s = time.monotonic() - last.at_s
-            if last.version == self.version and age_s < OLD_S:
+            old_s = OLD_S if last.error is None else self.look_s
+            if last.version == self.version and age_s < old_s:
                 return last
         return await self._read(key, read, kept, most, patience_s)
 
@@ -137,6 +138,9 @@ class Run:
             seen = Seen(answer=answer, version=version, at_s=at_s)
         except HoldfastError as error:
             seen = Seen(error=error, version=version, at_s=at_s)
+        before = kept.get(key)
+        if key == "watch" and before is not None and before.error and not seen.error:
+            self.version += 1  # what could not be read can be read again
         kept[key] = seen
         while len(kept) > most:
             kept.popitem(last=False)

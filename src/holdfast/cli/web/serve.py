@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import socket
+import sys
 import webbrowser
 from collections.abc import Sequence
 
@@ -102,7 +103,8 @@ def listening(port: int | None) -> socket.socket:
     for number in (DEFAULT_PORT, 0) if port is None else (port,):
         # asyncio sends without delay only on sockets that say that they are of TCP.
         listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if sys.platform != "win32":  # where another program could listen beside this one
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind(("127.0.0.1", number))
         except OSError as error:

@@ -93,7 +93,7 @@
     return (plot) => {
       const { ctx, bbox } = plot, ratio = devicePixelRatio || 1;
       ctx.save();
-      ctx.beginPath(); ctx.rect(bbox.left, bbox.top, bbox.width, bbox.height + 8 * ratio); ctx.clip();
+      ctx.beginPath(); ctx.rect(bbox.left - 6 * ratio, bbox.top, bbox.width + 12 * ratio, bbox.height + 8 * ratio); ctx.clip();
       for (const start of starts) {
         const x = plot.valToPos(start.step, "x", true);
         ctx.strokeStyle = color(start.before === "failed" ? "--bad" : "--good");
