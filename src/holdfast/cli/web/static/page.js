@@ -21,6 +21,28 @@
     }).observe(live, { childList: true, subtree: true });
   }
 
+  // What a person has under the keyboard or has opened stays so when a part is read again.
+  const markOf = (one) => [one.tagName, one.getAttribute("href") ?? one.getAttribute("action"), one.name, one.value, one.getAttribute("aria-label")].join("\n");
+  let focused = null, opened = [];
+
+  function remember() {
+    const main = document.getElementById("main"), active = document.activeElement;
+    // On nothing: another part that was read again has just taken the element away.
+    if (active !== document.body) focused = main.contains(active) && active !== main ? { element: active, mark: markOf(active) } : null;
+    opened = [...main.querySelectorAll("details")].map((one) => [one.querySelector("summary").textContent, one.open]);
+  }
+
+  function restore() {
+    const main = document.getElementById("main");
+    for (const one of main.querySelectorAll("details")) {
+      const before = opened.find(([text]) => text === one.querySelector("summary").textContent);
+      if (before) one.open = before[1];
+    }
+    if (!focused || focused.element.isConnected) return;
+    const same = [...main.querySelectorAll("a, button, input, select, [tabindex]")].find((one) => markOf(one) === focused.mark);
+    same?.focus({ preventScroll: true });
+  }
+
   async function read(url) {
     const response = await fetch(url, { credentials: "same-origin" });
     if (!response.ok) throw new Error(`${response.status}`);
@@ -224,7 +246,8 @@
 
   function start() {
     drawAll(document);
-    document.body.addEventListener("htmx:after:swap", () => drawAll(document));
+    document.addEventListener("htmx:before:swap", remember);
+    document.addEventListener("htmx:after:swap", () => { restore(); drawAll(document); });
     const clocks = document.querySelectorAll("[data-look]");
     const every = Math.min(...[...clocks].map((one) => Number(one.dataset.look)));
     if (clocks.length) setInterval(look, Math.max(every, 2000));
