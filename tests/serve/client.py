@@ -71,10 +71,10 @@ class Page:
 
     def whole(self, path: str) -> str:
         """Read a page until nothing of it is still being read."""
-        for _ in range(200):
+        for _ in range(600):
             reply = self.get(path)
             assert reply.status == 200, (path, reply)
-            if "load delay" not in reply.text and '"is_pending": true' not in reply.text:
+            if not re.search(r'load delay|"retry_ms": \d', reply.text):
                 return reply.text
             threading.Event().wait(0.02)
         raise AssertionError(f"{path} is never whole")

@@ -10,10 +10,20 @@ import torch
 from tests.serve.client import Page, serving
 
 import holdfast
+from holdfast.cli.web import runs
 from runs import new_run
 
 EVIL = "<script>alert(1)</script>\"'><img/src=x/onerror=alert(2)>"
 """A name that is markup in text, in attributes and in scripts."""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_holding_back() -> Iterator[None]:
+    """On a busy machine each answer takes long, and would then be held back for a hundred times
+    as long."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(runs, "SHARE", 1e9)
+        yield
 
 
 @pytest.fixture(scope="session")

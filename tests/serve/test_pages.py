@@ -381,6 +381,27 @@ def test_a_look_lists_the_root_once_and_nobody_looks_unasked(
         assert listed == []
 
 
+def test_a_root_that_takes_long_to_read_is_not_read_at_each_change(
+    run_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A page that is left open must not slow the training."""
+    from holdfast.cli.web import routes
+
+    made: list[Any] = []
+    monkeypatch.setattr(routes, "named", lambda *given: made.append(runs.named(*given)) or made[0])
+    monkeypatch.setattr(runs, "SHARE", 1e-6)
+    with serving([run_root]) as page:
+        page.whole("/r/run/checkpoints")
+        made[0]["run"].version += 1
+        again = page.get("/r/run/checkpoints").text
+        assert "5 of 5 checkpoints" in text_of(again)
+        delay = re.search(r"load delay:(\d+)ms", again)
+        assert delay is not None
+        assert int(delay[1]) > 100_000
+        made[0]["run"].changed()  # what the page has done itself is shown at once
+        assert "load delay" not in page.whole("/r/run/checkpoints")
+
+
 def test_a_look_of_watch_lists_the_root_once(monkeypatch: pytest.MonkeyPatch) -> None:
     store = MemoryStore()
     with new_run().manager(store, preflight=False) as manager:

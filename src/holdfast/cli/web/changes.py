@@ -6,10 +6,11 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
+from holdfast.cli.output import Answer
 from holdfast.cli.pin import mark
 from holdfast.cli.rm import Leave, rm
 from holdfast.cli.web.pages import of_run, site_of
-from holdfast.cli.web.site import WHOLE_S, given
+from holdfast.cli.web.site import given
 
 
 async def pin(request: Request) -> Response:
@@ -19,12 +20,10 @@ async def pin(request: Request) -> Response:
     listed = await site.checkpoint(request, run)
     is_pinned = request.state.form.get("pinned") == "yes"
     target = f"{run.root}@{listed.folder}"
-    key = f"{'pin' if is_pinned else 'unpin'} {listed.folder}"
-    seen = await run.known(key, lambda: mark(target, pinned=is_pinned), patience_s=WHOLE_S)
-    run.forget(key)
+    seen = await run.call(lambda: mark(target, pinned=is_pinned))
+    run.changed()
     if seen.error is not None:
         raise HTTPException(409, str(seen.error))
-    run.version += 1
     return RedirectResponse(site.rendering.url("r", run.name, "c", listed.folder), 303)
 
 
@@ -36,8 +35,7 @@ async def ask_delete(request: Request) -> Response:
     common = await of_run(run, "checkpoints")
     leave = Leave(reason="", even_pinned=True, even_latest=True, dry_run=True, yes=False)
     target = f"{run.root}@{listed.folder}"
-    seen = await run.known(f"rm {listed.folder}", lambda: rm(target, leave), patience_s=WHOLE_S)
-    run.forget(f"rm {listed.folder}")
+    seen = await run.call(lambda: rm(target, leave))
     values = {**given(seen), "listed": listed}
     return site.page(request, "delete.html", {**common, **values})
 
@@ -58,7 +56,11 @@ async def delete(request: Request) -> Response:
         yes=True,
     )
     target = f"{run.root}@{listed.folder}"
-    run.version += 1
-    return site.begin(
-        run, lambda: rm(target, leave), kind="rm", title=listed.folder, can_stop=False
-    )
+
+    def work() -> Answer:
+        try:
+            return rm(target, leave)
+        finally:
+            run.changed()
+
+    return site.begin(run, work, kind="rm", title=listed.folder, can_stop=False)

@@ -23,7 +23,7 @@ from holdfast.cli.web.health import findings, is_wrong
 from holdfast.cli.web.jobs import told
 from holdfast.cli.web.lineage import picture
 from holdfast.cli.web.runs import Run, Seen
-from holdfast.cli.web.site import Site, cut, given, page_number
+from holdfast.cli.web.site import Site, coming, cut, given, page_number
 
 _NEWEST = 8
 """Checkpoints on the first page of a run."""
@@ -39,8 +39,9 @@ async def roots(request: Request) -> Response:
     """Show all runs, each with its verdict."""
     site = site_of(request)
     cards = await gather(*(_card(run) for run in site.runs.values()))
-    is_pending = any(card["is_pending"] for card in cards)
-    return site.page(request, "roots.html", {"cards": cards, "is_pending": is_pending})
+    retries_ms = [card["retry_ms"] for card in cards if card["retry_ms"] is not None]
+    values = {"cards": cards, "retry_ms": min(retries_ms, default=None)}
+    return site.page(request, "roots.html", values)
 
 
 async def _card(run: Run) -> dict[str, Any]:
@@ -54,7 +55,7 @@ async def _card(run: Run) -> dict[str, Any]:
         "error": told(looked.error or listed.error),
         "findings": found,
         "is_wrong": is_wrong(found),
-        "is_pending": looked.is_pending or listed.is_pending,
+        **coming(looked, listed),
     }
 
 
@@ -89,7 +90,7 @@ async def overview(request: Request) -> Response:
     found = findings(listed, common["watched"])
     head = None if listed is None else _head(listed)
     values = {
-        **given(seen),
+        **given(seen, foretold),
         "findings": found,
         "is_wrong": is_wrong(found),
         "head": head,
@@ -97,7 +98,6 @@ async def overview(request: Request) -> Response:
         "metrics": [] if listed is None else metric_names(listed),
         "forecast": None if foretold.answer is None else foretold.answer.document,
         "forecast_error": told(foretold.error),
-        "is_pending": seen.is_pending or foretold.is_pending,
     }
     return site.page(request, "overview.html", {**common, **values})
 
@@ -228,11 +228,10 @@ async def costs(request: Request) -> Response:
     )
     watched = common["watched"]
     values = {
-        **given(seen),
+        **given(seen, uploads),
         **cut(_costly(seen)[::-1], page_number(request)),
         "uploads": None if uploads.answer is None else uploads.answer.document,
         "uploads_error": told(uploads.error) if watched and watched.uploads else None,
-        "is_pending": seen.is_pending or uploads.is_pending,
     }
     return site.page(request, "costs.html", {**common, **values})
 
@@ -257,7 +256,7 @@ async def costs_data(request: Request) -> Response:
         for name, field in _COSTS
         if any(getattr(save.cost, field) is not None for save in saves)
     ]
-    return data({"series": series, "is_pending": seen.is_pending, "error": told(seen.error)})
+    return data({"series": series, "error": told(seen.error), **coming(seen)})
 
 
 async def plot_data(request: Request) -> Response:
@@ -278,7 +277,7 @@ async def plot_data(request: Request) -> Response:
     found = {
         "plot": None if plot is None else msgspec.to_builtins(plot),
         "checkpoints": marks,
-        "is_pending": seen.is_pending or listed.is_pending,
+        **coming(seen, listed),
         "error": told(seen.error),
     }
     return data(found)

@@ -27,8 +27,13 @@ LOCAL_LOOK_S, REMOTE_LOOK_S = 2.0, 10.0
 OLD_S = 60.0
 """Age at which an answer is read again: pins, tags and deletions elsewhere are no change that
 `watch` sees."""
+SHARE = 0.01
+"""Most of the time that reading one answer again and again may take: a page of a large root that is
+left open must not slow the training."""
 PATIENCE_S = 0.3
 """How long a page waits for an answer before it is shown without; it follows when it is read."""
+RETRY_S = 0.6
+"""How soon a page asks again for an answer that is being read."""
 _MAX_KEPT = 24
 _MAX_LARGE = 3
 """Answers with all tensors of a checkpoint that are kept."""
@@ -43,9 +48,13 @@ class Seen:
     version: int = 0
     """Number of the change of the run that had been seen by then."""
     at_s: float = 0.0
-    """Monotonic seconds."""
+    """Monotonic seconds at which its reading began."""
+    took_s: float = 0.0
+    """How long that took."""
     is_pending: bool = False
     """Whether it is being read again."""
+    retry_s: float | None = None
+    """When to ask again, where something newer is known to come."""
 
 
 class Run:
@@ -58,6 +67,7 @@ class Run:
         """Grows with each change that a look has seen."""
         self._pool = pool
         self._context = copy_context()
+        self._changed_s = 0.0
         self._watcher: Watcher | None = None
         self._watched: Watched | None = None
         self._kept: OrderedDict[str, Seen] = OrderedDict()
@@ -66,13 +76,13 @@ class Run:
 
     @property
     def look_s(self) -> float:
-        """Shortest time between two looks."""
+        """Shortest time between two looks, but for roots that take long to look at."""
         return REMOTE_LOOK_S if "://" in self.root else LOCAL_LOOK_S
 
     async def look(self, *, patience_s: float = PATIENCE_S) -> Seen:
         """Look at the run now, or return what was seen a moment ago."""
         last = self._kept.get("watch", Seen(at_s=-1e9))
-        if time.monotonic() - last.at_s < self.look_s:
+        if time.monotonic() - last.at_s < max(self.look_s, last.took_s / SHARE):
             return last
         return await self._read("watch", self._look, self._kept, _MAX_KEPT, patience_s)
 
@@ -91,17 +101,28 @@ class Run:
             kept.move_to_end(key)
             age_s = time.monotonic() - last.at_s
             old_s = OLD_S if last.error is None else self.look_s
-            if last.version == self.version and age_s < old_s:
+            is_ours = last.at_s < self._changed_s
+            if last.version == self.version and age_s < old_s and not is_ours:
                 return last
+            held_s = last.took_s / SHARE - age_s
+            if held_s > 0 and not is_ours:
+                return replace(last, retry_s=held_s)
         return await self._read(key, read, kept, most, patience_s)
 
     async def listed(self, *, patience_s: float = PATIENCE_S) -> Seen:
         """Return the answer of `ls`."""
         return await self.known("ls", lambda: list_root(self.root), patience_s=patience_s)
 
-    def forget(self, key: str) -> None:
-        """Read an answer anew the next time."""
-        self._kept.pop(key, None)
+    async def call(self, work: Callable[[], Answer]) -> Seen:
+        """Run a command, whose answer is not kept."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(
+            self._pool, self.in_context().run, _seen, work, self.version
+        )
+
+    def changed(self) -> None:
+        """Read all answers anew the next time: the page itself has changed something."""
+        self._changed_s = time.monotonic()
 
     def in_context(self) -> Context:
         """Return a context with the keys and times of the command line, without progress bars."""
@@ -126,18 +147,12 @@ class Run:
         done, _ = await asyncio.wait({task}, timeout=patience_s)
         if done:
             return task.result()
-        return replace(kept.get(key, Seen()), is_pending=True)
+        return replace(kept.get(key, Seen()), is_pending=True, retry_s=RETRY_S)
 
     async def _keep(
         self, key: str, read: Callable[[], Any], kept: OrderedDict[str, Seen], most: int
     ) -> Seen:
-        version, at_s = self.version, time.monotonic()
-        loop = asyncio.get_running_loop()
-        try:
-            answer = await loop.run_in_executor(self._pool, self.in_context().run, read)
-            seen = Seen(answer=answer, version=version, at_s=at_s)
-        except HoldfastError as error:
-            seen = Seen(error=error, version=version, at_s=at_s)
+        seen = await self.call(read)
         before = kept.get(key)
         if key == "watch" and before is not None and before.error and not seen.error:
             self.version += 1  # what could not be read can be read again
@@ -155,6 +170,17 @@ class Run:
             self.version += 1
         self._watched = found
         return found
+
+
+def _seen(read: Callable[[], Any], version: int) -> Seen:
+    """Read an answer, in a thread."""
+    at_s, answer, error = time.monotonic(), None, None
+    try:
+        answer = read()
+    except HoldfastError as raised:
+        error = raised
+    took_s = time.monotonic() - at_s
+    return Seen(answer=answer, error=error, version=version, at_s=at_s, took_s=took_s)
 
 
 def _changed(one: Watched, other: Watched) -> bool:

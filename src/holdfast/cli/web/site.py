@@ -105,12 +105,24 @@ def named(listed: Ls, folder: str) -> Listed:
     return found
 
 
-def given(seen: Seen) -> dict[str, Any]:
-    """Return what templates need of an answer: its struct, its error, and whether more comes."""
+def given(seen: Seen, *others: Seen) -> dict[str, Any]:
+    """Return what templates need of an answer: its struct, its error, and whether more comes.
+
+    More may come of the `others`, too.
+    """
     return {
         "answer": None if seen.answer is None else seen.answer.document,
         "error": told(seen.error),
-        "is_pending": seen.is_pending,
+        **coming(seen, *others),
+    }
+
+
+def coming(*seen: Seen) -> dict[str, Any]:
+    """Return whether answers are being read again, and in how many milliseconds to ask again."""
+    retries_s = [one.retry_s for one in seen if one.retry_s is not None]
+    return {
+        "is_pending": any(one.is_pending for one in seen),
+        "retry_ms": int(1000 * min(retries_s)) + 1 if retries_s else None,
     }
 
 

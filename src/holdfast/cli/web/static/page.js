@@ -67,7 +67,7 @@
       if (mine !== turn) return;
       const text = JSON.stringify(found);
       if (text !== drawn) { drawn = text; last = found; redraw(); }
-      if (found.is_pending) setTimeout(() => mine === turn && again(), 700);
+      if (found.retry_ms) setTimeout(() => mine === turn && again(), found.retry_ms);
     }
     document.body.addEventListener("changed", again);
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
