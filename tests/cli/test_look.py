@@ -163,6 +163,14 @@ def test_stats_has_each_tensor_with_its_norm(holdfast: Holdfast, looked: Path) -
     assert "model:h.0.weight" in text
 
 
+def test_stats_of_named_tensors_reads_only_those(holdfast: Holdfast, looked: Path) -> None:
+    found = answer(StatsAnswer, holdfast("stats", looked, "--tensor", "model:h.0.bias", "--json"))
+    assert [one.tensor for one in found.tensors] == ["model:h.0.bias"]
+    for name in ("model:h.0", "other:x", "h.0.bias", "model:"):
+        result = holdfast("stats", looked, "--tensor", name)
+        assert (result.code, name in result.err) == (2, True)
+
+
 def test_stats_names_what_is_not_finite(holdfast: Holdfast, tmp_path: Path) -> None:
     save_file({"x": torch.tensor([float("nan"), 1.0])}, tmp_path / "w.safetensors")
     assert "not finite: model:x" in holdfast("stats", tmp_path / "w.safetensors", "--trust").out

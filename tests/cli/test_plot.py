@@ -17,6 +17,7 @@ from tests.cli.roots import Result
 
 from children import environment
 from holdfast.cli.drawing import Figure, Mark, Panel, Series, html, svg, text, thinned, ticks
+from runs import new_run
 
 Command = Callable[..., Result]
 SCRIPT = Path(__file__).with_name("plotted.py")
@@ -116,6 +117,19 @@ def test_a_log_may_be_elsewhere(holdfast: Command, run: Path, tmp_path: Path) ->
     moved = log.replace(tmp_path / "moved.jsonl")
     document = holdfast("plot", run, "--log", moved, "--json").document
     assert len(document["series"][0]["points"]) == 9
+
+
+def test_of_two_saves_at_one_step_the_newer_is_drawn(holdfast: Command, tmp_path: Path) -> None:
+    """The run went back before the other."""
+    run = new_run()
+    with run.manager(tmp_path / "run") as manager:
+        for step in (1, 2):
+            manager.save(step, metrics={"loss": 5.0}).wait()
+    with run.manager(tmp_path / "run") as manager:
+        manager.resume("step=1")
+        manager.save(2, metrics={"loss": 1.0}).wait()
+    series = holdfast("plot", tmp_path / "run", "--json").document["series"]
+    assert [one["points"] for one in series if one["name"] == "loss"] == [[[1, 5.0], [2, 1.0]]]
 
 
 def test_without_a_log_the_checkpoints_are_drawn(holdfast: Command, root: Path) -> None:

@@ -55,7 +55,9 @@ def plot(root: str, *, output: Path | None, metrics: Sequence[str], log: Path | 
     if record is None:
         record = _of_manifests(entries)
         notes.append("no log: only what the checkpoints say of their steps")
-    record.sizes |= {entry.step: float(entry.manifest.plain_nbytes) for entry in entries}
+    # Oldest first: of two at one step the newer counts, as the run went back before the other.
+    kept = sorted(entries, key=lambda entry: entry.order)
+    record.sizes |= {entry.step: float(entry.manifest.plain_nbytes) for entry in kept}
     if record.num_broken:
         notes.append(f"{record.num_broken} lines of the log are damaged and left out")
     panels = _chosen(record, metrics) if metrics else _usual(record)
@@ -129,7 +131,6 @@ def _add(record: _Record, line: Mapping[str, Any]) -> None:
 
 def _of_manifests(entries: Sequence[Entry]) -> _Record:
     record = _Record()
-    # Of two at one step the newer counts: the run went back before the other.
     for entry in sorted(entries, key=lambda entry: (entry.step, entry.order)):
         for name, value in entry.manifest.metrics.items():
             record.metrics.setdefault(name, {})[entry.step] = value

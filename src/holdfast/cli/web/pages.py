@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from holdfast.cli.answers import Forecast, Listed, Log, LoggedSave, Ls, Plot
+from holdfast.cli.drawing import thinned
 from holdfast.cli.forecast import foretell
 from holdfast.cli.log import log_root
 from holdfast.cli.output import Answer, TextTable, printable
@@ -25,6 +26,8 @@ from holdfast.cli.web.lineage import picture
 from holdfast.cli.web.runs import Run, Seen
 from holdfast.cli.web.site import Site, coming, cut, given, page_number
 
+MAX_POINTS = 4000
+"""Points of a curve that are sent to be drawn; a screen has fewer columns."""
 _NEWEST = 8
 """Checkpoints on the first page of a run."""
 
@@ -275,12 +278,20 @@ async def plot_data(request: Request) -> Response:
     plot: Plot | None = seen.answer.document if seen.answer is not None else None
     marks = [] if document is None else [_mark(site, run, one) for one in document.checkpoints]
     found = {
-        "plot": None if plot is None else msgspec.to_builtins(plot),
+        "plot": None if plot is None else _drawable(plot),
         "checkpoints": marks,
         **coming(seen, listed),
         "error": told(seen.error),
     }
     return data(found)
+
+
+def _drawable(plot: Plot) -> dict[str, Any]:
+    """Return the members of an answer of `plot`, of long curves only the extremes of stretches."""
+    members: dict[str, Any] = msgspec.to_builtins(plot)
+    for series in members["series"]:
+        series["points"] = thinned([(x, y) for x, y in series["points"]], MAX_POINTS)
+    return members
 
 
 def _mark(site: Site, run: Run, listed: Listed) -> dict[str, Any]:
