@@ -56,7 +56,8 @@ def test_the_page_names_no_command_or_option_that_is_not_there() -> None:
     known = {name for name, command in commands() if not is_group(command)}
     found = set(re.findall(r"^### `(holdfast [a-z-]+(?: [a-z]+)?)", text, re.MULTILINE))
     assert found == known
-    options = {opt for _, command in commands() for p in command.params for opt in p.opts}
+    parameters = [p for _, command in commands() for p in command.params]
+    options = {opt for p in parameters for opt in (*p.opts, *p.secondary_opts)}
     assert set(re.findall(r"`(--[a-z-]+)", text)) <= options | {"--help"}
 
 
