@@ -87,6 +87,8 @@ def test_wrong_arguments_are_refused_before_anything_is_served(
     assert holdfast("serve", tmp_path / "none").code == 3
     for prefix in ("/a/../b", "a b", '/a"b', "//evil.example"):
         assert holdfast("serve", run_root, "--path-prefix", prefix).code == 2
+    for host in ("lab.example.org:443", "https://lab.example.org", "*", ""):
+        assert holdfast("serve", run_root, "--allow-host", host).code == 2
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         result = holdfast("serve", run_root, "--port", port)

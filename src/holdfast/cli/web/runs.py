@@ -145,7 +145,7 @@ class Run:
             self._tasks[key] = task
             task.add_done_callback(lambda _: self._tasks.pop(key, None))
         done, _ = await asyncio.wait({task}, timeout=patience_s)
-        if done:
+        if done and task.result().at_s >= self._changed_s:
             return task.result()
         return replace(kept.get(key, Seen()), is_pending=True, retry_s=RETRY_S)
 

@@ -16,6 +16,7 @@ from holdfast.cli.target import open_root
 from holdfast.errors import UsageError
 
 DEFAULT_PORT = 8770
+_HOST = re.compile(r"[A-Za-z0-9._-]+", re.ASCII)
 _PREFIX = re.compile(r"(/[A-Za-z0-9._~-]+)*", re.ASCII)
 
 
@@ -62,6 +63,9 @@ def serve(
     prefix = path_prefix.rstrip("/")
     if not _PREFIX.fullmatch(prefix) or ".." in prefix:
         raise UsageError(f"--path-prefix={path_prefix!r}: write it as /holdfast")
+    for host in allow_hosts:
+        if not _HOST.fullmatch(host):
+            raise UsageError(f"--allow-host={host!r}: a name alone, as lab.example.org")
     try:
         import jinja2  # noqa: F401
         import starlette  # noqa: F401
