@@ -30,6 +30,7 @@ OPENS_FOLDERS = os.open in os.supports_dir_fd
 """Whether names can be used inside an open folder, on which all writing rests; not on Windows."""
 CLOSED_ON_EXEC = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 """Flags of every `os.open`: not inherited by programs, and bytes as they are, also on Windows."""
+IS_LINUX = sys.platform.startswith("linux")
 C_LIBRARY = "msvcrt" if sys.platform == "win32" else None
 """What `ctypes.CDLL` and `ctypes.PyDLL` load for memcmp, memcpy and memmove."""
 

@@ -20,6 +20,7 @@ import click
 
 from holdfast.cli.target import named_file_key, named_keys
 from holdfast.errors import LimitExceeded, OutOfMemory
+from holdfast.system import IS_LINUX
 
 if TYPE_CHECKING:
     from holdfast.interop.source import Source
@@ -157,7 +158,7 @@ def _run(foreign: list[str]) -> int:
 
 def _die_with_parent() -> Callable[[], None] | None:
     """Return what a child of Linux calls to be killed when this process dies."""
-    if not sys.platform.startswith("linux"):
+    if not IS_LINUX:
         return None
     prctl = ctypes.CDLL(None).prctl
     return lambda: prctl(_DIE_WITH_PARENT, int(signal.SIGKILL), 0, 0, 0)

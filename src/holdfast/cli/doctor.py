@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -29,7 +28,7 @@ from holdfast.policy.rules import recorded_time
 from holdfast.store.base import Store
 from holdfast.store.local import LocalStore
 from holdfast.store.remote.opening import SCHEMES
-from holdfast.system import PROC
+from holdfast.system import IS_LINUX, PROC
 
 T = TypeVar("T")
 Status = Literal["ok", "warn", "fail"]
@@ -382,7 +381,7 @@ def _file_system(path: Path) -> Iterator[Finding]:
 
 def _kind_of(path: Path) -> str | None:
     """Return the type of the file system that holds a path; None where that cannot be seen."""
-    if not sys.platform.startswith("linux"):
+    if not IS_LINUX:
         return None
     best: tuple[int, str] | None = None
     with suppress(OSError):

@@ -8,12 +8,11 @@ import functools
 import mmap
 import os
 import struct
-import sys
 from dataclasses import dataclass
 
 from holdfast.store.local.oserrors import UNSUPPORTED
+from holdfast.system import IS_LINUX
 
-_IS_LINUX = sys.platform.startswith("linux")
 _RENAME_NOREPLACE = 1
 _AT_EMPTY_PATH = 0x1000
 _STATX_DIOALIGN = 0x2000
@@ -162,7 +161,7 @@ def _count_by_mincore(fd: int, start: int, nbytes: int) -> int | None:
 
 @functools.cache
 def _function(name: str) -> ctypes._NamedFuncPointer | None:
-    if not _IS_LINUX:
+    if not IS_LINUX:
         return None
     found: ctypes._NamedFuncPointer | None
     found = getattr(ctypes.CDLL(None, use_errno=True), name, None)
