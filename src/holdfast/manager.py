@@ -33,6 +33,7 @@ from holdfast.engine.control.outside import Asked, outside_of
 from holdfast.engine.control.requests import POLL_S, Requests
 from holdfast.engine.control.stop import Stop
 from holdfast.engine.hooks import StateHooks
+from holdfast.engine.loading.loaded import ScriptSettings, loaded
 from holdfast.engine.loading.resume import (
     LoadCandidate,
     LoadOptions,
@@ -55,6 +56,7 @@ from holdfast.engine.saving.joint import JointSave
 from holdfast.engine.saving.save import SaveRequest
 from holdfast.engine.saving.saver import Saver
 from holdfast.engine.saving.together import Together
+from holdfast.engine.saving.warnings import ScriptWarnings
 from holdfast.engine.sealed.messages import encrypted
 from holdfast.engine.staging.device import refuse_capture
 from holdfast.engine.staging.overlap import Mode, Overlap
@@ -84,26 +86,10 @@ from holdfast.ranks.coordinator import Coordinator
 from holdfast.state.capture import Captured, Capturer
 from holdfast.state.components import RNG, check_state, marked, unwrapped
 from holdfast.state.edits import Edit, edited
-from holdfast.state.lacking import NO_OPTIMIZER, OUTSIDE, is_outside, lacks_optimizer
-from holdfast.state.lacking import describe as describe_unheld
-from holdfast.state.modules import note_loaded
-from holdfast.state.overrides import OptimizerOptions
 from holdfast.state.selection import listed
-from holdfast.state.settings import Rates, Settings
 from holdfast.store.base import Store
 
 _NEVER_QUIET = (0, 0.0)  # (step, monotonic seconds) until which `maybe_save` is a no-op
-
-
-class _Before:
-    """Learning rates and settings in the live state, recorded before a load replaces them."""
-
-    def __init__(self, state: Mapping[str, Any], override: Iterable[str]) -> None:
-        self.rates = Rates(state)
-        self.settings = Settings(state)
-        self.options = OptimizerOptions(state)
-        self.override = listed(override, "override")
-        self.options.check(self.override)
 
 
 class CheckpointManager:
@@ -302,14 +288,8 @@ class CheckpointManager:
             replaces=replaces,
         )
         self._history = History(config, world_size=self._ranks.world_size)
-        self._asked_again: PendingSave | None = None
-        """Failed save that the leader has asked for again."""
-        self._not_saved_due = True
-        self._lacks_due = True
+        self._warnings = ScriptWarnings(self.store.url, state, self._emit)
         self._stop = stop
-        self._first_look_due = True
-        self._stepping: Sequence[int] | None = None
-        """Ids of the optimizers' parameters at the last search for parameters in no component."""
         self._quiet = _NEVER_QUIET
         exits.register(self)
 
@@ -396,8 +376,8 @@ class CheckpointManager:
         self._quiet, self._is_unused = _NEVER_QUIET, False
         now = self._moments.now(step, epoch=epoch, cycle=cycle, samples=samples, tokens=tokens)
         self._check_usable()
-        if self._first_look_due and isinstance(event, str):
-            self._warn_of_setup()
+        if isinstance(event, str):
+            self._warnings.of_setup(self._stop, has_interval=bool(self._schedule.policies))
         pending = self._saver.pending
         is_alone = self._ranks.world_size == 1
         if is_alone:
@@ -419,8 +399,7 @@ class CheckpointManager:
                 by_leader = self._schedule.due_by_leader(
                     now, metrics or {}, events, vetoes=vetoes, but=due
                 )
-                failed = self._failed_since(pending)
-                self._outside.ask(by_leader, failed, is_owner=self.is_owner)
+                self._outside.ask(by_leader, pending, is_owner=self.is_owner)
             if due is None and asked.is_needed:
                 # The present step is saved already: the request gets that checkpoint, tags added.
                 due = Due(self._schedule.asked_class(vetoes), "demand")
@@ -438,13 +417,6 @@ class CheckpointManager:
         elif pending is None or pending.done():
             self._quiet = (self._schedule.quiet_until(now), time.monotonic() + POLL_S)
         return None
-
-    def _failed_since(self, pending: PendingSave | None) -> PendingSave | None:
-        """Return the save that was begun last if it has failed since the last call."""
-        if pending is None or pending is self._asked_again or pending.failure() is None:
-            return None
-        self._asked_again = pending
-        return None if isinstance(pending.failure(), SaveSkipped) else pending
 
     def is_quiet(self, step: int) -> bool:
         """Whether `maybe_save(step)` would certainly be a no-op; a cheap check for short steps.
@@ -538,12 +510,15 @@ class CheckpointManager:
         self._check_process()
         refuse_capture("resume()")
         self._drain()
-        reader, before = self._reader(), _Before(self.state, override)
-        sides = self._sides(new, without)
+        reader, script = self._reader(), ScriptSettings(self.state, override)
         if in_place is None:
             is_alone = self._ranks.world_size == 1
             in_place = is_alone and which == "latest" and self._is_unused
-        options = LoadOptions(edit=self._hooks.edit_load, in_place=in_place, sides=sides)
+        options = LoadOptions(
+            edit=self._hooks.edit_load,
+            in_place=in_place,
+            sides=Sides.of(self.state, new, without, self._hooks.one_sided),
+        )
         search = Search(
             reader,
             which,
@@ -555,18 +530,19 @@ class CheckpointManager:
         found = self._applying.apply(search, claims=True)
         self._is_unused = found is None
         if found is not None:
-            self._warn_of_lost_steps(found.entry, is_rollback=search.is_rollback)
-            replaced = self._continue_from(found, before, is_rollback=search.is_rollback)
+            if not search.is_rollback:
+                self._warnings.of_lost_steps(self._moments.unsaved, found.entry)
+            replaced = self._continue_from(found, script, is_rollback=search.is_rollback)
             self._compare_lives(found.entry)
         else:
-            self._history.origins = before.options.origins(is_start=True)
+            self._history.origins = script.origins()
             self._beginning.look_around()
         if self._refuses_existing and which == "latest":
             self._beginning.refuse_later(None if found is None else found.entry)
         self._saver.after_claim()
         if found is None:
             return None
-        self._announce_lacks()
+        self._warnings.of_lacks()
         self._tuning.resumed(time.perf_counter() - began)
         self._emit(
             "resumed",
@@ -575,7 +551,7 @@ class CheckpointManager:
             folder=found.entry.folder,
             rejected=reader.rejected,
         )
-        return self._described(found, reader, replaced)
+        return loaded(found, reader, (*replaced, *self._numeric_notes(found.entry)))
 
     @checked()
     @collector_paused()
@@ -625,9 +601,9 @@ class CheckpointManager:
             verify=verify,
             edit=edit if edit is not None else self._hooks.edit_load,
             in_place=in_place,
-            sides=self._sides(new, without),
+            sides=Sides.of(self.state, new, without, self._hooks.one_sided),
         )
-        reader, before = self._reader(), _Before(self.state, override)
+        reader, script = self._reader(), ScriptSettings(self.state, override)
         self._catalog.look_again()
         with ExitStack() as holding:
             is_read_late = in_place or self._memory_budget is not None
@@ -636,14 +612,14 @@ class CheckpointManager:
             found = self._applying.apply(search, claims=False)
         assert found is not None, "what is named is there, or an error says why not"
         self._is_unused = False
-        replaced = self._continue_from(found, before, is_rollback=search.is_rollback)
+        replaced = self._continue_from(found, script, is_rollback=search.is_rollback)
         self._emit(
             "loaded",
             f"loaded {found.entry.folder}",
             step=found.entry.step,
             folder=found.entry.folder,
         )
-        return self._described(found, reader, replaced)
+        return loaded(found, reader, (*replaced, *self._numeric_notes(found.entry)))
 
     def count_from(self, timestamp: Timestamp) -> None:
         """Set counters and training time from `timestamp`, for a state loaded from another root.
@@ -828,9 +804,7 @@ class CheckpointManager:
         captured = self._capture(due)
         captured_s = time.perf_counter() - joint.began_s
         self._beginning.compare_clocks(self._saver.standing)
-        self._announce_not_saved(captured, is_whole=due.components is None)
-        if due.components is None:
-            self._announce_lacks()
+        self._warnings.of_capture(captured, is_whole=due.components is None)
         standing = self._saver.standing
         if standing is not None and standing.step == now.step:
             joint.stand_on(standing.folder)
@@ -866,7 +840,7 @@ class CheckpointManager:
             left_out=tuple(n for n in (*self.state, RNG) if n not in captured.components),
             unhealthy=unhealthy,
             best=self._best,
-            config=self._config(),
+            config=self._history.config_of(self.state),
             changes=self._history.changes,
             policy=self._policy,
             timings=timings,
@@ -890,13 +864,7 @@ class CheckpointManager:
         with collector_paused():
             captured = self._capturer.capture(due.components)
             edit = self._hooks.edit_save
-            if edit is None:
-                return captured
-            if any(part.shards for part in captured.components.values()):
-                raise UsageError(
-                    "edit_save: the state has DTensors, of which a rank has only parts"
-                )
-            return edited(captured, edit)
+            return captured if edit is None else edited(captured, edit)
 
     def _save_as_asked(
         self, asked: Asked, now: Timestamp, due: Due, metrics: Mapping[str, float] | None
@@ -949,29 +917,6 @@ class CheckpointManager:
         for found in self._catalog.copies(entry):
             annotate(*found, **notes)
 
-    def _announce_not_saved(self, captured: Captured, *, is_whole: bool) -> None:
-        if self._not_saved_due and captured.not_saved:
-            self._emit("not_saved", "not saved: " + "; ".join(captured.not_saved))
-        self._not_saved_due = False
-        if not is_whole or captured.stepping == self._stepping:
-            return
-        self._stepping = captured.stepping
-        unheld = captured.look_for_unheld()
-        if unheld:
-            self._emit(
-                "warning",
-                f"{self.store.url}: parameters that no component holds are trained and not saved: "
-                f"{describe_unheld(unheld)}. After a resume they have their first values again: "
-                "add what holds them to `state`",
-            )
-
-    def _announce_lacks(self) -> None:
-        if self._lacks_due and is_outside(self.state):
-            self._emit("no_position", OUTSIDE)
-        if self._lacks_due and lacks_optimizer(self.state):
-            self._emit("warning", NO_OPTIMIZER)
-        self._lacks_due = False
-
     def _reader(self) -> Reader:
         return self._applying.reader(
             rank=self._ranks.rank,
@@ -984,20 +929,6 @@ class CheckpointManager:
             is_mixed=self._applying.half_loaded is not None,
         )
 
-    def _sides(self, new: Iterable[str], without: Iterable[str]) -> Sides:
-        sides = Sides(
-            new=listed(new, "new"),
-            without=listed(without, "without"),
-            allows=self._hooks.one_sided,
-        )
-        sides.check(self.state)
-        return sides
-
-    def _config(self) -> dict[str, str]:
-        if self._history.origins is None:
-            self._history.origins = OptimizerOptions(self.state).origins(is_start=False)
-        return self._history.config
-
     def _compare_lives(self, entry: Entry) -> None:
         """Log the settings that have changed since the process that saved the checkpoint."""
         claim = self._owner.claim
@@ -1009,19 +940,13 @@ class CheckpointManager:
             self._emit("changed", f"changed since {entry.folder}:\n{text}", step=entry.step)
 
     def _continue_from(
-        self, found: LoadCandidate, before: _Before, *, is_rollback: bool
+        self, found: LoadCandidate, script: ScriptSettings, *, is_rollback: bool
     ) -> tuple[str, ...]:
         """Log notes of a successful load; after a full load, continue the run from it.
 
         Returns the notes on settings that the script and the checkpoint have otherwise.
         """
-        note_loaded(self.state.get(name) for name in found.prepared.needed)
-        before.rates.put_back(found.one_sided.new)
-        config = found.entry.manifest.config
-        settled, origins = before.options.settle(
-            before.override, config, loaded=found.prepared.needed
-        )
-        replaced = (*settled, *before.settings.replaced())
+        replaced, origins = script.settle(found)
         for note in (*found.one_sided.notes, *found.prepared.lost, *replaced):
             self._emit("warning", f"{found.entry.folder}: {note}", folder=found.entry.folder)
         if not found.options.is_full:
@@ -1034,48 +959,5 @@ class CheckpointManager:
             self._housekeeper.trust(found.entry)
         return replaced
 
-    def _warn_of_lost_steps(self, entry: Entry, *, is_rollback: bool) -> None:
-        """Warn if a resume has discarded steps that were trained since the last save."""
-        step = self._moments.unsaved
-        if step is not None and step != entry.step and not is_rollback:
-            self._emit(
-                "warning",
-                f"resume() has replaced the state of step {step}, which was not saved, by that of "
-                f"step {entry.step}",
-            )
-
-    def _warn_of_setup(self) -> None:
-        """Warn, at the first `maybe_save`, if no interval is set or signals are not handled."""
-        if not self._schedule.policies and self._stop is None:
-            self._emit(
-                "warning",
-                f"{self.store.url}: maybe_save() saves only what `holdfast save` asks for, because "
-                'the manager has no `every`, such as every="500step"',
-            )
-        if self._stop is not None and not self._stop.is_entered:
-            self._emit(
-                "warning",
-                f"{self.store.url}: no signal is handled, because the Stop was not entered: put "
-                "the loop into `with stop:`",
-            )
-        self._first_look_due = False
-
-    def _described(
-        self, found: LoadCandidate, reader: Reader, replaced: Sequence[str]
-    ) -> Checkpoint:
-        manifest = found.entry.manifest
-        unhealthy = (f"the state was not healthy: {why}" for why in manifest.unhealthy)
-        notes = [*reader.notes, *found.one_sided.notes, *found.prepared.notes]
-        notes += [*replaced, *unhealthy]
-        if manifest.world_size != self._ranks.world_size:
-            notes.append(
-                f"saved by {manifest.world_size} ranks, loaded by {self._ranks.world_size}: rank r "
-                "goes on with the generators, and whatever is per rank, of r modulo the old number"
-            )
-        return describe(
-            self._home(found.entry),
-            found.entry,
-            rejected=reader.rejected,
-            notes=(*notes, *differences(manifest.numerics, numerics(self._ranks.world_size))),
-            new=found.one_sided.new,
-        )
+    def _numeric_notes(self, entry: Entry) -> tuple[str, ...]:
+        return differences(entry.manifest.numerics, numerics(self._ranks.world_size))

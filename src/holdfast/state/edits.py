@@ -89,6 +89,8 @@ def edited(captured: Captured, edit: Edit) -> Captured:
         UnsupportedState: a value that the format cannot hold was assigned.
     """
     parts = captured.components
+    if any(part.shards for part in parts.values()):
+        raise UsageError("edit_save: the state has DTensors, of which a rank has only parts")
     view = StateView(
         {name: part.stored for name, part in parts.items()},
         {name: part.tensors for name, part in parts.items()},

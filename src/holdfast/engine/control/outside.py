@@ -18,7 +18,7 @@ from holdfast.engine.checkpoint import Checkpoint, PendingSave
 from holdfast.engine.control.agreed import AgreedSaves, SignalAlarm
 from holdfast.engine.control.requests import Request, Requests
 from holdfast.engine.control.stop import Promote, Stop
-from holdfast.errors import RanksError, UsageError
+from holdfast.errors import RanksError, SaveSkipped, UsageError
 from holdfast.policy.savers import Due
 from holdfast.policy.schedule import covers, together
 from holdfast.policy.triggers import Event
@@ -109,7 +109,7 @@ class Outside:
             events.append("demand")
         return events, Asked(requests=requests) if requests else _NO_REQUESTS
 
-    def ask(self, due: Due | None, failed: PendingSave | None = None, *, is_owner: bool) -> None:
+    def ask(self, due: Due | None, pending: PendingSave | None = None, *, is_owner: bool) -> None:
         """No-op: what is due by this rank alone is saved at once."""
 
     def tell(self, asked: Asked, outcome: Future[Checkpoint]) -> None:
@@ -165,6 +165,8 @@ class SharedOutside(Outside):
         self._held: tuple[Request, ...] = ()
         """Requests whose wish is on its way."""
         self._under_way: Due | None = None
+        self._asked_again: PendingSave | None = None
+        """Failed save that the leader has asked for again."""
         self._next: Due | None = None
         """What became due while another wish was on its way."""
         self._failed: Failed | None = None
@@ -196,11 +198,12 @@ class SharedOutside(Outside):
         return events, asked
 
     @override
-    def ask(self, due: Due | None, failed: PendingSave | None = None, *, is_owner: bool) -> None:
+    def ask(self, due: Due | None, pending: PendingSave | None = None, *, is_owner: bool) -> None:
         """Pass on, in the leader, what is due by its clock or functions, signals and requests.
 
-        So is `failed`, a save that is to be made again.
+        So is the last save, `pending`, if it has failed since the last call.
         """
+        failed = self._failed_since(pending)
         if failed is not None:
             both = together([failed.due, *([] if self._failed is None else [self._failed.due])])
             self._failed = Failed(both or failed.due, failed.step)
@@ -220,6 +223,13 @@ class SharedOutside(Outside):
         data = msgspec.msgpack.encode(wish)
         # A rank that a scheduler has ended does not answer, and the others have little time.
         self._agreed.ask(data, timeout_s=inf if signal is None else _SIGNAL_S)
+
+    def _failed_since(self, pending: PendingSave | None) -> PendingSave | None:
+        """Return the save that was begun last if it has failed since the last call."""
+        if pending is None or pending is self._asked_again or pending.failure() is None:
+            return None
+        self._asked_again = pending
+        return None if isinstance(pending.failure(), SaveSkipped) else pending
 
     def _signal(self) -> str | None:
         """Return the signal of any rank that was not passed on yet."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from holdfast.errors import MismatchError, UsageError
 from holdfast.format.manifest import Manifest
 from holdfast.state.components import RNG
+from holdfast.state.selection import listed
 
 _WHOLE = " (the whole component)"
 
@@ -23,6 +24,23 @@ class Sides:
     """Stored components that the state lacks."""
     allows: Callable[[str], bool] | None = None
     """Whether another component, given by name, may be on one side only."""
+
+    @classmethod
+    def of(
+        cls,
+        state: Mapping[str, Any],
+        new: Iterable[str],
+        without: Iterable[str],
+        allows: Callable[[str], bool] | None,
+    ) -> Sides:
+        """Create them from the arguments of a load, checked against the live state.
+
+        Raises:
+            UsageError: an argument names the wrong components; see `check`.
+        """
+        sides = cls(new=listed(new, "new"), without=listed(without, "without"), allows=allows)
+        sides.check(state)
+        return sides
 
     def check(self, state: Mapping[str, Any]) -> None:
         """Check the components named in `new` and `without` against the live state.

@@ -11,6 +11,7 @@ from holdfast.arguments import shown
 from holdfast.engine.saving.environment import environment
 from holdfast.engine.saving.fingerprint import numerics
 from holdfast.format.manifest import Change, Manifest
+from holdfast.state.overrides import OptimizerOptions
 
 _COMPARED = ("torch", "device", "cuda", "cudnn", "world_size")
 _OF_ENVIRONMENT = ("python", "holdfast", "numpy", "git_commit")
@@ -36,6 +37,12 @@ class History:
     def config(self) -> dict[str, str]:
         """Settings to record with a checkpoint."""
         return {**self._given, **(self.origins or {})}
+
+    def config_of(self, state: Mapping[str, Any]) -> dict[str, str]:
+        """Return the settings to record, with options of its optimizers as they are now settled."""
+        if self.origins is None:
+            self.origins = OptimizerOptions(state).origins(is_start=False)
+        return self.config
 
     def stand_on(self, manifest: Manifest, epoch: int) -> tuple[str, ...]:
         """Compare with the checkpoint that the life `epoch` goes on from; return the changes."""

@@ -1,0 +1,81 @@
+"""Warnings of likely mistakes in a training script, each logged once by a manager."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from holdfast.engine.control.stop import Stop
+from holdfast.engine.roots.catalog import Entry
+from holdfast.events import Emitter
+from holdfast.state.capture import Captured
+from holdfast.state.lacking import NO_OPTIMIZER, OUTSIDE, describe, is_outside, lacks_optimizer
+
+
+class ScriptWarnings:
+    """Checks of what a script gives to its manager and what it leaves out; logs what it finds."""
+
+    def __init__(self, url: str, state: Mapping[str, Any], emit: Emitter) -> None:
+        self._url = url
+        self._state = state
+        self._emit = emit
+        self._not_saved_due = self._lacks_due = self._setup_due = True
+        self._stepping: Sequence[int] | None = None
+        """Ids of the optimizers' parameters at the last search for parameters in no component."""
+
+    def of_capture(self, captured: Captured, *, is_whole: bool) -> None:
+        """Warn of values that a save leaves out, and of a state that lacks something."""
+        if self._not_saved_due and captured.not_saved:
+            self._emit("not_saved", "not saved: " + "; ".join(captured.not_saved))
+        self._not_saved_due = False
+        if is_whole:
+            self._of_unheld(captured)
+            self.of_lacks()
+
+    def of_lacks(self) -> None:
+        """Warn if no component is a position in the data, or none an optimizer."""
+        if self._lacks_due and is_outside(self._state):
+            self._emit("no_position", OUTSIDE)
+        if self._lacks_due and lacks_optimizer(self._state):
+            self._emit("warning", NO_OPTIMIZER)
+        self._lacks_due = False
+
+    def of_setup(self, stop: Stop | None, *, has_interval: bool) -> None:
+        """Warn, at the first `maybe_save`, if no interval is set or signals are not handled."""
+        if not self._setup_due:
+            return
+        if not has_interval and stop is None:
+            self._emit(
+                "warning",
+                f"{self._url}: maybe_save() saves only what `holdfast save` asks for, because "
+                'the manager has no `every`, such as every="500step"',
+            )
+        if stop is not None and not stop.is_entered:
+            self._emit(
+                "warning",
+                f"{self._url}: no signal is handled, because the Stop was not entered: put "
+                "the loop into `with stop:`",
+            )
+        self._setup_due = False
+
+    def of_lost_steps(self, step: int | None, entry: Entry) -> None:
+        """Warn if a resume has discarded the steps up to `step`, trained since the last save."""
+        if step is not None and step != entry.step:
+            self._emit(
+                "warning",
+                f"resume() has replaced the state of step {step}, which was not saved, by that of "
+                f"step {entry.step}",
+            )
+
+    def _of_unheld(self, captured: Captured) -> None:
+        if captured.stepping == self._stepping:
+            return
+        self._stepping = captured.stepping
+        unheld = captured.look_for_unheld()
+        if unheld:
+            self._emit(
+                "warning",
+                f"{self._url}: parameters that no component holds are trained and not saved: "
+                f"{describe(unheld)}. After a resume they have their first values again: "
+                "add what holds them to `state`",
+            )
