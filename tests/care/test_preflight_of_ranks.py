@@ -28,9 +28,9 @@ HOST = socket.gethostname()
 class Cramped(FaultyStore):
     """A view of a store that sees only so much room."""
 
-    def __init__(self, inner: Store, nbytes: int) -> None:
+    def __init__(self, inner: Store, nbytes: int, file_system: str = "") -> None:
         super().__init__(inner)
-        self._space = FreeSpace(nbytes=nbytes, inodes=None)
+        self._space = FreeSpace(nbytes, None, file_system)
 
     @override
     def free_space(self) -> FreeSpace:
@@ -122,6 +122,17 @@ def test_a_save_of_all_ranks_must_fit_into_the_least_room_that_any_sees(odd: int
     found = first_save(views)
     assert found[0][0] == "PreflightFailed"
     assert all("5000 are free" in said for _, said in found)
+
+
+def test_a_rank_that_sees_too_little_room_for_its_part_is_named_to_all() -> None:
+    store = MemoryStore()
+    views = [Cramped(store, 1 << 40, "7"), Cramped(store, 1000, "8"), Cramped(store, 30_000, "9")]
+    found = first_save(views)
+    assert [kind for kind, _ in found] == ["PreflightFailed", "RanksFailed", "RanksFailed"]
+    for _, said in found:
+        assert f"on file system 8 of {HOST} needs" in said
+        assert "of rank 1, and" in said
+        assert "rank 2" not in said
 
 
 def test_a_rank_with_other_storage_is_named() -> None:

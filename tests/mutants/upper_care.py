@@ -153,7 +153,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="preflight-ignores-free-space",
         promise="R8: a save that will not fit is refused beforehand",
-        file="care/preflight.py",
+        file="engine/saving/room.py",
         before="if left is not None and left < needed:",
         after="if left is not None and left < 0:",
         near=("tests/care/test_preflight.py",),

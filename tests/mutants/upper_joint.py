@@ -10,6 +10,7 @@ _SEALED = ("tests/engine/sealed/test_ranks.py",)
 _TIERS = ("tests/engine/tiers/test_ranks.py",)
 _PER_RANK = ("tests/engine/saving/test_per_rank.py",)
 _PREFLIGHT = ("tests/care/test_preflight_of_ranks.py",)
+_ROOM = ("tests/engine/saving/test_room.py",)
 _JOINED = ("tests/state/test_joining.py", "tests/engine/saving/test_joined_trees.py")
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -419,10 +420,26 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="room-as-the-leader-sees-it",
         promise="R38: a save fits into the least room that any rank sees",
-        file="care/preflight.py",
-        before="_least([own.nbytes, *(one.free_nbytes for one in looks)]),",
-        after="own.nbytes,",
+        file="engine/saving/room.py",
+        before="self.nbytes = _least([self.nbytes, nbytes])",
+        after="self.nbytes = self.nbytes or nbytes",
         near=_PREFLIGHT,
+    ),
+    Mutant(
+        name="room-of-shared-storage-summed-over-hosts",
+        promise="R38: storage that several hosts see is counted once",
+        file="engine/saving/room.py",
+        before="nbytes=_most(room.nbytes for room in rooms.values()),",
+        after="nbytes=sum(room.nbytes or 0 for room in rooms.values()),",
+        near=_ROOM,
+    ),
+    Mutant(
+        name="a-host-needs-room-for-one-of-its-ranks",
+        promise="R38: what all ranks of a host write is summed",
+        file="engine/saving/room.py",
+        before="nbytes = sum(size.of_ranks[rank][0] for rank in room.ranks)",
+        after="nbytes = max(size.of_ranks[rank][0] for rank in room.ranks)",
+        near=_ROOM,
     ),
     Mutant(
         name="a-follower-fails-its-probe-unheard",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -19,7 +19,8 @@ from holdfast.engine.claims.owner import Ownership
 from holdfast.engine.claims.process import utc_now
 from holdfast.engine.roots.catalog import Catalog, Entry
 from holdfast.engine.roots.commit import put_once
-from holdfast.engine.saving.probe import Ask, Look, nobody
+from holdfast.engine.saving.probe import Ask, Look, SaveSize, nobody
+from holdfast.engine.saving.room import lack_of_room
 from holdfast.engine.sealed.sealing import sealed
 from holdfast.engine.tiers.claims import TieredOwnership
 from holdfast.engine.tiers.tiered import Rules
@@ -43,13 +44,10 @@ from holdfast.format import layout
 from holdfast.policy.rule import Rule
 from holdfast.policy.rules import recorded_time
 from holdfast.ranks.coordinator import LEADER
-from holdfast.store.base import FreeSpace, Store
+from holdfast.store.base import Store
 
 _FIRST, _SECOND = b"first", b"second"
 _PIECE = b"holdfast" * 512
-# A file takes whole blocks of the file system, and a save has small records beside its files.
-_ROUNDING_NBYTES = 4096
-_RECORDS_PER_SAVE = 4
 _RACERS, _RACES = 8, 6
 """Threads and rounds of the test of concurrent puts. Where puts are not atomic, three rounds of
 four show more than one winner among eight threads."""
@@ -62,13 +60,15 @@ def preflight(
     nbytes_per_save: int,
     saves_kept: int | None,
     num_files: int,
+    of_ranks: Sequence[tuple[int, int]] = (),
     ask: Ask = nobody,
 ) -> str | None:
     """Check free space, the store's operations and the encryption keys before a first save.
 
     `saves_kept` is how many checkpoints retention keeps at most, beside the one being written;
     None when there is no limit, and then space for one save is required. `num_files` is the
-    number of files of a save. `ask` lets the other ranks of a run try the same. Creates the root
+    number of files of a save, and `of_ranks` has the bytes and files that each rank writes of it.
+    `ask` lets the other ranks of a run try the same. Creates the root
     if it is missing, and a scratch folder that is removed again; other contents of the root are
     ignored. Returns how large files will be written
     from now on, where the store chooses that by trying.
@@ -80,7 +80,12 @@ def preflight(
     others = _OtherRanks(store, ask)
     refusals = [*_refusals(store, others)]
     problems = [
-        *_lack_of_room(store, nbytes_per_save, saves_kept, num_files, others.looks),
+        *lack_of_room(
+            store,
+            SaveSize(nbytes=nbytes_per_save, num_files=num_files, of_ranks=of_ranks),
+            saves_kept or 0,
+            others.looks,
+        ),
         *refusals,
         *others.problems(),
     ]
@@ -160,6 +165,7 @@ def look(store: Store, rank: int, emit: Emitter, folder: str) -> Look:
         problems=tuple(refusals),
         free_nbytes=free.nbytes,
         free_inodes=free.inodes,
+        file_system=free.file_system,
     )
 
 
@@ -176,54 +182,6 @@ def _key_of(folder: str, rank: int) -> str:
 def _tell_chosen(store: Store, chosen: str | None, emit: Emitter) -> None:
     if chosen:
         emit("preflight", f"{store.url}: large files are written {chosen}")
-
-
-def _least(values: Iterable[int | None]) -> int | None:
-    return min((value for value in values if value is not None), default=None)
-
-
-def _lack_of_room(
-    store: Store,
-    nbytes_per_save: int,
-    saves_kept: int | None,
-    num_files: int,
-    looks: Sequence[Look],
-) -> Iterator[str]:
-    """Check that a save of all ranks fits into the least space that any of them sees."""
-    try:
-        own = store.free_space()
-        free = FreeSpace(
-            _least([own.nbytes, *(one.free_nbytes for one in looks)]),
-            _least([own.inodes, *(one.free_inodes for one in looks)]),
-        )
-        if free == FreeSpace(None, None):
-            return
-        held_nbytes, held_files = _usage(store)
-    except StoreError as error:
-        yield f"room: {error}"
-        return
-    kept = saves_kept or 0
-    files = num_files + _RECORDS_PER_SAVE
-    nbytes = nbytes_per_save + files * _ROUNDING_NBYTES
-    saves = f"a save of {nbytes_per_save} bytes in {num_files} files, and {kept} kept beside it"
-    for unit, one, held, left in (
-        ("bytes", nbytes, held_nbytes, free.nbytes),
-        ("inodes", files, held_files, free.inodes),
-    ):
-        needed = one + max(kept * one - held, 0)
-        if left is not None and left < needed:
-            yield f"room: {store.url} needs {needed} more {unit} ({saves}); {left} are free"
-
-
-def _usage(store: Store) -> tuple[int, int]:
-    """Count bytes and files of present checkpoints and saves, which retention will free."""
-    nbytes = num_files = 0
-    for name in Catalog(store).open_attempts():
-        with suppress(StoreError):  # a symbolic link: retention frees nothing there
-            for info in store.list(f"{name}/"):
-                nbytes += info.nbytes
-                num_files += 1
-    return nbytes, num_files
 
 
 def _refusals(store: Store, others: _OtherRanks) -> Iterator[str]:
@@ -382,7 +340,7 @@ class Beginning:
 
     def expect(
         self,
-        size: tuple[int, int],
+        size: SaveSize,
         standing: Entry | None,
         *,
         is_rollback: bool,
@@ -390,7 +348,7 @@ class Beginning:
     ) -> None:
         """Check that a save can be made, and claim the run if it is not claimed yet.
 
-        `size` is about how many bytes and files the save has. `ask` lets the other ranks check
+        `size` is that of the save. `ask` lets the other ranks check
         what they can.
 
         Raises:
@@ -498,7 +456,7 @@ class Beginning:
                 "give this run a root of its own"
             )
 
-    def _check_remote(self, size: tuple[int, int], owner: TieredOwnership) -> None:
+    def _check_remote(self, size: SaveSize, owner: TieredOwnership) -> None:
         remote = owner.catalog.remote.store
         try:
             remote.children()
@@ -507,12 +465,14 @@ class Beginning:
         with owner.remote_scratch():
             self._check_room(size, remote, self._rules.remote)
 
-    def _check_room(
-        self, size: tuple[int, int], store: Store, keep: Rule, ask: Ask = nobody
-    ) -> None:
-        nbytes, num_files = size
+    def _check_room(self, size: SaveSize, store: Store, keep: Rule, ask: Ask = nobody) -> None:
         chosen = preflight(
-            store, nbytes_per_save=nbytes, saves_kept=keep.quota(), num_files=num_files, ask=ask
+            store,
+            nbytes_per_save=size.nbytes,
+            saves_kept=keep.quota(),
+            num_files=size.num_files,
+            of_ranks=size.of_ranks,
+            ask=ask,
         )
         _tell_chosen(store, chosen, self._emit)
 

@@ -93,6 +93,8 @@ class FreeSpace:
 
     nbytes: int | None
     inodes: int | None
+    file_system: str = ""
+    """Identity, on this host, of the file system; empty where there is none."""
 
 
 class Store(ABC):

@@ -12,7 +12,7 @@ import msgspec
 
 from holdfast.engine.checkpoint import Phase
 from holdfast.engine.claims.owner import Ownership
-from holdfast.engine.saving.probe import Look
+from holdfast.engine.saving.probe import Look, SaveSize
 from holdfast.engine.sealed.sealing import WrittenSeal
 from holdfast.engine.staging.staged import Staged
 from holdfast.errors import UnsupportedState
@@ -85,12 +85,12 @@ class JointSave:
         if partial:
             raise UnsupportedState(partial)
 
-    def size(self, captured: Captured) -> tuple[int, int]:
+    def size(self, captured: Captured) -> SaveSize:
         """Return about how many bytes and files the save will have."""
         specs = [spec for part in captured.components.values() for spec in part.specs]
         trees = sum(len(part.tree) for part in captured.components.values())
         nbytes = sum(spec.nbytes for spec in specs) + 2 * trees + 200 * len(specs)
-        return nbytes, 2 * len(captured.components) + 2
+        return SaveSize(nbytes=nbytes, num_files=2 * len(captured.components) + 2)
 
     def probe(self, folder: str) -> Sequence[Look]:
         """Let the followers try the root, in a scratch folder; return what each has found."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import msgspec
@@ -24,6 +25,18 @@ class Look(msgspec.Struct, frozen=True, kw_only=True):
     free_nbytes: int | None = None
     """Free space as this rank sees it; None: unknown."""
     free_inodes: int | None = None
+    file_system: str = ""
+    """Identity, on its host, of the file system that has this space; empty: that of the root."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveSize:
+    """About how many bytes and files a save will have."""
+
+    nbytes: int
+    num_files: int
+    of_ranks: Sequence[tuple[int, int]] = ()
+    """(bytes, files) of the tensors that each rank writes; empty for one rank."""
 
 
 Ask: TypeAlias = Callable[[str], Sequence[Look]]

@@ -301,6 +301,14 @@ class Plan:
         """Number of tensor files."""
         return sum(count for of_rank in self.assignment.numbers for _, count in of_rank)
 
+    @property
+    def of_ranks(self) -> list[tuple[int, int]]:
+        """Bytes and tensor files that each rank writes."""
+        rank = np.searchsorted(self._starts, self._plan.row, side="right") - 1
+        nbytes = np.bincount(rank, self._plan.nbytes, len(self._starts) - 1).astype(np.int64)
+        files = [sum(count for _, count in of_rank) for of_rank in self.assignment.numbers]
+        return [*zip(nbytes.tolist(), files, strict=True)]
+
     def tables(self, written: Sequence[Written]) -> dict[str, TensorTable]:
         """Make the tables of the index, by component, from what each rank has written.
 

@@ -24,7 +24,7 @@ from holdfast.engine.claims.owner import Ownership
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.roots.commit import SaveAttempt, check_ownership, give_up
 from holdfast.engine.saving.joint import Gathered, JointSave, OwnFile
-from holdfast.engine.saving.probe import Look, ProbeNote
+from holdfast.engine.saving.probe import Look, ProbeNote, SaveSize
 from holdfast.engine.saving.shares import Assignment, OwnShare, Plan, Share, Unchanged, Written
 from holdfast.engine.staging.staged import Staged
 from holdfast.errors import (
@@ -261,13 +261,14 @@ class LeadingSave(_RanksSave):
             self._collect_shares()
 
     @override
-    def size(self, captured: Captured) -> tuple[int, int]:
+    def size(self, captured: Captured) -> SaveSize:
         trees = sum(len(part.tree) for part in captured.components.values())
         plan = self._together.plans.get(self._components)
         if plan is None:
             return super().size(captured)
         nbytes = plan.nbytes + 2 * trees + 200 * plan.num_tensors
-        return nbytes, plan.num_files + len(captured.components) + 2
+        num_files = plan.num_files + len(captured.components) + 2
+        return SaveSize(nbytes=nbytes, num_files=num_files, of_ranks=plan.of_ranks)
 
     @override
     def probe(self, folder: str) -> Sequence[Look]:

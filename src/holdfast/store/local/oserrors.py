@@ -132,12 +132,13 @@ def free_space(path: str) -> FreeSpace:
     """
     while True:
         try:
+            device = f"{os.stat(path).st_dev}"
             if not hasattr(os, "statvfs"):  # Windows
-                return FreeSpace(nbytes=shutil.disk_usage(path).free, inodes=None)
+                return FreeSpace(shutil.disk_usage(path).free, None, device)
             found = os.statvfs(path)
             break
         except (FileNotFoundError, NotADirectoryError):
             path = os.path.dirname(path)
     # Some file systems, btrfs for one, make inodes on demand and report none at all.
     inodes = found.f_favail if found.f_files else None
-    return FreeSpace(nbytes=found.f_bavail * found.f_frsize, inodes=inodes)
+    return FreeSpace(found.f_bavail * found.f_frsize, inodes, device)
