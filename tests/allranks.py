@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from holdfast.errors import Disconnected
 from holdfast.manager import CheckpointManager
-from holdfast.ranks.coordinator import Collected, Coordinator, Failure
+from holdfast.ranks.coordinator import Collected, Coordinator, Exchange, Failure, Transfer
 from holdfast.testing.faulty import Stopped
 from holdfast.testing.ranks import ThreadCoordinator
 
@@ -101,7 +101,7 @@ def save_on(
     return all_of(on_ranks(ranks, work))
 
 
-Verb = Literal["post", "collect", "announce", "hear"]
+Verb = Literal["post", "collect", "announce", "hear", "begin"]
 
 
 class Breaking(Coordinator):
@@ -168,3 +168,23 @@ class Breaking(Coordinator):
     def hear(self, tag: str, *, timeout_s: float) -> bytes:
         self._meet("hear", tag)
         return self.inner.hear(tag, timeout_s=timeout_s)
+
+    @override
+    def exchange(self, *, timeout_s: float) -> Exchange:
+        return BreakingExchange(self.inner.exchange(timeout_s=timeout_s), self._meet)
+
+
+class BreakingExchange(Exchange):
+    """Exchange of a `Breaking` rank, to which something may happen where it begins a transfer."""
+
+    def __init__(self, inner: Exchange, meet: Callable[[Verb, str], None]) -> None:
+        self._inner, self._meet = inner, meet
+
+    @override
+    def begin(
+        self,
+        sends: Sequence[tuple[int, memoryview]],
+        receives: Sequence[tuple[int, memoryview]],
+    ) -> Transfer:
+        self._meet("begin", "a transfer")
+        return self._inner.begin(sends, receives)

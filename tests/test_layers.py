@@ -41,7 +41,7 @@ INNER: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "ranks": (
         ("coordinator",),
-        ("alone", "messages"),
+        ("alone", "exchange", "messages"),
         ("c10d",),
         ("chosen",),
     ),
@@ -101,6 +101,7 @@ WITHOUT_TORCH_MODULES = (
 # The only modules that speak to other ranks: through the group's store, and by collectives.
 SPEAKERS = {
     "holdfast.ranks.c10d",
+    "holdfast.ranks.exchange",
     "holdfast.train.parallel.group",
     "holdfast.train.parallel.strategies",
 }

@@ -141,6 +141,8 @@ class CheckpointManager:
         save_timeout_s: longest time to wait for one save, in seconds.
         exit_timeout_s: longest time that the interpreter's exit waits for a save under way.
         preflight: whether the first save checks space and permissions before it claims the run.
+        broadcast: whether several ranks, in a load, read what they share once and send it to each
+            other (docs/ranks.md).
         ranks: the ranks that save and load together (docs/ranks.md): those of torch's default
             process "group", if there is one; a `Coordinator`; or None, for this process alone.
 
@@ -179,6 +181,7 @@ class CheckpointManager:
         save_timeout_s: float = 1800.0,
         exit_timeout_s: float = 600.0,
         preflight: bool = True,
+        broadcast: bool = False,
         ranks: Coordinator | Literal["group"] | None = "group",
     ) -> None:
         state, per_rank = marked(state)
@@ -201,6 +204,7 @@ class CheckpointManager:
             "save_timeout_s": save_timeout_s,
             "exit_timeout_s": exit_timeout_s,
             "preflight": preflight,
+            "broadcast": broadcast,
         }
         checkpoints = Checkpoints.of(root, options)
         if checkpoints.root is None:
@@ -246,7 +250,12 @@ class CheckpointManager:
             self._catalog, self._owner, rules, self._emit, preflight=checkpoints.preflight
         )
         self._applying = applying(
-            self._ranks, self.store, self._owner, self._emit, timeout_s=checkpoints.save_timeout_s
+            self._ranks,
+            self.store,
+            self._owner,
+            self._emit,
+            timeout_s=checkpoints.save_timeout_s,
+            broadcasts=checkpoints.broadcast,
         )
         self._tuning = Tuning(self.store, self._owner, self._emit, self._schedule.auto)
         self._outside = outside_of(

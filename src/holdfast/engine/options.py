@@ -96,6 +96,10 @@ class Checkpoints:
     """Longest time, in seconds, that the interpreter's exit waits for a save under way."""
     preflight: bool = True
     """Whether the first save checks space and rights before anything is claimed."""
+    broadcast: bool = False
+    """Whether loads by several ranks read from the store only once what several ranks need: one
+    of them reads and checks it, and sends it to the others (docs/ranks.md). Off, because ranks of
+    one host read faster from its page cache than from each other."""
 
     def __post_init__(self) -> None:
         Rules.of(self.root, self.keep, self.savers)
@@ -146,6 +150,11 @@ class Checkpoints:
         nbytes = self.memory_budget
         if isinstance(nbytes, str):
             nbytes = number_of_bytes(nbytes, what="memory_budget=")
+        if nbytes is not None and self.broadcast:
+            raise UsageError(
+                "broadcast=True: not with memory_budget, as loads then need fresh memory for what "
+                "this rank has of the state"
+            )
         if nbytes is not None and nbytes < MIN_BUDGET:
             raise UsageError(
                 f"memory_budget={self.memory_budget!r}: at least {MIN_BUDGET} bytes are needed"

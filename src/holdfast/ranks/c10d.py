@@ -46,8 +46,10 @@ from holdfast.ranks.coordinator import (
     NUM_KEPT_ROUNDS,
     Collected,
     Coordinator,
+    Exchange,
     Failure,
 )
+from holdfast.ranks.exchange import GroupExchange
 from holdfast.ranks.messages import Store, delete, get, has, put, take_present
 
 if TYPE_CHECKING:
@@ -136,6 +138,7 @@ class C10d(Coordinator):
         self._rounds: dict[str, int] = {}
         """Tag of each round that may have keys left → number of its posts that were taken."""
         self._group_store = store  # in rank 0 it may host the server, and end that with itself
+        self._is_of_default_group = False
 
     @classmethod
     def of_default_group(cls, *, timeout_s: float = 60.0) -> C10d:
@@ -147,7 +150,15 @@ class C10d(Coordinator):
         group = dist.group.WORLD
         if group is None:
             raise UsageError("torch.distributed has no default process group: initialise it first")
-        return cls(group.get_group_store(), group.rank(), group.size(), timeout_s=timeout_s)
+        made = cls(group.get_group_store(), group.rank(), group.size(), timeout_s=timeout_s)
+        made._is_of_default_group = True
+        return made
+
+    @override
+    def exchange(self, *, timeout_s: float) -> Exchange:
+        if not self._is_of_default_group:
+            return super().exchange(timeout_s=timeout_s)
+        return GroupExchange(timeout_s=timeout_s)
 
     @override
     def post(self, tag: str, data: bytes, *, timeout_s: float) -> None:

@@ -71,6 +71,37 @@ class Collected:
         return [self.came[rank] for rank in sorted(self.came)]
 
 
+class Transfer(ABC):
+    """Handle of bytes under way between ranks."""
+
+    @abstractmethod
+    def wait(self, timeout_s: float) -> None:
+        """Wait until all was sent and received.
+
+        Raises:
+            Disconnected: another rank is lost, or `timeout_s` seconds are over.
+        """
+
+
+class Exchange(ABC):
+    """Way to send large buffers from any rank to any other, in the thread that calls.
+
+    What one rank sends to another arrives in the order in which it was sent.
+    """
+
+    @abstractmethod
+    def begin(
+        self,
+        sends: Sequence[tuple[int, memoryview]],
+        receives: Sequence[tuple[int, memoryview]],
+    ) -> Transfer:
+        """Begin to send buffers, and to fill others with what comes, each to or from a rank.
+
+        Buffers must stay as they are until the transfer was waited for. A rank that was lost in an
+        earlier transfer is left out.
+        """
+
+
 class Coordinator(ABC):
     """Way for the ranks of a run to agree, one object in each rank.
 
@@ -154,6 +185,17 @@ class Coordinator(ABC):
             RanksSilent: the leader announced nothing by the deadline.
             FormatError: the announcement is not a message of a coordinator.
         """
+
+    def exchange(self, *, timeout_s: float) -> Exchange:
+        """Make a way to exchange buffers; all ranks call it at the same point of the program.
+
+        Raises:
+            UsageError: these ranks have none.
+        """
+        raise UsageError(
+            f"broadcast=True: the ranks of {type(self).__name__} send each other no tensors; it "
+            "needs those of torch's default process group"
+        )
 
     def use(self, verb: str, tag: str) -> None:
         """Raise `UsageError` if this rank has used the verb with the tag in its last rounds."""

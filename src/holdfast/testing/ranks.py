@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
+from collections.abc import Sequence
 from threading import Condition
 
 from typing_extensions import override
 
-from holdfast.errors import RanksFailed, RanksSilent
-from holdfast.ranks.coordinator import LEADER, Collected, Coordinator, Failure
+from holdfast.errors import Disconnected, RanksFailed, RanksSilent
+from holdfast.ranks.coordinator import (
+    LEADER,
+    Collected,
+    Coordinator,
+    Exchange,
+    Failure,
+    Transfer,
+)
 
 
 class ThreadCoordinator(Coordinator):
@@ -69,14 +77,65 @@ class ThreadCoordinator(Coordinator):
             raise RanksFailed(tag, {LEADER: said})
         return said
 
+    @override
+    def exchange(self, *, timeout_s: float) -> Exchange:
+        return _ThreadExchange(self.rank, self._board)
+
+
+class _ThreadExchange(Exchange):
+    """Exchange of a rank that is a thread: copies what it sends."""
+
+    def __init__(self, rank: int, board: _Board) -> None:
+        self._rank = rank
+        self._board = board
+
+    @override
+    def begin(
+        self,
+        sends: Sequence[tuple[int, memoryview]],
+        receives: Sequence[tuple[int, memoryview]],
+    ) -> Transfer:
+        for peer, buffer in sends:
+            self._board.send(self._rank, peer, bytes(buffer))
+        return _ThreadTransfer(self._rank, self._board, receives)
+
+
+class _ThreadTransfer(Transfer):
+    def __init__(
+        self, rank: int, board: _Board, receives: Sequence[tuple[int, memoryview]]
+    ) -> None:
+        self._rank = rank
+        self._board = board
+        self._receives = receives
+
+    @override
+    def wait(self, timeout_s: float) -> None:
+        for peer, buffer in self._receives:
+            data = self._board.receive(peer, self._rank, timeout_s)
+            if data is None:
+                raise Disconnected(f"nothing came from rank {peer} in {timeout_s:.1f} s")
+            buffer[:] = data
+
 
 class _Board:
     """Messages of all rounds, which the threads of a run share."""
 
     def __init__(self) -> None:
         self._changed = Condition()
+        self._sent: defaultdict[tuple[int, int], deque[bytes]] = defaultdict(deque)
         self._posts: defaultdict[str, dict[int, bytes | Failure]] = defaultdict(dict)
         self._announced: dict[str, bytes | Failure] = {}
+
+    def send(self, rank: int, peer: int, data: bytes) -> None:
+        with self._changed:
+            self._sent[rank, peer].append(data)
+            self._changed.notify_all()
+
+    def receive(self, rank: int, peer: int, timeout_s: float) -> bytes | None:
+        with self._changed:
+            sent = self._sent[rank, peer]
+            self._changed.wait_for(lambda: bool(sent), timeout_s)
+            return sent.popleft() if sent else None
 
     def put_post(self, tag: str, rank: int, said: bytes | Failure) -> None:
         with self._changed:

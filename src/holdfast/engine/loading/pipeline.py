@@ -8,7 +8,9 @@ is undefined until a whole load succeeds.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter
@@ -19,8 +21,10 @@ from torch import Tensor
 
 from holdfast.engine.loading.blockreading import FileBlocks, begin_block, cached_block
 from holdfast.engine.loading.documents import check_size
+from holdfast.engine.loading.exchanging import Exchanging
 from holdfast.engine.loading.load import Opened
 from holdfast.engine.loading.plan import BlockId, BlockRead, ReadPlan, Segment
+from holdfast.engine.loading.sharing import Sharing, runs_of
 from holdfast.engine.memory import Buffers
 from holdfast.engine.staging.device import pin
 from holdfast.engine.threads import Threads, Use
@@ -48,13 +52,21 @@ class ReadPipeline:
     """Executes read plans for the tensor files of one checkpoint, on several threads."""
 
     def __init__(
-        self, store: Store, opened: Opened, *, threads: Threads, timeout_s: float, verify: bool
+        self,
+        store: Store,
+        opened: Opened,
+        *,
+        threads: Threads,
+        timeout_s: float,
+        verify: bool,
+        sharing: Sharing | None = None,
     ) -> None:
         self._store = store
         self._opened = opened
         self._threads = threads
         self._timeout_s = timeout_s
         self._verify = verify
+        self._sharing = sharing
         self._block_nbytes = opened.index.block_nbytes
         self._files: dict[str, FileBlocks] = {}
         self._buffers = Buffers()
@@ -86,8 +98,11 @@ class ReadPipeline:
             CorruptData, Tampered: names file, block and the tensors in it; some bytes may be copied
                 already.
             StoreError: a block cannot be read.
+            RanksError: another rank is to send some blocks, and cannot.
         """
-        reads = plan.reads
+        reads: Mapping[BlockId, BlockRead] = plan.reads
+        if self._sharing is not None and reads:
+            reads = self._run_shared(reads, self._sharing)
         given_up = threading.Event()
         # In the order of the files, in which a disk is read fastest.
         blocks = [block for block in sorted(reads) if not self._copy_kept(block, reads[block])]
@@ -114,6 +129,43 @@ class ReadPipeline:
             raise
         while len(self._kept) > _NUM_KEPT:
             self._buffers.give_back(self._kept.pop(next(iter(self._kept))))
+
+    def _run_shared(
+        self, reads: Mapping[BlockId, BlockRead], sharing: Sharing
+    ) -> Mapping[BlockId, BlockRead]:
+        """Read and exchange the blocks that other ranks need, too; return the other reads.
+
+        Raises what `run` raises, but only at the end. What this rank cannot read it sends as
+        undefined bytes, and no rank uses any, because this one says that it failed.
+        """
+        turns = sharing.agree(runs_of(sorted(reads)))
+        end = time.monotonic() + sharing.timeout_s
+        try:
+            with self._store.keeping_open():
+                Exchanging(self, reads, sharing, turns, end).run()
+        except BaseException as error:
+            self.failure = error
+            raise
+        shared = {turn.block for turn in turns}
+        return {block: read for block, read in reads.items() if block not in shared}
+
+    def memory_of(self, block: BlockId, read: BlockRead) -> memoryview:
+        """Return the memory into which a block is read, of its length."""
+        if read.memory is not None:
+            return read.memory
+        file, number = block
+        left = self._opened.manifest.files[file].nbytes - number * self._block_nbytes
+        return self._buffer()[: min(self._block_nbytes, left)]
+
+    def submit(self, block: BlockId, memory: memoryview) -> Future[None]:
+        """Begin to read and check a block."""
+        return self._threads.submit(partial(self._begin_checked, block, memory))
+
+    def use(self, read: BlockRead, memory: memoryview) -> None:
+        """Copy a block that is right to its destinations, and reuse its memory if it may be."""
+        _copy(memory, read.segments)
+        if read.memory is None:
+            self._buffers.give_back(memory)
 
     def drop_buffers(self) -> None:
         """Free the memory of the read buffers."""

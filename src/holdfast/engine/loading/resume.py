@@ -22,6 +22,7 @@ from holdfast.engine.checkpoint import Seen
 from holdfast.engine.claims.claim import Choice, dropped
 from holdfast.engine.claims.leases import BeingDeleted, expect_kept, kept
 from holdfast.engine.loading.load import Opened, open_checkpoint
+from holdfast.engine.loading.sharing import Sharing
 from holdfast.engine.loading.sides import OneSided, Sides, with_hint
 from holdfast.engine.loading.tensors import Held, TensorReader
 from holdfast.engine.roots.catalog import Catalog, Entry
@@ -186,6 +187,8 @@ class Reader:
     """Whether a failed load has left the live state partly old and partly stored."""
     rank: int = 0
     world_size: int = 1
+    sharing: Sharing | None = None
+    """How ranks read for each other; None: each reads what it needs."""
 
     @property
     def rejected(self) -> tuple[tuple[str, str], ...]:
@@ -240,6 +243,8 @@ class Reader:
         unsaved: Collection[str],
         one_sided: OneSided,
     ) -> LoadCandidate:
+        if self.sharing is not None and options.in_place:
+            raise UsageError("in_place=True: not with broadcast=True, which needs fresh memory")
         if not options.verify:
             store = store.uncached()  # a damaged copy would not be noticed
         opened = open_checkpoint(
@@ -252,7 +257,12 @@ class Reader:
             world_size=self.world_size,
         )
         reader = TensorReader(
-            store, opened, threads=self.threads, timeout_s=self.timeout_s, verify=options.verify
+            store,
+            opened,
+            threads=self.threads,
+            timeout_s=self.timeout_s,
+            verify=options.verify,
+            sharing=self.sharing,
         )
         edited = _edited(opened, options.edit, reader)
         prepared = prepare(

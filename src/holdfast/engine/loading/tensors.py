@@ -26,6 +26,7 @@ from holdfast.engine.loading.plan import (
     batches,
     wanted_by_file,
 )
+from holdfast.engine.loading.sharing import Sharing
 from holdfast.engine.loading.tables import FreshTensors, UnreadTensors
 from holdfast.engine.staging.arena import Arena
 from holdfast.engine.threads import Threads
@@ -51,10 +52,12 @@ class TensorReader:
         threads: Threads,
         timeout_s: float,
         verify: bool = True,
+        sharing: Sharing | None = None,
     ) -> None:
+        """Make the reader; with `sharing` other ranks read some of the blocks for this one."""
         self._opened = opened
         self._pipeline = ReadPipeline(
-            store, opened, threads=threads, timeout_s=timeout_s, verify=verify
+            store, opened, threads=threads, timeout_s=timeout_s, verify=verify, sharing=sharing
         )
         self._unread: dict[str, Wanted] = {}
 

@@ -6,6 +6,8 @@ misfit on any rank changes nothing anywhere (decision 0035).
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
@@ -17,9 +19,11 @@ from holdfast.engine.claims.claim import Claim
 from holdfast.engine.claims.owner import Ownership
 from holdfast.engine.loading.applying import Applying
 from holdfast.engine.loading.resume import LoadCandidate, LoadOptions, Reader, Search
+from holdfast.engine.loading.sharing import Runs, Sharing, Turn, turns_of
 from holdfast.engine.roots.catalog import Entry
 from holdfast.errors import (
     CorruptData,
+    Disconnected,
     HoldfastError,
     MismatchError,
     RanksFailed,
@@ -42,6 +46,14 @@ class _Read(msgspec.Struct, frozen=True, tag="read"):
     """Whether they read the remote tier's copy, as that in the local one is missing or damaged."""
 
 
+class _Turns(msgspec.Struct, frozen=True, tag="turns"):
+    """Announcement of the blocks that ranks need; each rank computes the turns from it."""
+
+    needs: tuple[Runs, ...]
+    of_rank: tuple[int, ...]
+    """Number among these of each rank's needs; negative where it has read all."""
+
+
 class _Apply(msgspec.Struct, frozen=True, tag="apply"):
     """Announcement: all ranks apply what they have read; without a folder the run starts anew."""
 
@@ -57,7 +69,13 @@ _Kind: TypeAlias = Literal["ready", "damaged", "unread", "misfit", "failed"]
 """`unread`: it could not be read this time, which is no damage."""
 
 
-class _Answer(msgspec.Struct, frozen=True):
+class _Needs(msgspec.Struct, frozen=True, tag="needs"):
+    """Post of a rank: the blocks that it needs now."""
+
+    runs: Runs
+
+
+class _Answer(msgspec.Struct, frozen=True, tag="answer"):
     """Answer of a rank: whether it can use a candidate, and why not."""
 
     kind: _Kind
@@ -70,14 +88,31 @@ def _ready(candidate: LoadCandidate) -> _Answer:
     return _Answer("ready", untaken=candidate.prepared.untaken)
 
 
+class _Interrupted(Exception):
+    """The leader has announced something else while this rank was reading."""
+
+    def __init__(self, note: _Read | _Apply) -> None:
+        super().__init__()
+        self.note = note
+
+
 def applying(
-    ranks: Coordinator, store: Store, owner: Ownership, emit: Emitter, *, timeout_s: float
+    ranks: Coordinator,
+    store: Store,
+    owner: Ownership,
+    emit: Emitter,
+    *,
+    timeout_s: float,
+    broadcasts: bool = False,
 ) -> Applying:
-    """Return what applies checkpoints in this rank; no message may take longer than `timeout_s`."""
+    """Return what applies checkpoints in this rank; no message may take longer than `timeout_s`.
+
+    With `broadcasts` ranks read for each other what several of them need.
+    """
     if ranks.world_size == 1:
         return Applying(store, owner, emit)
     kind = LeadingApplying if ranks.is_leader else FollowingApplying
-    return kind(store, owner, emit, ranks, timeout_s=timeout_s)
+    return kind(store, owner, emit, ranks, timeout_s=timeout_s, broadcasts=broadcasts)
 
 
 class _RanksApplying(Applying):
@@ -91,13 +126,40 @@ class _RanksApplying(Applying):
         ranks: Coordinator,
         *,
         timeout_s: float,
+        broadcasts: bool,
     ) -> None:
         super().__init__(store, owner, emit)
         self._ranks = ranks
         self._timeout_s = timeout_s
+        self._exchange = ranks.exchange(timeout_s=timeout_s) if broadcasts else None
+        self._exchange_end = 0.0
+        """When the last exchange of blocks is over, in monotonic seconds."""
         self._manager = ranks.number()
         self._num_loads = 0
         self._num_messages = 0
+
+    @override
+    def reader(self, **parts: Any) -> Reader:
+        sharing = None
+        if self._exchange is not None:
+            sharing = Sharing(
+                rank=self._ranks.rank,
+                exchange=self._exchange,
+                agree=self._agree,
+                timeout_s=self._timeout_s,
+            )
+        return self._make_reader(**parts, sharing=sharing)
+
+    def _make_reader(self, **parts: Any) -> Reader:
+        return Reader(**parts)
+
+    def _agree(self, needs: Runs) -> Sequence[Turn]:
+        """Tell the leader what blocks this rank needs; return the turns in which it takes part."""
+        raise NotImplementedError
+
+    def _turns(self, note: _Turns) -> Sequence[Turn]:
+        self._exchange_end = time.monotonic() + self._timeout_s
+        return turns_of(self._ranks.rank, note.needs, note.of_rank)
 
     def _begin(self) -> None:
         self._num_loads += 1
@@ -116,8 +178,8 @@ class _RanksApplying(Applying):
         with suppress(HoldfastError):
             self._ranks.fail(tag, Failure.of(error, phase=phase), timeout_s=_FAIL_S)
 
-    def _post(self, answer: _Answer) -> None:
-        data = msgspec.msgpack.encode(answer)
+    def _post(self, said: _Answer | _Needs) -> None:
+        data = msgspec.msgpack.encode(said)
         self._ranks.post(self._tag, data, timeout_s=self._timeout_s)
 
     def _answer_of(self, error: BaseException) -> _Answer:
@@ -134,8 +196,11 @@ class _RanksApplying(Applying):
 class LeadingApplying(_RanksApplying):
     """The leader's part in loads by all ranks."""
 
+    _refusal: HoldfastError | None = None
+    """Error that another rank's answer has raised while this one was reading."""
+
     @override
-    def reader(self, **parts: Any) -> Reader:
+    def _make_reader(self, **parts: Any) -> Reader:
         return _LeadingReader(**parts, loads=self)
 
     @override
@@ -152,6 +217,8 @@ class LeadingApplying(_RanksApplying):
 
     def ask_to_read(self, entry: Entry, *, is_remote: bool) -> None:
         """Let all followers read a candidate, from the same tier."""
+        self._entry = entry
+        self._refusal = None
         self._say(_Read(entry.folder, is_remote))
 
     def expect_ready(self, entry: Entry, found: LoadCandidate | HoldfastError) -> None:
@@ -163,13 +230,38 @@ class LeadingApplying(_RanksApplying):
             MismatchError: it does not fit the state of another rank, or has leaves for none.
             RanksFailed, RanksSilent: another rank could not say.
         """
-        error = found if isinstance(found, HoldfastError) else None
-        self._post(_ready(found) if isinstance(found, LoadCandidate) else self._answer_of(found))
-        answers = self._answers()
-        if error is not None:
-            raise error
-        for rank, answer in enumerate(answers):
-            text = f"{entry.folder}, on rank {rank}: {answer.reason}"
+        if isinstance(found, HoldfastError):
+            if self._refusal is None:
+                self._post(self._answer_of(found))
+                self._collected(found)
+            raise found
+        posts = self._after(_ready(found))
+        while any(isinstance(post, _Needs) for post in posts):
+            self._share(posts)
+            posts = self._after(_ready(found))
+        others = [{*answer.untaken} for answer in posts if isinstance(answer, _Answer)]
+        untaken = [path for path in found.prepared.untaken if all(path in of for of in others)]
+        if untaken and found.options.strict:
+            raise MismatchError(entry.folder, unexpected=untaken)
+        found.prepared.note_untaken(untaken)
+
+    @override
+    def _agree(self, needs: Runs) -> Sequence[Turn]:
+        try:
+            posts = self._after(_Needs(needs))
+        except HoldfastError as error:
+            self._refusal = error
+            raise
+        return self._turns(self._share(posts))
+
+    def _after(self, said: _Answer | _Needs) -> list[_Answer | _Needs]:
+        """Post; return what all ranks have posted, if none of them refuses the candidate."""
+        self._post(said)
+        posts = self._collected()
+        for rank, answer in enumerate(posts):
+            if isinstance(answer, _Needs):
+                continue
+            text = f"{self._entry.folder}, on rank {rank}: {answer.reason}"
             if answer.kind == "misfit":
                 raise MismatchError(text)
             if answer.kind == "damaged":
@@ -178,12 +270,15 @@ class LeadingApplying(_RanksApplying):
                 raise TransientStoreError(text)
             if answer.kind == "failed":
                 raise RanksFailed("the load", {rank: Failure("reading", answer.reason)})
-        if isinstance(found, LoadCandidate):
-            others = [{*answer.untaken} for answer in answers]
-            untaken = [path for path in found.prepared.untaken if all(path in of for of in others)]
-            if untaken and found.options.strict:
-                raise MismatchError(entry.folder, unexpected=untaken)
-            found.prepared.note_untaken(untaken)
+        return posts
+
+    def _share(self, posts: Sequence[_Answer | _Needs]) -> _Turns:
+        """Announce what all ranks need."""
+        runs = [post.runs if isinstance(post, _Needs) else None for post in posts]
+        numbers = {of: n for n, of in enumerate(dict.fromkeys(of for of in runs if of is not None))}
+        note = _Turns(tuple(numbers), tuple(-1 if of is None else numbers[of] for of in runs))
+        self._say(note)
+        return note
 
     @override
     def _try_apply(self, candidate: LoadCandidate, search: Search) -> bool:
@@ -191,7 +286,7 @@ class LeadingApplying(_RanksApplying):
         self._apply(candidate)
         try:
             self._post(_Answer("ready"))
-            self._answers()
+            self._collected()
             self._say(self._apply_note(search))
         except BaseException as error:
             self.half_loaded = f"loading {candidate.entry.folder} failed on another rank: {error}"
@@ -207,15 +302,21 @@ class LeadingApplying(_RanksApplying):
             () if candidate is None else candidate.prepared.untaken,
         )
 
-    def _say(self, note: _Read | _Apply) -> None:
+    def _say(self, note: _Read | _Turns | _Apply) -> None:
         data = msgspec.msgpack.encode(note)
         tag = self._tag_of(self._num_messages + 1)
         self._ranks.announce(tag, data, timeout_s=self._timeout_s)
         self._num_messages += 1
 
-    def _answers(self) -> list[_Answer]:
-        posts = self._ranks.collect(self._tag, timeout_s=self._timeout_s).expect_all(self._tag)
-        return [decoded(post, _Answer, self._tag) for post in posts]
+    def _collected(self, error: HoldfastError | None = None) -> list[_Answer | _Needs]:
+        """Return the posts of all ranks, after an own `error` or without one."""
+        timeout_s = self._timeout_s
+        if isinstance(error, Disconnected):
+            # A rank is lost. All others end their exchange by then, and the silent one is named.
+            timeout_s = max(self._exchange_end - time.monotonic(), 0.0) + GRACE_S
+        posts = self._ranks.collect(self._tag, timeout_s=timeout_s).expect_all(self._tag)
+        kind: Any = _Answer | _Needs
+        return [decoded(post, kind, self._tag) for post in posts]
 
 
 @dataclass(slots=True)
@@ -240,13 +341,23 @@ class _LeadingReader(Reader):
 class FollowingApplying(_RanksApplying):
     """A follower's part in loads by all ranks."""
 
+    _lost: HoldfastError | None = None
+    """Why the leader could not be heard while this rank was reading."""
+
     @override
     def apply(self, search: Search, *, claims: bool) -> LoadCandidate | None:
         self._begin()
         phase = "reading"
         try:
-            while isinstance(note := self._hear(), _Read):
-                self._post(self._read(search, note))
+            note, answer = self._hear(), _Answer("failed", "the leader has named no checkpoint")
+            while not isinstance(note, _Apply):
+                try:
+                    if isinstance(note, _Read):
+                        answer = self._read(search, note)
+                    self._post(answer)  # again after turns of others, when this rank is done
+                    note = self._hear()
+                except _Interrupted as other:
+                    note = other.note
             self._adopt(note, search)
             if note.folder is None:
                 search.begin_anew()
@@ -266,9 +377,23 @@ class FollowingApplying(_RanksApplying):
         try:
             search.choose_alike(note.folder, is_remote=note.is_remote)
         except HoldfastError as error:
+            if error is self._lost:
+                raise
             return self._answer_of(error)
         assert search.candidate is not None, "it was chosen"
         return _ready(search.candidate)
+
+    @override
+    def _agree(self, needs: Runs) -> Sequence[Turn]:
+        self._post(_Needs(needs))
+        try:
+            note = self._hear()
+        except HoldfastError as error:
+            self._lost = error
+            raise
+        if isinstance(note, _Turns):
+            return self._turns(note)
+        raise _Interrupted(note)
 
     def _adopt(self, note: _Apply, search: Search) -> None:
         if note.claim is not None:
@@ -287,10 +412,10 @@ class FollowingApplying(_RanksApplying):
             self.half_loaded = f"loading {candidate.entry.folder} failed on another rank: {error}"
             raise
 
-    def _hear(self) -> _Read | _Apply:
+    def _hear(self) -> _Read | _Turns | _Apply:
         self._num_messages += 1
-        kind: Any = _Read | _Apply
-        note: _Read | _Apply = decoded(
+        kind: Any = _Read | _Turns | _Apply
+        note: _Read | _Turns | _Apply = decoded(
             self._ranks.hear(self._tag, timeout_s=self._timeout_s + GRACE_S),
             kind,
             self._tag,

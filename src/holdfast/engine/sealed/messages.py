@@ -27,7 +27,14 @@ from holdfast.errors import (
 from holdfast.format.envelope import decode_box, encode_box
 from holdfast.format.suites import SECRET_NBYTES, Cipher, Suite, fresh_secret
 from holdfast.keys import Encryption, unwrapped, wrapped
-from holdfast.ranks.coordinator import LEADER, Collected, Coordinator, Failure, decoded
+from holdfast.ranks.coordinator import (
+    LEADER,
+    Collected,
+    Coordinator,
+    Exchange,
+    Failure,
+    decoded,
+)
 
 _OPENING = "opening the key of the ranks' messages"
 _ENCRYPTED = "an encrypted message, which a rank without `encrypt` cannot read"
@@ -69,6 +76,11 @@ class EncryptedRanks(Coordinator):
     @override
     def number(self) -> int:
         return self._inner.number()
+
+    @override
+    def exchange(self, *, timeout_s: float) -> Exchange:
+        """Make that of the coordinator inside: tensors go as in the collectives of the training."""
+        return self._inner.exchange(timeout_s=timeout_s)
 
     @override
     def post(self, tag: str, data: bytes, *, timeout_s: float) -> None:
