@@ -178,6 +178,12 @@ class _RanksApplying(Applying):
         with suppress(HoldfastError):
             self._ranks.fail(tag, Failure.of(error, phase=phase), timeout_s=_FAIL_S)
 
+    def _limit_s(self, error: HoldfastError | None) -> float:
+        """Return how long to wait for other ranks: until its end, after an exchange that failed."""
+        if isinstance(error, Disconnected):
+            return max(self._exchange_end - time.monotonic(), 0.0)
+        return self._timeout_s
+
     def _post(self, said: _Answer | _Needs) -> None:
         data = msgspec.msgpack.encode(said)
         self._ranks.post(self._tag, data, timeout_s=self._timeout_s)
@@ -310,10 +316,9 @@ class LeadingApplying(_RanksApplying):
 
     def _collected(self, error: HoldfastError | None = None) -> list[_Answer | _Needs]:
         """Return the posts of all ranks, after an own `error` or without one."""
-        timeout_s = self._timeout_s
+        timeout_s = self._limit_s(error)
         if isinstance(error, Disconnected):
-            # A rank is lost. All others end their exchange by then, and the silent one is named.
-            timeout_s = max(self._exchange_end - time.monotonic(), 0.0) + GRACE_S
+            timeout_s += GRACE_S / 2  # the others have ended by then, and still listen
         posts = self._ranks.collect(self._tag, timeout_s=timeout_s).expect_all(self._tag)
         kind: Any = _Answer | _Needs
         return [decoded(post, kind, self._tag) for post in posts]
@@ -343,6 +348,8 @@ class FollowingApplying(_RanksApplying):
 
     _lost: HoldfastError | None = None
     """Why the leader could not be heard while this rank was reading."""
+    _unread: HoldfastError | None = None
+    """Why this rank could not read the candidate."""
 
     @override
     def apply(self, search: Search, *, claims: bool) -> LoadCandidate | None:
@@ -353,9 +360,10 @@ class FollowingApplying(_RanksApplying):
             while not isinstance(note, _Apply):
                 try:
                     if isinstance(note, _Read):
+                        self._unread = None
                         answer = self._read(search, note)
                     self._post(answer)  # again after turns of others, when this rank is done
-                    note = self._hear()
+                    note = self._hear(self._limit_s(self._unread))
                 except _Interrupted as other:
                     note = other.note
             self._adopt(note, search)
@@ -379,6 +387,7 @@ class FollowingApplying(_RanksApplying):
         except HoldfastError as error:
             if error is self._lost:
                 raise
+            self._unread = error
             return self._answer_of(error)
         assert search.candidate is not None, "it was chosen"
         return _ready(search.candidate)
@@ -412,11 +421,12 @@ class FollowingApplying(_RanksApplying):
             self.half_loaded = f"loading {candidate.entry.folder} failed on another rank: {error}"
             raise
 
-    def _hear(self) -> _Read | _Turns | _Apply:
+    def _hear(self, timeout_s: float | None = None) -> _Read | _Turns | _Apply:
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
         self._num_messages += 1
         kind: Any = _Read | _Turns | _Apply
         note: _Read | _Turns | _Apply = decoded(
-            self._ranks.hear(self._tag, timeout_s=self._timeout_s + GRACE_S),
+            self._ranks.hear(self._tag, timeout_s=timeout_s + GRACE_S),
             kind,
             self._tag,
         )

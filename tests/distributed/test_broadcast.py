@@ -1,0 +1,149 @@
+"""R38, M45, M46: real ranks read once what they share, over gloo; one that is lost is named."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from typing_extensions import override
+
+from allranks import Member
+from distributed.jobs import WAYS, make
+from distributed.run import run_ranks
+from holdfast import CheckpointManager, errors
+from holdfast.engine.control import exits
+from holdfast.engine.roots.catalog import Catalog
+from holdfast.ranks.c10d import C10d
+from holdfast.ranks.coordinator import GRACE_S
+from holdfast.store.base import WrappedStore
+from holdfast.store.local import LocalStore
+
+DEADLINE_S = 2.0
+
+
+class Watched(WrappedStore):
+    """Counts the bytes of tensors that this process reads; may send it a signal at the first."""
+
+    def __init__(self, root: Path, how: signal.Signals | None = None) -> None:
+        super().__init__(LocalStore(root))
+        self.nbytes, self._how = 0, how
+
+    @override
+    def read_into(self, key: str, start: int, buffer: memoryview, **options: Any) -> None:
+        if key.endswith(".safetensors"):
+            if self._how is not None:
+                os.kill(os.getpid(), self._how)
+            self.nbytes += memoryview(buffer).nbytes
+        self.inner.read_into(key, start, buffer, **options)
+
+    @override
+    def cached(self, *_: Any) -> None:
+        """Nothing goes past the count."""
+
+
+def save(root: Path, way: str, rank: int) -> dict[str, bytes]:
+    """Train a step and save it."""
+    job = make(way, seed=1)
+    job.step()
+    with CheckpointManager(root, {**job.state}) as manager:
+        manager.save(1).wait()
+    return job.whole()
+
+
+def load(root: Path, way: str, rank: int) -> tuple[dict[str, bytes], int]:
+    """Resume in another process; return the tensors, and how many bytes this rank has read."""
+    job, store = make(way, seed=2), Watched(root)
+    with CheckpointManager(store, job.state, broadcast=True) as manager:
+        found = manager.resume()
+        assert found is not None
+        read = store.nbytes
+        whole = job.whole()
+        job.step()
+        manager.save(2).wait()
+    return whole, read
+
+
+def tensors_nbytes(root: Path) -> int:
+    """Bytes of tensors in the first checkpoint, but for those of generators, which differ."""
+    entry = min(Catalog(LocalStore(root)).checkpoints(), key=lambda found: found.step)
+    files = entry.manifest.files.items()
+    return sum(f.nbytes for name, f in files if name.endswith(".safetensors") and "rng" not in name)
+
+
+@pytest.mark.parametrize(
+    ("saved_as", "way", "num_ranks"),
+    [
+        ("plain", "ddp", 2),
+        *(
+            pytest.param(saved_as, way, num_ranks, marks=pytest.mark.full)
+            for saved_as in ("fsdp", "ddp")
+            for way in WAYS
+            for num_ranks in (2, 4)
+            if num_ranks in WAYS[way].ranks
+        ),
+    ],
+)
+def test_real_ranks_send_each_other_what_they_share(
+    saved_as: str, way: str, num_ranks: int, tmp_path: Path
+) -> None:
+    (saved, *_) = run_ranks(2, partial(save, tmp_path / "run", saved_as))
+    loaded = run_ranks(num_ranks, partial(load, tmp_path / "run", way))
+    read = 0
+    for of_rank in loaded:
+        assert of_rank is not None
+        assert of_rank[0] == saved
+        read += of_rank[1]
+    nbytes = tensors_nbytes(tmp_path / "run")
+    assert nbytes <= read < 1.5 * nbytes + 20_000 * num_ranks, (read, nbytes)
+
+
+def lose(root: Path, odd: int, how: signal.Signals, rank: int) -> tuple[str, float]:
+    """Resume while one rank is killed or stopped where it reads; what this rank says, and when."""
+    member = Member(C10d.of_default_group(), width=64)
+    before = member.bits()
+    view = Watched(root, how if rank == odd else None)
+    (root.parent / f"pid{rank}").write_text(f"{os.getpid()}")
+    manager = member.manager(view, broadcast=True, save_timeout_s=DEADLINE_S)
+    dist.barrier()
+    began = time.monotonic()
+    with pytest.raises(errors.HoldfastError) as caught:
+        manager.resume()
+    assert member.bits() == before
+    exits.unregister(manager)
+    return str(caught.value), time.monotonic() - began
+
+
+@pytest.mark.parametrize(
+    ("how", "odd"),
+    [
+        (signal.SIGKILL, 1),
+        pytest.param(signal.SIGSTOP, 1, marks=pytest.mark.full),
+        pytest.param(signal.SIGKILL, 0, marks=pytest.mark.full),
+        pytest.param(signal.SIGSTOP, 0, marks=pytest.mark.full),
+    ],
+)
+def test_a_rank_that_is_lost_in_between_is_named_by_the_deadline(
+    how: signal.Signals, odd: int, tmp_path: Path
+) -> None:
+    run_ranks(3, partial(save_member, tmp_path / "run"))
+    found = run_ranks(3, partial(lose, tmp_path / "run", odd, how), lost=[odd])
+    for rank, of_rank in enumerate(found):
+        if rank != odd:
+            assert of_rank is not None
+            said, took_s = of_rank
+            assert f"rank {odd}" in said or f"ranks [{odd}]" in said, found
+            assert took_s < DEADLINE_S + GRACE_S + 2, found
+
+
+def save_member(root: Path, rank: int) -> None:
+    """Save a state that all ranks share."""
+    member = Member(C10d.of_default_group(), width=64)
+    member.train()
+    with member.manager(root) as manager:
+        manager.save(1).wait()
