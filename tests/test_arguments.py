@@ -144,6 +144,7 @@ _RECORD: dict[str, Wrong] = {
     "save_timeout_s": (0, *NO_NUMBER, None),
     "exit_timeout_s": (0, *NO_NUMBER, None),
     "preflight": NOT_TRUE_OR_FALSE,
+    "broadcast": NOT_TRUE_OR_FALSE,
 }
 _LOOP: dict[str, Wrong] = {
     "stop": (3, "SIGTERM"),
