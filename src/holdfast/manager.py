@@ -20,11 +20,10 @@ from holdfast.care.mirror import ownership
 from holdfast.care.preflight import Beginning, look
 from holdfast.engine.checkpoint import Checkpoint, CheckpointList, PendingSave, describe, parse_seen
 from holdfast.engine.claims.notes import (
-    annotate,
+    annotate_copies,
     checked_metrics,
     checked_reasons,
     checked_tags,
-    expect_removable,
 )
 from holdfast.engine.claims.owner import left_s
 from holdfast.engine.control import exits
@@ -48,6 +47,7 @@ from holdfast.engine.moments import Counters, Moments
 from holdfast.engine.options import Checkpoints, OnExisting
 from holdfast.engine.pause import collector_paused
 from holdfast.engine.roots.catalog import Entry
+from holdfast.engine.saving.calls import Calls, counted
 from holdfast.engine.saving.compressing import Compress, Compressing, choices
 from holdfast.engine.saving.environment import environment
 from holdfast.engine.saving.fingerprint import differences, numerics
@@ -63,7 +63,6 @@ from holdfast.engine.staging.overlap import Mode, Overlap
 from holdfast.engine.tiers.catalog import catalog_of
 from holdfast.engine.tiers.tiered import Rules, Tiered
 from holdfast.errors import (
-    DeadlineExceeded,
     HoldfastError,
     ManagerUnusable,
     SaveSkipped,
@@ -262,7 +261,7 @@ class CheckpointManager:
             self._ranks,
             Requests(self.store, emit=self._emit),
             stop,
-            self._finish_at_stop,
+            lambda limit_s: self._saver.finish_at_stop(limit_s),
             timeout_s=checkpoints.save_timeout_s,
         )
         self._overlap = Overlap(
@@ -281,6 +280,7 @@ class CheckpointManager:
                 self, self._owner, self._housekeeper, self._uploads, self._tuning
             ),
         )
+        self.calls = Calls.of(self._ranks, self._together, self._outside, self._applying)
         self._pid = os.getpid()
         self._closed = False
         self._is_unused = True
@@ -312,6 +312,7 @@ class CheckpointManager:
 
     # Saving
 
+    @counted("save")
     @checked()
     def save(
         self,
@@ -357,6 +358,7 @@ class CheckpointManager:
             pending.wait()
         return pending
 
+    @counted("maybe_save")
     @checked()
     def maybe_save(
         self,
@@ -404,6 +406,7 @@ class CheckpointManager:
             wishes = [wanted, asked.due, None if again is None else again.due]
             wanted = together([wish for wish in wishes if wish is not None])
             due = self._schedule.due(now, metrics or {}, events, vetoes=vetoes, wanted=wanted)
+            self._together.is_due_known = True
             if self._ranks.is_leader and self._ranks.world_size > 1:
                 by_leader = self._schedule.due_by_leader(
                     now, metrics or {}, events, vetoes=vetoes, but=due
@@ -466,6 +469,7 @@ class CheckpointManager:
 
     # Loading
 
+    @counted("load")
     @checked()
     @collector_paused()
     def resume(
@@ -562,6 +566,7 @@ class CheckpointManager:
         )
         return loaded(found, reader, (*replaced, *self._numeric_notes(found.entry)))
 
+    @counted("load")
     @checked()
     @collector_paused()
     def load(
@@ -653,12 +658,12 @@ class CheckpointManager:
         Raises:
             NoCheckpoint: `which` names no checkpoint, or its deletion has begun.
         """
-        self._annotate(which, pinned=True)
+        annotate_copies(self._catalog, which, pinned=True)
 
     @checked()
     def unpin(self, which: str | int) -> None:
         """Remove the pin of a checkpoint, so that the retention rule decides again."""
-        self._annotate(which, pinned=False)
+        annotate_copies(self._catalog, which, pinned=False)
 
     @checked()
     def tag(self, which: str | int, *tags: str) -> None:
@@ -670,7 +675,7 @@ class CheckpointManager:
         """
         if not tags:
             raise UsageError(f"tag({which!r}): name at least one tag")
-        self._annotate(which, add_tags=tags)
+        annotate_copies(self._catalog, which, add_tags=tags)
 
     @checked()
     def untag(self, which: str | int, *tags: str) -> None:
@@ -682,7 +687,7 @@ class CheckpointManager:
         """
         if not tags:
             raise UsageError(f"untag({which!r}): name at least one tag")
-        self._annotate(which, remove_tags=tags)
+        annotate_copies(self._catalog, which, remove_tags=tags)
 
     @property
     def is_owner(self) -> bool:
@@ -807,7 +812,7 @@ class CheckpointManager:
         # The previous save's arenas are needed; its housekeeping must end only for a preflight.
         self._drain(but_housekeeping=not self._beginning.preflight_due)
         self._uploads.raise_failure()
-        self._uploads.expect_room(now)
+        self._uploads.expect_room(now, joint.announce_wait)
         if self._refuses_existing and self._ranks.is_leader:
             self._beginning.refuse_existing(now.step, self._saver.standing)
         captured = self._capture(due)
@@ -882,16 +887,6 @@ class CheckpointManager:
         self._outside.tell(asked, pending.committed)
         return pending
 
-    def _finish_at_stop(self, timeout_s: float) -> str:
-        """Finish the save under way when a stop's time is over; return a text on the outcome."""
-        try:
-            self._saver.settle(timeout_s)
-        except DeadlineExceeded as error:
-            return str(error)
-        standing = self._saver.standing
-        newest = f"the newest checkpoint is {standing.folder}" if standing else "nothing was saved"
-        return f"{self.store.url}: {newest}"
-
     def _check_process(self) -> None:
         if self._closed:
             raise ManagerUnusable(f"{self.store.url}: this manager is closed")
@@ -918,13 +913,6 @@ class CheckpointManager:
 
     def _home(self, entry: Entry) -> Store:
         return self._catalog.home(entry.folder)
-
-    def _annotate(self, which: str | int, **notes: Any) -> None:
-        self._catalog.look_again()
-        entry = self._catalog.resolve(which)
-        expect_removable(entry, notes.get("remove_tags", ()))
-        for found in self._catalog.copies(entry):
-            annotate(*found, **notes)
 
     def _reader(self) -> Reader:
         return self._applying.reader(

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -137,8 +137,10 @@ class Uploads:
     def mend_now(self) -> None:
         """Request repairs of damaged local checkpoints from the remote tier, in the background."""
 
-    def expect_room(self, now: Timestamp) -> None:
+    def expect_room(self, now: Timestamp, waits: Callable[[], None]) -> None:
         """Block while the remote tier lags the run, which is at `now`, by more than `max_lag`.
+
+        Calls `waits` first, if it has to wait.
 
         Raises:
             DeadlineExceeded: the remote tier does not catch up.

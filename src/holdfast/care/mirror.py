@@ -8,7 +8,7 @@ A failed upload is logged and retried; it delays only the deletion of what is no
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from enum import Enum, auto
@@ -84,11 +84,12 @@ class Mirror(Uploads):
         self._wake()
 
     @override
-    def expect_room(self, now: Timestamp) -> None:
+    def expect_room(self, now: Timestamp, waits: Callable[[], None]) -> None:
         lag, sending = self._options.max_lag, self._sending
         if lag is None:
             return
         end = time.monotonic() + self._timeout_s
+        has_told = False
         with self._locked(self._timeout_s):
             while sending.failures.lost is None and self._backlog.is_too_far_behind(now, lag):
                 left_s = end - time.monotonic()
@@ -97,6 +98,9 @@ class Mirror(Uploads):
                         f"{self._remote_url} is further behind than max_lag allows, and did not "
                         f"catch up in {self._timeout_s:.0f} s: {self._backlog}"
                     ) from sending.failures.last
+                if not has_told:
+                    has_told = True
+                    waits()
                 self._changed.wait(left_s)
 
     @override

@@ -55,6 +55,20 @@ def annotate(
     raise CommitConflict(f"{store.url}/{entry.folder}: {_MAX_RACES} others wrote notes at once")
 
 
+def annotate_copies(catalog: Catalog, which: str | int, **notes: Any) -> None:
+    """Annotate a checkpoint, by its name, in each tier that has it; `notes` as in `annotate`.
+
+    Raises:
+        NoCheckpoint: `which` names no checkpoint, or its deletion has begun.
+        UsageError: a tag cannot be removed.
+    """
+    catalog.look_again()
+    entry = catalog.resolve(which)
+    expect_removable(entry, notes.get("remove_tags", ()))
+    for found in catalog.copies(entry):
+        annotate(*found, **notes)
+
+
 def expect_removable(entry: Entry, tags: Iterable[str]) -> None:
     """Check that tags can be removed from a checkpoint.
 

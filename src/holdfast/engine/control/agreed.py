@@ -95,6 +95,11 @@ class AgreedSaves:
                 return None
             return self._reach_limit()
 
+    def skip(self) -> None:
+        """Count a call that could not look; its wish is got in the next one."""
+        with self._changed:
+            self._count += 1
+
     def close(self) -> None:
         """End the agreement of this rank, without waiting for other ranks."""
         with self._changed:

@@ -5,8 +5,9 @@ With several ranks, the leader sees them, and all ranks get them at the same cal
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import inf
 from typing import get_args
@@ -112,6 +113,11 @@ class Outside:
     def ask(self, due: Due | None, pending: PendingSave | None = None, *, is_owner: bool) -> None:
         """No-op: what is due by this rank alone is saved at once."""
 
+    @contextmanager
+    def one_call(self) -> Iterator[None]:
+        """Count the call of `maybe_save` in the `with` block, with several ranks."""
+        yield
+
     def tell(self, asked: Asked, outcome: Future[Checkpoint]) -> None:
         """Answer the requests with the outcome of their save, once it is known."""
         if asked.requests:
@@ -165,6 +171,8 @@ class SharedOutside(Outside):
         self._held: tuple[Request, ...] = ()
         """Requests whose wish is on its way."""
         self._under_way: Due | None = None
+        self._has_looked = True
+        """Whether `look` was reached in this call of `maybe_save`."""
         self._asked_again: PendingSave | None = None
         """Failed save that the leader has asked for again."""
         self._next: Due | None = None
@@ -176,8 +184,9 @@ class SharedOutside(Outside):
 
     @override
     def look(self, event: Event | Sequence[Event], *, is_owner: bool) -> tuple[list[Event], Asked]:
-        events, asked = _checked(event), _NO_REQUESTS
+        self._has_looked = True
         data = self._agreed.look()
+        events, asked = _checked(event), _NO_REQUESTS
         if data is not None:
             wish = msgspec.msgpack.decode(data, type=_Wish)
             if wish.signal is not None and self._stop is not None:
@@ -196,6 +205,16 @@ class SharedOutside(Outside):
             if self._stop.requested is not None:
                 events.append("signal")
         return events, asked
+
+    @override
+    @contextmanager
+    def one_call(self) -> Iterator[None]:
+        self._has_looked = False
+        try:
+            yield
+        finally:
+            if not self._has_looked:
+                self._agreed.skip()
 
     @override
     def ask(self, due: Due | None, pending: PendingSave | None = None, *, is_owner: bool) -> None:

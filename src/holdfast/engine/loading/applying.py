@@ -6,6 +6,8 @@ decides which checkpoint is chosen, and how it is read.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from holdfast.engine.claims.claim import settled_choice
@@ -39,6 +41,11 @@ class Applying:
     def reader(self, **parts: Any) -> Reader:
         """Make a `Reader` of these parts."""
         return Reader(**parts)
+
+    @contextmanager
+    def one_load(self) -> Iterator[None]:
+        """Count the load in the `with` block, with several ranks."""
+        yield
 
     def expect_whole(self) -> None:
         """Raise `ManagerUnusable` if a failed load has left the live state half loaded."""

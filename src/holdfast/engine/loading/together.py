@@ -7,8 +7,8 @@ misfit on any rank changes nothing anywhere (decision 0035).
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -136,6 +136,8 @@ class _RanksApplying(Applying):
         """When the last exchange of blocks is over, in monotonic seconds."""
         self._manager = ranks.number()
         self._num_loads = 0
+        self._has_begun = False
+        """Whether `apply` was reached in this load."""
         self._num_messages = 0
 
     @override
@@ -161,9 +163,19 @@ class _RanksApplying(Applying):
         self._exchange_end = time.monotonic() + self._timeout_s
         return turns_of(self._ranks.rank, note.needs, note.of_rank)
 
-    def _begin(self) -> None:
+    @override
+    @contextmanager
+    def one_load(self) -> Iterator[None]:
+        """Count the load in the `with` block; tell the others if it fails before it begins."""
         self._num_loads += 1
         self._num_messages = 0
+        self._has_begun = False
+        try:
+            yield
+        except BaseException as error:
+            if not self._has_begun:
+                self._fail(self._tag_of(1), error, "beginning the load")
+            raise
 
     @property
     def _tag(self) -> str:
@@ -211,7 +223,7 @@ class LeadingApplying(_RanksApplying):
 
     @override
     def apply(self, search: Search, *, claims: bool) -> LoadCandidate | None:
-        self._begin()
+        self._has_begun = True
         try:
             found = super().apply(search, claims=claims)
             if found is None:
@@ -353,7 +365,7 @@ class FollowingApplying(_RanksApplying):
 
     @override
     def apply(self, search: Search, *, claims: bool) -> LoadCandidate | None:
-        self._begin()
+        self._has_begun = True
         phase = "reading"
         try:
             note, answer = self._hear(), _Answer("failed", "the leader has named no checkpoint")

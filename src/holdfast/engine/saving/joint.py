@@ -69,6 +69,9 @@ class JointSave:
         if error is not None:
             self.fail(error, "preparing the save")
 
+    def announce_wait(self) -> None:
+        """Tell the followers that the leader waits for uploads before it begins."""
+
     def propose(self, captured: Captured) -> None:
         """Tell the leader what this rank holds.
 

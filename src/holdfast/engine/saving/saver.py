@@ -207,6 +207,15 @@ class Saver:
         except FutureTimeout as error:
             raise self._deadline_error(timeout_s) from error
 
+    def finish_at_stop(self, timeout_s: float) -> str:
+        """Finish the save under way when a stop's time is over; return a text on the outcome."""
+        try:
+            self.settle(timeout_s)
+        except DeadlineExceeded as error:
+            return str(error)
+        newest = f"the newest checkpoint is {self.standing.folder}" if self.standing else None
+        return f"{self._store.url}: {newest or 'nothing was saved'}"
+
     def wait_for_arenas(self, timeout_s: float) -> None:
         """Wait until the last save has committed or failed; later callbacks may still run.
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -52,7 +52,10 @@ _FAIL_S = 5.0
 """Limit on saying that this rank failed."""
 
 
+_PLAN_AFTER_WAIT = "plan after the wait"
 _PLAN_AFTER_PROBE = "plan after the probe"
+MISCOUNTED = "maybe_save, before it knew whether a save was due"
+"""Phase of a rank after whose failure saves cannot be numbered alike any more."""
 
 
 class _PlanNote(msgspec.Struct, frozen=True, tag="plan"):
@@ -64,6 +67,10 @@ class _PlanNote(msgspec.Struct, frozen=True, tag="plan"):
     """None: that of the save before with the same components."""
     compares: bool
     """Whether all ranks know the same checkpoint of this step, with which the save is compared."""
+
+
+class _WaitNote(msgspec.Struct, frozen=True, tag="wait"):
+    """Announcement: the leader waits for uploads, at most as long as for a save."""
 
 
 class _FolderNote(msgspec.Struct, frozen=True):
@@ -152,7 +159,17 @@ class _RanksSave(JointSave):
         return f"{self._name}, {part}"
 
     def _begin(self) -> None:
-        """Begin the deadline, as the wait for the save before was not a part of this one."""
+        """Begin the deadline, as the wait for the save before was not a part of this one.
+
+        Raises:
+            RanksError: a rank has lost count of the saves.
+        """
+        why = self._together.miscounted
+        if why is not None:
+            raise RanksError(
+                f"{why} in {MISCOUNTED}. Since then ranks number their saves differently: call "
+                "resume() or load() on all of them, or restart them"
+            )
         self._end = time.monotonic() + self._together.timeout_s
 
     def _left_s(self) -> float:
@@ -251,6 +268,11 @@ class LeadingSave(_RanksSave):
         self._said = "plan"
         self.is_in_doubt = False
         """Whether this rank failed although its manifest may be in the register."""
+
+    @override
+    def announce_wait(self) -> None:
+        self._announce(self._plan_part, _WaitNote())
+        self._said = self._plan_part = _PLAN_AFTER_WAIT
 
     @override
     def propose(self, captured: Captured) -> None:
@@ -410,7 +432,13 @@ class LeadingSave(_RanksSave):
         raise UnsupportedState([(name, why)])
 
     def _collect_shares(self) -> None:
-        shares: list[Share | Unchanged] = self._collect("shares", Share | Unchanged)
+        try:
+            shares: list[Share | Unchanged] = self._collect("shares", Share | Unchanged)
+        except RanksFailed as error:
+            for rank, failure in error.failed.items():
+                if failure[0] == MISCOUNTED:
+                    self._together.miscounted = f"rank {rank} raised {failure[1]}"
+            raise
         for rank, share in enumerate(shares):
             if (share.step, share.components) != (self._step, self._components):
                 why = (
@@ -576,13 +604,19 @@ class FollowingSave(_RanksSave):
         return None if note.doubt is None else RanksFailed(tag, {LEADER: note.doubt})
 
     def _hear_plan(self, owner: Ownership) -> None:
-        kind: Any = _PlanNote | ProbeNote
-        note: _PlanNote | ProbeNote = self._hear(self._plan_part, kind)
+        kind: Any = _PlanNote | ProbeNote | _WaitNote
+        note: _PlanNote | ProbeNote | _WaitNote = self._hear(self._plan_part, kind)
+        if isinstance(note, _WaitNote):
+            self._plan_part = _PLAN_AFTER_WAIT
+            self._end = time.monotonic() + 2 * self._together.timeout_s
+            note = self._hear(self._plan_part, kind)
+            self._end = time.monotonic() + self._together.timeout_s
         if isinstance(note, ProbeNote):
             said, self._said = self._said, "probe"
             self._post("probe", self._together.look(note.folder))
             self._said, self._plan_part = said, _PLAN_AFTER_PROBE
             note = self._hear(self._plan_part, _PlanNote)
+        assert isinstance(note, _PlanNote), "the leader waits and probes once"
         self.compares = note.compares
         owner.adopt(note.claim)
         known = self._together.known.get(self._components)
@@ -619,7 +653,13 @@ class Together:
         """The leader's: shares of all ranks behind its last plan, by components."""
         self.plans: dict[tuple[str, ...], Plan] = {}
         self._manager = ranks.number()
+        self._num_loads = 0
         self._count = 0
+        self.is_due_known = True
+        """Whether this call of `maybe_save` has found out whether a save is due."""
+        self.miscounted: str | None = None
+        """Why the saves of a rank may be numbered otherwise than those of the others, until a load
+        by all of them; None: all are numbered alike."""
 
     def save(self, step: int) -> JointSave:
         """Begin a save; all ranks begin their n-th at the same point of the program."""
@@ -630,4 +670,34 @@ class Together:
     def next_name(self) -> str:
         """Return the name of the next save, which all ranks count alike."""
         self._count += 1
-        return f"save {self._count} of manager {self._manager}"
+        after = f" after load {self._num_loads}" if self._num_loads else ""
+        return f"save {self._count}{after} of manager {self._manager}"
+
+    def count_anew(self) -> None:
+        """Number the saves from 1 again, at the beginning of a load by all ranks."""
+        self._num_loads += 1
+        self._count = 0
+        self.miscounted = None
+
+    @contextmanager
+    def one_save(self) -> Iterator[None]:
+        """Count exactly one save in the `with` block; if it fails to begin, tell the others."""
+        before = self._count
+        try:
+            yield
+        except BaseException as error:
+            if self._count == before:
+                self.save(-1).fail(error, "calling save")
+            raise
+
+    @contextmanager
+    def one_call(self) -> Iterator[None]:
+        """Tell the others if a `maybe_save` fails before it knows whether a save is due."""
+        self.is_due_known = False
+        try:
+            yield
+        except BaseException as error:
+            if not self.is_due_known and self.miscounted is None:
+                self.miscounted = f"rank {self.ranks.rank} raised {error!r}"
+                self.save(-1).fail(error, MISCOUNTED)
+            raise

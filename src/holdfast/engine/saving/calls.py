@@ -1,0 +1,67 @@
+"""Calls of a manager that all ranks make alike, also where one of them raises before it says so.
+
+Saves, loads and calls of `maybe_save` are counted by each rank for itself (decision 0035). A call
+that raises on one rank alone, for instance because of a wrong argument, must count there as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any, Literal, TypeVar, cast
+
+from holdfast.engine.control.outside import Outside
+from holdfast.engine.loading.applying import Applying
+from holdfast.engine.saving.together import Together
+from holdfast.ranks.coordinator import Coordinator
+
+F = TypeVar("F", bound=Callable[..., Any])
+Kind = Literal["save", "maybe_save", "load"]
+
+
+def counted(kind: Kind) -> Callable[[F], F]:
+    """Decorator of a manager's method: its calls count on this rank, also if they raise at once."""
+
+    def decorated(method: F) -> F:
+        @wraps(method)
+        def call(manager: Any, *args: Any, **named: Any) -> Any:
+            calls: Calls | None = manager.calls
+            if calls is None:
+                return method(manager, *args, **named)
+            with calls.one(kind):
+                return method(manager, *args, **named)
+
+        return cast(F, call)
+
+    return decorated
+
+
+class Calls:
+    """Counter of the calls of one manager with several ranks."""
+
+    def __init__(self, together: Together, outside: Outside, applying: Applying) -> None:
+        self._together = together
+        self._outside = outside
+        self._applying = applying
+
+    @classmethod
+    def of(
+        cls, ranks: Coordinator, together: Together, outside: Outside, applying: Applying
+    ) -> Calls | None:
+        """Make a counter; None for one rank, whose calls need none."""
+        return None if ranks.world_size == 1 else cls(together, outside, applying)
+
+    @contextmanager
+    def one(self, kind: Kind) -> Iterator[None]:
+        """Count the call in the `with` block."""
+        if kind == "save":
+            with self._together.one_save():
+                yield
+        elif kind == "load":
+            self._together.count_anew()
+            with self._applying.one_load():
+                yield
+        else:
+            with self._outside.one_call(), self._together.one_call():
+                yield
