@@ -269,9 +269,9 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="pin-reaches-the-local-tier-alone",
         promise="R20: a pinned checkpoint is kept in both tiers",
-        file="manager.py",
-        before="for found in self._catalog.copies(entry):",
-        after="for found in [*self._catalog.copies(entry)][:1]:",
+        file="engine/claims/notes.py",
+        before="for found in catalog.copies(entry):",
+        after="for found in [*catalog.copies(entry)][:1]:",
         near=("tests/care/test_mirror.py", "tests/engine/tiers/test_catalog.py"),
     ),
     # weights, events, testing

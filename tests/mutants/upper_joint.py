@@ -11,6 +11,8 @@ _TIERS = ("tests/engine/tiers/test_ranks.py",)
 _PER_RANK = ("tests/engine/saving/test_per_rank.py",)
 _PREFLIGHT = ("tests/care/test_preflight_of_ranks.py",)
 _ROOM = ("tests/engine/saving/test_room.py",)
+_CALLS = ("tests/engine/saving/test_calls.py",)
+_SHARING = ("tests/engine/loading/test_sharing.py", "tests/engine/loading/test_broadcast.py")
 _JOINED = ("tests/state/test_joining.py", "tests/engine/saving/test_joined_trees.py")
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -122,7 +124,7 @@ MUTANTS: tuple[Mutant, ...] = (
         name="half-loaded-on-one-rank-only",
         promise="I6: a rank that fails while it applies leaves all half loaded, and all say so",
         file="engine/loading/together.py",
-        before="            self._answers()\n            self._say",
+        before="            self._collected()\n            self._say",
         after="            self._say",
         near=_LOADS,
     ),
@@ -456,5 +458,86 @@ MUTANTS: tuple[Mutant, ...] = (
         before="self._said = self._plan_part = _PLAN_AFTER_PROBE",
         after="self._plan_part = _PLAN_AFTER_PROBE",
         near=_PREFLIGHT,
+    ),
+    Mutant(
+        name="a-call-that-raised-is-not-counted",
+        promise="R38: calls of maybe_save are counted alike, also where one raises",
+        file="engine/control/outside.py",
+        before="            if not self._has_looked:\n                self._agreed.skip()\n",
+        after="            pass\n",
+        near=_CALLS,
+    ),
+    Mutant(
+        name="a-save-that-raised-is-not-counted",
+        promise="R38: ranks number their saves alike, also where a call raises on one of them",
+        file="engine/saving/together.py",
+        before="            if self._count == before:\n",
+        after="            if self._count < before:\n",
+        near=_CALLS,
+    ),
+    Mutant(
+        name="a-rank-that-lost-count-forgotten-by-the-leader",
+        promise="R38: after a rank has lost count of the saves they fail at once",
+        file="engine/saving/together.py",
+        before="                if failure[0] == MISCOUNTED:\n",
+        after="                if failure[0] == rank:\n",
+        near=_CALLS,
+    ),
+    Mutant(
+        name="a-lost-count-is-never-found-again",
+        promise="R38: a load by all ranks makes them number their saves alike",
+        file="engine/saving/together.py",
+        before="        self._count = 0\n        self.miscounted = None\n",
+        after="        self._count = 0\n",
+        near=_CALLS,
+    ),
+    Mutant(
+        name="a-load-that-one-rank-refuses-is-not-told",
+        promise="R38: a load that one rank refuses fails on all at once",
+        file="engine/loading/together.py",
+        before="            if not self._has_begun:\n",
+        after="            if self._num_messages:\n",
+        near=_CALLS,
+    ),
+    Mutant(
+        name="the-leaders-wait-for-uploads-is-part-of-the-save",
+        promise="R38: the deadline of a save begins after the wait for uploads",
+        file="engine/saving/together.py",
+        before="            self._end = time.monotonic() + 2 * self._together.timeout_s\n",
+        after="",
+        near=_CALLS,
+    ),
+    Mutant(
+        name="one-replica-reads-everything",
+        promise="R38: replicas read equally many blocks",
+        file="engine/loading/sharing.py",
+        before="reader = ranks[counts[kind] % len(ranks)]",
+        after="reader = ranks[0]",
+        near=_SHARING,
+    ),
+    Mutant(
+        name="shared-blocks-read-again",
+        promise="R38: each byte is read once for all ranks that share it",
+        file="engine/loading/pipeline.py",
+        before="if block not in shared}",
+        after="if block is not shared}",
+        near=_SHARING,
+    ),
+    Mutant(
+        name="damage-that-was-sent-unnoticed",
+        promise="I6: damage that one rank reads for others is damage for all",
+        file="engine/loading/exchanging.py",
+        before="            except HoldfastError as error:\n"
+        "                self._failure = error\n",
+        after="            except HoldfastError:\n                pass\n",
+        near=_SHARING,
+    ),
+    Mutant(
+        name="turns-though-a-rank-refuses",
+        promise="R38: a misfit on one rank is told to ranks that wait for its blocks",
+        file="engine/loading/together.py",
+        before="            if isinstance(answer, _Needs):\n                continue\n",
+        after="            if isinstance(said, _Needs):\n                continue\n",
+        near=_SHARING,
     ),
 )

@@ -1,0 +1,178 @@
+"""R38: ranks count their calls alike, also where a call raises on one of them before it begins."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from allranks import Member, all_of, on_ranks, save_on
+from holdfast import Tiered, errors
+from holdfast.engine.control.requests import ask
+from holdfast.engine.roots.catalog import Catalog
+from holdfast.engine.saving import together as together_module
+from holdfast.store.memory import MemoryStore
+from holdfast.testing.faulty import Fault, FaultyStore
+
+LONG_S = 300.0
+"""No test waits for this deadline."""
+
+
+def steps_in(store: MemoryStore) -> list[int]:
+    return [entry.step for entry in Catalog(store).checkpoints()][::-1]
+
+
+def said_by(call: Any, *args: Any, **named: Any) -> str:
+    """What a call raises, with its cause."""
+    try:
+        pending = call(*args, **named)
+        if pending is not None:
+            pending.wait()
+    except errors.HoldfastError as error:
+        return f"{error} {error.__cause__}"
+    return "committed"
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+@pytest.mark.parametrize(
+    ("args", "named"),
+    [((2,), {"tags": ["no good"]}), ((2,), {"components": ["none"]}), (("2",), {})],
+    ids=["tag", "component", "type"],
+)
+def test_a_save_that_one_rank_refuses_fails_on_all_and_the_next_is_made_by_all(
+    args: tuple[Any, ...], named: dict[str, Any], odd: int
+) -> None:
+    store = MemoryStore()
+
+    def work(member: Member) -> list[str]:
+        with member.manager(store, save_timeout_s=LONG_S) as manager:
+            wrong = member.rank == odd
+            return [
+                said_by(manager.save, 1),
+                said_by(manager.save, *args, **named) if wrong else said_by(manager.save, 2),
+                said_by(manager.save, 3),
+            ]
+
+    results = all_of(on_ranks(3, work))
+    for rank, (first, second, third) in enumerate(results):
+        assert (first, third) == ("committed", "committed"), results
+        assert "UsageError" in second or rank == odd
+        assert f"rank {odd}, in calling save" in second or rank == odd
+    assert steps_in(store) == [1, 3]
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+@pytest.mark.parametrize("is_due", [True, False])
+def test_after_a_maybe_save_that_raised_on_one_rank_saves_fail_at_once_until_all_load(
+    is_due: bool, odd: int
+) -> None:
+    store = MemoryStore()
+
+    def work(member: Member) -> list[str]:
+        said = []
+        with member.manager(store, every="2step", save_timeout_s=LONG_S) as manager:
+            manager.resume()
+            said.append(said_by(manager.maybe_save, 2))
+            step = 4 if is_due else 3
+            samples = -1 if member.rank == odd else None
+            said.append(said_by(manager.maybe_save, step, samples=samples))
+            said += [said_by(manager.maybe_save, step) for step in (6, 8)]
+            found = manager.resume()
+            assert found is not None
+            said += [said_by(manager.maybe_save, step) for step in (10, 12)]
+            assert found.step == 2
+        return said
+
+    results = all_of(on_ranks(2, work))
+    for rank, said in enumerate(results):
+        assert said[0] == "committed", results
+        if is_due or rank == odd:
+            assert "samples" in said[1], results
+        assert all(f"rank {odd}" in one and "samples" in one for one in said[2:4]), results
+        assert said[4:] == ["committed"] * 2, results
+    assert steps_in(store) == [2, 10, 12]
+
+
+def test_a_maybe_save_that_raised_where_nothing_can_be_due_costs_no_other_rank_a_wait() -> None:
+    """A call that failed counts, so what the leader asks for is saved at one call by all."""
+    store = MemoryStore()
+
+    def work(member: Member) -> tuple[list[str], int]:
+        with member.manager(store, save_timeout_s=LONG_S, stop=None) as manager:
+            manager.save(1).wait()
+            if member.rank:
+                with pytest.raises(errors.UsageError):
+                    manager.maybe_save("2")  # type: ignore[arg-type]
+            else:
+                manager.maybe_save(2)
+            manager.resume()
+            if member.rank == 0:
+                ask(store, reason="look", tags=())
+            end = time.monotonic() + 60
+            for step in range(3, 10_000_000):
+                pending = manager.maybe_save(step)
+                if pending is not None:
+                    return [pending.wait().folder], step
+                assert time.monotonic() < end
+                time.sleep(0.001)
+        raise AssertionError
+
+    first, second = all_of(on_ranks(2, work))
+    assert first == second
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+@pytest.mark.parametrize("way", ["resume", "load"])
+def test_a_load_that_one_rank_refuses_fails_on_all_at_once_and_the_next_is_made_by_all(
+    way: str, odd: int
+) -> None:
+    store = MemoryStore()
+    save_on(3, store, [1])
+
+    def work(member: Member) -> tuple[str, int | None]:
+        with member.manager(store, save_timeout_s=LONG_S) as manager:
+            load: Any = getattr(manager, way)
+            named = {"override": ["nothing"]} if member.rank == odd else {}
+            with pytest.raises(errors.HoldfastError) as caught:
+                load(**named)
+            found = load()
+            return str(caught.value), found.step
+
+    for rank, (said, step) in enumerate(all_of(on_ranks(3, work))):
+        assert step == 1
+        assert "override: no optimizer has" in said
+        assert rank == odd or f"rank {odd}, in beginning the load" in said
+
+
+def test_the_deadline_of_a_save_begins_when_the_leader_has_waited_for_uploads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Both the wait and the save take most of the deadline."""
+    monkeypatch.setattr(together_module, "GRACE_S", 0.2)
+    local, remote = MemoryStore("local"), MemoryStore("remote")
+    upload = Fault(kind="hang", op="put", key="step-00000001*/manifest.json", deadline_s=60)
+    slow = Fault(kind="hang", op="put", key="step-00000009*/manifest.json", deadline_s=60)
+    views = [
+        Tiered(FaultyStore(local, [slow]), FaultyStore(remote, [upload]), max_lag="1step"),
+        Tiered(local, remote, max_lag="1step"),
+    ]
+    timeout_s = 3.0
+
+    def work(member: Member) -> list[str]:
+        with member.manager(views[member.rank], save_timeout_s=timeout_s) as manager:
+            said = [said_by(manager.save, 1)]
+            if member.rank == 0:
+                upload.reached.wait(60)
+                threading.Timer(0.7 * timeout_s, upload.release.set).start()
+                slow_timer = threading.Thread(target=release_later, daemon=True)
+                slow_timer.start()
+            return [*said, said_by(manager.save, 9)]
+
+    def release_later() -> None:
+        slow.reached.wait(60)
+        threading.Timer(0.6 * timeout_s, slow.release.set).start()
+
+    assert all_of(on_ranks(2, work)) == [["committed", "committed"]] * 2
+    assert steps_in(local) == [1, 9]
