@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from typing_extensions import override
 
@@ -147,3 +148,22 @@ def save_member(root: Path, rank: int) -> None:
     member.train()
     with member.manager(root) as manager:
         manager.save(1).wait()
+
+
+def load_through_a_device(root: Path, rank: int) -> bytes:
+    """Resume with buffers that go through other memory, as with NCCL through an accelerator's."""
+    member = Member(C10d.of_default_group(), width=64)
+    with member.manager(root, broadcast=True) as manager:
+        exchange = manager._applying._exchange  # type: ignore[attr-defined]
+        assert exchange._device is None, "gloo sends from the memory of the host"
+        exchange._device = torch.device("cpu")
+        assert manager.resume() is not None
+    return member.bits()["0.weight"]
+
+
+@pytest.mark.full
+def test_blocks_may_go_through_the_memory_of_a_device(tmp_path: Path) -> None:
+    run_ranks(2, partial(save_member, tmp_path / "run"))
+    first, *others = run_ranks(3, partial(load_through_a_device, tmp_path / "run"))
+    assert first is not None
+    assert others == [first] * 2
