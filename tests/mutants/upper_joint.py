@@ -476,11 +476,11 @@ MUTANTS: tuple[Mutant, ...] = (
         near=_CALLS,
     ),
     Mutant(
-        name="a-rank-that-lost-count-forgotten-by-the-leader",
+        name="a-rank-that-lost-count-goes-on",
         promise="R38: after a rank has lost count of the saves they fail at once",
         file="engine/saving/together.py",
-        before="                if failure[0] == MISCOUNTED:\n",
-        after="                if failure[0] == rank:\n",
+        before="        if why is not None:\n            raise RanksError(",
+        after="        if why == '':\n            raise RanksError(",
         near=_CALLS,
     ),
     Mutant(

@@ -54,7 +54,7 @@ _FAIL_S = 5.0
 
 _PLAN_AFTER_WAIT = "plan after the wait"
 _PLAN_AFTER_PROBE = "plan after the probe"
-MISCOUNTED = "maybe_save, before it knew whether a save was due"
+_MISCOUNTED = "maybe_save, before it knew whether a save was due"
 """Phase of a rank after whose failure saves cannot be numbered alike any more."""
 
 
@@ -167,7 +167,7 @@ class _RanksSave(JointSave):
         why = self._together.miscounted
         if why is not None:
             raise RanksError(
-                f"{why} in {MISCOUNTED}. Since then ranks number their saves differently: call "
+                f"{why} in {_MISCOUNTED}. Since then ranks number their saves differently: call "
                 "resume() or load() on all of them, or restart them"
             )
         self._end = time.monotonic() + self._together.timeout_s
@@ -432,13 +432,7 @@ class LeadingSave(_RanksSave):
         raise UnsupportedState([(name, why)])
 
     def _collect_shares(self) -> None:
-        try:
-            shares: list[Share | Unchanged] = self._collect("shares", Share | Unchanged)
-        except RanksFailed as error:
-            for rank, failure in error.failed.items():
-                if failure[0] == MISCOUNTED:
-                    self._together.miscounted = f"rank {rank} raised {failure[1]}"
-            raise
+        shares: list[Share | Unchanged] = self._collect("shares", Share | Unchanged)
         for rank, share in enumerate(shares):
             if (share.step, share.components) != (self._step, self._components):
                 why = (
@@ -658,8 +652,8 @@ class Together:
         self.is_due_known = True
         """Whether this call of `maybe_save` has found out whether a save is due."""
         self.miscounted: str | None = None
-        """Why the saves of a rank may be numbered otherwise than those of the others, until a load
-        by all of them; None: all are numbered alike."""
+        """Why this rank may number its saves otherwise than the others, until a load by all ranks;
+        None: it does not. It is never behind the others, so each save finds that it has failed."""
 
     def save(self, step: int) -> JointSave:
         """Begin a save; all ranks begin their n-th at the same point of the program."""
@@ -699,5 +693,5 @@ class Together:
         except BaseException as error:
             if not self.is_due_known and self.miscounted is None:
                 self.miscounted = f"rank {self.ranks.rank} raised {error!r}"
-                self.save(-1).fail(error, MISCOUNTED)
+                self.save(-1).fail(error, _MISCOUNTED)
             raise
