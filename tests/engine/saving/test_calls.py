@@ -149,7 +149,7 @@ def test_a_load_that_one_rank_refuses_fails_on_all_at_once_and_the_next_is_made_
 def test_the_deadline_of_a_save_begins_when_the_leader_has_waited_for_uploads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Both the wait and the save take most of the deadline."""
+    """Followers that come early, the wait and the save each take most of the deadline."""
     monkeypatch.setattr(together_module, "GRACE_S", 0.2)
     local, remote = MemoryStore("local"), MemoryStore("remote")
     upload = Fault(kind="hang", op="put", key="step-00000001*/manifest.json", deadline_s=60)
@@ -165,9 +165,10 @@ def test_the_deadline_of_a_save_begins_when_the_leader_has_waited_for_uploads(
             said = [said_by(manager.save, 1)]
             if member.rank == 0:
                 upload.reached.wait(60)
+                # The followers begin long before.
+                threading.Event().wait(0.5 * timeout_s)
                 threading.Timer(0.7 * timeout_s, upload.release.set).start()
-                slow_timer = threading.Thread(target=release_later, daemon=True)
-                slow_timer.start()
+                threading.Thread(target=release_later, daemon=True).start()
             return [*said, said_by(manager.save, 9)]
 
     def release_later() -> None:
