@@ -533,11 +533,11 @@ MUTANTS: tuple[Mutant, ...] = (
         near=_SHARING,
     ),
     Mutant(
-        name="turns-though-a-rank-refuses",
-        promise="R38: a misfit on one rank is told to ranks that wait for its blocks",
+        name="turns-for-a-rank-that-has-read-all",
+        promise="R38: ranks wait for no block of a rank that has read all, or refuses",
         file="engine/loading/together.py",
-        before="            if isinstance(answer, _Needs):\n                continue\n",
-        after="            if isinstance(said, _Needs):\n                continue\n",
+        before="tuple(-1 if of is None else numbers[of] for of in runs)",
+        after="tuple(0 if of is None else numbers[of] for of in runs)",
         near=_SHARING,
     ),
 )
