@@ -140,8 +140,7 @@ class CheckpointManager:
         save_timeout_s: longest time to wait for one save, in seconds.
         exit_timeout_s: longest time that the interpreter's exit waits for a save under way.
         preflight: whether the first save checks space and permissions before it claims the run.
-        broadcast: whether several ranks, in a load, read what they share once and send it to each
-            other (docs/ranks.md).
+        broadcast: whether several ranks read once, in a load, what they share (docs/ranks.md).
         ranks: the ranks that save and load together (docs/ranks.md): those of torch's default
             process "group", if there is one; a `Coordinator`; or None, for this process alone.
 
