@@ -261,7 +261,7 @@ SAVING = (
     Mutant(
         name="same-step-taken-for-same-state",
         promise="R14: a save holds the state of the moment of the call",
-        file="engine/saving/together.py",
+        file="engine/saving/joint.py",
         before="        return roots == recorded\n",
         after="        return roots.keys() == recorded.keys()\n",
         near=(MANAGER,),

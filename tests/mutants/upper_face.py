@@ -31,9 +31,17 @@ MUTANTS: tuple[Mutant, ...] = (
         near=("tests/data/test_loader.py",),
     ),
     Mutant(
+        name="page-answers-any-host",
+        promise="R28: a page of another host cannot reach the server by a name of its own",
+        file="cli/web/guard.py",
+        before="        return {name} if name and self._access.is_host(name) else ()\n",
+        after="        return {name}\n",
+        near=("tests/serve/test_guard.py",),
+    ),
+    Mutant(
         name="stored-seed-is-ignored",
         promise="I7: the stored seed of a loader wins",
-        file="data/loader.py",
+        file="data/feed.py",
         before='self._seed, self._epoch, self._batch = stored["seed"], stored["epoch"], batch',
         after='self._epoch, self._batch = stored["epoch"], batch',
         near=("tests/data/test_loader.py",),

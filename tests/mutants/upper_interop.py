@@ -329,4 +329,28 @@ MUTANTS: tuple[Mutant, ...] = (
         after="        if False:",
         near=("tests/bridges/test_accelerate.py",),
     ),
+    Mutant(
+        name="generators-drawn-from-after-a-resume",
+        promise="I7: a run under Lightning goes on with the numbers that it would have drawn",
+        file="bridges/lightning/callback.py",
+        before="            self._generators.put_back()\n",
+        after="            pass\n",
+        near=("tests/bridges/test_lightning.py",),
+    ),
+    Mutant(
+        name="loss-that-was-not-logged-is-lost",
+        promise="I7: a run under transformers logs the same losses after a resume",
+        file="bridges/transformers/counters.py",
+        before='        pending = loaded["pending_loss"]\n',
+        after="        pending = 0.0\n",
+        near=("tests/bridges/test_transformers.py",),
+    ),
+    Mutant(
+        name="secret-of-a-root-in-a-tracker",
+        promise="R28: secrets in a URL leave this process nowhere",
+        file="sinks/trackers.py",
+        before="    return without_secrets(root) if _HAS_SCHEME.match(root) else",
+        after="    return root if _HAS_SCHEME.match(root) else",
+        near=("tests/sinks",),
+    ),
 )

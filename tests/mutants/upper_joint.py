@@ -76,8 +76,8 @@ MUTANTS: tuple[Mutant, ...] = (
         name="a-leader-in-doubt-says-that-it-failed",
         promise="R38: what the register holds is the outcome, whatever the leader fears",
         file="engine/saving/save.py",
-        before="joint.is_in_doubt = attempt.put_sent and",
-        after="joint.is_in_doubt = False and",
+        before="leading.is_in_doubt = attempt.put_sent and",
+        after="leading.is_in_doubt = False and",
         near=_SAVES,
     ),
     Mutant(
