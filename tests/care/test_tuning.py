@@ -14,7 +14,7 @@ import holdfast.manager
 from holdfast.care.advise import gather
 from holdfast.engine import moments
 from holdfast.engine.saving import save as save_module
-from holdfast.engine.saving import together
+from holdfast.engine.saving import joint
 from holdfast.errors import UsageError
 from holdfast.format.manifest import Timestamp
 from holdfast.manager import CheckpointManager
@@ -47,7 +47,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     monkeypatch.setattr(holdfast.manager, "time", clock)
     monkeypatch.setattr(moments, "time", clock)
     monkeypatch.setattr(save_module, "time", clock)
-    monkeypatch.setattr(together, "time", clock)
+    monkeypatch.setattr(joint, "time", clock)
     return clock
 
 

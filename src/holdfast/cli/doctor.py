@@ -42,7 +42,11 @@ LEAST_VERSIONS: Mapping[str, Mapping[str, str]] = {
     "encrypt": {"cryptography": "47"},
     "tensorboard": {"tensorboard": "2.18"},
     "wandb": {"wandb": "0.19"},
-    "mlflow": {"mlflow-skinny": "2.16"},
+    "mlflow": {"mlflow-skinny": "3.0"},
+    "trackio": {"trackio": "0.43"},
+    "prometheus": {"prometheus-client": "0.20"},
+    "otel": {"opentelemetry-api": "1.30"},
+    "web": {"starlette": "0.46", "uvicorn": "0.34", "jinja2": "3.1.5"},
     "demo": {"matplotlib": "3.8"},
 }
 """Extra → its packages, and the least version of each that works (pyproject.toml)."""
