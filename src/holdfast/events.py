@@ -72,6 +72,8 @@ _LEVELS: Mapping[str, int] = {
     "save_skipped": logging.WARNING,
     "warning": logging.WARNING,
     "no_position": logging.WARNING,
+    "resumed": logging.INFO,
+    "loaded": logging.INFO,
     "passed_over": logging.INFO,
     "changed": logging.INFO,
     "retracted": logging.INFO,

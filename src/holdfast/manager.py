@@ -558,7 +558,7 @@ class CheckpointManager:
         self._tuning.resumed(time.perf_counter() - began)
         self._emit(
             "resumed",
-            f"resumed {found.entry.folder}",
+            f"goes on at step {found.entry.step}: resumed {found.entry.folder}",
             step=found.entry.step,
             folder=found.entry.folder,
             rejected=reader.rejected,

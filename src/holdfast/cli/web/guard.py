@@ -148,7 +148,11 @@ class Guard:
             return response
         if not tokens and self._access.is_token(_cookie(headers, self._access.cookie)):
             return None
-        return _refuse(403, "Open the whole URL that `holdfast serve` printed, with its token.")
+        return _refuse(
+            403,
+            "Open the whole URL that `holdfast serve` printed, with its token, and "
+            "accept its cookie (curl: `-L -b ''`).",
+        )
 
     async def _read_form(self, scope: Scope, receive: Receive) -> Response | None:
         """Read the fields of a form, and look at its token."""
