@@ -96,7 +96,9 @@ _UNITS = {**_COUNTS, **dict.fromkeys(_SECONDS, Unit.SECOND), "dur": Unit.DURATIO
 @total_ordering
 @dataclass(frozen=True, slots=True, eq=False)
 class Time:
-    """A duration above zero: a whole count of its unit, seconds, or a fraction of the run.
+    """A duration above zero: a count of its unit, seconds, or a fraction of the run.
+
+    Counts are whole, but for epochs: an interval may be a part of one.
 
     Times of one unit can be compared, added, subtracted and divided. Anything else, also a bare
     number, is a `UsageError`: no unit is an obvious default.
@@ -109,7 +111,7 @@ class Time:
     unit: Unit
 
     def __post_init__(self) -> None:
-        may_be_float = self.unit in (Unit.SECOND, Unit.DURATION)
+        may_be_float = self.unit in (Unit.SECOND, Unit.DURATION, Unit.EPOCH)
         allowed: tuple[type, ...] = (int, float) if may_be_float else (int,)
         most = 1 if self.unit is Unit.DURATION else MAX_COUNT
         if isinstance(self.value, bool) or not isinstance(self.value, allowed):
@@ -153,13 +155,19 @@ class Time:
 
     @classmethod
     def parse(
-        cls, value: str | Time, *, what: str = "time", units: Collection[Unit] = PLAIN_UNITS
+        cls,
+        value: str | Time,
+        *,
+        what: str = "time",
+        units: Collection[Unit] = PLAIN_UNITS,
+        parts: bool = False,
     ) -> Time:
         """Parse a `Time` from text: `500step`, `2ep`, `1e9tok`, `90min`, `1h30m`, `0.1dur`.
 
         Letter case, blanks and underscores in numbers do not matter. `what` names the argument in
         the error. `units` are those that the caller supports: `cycle` only where the loop counts
         cycles, `dur` only where the length of the run will be known. `Unit` has all of them.
+        With `parts` a number of epochs may have a fraction: the caller will know their length.
 
         Raises:
             UsageError: no unit, an unknown one, one that is not in `units`, a fraction of something
@@ -177,6 +185,8 @@ class Time:
             raise UsageError(
                 f"{what}={str(value)!r}: {time.unit.value} cannot be used here; {_known(units)}"
             )
+        if time.is_part_of_epoch and not parts:
+            raise UsageError(f"{what}={str(value)!r}: must be a whole number of epochs")
         return time
 
     def resolve(self, max_duration: Time | None) -> Time:
@@ -201,6 +211,19 @@ class Time:
         if max_duration.unit is Unit.SECOND:
             return Time(float(exact), Unit.SECOND)
         return Time(math.ceil(exact), max_duration.unit)
+
+    @property
+    def is_part_of_epoch(self) -> bool:
+        """Whether it is a number of epochs with a fraction, such as "0.5ep"."""
+        return self.unit is Unit.EPOCH and self.value % 1 != 0
+
+    def in_steps(self, epoch: Time) -> Fraction:
+        """Return the exact number of steps of a duration in epochs, each as long as `epoch`.
+
+        >>> Time.parse("0.5ep", parts=True).in_steps(Time.parse("7step"))
+        Fraction(7, 2)
+        """
+        return self.exact * epoch.exact
 
     @property
     def exact(self) -> Fraction:
@@ -306,7 +329,10 @@ def _fraction(number: Decimal) -> Time:
 
 def _count(number: Decimal, unit: str) -> Time:
     # Compared before it becomes an int: an int of 1e9999 costs, of 1e999999999 it costs all memory.
-    if number > MAX_COUNT or number != number.to_integral_value():
+    is_whole = number <= MAX_COUNT and number == number.to_integral_value()
+    if _COUNTS[unit] is Unit.EPOCH and not is_whole and number <= MAX_COUNT:
+        return Time(float(number), Unit.EPOCH)
+    if not is_whole:
         raise UsageError(f"{unit} must be a whole number, at most {MAX_COUNT}")
     return Time(int(number), _COUNTS[unit])
 

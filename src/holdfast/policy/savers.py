@@ -77,7 +77,7 @@ def as_trigger(value: str | Time | Trigger | SaveFunction, *, what: str = "every
     if isinstance(value, str) and value.strip().lower() == "auto":
         return Auto()
     if isinstance(value, str | Time):
-        return Every(parse(value, what=what, units=ALL_UNITS))
+        return Every(parse(value, what=what, units=ALL_UNITS, parts=True))
     raise UsageError(f"{what}={value!r}: must be an interval with a unit, a trigger or a function")
 
 
@@ -141,6 +141,19 @@ class SavePolicy:
             permanent=self.permanent and self.permanent.resolve(max_duration),
             ephemeral=self.ephemeral and self.ephemeral.resolve(max_duration),
             cooldown=self.cooldown and self.cooldown.resolve(max_duration),
+        )
+
+    @property
+    def needs_epoch(self) -> bool:
+        """Whether a trigger needs the length of an epoch."""
+        return any(t.needs_epoch for t in (self.permanent, self.ephemeral) if t is not None)
+
+    def with_epoch(self, epoch: Time) -> SavePolicy:
+        """Return the policy with parts of an epoch converted to steps; `epoch` has so many."""
+        return SavePolicy(
+            permanent=self.permanent and self.permanent.with_epoch(epoch),
+            ephemeral=self.ephemeral and self.ephemeral.with_epoch(epoch),
+            cooldown=self.cooldown,
         )
 
     def part(self, *, is_pure: bool) -> SavePolicy | None:
@@ -287,6 +300,16 @@ class SideSaver:
         object.__setattr__(self, "policy", policy)
         object.__setattr__(self, "components", tuple(dict.fromkeys(components)))
         object.__setattr__(self, "keep", rule if rule is not None else All())
+
+    @property
+    def needs_epoch(self) -> bool:
+        """Whether a trigger needs the length of an epoch."""
+        return self.policy.needs_epoch
+
+    def with_epoch(self, epoch: Time) -> SideSaver:
+        """Return the saver with parts of an epoch converted to steps; `epoch` has so many."""
+        policy = self.policy.with_epoch(epoch)
+        return SideSaver(self.name, every=policy, components=self.components, keep=self.keep)
 
 
 def combined_rule(

@@ -9,8 +9,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
+from math import ceil
 from types import MappingProxyType
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, NoReturn, TypeAlias, get_args
 
 from holdfast.arguments import checked
 from holdfast.errors import UsageError
@@ -75,6 +76,15 @@ class Trigger(ABC):
         """
         return self
 
+    @property
+    def needs_epoch(self) -> bool:
+        """Whether a part of an epoch is in it, whose length `with_epoch` has to give."""
+        return False
+
+    def with_epoch(self, epoch: Time) -> Trigger:
+        """Return the trigger with parts of an epoch converted to steps; `epoch` has so many."""
+        return self
+
     def __or__(self, other: Trigger) -> Trigger:
         if not isinstance(other, Trigger):
             return NotImplemented
@@ -89,31 +99,46 @@ class Every(Trigger):
     call: the same as `step % interval == 0` while the counter grows by one, and right when it
     jumps. Seconds are training time since the last save. A fraction of the run ("0.1dur") is
     exact: of 1,005 steps a tenth is 100.5, so that ten saves are made and the last is at the end.
+    So is a part of an epoch: of 7 steps half an epoch is 3.5, and step 4, 7, 11, 14 are due.
 
     >>> Every("500step")
     Every(interval='500step')
+    >>> Every("0.5ep", epoch="28step").size
+    14
     """
 
     interval: Time
     """Distance from one save to the next."""
     max_duration: Time | None
     """Length of the run, for an interval that is a fraction of it."""
+    epoch: Time | None
+    """Steps of an epoch, for an interval such as "0.5ep", which is then counted in steps."""
     unit: Unit
     """Unit of the counter that decides."""
     size: Fraction | float
     """The interval in that unit: exact for counts."""
 
-    def __init__(self, interval: str | Time, *, max_duration: str | Time | None = None) -> None:
-        time = parse(interval, what="Every: interval", units=ALL_UNITS)
+    def __init__(
+        self,
+        interval: str | Time,
+        *,
+        max_duration: str | Time | None = None,
+        epoch: str | Time | None = None,
+    ) -> None:
+        time = parse(interval, what="Every: interval", units=ALL_UNITS, parts=True)
+        steps = None if epoch is None else parse(epoch, what="epoch", units={Unit.STEP})
+        if steps is not None and time.unit is not Unit.EPOCH:
+            raise UsageError(f"every='{time}': only an interval in epochs needs epoch")
         whole = None
         if max_duration is not None:
             whole = parse(max_duration, what="max_duration", units=ALL_UNITS - {Unit.DURATION})
             if time.unit is not Unit.DURATION:
                 raise UsageError(f"every='{time}': only a fraction of the run needs max_duration")
-        unit = whole.unit if whole else time.unit
-        size = time.exact * whole.exact if whole else time.exact
+        unit = whole.unit if whole else Unit.STEP if steps else time.unit
+        size = time.exact * whole.exact if whole else time.in_steps(steps) if steps else time.exact
         object.__setattr__(self, "interval", time)
         object.__setattr__(self, "max_duration", whole)
+        object.__setattr__(self, "epoch", steps)
         object.__setattr__(self, "unit", unit)
         object.__setattr__(self, "size", float(size) if unit is Unit.SECOND else _plain(size))
 
@@ -123,8 +148,9 @@ class Every(Trigger):
         return self.unit is not Unit.SECOND
 
     def __repr__(self) -> str:
-        whole = f", max_duration='{self.max_duration}'" if self.max_duration else ""
-        return f"Every(interval='{self.interval}'{whole})"
+        lengths = {"max_duration": self.max_duration, "epoch": self.epoch}
+        more = "".join(f", {name}='{time}'" for name, time in lengths.items() if time)
+        return f"Every(interval='{self.interval}'{more})"
 
     def __str__(self) -> str:
         return f"every {self.interval}"
@@ -138,6 +164,8 @@ class Every(Trigger):
         event: Event = "step",
     ) -> str | None:
         """Fire when another interval is complete; seconds count from the last save."""
+        if self.needs_epoch:
+            _refuse(self.interval)
         before, current = self.progress(self.unit, previous, now)
         if self.unit is Unit.SECOND:
             is_due = current - (last_saved.wall_s if last_saved else 0.0) >= self.size
@@ -147,10 +175,21 @@ class Every(Trigger):
 
     def resolve(self, max_duration: Time | None) -> Every:
         """Return the trigger with a fraction of the run taken of `max_duration`."""
+        if self.needs_epoch:
+            _refuse(self.interval)
         if self.unit is not Unit.DURATION:
             return self
         self.interval.resolve(max_duration)  # raises when the length is not known
         return Every(self.interval, max_duration=max_duration)
+
+    @property
+    def needs_epoch(self) -> bool:
+        """Whether the interval is a part of an epoch whose length is not known."""
+        return self.epoch is None and self.interval.is_part_of_epoch
+
+    def with_epoch(self, epoch: Time) -> Every:
+        """Return the trigger with a part of an epoch counted in steps."""
+        return Every(self.interval, epoch=epoch) if self.needs_epoch else self
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -164,7 +203,7 @@ class At(Trigger):
 
     @checked(but=["times"])
     def __init__(self, *times: str | Time, steps: Iterable[int] = ()) -> None:
-        given = [parse(time, what="At: times", units=ALL_UNITS) for time in times]
+        given = [parse(time, what="At: times", units=ALL_UNITS, parts=True) for time in times]
         given += map(_at_step, steps)
         twice = sorted({str(time) for time in given if given.count(time) > 1})
         if not given or twice:
@@ -198,7 +237,24 @@ class At(Trigger):
 
     def resolve(self, max_duration: Time | None) -> At:
         """Return the trigger with fractions of the run as points in the unit of `max_duration`."""
+        for time in self.times:
+            if time.is_part_of_epoch:
+                _refuse(time)
         return At(*{time.resolve(max_duration): None for time in self.times})
+
+    @property
+    def needs_epoch(self) -> bool:
+        """Whether a point is within an epoch."""
+        return any(time.is_part_of_epoch for time in self.times)
+
+    def with_epoch(self, epoch: Time) -> At:
+        """Return the trigger with points within an epoch as the first step that reaches them."""
+        return At(
+            *{
+                Time(ceil(time.in_steps(epoch)), Unit.STEP) if time.is_part_of_epoch else time: None
+                for time in self.times
+            }
+        )
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -385,6 +441,15 @@ class AnyTrigger(Trigger):
         """Return the trigger with each part resolved."""
         return AnyTrigger(tuple(part.resolve(max_duration) for part in self.triggers))
 
+    @property
+    def needs_epoch(self) -> bool:
+        """Whether any part does."""
+        return any(part.needs_epoch for part in self.triggers)
+
+    def with_epoch(self, epoch: Time) -> AnyTrigger:
+        """Return the trigger with the parts of an epoch of each converted."""
+        return AnyTrigger(tuple(part.with_epoch(epoch) for part in self.triggers))
+
 
 def parts_of(trigger: Trigger) -> tuple[Trigger, ...]:
     """Return the triggers that `|` combined; a single trigger is its only part."""
@@ -394,6 +459,14 @@ def parts_of(trigger: Trigger) -> tuple[Trigger, ...]:
 def is_elsewhere(last: Timestamp | None, now: Timestamp) -> bool:
     """Whether `last`, the last save, is of another step than `now`, or None."""
     return last is None or last.step != now.step
+
+
+def _refuse(time: Time) -> NoReturn:
+    """Raise `UsageError` for a part of an epoch whose length is not known."""
+    raise UsageError(
+        f"'{time}' is a part of an epoch, and only a Trainer knows how many steps that has: write "
+        f"Every('{time}', epoch='100step') with their number, or the interval in steps"
+    )
 
 
 def _at_step(step: int) -> Time:

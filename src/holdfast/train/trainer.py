@@ -75,6 +75,7 @@ from holdfast.train.parallel.strategies import (
     parallel_of,
     recompute,
 )
+from holdfast.train.schedules.curves import EpochLength
 from holdfast.train.schedules.stepping import Schedules
 from holdfast.train.training import Average, Counters, Metrics, Training
 from holdfast.train.window.limits import Limits
@@ -471,7 +472,8 @@ class Trainer:
         start = StartingPoint.of(start_from, self.root)
         if load_best:
             check_load_best(self.checkpoints, validates=bool(self._validations))
-        self._schedules.resolve(goal, epoch_length(self.data, self._gear.accumulate))
+        self._schedules.resolve(goal, self._epoch)
+        self._validations.resolve(goal, self._epoch)
         self._ending = ending = FitEnding(
             goal,
             self.counters,
@@ -822,7 +824,11 @@ class Trainer:
         return CheckpointManager(
             replace(
                 self.checkpoints,
-                every=self._every,
+                every=self._every and self._epoch.resolved(self._every, "every"),
+                savers=tuple(
+                    self._epoch.resolved(saver, f"saver {saver.name!r}: every")
+                    for saver in self.checkpoints.savers
+                ),
                 overlap=self._overlap,
                 sinks=(*self.checkpoints.sinks, *self._callbacks.sinks, saves),
             ),
@@ -854,6 +860,11 @@ class Trainer:
     def _ranks(self) -> Literal["group"] | None:
         """The argument `ranks` of managers: None if this process trains alone, beside others."""
         return None if self._parallel.group.is_alone else "group"
+
+    @property
+    def _epoch(self) -> EpochLength:
+        """Length of an epoch of the data that is trained on."""
+        return epoch_length(self.data, self._gear.accumulate)
 
     def _check_validates(self) -> None:
         if not self._validations:

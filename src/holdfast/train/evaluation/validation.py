@@ -27,6 +27,7 @@ from holdfast.state.generators import device_generators
 from holdfast.train.asked import check_range
 from holdfast.train.callbacks.hooks import Callback
 from holdfast.train.outputs import Image, StepOutput
+from holdfast.train.schedules.curves import EpochLength
 from holdfast.train.training import Metrics
 from holdfast.train.window.loop import LossFunction, Update, evaluate, moved
 from holdfast.train.window.metrics import LazyMetrics, Mean, mean_of_ranks, number
@@ -61,13 +62,33 @@ class Downstream:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Validation:
-    """Plan of validation: loaders, checks and interval."""
+    """Plan of validation: loaders, checks and interval.
+
+    Args:
+        data: a loader, or several by name. Each is read from its beginning every time: a `Loader`
+            draws the same random numbers again, a torch `DataLoader` new ones.
+        every: interval: "1ep" (the default), "0.5ep" (twice in an epoch), "500step", "1e6tok",
+            "0.1dur" (ten times in the whole run).
+        batches: limit of the batches of each loader; None: all.
+        at_end: whether to validate when the goal is reached, also if it is not due.
+        loss: function of the model and a batch, as the Trainer's, which None takes.
+        use_ema: whether to validate the averaged weights, if the Trainer keeps an average.
+        weigh: function from a batch to its weight in the means; None: the weight that the loss
+            gives, or its samples.
+        name: distinguishes several validations: metrics are then `val/<name>/…`.
+        downstream: checks without a loader, each a `Downstream`.
+        metrics: metrics that are no means, by name, such as torchmetrics: they get what the loss
+            gives as the `outputs` of a `StepOutput`.
+
+    Raises:
+        UsageError: an argument is wrong.
+    """
 
     data: Any
     """A loader, or several by name; each is iterated from its beginning every time."""
-    every: str | Time | float = "1ep"
-    """Interval, such as "500step"; a number in (0, 1] is a part of the goal, as is
-    "0.25dur"."""
+    every: str | Time = "1ep"
+    """Interval, such as "500step". A part of an epoch, such as "0.5ep", is that part of its
+    optimizer steps, counted from the beginning of the run, and needs data with a length."""
     batches: int | None = None
     """Limit of the batches of each loader; None: all."""
     at_end: bool = True
@@ -106,13 +127,16 @@ class Validation:
         """Trigger at which validation is due, parsed from `every`.
 
         Raises:
-            UsageError: `every` is neither a time nor a fraction of the run.
+            UsageError: `every` is not an interval.
         """
-        if not isinstance(self.every, float):
-            return Every(parse(self.every, what="validation every", units=ALL_UNITS))
-        if not 0 < self.every <= 1:
-            raise UsageError(f"validation every={self.every!r}: a part must be in (0, 1]")
-        return Every(Time(self.every, Unit.DURATION))
+        given: object = self.every
+        if isinstance(given, int | float):
+            raise UsageError(
+                f"validation every={given!r}: what it counts is not said: '0.5ep' is half of "
+                "an epoch, '0.5dur' half of the whole run, '500step' each 500 steps of the "
+                "optimizer"
+            )
+        return Every(parse(self.every, what="validation every", units=ALL_UNITS, parts=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -303,10 +327,18 @@ class Validations:
     def __bool__(self) -> bool:
         return bool(self.parts)
 
-    def begin(self, goal: Time, step: int, known: Metrics) -> None:
-        """Resolve intervals for `goal`; parts with metrics in `known` count as done at `step`."""
-        resolved = [part.plan.trigger.resolve(goal) for part in self.parts]
-        self._intervals = {at: (every.unit, every.size) for at, every in enumerate(resolved)}
+    def resolve(self, goal: Time, epoch: EpochLength) -> None:
+        """Compute the intervals for a goal and the length of an epoch.
+
+        Raises:
+            UsageError: one needs the length of an epoch, which is not known.
+        """
+        for at, part in enumerate(self.parts):
+            every = epoch.resolved(part.plan.trigger, "validation every").resolve(goal)
+            self._intervals[at] = every.unit, every.size
+
+    def begin(self, step: int, known: Metrics) -> None:
+        """Begin at `step`; parts with metrics in `known` count as done there."""
         owners = {self._owner(name) for name in known if name.startswith("val/")}
         self._done = {at: step for at in owners if at is not None}
 

@@ -257,7 +257,7 @@ class Fit:
         known: Metrics = {} if found is None else found.metrics
         self._gear.watched.saw(known)
         self._metrics = LazyMetrics(known)
-        self._gear.validations.begin(self._ending.goal, begun_at, known)
+        self._gear.validations.begin(begun_at, known)
         if any(name.startswith("val/") for name in known):
             self._validated_step = begun_at
         if found is not None and self._counters.unvalidated:

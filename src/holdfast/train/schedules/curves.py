@@ -10,11 +10,12 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
+from typing_extensions import Self
 
 from holdfast.arguments import checked
 from holdfast.errors import UsageError
@@ -43,6 +44,16 @@ def position_of(counters: Counters, num_batches: int | None) -> dict[Unit, float
     return found
 
 
+class _NeedsEpoch(Protocol):
+    @property
+    def needs_epoch(self) -> bool: ...
+
+    def with_epoch(self, epoch: Time) -> Self: ...
+
+
+_Timed = TypeVar("_Timed", bound=_NeedsEpoch)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochLength:
     """Length of an epoch, as far as the data tells it."""
@@ -55,6 +66,21 @@ class EpochLength:
     def num_steps(self) -> int | None:
         """Steps of an epoch; None: not known."""
         return None if self.num_batches is None else math.ceil(self.num_batches / self.accumulate)
+
+    def resolved(self, wanted: _Timed, what: str) -> _Timed:
+        """Return triggers with parts of an epoch as steps; `what` names them in the error.
+
+        Raises:
+            UsageError: there are such parts, and the number of steps is not known.
+        """
+        if not wanted.needs_epoch:
+            return wanted
+        if self.num_steps is None:
+            raise UsageError(
+                f"{what}: a part of an epoch needs its number of steps, and the data has no "
+                "length, or not the same in each epoch: give the interval in steps"
+            )
+        return wanted.with_epoch(Time(self.num_steps, Unit.STEP))
 
     def convert(self, value: float, unit: Unit, to: Unit) -> float | None:
         """Convert a length; None where that is not known before it is trained."""
@@ -231,7 +257,7 @@ def _checked(parts: tuple[Part, ...]) -> tuple[Part, ...]:
 
 
 def _length(given: str | Time | None, what: str = "length") -> Time | None:
-    return None if given is None else parse(given, what=what, units=_UNITS)
+    return None if given is None else parse(given, what=what, units=_UNITS, parts=True)
 
 
 class CurveScheduler(LRScheduler):

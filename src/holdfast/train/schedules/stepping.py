@@ -83,7 +83,7 @@ class Schedule:
         """
         if self.every == "step":
             return Time(1, Unit.STEP)
-        return parse(self.every, what="Schedule: every", units=ALL_UNITS)
+        return parse(self.every, what="Schedule: every", units=ALL_UNITS, parts=True)
 
     def made(self, scheduler: Any) -> Schedule:
         """Return this schedule with the scheduler that was made for it.
@@ -175,7 +175,7 @@ class Schedules:
         for curve in self._curves.values():
             curve.resolve(goal, epoch)
         for name, item in self._counted.items():
-            every = Every(item.interval).resolve(goal)
+            every = epoch.resolved(Every(item.interval), name).resolve(goal)
             self._intervals[name] = (every.unit, every.size)
         for name, item in self._made.items():
             if item.every == "step":
