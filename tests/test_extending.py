@@ -205,7 +205,7 @@ def changed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     hooks = "from holdfast.train.callbacks.hooks import Logger\n"
     added = [
         ("python", "src/holdfast/policy/triggers.py", in_the_package("Doubling")),
-        ("python", "src/holdfast/train/loggers/csv.py", head + hooks + in_the_package("Csv")),
+        ("python", "src/holdfast/train/loggers/numbers.py", head + hooks + in_the_package("Numbers")),
     ]
     for kind, name, text in [*added, *CHANGES]:
         path = copy / name
@@ -261,14 +261,14 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 from holdfast.data import Loader
-from holdfast.train import Csv, Trainer
+from holdfast.train import Numbers, Trainer
 model = nn.Linear(4, 1)
 Trainer(
     model,
     optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
     data=Loader(TensorDataset(torch.randn(8, 4)), batch_size=4),
     loss=lambda model, batch: model(batch[0]).square().mean(),
-    callbacks=[Csv("numbers.csv")],
+    callbacks=[Numbers("numbers.csv")],
     checkpoints=None,
 ).fit("20step")
 """

@@ -230,6 +230,8 @@ class At(Trigger):
         """Fire at the points that were reached or passed since the last call."""
         reached = []
         for time in self.times:
+            if time.is_part_of_epoch:
+                _refuse(time)
             before, current = self.progress(time.unit, previous, now)
             if before < time.value <= current:
                 reached.append(str(time))

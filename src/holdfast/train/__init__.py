@@ -20,6 +20,7 @@ from holdfast.train.evaluation.validation import Downstream, Validation
 from holdfast.train.fit.ending import Outcome
 from holdfast.train.fit.finding import BatchSizes, LearningRateCurve
 from holdfast.train.fit.saving import UnhealthyState
+from holdfast.train.loggers.csv import Csv
 from holdfast.train.loggers.default import JsonLines
 from holdfast.train.loggers.notebook import NotebookCard
 from holdfast.train.loggers.progress import ProgressBar
@@ -50,6 +51,7 @@ __all__ = [
     "Control",
     "Counters",
     "Counts",
+    "Csv",
     "Curve",
     "Downstream",
     "EarlyStopping",

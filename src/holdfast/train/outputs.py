@@ -28,6 +28,14 @@ _EXPECTED = (
 class StepOutput:
     """Result of a loss function for one batch, as hooks and metrics get it.
 
+    Args:
+        loss: mean loss of the batch, a tensor of one number.
+        metrics: numbers by name, of which means are logged.
+        outputs: what metrics and hooks get; torchmetrics get `update(*outputs)` of a tuple such as
+            `(logits, labels)`.
+        weight: number of tokens or samples over which the loss is a mean; None: batches count
+            alike.
+
     >>> import torch
     >>> StepOutput(torch.tensor(1.5), weight=12).weight
     12

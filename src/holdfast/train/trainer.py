@@ -596,6 +596,8 @@ class Trainer:
     def test(self, data: Any, *, which: Which | None = None) -> dict[str, float]:
         """Evaluate on loaders that no decision of the training has seen: metrics `test/…`.
 
+        After a `fit` of this Trainer they are logged, too, at the step of the tested weights.
+
         Args:
             data: a loader, loaders by name, or a `Validation` or a list of them.
             which: one checkpoint, as for `validate_all`; None: the weights as they are.
@@ -603,7 +605,15 @@ class Trainer:
         Raises:
             UsageError, NoCheckpoint, HookFailed: as `validate`.
         """
-        return self._evaluate(self._parts(data, kind="test"), which)
+        parts = self._parts(data, kind="test")
+        if which is None:
+            found, at = self._evaluate(parts, None), self.counters.timestamp
+        else:
+            tested = self._validate_each(self._one(which), parts)[0]
+            found, at = dict(tested.metrics), tested.checkpoint.timestamp
+        if self._ending is not None:
+            self._callbacks.tell(Callback.test_end, at, found)
+        return found
 
     def predict(
         self,

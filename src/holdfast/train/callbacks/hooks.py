@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from holdfast.engine.checkpoint import Checkpoint
+    from holdfast.format.manifest import Timestamp
     from holdfast.state.edits import StateView
     from holdfast.train.outputs import Image, StepOutput, Table
 
@@ -45,6 +46,7 @@ MOMENTS: Mapping[str, tuple[str, ...]] = {
     ),
     "Loggers, if it is time": ("log", "log_image", "log_text", "log_table"),
     "Saving, if it is due": ("before_save", "edit_save", "checkpoint_saved", "checkpoint_failed"),
+    "`test` ends": ("test_end",),
     "`fit` or `validate` ends": ("exception", "fit_end", "close"),
 }
 """Title of each phase of a training, and the hooks called in it, both in order of time."""
@@ -219,6 +221,12 @@ class Callback:
 
     def checkpoint_failed(self, training: Training, error: SaveFailed) -> None:
         """Called like `checkpoint_saved`, but for a failed save, which the next step retries."""
+
+    def test_end(self, training: Training, at: Timestamp, metrics: Metrics) -> None:
+        """Called with the metrics of `Trainer.test`, if this Trainer has called `fit` before.
+
+        `at` is where the tested weights were saved, or for those as they are, the present place.
+        """
 
     def exception(self, training: Training, error: BaseException) -> None:
         """Called when an error ends the training; it is raised afterwards whatever a hook does."""

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -68,7 +68,9 @@ class JsonLines(Logger):
         if self._file is None:
             return
         rates = self.step_numbers if "loss" in metrics else {}
-        self._write(training.present_step, training.counters.timestamp, metrics, rates)
+        found = beyond_rates(metrics, self.step_numbers)
+        if found or not metrics:
+            self._write(training.present_step, training.counters.timestamp, found, rates)
 
     def log_image(self, training: Training, name: str, image: Image) -> None:
         """Write the matrix that a picture shows; no-op outside of `fit`."""
@@ -89,6 +91,17 @@ class JsonLines(Logger):
             found = {name: {"columns": [*table.columns], "rows": rows}}
             now = training.counters.timestamp
             self._write_line(training.present_step, now, {}, tables=found)
+
+    def test_end(self, training: Training, at: Timestamp, metrics: Metrics) -> None:
+        """Write the metrics of a test; outside of `fit` in place of an earlier line like it."""
+        if self._file is not None:
+            self._write(at.step, at, metrics)
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        drop_tests(self.path, at.step, metrics)
+        self._file = self.path.open("ab")
+        self._write(at.step, at, metrics)
+        self.close(training)
 
     def before_save(self, training: Training) -> None:
         """Flush the lines of all steps before the checkpoint is made."""
@@ -154,10 +167,38 @@ def drop_beyond(path: Path, step: int, *, is_validated: bool = True) -> int:
     process killed before the save; its line is removed, as it will be logged again.
     The file is replaced as a whole, or not changed if nothing is to be removed.
     """
+    return _drop(path, lambda line: _is_kept(line, step, is_validated))
+
+
+def drop_tests(path: Path, step: int, metrics: Metrics) -> int:
+    """Remove lines of `step` with metrics of the same names; returns how many it removed."""
+
+    def stays(line: bytes) -> bool:
+        if not line.endswith(b"\n"):
+            return False
+        try:
+            found = json.loads(line)
+        except ValueError:
+            return False
+        is_of_step = isinstance(found, dict) and found.get("step") == step
+        return not (is_of_step and _of(found).keys() == metrics.keys())
+
+    return _drop(path, stays)
+
+
+def beyond_rates(metrics: Metrics, rates: Mapping[str, Any]) -> dict[str, float]:
+    """Leave out what `LearningRates` logs, which the line of the step's loss has already."""
+    if "loss" in metrics:
+        return dict(metrics)
+    own = {f"lr/{name}" for name in rates}
+    return {name: value for name, value in metrics.items() if name not in own}
+
+
+def _drop(path: Path, stays: Callable[[bytes], bool]) -> int:
     if not path.exists():
         return 0
     lines = path.read_bytes().splitlines(keepends=True)
-    kept = [line for line in lines if _is_kept(line, step, is_validated)]
+    kept = [line for line in lines if stays(line)]
     if len(kept) == len(lines):
         return 0
     aside = path.with_name(f".{path.name}.new")

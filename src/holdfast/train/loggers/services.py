@@ -31,6 +31,7 @@ from holdfast.train.training import Metrics, Training
 
 if TYPE_CHECKING:
     from holdfast.engine.checkpoint import Checkpoint
+    from holdfast.format.manifest import Timestamp
 
 
 _POSITION = re.compile(r"([0-9]{1,18})/([0-9]{1,18})", re.ASCII)
@@ -139,6 +140,17 @@ class RunLogger(Logger):
     def checkpoint_saved(self, training: Training, checkpoint: Checkpoint, cost: Metrics) -> None:
         """Log the cost of the save."""
         self._log(cost, checkpoint.step)
+
+    def test_end(self, training: Training, at: Timestamp, metrics: Metrics) -> None:
+        """Log the metrics of a test; outside of `fit` the run is continued for that."""
+        if self._service is not None:
+            self._log(metrics, at.step)
+            return
+        self.fit_start(training)
+        try:
+            self._log(metrics, at.step)
+        finally:
+            self.close(training)
 
     def state_dict(self) -> dict[str, str | None]:
         """Return the service's id of the run."""
@@ -320,6 +332,15 @@ class TensorBoard(Logger):
         """Write the cost of the save, and flush the file."""
         self._write(cost, checkpoint.step)
         self._writer.flush()
+
+    def test_end(self, training: Training, at: Timestamp, metrics: Metrics) -> None:
+        """Write the metrics of a test; outside of `fit` into a file of events of their own."""
+        if self._writer is not None:
+            self._write(metrics, at.step)
+            return
+        self._writer = self._make(self.folder)
+        self._write(metrics, at.step)
+        self.close(training)
 
     def close(self, training: Training) -> None:
         """Close the file."""
