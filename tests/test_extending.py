@@ -205,7 +205,11 @@ def changed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     hooks = "from holdfast.train.callbacks.hooks import Logger\n"
     added = [
         ("python", "src/holdfast/policy/triggers.py", in_the_package("Doubling")),
-        ("python", "src/holdfast/train/loggers/numbers.py", head + hooks + in_the_package("Numbers")),
+        (
+            "python",
+            "src/holdfast/train/loggers/numbers.py",
+            head + hooks + in_the_package("Numbers"),
+        ),
     ]
     for kind, name, text in [*added, *CHANGES]:
         path = copy / name

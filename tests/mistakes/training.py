@@ -95,6 +95,11 @@ refused(
     validate=lambda: Validation(data=Loader(torch.zeros(4, 4), batch_size=2), every="500"),
 )
 refused(
+    "`Validation(every=0.5)`, meant as half of an epoch",
+    "'0.5ep'",
+    validate=lambda: Validation(data=Loader(torch.zeros(4, 4), batch_size=2), every=0.5),
+)
+refused(
     "two validations of one name",
     "name",
     validate=lambda: [

@@ -605,15 +605,7 @@ class Trainer:
         Raises:
             UsageError, NoCheckpoint, HookFailed: as `validate`.
         """
-        parts = self._parts(data, kind="test")
-        if which is None:
-            found, at = self._evaluate(parts, None), self.counters.timestamp
-        else:
-            tested = self._validate_each(self._one(which), parts)[0]
-            found, at = dict(tested.metrics), tested.checkpoint.timestamp
-        if self._ending is not None:
-            self._callbacks.tell(Callback.test_end, at, found)
-        return found
+        return self._evaluate(self._parts(data, kind="test"), which, is_test=True)
 
     def predict(
         self,
@@ -718,7 +710,9 @@ class Trainer:
             HookFailed: a callback raised.
         """
         self._check_validates()
-        return self._validate_each(self._chosen(which), self._validations.parts)
+        targets = self._chosen(which)
+        with self._closing(), self._managed(None):
+            return self._validate_each(targets, self._validations.parts)
 
     def request_stop(self, reason: str) -> None:
         """End `fit` after the current step, which is saved. Requests cannot be cancelled.
@@ -901,20 +895,31 @@ class Trainer:
         self._check_validates()
         return self._validations.parts
 
-    def _evaluate(self, parts: Sequence[ValidationPart], which: Which | None) -> dict[str, float]:
-        if which is not None:
-            return dict(self._validate_each(self._one(which), parts)[0].metrics)
-        if self.manager is not None:
-            return self._validated(parts)
-        with self._closing(), self._managed(None):
-            return self._validated(parts)
+    def _evaluate(
+        self, parts: Sequence[ValidationPart], which: Which | None, *, is_test: bool = False
+    ) -> dict[str, float]:
+        targets = [] if which is None else self._one(which)
+        with ExitStack() as stack:
+            if self.manager is None:
+                stack.enter_context(self._closing())
+                stack.enter_context(self._managed(None))
+            at = self.counters.timestamp
+            if targets:
+                (of_target,) = self._validate_each(targets, parts)
+                found, at = dict(of_target.metrics), of_target.checkpoint.timestamp
+            else:
+                found = self._validated(parts)
+            # Before `fit` the run may be another process's.
+            if is_test and self._ending is not None:
+                self._callbacks.tell(Callback.test_end, at, found)
+            return found
 
     def _validate_each(
         self, targets: Sequence[Target], parts: Sequence[ValidationPart]
     ) -> tuple[Validated, ...]:
         weights = self._weights
         found = []
-        with self._closing(), self._managed(None), kept_all(targets), borrowed(weights):
+        with kept_all(targets), borrowed(weights):
             for target in targets:
                 checkpoint = target.load(weights, self._editing(Callback.edit_load))
                 metrics = self._validated(parts)

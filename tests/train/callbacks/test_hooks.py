@@ -156,6 +156,7 @@ def test_an_error_in_any_hook_ends_in_exception_and_close(hook: str) -> None:
     made = short(recorder(calls), Fails())
     with pytest.raises(HookFailed, match=rf"Fails\.{hook} failed: RuntimeError\('mine'\)"):
         made.fit(4)
+        made.test(Loader(Noisy(), batch_size=5))
     assert calls[-2:] == (["fit_end", "close"] if hook == "close" else ["exception", "close"])
     assert made.manager is None
 
