@@ -154,9 +154,13 @@ def test_an_error_in_any_hook_ends_in_exception_and_close(hook: str) -> None:
     if hook in ("edit_load", "resumed", "already_done", "checkpoint_loaded"):
         short().fit(3 if hook == "checkpoint_loaded" else 4)
     made = short(recorder(calls), Fails())
-    with pytest.raises(HookFailed, match=rf"Fails\.{hook} failed: RuntimeError\('mine'\)"):
+
+    def life() -> None:
         made.fit(4)
         made.test(Loader(Noisy(), batch_size=5))
+
+    with pytest.raises(HookFailed, match=rf"Fails\.{hook} failed: RuntimeError\('mine'\)"):
+        life()
     assert calls[-2:] == (["fit_end", "close"] if hook == "close" else ["exception", "close"])
     assert made.manager is None
 
