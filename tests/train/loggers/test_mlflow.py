@@ -168,3 +168,15 @@ def test_references_can_be_refused(tmp_path: Path) -> None:
     make(tmp_path / "run", callbacks=[MLflow("mine", tracking_uri=uri, references=False)]).fit(2)
     (run,) = runs(tmp_path)
     assert not client(tmp_path).search_logged_models([run.info.experiment_id])
+
+
+@pytest.mark.full
+def test_a_test_after_fit_goes_on_with_the_run(tmp_path: Path) -> None:
+    logger = MLflow("mine", tracking_uri=f"sqlite:///{tmp_path}/runs.db")
+    trainer = make(tmp_path / "run", callbacks=[logger])
+    trainer.fit(2)
+    found = trainer.test(Loader(Noisy(), batch_size=5))
+    (run,) = runs(tmp_path)
+    assert run.info.status == "FINISHED"
+    (item,) = client(tmp_path).get_metric_history(run.info.run_id, "test/loss")
+    assert (item.step, item.value) == (2, pytest.approx(found["test/loss"]))

@@ -102,6 +102,16 @@ def test_a_validation_alone_writes_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "events").exists()
 
 
+def test_a_test_after_fit_is_of_the_step_of_its_weights(tmp_path: Path) -> None:
+    logger = TensorBoard(tmp_path / "events")
+    trainer = make(tmp_path / "run", every="2step", callbacks=[logger])
+    trainer.fit(5)
+    found = trainer.test(Loader(Noisy(), batch_size=5), which="step=2")
+    written = scalars(tmp_path / "events")
+    assert written["test/loss"] == [(2, pytest.approx(found["test/loss"]))]
+    assert [step for step, _ in written["loss"]] == [1, 2, 3, 4, 5]
+
+
 def test_texts_and_tables_are_texts_of_their_steps(tmp_path: Path) -> None:
     class Tells(Callback):
         def step_end(self, training: Training, metrics: Metrics) -> None:

@@ -56,6 +56,20 @@ def test_a_resumed_run_goes_on_under_its_own_id(tmp_path: Path) -> None:
     assert [line["step"] for line in lines if "save/nbytes" in line] == ["2", "4"]
 
 
+def test_a_test_after_fit_goes_on_with_the_run(tmp_path: Path) -> None:
+    trainer = make(tmp_path / "run", callbacks=[logger(tmp_path)])
+    trainer.fit(2)
+    found = trainer.test(Loader(Noisy(), batch_size=5))
+    wandb.teardown()
+    files = sorted(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
+    assert len({file.name for file in files}) == 1
+    lines = [line for file in dict.fromkeys(files) for line in history(file)]
+    of_test = [line for line in lines if "test/loss" in line]
+    assert [(line["step"], float(line["test/loss"])) for line in of_test] == [
+        ("2", pytest.approx(found["test/loss"]))
+    ]
+
+
 class Ends(Callback):
     """Raises within the step after `step`, when it has logged something of it."""
 

@@ -327,6 +327,40 @@ def test_a_run_goes_on_with_another_number_of_ranks_and_strategy(
     assert batches == [5, 6]  # each is fetched before its step starts
 
 
+def in_parts(root: Path, until: str, num_ranks: int, rank: int) -> Any:
+    trainer = make(
+        root,
+        num_ranks,
+        accumulate=3,
+        every="0.5ep",
+        validate=Validation(data=Loader(samples(20), batch_size=4, shuffle=False), every="0.5ep"),
+    )
+    trainer.fit(until)
+    tested = trainer.test(Loader(samples(10), batch_size=4, shuffle=False))
+    return tested, state_of(trainer)
+
+
+@pytest.mark.full
+def test_parts_of_an_epoch_are_at_the_same_steps_on_any_number_of_ranks(tmp_path: Path) -> None:
+    """Invariant 7: eight batches are three steps; a half is 1.5 steps. A test is logged once."""
+    once = run_ranks(2, partial(in_parts, tmp_path / "once", "2ep", 2))
+    run_ranks(2, partial(in_parts, tmp_path / "twice", "4step", 2))
+    twice = run_ranks(2, partial(in_parts, tmp_path / "twice", "2ep", 2))
+    run_ranks(1, partial(in_parts, tmp_path / "alone", "2ep", 1))
+    assert_same(twice, once)
+    for name, steps in (
+        ("once", [2, 3, 5, 6]),
+        ("alone", [2, 3, 5, 6]),
+        ("twice", [2, 3, 4, 5, 6]),
+    ):
+        lines = log_of(tmp_path / name)
+        assert [line["step"] for line in lines if "val/loss" in line["metrics"]] == steps
+        saved = {entry.step for entry in Catalog(open_store(tmp_path / name)).checkpoints()}
+        assert saved == {*steps}
+    text = (tmp_path / "once" / "log" / "train.jsonl").read_text()
+    assert text.count('"test/loss"') == 1
+
+
 class EndAt(Callback):
     """Asks for the end on one rank only."""
 
