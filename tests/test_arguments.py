@@ -427,7 +427,7 @@ CASES: dict[str, Case] = {
     "Every": Case(
         of=holdfast.Every,
         call=plain("Every", interval="0.1dur"),
-        wrong={"interval": (*NO_INTERVAL, None), "max_duration": NO_INTERVAL},
+        wrong={"interval": (*NO_INTERVAL, None), "max_duration": NO_INTERVAL, "epoch": NO_INTERVAL},
     ),
     "At": Case(
         of=holdfast.At,

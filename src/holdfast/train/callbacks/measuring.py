@@ -172,7 +172,8 @@ class MemoryMonitor(_Measuring):
 class LearningRates(_Measuring):
     """Logs the learning rate with which the step was done, of each group of parameters.
 
-    `lr/<group>`: its key `name`, if it has one, or else its number.
+    `lr/<group>`: its key `name`, if it has one, or else its number. `JsonLines` and `Csv` have the
+    rates of a step in its line by themselves, and leave these out.
     """
 
     def before_optimizer_step(self, training: Training) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from holdfast.arguments import checked
 from holdfast.errors import UsageError
 from holdfast.format.manifest import Timestamp
 from holdfast.system import sync
@@ -44,6 +45,7 @@ class Csv(Logger):
     none that a resume needs, and the file is that of a run that was never killed, byte for byte.
     """
 
+    @checked()
     def __init__(self, path: str | os.PathLike[str]) -> None:
         """Write to the file `path`; its folder is made."""
         self.path = Path(path)
