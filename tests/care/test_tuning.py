@@ -13,8 +13,8 @@ from tests.care.recorded import RecordedRun, three_failures
 import holdfast.manager
 from holdfast.care.advise import gather
 from holdfast.engine import moments
-from holdfast.engine.saving import save as save_module
 from holdfast.engine.saving import joint
+from holdfast.engine.saving import save as save_module
 from holdfast.errors import UsageError
 from holdfast.format.manifest import Timestamp
 from holdfast.manager import CheckpointManager
