@@ -5,7 +5,7 @@ from __future__ import annotations
 import ssl
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -34,6 +34,8 @@ class Web:
     """Statuses with which the next requests of a path are answered."""
     redirects: dict[str, str] = field(default_factory=dict)
     missing_status: int = 404
+    surplus: bytes = b""
+    """What is sent after the bytes of a range."""
     before_read: Callable[[Asked], None] = lambda asked: None
     asked: list[Asked] = field(default_factory=list)
 
@@ -85,7 +87,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(416)
             return
         place = {"Content-Range": f"bytes {start}-{stop - 1}/{len(data)}"}
-        self._answer(206, data[start:stop], tag | place)
+        self._answer(206, data[start:stop] + self.web.surplus, tag | place)
 
     def _answer(
         self, status: int, body: bytes = b"", headers: dict[str, str] | None = None
@@ -95,7 +97,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.end_headers()
         if self.command == "GET":
-            self.wfile.write(body)
+            with suppress(ConnectionError):  # who asked may have had enough
+                self.wfile.write(body)
 
 
 @contextmanager

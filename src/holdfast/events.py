@@ -116,7 +116,7 @@ class Emitter:
                     logger.exception("event sink %r failed; its later failures are not shown", sink)
 
 
-_USER = re.compile(r"(://)[^/\s@?#]*@")
+_USER = re.compile(r"(://)[^/\s?#]*@")
 _QUERY = re.compile(r"(://[^\s?#]*)[?#][^\s'\"]*")
 
 

@@ -157,6 +157,15 @@ def test_a_checkpoint_alone_has_the_names_and_marks_of_its_folder(served: Served
         there.put(f"{folder}/x", b"")
 
 
+def test_a_server_with_a_page_for_any_name_is_refused_and_not_asked_for_ever(
+    served: Served,
+) -> None:
+    served.web.missing_status = 200
+    with pytest.raises(UnsupportedStore, match="a page for a file that does not exist"):
+        load_weights(served.url(2))
+    assert len(served.web.asked) < 10
+
+
 def test_a_renamed_folder_is_a_checkpoint_all_the_same(served: Served) -> None:
     (served.root / served.folder(2)).rename(served.web.folder / "best-of-all")
     with reading(f"{served.web.url}/best-of-all") as checkpoint:

@@ -6,6 +6,7 @@ import os
 import re
 
 from holdfast.errors import UsageError
+from holdfast.events import without_secrets
 from holdfast.store.base import Store
 
 REMOTE_SCHEMES = ("s3", "gs", "az")
@@ -58,7 +59,8 @@ def _open_named(where: str) -> Store:
         from holdfast.store.remote import HttpStore
 
         return HttpStore(where)
-    raise UsageError(f"root {where!r}: must be a path, s3://…, gs://…, az://… or memory://<name>")
+    shown = without_secrets(where)
+    raise UsageError(f"root {shown!r}: must be a path, s3://…, gs://…, az://… or memory://<name>")
 
 
 def is_web(where: str) -> bool:

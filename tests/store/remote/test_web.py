@@ -20,6 +20,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from holdfast.errors import (
     AccessDenied,
     CorruptData,
+    HoldfastError,
     NotFound,
     TransientStoreError,
     UnsupportedStore,
@@ -126,6 +127,36 @@ def test_a_query_is_sent_with_each_request_and_never_shown(web: Web) -> None:
     assert "abc" not in f"{store.url}{store!r}"
 
 
+@pytest.mark.parametrize("status", [302, 403, 404, 416, 418, 503])
+def test_a_signature_is_in_no_message_and_no_traceback(web: Web, status: int) -> None:
+    store = HttpStore(f"{web.url}/a?signature=abc", options=BRIEF)
+    web.answers["/a/data?signature=abc"] = [status] * 100
+    with pytest.raises(HoldfastError) as error:
+        store.get("data", 0, 4)
+    assert error.value.__suppress_context__
+    assert "abc" not in f"{error.value}{error.value.__cause__}"
+
+
+def test_a_signature_is_not_logged_while_nobody_answers(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(TransientStoreError) as error:
+        HttpStore("http://127.0.0.1:1/a?signature=abc", options=BRIEF).head("data")
+    assert "no answer yet" in caplog.text
+    assert "abc" not in f"{error.value}{caplog.text}"
+
+
+def test_a_reply_longer_than_its_range_is_not_read_to_its_end(web: Web) -> None:
+    web.surplus = bytes(64 << 20)
+    with pytest.raises(CorruptData, match="more than 4 bytes"):
+        open_store(web.url).get("a/data", 0, 4)
+
+
+@pytest.mark.parametrize("to", ["file:///etc/passwd", "ftp://localhost/a", "//"])
+def test_a_redirect_to_no_web_address_is_refused_at_once(web: Web, to: str) -> None:
+    web.redirects["/a/data"] = to
+    with pytest.raises(UnsupportedStore, match="not followed"):
+        HttpStore(web.url, options=BRIEF).get("a/data", 0, 4)
+
+
 def test_a_busy_server_is_asked_again(web: Web) -> None:
     store = open_store(web.url)
     store.head("a/data")
@@ -175,9 +206,20 @@ def test_an_address_without_a_host_is_refused(url: str) -> None:
         open_store(url)
 
 
-def test_a_refused_address_shows_no_password() -> None:
+@pytest.mark.parametrize(
+    "url",
+    [
+        "https://bob:secret@host:port/x?token=abc",
+        "https://bob:secret/abc@host/x",
+        "https://bob:secret?abc@host/x",
+        "httpx://bob:abc@secret@host/x",
+        "s3://bob:secret@bucket/x",
+        "s3://bucket/x?token=secret",
+    ],
+)
+def test_a_refused_address_shows_no_password(url: str) -> None:
     with pytest.raises(UsageError) as error:
-        open_store("https://bob:secret@host:port/x?token=abc")
+        open_store(url)
     assert not re.search("secret|abc", str(error.value))
 
 

@@ -10,12 +10,13 @@ from itertools import count
 from typing_extensions import override
 
 from holdfast.engine.roots.documents import is_there
-from holdfast.errors import AccessDenied, FormatError, MissingKey, NotFound
+from holdfast.errors import AccessDenied, FormatError, MissingKey, NotFound, UnsupportedStore
 from holdfast.format import layout
 from holdfast.format.envelope import decode_visible
 from holdfast.format.manifest import MAX_MANIFEST_NBYTES, Aborted, Deleted, decode_register
 from holdfast.store.base import ObjectInfo, Store, WrappedStore, check_folder, ignore
 
+_NO_FILE = "no-such-file"
 _MAX_GAP = 3
 """Boxes of keys in a row that may be missing: a new box replaces an old one, which is deleted."""
 
@@ -102,7 +103,7 @@ class LoneCheckpoint(WrappedStore):
         """Names of the claims up to the one under which the checkpoint was saved."""
         epoch = layout.parse_attempt(self._folder)
         keys = [layout.writer_key(number + 1) for number in range(epoch.epoch if epoch else 0)]
-        return tuple(key.partition("/")[2] for key in keys if is_there(self, key))
+        return tuple(key.partition("/")[2] for key in keys if self._is_there(key))
 
     @cached_property
     def _names(self) -> tuple[str, ...]:
@@ -118,11 +119,29 @@ class LoneCheckpoint(WrappedStore):
         """Yield those that exist, up to `gap` names in a row that do not."""
         num_missing = 0
         for name in names:
-            if is_there(self, f"{self._folder}/{name}"):
+            if self._is_there(f"{self._folder}/{name}"):
                 yield name
                 num_missing = 0
             elif (num_missing := num_missing + 1) == gap:
                 return
+
+    def _is_there(self, key: str) -> bool:
+        return is_there(self, key) and self._tells_missing
+
+    @cached_property
+    def _tells_missing(self) -> bool:
+        """True: the server answers otherwise for files that do not exist.
+
+        Raises:
+            UnsupportedStore: it answers any name, with a page; names would be found without end.
+        """
+        key = f"{self._folder}/{_NO_FILE}"
+        if is_there(self, key):
+            raise UnsupportedStore(
+                f"{self.url}/{key}: the server has a page for a file that does not exist. Let it "
+                "answer 404 for the folder (nginx: try_files $uri =404), or download the folder"
+            )
+        return True
 
     def _files(self) -> tuple[str, ...]:
         """Names of the manifest and its files; of the manifest alone if it is damaged or ended."""

@@ -20,8 +20,14 @@ def parse_web(url: str) -> Place:
         host = parts.netloc.rpartition("@")[2]
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
             raise ValueError("no host")
-    except ValueError as error:
-        raise UsageError(f"{redacted(url)!r}: must be https://HOST/… ({error})") from None
+    except ValueError:
+        # A password that is not percent-encoded may be anywhere before the last @.
+        scheme, _, rest = url.partition("://")
+        shown = redacted(f"{scheme}://{rest.rpartition('@')[2]}")
+        raise UsageError(
+            f"{shown!r}: must be https://HOST/… or https://USER:PASSWORD@HOST/…, with a port that "
+            "is a number; write / ? # and @ in a password as %2F %3F %23 and %40"
+        ) from None
     user, password = unquote(parts.username or ""), unquote(parts.password or "")
     return Place(
         scheme="https" if parts.scheme == "https" else "http",

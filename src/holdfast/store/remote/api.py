@@ -203,7 +203,18 @@ class Api:
     ) -> tuple[Any, Any]:
         result = self._obs.get(store, key, options={"range": (start, stop)})
         expect_at_least(result.meta["size"], least, what=f"get {self.url(key)}")
-        return result.bytes(), result.meta
+        if self.place.scheme in ("s3", "gs", "az"):
+            return result.bytes(), result.meta
+        return self._bounded(key, result, stop - start), result.meta
+
+    def _bounded(self, key: str, result: Any, max_nbytes: int) -> bytes:
+        """Read a reply's bytes, at most `max_nbytes`: a web server may send more than it says."""
+        data = bytearray()
+        for piece in result:
+            data += memoryview(piece)
+            if len(data) > max_nbytes:
+                raise CorruptData(f"get {self.url(key)}: more than {max_nbytes} bytes came")
+        return bytes(data)
 
     def list(self, folder: str) -> Iterator[ObjectInfo]:
         """Yield the objects in a folder ("" is the root) and below, in the service's order."""
@@ -339,8 +350,10 @@ class Api:
             yield
         except HoldfastError:
             raise
-        except Exception as error:
-            raise self.refused(operation, key, error) from error
+        except Exception as error:  # noqa: BLE001 - it is translated
+            # A traceback would show the query, which is in the text of the client's error.
+            cause = None if self.place.query else error
+            raise self.refused(operation, key, error) from cause
 
     def refused(self, operation: str, key: str, error: Exception) -> HoldfastError:
         """Translate an error of obstore to a `HoldfastError`; advise if no answer ever came."""

@@ -19,6 +19,7 @@ from holdfast.errors import (
     TransientStoreError,
     UnsupportedStore,
 )
+from holdfast.events import without_secrets
 
 _STATUS = re.compile(r"status code: (\d{3}) ([A-Za-z ]*)")
 _CODE = re.compile(r"<Code>\s*([A-Za-z0-9]+)\s*</Code>")
@@ -31,8 +32,9 @@ _CAUSE = re.compile(r'(?:message|error): "([^"]{1,200})"')
 _MAX_REASON = 400
 _MAX_READ = 4096
 
+_NO_LOCATION = "redirect without LOCATION"
 _STOPPED = {
-    "BadScheme": "an https address led to one that is not encrypted, which is not followed",
+    "BadScheme": "it led to an address that is not encrypted, or no web address: not followed",
     "TooManyRedirects": "more than ten redirects",
     "InvalidCertificate": "its TLS certificate is not trusted here (SSL_CERT_FILE names others)",
 }
@@ -150,7 +152,7 @@ class Failure:
 
 def read_failure(error: Exception) -> Failure:
     """Parse an error of obstore, or of its credential provider."""
-    text = str(error)
+    text = without_secrets(str(error))
     head, _, details = text.partition("Debug source")
     status = _STATUS.search(head)
     code = _CODE.search(head) or _CODE_OF_ONE.search(head)
@@ -236,7 +238,9 @@ def as_store_error(failure: Failure, operation: str, url: str, *, who: str) -> H
         return AlreadyExists(f"{operation} {url}: the key is taken")
     if failure.is_past_the_end:
         return CorruptData(f"{what}; it is shorter than expected")
-    if "redirect without LOCATION" in failure.reason or failure.code == "PermanentRedirect":
+    if is_web and (failure.status in range(300, 400) or _NO_LOCATION in failure.reason):
+        return UnsupportedStore(f"{operation} {url}: a redirect to no web address: not followed")
+    if _NO_LOCATION in failure.reason or failure.code == "PermanentRedirect":
         return UnsupportedStore(f"{what}. Set the region of the bucket (AWS_REGION)")
     if "non-partial response" in failure.reason or "range requested" in failure.reason:
         return UnsupportedStore(f"{what}. This service does not read exact ranges")

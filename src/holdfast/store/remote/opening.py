@@ -18,6 +18,7 @@ from datetime import datetime, timedelta, timezone
 from typing import Any, Literal
 
 from holdfast.errors import AccessDenied, InvalidKey, UsageError
+from holdfast.events import without_secrets
 from holdfast.store.base import check_key
 
 Scheme = Literal["s3", "gs", "az", "http", "https"]
@@ -183,6 +184,9 @@ def parse_place(url: str, endpoint: str | None) -> Place:
     scheme, _, rest = url.partition("://")
     bucket, _, prefix = rest.partition("/")
     prefix = prefix.rstrip("/")
+    url = without_secrets(url)
+    if re.search("[?#]", rest):
+        raise UsageError(f"root {url!r}: a bucket's URL has no query and no fragment")
     if scheme not in SCHEMES or not _BUCKET.fullmatch(bucket):
         raise UsageError(f"root {url!r}: must be s3://bucket/prefix, gs://… or az://container/…")
     if len(prefix) > _MAX_PREFIX:
@@ -467,7 +471,10 @@ def _pair(
                 retry_config=retry,
                 **settings,
             )
-        except Exception as error:
-            raise UsageError(f"{place.url}: {str(error).partition('Debug source')[0]}") from error
+        except Exception as error:  # noqa: BLE001 - it is translated
+            # A traceback would show the query of a web address.
+            cause = None if place.query else error
+            why = without_secrets(str(error).partition("Debug source")[0])
+            raise UsageError(f"{place.url}: {why}") from cause
 
     return made(options.max_retries), made(0)
