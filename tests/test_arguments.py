@@ -139,7 +139,7 @@ _RECORD: dict[str, Wrong] = {
     "encrypt": (3, "key"),
     "root": (3, ["x"]),
     "overlap": (3, "x"),
-    "sinks": (3, None, [3], "x"),
+    "sinks": (3, None, [3], "x", [dict]),
     "on_commit": (3, "", "true {x}", "no-such-command", [3]),
     "save_timeout_s": (0, *NO_NUMBER, None),
     "exit_timeout_s": (0, *NO_NUMBER, None),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import shlex
 import sys
 import threading
@@ -108,6 +109,8 @@ def test_a_function_that_raises_is_a_warning(caplog: pytest.LogCaptureFixture) -
         raise KeyError("mine")
 
     train(MemoryStore(), fails)
+    train(MemoryStore(), lambda checkpoint: sys.exit("end"))
+    assert "SystemExit: end" in warnings(caplog)
     assert "fails: failed for committed step-00000001" in warnings(caplog)
     assert "KeyError: 'mine'" in warnings(caplog)
 
@@ -176,6 +179,10 @@ def test_a_program_that_ends_without_a_close_runs_it_all_the_same(tmp_path: Path
         ("no-such-command {folder}", "there is no command 'no-such-command'"),
         (["true", 3], "must be a command and its arguments, as text"),
         ("sh -c 'ls {path}'", 'write "$1" in the script'),
+        ("bash -o pipefail -euc 'ls {path}'", 'write "$1" in the script'),
+        ("env bash -lc 'ls {root}'", 'write "$1" in the script'),
+        ("touch step-{step:06d}", "{step:06d}: a placeholder is a name alone"),
+        ("touch {folder!r}", "{folder!r}: a placeholder is a name alone"),
         (3, "on_commit=3: must be OnCommit or str"),
     ],
 )
@@ -183,6 +190,20 @@ def test_what_cannot_be_run_is_refused_before_training(wrong: Any, message: str)
     with pytest.raises(UsageError) as caught:
         Checkpoints("run", on_commit=wrong)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["sh -c 'echo ${step:-1} {}' {path}", "bash script.sh -subject {path}", "echo {path} -c"],
+)
+def test_braces_and_options_of_another_language_are_let_be(command: str) -> None:
+    assert OnCommit(command).arguments == tuple(shlex.split(command))
+
+
+def test_a_secret_of_a_command_is_in_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    train(MemoryStore(), "false https://me:secret@hook/x?token=abc {step}")
+    assert "https://***@hook/x" in warnings(caplog)
+    assert not {"secret", "abc"} & {*re.findall(r"\w+", warnings(caplog))}
 
 
 def test_a_time_limit_that_is_none_is_refused() -> None:

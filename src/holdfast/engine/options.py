@@ -113,7 +113,7 @@ class Checkpoints:
             if not value > 0:
                 raise UsageError(f"{name}={value!r} must be a positive number of seconds")
         sinks = tuple(self.sinks)
-        if not all(map(callable, sinks)):
+        if not all(callable(sink) and not isinstance(sink, type) for sink in sinks):
             raise UsageError(f"sinks={self.sinks!r}: must be functions, each called with an event")
         object.__setattr__(self, "sinks", sinks)
         object.__setattr__(self, "savers", tuple(self.savers))

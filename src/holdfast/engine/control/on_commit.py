@@ -29,7 +29,10 @@ CommitFunction: TypeAlias = Callable[[Checkpoint], object]
 
 PLACEHOLDERS = ("folder", "step", "root", "path", "digest")
 _PLACEHOLDER = re.compile(r"\{([a-z_]+)\}")
+_FORMATTED = re.compile(rf"(?<!\$)\{{(?:{'|'.join(PLACEHOLDERS)})[:!][^}}]*\}}")
 _SHELLS = frozenset({"sh", "bash", "dash", "zsh", "ksh"})
+_SCRIPT = re.compile(r"-[a-z]{0,3}c")
+"""Option of a shell, after which its script comes: -c, also with others, as in -ec."""
 _MAX_OUTPUT = 2_000
 """Most characters of a failed command's output that are logged: the last ones."""
 _KILLED_S = 5.0
@@ -123,7 +126,8 @@ class CommandSink(Reporter):
 
     def __repr__(self) -> str:
         command = self._on_commit.command
-        return f"on_commit={getattr(command, '__qualname__', None) or repr(command)}"
+        name = getattr(command, "__qualname__", None)
+        return f"on_commit={name or without_secrets(repr(command))}"
 
 
 class CommandFailed(HoldfastError):
@@ -184,14 +188,22 @@ def _problem(arguments: Sequence[str]) -> str | None:
         if unknown:
             known = ", ".join(f"{{{name}}}" for name in PLACEHOLDERS)
             return f"{{{unknown[0]}}} is none of {known}"
+        formatted = _FORMATTED.search(part)
+        if formatted:
+            return f"{formatted[0]}: a placeholder is a name alone, without a format"
     name = arguments[0]
     if shutil.which(name) is None:
         return f"there is no command {name!r} that can be run"
-    if os.path.basename(name) in _SHELLS and "-c" in arguments[:-1]:
-        script = arguments[arguments.index("-c") + 1]
-        if set(_PLACEHOLDER.findall(script)) & {"root", "path"}:
-            return (
-                'a shell would read the path as its own language: write "$1" in the script, and '
-                "the placeholder after it, as in sh -c 'ls \"$1\"' sh {path}"
-            )
+    if set(_PLACEHOLDER.findall(_script(arguments))) & {"root", "path"}:
+        return (
+            'a shell would read the path as its own language: write "$1" in the script, and the '
+            "placeholder after it, as in sh -c 'ls \"$1\"' sh {path}"
+        )
     return None
+
+
+def _script(arguments: Sequence[str]) -> str:
+    """Return what a shell among the arguments would run as its script; "" if there is none."""
+    rest = iter(arguments)
+    is_shell = any(os.path.basename(part) in _SHELLS for part in rest)
+    return next(rest, "") if is_shell and any(map(_SCRIPT.fullmatch, rest)) else ""

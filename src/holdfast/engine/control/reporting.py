@@ -79,7 +79,7 @@ class Reporter:
         self._began_s = time.monotonic()
         try:
             self.report(event, at_s)
-        except Exception as error:  # noqa: BLE001 - it is logged, and training goes on
+        except BaseException as error:  # noqa: BLE001 - it is logged, also SystemExit
             self._num_failed += 1
             self._warn_once("failed", f"failed for {_named(event)}: {_told(error)}")
         finally:
@@ -121,6 +121,6 @@ def _named(event: Event) -> str:
     return event.kind if event.step is None else f"{event.kind} of step {event.step}"
 
 
-def _told(error: Exception) -> str:
+def _told(error: BaseException) -> str:
     text = without_secrets(str(error))
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
