@@ -254,15 +254,19 @@ def test_lightnings_best_is_the_best_of_the_rule(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_a_file_of_lightnings_own_begins_a_run(tmp_path: Path) -> None:
+def test_a_file_of_lightnings_own_begins_a_run_and_does_not_go_on_in_silence(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     own = tmp_path / "own"
     theirs = trainer(ModelCheckpoint(own, save_last=True), max_epochs=1)
     theirs.fit(Regression(), train_data(), Loader(Noisy(), batch_size=22))
     recorded = Recording()
     fit(tmp_path / "run", recorded, ckpt_path=str(own / "last.ckpt"))
     assert min(recorded.steps) >= 6
+    assert "goes on" not in caplog.text
     again = fit(tmp_path / "run", ckpt_path=str(own / "last.ckpt"))
     assert again.global_step == STEPS
+    assert f"goes on, and not ckpt_path={own / 'last.ckpt'}" in caplog.text
 
 
 def test_a_plain_loop_goes_on_and_back(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ from holdfast.engine.roots.best import BEST
 from holdfast.engine.tiers.catalog import catalog_of
 from holdfast.engine.tiers.tiered import Tiered
 from holdfast.errors import NoCheckpoint, UsageError
-from holdfast.events import Emitter
+from holdfast.events import Emitter, without_secrets
 from holdfast.manager import CheckpointManager
 from holdfast.policy.clock import Time
 from holdfast.policy.rule import Rule
@@ -158,7 +158,7 @@ class HoldfastCheckpoint(CheckpointCallback):
         )
         self._open = ExitStack()
         self._open.callback(self._close)
-        resumed = self._resume(self.manager, components)
+        resumed = self._resume(self.manager, components, trainer.ckpt_path)
         if resumed is not None:
             trainer._checkpoint_connector._loaded_checkpoint = {}
             self._generators = Generators()
@@ -208,10 +208,16 @@ class HoldfastCheckpoint(CheckpointCallback):
         assert self.manager is not None
         self.manager.close()
 
-    def _resume(self, manager: CheckpointManager, components: dict[str, Any]) -> Checkpoint | None:
+    def _resume(
+        self, manager: CheckpointManager, components: dict[str, Any], ckpt_path: object
+    ) -> Checkpoint | None:
         asked = self._io.asked if self._io is not None else None
         if asked is None:
-            return manager.resume()
+            found = manager.resume()
+            if found is not None and ckpt_path is not None:
+                given = without_secrets(str(ckpt_path))
+                self._emit("warning", f"{found.path} goes on, and not ckpt_path={given}")
+            return found
         store, which = asked
         if store.url == manager.store.url:
             found = manager.resume(which)
