@@ -239,19 +239,27 @@ def test_metrics_of_evaluations_are_those_of_the_checkpoint(tmp_path: Path) -> N
     assert {"eval_loss"} <= manager_of(tmp_path / "run").list()[0].metrics.keys()
 
 
-def test_another_checkpoint_of_the_root_can_be_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_path", [True, False])
+def test_another_checkpoint_of_the_root_can_be_named(is_path: bool, tmp_path: Path) -> None:
     root = tmp_path / "run"
     trainer(root, max_steps=12).train()
     whole = trainer(tmp_path / "whole", max_steps=12)
     whole.train()
     back = trainer(root, max_steps=12)
-    back.train(resume_from_checkpoint=4)
+    [of_four] = [one for one in manager_of(root).list() if one.step == 4]
+    back.train(resume_from_checkpoint=of_four.path if is_path else 4)
     forks.assert_equal(outcome(back)["weights"], outcome(whole)["weights"])
+    begun = sorted(manager_of(root).list(), key=lambda one: one.folder)
+    assert [one.step for one in begun].count(12) == 2
+    back.train()
+    assert sorted(manager_of(root).list(), key=lambda one: one.folder) == begun
     with pytest.raises(UsageError, match="to begin anew give another root"):
         trainer(root).train(resume_from_checkpoint=False)
 
 
-def test_a_run_of_the_trainers_own_goes_on_here(tmp_path: Path) -> None:
+def test_a_run_of_the_trainers_own_goes_on_here(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Its weights, optimizer, place in the epoch and step; saves go to the root from then on."""
     transformers.set_seed(1)
     own = transformers.Trainer(
@@ -270,6 +278,9 @@ def test_a_run_of_the_trainers_own_goes_on_here(tmp_path: Path) -> None:
     [last] = manager_of(tmp_path / "ours").list()
     assert last.step == 9
     assert (ours._data.epoch, ours._data.batch) == (0, 9)
+    assert "goes on, and not" not in caplog.text
+    ours.train(resume_from_checkpoint=str(tmp_path / "own" / "checkpoint-6"))
+    assert "goes on, and not resume_from_checkpoint" in caplog.text
 
 
 class Tokens(Dataset[Any]):

@@ -35,6 +35,7 @@ from holdfast.data.stream import Stream
 from holdfast.engine.control.stop import Stop
 from holdfast.engine.hooks import StateHooks
 from holdfast.engine.options import Checkpoints
+from holdfast.engine.roots.sources import split_folder
 from holdfast.errors import UsageError
 from holdfast.events import Emitter
 from holdfast.manager import CheckpointManager
@@ -124,8 +125,8 @@ class CheckpointedMixin(_Trainer):
 
         Args:
             resume_from_checkpoint: another checkpoint of the root: its folder, step or tag, as
-                for `CheckpointManager.resume`. A path of a folder of the Trainer's own begins the
-                run with that, where the root has no checkpoint yet.
+                for `CheckpointManager.resume`, or its path. A path of a folder of the Trainer's
+                own begins the run with that, where the root has no checkpoint yet.
             trial: must be None.
             args: as for the Trainer.
             kwargs: as for the Trainer.
@@ -142,11 +143,7 @@ class CheckpointedMixin(_Trainer):
                 f"resume_from_checkpoint=False: {self.checkpoints.root} has checkpoints, the "
                 f"newest of step {step}; to begin anew give another root"
             )
-        own = None
-        if isinstance(resume_from_checkpoint, str) and os.path.isdir(resume_from_checkpoint):
-            own = resume_from_checkpoint if step is None else None
-        elif resume_from_checkpoint is not None and not isinstance(resume_from_checkpoint, bool):
-            self._which = resume_from_checkpoint
+        own = self._own_folder(resume_from_checkpoint, step)
         with self._given_stop or Stop() as stop:
             self._stop = stop
             while True:
@@ -154,6 +151,21 @@ class CheckpointedMixin(_Trainer):
                     return self._train_from(step, own, *args, **kwargs)
                 except _Elsewhere as found:
                     step = found.step
+
+    def _own_folder(self, given: str | int | bool | None, step: int | None) -> str | None:
+        """Return the folder of the Trainer's own to begin with; else note what to resume."""
+        self._which = "latest"
+        if isinstance(given, str) and os.path.isdir(given):
+            _, folder = split_folder(given)
+            if not folder and step is None:
+                return given
+            if not folder:
+                text = f"{self.checkpoints.root} goes on, and not resume_from_checkpoint={given!r}"
+                self._emit("warning", text)
+            self._which = folder or "latest"
+        elif given is not None and not isinstance(given, bool):
+            self._which = given
+        return None
 
     def _train_from(self, step: int | None, own: str | None, *args: Any, **kwargs: Any) -> Any:
         with contextlib.ExitStack() as closing:
