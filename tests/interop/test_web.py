@@ -233,6 +233,14 @@ def test_a_training_starts_from_it(served: Served) -> None:
     assert torch.equal(second.state["model"].weight, whole.state["model"].weight)
 
 
+def test_a_start_that_is_refused_shows_no_signature(served: Served) -> None:
+    (served.root / served.folder(2)).rename(served.root / "best-of-all")
+    url, trainer = f"{served.web.url}/run/best-of-all?token=abcxyz", training(served.root / "new")
+    with pytest.raises(UsageError, match="was renamed") as error:
+        trainer.fit("4step", start_from=url)
+    assert "abcxyz" not in str(error.value)
+
+
 def command(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
     monkeypatch.setattr("sys.argv", ["holdfast", *map(str, words)])
     with pytest.raises(SystemExit) as end:
@@ -255,6 +263,22 @@ def test_a_command_answers_as_for_the_folder(
         answers.append((code, re.sub(r"^  note: read without a lease.*\n", "", text, flags=re.M)))
     assert answers[0] == answers[1]
     assert answers[0][1]
+
+
+@pytest.mark.parametrize("words", ["show", "import HERE --step 1"])
+def test_a_command_shows_no_signature(
+    served: Served,
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    name, *more = words.replace("HERE", str(tmp_path / "copy")).split()
+    for as_json in ([], ["--json"]):
+        command(monkeypatch, name, *as_json, f"{served.url(1)}?token=abcxyz", *more)
+        found = capfd.readouterr()
+        assert found.out or found.err
+        assert "abcxyz" not in found.out + found.err
 
 
 @pytest.mark.parametrize("words", ["cp HERE", "run --root"])

@@ -22,6 +22,7 @@ from holdfast.engine.claims.process import utc_now
 from holdfast.engine.hooks import StateHooks
 from holdfast.engine.tiers.tiered import Tiered
 from holdfast.errors import SaveSkipped, UsageError
+from holdfast.events import without_secrets
 from holdfast.format.layout import parse_attempt
 from holdfast.format.manifest import Timestamp
 from holdfast.keys import Encryption
@@ -58,15 +59,16 @@ class StartingPoint:
         if not isinstance(source, str | os.PathLike):
             raise UsageError(f"start_from={source!r}: must be ROOT or ROOT@WHICH, a path or a URL")
         store, which, folder = place_of(source)
+        shown = without_secrets(os.fspath(source))
         if folder and parse_attempt(folder) is None:
             raise UsageError(
-                f"start_from={os.fspath(source)!r}: this checkpoint's folder was renamed; give it "
+                f"start_from={shown!r}: this checkpoint's folder was renamed; give it "
                 "its own name again"
             )
         tiers = (root.local, root.remote) if isinstance(root, Tiered) else (root,)
         if any(tier is not None and open_store(tier).url == store.url for tier in tiers):
             raise UsageError(
-                f"start_from={os.fspath(source)!r}: this is the run's own root. To go back in it, "
+                f"start_from={shown!r}: this is the run's own root. To go back in it, "
                 'call resume("step=…") of a CheckpointManager; to begin another run, give another '
                 "root"
             )
