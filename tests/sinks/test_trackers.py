@@ -139,6 +139,11 @@ def test_mlflow_gets_a_model_of_each_checkpoint_and_marks_deleted_ones(
         is_gone = checkpoint is not saved[-1]
         assert ("holdfast.deleted" in model.tags) == is_gone
         assert ("holdfast.deleted-upload" in model.tags) == is_gone
+    MLflowReferences(run_id, tracking_uri=uri).committed(
+        Reference(root="r", folder="f", step=1, digest="d", nbytes=1, metrics={"val/acc@1": 0.5})
+    )
+    (odd,) = client.search_logged_models(["0"], filter_string="tags.`holdfast.folder` = 'f'")
+    assert [metric.key for metric in odd.metrics] == ["checkpoint/val/acc_1"]
 
 
 def test_mlflow_needs_a_run() -> None:

@@ -26,6 +26,8 @@ from holdfast.sinks.extras import import_extra
 
 logger = logging.getLogger("holdfast")
 
+_REFUSED_BY_MLFLOW = re.compile(r"[^\w\-. :/]")
+"""Characters that the name of a metric may not have."""
 _HAS_SCHEME = re.compile(r"[a-z][a-z0-9+.-]*://")
 
 
@@ -180,8 +182,8 @@ def expect_models(library: Any) -> None:
 class MLflowReferences(References):
     """Sink that makes a model of MLflow for each checkpoint, with tags and metrics but no files.
 
-    Metrics are named `checkpoint/<name>`. Of a deleted checkpoint the model stays, with the tag
-    `holdfast.deleted`.
+    Metrics are named `checkpoint/<name>`, with _ for what MLflow allows in no name. Of a deleted
+    checkpoint the model stays, with the tag `holdfast.deleted`.
     """
 
     def __init__(
@@ -211,7 +213,11 @@ class MLflowReferences(References):
         now_ms, entities = int(time.time() * 1000), self._library.entities
         metrics = [
             entities.Metric(
-                f"checkpoint/{metric}", value, now_ms, reference.step, model_id=model.model_id
+                f"checkpoint/{_REFUSED_BY_MLFLOW.sub('_', metric)}",
+                value,
+                now_ms,
+                reference.step,
+                model_id=model.model_id,
             )
             for metric, value in reference.metrics.items()
         ]
