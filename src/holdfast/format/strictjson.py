@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import math
 import re
+import threading
 from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext
 from typing import Any, ClassVar, NoReturn, TypeVar
 
 import msgspec
@@ -134,6 +136,10 @@ def dumps(value: Any) -> bytes:
         raise UsageError(f"this cannot be written as JSON: {err}") from err
 
 
+_describing = threading.Lock()
+_described: set[type] = set()
+
+
 def convert(value: Any, type_: type[T], *, what: str) -> T:
     """Convert `value` to the record type `type_`; coerces nothing, ignores unknown members.
 
@@ -141,7 +147,12 @@ def convert(value: Any, type_: type[T], *, what: str) -> T:
         FormatError: a member is missing or of the wrong type.
     """
     try:
-        return msgspec.convert(value, type_)
+        # msgspec describes a type at its first use, and another thread that used the half-made
+        # description would crash the process.
+        with nullcontext() if type_ in _described else _describing:
+            found = msgspec.convert(value, type_)
+        _described.add(type_)
+        return found
     except (msgspec.ValidationError, ValueError, OverflowError) as err:
         raise FormatError(f"{what}: {err}") from err
 
