@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from typing import Any
 
@@ -287,3 +288,36 @@ def test_a_number_without_end_is_not_worked_on(monkeypatch: pytest.MonkeyPatch) 
         assert loads_as(text, max_nbytes=len(text)) is None
     finally:
         sys.set_int_max_str_digits(before)
+
+
+RACE = """
+import gc, sys, threading, time
+import msgspec
+from holdfast.format import strictjson
+
+sys.setswitchinterval(1e-6)
+gc.set_threshold(1)
+gc.callbacks.append(lambda phase, info: time.sleep(0.0002))
+names = [f"a{number}" for number in range(40)]
+for _ in range(12):
+    inner = msgspec.defstruct("Inner", [(name, list[int]) for name in names])
+    outer = msgspec.defstruct("Outer", [(name, dict[str, inner]) for name in names])
+    value = {name: {"x": {other: [1] for other in names}} for name in names}
+    start = threading.Barrier(2)
+
+    def work():
+        start.wait(10)
+        strictjson.convert(value, outer, what="x")
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+"""
+
+
+def test_two_threads_may_read_the_first_record_of_a_type_at_once() -> None:
+    """msgspec describes a type at its first use; used half-made, it would crash the process."""
+    done = subprocess.run([sys.executable, "-c", RACE], timeout=120, check=False)
+    assert done.returncode == 0
