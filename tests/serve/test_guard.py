@@ -239,3 +239,9 @@ def test_many_who_ask_at_once_are_all_answered(page: Page) -> None:
     for thread in threads:
         thread.join(30)
     assert found == [200] * 12
+
+
+@pytest.mark.parametrize("origin", ["http://[", "http://127.0.0.1:99999999", "http://[::1", "//"])
+def test_an_origin_that_is_no_url_is_refused(page: Page, origin: str) -> None:
+    reply = page.ask("GET", "/", Cookie=page.cookie, Origin=origin)
+    assert (reply.status, reply.headers.get("x-frame-options")) == (403, "DENY")

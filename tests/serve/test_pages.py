@@ -6,12 +6,13 @@ import html
 import json
 import re
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.cli.roots import flip, folder_of
-from tests.serve.client import Page, links, serving
+from tests.serve.client import WAIT_S, Page, links, serving
 from tests.serve.conftest import EVIL
 
 from holdfast.cli import watch
@@ -19,6 +20,7 @@ from holdfast.cli.target import NAMED, KeySources
 from holdfast.cli.watch import Watcher
 from holdfast.cli.web import runs
 from holdfast.engine.roots.catalog import Catalog
+from holdfast.errors import StoreError
 from holdfast.keys import Encryption, from_file
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
@@ -388,7 +390,7 @@ def test_a_root_that_takes_long_to_read_is_not_read_at_each_change(
     from holdfast.cli.web import routes
 
     made: list[Any] = []
-    monkeypatch.setattr(routes, "named", lambda *given: made.append(runs.named(*given)) or made[0])
+    monkeypatch.setattr(routes, "named", lambda roots: made.append(runs.named(roots)) or made[0])
     monkeypatch.setattr(runs, "SHARE", 1e-6)
     with serving([run_root]) as page:
         page.whole("/r/run/checkpoints")
@@ -398,8 +400,69 @@ def test_a_root_that_takes_long_to_read_is_not_read_at_each_change(
         delay = re.search(r"load delay:(\d+)ms", again)
         assert delay is not None
         assert int(delay[1]) > 100_000
+        assert "This may be old: it takes long to read, and is read again in" in text_of(again)
         made[0]["run"].changed()  # what the page has done itself is shown at once
         assert "load delay" not in page.whole("/r/run/checkpoints")
+
+
+def test_an_error_is_not_held_back_as_long_as_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bucket that is away for a minute is asked again after a minute, not after two hours."""
+    monkeypatch.setattr(runs, "SHARE", 0.01)
+    assert runs.Seen(took_s=60).rest_s == 6000
+    assert runs.Seen(took_s=60, error=StoreError("x")).rest_s == runs.OLD_S
+
+
+def test_a_run_that_does_not_answer_holds_up_no_other(
+    run_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dead, answers = tmp_path / "dead", threading.Event()
+    shutil.copytree(run_root, dead, symlinks=True)
+    children = LocalStore.children
+
+    def waiting(self: LocalStore, prefix: str = "") -> tuple[str, ...]:
+        assert str(dead) not in self.url or answers.wait(WAIT_S)
+        return children(self, prefix)
+
+    monkeypatch.setattr(LocalStore, "children", waiting)
+    with serving([dead, run_root]) as page:
+        for tab in ("", "/lineage", "/retention", "/resume", "/costs"):
+            assert page.get(f"/r/dead{tab}").status == 200
+        assert "A resume takes step 300" in text_of(page.whole("/r/run"))
+        answers.set()
+
+
+def test_an_error_that_is_none_of_ours_is_shown_on_its_run(
+    run_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(root: str) -> Any:
+        raise RecursionError("too deep")
+
+    monkeypatch.setattr(runs, "list_root", fail)
+    with serving([run_root]) as page:
+        assert "RecursionError too deep" in text_of(page.get("/r/run").text)
+        assert "RecursionError too deep" in text_of(page.get("/").text)
+        assert page.get("/r/run/resume").status == 200
+
+
+def test_a_root_that_vanishes_is_not_shown_as_empty(
+    run_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "run"
+    shutil.copytree(run_root, root, symlinks=True)
+    monkeypatch.setattr(runs, "LOCAL_LOOK_S", 0.0)
+    with serving([root]) as page:
+        page.whole("/r/run/live")
+        shutil.rmtree(root)
+        text = text_of(page.whole("/r/run/live"))
+        while "cannot be looked at now" not in text:
+            text = text_of(page.whole("/r/run/live"))
+        assert "no run is here any more" in text
+
+
+def test_work_is_looked_up_by_its_number_however_long_that_is(page: Page) -> None:
+    for number in ("9" * 5000, "-1", "1e9", "%D9%A1"):
+        assert page.get(f"/jobs/{number}").status == 404
+        assert page.post(f"/jobs/{number}/stop").status == 404
 
 
 def test_a_look_of_watch_lists_the_root_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,12 +15,12 @@ from holdfast.cli.output import Code, TextTable, aligned, give_line, printable, 
 from holdfast.cli.target import open_root
 from holdfast.engine.claims.claim import WATCH_S, is_closed
 from holdfast.engine.claims.process import liveness, utc_now
-from holdfast.engine.roots.catalog import Catalog
+from holdfast.engine.roots.catalog import Catalog, is_root
 from holdfast.engine.roots.documents import read_if_there
 from holdfast.engine.sealed.sealing import bare
 from holdfast.engine.tiers.ledger import Ledger
 from holdfast.engine.tiers.pieces import Listing, length, read_listing
-from holdfast.errors import FormatError, SealError, StoreError
+from holdfast.errors import FormatError, NotFound, SealError, StoreError
 from holdfast.format import layout
 from holdfast.format.layout import AttemptName
 from holdfast.format.manifest import Aborted, Deleted, Manifest
@@ -149,7 +149,7 @@ class Watcher:
         """Look at the root now.
 
         Raises:
-            StoreError: it cannot be read.
+            StoreError: it cannot be read, or has vanished, as when its disk is away.
         """
         if self._clock() - self._read_at_s > _READ_AGAIN_S:
             self._known, self._read_at_s = {}, self._clock()
@@ -159,6 +159,8 @@ class Watcher:
         self._known = {folder: found for folder, found in self._known.items() if folder in there}
         open_names = [name for name in names if not self._is_settled(str(name))]
         owner = self._owner(catalog, names)
+        if not names and owner is None and not is_root(self._store):
+            raise NotFound(f"{self._store.url}: no run is here any more")
         is_live = owner is not None and owner.state not in ("dead", "closed")
         saving = [n for n in open_names if is_live and owner is not None and n.epoch == owner.epoch]
         known = (self._known.get(str(name)) for name in names)

@@ -124,7 +124,10 @@ class Guard:
             # So a browser hides the origin of our own forms, too, as they have no referrer. Pages
             # cannot set the other header.
             return headers.getlist("sec-fetch-site") == ["same-origin"]
-        parts = urlsplit(origins[0])
+        try:
+            parts = urlsplit(origins[0])
+        except ValueError:
+            return False
         if parts.scheme not in ("http", "https"):
             return False
         return parts.netloc == headers["host"] or (parts.hostname or "") in self._access.hosts

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from holdfast.cli.output import PROGRESS, Answer
-from holdfast.errors import HoldfastError, UsageError
+from holdfast.errors import UsageError
 
 MAX_JOBS = 8
 """Jobs that are kept, with their results; the oldest that have ended are dropped."""
@@ -84,9 +84,9 @@ class Jobs:
     def __iter__(self) -> Iterator[Job]:
         return iter([*self._jobs.values()])
 
-    def get(self, number: int) -> Job | None:
-        """Return a job; None if there is none of that number any more."""
-        return self._jobs.get(number)
+    def get(self, number: str) -> Job | None:
+        """Return a job, as a URL names it; None if there is none of that number any more."""
+        return next((job for job in self if str(job.number) == number), None)
 
     def start(
         self,
@@ -139,5 +139,4 @@ def told(error: BaseException | None) -> Any:
     """Return what a page shows of an error: its class and its text."""
     if error is None:
         return None
-    text = str(error) if isinstance(error, HoldfastError) else repr(error)
-    return {"kind": type(error).__name__, "text": text}
+    return {"kind": type(error).__name__, "text": str(error)}

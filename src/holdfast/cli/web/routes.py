@@ -21,7 +21,6 @@ from holdfast.cli.web.runs import named
 from holdfast.cli.web.site import Site
 from holdfast.errors import HoldfastError
 
-NUM_READERS = 4
 NUM_WORKERS = 2
 """Pieces of long work at one time."""
 
@@ -30,11 +29,10 @@ def make_app(
     roots: Sequence[str], access: Access, *, may_pin: bool = False, may_delete: bool = False
 ) -> ASGIApp:
     """Make the application of some roots, with the guard in front of it."""
-    readers = ThreadPoolExecutor(NUM_READERS, "holdfast-page")
     workers = ThreadPoolExecutor(NUM_WORKERS, "holdfast-work")
     static = Static()
     site = Site(
-        runs=named(roots, readers),
+        runs=named(roots),
         jobs=Jobs(workers),
         rendering=Rendering(access, static),
         may_pin=may_pin,
@@ -47,8 +45,9 @@ def make_app(
             await run.listed(patience_s=0)  # so that the first page finds it
         yield
         site.jobs.end()
-        for pool in (readers, workers):
-            pool.shutdown(wait=False, cancel_futures=True)
+        for run in site.runs.values():
+            run.close()
+        workers.shutdown(wait=False, cancel_futures=True)
 
     async def file(request: Request) -> Response:
         found = static.response(request.path_params["name"])
@@ -71,8 +70,8 @@ def _routes(*, may_pin: bool, may_delete: bool) -> list[Route]:
     found = [
         Route("/", pages.roots),
         Route("/jobs", checkpoints.jobs),
-        Route("/jobs/{number:int}", checkpoints.job),
-        Route("/jobs/{number:int}/stop", checkpoints.stop_job, methods=["POST"]),
+        Route("/jobs/{number}", checkpoints.job),
+        Route("/jobs/{number}/stop", checkpoints.stop_job, methods=["POST"]),
         Route(run, pages.overview),
         Route(f"{run}/live", pages.live),
         Route(f"{run}/newest", pages.newest),
@@ -86,7 +85,7 @@ def _routes(*, may_pin: bool, may_delete: bool) -> list[Route]:
         Route(f"{run}/resume", pages.resume),
         Route(f"{run}/drift", checkpoints.drift),
         Route(f"{run}/drift", checkpoints.begin_drift, methods=["POST"]),
-        Route("/jobs/{number:int}/drift.json", checkpoints.drift_data),
+        Route("/jobs/{number}/drift.json", checkpoints.drift_data),
         Route(f"{run}/compare", checkpoints.comparison),
         Route(f"{run}/compare", checkpoints.begin_diff, methods=["POST"]),
         Route(f"{run}/verify", checkpoints.begin_verify_all, methods=["POST"]),

@@ -20,7 +20,6 @@ from holdfast.cli.ls import list_root
 from holdfast.cli.output import PROGRESS, Answer
 from holdfast.cli.target import open_root
 from holdfast.cli.watch import Watched, Watcher
-from holdfast.errors import HoldfastError
 
 LOCAL_LOOK_S, REMOTE_LOOK_S = 2.0, 10.0
 """Shortest time between two looks at a root, as `watch` has by default."""
@@ -34,6 +33,9 @@ PATIENCE_S = 0.3
 """How long a page waits for an answer before it is shown without; it follows when it is read."""
 RETRY_S = 0.6
 """How soon a page asks again for an answer that is being read."""
+NUM_READERS = 4
+"""Answers of a run that are read at one time. Each run has its own threads, so that one in a bucket
+that does not answer holds up no other."""
 _MAX_KEPT = 24
 _MAX_LARGE = 3
 """Answers with all tensors of a checkpoint that are kept."""
@@ -44,7 +46,7 @@ class Seen:
     """What was read last: an answer or the error that came instead, and when."""
 
     answer: Any = None
-    error: HoldfastError | None = None
+    error: Exception | None = None
     version: int = 0
     """Number of the change of the run that had been seen by then."""
     at_s: float = 0.0
@@ -56,16 +58,22 @@ class Seen:
     retry_s: float | None = None
     """When to ask again, where something newer is known to come."""
 
+    @property
+    def rest_s(self) -> float:
+        """How long it is not read again, as that took long."""
+        rest_s = self.took_s / SHARE
+        return rest_s if self.error is None else min(rest_s, OLD_S)
+
 
 class Run:
     """One root: what its commands answer."""
 
-    def __init__(self, name: str, root: str, pool: ThreadPoolExecutor) -> None:
+    def __init__(self, name: str, root: str) -> None:
         self.name = name
         self.root = root
         self.version = 0
         """Grows with each change that a look has seen."""
-        self._pool = pool
+        self._pool = ThreadPoolExecutor(NUM_READERS, "holdfast-page")
         self._context = copy_context()
         self._changed_s = 0.0
         self._watcher: Watcher | None = None
@@ -82,7 +90,7 @@ class Run:
     async def look(self, *, patience_s: float = PATIENCE_S) -> Seen:
         """Look at the run now, or return what was seen a moment ago."""
         last = self._kept.get("watch", Seen(at_s=-1e9))
-        if time.monotonic() - last.at_s < max(self.look_s, last.took_s / SHARE):
+        if time.monotonic() - last.at_s < max(self.look_s, last.rest_s):
             return last
         return await self._read("watch", self._look, self._kept, _MAX_KEPT, patience_s)
 
@@ -104,7 +112,7 @@ class Run:
             is_ours = last.at_s < self._changed_s
             if last.version == self.version and age_s < old_s and not is_ours:
                 return last
-            held_s = last.took_s / SHARE - age_s
+            held_s = last.rest_s - age_s
             if held_s > 0 and not is_ours:
                 return replace(last, retry_s=held_s)
         return await self._read(key, read, kept, most, patience_s)
@@ -123,6 +131,10 @@ class Run:
     def changed(self) -> None:
         """Read all answers anew the next time: the page itself has changed something."""
         self._changed_s = time.monotonic()
+
+    def close(self) -> None:
+        """Begin nothing more; what is being read ends by itself."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
     def in_context(self) -> Context:
         """Return a context with the keys and times of the command line, without progress bars."""
@@ -177,7 +189,7 @@ def _seen(read: Callable[[], Any], version: int) -> Seen:
     at_s, answer, error = time.monotonic(), None, None
     try:
         answer = read()
-    except HoldfastError as raised:
+    except Exception as raised:  # noqa: BLE001 - its page shows it, and other runs go on
         error = raised
     took_s = time.monotonic() - at_s
     return Seen(answer=answer, error=error, version=version, at_s=at_s, took_s=took_s)
@@ -195,9 +207,9 @@ def _no_progress(what: str, done_nbytes: int, total_nbytes: int) -> None:
     """Do nothing: the page shows the progress of background work only."""
 
 
-def named(roots: Sequence[str], pool: ThreadPoolExecutor) -> Mapping[str, Run]:
+def named(roots: Sequence[str]) -> Mapping[str, Run]:
     """Make the runs of some roots, by the names of their pages."""
-    return {name: Run(name, root, pool) for name, root in names_of(roots).items()}
+    return {name: Run(name, root) for name, root in names_of(roots).items()}
 
 
 def names_of(roots: Sequence[str]) -> dict[str, str]:
