@@ -92,6 +92,13 @@ def test_the_time_goes_on_from_the_newest_or_from_the_resume() -> None:
     assert assumed(history, "100step", began=began).saves[0].created == "2026-03-01T00:01:40+00:00"
 
 
+def test_an_interval_that_means_never_is_foretold_as_far_as_dates_go() -> None:
+    found = assumed([saved(2, 250), saved(1, 150)], "1000000000000step")
+    assert {save.created[:4] for save in found.saves} == {"9999"}
+    odd = assumed([saved(2, 250, at={"wall_s": 1e300}), saved(1, 150)], "100step")
+    assert odd.saves[0].created.startswith("9999")
+
+
 @pytest.mark.parametrize(("mode", "worst"), [("min", 5.0), ("max", 1.0)])
 def test_no_coming_save_is_a_new_best(mode: Any, worst: float) -> None:
     values = [2.0, 5.0, math.nan, 1.0]

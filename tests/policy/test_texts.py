@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from holdfast.errors import UsageError
 from holdfast.policy.rule import BySaver, Candidate, Rule, flat
 from holdfast.policy.rules import (
     All,
@@ -116,3 +117,10 @@ def test_the_parts_of_side_savers_are_recorded() -> None:
     policy, _ = recorded("10step", side)
     assert policy.parts == {"weights": ("model",)}
     assert policy.every == {"main": {"permanent": "10step"}, "weights": {"permanent": "1ep"}}
+
+
+def test_a_text_of_others_that_is_too_long_is_refused_at_once() -> None:
+    """A checkpoint may come from a stranger; a rule of 100,000 parts took three minutes."""
+    for read in (rule_of, lambda text: policies_of({"main": {"permanent": text}})):
+        with pytest.raises(UsageError, match="700,006 characters; at most 10,000"):
+            read("last:1," * 100_000 + "last:1")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
+from datetime import datetime, timedelta
 
 from holdfast.format.manifest import Timestamp
 from holdfast.policy.clock import Unit
@@ -219,7 +219,11 @@ def _created(newest: Candidate, began: str, now: Timestamp) -> str:
     moment = recorded_time(began or newest.created)
     if moment is None:
         return ""
-    return (moment + timedelta(seconds=now.wall_s - newest.timestamp.wall_s)).isoformat()
+    try:
+        moment += timedelta(seconds=now.wall_s - newest.timestamp.wall_s)
+    except OverflowError:  # later than dates go, as with an interval that means never
+        moment = datetime.max.replace(tzinfo=moment.tzinfo)
+    return moment.isoformat()
 
 
 def _no_better(history: Sequence[Candidate], rule: Rule) -> dict[str, float]:

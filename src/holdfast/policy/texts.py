@@ -17,6 +17,8 @@ from holdfast.policy.savers import SavePolicy
 from holdfast.policy.schedule import Schedule
 from holdfast.policy.triggers import AnyTrigger, AtEnd, AtStart, Every, On, Trigger, parts_of
 
+_MAX_LENGTH = 10_000
+"""Longest text that is read: manifests may be written by others, and longer ones take minutes."""
 _NOTHING = "0"
 """Text of the rule `Nothing`, as `Tiered(keep_local=0)` is written."""
 
@@ -62,7 +64,7 @@ def rule_of(text: str) -> Rule:
     Raises:
         UsageError: the text is not a rule.
     """
-    return Nothing() if text == _NOTHING else parse_rule(text)
+    return Nothing() if text == _NOTHING else parse_rule(_expect_short(text))
 
 
 def policies_of(every: Mapping[str, Mapping[str, str]]) -> dict[str, SavePolicy]:
@@ -114,6 +116,12 @@ def _interval_text(every: Every) -> str:
 
 
 def _trigger_of(text: str) -> Trigger | None:
-    parts: Iterable[str] = (part.strip() for part in text.split("|"))
+    parts: Iterable[str] = (part.strip() for part in _expect_short(text).split("|"))
     triggers = tuple(Every(part) for part in parts if part)
     return AnyTrigger(triggers) if len(triggers) > 1 else next(iter(triggers), None)
+
+
+def _expect_short(text: str) -> str:
+    if len(text) > _MAX_LENGTH:
+        raise UsageError(f"{text[:40]!r}…: {len(text):,} characters; at most {_MAX_LENGTH:,}")
+    return text
