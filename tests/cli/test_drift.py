@@ -213,3 +213,18 @@ def test_wrong_components_and_single_checkpoints_are_refused(
     with CheckpointManager(tmp_path / "one", {"m": nn.Linear(1, 1)}, preflight=False) as manager:
         manager.save(1, wait=True)
     assert holdfast("drift", tmp_path / "one").code == 3
+
+
+def test_a_layer_that_is_nan_throughout_has_no_number(holdfast: Holdfast, tmp_path: Path) -> None:
+    """0 would say that it stayed as it was."""
+    module = nn.Linear(2, 2)
+    with CheckpointManager(tmp_path / "run", {"m": module}, preflight=False, sinks=()) as manager:
+        for step, value in enumerate((1.0, float("nan"), float("nan"))):
+            torch.nn.init.constant_(module.weight, value)
+            manager.save(step, wait=True)
+    found = holdfast("drift", tmp_path / "run", "--json").document
+    assert {one["layer"]: one["changes"] for one in found["layers"]} == {
+        "bias": [0.0, 0.0],
+        "weight": [None, 0.0],
+    }
+    assert found["total"] == [None, 0.0]

@@ -151,3 +151,14 @@ def test_an_encrypted_root_needs_its_key(holdfast: Command, tmp_path: Path) -> N
     assert holdfast("resume-plan", tmp_path / "run").code == 1
     plan = holdfast(*keyed, "resume-plan", tmp_path / "run", "--json").document
     assert plan["candidates"][0]["outcome"] == "taken"
+
+
+def test_what_is_given_and_would_do_nothing_is_refused(holdfast: Command, root: Path) -> None:
+    given = ("forecast", root, "--keep", "best:loss")
+    wrong = holdfast(*given, "--metric", "los=0.1")
+    assert wrong.code == 2
+    assert "the rule best loss (min) does not ask for los, but for loss" in wrong.err
+    uncounted = holdfast(*given, "--every", "2ep")
+    assert uncounted.code == 2
+    assert "no save follows from the given interval" in uncounted.err
+    assert holdfast(*given, "--metric", "loss=0.1", "--every", "5step").code == 0

@@ -74,7 +74,7 @@ def forecast(store: Store, entries: Sequence[Entry], wishes: Wishes) -> Forecast
     Raises:
         NoCheckpoint: the run has none to go on from.
         UsageError: no checkpoint records the rule, or it cannot be written as text, and none is
-            given; or an interval counts what the run does not.
+            given; or a given interval counts what the run does not.
     """
     catalog = Catalog(store)
     view = _view(store, catalog, entries)
@@ -95,6 +95,11 @@ def forecast(store: Store, entries: Sequence[Entry], wishes: Wishes) -> Forecast
         began="" if view.is_running else utc_now(),
     )
     coming = coming_saves(record, rule, wishes.number, wishes.metrics)
+    if wishes.every is not None and not coming.is_by_interval:
+        raise UsageError(
+            f"{store.url}: no save follows from the given interval: between its newest checkpoints "
+            "the run does not count what that is in. Give one in steps, or none"
+        )
     held = _held(store, view.entries)
     situation = Situation(
         entries=[*candidates.values()],

@@ -756,7 +756,7 @@ class DriftedLayer(Document, frozen=True):
     """How many tensors these are."""
     changes: list[float | None]
     """For each checkpoint but the first the norm of the difference from the one before, over the
-    norm before; null: there is nothing to compare with, or it was zero."""
+    norm before; null: there is nothing to compare with, it was zero, or is not finite."""
 
 
 class Drift(Document, frozen=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 from holdfast.care.forecast import Forecast, Wishes, forecast
@@ -14,7 +14,8 @@ from holdfast.cli.target import open_root
 from holdfast.engine.roots.catalog import Catalog, Entry
 from holdfast.errors import NoCheckpoint, UsageError
 from holdfast.policy.retention import Decision
-from holdfast.policy.rules import parse_rule
+from holdfast.policy.rule import Rule
+from holdfast.policy.rules import best_rules, parse_rule
 from holdfast.policy.savers import SavePolicy
 
 
@@ -40,6 +41,7 @@ def foretell(
     if not entries:
         raise NoCheckpoint(f"{store.url}: no checkpoints yet")
     found = forecast(store, entries, wishes)
+    _expect_asked(found.rule, wishes.metrics or {})
     unread_members = unread_documents(unread)
     document = answers.Forecast(
         root=store.url,
@@ -65,6 +67,16 @@ def _metric(text: str) -> tuple[str, float]:
     if not (name and equals) or (math.isnan(number) and value.strip().lower() != "nan"):
         raise UsageError(f"--metric={text!r}: expected NAME=VALUE, such as loss=0.1")
     return name, number
+
+
+def _expect_asked(rule: Rule, given: Mapping[str, float]) -> None:
+    asked = sorted({best.metric for best in best_rules(rule)})
+    unknown = [name for name in given if name not in asked]
+    if unknown:
+        has = ", ".join(asked) or "no metric"
+        raise UsageError(
+            f"--metric: the rule {rule} does not ask for {', '.join(unknown)}, but for {has}"
+        )
 
 
 def _followed(found: Forecast) -> Iterator[answers.Foretold]:

@@ -36,7 +36,7 @@ class Layer:
     paths: tuple[str, ...]
     changes: tuple[float | None, ...]
     """Norm of the difference over the norm before, for each checkpoint but the first; None: they
-    have no common tensors, or those were zero."""
+    have no common tensors, those were zero, or all that differs is not finite."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +64,8 @@ class _Sums:
     """Of the values in the earlier checkpoint."""
     apart: dict[_Path, float] = field(default_factory=dict)
     """Of the differences; without an entry, nothing differs."""
+    odd: set[_Path] = field(default_factory=set)
+    """Tensors with numbers that are not finite, of which the sums say nothing."""
     common: set[_Path] = field(default_factory=set)
     """Tensors that both have, in the same shape."""
 
@@ -168,6 +170,7 @@ class _Comparing:
                 continue
             known[path], changed[path], sums.apart[path] = tally.squares
             if tally.has_odd:
+                sums.odd.add(path)
                 self.not_finite.setdefault(":".join(path))
         sums.before = known
         self._known = {**known, **changed}
@@ -203,7 +206,7 @@ class _Comparing:
 def _relative(paths: Sequence[_Path], sums: _Sums) -> float | None:
     apart = sum(sums.apart.get(path, 0.0) for path in paths)
     if not apart:
-        return 0.0
+        return None if any(path in sums.odd for path in paths) else 0.0
     before = sum(sums.before.get(path, 0.0) for path in paths)
     return math.sqrt(apart / before) if before else None
 
