@@ -122,3 +122,25 @@ def test_what_other_keys_open_ends_a_resume(holdfast: Command, tmp_path: Path) -
     assert (older["step"], older["outcome"]) == (1, "in reserve")
     with pytest.raises(SealError), new_run().manager(root, encrypt=Encryption(keys=[old])) as one:
         one.resume()
+
+
+@pytest.mark.parametrize("compress", [None, "zstd"])
+def test_a_missing_file_of_an_encrypted_run_is_seen_without_reading(
+    holdfast: Command, tmp_path: Path, compress: Any
+) -> None:
+    holdfast("keys", "generate", tmp_path / "key")
+    encrypt = Encryption(keys=keys.from_file(tmp_path / "key"))
+    root = tmp_path / "run"
+    saved(root, 1, 2, encrypt=encrypt, compress=compress)
+    asked = ("--key-file", tmp_path / "key")
+    whole = holdfast(*asked, "resume-plan", root, "--json").document
+    assert outcomes(whole) == [(2, "taken", None), (1, "in reserve", None)]
+    largest = max(folder_of(root, 2).glob("*.sealed"), key=lambda file: file.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[:-20])
+    found = holdfast(*asked, "resume-plan", root, "--json").document
+    assert outcomes(found) == [(2, "passed over", "damaged"), (1, "taken", None)]
+    assert "1 files missing or cut" in holdfast(*asked, "ls", root).out
+    with new_run().manager(root, encrypt=encrypt) as manager:
+        resumed = manager.resume()
+    assert resumed is not None
+    assert resumed.folder == found["head"]

@@ -59,12 +59,9 @@ def obstacle_of(store: Store, entry: Entry) -> tuple[Obstacle, str] | None:
 def missing_files(store: Store, entry: Entry) -> list[str]:
     """List files of a checkpoint that are missing or have the wrong length. Reads no file.
 
-    Empty for a checkpoint that is being deleted, and for an encrypted one, which `verify` checks.
-    Components that retention deleted are left out.
+    Empty for a checkpoint that is being deleted. Components that retention deleted are left out.
     """
-    from holdfast.engine.sealed.sealing import bare
-
-    if entry.marks.retired or bare(store) is not store:
+    if entry.marks.retired:
         return []
     nbytes = {info.key.rpartition("/")[2]: info.nbytes for info in store.list(f"{entry.folder}/")}
     files = entry.manifest.files
