@@ -405,6 +405,21 @@ def test_a_root_that_takes_long_to_read_is_not_read_at_each_change(
         assert "load delay" not in page.whole("/r/run/checkpoints")
 
 
+def test_what_a_resume_takes_is_not_the_newest_one_if_that_lost_a_file(
+    run_root: Path, tmp_path: Path
+) -> None:
+    root = tmp_path / "run"
+    shutil.copytree(run_root, root, symlinks=True)
+    newest, older = folders(root)[0], folder_of(root, 200).name
+    next((root / newest).glob("model-*.safetensors")).unlink()
+    with serving([root]) as page:
+        text = text_of(page.whole("/r/run"))
+        assert "A resume takes step 200" in text
+        assert "1 file missing or cut" in text
+        assert "a resume takes this one" not in page.whole(f"/r/run/c/{newest}")
+        assert "a resume takes this one" in page.whole(f"/r/run/c/{older}")
+
+
 def test_an_error_is_not_held_back_as_long_as_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """A bucket that is away for a minute is asked again after a minute, not after two hours."""
     monkeypatch.setattr(runs, "SHARE", 0.01)

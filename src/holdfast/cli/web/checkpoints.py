@@ -17,7 +17,7 @@ from holdfast.cli.show import show
 from holdfast.cli.stats import stats as compute
 from holdfast.cli.verify import check
 from holdfast.cli.web.jobs import Job, told
-from holdfast.cli.web.pages import data, of_run, site_of
+from holdfast.cli.web.pages import data, head_of, of_run, site_of
 from holdfast.cli.web.runs import Run
 from holdfast.cli.web.site import WHOLE_S, Site, cut, given, named, page_number
 
@@ -36,7 +36,7 @@ async def checkpoint(request: Request) -> Response:
     values = {
         **given(seen),
         "listed": listed,
-        "is_head": log.head == listed.folder,
+        "is_head": await head_of(run, log) == listed,
         "parent": listed.parent if listed.parent in folders else None,
     }
     return site.page(request, "checkpoint.html", {**common, **values})

@@ -24,7 +24,7 @@ from holdfast.cli.web.health import findings, is_wrong
 from holdfast.cli.web.jobs import told
 from holdfast.cli.web.lineage import picture
 from holdfast.cli.web.runs import Run, Seen
-from holdfast.cli.web.site import Site, coming, cut, given, page_number
+from holdfast.cli.web.site import WHOLE_S, Site, coming, cut, given, page_number
 
 MAX_POINTS = 4000
 """Points of a curve that are sent to be drawn; a screen has fewer columns."""
@@ -91,7 +91,7 @@ async def overview(request: Request) -> Response:
     common, seen, foretold = await gather(of_run(run, "overview"), run.listed(), _foretold(run))
     listed: Ls | None = seen.answer.document if seen.answer is not None else None
     found = findings(listed, common["watched"])
-    head = None if listed is None else _head(listed)
+    head = None if listed is None else await head_of(run, listed)
     values = {
         **given(seen, foretold),
         "findings": found,
@@ -114,8 +114,19 @@ async def newest(request: Request) -> Response:
     return site.rendering.page("parts/newest.html", {**given(seen), "rows": rows, "run": run})
 
 
-def _head(listed: Ls) -> Listed | None:
-    return next((one for one in listed.checkpoints if one.folder == listed.head), None)
+async def head_of(run: Run, listed: Ls) -> Listed | None:
+    """Find the checkpoint that a resume takes: not the newest one, if that lost something."""
+    by_folder = {one.folder: one for one in listed.checkpoints}
+    head = by_folder.get(listed.head or "")
+    if head is None or not (head.missing or head.thinned or head.retired):
+        return head
+    plan = await _plan(run, patience_s=WHOLE_S)
+    folder = listed.head if plan.answer is None else plan.answer.document.head
+    return by_folder.get(folder or "")
+
+
+async def _plan(run: Run, **patience: float) -> Seen:
+    return await run.known("resume-plan", lambda: plan_of(run.root, verify=False), **patience)
 
 
 def metric_names(listed: Ls) -> list[str]:
@@ -213,7 +224,7 @@ async def resume(request: Request) -> Response:
     run = site.run(request)
     common, seen = await gather(
         of_run(run, "resume"),
-        run.known("resume-plan", lambda: plan_of(run.root, verify=False)),
+        _plan(run),
     )
     rows = [] if seen.answer is None else seen.answer.document.candidates
     values = {**given(seen), **cut(rows, page_number(request))}
