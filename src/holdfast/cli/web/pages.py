@@ -23,7 +23,7 @@ from holdfast.cli.uploads import show_uploads
 from holdfast.cli.web.health import findings, is_wrong
 from holdfast.cli.web.jobs import told
 from holdfast.cli.web.lineage import picture
-from holdfast.cli.web.runs import Run, Seen
+from holdfast.cli.web.runs import PATIENCE_S, Run, Seen
 from holdfast.cli.web.site import WHOLE_S, Site, coming, cut, given, page_number
 
 MAX_POINTS = 4000
@@ -125,8 +125,10 @@ async def head_of(run: Run, listed: Ls) -> Listed | None:
     return by_folder.get(folder or "")
 
 
-async def _plan(run: Run, **patience: float) -> Seen:
-    return await run.known("resume-plan", lambda: plan_of(run.root, verify=False), **patience)
+async def _plan(run: Run, *, patience_s: float = PATIENCE_S) -> Seen:
+    return await run.known(
+        "resume-plan", lambda: plan_of(run.root, verify=False), patience_s=patience_s
+    )
 
 
 def metric_names(listed: Ls) -> list[str]:
