@@ -20,8 +20,10 @@ from distributed.run import run_ranks
 from holdfast import CheckpointManager, errors
 from holdfast.engine.control import exits
 from holdfast.engine.roots.catalog import Catalog
+from holdfast.ranks import c10d
 from holdfast.ranks.c10d import C10d
 from holdfast.ranks.coordinator import GRACE_S
+from holdfast.ranks.exchange import _GroupTransfer, _Operation
 from holdfast.store.base import WrappedStore
 from holdfast.store.local import LocalStore
 
@@ -33,13 +35,13 @@ class Watched(WrappedStore):
 
     def __init__(self, root: Path, how: signal.Signals | None = None) -> None:
         super().__init__(LocalStore(root))
-        self.nbytes, self._how = 0, how
+        self.nbytes, self.how = 0, how
 
     @override
     def read_into(self, key: str, start: int, buffer: memoryview, **options: Any) -> None:
         if key.endswith(".safetensors"):
-            if self._how is not None:
-                os.kill(os.getpid(), self._how)
+            if self.how is not None:
+                os.kill(os.getpid(), self.how)
             self.nbytes += memoryview(buffer).nbytes
         self.inner.read_into(key, start, buffer, **options)
 
@@ -142,12 +144,74 @@ def test_a_rank_that_is_lost_in_between_is_named_by_the_deadline(
             assert took_s < DEADLINE_S + GRACE_S + 2, found
 
 
-def save_member(root: Path, rank: int) -> None:
+def load_after_a_stop(root: Path, rank: int) -> list[str | dict[str, bytes]]:
+    """Resume while rank 1 is stopped, and again, twice, when it goes on; what each has loaded."""
+    member = Member(C10d.of_default_group(), width=64)
+    view = Watched(root, signal.SIGSTOP if rank == 1 else None)
+    folder = root.parent
+    (folder / f"pid{rank}").write_text(f"{os.getpid()}")
+    manager = member.manager(view, broadcast=True, save_timeout_s=DEADLINE_S)
+    dist.barrier()
+    with pytest.raises(errors.HoldfastError):
+        manager.resume()
+    if rank == 2:
+        os.kill(int((folder / "pid1").read_text()), signal.SIGCONT)
+    dist.barrier()
+    view.how = None
+    found: list[str | dict[str, bytes]] = []
+    for _ in range(2):
+        try:
+            manager.resume()
+        except errors.HoldfastError as error:
+            found.append(str(error))
+        else:
+            found.append(member.bits())
+    exits.unregister(manager)
+    return found
+
+
+@pytest.mark.full
+def test_a_load_after_one_that_lost_a_rank_has_no_bytes_that_did_not_come(tmp_path: Path) -> None:
+    (saved, *_) = run_ranks(3, partial(save_member, tmp_path / "run"))
+    loaded = run_ranks(3, partial(load_after_a_stop, tmp_path / "run"))
+    assert loaded == [[saved, saved]] * 3
+
+
+def test_what_a_lost_rank_was_to_send_is_missed() -> None:
+    operations = [_Operation(dist.irecv, peer, torch.empty(3)) for peer in (1, 2)]
+    transfer = _GroupTransfer(operations, lambda _: [], {1})
+    with pytest.raises(errors.Disconnected, match=r"ranks \[1\]: an earlier transfer has failed"):
+        transfer.wait(1.0)
+
+
+def make_alone(root: Path, broadcasting: int, rank: int) -> str:
+    """Make a manager that broadcasts on one rank only; what the other is told."""
+    c10d._MEET_S = 1.0
+    member = Member(C10d.of_default_group())
+    if rank != broadcasting:
+        member.manager(root).close()
+        return ""
+    with pytest.raises(errors.RanksSilent) as caught:
+        member.manager(root, broadcast=True)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("broadcasting", [0, pytest.param(1, marks=pytest.mark.full)])
+def test_an_option_of_one_rank_alone_ends_in_an_error_that_names_it(
+    broadcasting: int, tmp_path: Path
+) -> None:
+    said = run_ranks(2, partial(make_alone, tmp_path, broadcasting))[broadcasting]
+    assert said is not None
+    assert f"broadcast=True: nothing came by the deadline from rank {1 - broadcasting}" in said
+
+
+def save_member(root: Path, rank: int) -> dict[str, bytes]:
     """Save a state that all ranks share."""
     member = Member(C10d.of_default_group(), width=64)
     member.train()
     with member.manager(root) as manager:
         manager.save(1).wait()
+    return member.bits()
 
 
 def load_through_a_device(root: Path, rank: int) -> bytes:

@@ -37,11 +37,13 @@ from holdfast.errors import (
     DeadlineExceeded,
     Disconnected,
     FormatError,
+    RanksError,
     RanksFailed,
     RanksSilent,
     UsageError,
 )
 from holdfast.ranks.coordinator import (
+    GRACE_S,
     LEADER,
     NUM_KEPT_ROUNDS,
     Collected,
@@ -61,6 +63,8 @@ READ_S = 5.0
 """Seconds after the deadline in which `collect` may read what came."""
 _GET_S = 5.0
 """Limit of a `get`, which is only called for keys that are there."""
+_MEET_S = 60.0
+"""Limit on the meeting of ranks that make an exchange."""
 _EXIT_S = 1.0
 _SHORTEST_PAUSE_S = 0.001
 _PAUSE_A_RANK_S = 50e-6
@@ -158,7 +162,26 @@ class C10d(Coordinator):
     def exchange(self, *, timeout_s: float) -> Exchange:
         if not self._is_of_default_group:
             return super().exchange(timeout_s=timeout_s)
+        # A rank that does not make its part would let torch wait until the timeout of the group.
+        self._gather(f"meeting {self.number()} of all ranks with broadcast=True", _MEET_S)
         return GroupExchange(timeout_s=timeout_s)
+
+    def _gather(self, tag: str, timeout_s: float) -> None:
+        """Wait until all ranks have come to the same point.
+
+        Raises:
+            RanksFailed, RanksSilent: some did not come.
+        """
+        self.post(tag, b"", timeout_s=timeout_s)
+        if not self.is_leader:
+            self.hear(tag, timeout_s=timeout_s + GRACE_S)
+            return
+        try:
+            self.collect(tag, timeout_s=timeout_s).expect_all(tag)
+        except RanksError as error:
+            self.fail(tag, Failure.of(error, phase="meeting"), timeout_s=_GET_S)
+            raise
+        self.announce(tag, b"", timeout_s=timeout_s)
 
     @override
     def post(self, tag: str, data: bytes, *, timeout_s: float) -> None:

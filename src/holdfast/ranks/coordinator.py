@@ -98,7 +98,7 @@ class Exchange(ABC):
         """Begin to send buffers, and to fill others with what comes, each to or from a rank.
 
         Buffers must stay as they are until the transfer was waited for. A rank that was lost in an
-        earlier transfer is left out.
+        earlier transfer is left out, and the wait raises.
         """
 
 

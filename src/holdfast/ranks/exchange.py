@@ -53,9 +53,7 @@ class GroupExchange(Exchange):
             else:
                 there = torch.empty_like(host, device=self._device)
                 ops.append(_Operation(dist.irecv, peer, there, partial(host.copy_, there)))
-        return _GroupTransfer(
-            [op for op in ops if op.peer not in self._lost], self._begun, self._lost
-        )
+        return _GroupTransfer(ops, self._begun, self._lost)
 
     def _begun(self, ops: Sequence[_Operation]) -> list[Any]:
         batch = [dist.P2POp(op.do, op.tensor, group=self._group, group_peer=op.peer) for op in ops]
@@ -82,13 +80,14 @@ class _GroupTransfer(Transfer):
         begun: Callable[[Sequence[_Operation]], list[Any]],
         lost: set[int],
     ) -> None:
-        self._ops = ops
+        self._ops = [op for op in ops if op.peer not in lost]
         self._lost = lost
         self._works: list[Any] = []
-        self._errors: list[str] = []
-        if ops:
-            with self._noting({op.peer for op in ops}):
-                self._works = begun(ops)
+        # What a lost rank was to send will not come, also in the exchange of a later load.
+        self._errors = ["an earlier transfer has failed"] if len(self._ops) < len(ops) else []
+        if self._ops:
+            with self._noting({op.peer for op in self._ops}):
+                self._works = begun(self._ops)
 
     @override
     def wait(self, timeout_s: float) -> None:

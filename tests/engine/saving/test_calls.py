@@ -95,6 +95,24 @@ def test_after_a_maybe_save_that_raised_on_one_rank_saves_fail_at_once_until_all
     assert steps_in(store) == [2, 10, 12]
 
 
+@pytest.mark.parametrize("odd", [0, 1])
+def test_a_rank_whose_maybe_save_raises_again_and_again_lets_no_other_rank_wait(odd: int) -> None:
+    store = MemoryStore()
+
+    def work(member: Member) -> list[str]:
+        with member.manager(store, every="2step", save_timeout_s=LONG_S) as manager:
+            manager.resume()
+            samples = -1 if member.rank == odd else None
+            said = [said_by(manager.maybe_save, step, samples=samples) for step in range(1, 9)]
+            manager.resume()
+            return [*said, said_by(manager.maybe_save, 10)]
+
+    for rank, said in enumerate(all_of(on_ranks(3, work))):
+        assert rank == odd or all(f"rank {odd}" in one for one in said[1:8:2]), said
+        assert said[-1] == "committed"
+    assert steps_in(store) == [10]
+
+
 def test_a_maybe_save_that_raised_where_nothing_can_be_due_costs_no_other_rank_a_wait() -> None:
     """A call that failed counts, so what the leader asks for is saved at one call by all."""
     store = MemoryStore()

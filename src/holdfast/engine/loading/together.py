@@ -26,6 +26,7 @@ from holdfast.errors import (
     Disconnected,
     HoldfastError,
     MismatchError,
+    RanksError,
     RanksFailed,
     TransientStoreError,
     is_damage,
@@ -133,7 +134,7 @@ class _RanksApplying(Applying):
         self._timeout_s = timeout_s
         self._exchange = ranks.exchange(timeout_s=timeout_s) if broadcasts else None
         self._exchange_end = 0.0
-        """When the last exchange of blocks is over, in monotonic seconds."""
+        """When the last exchange of blocks of this load is over, in monotonic seconds; 0: none."""
         self._manager = ranks.number()
         self._num_loads = 0
         self._has_begun = False
@@ -170,12 +171,24 @@ class _RanksApplying(Applying):
         self._num_loads += 1
         self._num_messages = 0
         self._has_begun = False
+        self._exchange_end = 0.0
         try:
             yield
         except BaseException as error:
             if not self._has_begun:
                 self._fail(self._tag_of(1), error, "beginning the load")
+            if self._exchange_end > 0 and isinstance(error, RanksError):
+                self._leave_exchange()
             raise
+
+    def _leave_exchange(self) -> None:
+        """Take part in no exchange any more, after one whose connections may have been closed."""
+        self._exchange = None
+        self._emit(
+            "warning",
+            f"{self._store.url}: ranks were lost while they exchanged blocks. From now on this "
+            "rank reads all that it needs by itself, as without broadcast=True",
+        )
 
     @property
     def _tag(self) -> str:

@@ -143,6 +143,7 @@ class _RanksSave(JointSave):
         self.leads = self._ranks.is_leader
         self._step = step
         self._name = together.next_name()
+        self._num_loads = together.num_loads
         self._end = time.monotonic() + together.timeout_s
         self._said = "shares"
         """Part of the save in which this rank says next that it failed."""
@@ -252,6 +253,7 @@ class _RanksSave(JointSave):
     @override
     def fail(self, error: BaseException, phase: str) -> None:
         self._together.known.pop(self._components, None)
+        self._together.learn(error, self._num_loads)
         failure = Failure.of(error, phase=phase)
         # Ranks that this does not reach learn it at the deadline, from the register.
         with suppress(HoldfastError):
@@ -647,13 +649,13 @@ class Together:
         """The leader's: shares of all ranks behind its last plan, by components."""
         self.plans: dict[tuple[str, ...], Plan] = {}
         self._manager = ranks.number()
-        self._num_loads = 0
+        self.num_loads = 0
         self._count = 0
         self.is_due_known = True
         """Whether this call of `maybe_save` has found out whether a save is due."""
         self.miscounted: str | None = None
-        """Why this rank may number its saves otherwise than the others, until a load by all ranks;
-        None: it does not. It is never behind the others, so each save finds that it has failed."""
+        """Why some rank may number its saves otherwise than the others, until a load by all ranks;
+        None: none does, as far as this rank knows."""
 
     def save(self, step: int) -> JointSave:
         """Begin a save; all ranks begin their n-th at the same point of the program."""
@@ -664,14 +666,25 @@ class Together:
     def next_name(self) -> str:
         """Return the name of the next save, which all ranks count alike."""
         self._count += 1
-        after = f" after load {self._num_loads}" if self._num_loads else ""
+        after = f" after load {self.num_loads}" if self.num_loads else ""
         return f"save {self._count}{after} of manager {self._manager}"
 
     def count_anew(self) -> None:
         """Number the saves from 1 again, at the beginning of a load by all ranks."""
-        self._num_loads += 1
+        self.num_loads += 1
         self._count = 0
         self.miscounted = None
+
+    def learn(self, error: BaseException, num_loads: int) -> None:
+        """Record that a rank has lost count, if a save after `num_loads` loads failed for that.
+
+        That rank may raise again and again. Nobody may then wait for its part in later saves.
+        """
+        if not isinstance(error, RanksFailed) or num_loads != self.num_loads:
+            return
+        for rank, (phase, reason) in error.failed.items():
+            if phase == _MISCOUNTED:
+                self.miscounted = f"rank {rank} raised {reason}"
 
     @contextmanager
     def one_save(self) -> Iterator[None]:
