@@ -285,6 +285,8 @@ class CheckpointManager:
         self._is_unused = True
         """Whether this manager has neither loaded nor saved, so that a resume may load in place."""
         self._is_rollback = False
+        self._newest: tuple[Due, int] | None = None
+        """Last save of several ranks, and its step; it may have failed to begin on this one."""
         self._best = tuple(
             Watched(metric=rule.metric, mode=rule.mode)
             for rule in best_rules(rules.remote, rules.local)
@@ -400,7 +402,7 @@ class CheckpointManager:
         try:
             # Pass metrics unread: to read a tensor's value makes each step wait for the device.
             again = asked.failed
-            if again is not None and again.is_replaced_by(pending):
+            if again is not None and self._newest and again.is_replaced_by(*self._newest):
                 again = None
             wishes = [wanted, asked.due, None if again is None else again.due]
             wanted = together([wish for wish in wishes if wish is not None])
@@ -780,6 +782,7 @@ class CheckpointManager:
                 # Whether it can begin or not: each rank learns of that at another moment, and all
                 # must find the same saves due afterwards.
                 self._schedule.began(due, now)
+                self._newest = (due, now.step)
             measured = checked_metrics(metrics)
             self._check_usable()
             refuse_capture("save()")

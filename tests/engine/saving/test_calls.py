@@ -141,6 +141,39 @@ def test_a_maybe_save_that_raised_where_nothing_can_be_due_costs_no_other_rank_a
     assert first == second
 
 
+def test_ranks_agree_on_a_save_made_again_where_a_later_one_failed_to_begin_on_one() -> None:
+    store, place = MemoryStore(), threading.Barrier(2)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise errors.OutOfMemory("none left")
+
+    def work(member: Member) -> tuple[int, str]:
+        with member.manager(
+            store, every="1000step", save_timeout_s=LONG_S, on_failure="warn"
+        ) as manager:
+            manager.resume()
+            assert said_by(manager.maybe_save, 1000) == "committed"
+            start, prepare = manager._saver.start, manager._saver.prepare
+            for step, name in ((2000, "start"), (3000, "prepare")):
+                if member.rank:
+                    setattr(manager._saver, name, fail)
+                place.wait(60)
+                assert "none left" in said_by(manager.maybe_save, step)
+                manager._saver.start, manager._saver.prepare = start, prepare  # type: ignore[method-assign]
+                place.wait(60)
+                said_by(manager.maybe_save, step + 1)  # the leader asks for the former again
+                place.wait(60)
+            for step in range(3002, 10_000_000):
+                pending = manager.maybe_save(step)
+                if pending is not None:
+                    return step, pending.wait().folder
+                time.sleep(0.001)
+        raise AssertionError
+
+    first, second = all_of(on_ranks(2, work))
+    assert first == second
+
+
 @pytest.mark.parametrize("odd", [0, 1])
 @pytest.mark.parametrize("way", ["resume", "load"])
 def test_a_load_that_one_rank_refuses_fails_on_all_at_once_and_the_next_is_made_by_all(

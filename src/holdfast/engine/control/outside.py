@@ -32,9 +32,9 @@ class Failed(msgspec.Struct, frozen=True):
     due: Due
     step: int
 
-    def is_replaced_by(self, newest: PendingSave | None) -> bool:
-        """Whether `newest`, the save that was begun last, is a later one that has it all."""
-        return newest is not None and newest.step > self.step and covers(newest.due, self.due)
+    def is_replaced_by(self, due: Due, step: int) -> bool:
+        """Whether the save that was begun last, or failed to begin, is a later one that has all."""
+        return step > self.step and covers(due, self.due)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
