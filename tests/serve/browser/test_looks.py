@@ -1,0 +1,63 @@
+"""Claims about how each page looks in Chromium: light, dark, wide, narrow, and in silence."""
+
+from __future__ import annotations
+
+import pytest
+from tests.serve.browser.chromium import Chromium, Tab
+from tests.serve.browser.conftest import enter, go, settle
+from tests.serve.browser.looks import colors, cut_off, pale, stranger, unnamed
+from tests.serve.client import Page
+from tests.serve.conftest import EVIL
+from tests.serve.test_pages import TABS, folders
+
+from marks import diagonal
+
+
+@pytest.fixture(scope="module")
+def work(changing: Page, run_root, evil_root) -> list[str]:  # type: ignore[no-untyped-def]
+    """Pages of work that is done, one of each kind, and of work that failed."""
+    newest, *_, oldest = folders(run_root)
+    evil, *_ = folders(evil_root)
+    begun = [
+        changing.post("/r/run/verify"),
+        changing.post(f"/r/run/c/{newest}/stats", component="model"),
+        changing.post("/r/run/compare", a=oldest, b=newest),
+        changing.post("/r/run/drift", last="5", component="model"),
+        changing.post(f"/r/evil-b-run/c/{evil}/stats", tensor=f"model:{EVIL}"),
+        changing.post(f"/r/run/c/{newest}/delete", name=newest, reason="a try"),
+    ]
+    for one in begun:
+        changing.done(one)
+    return [one.headers["location"] for one in begun]
+
+
+def paths_of(name: str, folder: str) -> list[str]:
+    """Return the addresses of the pages of a run and of one of its checkpoints."""
+    one = f"/r/{name}/c/{folder}"
+    tabs = [f"/r/{name}{tab}" for tab in (*TABS, "/numbers")]
+    return [*tabs, one, f"{one}/tensors", f"{one}/delete"]
+
+
+@pytest.mark.parametrize(("width", "dark"), diagonal((1200, 400), (False, True)))
+def test_every_page_is_whole_legible_and_silent(
+    chromium: Chromium,
+    changing: Page,
+    work: list[str],
+    run_root,  # type: ignore[no-untyped-def]
+    evil_root,  # type: ignore[no-untyped-def]
+    width: int,
+    dark: bool,
+) -> None:
+    """No scrolling sideways, no pale text, no message, no forbidden script or style, no stranger."""
+    paths = ["/", "/jobs", *work, *paths_of("run", folders(run_root)[0])]
+    paths += paths_of("evil-b-run", folders(evil_root)[0])
+    with chromium.tab(width=width, dark=dark) as tab:
+        enter(tab, changing)
+        for path in paths:
+            go(tab, changing, path)
+            wrong = [*cut_off(tab), *pale(tab), *unnamed(tab)]
+            assert wrong == [], (path, wrong)
+            assert tab.said == [], path
+            assert 0 not in colors(tab), path
+        assert stranger(tab, changing.origin) == []
+        assert {status for status in tab.statuses.values() if status >= 400} == set()
