@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-WAIT_S = 60.0
+WAIT_S = 15.0
 _PAUSE_S = 0.02
 _FLAGS = (
     "--headless=new",
@@ -217,19 +217,19 @@ class Tab:
             raise Failed(details.get("exception", {}).get("description", details["text"]))
         return found["result"].get("value")
 
-    def wait_for(self, condition: str, *values: Any) -> Any:
-        """Wait until an expression is true; return its value. `a` is the list of the values."""
+    def wait_for(self, condition: str, *values: Any) -> None:
+        """Wait until an expression is true. `a` is the list of the values."""
         deadline = time.monotonic() + WAIT_S
-        found: Any = None
+        found: object = None
         while time.monotonic() < deadline:
             try:
-                if found := self.run(f"return ({condition});", *values):
-                    return found
+                if self.run(f"return !!({condition});", *values):
+                    return
+                found = self.run("return document.body.innerText.slice(0, 3000)")
             except Failed as error:  # between two pages there is nothing to run it in
                 found = error
             self._browser.listen(_PAUSE_S)
-        text = self.run("return document.body.innerText") if not isinstance(found, Failed) else ""
-        raise AssertionError(f"never: {condition} {values} ({found!r})\n{text[:3000]}")
+        raise AssertionError(f"never: {condition} {values}\n{found}")
 
     def wait_for_text(self, text: str, within: str = "body") -> None:
         """Wait until an element has a text."""
@@ -285,7 +285,7 @@ class Tab:
     def middle(self, selector: str, text: str = "") -> tuple[float, float]:
         """Scroll an element into view; return where its middle is."""
         find = "[...document.querySelectorAll(a[0])].find(one => one.innerText.includes(a[1]))"
-        self.wait_for(f"!!({find})", selector, text)
+        self.wait_for(find, selector, text)
         scroll = f"const one = {find}; one.scrollIntoView({{block: 'center', behavior: 'instant'}});"
         rect = "const r = one.getBoundingClientRect(); return [r.x + r.width / 2, r.y + r.height / 2]"
         x, y = self.run(scroll + rect, selector, text)

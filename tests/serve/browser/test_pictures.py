@@ -1,0 +1,95 @@
+"""Claims about the pictures: they are drawn, follow the colors, and lead to what they show."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.serve.browser.chromium import Tab
+from tests.serve.browser.conftest import enter, go, settle
+from tests.serve.browser.looks import colors
+from tests.serve.client import Page
+from tests.serve.test_pages import folders
+
+_DATA = "return [...document.querySelectorAll('canvas')].map(one => one.toDataURL()).join()"
+
+
+def test_the_time_line_is_drawn_and_a_click_on_a_mark_opens_its_checkpoint(
+    tab: Tab, page: Page, run_root: Path
+) -> None:
+    enter(tab, page, "/r/run")
+    drawn = colors(tab, "#time-line canvas")
+    assert drawn
+    assert min(drawn) > 3
+    assert {"loss"} <= {*tab.text("#time-line").split()}
+    rect = tab.run(
+        "const r = document.querySelector('#time-line .u-over').getBoundingClientRect();"
+        "return [r.x, r.y, r.width, r.height]"
+    )
+    left, middle = rect[0] + 2, rect[1] + rect[3] / 2
+    for x in range(0, int(rect[2]), 4):  # marks are within 12 of each place at most
+        tab.point(left + x, middle)
+        if "step 100," in tab.text("#time-line-note"):
+            break
+    oldest = folders(run_root)[-1]
+    assert "step 100, interval" in tab.text("#time-line-note")
+    for kind in ("mousePressed", "mouseReleased"):
+        at = {"x": left + x, "y": middle, "button": "left", "clickCount": 1}
+        tab.send("Input.dispatchMouseEvent", type=kind, **at)
+    tab.wait_for("location.pathname === a[0]", f"/r/run/c/{oldest}")
+
+
+@pytest.mark.full
+def test_a_metric_is_chosen_and_the_numbers_are_in_a_table(tab: Tab, page: Page) -> None:
+    enter(tab, page, "/r/run")
+    before = tab.run(_DATA)
+    tab.focus("#metric")
+    tab.press("ArrowDown")
+    assert tab.run("return document.querySelector('#metric').value") == "loss"
+    tab.wait_for("document.querySelectorAll('#time-line .panel').length === 1")
+    tab.wait_for(f"(() => {{ {_DATA} }})() !== a[0]", before)
+    assert min(colors(tab, "#time-line canvas")) > 3
+    tab.click(".legend a", "the numbers as a table")
+    tab.wait_for_text("0.05", "tbody")
+
+
+def test_a_picture_is_drawn_again_in_the_dark_and_at_another_width(tab: Tab, page: Page) -> None:
+    enter(tab, page, "/r/run")
+    light = tab.run(_DATA)
+    tab.looks(width=1200, height=900, dark=True)
+    tab.wait_for(f"(() => {{ {_DATA} }})() !== a[0]", light)
+    tab.looks(width=500, height=900, dark=True)
+    tab.wait_for("document.querySelector('#time-line canvas').clientWidth <= 500")
+    assert min(colors(tab, "#time-line canvas")) > 3
+    assert tab.said == []
+
+
+@pytest.mark.full
+def test_costs_and_drift_are_drawn_above_their_tables(tab: Tab, page: Page) -> None:
+    enter(tab, page, "/r/run/costs")
+    assert min(colors(tab, "#costs canvas")) > 3
+    assert "stall" in tab.text("#costs")
+    assert tab.run("return document.querySelectorAll('#part tbody tr').length") == 5
+    go(tab, page, "/r/run/drift")
+    tab.click("main button", "Compare")
+    tab.wait_for("document.querySelector('canvas.heat')")
+    settle(tab)
+    (num_colors,) = colors(tab, "canvas.heat")
+    assert num_colors > 10
+    rows = tab.run("return document.querySelectorAll('tbody tr').length")
+    assert rows > 3
+    x, y, width = tab.run(
+        "const one = document.querySelector('canvas.heat'); one.scrollIntoView();"
+        "const r = one.getBoundingClientRect(); return [r.x, r.y, r.width]"
+    )
+    tab.point(x + width - 5, y + 9)
+    tab.wait_for_text(" to 300: ", ".chart-note")
+
+
+def test_lives_are_drawn_with_what_was_left_behind(tab: Tab, page: Page) -> None:
+    enter(tab, page, "/r/run/lineage")
+    assert tab.run("return document.querySelectorAll('svg.lineage circle').length") == 5
+    fill = "return getComputedStyle(document.querySelector('svg .left-behind')).fill"
+    back = "return getComputedStyle(document.body).backgroundColor"
+    assert tab.run(fill) == tab.run(back)
+    assert tab.run("return document.querySelectorAll('[aria-label=Saves] tbody tr').length") == 5
