@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-WAIT_S = 15.0
+WAIT_S = 60.0
 _PAUSE_S = 0.02
 _FLAGS = (
     "--headless=new",
@@ -92,7 +92,7 @@ class Chromium:
     def tab(
         self, *, width: int = 1200, height: int = 900, dark: bool = False, ratio: float = 1
     ) -> Iterator[Tab]:
-        """Open an empty page that shares nothing with others, such as cookies; closed at the end."""
+        """Open an empty page that shares nothing, such as cookies; closed at the end."""
         context = self.send("Target.createBrowserContext")["browserContextId"]
         target = self.send("Target.createTarget", url="about:blank", browserContextId=context)
         attached = self.send("Target.attachToTarget", targetId=target["targetId"], flatten=True)
@@ -286,8 +286,12 @@ class Tab:
         """Scroll an element into view; return where its middle is."""
         find = "[...document.querySelectorAll(a[0])].find(one => one.innerText.includes(a[1]))"
         self.wait_for(find, selector, text)
-        scroll = f"const one = {find}; one.scrollIntoView({{block: 'center', behavior: 'instant'}});"
-        rect = "const r = one.getBoundingClientRect(); return [r.x + r.width / 2, r.y + r.height / 2]"
+        scroll = (
+            f"const one = {find}; one.scrollIntoView({{block: 'center', behavior: 'instant'}});"
+        )
+        rect = (
+            "const r = one.getBoundingClientRect(); return [r.x + r.width / 2, r.y + r.height / 2]"
+        )
         x, y = self.run(scroll + rect, selector, text)
         return float(x), float(y)
 

@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from servers.cache import Unavailable, debian_packages
-from servers.fixtures import skip_or_fail
 from tests.serve.browser.chromium import Chromium, Tab
 from tests.serve.client import Page, serving
+
+from servers.cache import Unavailable, debian_packages
+from servers.fixtures import skip_or_fail
 
 PACKAGES = ("chromium", "fonts-dejavu-core", "fonts-liberation")
 """What Debian has of the browser and of what it writes with."""

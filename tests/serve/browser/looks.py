@@ -8,7 +8,7 @@ _CUT = """
 const wide = document.documentElement.clientWidth, found = [];
 if (document.documentElement.scrollWidth > wide) found.push(
   `the page is ${document.documentElement.scrollWidth} wide in ${wide}`);
-const name = one => `${one.tagName}.${one.className} ${(one.textContent ?? '').trim().slice(0, 60)}`;
+const name = one => `${one.tagName}.${one.className} ${one.textContent.trim().slice(0, 60)}`;
 for (const one of document.body.querySelectorAll('*')) {
   if (one.closest('.skip') || !one.checkVisibility({visibilityProperty: true})) continue;
   const rect = one.getBoundingClientRect(), style = getComputedStyle(one);
@@ -44,19 +44,22 @@ while (walk.nextNode()) {
   const style = getComputedStyle(one);
   const [low, high] = [light(parse(style.color)), light(behind(one))].sort((a, b) => a - b);
   const ratio = (high + 0.05) / (low + 0.05);
-  if (ratio < 4.5) found.add(`${ratio.toFixed(1)}: ${one.tagName}.${one.className} ${text.slice(0, 40)}`);
+  const name = `${one.tagName}.${one.className} ${text.slice(0, 40)}`;
+  if (ratio < 4.5) found.add(`${ratio.toFixed(1)}: ${name}`);
 }
 return [...found];
 """
 
 _UNNAMED = """
 const found = [];
-for (const one of document.querySelectorAll('a, button, input:not([type=hidden]), select, [role=img]')) {
+const all = 'a, button, input:not([type=hidden]), select, [role=img]';
+for (const one of document.querySelectorAll(all)) {
   const label = one.labels?.[0]?.textContent || one.getAttribute('aria-label') || one.textContent;
   if (!label.trim()) found.push(one.outerHTML.slice(0, 120));
 }
 for (const one of document.querySelectorAll('.scroll')) {
-  if (!one.getAttribute('aria-label') || one.tabIndex !== 0) found.push(one.outerHTML.slice(0, 120));
+  const is_named = one.getAttribute('aria-label') && one.tabIndex === 0;
+  if (!is_named) found.push(one.outerHTML.slice(0, 120));
 }
 if (document.querySelectorAll('h1').length > 1) found.push('more than one h1');
 const ids = [...document.querySelectorAll('[id]')].map(one => one.id);

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.serve.browser.chromium import Tab
+from tests.serve.browser.chromium import Chromium, Tab
 from tests.serve.browser.conftest import enter, go
 from tests.serve.client import Page
 from tests.serve.test_pages import TABS, folders
@@ -26,7 +26,8 @@ if (!one || one === document.body) return null;
 const style = getComputedStyle(one), rect = one.getBoundingClientRect();
 const clear = style.outlineStyle !== 'none' && parseFloat(style.outlineWidth) >= 2
   && style.outlineColor !== getComputedStyle(document.body).backgroundColor;
-const inside = rect.bottom > 0 && rect.top < innerHeight && rect.right > 0 && rect.left < innerWidth;
+const inside = rect.bottom > 0 && rect.top < innerHeight
+  && rect.right > 0 && rect.left < innerWidth;
 return [mark(one), one.matches(':focus-visible') && clear && inside];
 """
 
@@ -65,7 +66,9 @@ def test_the_first_tab_is_a_link_past_the_header(tab: Tab, page: Page) -> None:
     enter(tab, page, "/r/run/checkpoints")
     tab.press("Tab")
     assert tab.text(":focus") == "Skip to the content"
-    left, top = tab.run("const r = document.activeElement.getBoundingClientRect(); return [r.x, r.y]")
+    left, top = tab.run(
+        "const r = document.activeElement.getBoundingClientRect(); return [r.x, r.y]"
+    )
     assert (left, top) == (0, 0)
     tab.press("Enter")
     tab.wait_for("document.activeElement.id === 'main'")
@@ -117,7 +120,7 @@ def test_the_focus_and_what_is_open_outlive_a_part_that_is_read_again(
     assert tab.run("return document.querySelector('details:last-of-type').open")
 
 
-def test_a_wide_table_is_scrolled_with_arrows(chromium, page: Page) -> None:  # type: ignore[no-untyped-def]
+def test_a_wide_table_is_scrolled_with_arrows(chromium: Chromium, page: Page) -> None:
     with chromium.tab(width=400) as tab:
         enter(tab, page, "/r/run/checkpoints")
         tab.focus(".scroll")

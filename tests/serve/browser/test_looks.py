@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
-from tests.serve.browser.chromium import Chromium, Tab
-from tests.serve.browser.conftest import enter, go, settle
+from tests.serve.browser.chromium import Chromium
+from tests.serve.browser.conftest import enter, go
 from tests.serve.browser.looks import colors, cut_off, pale, stranger, unnamed
 from tests.serve.client import Page
 from tests.serve.conftest import EVIL
@@ -14,7 +16,7 @@ from marks import diagonal
 
 
 @pytest.fixture(scope="module")
-def work(changing: Page, run_root, evil_root) -> list[str]:  # type: ignore[no-untyped-def]
+def work(changing: Page, run_root: Path, evil_root: Path) -> list[str]:
     """Pages of work that is done, one of each kind, and of work that failed."""
     newest, *_, oldest = folders(run_root)
     evil, *_ = folders(evil_root)
@@ -43,12 +45,12 @@ def test_every_page_is_whole_legible_and_silent(
     chromium: Chromium,
     changing: Page,
     work: list[str],
-    run_root,  # type: ignore[no-untyped-def]
-    evil_root,  # type: ignore[no-untyped-def]
+    run_root: Path,
+    evil_root: Path,
     width: int,
     dark: bool,
 ) -> None:
-    """No scrolling sideways, no pale text, no message, no forbidden script or style, no stranger."""
+    """No scrolling sideways, pale text, message, forbidden script or style, or stranger."""
     paths = ["/", "/jobs", *work, *paths_of("run", folders(run_root)[0])]
     paths += paths_of("evil-b-run", folders(evil_root)[0])
     with chromium.tab(width=width, dark=dark) as tab:
