@@ -80,7 +80,7 @@ def live(root: Path, life: int) -> None:
             step = counters["step"]
             if step % SAVE_EVERY == 0:
                 metrics = {"loss": loss, "val/loss": loss + 0.1 + 0.08 * math.sin(step / 130)}
-                tags = ("paper",) if step == 1750 else ()
+                tags = {(1, 1300): ("too-high",), (2, 1750): ("paper",)}.get((life, step), ())
                 manager.save(step, metrics=metrics, tags=tags, reason="interval").wait()
         if is_killed:
             os.kill(os.getpid(), signal.SIGKILL)

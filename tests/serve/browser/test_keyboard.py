@@ -94,6 +94,7 @@ def test_enter_opens_a_link_and_filters_and_escape_empties_the_filter(
     tab.wait_for("location.pathname === a[0]", f"/r/run/c/{newest}")
 
 
+@pytest.mark.full
 def test_space_opens_details_and_presses_a_button(tab: Tab, page: Page, run_root: Path) -> None:
     enter(tab, page, f"/r/run/c/{folders(run_root)[0]}")
     tab.focus("details:last-of-type summary")
@@ -105,6 +106,7 @@ def test_space_opens_details_and_presses_a_button(tab: Tab, page: Page, run_root
     tab.wait_for_text("Every byte is as it was written.")
 
 
+@pytest.mark.full
 def test_the_focus_and_what_is_open_outlive_a_part_that_is_read_again(
     tab: Tab, page: Page, run_root: Path
 ) -> None:
@@ -120,6 +122,7 @@ def test_the_focus_and_what_is_open_outlive_a_part_that_is_read_again(
     assert tab.run("return document.querySelector('details:last-of-type').open")
 
 
+@pytest.mark.full
 def test_a_wide_table_is_scrolled_with_arrows(chromium: Chromium, page: Page) -> None:
     with chromium.tab(width=400) as tab:
         enter(tab, page, "/r/run/checkpoints")

@@ -12,8 +12,6 @@ from tests.serve.client import Page
 from tests.serve.conftest import EVIL
 from tests.serve.test_pages import TABS, folders
 
-from marks import diagonal
-
 
 @pytest.fixture(scope="module")
 def work(changing: Page, run_root: Path, evil_root: Path) -> list[str]:
@@ -33,6 +31,13 @@ def work(changing: Page, run_root: Path, evil_root: Path) -> list[str]:
     return [one.headers["location"] for one in begun]
 
 
+SIGHTS = [
+    pytest.param(width, dark, marks=() if (width, dark) == (400, True) else pytest.mark.full)
+    for width in (1200, 400)
+    for dark in (False, True)
+]
+
+
 def paths_of(name: str, folder: str) -> list[str]:
     """Return the addresses of the pages of a run and of one of its checkpoints."""
     one = f"/r/{name}/c/{folder}"
@@ -40,7 +45,7 @@ def paths_of(name: str, folder: str) -> list[str]:
     return [*tabs, one, f"{one}/tensors", f"{one}/delete"]
 
 
-@pytest.mark.parametrize(("width", "dark"), diagonal((1200, 400), (False, True)))
+@pytest.mark.parametrize(("width", "dark"), SIGHTS)
 def test_every_page_is_whole_legible_and_silent(
     chromium: Chromium,
     changing: Page,

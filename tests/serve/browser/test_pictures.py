@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
-from tests.serve.browser.chromium import Tab
+from tests.serve.browser import pictures
+from tests.serve.browser.chromium import Chromium, Tab
 from tests.serve.browser.conftest import enter, go, settle
 from tests.serve.browser.looks import colors
 from tests.serve.client import Page
@@ -53,6 +55,7 @@ def test_a_metric_is_chosen_and_the_numbers_are_in_a_table(tab: Tab, page: Page)
     tab.wait_for_text("0.05", "tbody")
 
 
+@pytest.mark.full
 def test_a_picture_is_drawn_again_in_the_dark_and_at_another_width(tab: Tab, page: Page) -> None:
     enter(tab, page, "/r/run")
     light = tab.run(_DATA)
@@ -86,6 +89,7 @@ def test_costs_and_drift_are_drawn_above_their_tables(tab: Tab, page: Page) -> N
     tab.wait_for_text(" to 300: ", ".chart-note")
 
 
+@pytest.mark.full
 def test_lives_are_drawn_with_what_was_left_behind(tab: Tab, page: Page) -> None:
     enter(tab, page, "/r/run/lineage")
     assert tab.run("return document.querySelectorAll('svg.lineage circle').length") == 5
@@ -93,3 +97,16 @@ def test_lives_are_drawn_with_what_was_left_behind(tab: Tab, page: Page) -> None
     back = "return getComputedStyle(document.body).backgroundColor"
     assert tab.run(fill) == tab.run(back)
     assert tab.run("return document.querySelectorAll('[aria-label=Saves] tbody tr').length") == 5
+
+
+@pytest.mark.full
+def test_the_pictures_of_the_docs_are_made_and_are_small(
+    chromium: Chromium, run_root: Path, tmp_path: Path
+) -> None:
+    root = Path(shutil.copytree(run_root, tmp_path / "gpt", symlinks=True))
+    made = pictures.make(chromium, root, tmp_path)
+    assert {path.name for path in made} == {path.name for path in pictures.IMAGES.glob("serve-*")}
+    for path in (*made, *pictures.IMAGES.glob("serve-*")):
+        assert path.stat().st_size < pictures.MAX_NBYTES, path
+    text = (pictures.IMAGES.parent / "serve.md").read_text()
+    assert all(f"images/{path.name}" in text for path in made)

@@ -68,6 +68,7 @@ def test_verification_begins_shows_its_progress_and_is_stopped(tab: Tab, heavy_r
         assert tab.said == []
 
 
+@pytest.mark.full
 def test_two_checkpoints_are_compared(tab: Tab, page: Page, run_root: Path) -> None:
     newest, *_, oldest = folders(run_root)
     enter(tab, page, "/r/run/compare")
@@ -120,6 +121,7 @@ def test_an_open_page_follows_a_training_in_another_process(tab: Tab, tmp_path: 
             assert tab.said == []
 
 
+@pytest.mark.full
 def test_a_checkpoint_is_pinned_and_deleted(tab: Tab, run_root: Path, tmp_path: Path) -> None:
     root = Path(shutil.copytree(run_root, tmp_path / "run", symlinks=True))
     left = next(name for name in folders(root) if name.startswith("step-00000400"))
@@ -148,6 +150,7 @@ def test_a_checkpoint_is_pinned_and_deleted(tab: Tab, run_root: Path, tmp_path: 
         tab.wait_for_text("4 of 4 checkpoints")
 
 
+@pytest.mark.full
 def test_markup_in_names_is_text(tab: Tab, page: Page, evil_root: Path) -> None:
     """Nothing of it becomes an element, also in what scripts draw and in the title."""
     run, (newest, older) = "/r/evil-b-run", folders(evil_root)

@@ -66,7 +66,7 @@ class Rendering:
             "number": lambda value: "–" if value is None else number(value),
             "when": lambda text: (text or "?")[:19].replace("T", " "),
             "age": lambda seconds: "?" if seconds is None else age(seconds),
-            "seconds": lambda value: "–" if value is None else f"{value:.2f} s",
+            "seconds": lambda value: "–" if value is None else _seconds(value),
         }
         self._environment.globals |= {
             **shared,
@@ -90,3 +90,8 @@ class Rendering:
 def _shown(value: Any) -> Any:
     """Escape control characters of text; leave markup of templates as it is."""
     return printable(value) if type(value) is str else value
+
+
+def _seconds(value: float) -> str:
+    """Format a duration, of short ones the milliseconds."""
+    return f"{value:.2f} s" if value >= 0.1 else f"{1000 * value:.1f} ms"

@@ -72,6 +72,7 @@ class Site:
         is_part = request.headers.get("hx-request") == "true"
         common = {
             "runs": self.runs,
+            "is_part": is_part,
             "num_working": sum(not job.is_over for job in self.jobs),
             "may_pin": self.may_pin,
             "may_delete": self.may_delete,

@@ -150,6 +150,13 @@
     return [first - more, last + more];
   }
 
+  // Where a curve is level, its last bits are no mountains: at least 2% of the value is shown.
+  function spread(low, high) {
+    if (low == null) return [0, 1];
+    const more = Math.max(high - low, 0.02 * Math.max(Math.abs(low), Math.abs(high)) || 1) - (high - low);
+    return uPlot.rangeNum(low - more / 2, high + more / 2, 0.1, true);
+  }
+
   function drawTimeLine(box, found) {
     if (!found.plot) return found.error ? say(box, found.error.text) : undefined;
     const panels = new Map();
@@ -171,7 +178,7 @@
             if (note && mark) note.textContent = mark.text;
           }],
         },
-        scales: { x: { time: false, range: (_, low, high) => padded(low, high, steps) } },
+        scales: { x: { time: false, range: (_, low, high) => padded(low, high, steps) }, y: { range: (_, low, high) => spread(low, high) } },
       }), aligned(series), panel);
       plot.over.addEventListener("click", () => {
         const mark = nearest(plot, found, plot.cursor.left);
@@ -213,6 +220,7 @@
     ctx.fillStyle = color("--dim");
     const every = Math.max(1, Math.ceil(56 / cell));
     steps.forEach((one, x) => { if (x % every === 0) ctx.fillText(String(one.step), left + x * cell, height - bottom / 2); });
+    if (high > low) drawKey(ctx, Math.exp(low), Math.exp(high), left - 10, height - bottom / 2);
     const note = document.getElementById(`${box.id}-note`);
     canvas.addEventListener("mousemove", (event) => {
       const x = Math.floor((event.offsetX * width / canvas.clientWidth - left) / cell), y = Math.floor(event.offsetY / row);
@@ -220,6 +228,18 @@
       const value = layers[y].changes[x];
       note.textContent = `${layers[y].component}:${layers[y].layer}, step ${found.checkpoints[x].step} to ${steps[x].step}: ${value === null ? "nothing to compare" : Number(value.toPrecision(3))}`;
     });
+  }
+
+  // What the shades mean: the smallest change, all shades, the largest change.
+  function drawKey(ctx, low, high, width, y) {
+    const [from, to] = [low, high].map((value) => String(Number(value.toPrecision(2))));
+    const start = 8 + ctx.measureText(from).width, end = width - 6 - ctx.measureText(to).width;
+    ctx.fillText(from, 2, y);
+    ctx.fillText(to, end + 6, y);
+    for (let x = start; x < end; x += 1) {
+      ctx.fillStyle = shade((x - start) / (end - start));
+      ctx.fillRect(x, y - 6, 1.5, 12);
+    }
   }
 
   // Viridis, whose lightness alone tells the order: matplotlib's colors at six places.
