@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 import tempfile
 from collections.abc import Callable
@@ -44,7 +45,7 @@ def _drift(tab: Tab, page: Page, root: Path) -> None:
 
 
 SHOWN: dict[str, tuple[Callable[[Tab, Page, Path], None], int]] = {
-    "overview": (_overview, 1150),
+    "overview": (_overview, 1085),
     "lineage": (_lineage, 760),
     "retention": (_retention, 860),
     "checkpoint": (_checkpoint, 760),
@@ -77,10 +78,11 @@ def smaller(png: bytes) -> bytes:
 
 def main() -> None:
     """Train the run of the pictures, and take them."""
-    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else IMAGES
-    with tempfile.TemporaryDirectory() as runs, Chromium(program()) as chromium:
-        root = Path(runs) / "gpt"
-        tell(root)
+    folder = (Path(sys.argv[1]) if len(sys.argv) > 1 else IMAGES).resolve()
+    with tempfile.TemporaryDirectory() as where, Chromium(program()) as chromium:
+        root = Path("runs/gpt")
+        tell(Path(where) / root)
+        os.chdir(where)  # so that the pages show a short path
         for path in make(chromium, root, folder):
             print(path, f"{path.stat().st_size / 1000:.0f} kB")
 
