@@ -31,7 +31,7 @@ from holdfast import CheckpointManager
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))  # they bring the browser
 from tests.serve.browser.chromium import Chromium, Tab
-from tests.serve.browser.conftest import IS_SETTLED, program
+from tests.serve.browser.conftest import program
 from tests.serve.many import multiply
 from tests.serve.test_pages import folders
 
@@ -50,6 +50,10 @@ PAGES = {
 }
 _MIB = 1 << 20
 _SERVE = "from holdfast.cli import main; main()"
+_IS_WHOLE = """
+document.readyState === 'complete' && !document.body.innerText.includes('Reading the ')
+&& [...document.querySelectorAll('.chart')].every(one => one.querySelector('canvas, .notice'))
+"""
 _PAINT = "performance.getEntriesByName('first-contentful-paint')"
 _FILTER = """
 const field = document.querySelector('input[name=q]'), old = document.querySelector('#part');
@@ -109,10 +113,10 @@ def _look(chromium: Chromium, root: Path, name: str) -> dict[str, list[float]]:
     path = PAGES[name].format(folder=folders(root)[0])
     with _serving(root) as (process, origin, token), chromium.tab() as tab:
         figures = {"first_s": _painted_s(tab, f"{origin}{path}?{token}")}
-        tab.wait_for(IS_SETTLED)
+        tab.wait_for(_IS_WHOLE)
         figures["whole_s"] = float(tab.run("return performance.now()")) / 1e3
         figures["again_s"] = _painted_s(tab, f"{origin}{path}")
-        tab.wait_for(IS_SETTLED)
+        tab.wait_for(_IS_WHOLE)
         if tab.run("return !!document.querySelector('[role=search]')"):
             words = ("t100", "step-0001", "99", "") if name == "checkpoints" else _WORDS
             tab.run(_FILTER, "first")  # which compiles the scripts

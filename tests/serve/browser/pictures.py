@@ -47,7 +47,7 @@ def _drift(tab: Tab, page: Page, root: Path) -> None:
 SHOWN: dict[str, tuple[Callable[[Tab, Page, Path], None], int]] = {
     "overview": (_overview, 1085),
     "lineage": (_lineage, 760),
-    "retention": (_retention, 860),
+    "retention": (_retention, 832),
     "checkpoint": (_checkpoint, 760),
     "drift": (_drift, 760),
 }
