@@ -194,7 +194,7 @@ def _beside(chromium: Chromium, root: Path, options: argparse.Namespace) -> dict
             share.append(found[url][1])
         training.stdin.close()
     shutil.rmtree(copy)
-    return {"added": [median(added)], "server_share": [median(share)]}
+    return {"added": added, "server_share": share}
 
 
 def _processor_s(process: psutil.Process) -> float:
@@ -208,7 +208,9 @@ def tables(results: Results) -> list[str]:
     def row(case: str) -> list[str]:
         if case == "serve/beside":
             added, share = (results.median(case, name) for name in ("added", "server_share"))
-            said = f"steps {number(added, '{:+.1%}')}, server {number(share, '{:.1%}')} of a core"
+            pairs = [one for found in results.cases[case] for one in found.figures["added"]]
+            steps = f"{number(added, '{:+.1%}')} ({min(pairs):+.0%} to {max(pairs):+.0%})"
+            said = f"steps {steps}, server {number(share, '{:.1%}')} of a core"
             return [said, "", "", "", ""]
         first, whole, again, filtered = (
             seconds(results.median(case, name))

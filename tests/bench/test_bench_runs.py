@@ -19,6 +19,10 @@ from bench.remotesavers import SAVERS
 from bench.results import Outcome, Results, read_json, write_json
 from bench.slowdown import Loop, Training
 from bench.states import StateSpec
+from tests.serve.browser.conftest import program
+
+from servers.cache import Unavailable
+from servers.fixtures import skip_or_fail
 
 pytestmark = pytest.mark.timeout(1600)  # a busy machine takes minutes for some of them
 
@@ -322,6 +326,22 @@ def test_ranks_save_and_load_beside_bare_writers_and_dcp(tmp_path: Path) -> None
         "| … agreement: durable save of a tiny state, plan unchanged | at most 50 ms |" in printed
     )
     assert "not measured" not in printed
+
+
+@pytest.mark.full
+def test_pages_are_painted_and_filtered_and_a_training_goes_on_beside_one(
+    tmp_path: Path,
+) -> None:
+    try:
+        program()
+    except Unavailable as error:
+        skip_or_fail(str(error))
+    small = ("--checkpoints", "5", "--tensors", "20", "--pairs", "1", "--segment-s", "0.2")
+    results, printed = _run(tmp_path, "bench.serve", *small)
+    assert "first paint" in printed
+    assert not results.has_failed
+    assert results.median("serve/tensors", "filter_s") is not None
+    assert results.median("serve/beside", "added") is not None
 
 
 @pytest.mark.full
