@@ -52,6 +52,12 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_sessionfinish() -> None:
+    """Look for garbage once: pytest does five times, in all that the tests have imported."""
+    gc.collect()
+    gc.freeze()
+
+
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell starts what runs in its background so, and children would inherit it.
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -317,6 +317,7 @@ for _ in range(12):
 """
 
 
+@pytest.mark.full
 def test_two_threads_may_read_the_first_record_of_a_type_at_once() -> None:
     """msgspec describes a type at its first use; used half-made, it would crash the process."""
     done = subprocess.run([sys.executable, "-c", RACE], timeout=120, check=False)

@@ -6,7 +6,9 @@ import asyncio
 import http.client
 import re
 import socket
+import sys
 import threading
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -124,7 +126,8 @@ def serving(
         server.should_exit = True
         thread.join(WAIT_S)
         listener.close()
-        assert not thread.is_alive()
+        frame = sys._current_frames().get(thread.ident or 0)
+        assert not thread.is_alive(), "".join(traceback.format_stack(frame))
 
 
 def links(text: str) -> list[str]:

@@ -53,8 +53,11 @@ def evil_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def page(run_root: Path, evil_root: Path) -> Iterator[Page]:
-    """A server of both, which may change nothing."""
+    """A server of both, which may change nothing.
+
+    It ends with the module: a clock that other tests replace would stop its timers for good.
+    """
     with serving([run_root, evil_root]) as found:
         yield found

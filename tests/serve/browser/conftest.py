@@ -47,7 +47,7 @@ def tab(chromium: Chromium) -> Iterator[Tab]:
         yield found
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def changing(run_root: Path, evil_root: Path) -> Iterator[Page]:
     """A server that may pin and delete, for tests that only look."""
     with serving([run_root, evil_root], may_pin=True, may_delete=True) as found:
