@@ -41,7 +41,7 @@ _STUCK = frozenset({"failed", "refused"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wishes:
-    """What a user gives in place of what the run records."""
+    """Rule, interval and metrics that a user gives in place of those that the run records."""
 
     rule: Rule | None = None
     every: SavePolicy | None = None
@@ -156,7 +156,7 @@ class _View:
     resumed_from: Order | None
     """The checkpoint that the claim went on from, until it has committed something good."""
     went_on_from: Order | None
-    """The same in any case."""
+    """The checkpoint that the claim went on from."""
 
 
 def _view(store: Store, catalog: Catalog, entries: Sequence[Entry]) -> _View:

@@ -278,7 +278,7 @@ class Show(Document, frozen=True):
 
 
 class SaveCost(Document, frozen=True):
-    """What a save took. What was not recorded is null."""
+    """Durations and bytes of a save; null: not recorded."""
 
     stall_s: float | None
     """Seconds that training stood still, to capture and copy the state."""
@@ -489,7 +489,7 @@ class Prune(Document, frozen=True):
 
 
 class Gone(Document, frozen=True):
-    """What a coming save deletes."""
+    """Checkpoint, or parts of one, that a coming save deletes."""
 
     folder: str | None
     """Folder of the checkpoint; null: a coming save."""

@@ -1,4 +1,4 @@
-"""What each save of a root took: stall, writing, upload, and bytes that are new or linked."""
+"""Costs of each save of a root: stall, writing, upload, and bytes that are new or linked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a `Loader` and a `Stream` share: epochs, one iterator at a time, torch's DataLoader."""
+"""Base class of `Loader` and `Stream`: epochs, one iterator at a time, torch's DataLoader."""
 
 from __future__ import annotations
 

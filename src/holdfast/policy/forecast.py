@@ -40,7 +40,7 @@ NO_SIZES = Sizes(0, {})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Situation:
-    """What the next decision of the manager rests on, apart from the rule."""
+    """Facts on which the manager's next decision rests, apart from the rule."""
 
     entries: Sequence[Candidate]
     """All checkpoints of the run."""
@@ -137,7 +137,7 @@ class Coming:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """What a run has recorded, from which its next saves are assumed."""
+    """Records of a run, from which its next saves are assumed."""
 
     history: Sequence[Candidate]
     """Its checkpoints, newest first; at least one."""

@@ -62,7 +62,7 @@ class GroupExchange(Exchange):
 
 @dataclass(frozen=True, slots=True)
 class _Operation:
-    """One send or receive."""
+    """Send or receive that is under way."""
 
     do: Callable[..., Any]
     peer: int

@@ -1,4 +1,4 @@
-"""What is asked of transformers beyond its interface, and arguments that cannot be obeyed."""
+"""Private names of transformers that are used, and arguments that cannot be obeyed."""
 
 from __future__ import annotations
 

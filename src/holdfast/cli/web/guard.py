@@ -40,7 +40,7 @@ HEADERS: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Access:
-    """Who may look: the token of the printed URL, and names by which the server is reached."""
+    """Secrets that admit a browser, and the names by which the server is reached."""
 
     prefix: str = ""
     """Path below which the pages are, without a slash at its end."""

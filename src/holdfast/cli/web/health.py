@@ -12,7 +12,7 @@ Level = Literal["bad", "warn", "good", "plain"]
 
 
 class Finding(NamedTuple):
-    """One line of a verdict."""
+    """Line of the verdict on a run: good, bad or worth a look."""
 
     level: Level
     text: str

@@ -25,7 +25,7 @@ class Stopped(Exception):
 
 @dataclass(slots=True, kw_only=True)
 class Job:
-    """One piece of work, and how far it is."""
+    """Background work, such as a verification, and its progress."""
 
     number: int
     kind: str

@@ -43,7 +43,7 @@ _MAX_LARGE = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """What was read last: an answer or the error that came instead, and when."""
+    """Last answer of a command about a run, or the error that came instead, and its time."""
 
     answer: Any = None
     error: Exception | None = None
@@ -66,7 +66,7 @@ class Seen:
 
 
 class Run:
-    """One root: what its commands answer."""
+    """Root on the page, with the answers of its commands."""
 
     def __init__(self, name: str, root: str) -> None:
         self.name = name

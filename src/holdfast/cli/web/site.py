@@ -1,4 +1,4 @@
-"""What all pages share: the runs, the work in the background, and how an answer becomes a page."""
+"""State of the server that all pages use: the runs and the background work; renders pages."""
 
 from __future__ import annotations
 

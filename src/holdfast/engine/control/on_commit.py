@@ -42,7 +42,7 @@ _KILLED_S = 5.0
 @checked()
 @dataclass(frozen=True, slots=True)
 class OnCommit:
-    """What is run after each commit: a command or a function, with a time limit.
+    """Command or function that is run after each commit, with a time limit.
 
         Checkpoints("runs/gpt", on_commit=OnCommit("notify {folder} {step}", timeout_s=30))
 

@@ -21,7 +21,7 @@ _NUM_TOGETHER = 8
 
 
 class BlockSource(Protocol):
-    """What reads blocks, and copies their bytes to where they are wanted."""
+    """Reader of blocks that copies their bytes to where they are wanted."""
 
     def memory_of(self, block: BlockId, read: BlockRead) -> memoryview:
         """Return the memory into which a block is read, of its length."""

@@ -21,7 +21,7 @@ Runs: TypeAlias = tuple[Run, ...]
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One block that several ranks need."""
+    """Block that several ranks need, and the rank that reads it."""
 
     block: BlockId
     reader: int

@@ -180,7 +180,7 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class _Codes:
-    """What each code of a type of one or two bytes means."""
+    """Table of the numbers that the codes of a type of one or two bytes stand for."""
 
     values: Any
     is_zero: Any
