@@ -7,6 +7,7 @@ any other number of them. Alone, this file starts torchrun three times, and comp
     python examples/fsdp2.py
 
 A run of your own: `torchrun --nproc-per-node 2 examples/fsdp2.py runs/fsdp2`.
+Before `--max-restarts` with gloo, read *Restarts by torchrun* in docs/ranks.md.
 """
 
 from __future__ import annotations
@@ -18,9 +19,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-
-# gloo cannot connect again after a restart by torchrun unless this is set before torch is imported.
-os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
 
 import torch
 import torch.distributed as dist

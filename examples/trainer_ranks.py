@@ -6,6 +6,7 @@ Alone, this file starts torchrun three times, and compares every bit:
     python examples/trainer_ranks.py
 
 A run of your own: `torchrun --nproc-per-node 2 examples/trainer_ranks.py runs/ranks fsdp2`.
+Before `--max-restarts` with gloo, read *Restarts by torchrun* in docs/ranks.md.
 """
 
 from __future__ import annotations
@@ -17,9 +18,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-
-# gloo cannot connect again after a restart by torchrun unless this is set before torch is imported.
-os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
 
 import torch
 from torch import Tensor, nn

@@ -19,6 +19,7 @@ from holdfast.engine.control.stop import Stop
 from holdfast.errors import RanksSilent
 from holdfast.manager import CheckpointManager
 from holdfast.policy.triggers import Trigger, When
+from marks import full
 
 STEP_S = 0.005
 MAX_STEPS = 4000
@@ -72,7 +73,7 @@ def request(manager: CheckpointManager, step: int) -> None:
         ask(manager.store, "0" * 32, reason="a look", tags=["seen"])
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, *full(4)])
 def test_all_ranks_save_by_the_leaders_clock(tmp_path: Path, num_ranks: int) -> None:
     results = run_ranks(num_ranks, partial(train, tmp_path, "1s", nothing, 2))
     assert results == [results[0]] * num_ranks

@@ -32,7 +32,13 @@ def _life(root: Path, *words: str) -> dict[str, Any]:
     return said
 
 
-@pytest.mark.parametrize("words", [(), ("no-full-sync",)], ids=["full sync", "no full sync"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param((), id="full sync"),
+        pytest.param(("no-full-sync",), marks=pytest.mark.full, id="no full sync"),
+    ],
+)
 def test_on_macos_a_killed_run_goes_on_at_once_and_a_process_reopens_its_root(
     tmp_path: Path, words: tuple[str, ...]
 ) -> None:

@@ -176,6 +176,7 @@ def test_workers_of_a_data_loader_read_or_are_told(root: str, method: str) -> No
         assert list(loader) == [0, 1, 2, 3]
 
 
+@pytest.mark.full
 @on("moto", "gcs", "azurite")
 def test_a_read_of_many_requests_is_exact(root: str) -> None:
     store = RemoteStore(root)

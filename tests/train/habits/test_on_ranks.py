@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from distributed.run import run_ranks
 from holdfast.data import Loader
 from holdfast.train import SWA, Freeze, Limits
+from marks import full
 from train.parallel.test_ranks import GLOBAL_BATCH, Net, assert_same, fit, loss, make, samples
 
 
@@ -68,7 +69,7 @@ def _fit(root: Path, until: str, strategy: str, rank: int) -> Any:
     return fit(root, until, 2, options(strategy, Limits(train=3, sanity=1)), rank)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("strategy", [*full("ddp"), "fsdp2"])
 def test_a_resumed_run_with_all_of_them_is_the_same(strategy: str, tmp_path: Path) -> None:
     once = run_ranks(2, partial(_fit, tmp_path / "once", "7step", strategy))
     run_ranks(2, partial(_fit, tmp_path / "twice", "4step", strategy))
