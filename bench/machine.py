@@ -200,6 +200,11 @@ def _resident_pages(fd: int) -> bytes:
     return bytes(flag & 1 for flag in flags)
 
 
+def peak_nbytes() -> int:
+    """Highest resident memory of this process; `ru_maxrss` begins with what its parent had."""
+    return _status("VmHWM")
+
+
 def _status(field: str) -> int:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{field}:"):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import io
-import resource
 import subprocess
 import sys
 import tempfile
@@ -28,6 +27,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from bench.command import Bench
+from bench.machine import peak_nbytes
 from bench.ports import num_lines
 from bench.report import megabytes, number, results_table, seconds
 from bench.results import Outcome, Results
@@ -239,7 +239,7 @@ def print_peak(name: str, num_steps: int) -> None:
     """Do one training, and print the largest resident memory of this process, in bytes."""
     with tempfile.TemporaryDirectory() as folder:
         _measure(LOOPS[name](), num_steps, Path(folder))
-    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+    print(peak_nbytes())
 
 
 def _measure(loop: Loop, num_steps: int, folder: Path) -> float:
