@@ -69,6 +69,7 @@ def train(root: Path) -> None:
     whole = [parameter.full_tensor() for parameter in model.parameters()]
     if rank == 0:
         torch.save(whole, root / "trained.pt")
+    dist.barrier()  # see "The end of a process" in docs/ranks.md
 
 
 def start(root: Path) -> subprocess.Popen[bytes]:
