@@ -14,7 +14,8 @@ from tests.cli.schemas import validated
 from tests.cli.test_app import PAGE, commands, is_group
 
 from holdfast.cli import schema
-from holdfast.cli.answers import Document, Save, of
+from holdfast.cli.answers.base import Document, of
+from holdfast.cli.answers.training import Save
 
 Command = Callable[..., Result]
 

@@ -10,7 +10,8 @@ from statistics import median
 from typing import Any, Literal, TypeAlias
 
 from holdfast.care.advise import Ending, Measured, RecordedFacts, RecordedStart, Spacing, gather
-from holdfast.cli import answers
+from holdfast.cli.answers.base import of
+from holdfast.cli.answers.history import Advise
 from holdfast.cli.output import Answer, TextTable, size
 from holdfast.cli.target import open_root
 from holdfast.errors import NoCheckpoint, UsageError
@@ -125,8 +126,8 @@ def advise_root(root: str, options: Options) -> Answer:
     rows = [inputs[name] for name in _TITLES if name in inputs]
     notes = [*_notes(facts, advice, today), _auto_note(auto)]
     return Answer(
-        document=answers.of(
-            answers.Advise,
+        document=of(
+            Advise,
             {
                 **_document(store.url, rows, facts, advice, today),
                 "auto": None

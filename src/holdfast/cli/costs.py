@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
-from holdfast.cli import answers
+from holdfast.cli.answers import history
 from holdfast.engine.roots.catalog import Entry
 from holdfast.engine.sealed.sealing import bare
 from holdfast.engine.tiers.ledger import Ledger
@@ -18,7 +18,7 @@ from holdfast.store.base import Store
 
 def costs_of(
     store: Store, entries: Sequence[Entry], *, linked: bool
-) -> dict[str, answers.SaveCost]:
+) -> dict[str, history.SaveCost]:
     """Return what each checkpoint took, by folder; with `linked` also which bytes are new.
 
     Nothing is read but small records; `linked` looks at the length of each file.
@@ -31,12 +31,12 @@ def costs_of(
     }
 
 
-def _cost(entry: Entry, note: UploadRecord | None, linked: int | None) -> answers.SaveCost:
+def _cost(entry: Entry, note: UploadRecord | None, linked: int | None) -> history.SaveCost:
     manifest = entry.manifest
     cost = SaveCost.read(manifest.timings, is_first=False)
     write_s = None if cost is None else cost.write_s
     durable_s = None if cost is None or write_s is None else cost.stall_s + write_s
-    return answers.SaveCost(
+    return history.SaveCost(
         stall_s=None if cost is None else cost.stall_s,
         write_s=write_s,
         durable_s=durable_s,

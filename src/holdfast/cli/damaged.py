@@ -5,7 +5,8 @@ from __future__ import annotations
 from contextlib import suppress
 
 from holdfast.care.damaged import Damaged, delete, examine
-from holdfast.cli import answers
+from holdfast.cli.answers.base import of
+from holdfast.cli.answers.health import GcDamaged
 from holdfast.cli.output import Answer, Code, say_event, size
 from holdfast.cli.target import open_root, opened
 from holdfast.engine.roots.catalog import Catalog, is_root
@@ -69,7 +70,7 @@ def remove(root: str, folder: str, *, is_sure: bool) -> Answer:
         end = f"deleted; {size(damaged.nbytes)} given back{marker}"
     code = Code.OK if why == "" else Code.FOUND
     return Answer(
-        document=answers.of(answers.GcDamaged, document),
+        document=of(GcDamaged, document),
         parts=[*_lines(damaged), *warnings, end],
         code=code,
     )

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
-from holdfast.cli import answers
+from holdfast.cli.answers import history
+from holdfast.cli.answers.base import Why
 from holdfast.cli.documents import expect_something_opened
 from holdfast.cli.output import Answer, TextTable, progress_bar
 from holdfast.cli.shading import Shades, expect_drawable, logarithmic_block, write_shades
@@ -48,20 +49,18 @@ def show_drift(
     return Answer(document=document, parts=parts)
 
 
-def _chosen(
-    store: Store, components: Collection[str], last: int
-) -> tuple[list[Entry], list[answers.Why]]:
+def _chosen(store: Store, components: Collection[str], last: int) -> tuple[list[Entry], list[Why]]:
     """Return the newest checkpoints of the run that have the components, oldest first."""
     catalog = Catalog(store)
     entries, unread = catalog.survey()
     expect_something_opened(entries, unread)
-    reasons = [answers.Why(folder=folder, why=str(error)) for folder, error in unread]
+    reasons = [Why(folder=folder, why=str(error)) for folder, error in unread]
     lineage = {str(name) for name in catalog.lineage()}
     chosen: list[Entry] = []
     for entry in entries:
         why = _why_not(store, entry, components, lineage)
         if why:
-            reasons.append(answers.Why(folder=entry.folder, why=why))
+            reasons.append(Why(folder=entry.folder, why=why))
         elif len(chosen) < last:
             chosen.append(entry)
     if len(chosen) < 2:
@@ -98,20 +97,20 @@ def _document(
     store: Store,
     entries: Sequence[Entry],
     found: Drift,
-    skipped: Sequence[answers.Why],
+    skipped: Sequence[Why],
     plot: Path | None,
-) -> answers.Drift:
-    return answers.Drift(
+) -> history.Drift:
+    return history.Drift(
         root=store.url,
         depth=found.depth,
         checkpoints=[
-            answers.DriftedCheckpoint(
+            history.DriftedCheckpoint(
                 folder=entry.folder, step=entry.step, created=entry.manifest.created
             )
             for entry in entries
         ],
         layers=[
-            answers.DriftedLayer(
+            history.DriftedLayer(
                 component=layer.component,
                 layer=layer.name,
                 num_tensors=len(layer.paths),
@@ -128,14 +127,14 @@ def _document(
     )
 
 
-def _names(document: answers.Drift) -> list[str]:
+def _names(document: history.Drift) -> list[str]:
     is_one = len({layer.component for layer in document.layers}) <= 1
     return [
         layer.layer if is_one else f"{layer.component}:{layer.layer}" for layer in document.layers
     ]
 
 
-def _shades(document: answers.Drift) -> Shades:
+def _shades(document: history.Drift) -> Shades:
     return Shades(
         title=document.root,
         rows=_names(document),
@@ -147,7 +146,7 @@ def _shades(document: answers.Drift) -> Shades:
     )
 
 
-def _parts(document: answers.Drift) -> list[str | TextTable]:
+def _parts(document: history.Drift) -> list[str | TextTable]:
     steps = [one.step for one in document.checkpoints]
     known = [value for layer in document.layers for value in layer.changes if value]
     table = TextTable(
@@ -172,7 +171,7 @@ def _shown(value: float | None) -> str:
     return "–" if value is None else "0" if value == 0 else f"{value:.2g}"
 
 
-def _notes(document: answers.Drift) -> Iterator[str]:
+def _notes(document: history.Drift) -> Iterator[str]:
     yield (
         "norm of the difference over the norm before; "
         f"{document.num_unread:,} of {document.num_unread + document.num_read:,} tensors are equal "

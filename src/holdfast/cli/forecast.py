@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 from holdfast.care.forecast import Forecast, Wishes, forecast
-from holdfast.cli import answers
+from holdfast.cli.answers import retention
+from holdfast.cli.answers.base import Unopened, Unread, of
 from holdfast.cli.documents import expect_something_opened, unread_documents, unread_line
 from holdfast.cli.output import Answer, TextTable, size
 from holdfast.cli.target import open_root
@@ -43,7 +44,7 @@ def foretell(
     found = forecast(store, entries, wishes)
     _expect_asked(found.rule, wishes.metrics or {})
     unread_members = unread_documents(unread)
-    document = answers.Forecast(
+    document = retention.Forecast(
         root=store.url,
         keep=str(found.rule),
         recorded_by=found.recorded_by,
@@ -51,8 +52,8 @@ def foretell(
         assumptions=[*found.assumptions],
         checkpoints=[*_followed(found)],
         saves=[*_coming(found)],
-        damaged=[answers.of(answers.Unread, one) for one in unread_members["damaged"]],
-        unopened=[answers.of(answers.Unopened, one) for one in unread_members["unopened"]],
+        damaged=[of(Unread, one) for one in unread_members["damaged"]],
+        unopened=[of(Unopened, one) for one in unread_members["unopened"]],
     )
     lines = [f"kept, {unread_line(folder, error)}" for folder, error in unread]
     return Answer(document=document, parts=[*_parts(document), *lines])
@@ -79,7 +80,7 @@ def _expect_asked(rule: Rule, given: Mapping[str, float]) -> None:
         )
 
 
-def _followed(found: Forecast) -> Iterator[answers.Foretold]:
+def _followed(found: Forecast) -> Iterator[retention.Foretold]:
     """Follow each checkpoint through the coming saves."""
     decisions = [{made.entry.order: made for made in save.decisions} for save in found.saves]
     done = [{made.entry.order for made in save.done} for save in found.saves]
@@ -96,7 +97,7 @@ def _followed(found: Forecast) -> Iterator[answers.Foretold]:
 
 def _foretold(
     entry: Entry, seen: Sequence[Decision], acted: Sequence[tuple[int, Decision]], held: str | None
-) -> answers.Foretold:
+) -> retention.Foretold:
     """Describe what becomes of a checkpoint; `acted`: by which save, from 0, and why."""
     deletion = next((item for item in acted if not item[1].keep), None)
     end = deletion or (acted[0] if acted else None)
@@ -104,7 +105,7 @@ def _foretold(
     action: Literal["keep", "delete", "thin", "wait"] = "keep"
     if end is not None:
         action = "wait" if held else "delete" if deletion else "thin"
-    return answers.Foretold(
+    return retention.Foretold(
         folder=entry.folder,
         step=entry.step,
         action=action,
@@ -117,12 +118,12 @@ def _foretold(
     )
 
 
-def _coming(found: Forecast) -> Iterator[answers.ComingSave]:
+def _coming(found: Forecast) -> Iterator[retention.ComingSave]:
     folders = {entry.order: entry.folder for entry in found.entries}
     numbers = {save.save.order: number for number, save in enumerate(found.saves, 1)}
     for number, save in enumerate(found.saves, 1):
         gone = [
-            answers.Gone(
+            retention.Gone(
                 folder=folders.get(made.entry.order),
                 save=numbers.get(made.entry.order),
                 step=made.entry.timestamp.step,
@@ -134,7 +135,7 @@ def _coming(found: Forecast) -> Iterator[answers.ComingSave]:
         ]
         nbytes = sum(one.nbytes for one in gone)
         deleted = sum(not made.keep for made in save.done)
-        yield answers.ComingSave(
+        yield retention.ComingSave(
             save=number,
             step=save.save.timestamp.step,
             save_class=save.save.save_class,
@@ -147,7 +148,7 @@ def _coming(found: Forecast) -> Iterator[answers.ComingSave]:
         )
 
 
-def _parts(document: answers.Forecast) -> list[str | TextTable]:
+def _parts(document: retention.Forecast) -> list[str | TextTable]:
     source = document.recorded_by
     said = "given" if source is None else f"recorded by {source}"
     checkpoints = TextTable(
@@ -180,7 +181,7 @@ def _parts(document: answers.Forecast) -> list[str | TextTable]:
     ]
 
 
-def _row(one: answers.Foretold, document: answers.Forecast) -> tuple[str, ...]:
+def _row(one: retention.Foretold, document: retention.Forecast) -> tuple[str, ...]:
     at = "" if one.save is None else f"at save {one.save}, step {document.saves[one.save - 1].step}"
     what = {
         "keep": "stays",
@@ -193,6 +194,6 @@ def _row(one: answers.Foretold, document: answers.Forecast) -> tuple[str, ...]:
     return (str(one.step), one.folder, size(one.nbytes), what, f"{why}{before}")
 
 
-def _gone_text(gone: answers.Gone) -> str:
+def _gone_text(gone: retention.Gone) -> str:
     what = f"step {gone.step}" if gone.save is None else f"step {gone.step} (save {gone.save})"
     return f"{', '.join(gone.drop)} of {what}" if gone.drop else what

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from holdfast.care.gc import GcReport, collect
-from holdfast.cli import answers
+from holdfast.cli.answers.base import of
+from holdfast.cli.answers.health import Gc
 from holdfast.cli.output import Answer, Code, say_event, size
 from holdfast.cli.target import open_root
 from holdfast.engine.claims.claim import is_closed, is_live
@@ -39,9 +40,7 @@ def clean(root: str, *, dry_run: bool, dead_epochs: Collection[int]) -> Answer:
         "nbytes": report.nbytes,
     }
     code = Code.FOUND if report.failed else Code.OK
-    return Answer(
-        document=answers.of(answers.Gc, document), parts=_lines(report, root, dry_run), code=code
-    )
+    return Answer(document=of(Gc, document), parts=_lines(report, root, dry_run), code=code)
 
 
 def _check_dead(store: Store, epoch: int) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 
 from holdfast.care.rekey import Rekeyed, Sealed, sealed_in
 from holdfast.care.rekey import rotate as rotate_root
-from holdfast.cli import answers
+from holdfast.cli.answers.base import of
+from holdfast.cli.answers.keys import KeysGenerate, KeysList, KeysRotate
 from holdfast.cli.output import Answer, Code
 from holdfast.cli.target import NAMED, KeySources, keys_of, open_root
 from holdfast.engine.sealed.sealing import bare
@@ -34,7 +35,7 @@ def generate(path: Path, *, pair: bool) -> Answer:
         _write(public, key.public.text, mode=0o644)
         document["public_path"] = str(public)
         lines.insert(1, f"{public}: {key.public.name}")
-    return Answer(document=answers.of(answers.KeysGenerate, document), parts=lines)
+    return Answer(document=of(KeysGenerate, document), parts=lines)
 
 
 def list_recipients(root: str) -> Answer:
@@ -58,7 +59,7 @@ def list_recipients(root: str) -> Answer:
     }
     code = Code.FOUND if document["failed"] else Code.OK
     return Answer(
-        document=answers.of(answers.KeysList, document),
+        document=of(KeysList, document),
         parts=lines or ["nothing here is sealed"],
         code=code,
     )
@@ -88,7 +89,7 @@ def rotate(root: str, to: KeySources, *, keep_old: bool) -> Answer:
     )
     document = {"root": store.url, "checkpoints": [asdict(item) for item in done]}
     return Answer(
-        document=answers.of(answers.KeysRotate, document),
+        document=of(KeysRotate, document),
         parts=lines,
         code=Code.FOUND if failed else Code.OK,
     )

@@ -10,7 +10,8 @@ from typing import Any, Literal
 import msgspec
 
 from holdfast.care.advise import Ending, ending_of
-from holdfast.cli import answers
+from holdfast.cli.answers.base import of
+from holdfast.cli.answers.history import Log, LoggedSave, SaveCost
 from holdfast.cli.costs import costs_of
 from holdfast.cli.documents import unread_documents, unread_line
 from holdfast.cli.output import Answer, TextTable, size
@@ -44,7 +45,7 @@ class _Life:
     """Why its newest checkpoint was saved, if that exists."""
     ending: Ending
     changes: Sequence[str]
-    saves: Sequence[answers.LoggedSave]
+    saves: Sequence[LoggedSave]
 
 
 @collector_paused()
@@ -60,7 +61,7 @@ def log_root(root: str, *, saves: bool = False) -> Answer:
     lives = [*_lives(store, catalog, entries, costs_of(store, entries, linked=saves))]
     document = {"root": store.url, "lives": [_document(life) for life in lives]}
     return Answer(
-        document=answers.of(answers.Log, {**document, **unread_documents(unread)}),
+        document=of(Log, {**document, **unread_documents(unread)}),
         parts=_parts(store, lives, unread, saves=saves),
     )
 
@@ -69,7 +70,7 @@ def _lives(
     store: Store,
     catalog: Catalog,
     entries: Sequence[Entry],
-    costs: Mapping[str, answers.SaveCost],
+    costs: Mapping[str, SaveCost],
 ) -> Iterator[_Life]:
     epochs = sorted({*catalog.epochs(), *(entry.name.epoch for entry in entries)})
     claims = {epoch: _claim(catalog, epoch) for epoch in epochs}
@@ -110,8 +111,8 @@ def _saves(
     catalog: Catalog,
     entries: Sequence[Entry],
     claims: Mapping[int, WriterRecord | None],
-    costs: Mapping[str, answers.SaveCost],
-) -> dict[int, list[answers.LoggedSave]]:
+    costs: Mapping[str, SaveCost],
+) -> dict[int, list[LoggedSave]]:
     """Find the saves of each epoch, oldest first, also those of which only a record is left."""
     by_folder = {entry.folder: entry for entry in entries}
     lineage = {str(name) for name in catalog.lineage()}
@@ -121,7 +122,7 @@ def _saves(
         point = claim.resumed_from if claim is not None else None
         name = layout.parse_attempt(point.folder) if point is not None else None
         names |= {name} if name is not None else set()
-    found: dict[int, list[answers.LoggedSave]] = {}
+    found: dict[int, list[LoggedSave]] = {}
     for name in sorted(names):
         entry = by_folder.get(str(name))
         if entry is None:
@@ -133,11 +134,9 @@ def _saves(
     return found
 
 
-def _present_save(
-    entry: Entry, cost: answers.SaveCost, *, is_in_lineage: bool
-) -> answers.LoggedSave:
+def _present_save(entry: Entry, cost: SaveCost, *, is_in_lineage: bool) -> LoggedSave:
     manifest = entry.manifest
-    return answers.LoggedSave(
+    return LoggedSave(
         folder=entry.folder,
         step=entry.step,
         save_class=manifest.save_class,
@@ -149,7 +148,7 @@ def _present_save(
     )
 
 
-def _ended_save(catalog: Catalog, folder: str, *, is_point: bool) -> answers.LoggedSave | None:
+def _ended_save(catalog: Catalog, folder: str, *, is_point: bool) -> LoggedSave | None:
     """Describe a save without a manifest; None for a damaged one, which is listed elsewhere.
 
     `is_point`: it has no folder any more, and a later claim names it.
@@ -166,7 +165,7 @@ def _ended_save(catalog: Catalog, folder: str, *, is_point: bool) -> answers.Log
         if isinstance(register, Aborted | Deleted):
             state = "deleted" if isinstance(register, Deleted) else "aborted"
             why = f"{register.reason} ({register.by})"
-    return answers.LoggedSave(
+    return LoggedSave(
         folder=folder,
         step=_step_of(folder),
         save_class=None,
@@ -274,7 +273,7 @@ def _table_of_saves(lives: Sequence[_Life]) -> TextTable:
     )
 
 
-def _cost_cells(cost: answers.SaveCost | None) -> tuple[str, ...]:
+def _cost_cells(cost: SaveCost | None) -> tuple[str, ...]:
     if cost is None:
         return ("",) * 5
     linked = cost.linked_nbytes

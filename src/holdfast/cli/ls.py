@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast.care.resuming import missing_files
-from holdfast.cli import answers
+from holdfast.cli.answers.base import of
+from holdfast.cli.answers.checkpoints import Ls
 from holdfast.cli.documents import (
     checkpoint_document,
     codecs,
@@ -76,9 +77,7 @@ def list_root(root: str) -> Answer:
     }
     is_damaged = contents.unread or any(contents.missing.values())
     code = Code.FOUND if is_damaged else Code.OK
-    return Answer(
-        document=answers.of(answers.Ls, document), parts=_parts(store, contents), code=code
-    )
+    return Answer(document=of(Ls, document), parts=_parts(store, contents), code=code)
 
 
 def _read(store: Store) -> _RootContents:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from holdfast.cli import answers
+from holdfast.cli.answers.base import of
+from holdfast.cli.answers.checkpoints import Marked
 from holdfast.cli.output import Answer
 from holdfast.cli.target import open_target, read_entry
 from holdfast.engine.claims.notes import annotate, expect_removable
@@ -47,6 +48,4 @@ def _answer(store: Store, folder: str) -> Answer:
         "pinned": entry.marks.pinned,
         "tags": list(entry.tags),
     }
-    return Answer(
-        document=answers.of(answers.Marked, document), parts=[f"{folder}: {', '.join(marks)}"]
-    )
+    return Answer(document=of(Marked, document), parts=[f"{folder}: {', '.join(marks)}"])

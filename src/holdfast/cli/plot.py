@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.care.advise import RecordedStart, gather
-from holdfast.cli import answers
+from holdfast.cli.answers.base import of
+from holdfast.cli.answers.history import Plot
 from holdfast.cli.drawing import Figure, Mark, Panel, Series, text, write
 from holdfast.cli.output import Answer
 from holdfast.cli.target import open_root
@@ -83,7 +84,7 @@ def plot(root: str, *, output: Path | None, metrics: Sequence[str], log: Path | 
     }
     width = shutil.get_terminal_size().columns
     drawn = [*text(figure, width)] if output is None else [f"{output}: {len(panels)} panels"]
-    return Answer(document=answers.of(answers.Plot, document), parts=[*drawn, *notes])
+    return Answer(document=of(Plot, document), parts=[*drawn, *notes])
 
 
 def _log_of(root: str) -> Path | None:

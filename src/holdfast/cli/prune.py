@@ -7,7 +7,8 @@ from typing import Any
 
 from holdfast.care.prune import preview, prune
 from holdfast.care.retention import Planned, Pruned
-from holdfast.cli import answers
+from holdfast.cli.answers.base import of
+from holdfast.cli.answers.retention import Prune
 from holdfast.cli.documents import (
     expect_something_opened,
     nbytes_left,
@@ -81,7 +82,7 @@ def clean(root: str, *, keep: str, dry_run: bool) -> Answer:
     lines += [f"FAILED {folder}: {why}" for folder, why in report.failed]
     lines.append(f"{size(nbytes)} {'to give' if dry_run else 'given'} back")
     code = Code.FOUND if report.failed else Code.OK
-    return Answer(document=answers.of(answers.Prune, document), parts=[table, *lines], code=code)
+    return Answer(document=of(Prune, document), parts=[table, *lines], code=code)
 
 
 def _is_done(item: Planned, report: Pruned) -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from holdfast.care.resuming import Step, resume_steps
-from holdfast.cli import answers
+from holdfast.cli.answers.base import Owner, of
+from holdfast.cli.answers.checkpoints import ResumePlan, ResumeStep
 from holdfast.cli.ls import owner_of
 from holdfast.cli.output import Answer, Code, TextTable, progress_bar
 from holdfast.cli.target import open_root
@@ -24,10 +25,10 @@ def plan_of(root: str, *, verify: bool) -> Answer:
         raise NoCheckpoint(f"{store.url}: no checkpoints yet; a resume would begin afresh")
     head = next((step for step in steps if step.outcome == "taken"), None)
     owner = owner_of(store, Catalog(store))
-    document = answers.ResumePlan(
+    document = ResumePlan(
         root=store.url,
         head=None if head is None else head.folder,
-        owner=None if owner is None else answers.of(answers.Owner, owner),
+        owner=None if owner is None else of(Owner, owner),
         verified=verify,
         candidates=[_document(step) for step in steps],
     )
@@ -50,9 +51,9 @@ def _verified(store: Store) -> list[Step]:
         return resume_steps(store, check)
 
 
-def _document(step: Step) -> answers.ResumeStep:
+def _document(step: Step) -> ResumeStep:
     entry = step.entry
-    return answers.ResumeStep(
+    return ResumeStep(
         folder=step.folder,
         step=None if entry is None else entry.step,
         created=None if entry is None else entry.manifest.created,
@@ -65,7 +66,7 @@ def _document(step: Step) -> answers.ResumeStep:
     )
 
 
-def _parts(document: answers.ResumePlan) -> list[str | TextTable]:
+def _parts(document: ResumePlan) -> list[str | TextTable]:
     table = TextTable(
         columns=("step", "folder", "saved (UTC)", "resume", "why"),
         rows=[_row(one) for one in document.candidates],
@@ -89,7 +90,7 @@ def _parts(document: answers.ResumePlan) -> list[str | TextTable]:
     return [table, *lines]
 
 
-def _row(one: answers.ResumeStep) -> tuple[str, ...]:
+def _row(one: ResumeStep) -> tuple[str, ...]:
     obstacle = f"{one.obstacle}: " if one.obstacle else ""
     rejected = [f"could not be used before: {why}" for why in one.rejected]
     return (

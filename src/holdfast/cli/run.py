@@ -17,7 +17,8 @@ from holdfast.care.supervise import (
     signal_name,
     supervise,
 )
-from holdfast.cli import answers
+from holdfast.cli.answers.base import of
+from holdfast.cli.answers.training import ChildLived, RunEnd
 from holdfast.cli.output import Code, TextTable, aligned, give_line, say
 from holdfast.cli.target import opened, unlocked
 from holdfast.engine.roots.catalog import Catalog
@@ -79,7 +80,7 @@ def run_command(
         result = supervise(child, limits, head=head, tell=tell)
     code = Code.GAVE_UP if result.outcome is SupervisionOutcome.GAVE_UP else result.code
     if as_json:
-        give_line(answers.of(answers.RunEnd, {"summary": _summary(result, code)}))
+        give_line(of(RunEnd, {"summary": _summary(result, code)}))
     elif len(result.lives) > 1 or result.outcome is SupervisionOutcome.GAVE_UP:
         _show(result)
     return code
@@ -138,7 +139,7 @@ def _step(step: int | None) -> str:
 
 
 def _report_json(life: ChildLife) -> None:
-    give_line(answers.of(answers.ChildLived, _document(life)))
+    give_line(of(ChildLived, _document(life)))
 
 
 def _document(life: ChildLife) -> dict[str, Any]:

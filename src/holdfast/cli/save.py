@@ -8,7 +8,8 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-from holdfast.cli import answers
+from holdfast.cli.answers.base import of
+from holdfast.cli.answers.training import Save
 from holdfast.cli.output import Answer, printable, say
 from holdfast.cli.target import open_root
 from holdfast.engine.claims.claim import WATCH_S, is_closed
@@ -80,7 +81,7 @@ def _saved(store: Store, folder: str, tags: Sequence[str], *, waited_s: float) -
         "waited_s": waited_s,
     }
     suffix = "" if step is None else f"  step {step}"
-    return Answer(document=answers.of(answers.Save, document), parts=[f"{folder}{suffix}"])
+    return Answer(document=of(Save, document), parts=[f"{folder}{suffix}"])
 
 
 def _step(store: Store, folder: str) -> int | None:

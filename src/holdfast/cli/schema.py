@@ -17,35 +17,35 @@ from typing import Any
 
 import msgspec
 
-from holdfast.cli.answers import SchemaShown, of
+from holdfast.cli.answers.base import Document, of
 from holdfast.cli.output import SCHEMA, Answer
 from holdfast.errors import UsageError
 
 ANSWERS: Mapping[str, str] = {
-    "ls": "answers:Ls",
-    "show": "answers:Show",
-    "resume-plan": "answers:ResumePlan",
-    "log": "answers:Log",
-    "verify": "answers:Verify",
-    "prune": "answers:Prune",
-    "forecast": "answers:Forecast",
-    "pin": "answers:Marked",
-    "unpin": "answers:Marked",
-    "tag": "answers:Marked",
-    "untag": "answers:Marked",
+    "ls": "answers.checkpoints:Ls",
+    "show": "answers.checkpoints:Show",
+    "resume-plan": "answers.checkpoints:ResumePlan",
+    "log": "answers.history:Log",
+    "verify": "answers.health:Verify",
+    "prune": "answers.retention:Prune",
+    "forecast": "answers.retention:Forecast",
+    "pin": "answers.checkpoints:Marked",
+    "unpin": "answers.checkpoints:Marked",
+    "tag": "answers.checkpoints:Marked",
+    "untag": "answers.checkpoints:Marked",
     "import": "convert:ImportAnswer",
     "export": "convert:ExportAnswer",
-    "save": "answers:Save",
-    "uploads": "answers:Uploads",
-    "gc": "answers:Gc",
-    "gc --damaged": "answers:GcDamaged",
-    "advise": "answers:Advise",
-    "plot": "answers:Plot",
+    "save": "answers.training:Save",
+    "uploads": "answers.uploads:Uploads",
+    "gc": "answers.health:Gc",
+    "gc --damaged": "answers.health:GcDamaged",
+    "advise": "answers.history:Advise",
+    "plot": "answers.history:Plot",
     "tree": "tree:TreeAnswer",
     "cat": "cat:CatAnswer",
     "diff": "diff:DiffAnswer",
     "stats": "stats:StatsAnswer",
-    "drift": "answers:Drift",
+    "drift": "answers.history:Drift",
     "du": "du:DuAnswer",
     "cp": "cp:CopyAnswer",
     "rm": "rm:RemovedAnswer",
@@ -55,18 +55,25 @@ ANSWERS: Mapping[str, str] = {
     "serve": "web.serve:ServeAnswer",
     "doctor": "doctor:DoctorAnswer",
     "completion": "completion:CompletionAnswer",
-    "schema": "answers:SchemaShown",
-    "run": "answers:RunEnd",
-    "train": "answers:RunEnd",
-    "keys generate": "answers:KeysGenerate",
-    "keys list": "answers:KeysList",
-    "keys rotate": "answers:KeysRotate",
+    "schema": "schema:SchemaShown",
+    "run": "answers.training:RunEnd",
+    "train": "answers.training:RunEnd",
+    "keys generate": "answers.keys:KeysGenerate",
+    "keys list": "answers.keys:KeysList",
+    "keys rotate": "answers.keys:KeysRotate",
 }
 """Command → module of `holdfast.cli` and struct of its answer (of `run` and `train`: the last
 line). `demo` answers with the record of its own `demo.json`."""
 BEGIN, END = "<!-- answers: made by holdfast.cli.schema -->", "<!-- answers end -->"
 
 _NO_NUMBER = {"enum": ["nan", "inf", "-inf"]}
+
+
+class SchemaShown(Document, frozen=True):
+    """Answer of `schema`."""
+
+    schema: dict[str, Any]
+    """The JSON Schema, draft 2020-12."""
 
 
 def struct_of(command: str) -> type[msgspec.Struct]:

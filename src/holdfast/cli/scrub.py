@@ -13,7 +13,8 @@ import msgspec
 
 from holdfast.care.reading import VerifyReport
 from holdfast.care.verify import verify_root
-from holdfast.cli import answers
+from holdfast.cli.answers.base import Unopened
+from holdfast.cli.answers.health import ProblemFound, Verified, Verify
 from holdfast.cli.output import Answer, progress_bar
 from holdfast.cli.target import open_root
 from holdfast.cli.verify import answer_of
@@ -57,11 +58,11 @@ class ScrubAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """Number of checkpoints that earlier commands of this pass have verified."""
     read_nbytes: int
     """Bytes that this command read and compared."""
-    checkpoints: list[answers.Verified]
+    checkpoints: list[Verified]
     """Results, as of `verify`, also of those that were carried over."""
-    unopened: list[answers.Unopened]
+    unopened: list[Unopened]
     """Checkpoints that the keys do not decrypt, as of `ls`."""
-    problems: list[answers.ProblemFound]
+    problems: list[ProblemFound]
     """Problems of claims, as of `verify`."""
     notes: list[str]
     """Notes, as of `verify`."""
@@ -99,7 +100,7 @@ def scrub(root: str, *, rate: str | None, place: Path | None) -> Answer:
         _write(place, now)
     answer = answer_of(store, found)
     verified = answer.document
-    assert isinstance(verified, answers.Verify)
+    assert isinstance(verified, Verify)
     new = [report for report in found.checkpoints if report.folder not in known]
     carried = len(found.checkpoints) - len(new)
     document = ScrubAnswer(

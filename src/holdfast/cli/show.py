@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from holdfast.cli import answers
+from holdfast.cli.answers.base import of
+from holdfast.cli.answers.checkpoints import Show
 from holdfast.cli.documents import codecs, details_document, nbytes_left
 from holdfast.cli.output import Answer, TextTable, number, size
 from holdfast.cli.target import open_target, read_entry
@@ -39,7 +40,7 @@ def show(target: str, *, tensors: bool) -> Answer:
         index = _read_index(store, folder, entry)
         document["tensors"] = _tensor_documents(index)
         parts.append(_tensor_table(index))
-    return Answer(document=answers.of(answers.Show, document), parts=parts)
+    return Answer(document=of(Show, document), parts=parts)
 
 
 def _read_index(store: Store, folder: str, entry: Entry) -> Index:

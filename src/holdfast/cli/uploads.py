@@ -9,7 +9,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from holdfast.cli import answers
+from holdfast.cli.answers.base import of
+from holdfast.cli.answers.uploads import Uploads
 from holdfast.cli.output import Answer, Code, TextTable, size
 from holdfast.cli.target import open_root, opened
 from holdfast.engine.roots.catalog import Catalog
@@ -68,7 +69,7 @@ def show_uploads(root: str) -> Answer:
     }
     is_bad = any(line.state in ("failed", "refused") for line in lines)
     return Answer(
-        document=answers.of(answers.Uploads, document),
+        document=of(Uploads, document),
         parts=_parts(document, lines),
         code=Code.FOUND if is_bad else Code.OK,
     )

@@ -5,7 +5,8 @@ from __future__ import annotations
 from holdfast.care.reading import RootReport, VerifyReport
 from holdfast.care.scrub import NOTE
 from holdfast.care.verify import verify_kept, verify_root
-from holdfast.cli import answers
+from holdfast.cli.answers.base import of
+from holdfast.cli.answers.health import Verify
 from holdfast.cli.documents import (
     expect_something_opened,
     problem_document,
@@ -87,7 +88,7 @@ def answer_of(store: Store, root_report: RootReport) -> Answer:
         "notes": list(root_report.notes),
     }
     return Answer(
-        document=answers.of(answers.Verify, document),
+        document=of(Verify, document),
         parts=lines,
         code=Code.OK if root_report.ok else Code.FOUND,
     )

@@ -9,7 +9,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
-from holdfast.cli.answers import Drift, Show, StoredTensor
+from holdfast.cli.answers.checkpoints import Show, StoredTensor
+from holdfast.cli.answers.history import Drift
 from holdfast.cli.diff import diff as compare
 from holdfast.cli.drift import show_drift
 from holdfast.cli.output import Answer

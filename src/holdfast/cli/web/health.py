@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
-from holdfast.cli.answers import Listed, Ls
+from holdfast.cli.answers.checkpoints import Listed, Ls
 from holdfast.cli.watch import Watched, WatchedOwner
 
 Level = Literal["bad", "warn", "good", "plain"]

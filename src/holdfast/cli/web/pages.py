@@ -12,7 +12,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from holdfast.cli.answers import Forecast, Listed, Log, LoggedSave, Ls, Plot
+from holdfast.cli.answers.checkpoints import Listed, Ls
+from holdfast.cli.answers.history import Log, LoggedSave, Plot
+from holdfast.cli.answers.retention import Forecast
 from holdfast.cli.drawing import thinned
 from holdfast.cli.forecast import foretell
 from holdfast.cli.log import log_root

@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
-from holdfast.cli.answers import Listed, Ls
+from holdfast.cli.answers.checkpoints import Listed, Ls
 from holdfast.cli.output import Answer
 from holdfast.cli.web.jobs import Job, Jobs, told
 from holdfast.cli.web.rendering import Rendering
