@@ -96,6 +96,7 @@ WITHOUT_TORCH_MODULES = (
     "holdfast.interop.reading",
     "holdfast.ranks.alone",
     "holdfast.ranks.messages",
+    "holdfast.state.patterns",
     "holdfast.testing.ranks",
 )
 # The only modules that speak to other ranks: through the group's store, and by collectives.

@@ -85,7 +85,7 @@ from holdfast.ranks.coordinator import Coordinator
 from holdfast.state.capture import Captured, Capturer
 from holdfast.state.components import RNG, check_state, marked, unwrapped
 from holdfast.state.edits import Edit, edited
-from holdfast.state.selection import listed
+from holdfast.state.patterns import listed
 from holdfast.store.base import Store
 
 _NEVER_QUIET = (0, 0.0)  # (step, monotonic seconds) until which `maybe_save` is a no-op

@@ -26,7 +26,7 @@ from holdfast.state.copying import bytes_of
 from holdfast.state.edits import Edit
 from holdfast.state.leaves import TORCH_DTYPES
 from holdfast.state.modules import note_loaded
-from holdfast.state.selection import Entries, listed
+from holdfast.state.patterns import Entries, listed
 from holdfast.store.base import Store
 
 READ_TIMEOUT_S = 1800.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import select
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 from tests.cli.roots import Result
 
+from holdfast.cli import main
 from holdfast.cli.app import app
 from holdfast.cli.options import Argument
 from holdfast.cli.output import Code, json_safe, printable, size
@@ -272,6 +274,35 @@ def test_a_reader_that_goes_away_is_no_error(root: Path) -> None:
     )
     os.close(writing)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *("ls ROOT", "ls ROOT --json", "log ROOT --saves", "show ROOT --tensors", "tree ROOT"),
+        *("verify ROOT", "resume-plan ROOT", "forecast ROOT --keep last:1", "du ROOT"),
+        *("plot ROOT", "prune ROOT --keep last:1 --dry-run", "gc ROOT --dry-run"),
+        *("diff ROOT ROOT@step=100", "stats ROOT", "drift ROOT", "cat ROOT model:0.bias"),
+        *("keys list ROOT", "doctor ROOT", "schema ls", "completion bash", "watch ROOT --once"),
+        *("ls nowhere --json", "ls --json", "--help", "ls --help", "--version"),
+    ],
+)
+def test_no_command_minds_a_reader_that_goes_away(
+    root: Path, words: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """`holdfast … | head`: no traceback, whatever has been written by then."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    output = os.fdopen(writing, "w")
+    monkeypatch.setattr("sys.stdout", output)
+    monkeypatch.setattr("sys.argv", ["holdfast", *words.replace("ROOT", str(root)).split()])
+    with pytest.raises(SystemExit) as end:
+        main()
+    with contextlib.suppress(BrokenPipeError):  # click has not written all
+        output.close()
+    by_click = {"--help", "ls --help", "--version"}
+    assert end.value.code == (1 if words in by_click else Code.BROKEN_PIPE)
+    assert capfd.readouterr().err == ""
 
 
 def all_of(leader: int, child: subprocess.Popen[bytes]) -> bytes:

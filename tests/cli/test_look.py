@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import random
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 from tests.cli.roots import Result
+from torch import nn
 
 from holdfast import CheckpointManager, Encryption, keys
 from holdfast.cli.cat import MAX_NUMBERS, CatAnswer
@@ -150,6 +153,103 @@ def test_diff_may_allow_a_difference(holdfast: Holdfast, tmp_path: Path) -> None
     assert holdfast("diff", "--trust", files["a"], files["c"]).code == 1
     assert holdfast("diff", "--trust", files["a"], files["c"], "--fail-above", 0).code == 0
     assert holdfast("diff", "--trust", files["a"], files["c"], "--fail-above", -1).code == 2
+
+
+def logged(value: float, seed: int) -> dict[str, Any]:
+    """A state with a generator, and the log of a trainer; `value` is a time."""
+    log = [{"loss": 0.5, "eval_runtime": value}, {"loss": 0.25, "eval_steps_per_second": value}]
+    draws = torch.Generator().manual_seed(seed)
+    return {"model": nn.Linear(2, 2), "data": {"draws": draws}, "trainer": {"log": log}}
+
+
+@pytest.fixture
+def twins(tmp_path: Path) -> tuple[Path, Path]:
+    """Two equal trainings with other generators of Python and NumPy, and other times."""
+    roots = (tmp_path / "one", tmp_path / "other")
+    for number, root in enumerate(roots):
+        torch.manual_seed(0)
+        random.seed(number)
+        np.random.seed(number)
+        with CheckpointManager(root, logged(0.5 + number, number), preflight=False) as manager:
+            manager.save(1, wait=True)
+    return roots
+
+
+def test_diff_tells_generators_and_timings_from_what_was_trained(
+    holdfast: Holdfast, twins: tuple[Path, Path]
+) -> None:
+    text = holdfast("diff", *twins)
+    assert text.code == 1
+    assert text.out.splitlines()[2:] == [
+        "3 tensors are equal (2 by their digests); 3 generators differ; 2 timings differ",
+        "the generators of data:draws, Python and NumPy differ: seed them in both runs, or compare "
+        "--component model",
+        "eval_runtime and eval_steps_per_second tell how long something took, which no two runs "
+        "have alike: leave them out with --ignore '**.eval_runtime' "
+        "--ignore '**.eval_steps_per_second'",
+    ]
+    found = answer(DiffAnswer, holdfast("diff", *twins, "--json"))
+    assert [(one.path, one.kind) for one in found.generators] == [
+        ("data:draws", "torch"),
+        ("rng:python", "python"),
+        ("rng:numpy", "numpy-legacy"),
+    ]
+    assert found.tensors == ()
+    assert [one.path for one in found.values] == [
+        "trainer:log.0.eval_runtime",
+        "trainer:log.1.eval_steps_per_second",
+    ]
+    assert holdfast("diff", *twins, "--component", "model").code == 0
+    alone = holdfast("diff", *twins, "--component", "rng").out
+    assert alone.endswith("or leave them out with --ignore rng:python --ignore rng:numpy\n")
+
+
+def test_diff_leaves_out_what_patterns_name(holdfast: Holdfast, twins: tuple[Path, Path]) -> None:
+    patterns = ("rng", "data:draws", "trainer.log.*.eval_runtime", "**.eval_steps_per_second")
+    ignore = [word for pattern in patterns for word in ("--ignore", pattern)]
+    text = holdfast("diff", *twins, *ignore)
+    assert (text.code, text.out.splitlines()[2:]) == (
+        0,
+        ["2 tensors are equal (2 by their digests)", f"left out: {', '.join(patterns)}"],
+    )
+    found = answer(DiffAnswer, holdfast("diff", *twins, *ignore, "--json"))
+    assert (found.equal, found.ignored, found.values) == (True, patterns, ())
+    assert holdfast("diff", *twins, *ignore[:-2]).code == 1
+
+
+@pytest.mark.parametrize(
+    ("pattern", "why"),
+    [
+        ("optimiser", "--ignore: nothing is called ['optimiser']"),
+        ("trainer:log.0.runtime", "--ignore: nothing is called ['trainer.log.0.runtime']"),
+        ("mod", "--ignore: nothing is called ['mod']"),
+        ("**", "--ignore: leaves nothing to compare"),
+    ],
+)
+def test_diff_refuses_a_pattern_that_names_nothing_or_all(
+    holdfast: Holdfast, twins: tuple[Path, Path], pattern: str, why: str
+) -> None:
+    """A typing mistake must not hide what it was to leave out, nor show all as equal."""
+    result = holdfast("diff", *twins, "--ignore", pattern)
+    assert (result.code, result.out) == (2, "")
+    assert why in result.err
+
+
+def test_diff_leaves_out_parts_of_what_one_side_alone_has(
+    holdfast: Holdfast, tmp_path: Path
+) -> None:
+    states = ({"t": {"n": 1, "log": [{"time": 1.0, "w": torch.ones(2)}]}}, {"t": {"n": 1}})
+    for name, live in zip("ab", states, strict=True):
+        with CheckpointManager(tmp_path / name, live, preflight=False) as manager:
+            manager.save(1, wait=True)
+    both = (tmp_path / "a", tmp_path / "b", "--component", "t")
+    assert "t:log.0.w" in holdfast("diff", *both).out
+    found = answer(DiffAnswer, holdfast("diff", *both, "--ignore", "**.w", "--json"))
+    assert [(one.path, one.a, one.b) for one in found.values] == [
+        ("t:log", "[{'time': 1.0}]", None)
+    ]
+    assert found.tensors == ()
+    assert holdfast("diff", *both, "--ignore", "t:log").code == 0
 
 
 def test_stats_has_each_tensor_with_its_norm(holdfast: Holdfast, looked: Path) -> None:

@@ -129,7 +129,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="pattern-names-prefixes-of-segments",
         promise="D58: a path in a pattern names exactly what it says",
-        file="state/selection.py",
+        file="state/patterns.py",
         before="pattern[at] in (_ONE, path[position]):",
         after="pattern[at] in (_ONE, path[position][: len(pattern[at])]):",
         near=("tests/state/test_selection.py",),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.state.selection import covers
+from holdfast.state.patterns import covers
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "loading.md"
 TEXT = PAGE.read_text("utf-8")

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import nn, optim
 
 from holdfast.errors import MismatchError, UsageError
-from holdfast.state.selection import Selection, covers, names_of_keys
+from holdfast.state.patterns import covers
+from holdfast.state.selection import Selection, names_of_keys
 from state.roundtrip import digest, image, raw_bytes, train
 
 

@@ -23,18 +23,31 @@ from holdfast.version import __version__
 def run() -> NoReturn:
     """Run the command line of this process and exit."""
     try:
-        code = app.main(prog_name="holdfast", standalone_mode=False)
+        code = _run()
+    except BrokenPipeError:
+        code = _discard_output()
+    sys.exit(code)
+
+
+def _run() -> int:
+    try:
+        return int(app.main(prog_name="holdfast", standalone_mode=False) or 0)
     except click.Abort as abort:
         if not isinstance(abort.__cause__, KeyboardInterrupt):
             raise  # click takes EOFError for the end of typed input, of which there is none
-        code = Code.INTERRUPTED
+        return Code.INTERRUPTED
     except click.ClickException as error:
         if _asks_for_json():
             give_error(UsageError(error.format_message()), as_json=True)
         else:
             error.show()
-        code = error.exit_code
-    sys.exit(code)
+        return error.exit_code
+
+
+def _discard_output() -> Code:
+    """Discard what is left to write: its reader has enough. Python would complain again at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return Code.BROKEN_PIPE
 
 
 def _asks_for_json() -> bool:
@@ -86,16 +99,15 @@ def _ending(command: Callable[..., int]) -> Callable[..., NoReturn]:
     @wraps(command)
     def ending(*, as_json: bool, **given: Any) -> NoReturn:
         try:
-            code = command(as_json=as_json, **given)
+            try:
+                code = command(as_json=as_json, **given)
+            except HoldfastError as error:
+                code = give_error(error, as_json=as_json)
             sys.stdout.flush()
-        except HoldfastError as error:
-            code = give_error(error, as_json=as_json)
         except KeyboardInterrupt:
             code = Code.INTERRUPTED
         except BrokenPipeError:
-            # Whoever read our output has enough; Python would complain once more at exit.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            code = Code.BROKEN_PIPE
+            code = _discard_output()
         click.get_current_context().exit(code)
 
     return ending
@@ -468,16 +480,19 @@ def cat(source: str, name: str, rows: str | None) -> Answer:
     return show_value(source, name, rows)
 
 
-@_answering(*(options.first, options.second, options.components, options.fail_above, options.trust))
+@_answering(
+    *(options.first, options.second, options.components),
+    *(options.ignored, options.fail_above, options.trust),
+)
 @limited("a", "b")
-def diff(a: str, b: str, components: Sequence[str], fail_above: float | None) -> Answer:
+def diff(a: str, b: str, **wishes: Any) -> Answer:
     """Compare two checkpoints or files.
 
     Structure, dtypes, numbers and plain values.
     """
     from holdfast.cli.diff import diff as compare
 
-    return compare(a, b, components=components, fail_above=fail_above)
+    return compare(a, b, **wishes)
 
 
 @_answering(

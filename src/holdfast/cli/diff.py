@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import re
+import shlex
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -10,11 +12,15 @@ from holdfast.cli.output import Answer, Code, TextTable, number, progress_bar
 from holdfast.cli.sources import open_named
 from holdfast.errors import UsageError
 from holdfast.interop.comparing.differences import SourceDifference, compare
+from holdfast.interop.comparing.drift import MODULE
 from holdfast.interop.comparing.pairs import TensorDifference
-from holdfast.interop.comparing.trees import ValueDifference
+from holdfast.interop.comparing.trees import GeneratorDifference, ValueDifference
 
 MAX_ROWS = 50
 """Most lines of each table for people; JSON has all."""
+_LANGUAGES: Mapping[str, str] = {"python": "Python", "numpy": "NumPy", "numpy-legacy": "NumPy"}
+_TIMING = re.compile(r"(.*_)?(runtime|duration|duration_s|wall_s|seconds|per_second)", re.DOTALL)
+"""Names of values that say how long something took, such as transformers' `eval_runtime`."""
 
 
 class DiffAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,6 +34,8 @@ class DiffAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """Whether nothing differs, or nothing by more than `fail_above`."""
     fail_above: float | None
     """The given limit; null: every bit counts."""
+    ignored: tuple[str, ...]
+    """Patterns of what was left out, as given."""
     num_equal: int
     """Tensors that are equal in every bit."""
     num_unread: int
@@ -36,40 +44,79 @@ class DiffAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """Those that differ, also within the limit."""
     values: tuple[ValueDifference, ...]
     """Plain values and parts of trees that differ."""
+    generators: tuple[GeneratorDifference, ...]
+    """Random generators whose state differs; `tensors` and `values` have nothing of them."""
 
 
-def diff(a: str, b: str, *, components: Collection[str], fail_above: float | None) -> Answer:
+def diff(
+    a: str,
+    b: str,
+    *,
+    components: Collection[str] = (),
+    ignored: Sequence[str] = (),
+    fail_above: float | None = None,
+) -> Answer:
     """Compare two sources; the exit code is 0 where they are equal, and 1 where they differ.
 
     Raises:
         NoCheckpoint: nothing exists at one of the two.
         FormatError: one is in no known format, or damaged.
-        UsageError: neither has a component of a given name, or the limit is no number >= 0.
+        UsageError: neither has a component of a given name, or what a pattern of `ignored` names;
+            or the limit is no number >= 0.
     """
     if fail_above is not None and not fail_above >= 0:
         raise UsageError(f"--fail-above={fail_above}: must be a number of at least 0")
     with open_named(a) as source_a, open_named(b) as source_b, progress_bar() as progress:
-        found = compare(source_a, source_b, components, progress=progress)
+        found = compare(source_a, source_b, components, ignore=ignored, progress=progress)
         urls = source_a.url, source_b.url
+        models = [name for name, part in source_a.parts.items() if part.kind == MODULE]
+        models = [name for name in models if name in source_b.parts]
     beyond = found.beyond(fail_above)
-    is_equal = not beyond and not found.values
+    is_equal = not (beyond or found.values or found.generators)
     answer = DiffAnswer(
         a=urls[0],
         b=urls[1],
         equal=is_equal,
         fail_above=fail_above,
+        ignored=tuple(ignored),
         num_equal=found.num_equal,
         num_unread=found.num_unread,
         tensors=found.tensors,
         values=found.values,
+        generators=found.generators,
     )
-    parts: list[str | TextTable] = [f"a: {urls[0]}", f"b: {urls[1]}"]
-    parts += _tables(found)
-    parts.append(_verdict(found, len(beyond), fail_above))
+    timings = [one for one in found.values if _is_timing(one)]
+    parts = [
+        f"a: {urls[0]}",
+        f"b: {urls[1]}",
+        *_tables(found, [one for one in found.values if not _is_timing(one)]),
+        _verdict(found, len(beyond), fail_above, len(timings)),
+        *_advice(found, timings, [] if components else models),
+        *([f"left out: {', '.join(ignored)}"] if ignored else []),
+    ]
     return Answer(document=answer, parts=parts, code=Code.OK if is_equal else Code.FOUND)
 
 
-def _tables(found: SourceDifference) -> list[str | TextTable]:
+def _is_timing(one: ValueDifference) -> bool:
+    """Whether a value says how long something took, which no two runs have alike."""
+    if not _TIMING.fullmatch(_name_of(one)):
+        return False
+    return all(text is None or _is_number(text) for text in (one.a, one.b))
+
+
+def _name_of(one: ValueDifference) -> str:
+    return re.split("[.:]", one.path)[-1]
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _tables(found: SourceDifference, values: Sequence[ValueDifference]) -> list[str | TextTable]:
     parts: list[str | TextTable] = []
     if found.tensors:
         parts.append(
@@ -79,17 +126,17 @@ def _tables(found: SourceDifference) -> list[str | TextTable]:
                 right=frozenset({2, 3, 4, 5, 6}),
             )
         )
-    if found.values:
+    if values:
         parts.append(
             TextTable(
                 columns=("value", "a", "b"),
                 rows=[
                     (one.path, *("–" if text is None else text for text in (one.a, one.b)))
-                    for one in found.values[:MAX_ROWS]
+                    for one in values[:MAX_ROWS]
                 ],
             )
         )
-    num_more = sum(max(0, len(rows) - MAX_ROWS) for rows in (found.tensors, found.values))
+    num_more = sum(max(0, len(rows) - MAX_ROWS) for rows in (found.tensors, values))
     return [*parts, *([f"and {num_more:,} more; --json lists all"] if num_more else [])]
 
 
@@ -112,12 +159,54 @@ def _row(one: TensorDifference) -> tuple[str, ...]:
     )
 
 
-def _verdict(found: SourceDifference, num_beyond: int, fail_above: float | None) -> str:
+def _verdict(
+    found: SourceDifference, num_beyond: int, fail_above: float | None, num_timings: int
+) -> str:
     unread = f" ({found.num_unread:,} by their digests)" if found.num_unread else ""
     texts = [f"{found.num_equal:,} tensors are equal{unread}"]
     if fail_above is not None and (num_within := len(found.tensors) - num_beyond):
         texts.append(f"{num_within:,} differ by at most {number(fail_above)}")
     texts += [f"{num_beyond:,} differ"] if num_beyond else []
-    if num_values := len(found.values):
-        texts.append(f"{num_values:,} plain value{'s differ' if num_values > 1 else ' differs'}")
+    texts += _counted(len(found.values) - num_timings, "plain value")
+    texts += _counted(len(found.generators), "generator")
+    texts += _counted(num_timings, "timing")
     return "; ".join(texts)
+
+
+def _counted(num: int, what: str) -> list[str]:
+    return [f"{num:,} {what}{'s differ' if num > 1 else ' differs'}"] if num else []
+
+
+def _advice(
+    found: SourceDifference, timings: Sequence[ValueDifference], models: Sequence[str]
+) -> Iterator[str]:
+    """Explain what equal trainings differ in, and how to leave it out."""
+    if found.generators:
+        who = _listed([*dict.fromkeys(map(_who, found.generators))])
+        alone = " ".join(f"--component {shlex.quote(name)}" for name in models)
+        yield (
+            f"the generators of {who} differ: seed them in both runs, or "
+            + (f"compare {alone}" if alone else _ignoring(one.path for one in found.generators))
+        )
+    if timings:
+        names = [*dict.fromkeys(map(_name_of, timings))]
+        yield (
+            f"{_listed(names)} tell how long something took, which no two runs have alike: "
+            + _ignoring(f"**.{name}" for name in names)
+        )
+
+
+def _who(one: GeneratorDifference) -> str:
+    is_global = one.path.startswith("rng:")
+    return _LANGUAGES.get(one.kind, one.kind) if is_global else one.path
+
+
+def _listed(names: Sequence[str]) -> str:
+    *others, last = names
+    return f"{', '.join(others)} and {last}" if others else last
+
+
+def _ignoring(patterns: Iterable[str]) -> str:
+    return "leave them out with " + " ".join(
+        f"--ignore {shlex.quote(pattern)}" for pattern in patterns
+    )

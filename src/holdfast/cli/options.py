@@ -370,6 +370,9 @@ only_tensors = several("--tensor", "tensors", "NAME", "Only this tensor: COMPONE
 fail_above = option(
     "--fail-above", "X", "Tensors that differ by at most X count as equal.", type=float
 )
+ignored = several(
+    "--ignore", "ignored", "PATTERN", "Leave out what it names, such as rng or '**.eval_runtime'."
+)
 exponents_plot = option("--plot", "FILE", "Draw the exponents as FILE.png or FILE.svg.", type=_PATH)
 
 last = option("--last", "N", "Only the newest N.", type=click.IntRange(min=2, max=1000), default=10)

@@ -171,7 +171,7 @@ def prepare(
         rename: stored leaf path -> live leaf path inside a module, and the same for the
             parameter names of an optimizer.
         include: load only these: components, `component.path` of a leaf or of what is above
-            it, or patterns (see `state.selection`). Empty: everything.
+            it, or patterns (see `state.patterns`). Empty: everything.
         skip: do not load these, of what `include` names; entries as for `include`.
         rng: False: do not load the component `rng`.
         unread: components that the checkpoint has besides `stored`; none of them is loaded.

@@ -32,7 +32,7 @@ from holdfast.state.apply import OpaqueLoadFailed
 from holdfast.state.components import PROGRESS, RNG, TRAINER, PerRank, check_state, marked
 from holdfast.state.edits import StateView
 from holdfast.state.overrides import OptimizerOptions
-from holdfast.state.selection import listed
+from holdfast.state.patterns import listed
 from holdfast.store.base import Store
 from holdfast.train import making
 from holdfast.train.asked import Counts, asks_for, check_counted, check_range, checked_every

@@ -164,7 +164,7 @@ def test_plain_values_are_compared(tmp_path: Path) -> None:
     ],
 )
 def test_values_are_the_same_in_type_and_bits(a: Any, b: Any, is_same: bool) -> None:
-    assert (not [*differences({"v": a}, {"v": b}, "tree:")]) == is_same
+    assert (not [*differences({"v": a}, {"v": b}, "tree:", lambda _: False)]) == is_same
 
 
 def test_an_unknown_component_is_refused(tmp_path: Path) -> None:

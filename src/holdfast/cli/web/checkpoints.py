@@ -156,7 +156,7 @@ async def begin_diff(request: Request) -> Response:
     a, b = (named(listed, form.get(name, "")).folder for name in ("a", "b"))
     return site.begin(
         run,
-        lambda: compare(_target(run, a), _target(run, b), components=(), fail_above=None),
+        lambda: compare(_target(run, a), _target(run, b)),
         kind="diff",
         title=f"{a} and {b}",
     )

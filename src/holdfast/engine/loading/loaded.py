@@ -9,7 +9,7 @@ from holdfast.engine.checkpoint import Checkpoint, describe
 from holdfast.engine.loading.resume import LoadCandidate, Reader
 from holdfast.state.modules import note_loaded
 from holdfast.state.overrides import OptimizerOptions
-from holdfast.state.selection import listed
+from holdfast.state.patterns import listed
 from holdfast.state.settings import Rates, Settings
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from holdfast.errors import MismatchError, UsageError
 from holdfast.format.manifest import Manifest
 from holdfast.state.components import RNG
-from holdfast.state.selection import listed
+from holdfast.state.patterns import listed
 
 _WHOLE = " (the whole component)"
 

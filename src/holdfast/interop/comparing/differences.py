@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import msgspec
@@ -20,9 +21,15 @@ from holdfast.interop.comparing.pairs import (
     have_as_many,
     is_small,
 )
-from holdfast.interop.comparing.trees import Pair, ValueDifference, differences
+from holdfast.interop.comparing.trees import (
+    GeneratorDifference,
+    Pair,
+    ValueDifference,
+    differences,
+)
 from holdfast.interop.reading import Piece, pieces, read_whole
 from holdfast.interop.source import BlockDigests, Part, Source
+from holdfast.state.patterns import Entries
 
 _Key = tuple[str, str]
 Progress: TypeAlias = Callable[[str, int, int], None]
@@ -34,6 +41,8 @@ class SourceDifference(msgspec.Struct, frozen=True, kw_only=True):
 
     tensors: tuple[TensorDifference, ...]
     values: tuple[ValueDifference, ...]
+    generators: tuple[GeneratorDifference, ...]
+    """Random generators whose state differs; their tensors and values are in neither list."""
     num_equal: int
     """Tensors that are equal in every bit."""
     num_unread: int
@@ -47,43 +56,115 @@ class SourceDifference(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def compare(
-    a: Source, b: Source, components: Collection[str] = (), *, progress: Progress | None = None
+    a: Source,
+    b: Source,
+    components: Collection[str] = (),
+    *,
+    ignore: Collection[str] = (),
+    progress: Progress | None = None,
 ) -> SourceDifference:
     """Compare two sources, or the named components of them.
 
-    Two sources of one component each are compared whatever these are called.
+    Two sources of one component each are compared whatever these are called. `ignore` are patterns
+    of what is left out (see `state.patterns`), written `component:path` or `component.path`.
 
     Raises:
-        UsageError: neither has a component of a given name.
+        UsageError: neither has a component of a given name, or what a pattern names; or nothing
+            is left to compare.
         CorruptData, StoreError: as `Source.read_into`.
     """
-    values: list[ValueDifference] = []
-    pairs: dict[tuple[_Key, _Key], list[str]] = {}
-    alone: list[TensorDifference] = []
-    for name, part_a, part_b in _components(a, b, components):
-        if part_a is None or part_b is None:
-            text = f"a component of kind {(part_a or part_b).kind}"  # type: ignore[union-attr]
-            values.append(
-                ValueDifference(path=name, a=text if part_a else None, b=text if part_b else None)
-            )
-        name_a, name_b = _names(a, b, name)
-        empty: Mapping[str, Any] = {}
-        trees = (part_a.tree if part_a else empty, part_b.tree if part_b else empty)
-        for found in differences(*trees, f"{name}:"):
-            if isinstance(found, ValueDifference):
-                if part_a is not None and part_b is not None:
-                    values.append(found)
-            elif found.a and found.b:
-                pairs.setdefault(((name_a, found.a), (name_b, found.b)), []).append(found.path)
-            else:
-                alone.append(_alone(found, part_a, part_b))
-    read, num_equal, num_unread = _tensors(a, b, pairs, progress)
+    ignored = _Ignored(ignore)
+    gathered = _Gathered()
+    names = [one for one in _components(a, b, components) if not ignored(one[0])]
+    for name, part_a, part_b in names:
+        gathered.add(name, _names(a, b, name), part_a, part_b, ignored)
+    ignored.expect_used()
+    if not names and ignore:
+        raise UsageError("--ignore: leaves nothing to compare")
+    read, num_equal, num_unread = _tensors(a, b, gathered.pairs, progress)
+    of_path, generators = gathered.generators, gathered.differing
+    generators |= {at: of_path[one.tensor] for one in read if (at := one.tensor) in of_path}
     return SourceDifference(
-        tensors=(*alone, *read),
-        values=tuple(values),
+        tensors=(*gathered.alone, *(one for one in read if one.tensor not in of_path)),
+        values=tuple(gathered.values),
+        generators=tuple({one.path: one for one in generators.values()}.values()),
         num_equal=num_equal,
         num_unread=num_unread,
     )
+
+
+class _Ignored:
+    """Patterns of what is left out of a comparison."""
+
+    def __init__(self, patterns: Collection[str]) -> None:
+        given = dict.fromkeys(_with_dots(pattern) for pattern in patterns)
+        self._entries = Entries(given, "--ignore")
+
+    def __call__(self, path: str) -> bool:
+        """Whether a component, or a path `component:path`, is left out."""
+        return bool(self._entries) and self._entries.cover(_with_dots(path.removesuffix(":")))
+
+    def expect_used(self) -> None:
+        """Raise `UsageError` if a pattern names nothing in either source."""
+        if lost := self._entries.unmatched(()):
+            raise UsageError(lost[0])
+
+
+def _with_dots(path: str) -> str:
+    """Write `component:path` as `component.path`."""
+    component, colon, rest = path.partition(":")
+    return f"{component}.{rest}" if colon and "." not in component else path
+
+
+@dataclass(slots=True)
+class _Gathered:
+    """What the trees of two sources say, before a tensor is read."""
+
+    values: list[ValueDifference] = field(default_factory=list)
+    pairs: dict[tuple[_Key, _Key], list[str]] = field(default_factory=dict)
+    """Paths of the tensors that are to be compared."""
+    alone: list[TensorDifference] = field(default_factory=list)
+    generators: dict[str, GeneratorDifference] = field(default_factory=dict)
+    """Generator that a tensor belongs to, by the tensor's path."""
+    differing: dict[str, GeneratorDifference] = field(default_factory=dict)
+    """Generators that are known to differ, by a path inside."""
+
+    def add(
+        self,
+        name: str,
+        names: tuple[str, str],
+        part_a: Part | None,
+        part_b: Part | None,
+        ignored: _Ignored,
+    ) -> None:
+        """Compare the trees of a component, which one of the sources may lack."""
+        if part_a is None or part_b is None:
+            text = f"a component of kind {(part_a or part_b).kind}"  # type: ignore[union-attr]
+            found_a, found_b = text if part_a else None, text if part_b else None
+            self.values.append(ValueDifference(path=name, a=found_a, b=found_b))
+        empty: Mapping[str, Any] = {}
+        trees = (part_a.tree if part_a else empty, part_b.tree if part_b else empty)
+        for found in differences(*trees, f"{name}:", ignored):
+            if isinstance(found, GeneratorDifference):
+                self.differing[found.path] = found
+            elif isinstance(found, ValueDifference):
+                if part_a is not None and part_b is not None:
+                    self.values.append(found)
+            else:
+                self._add_pair(found, names, part_a, part_b)
+
+    def _add_pair(
+        self, pair: Pair, names: tuple[str, str], part_a: Part | None, part_b: Part | None
+    ) -> None:
+        if pair.a and pair.b:
+            keys = ((names[0], pair.a), (names[1], pair.b))
+            self.pairs.setdefault(keys, []).append(pair.path)
+            if pair.generator is not None:
+                self.generators[pair.path] = pair.generator
+        elif pair.generator is not None:
+            self.differing[pair.path] = pair.generator
+        else:
+            self.alone.append(_alone(pair, part_a, part_b))
 
 
 def _components(

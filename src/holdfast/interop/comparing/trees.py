@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -28,29 +28,47 @@ class ValueDifference(msgspec.Struct, frozen=True, kw_only=True):
     """The same of the second."""
 
 
+class GeneratorDifference(msgspec.Struct, frozen=True, kw_only=True):
+    """A random generator whose state differs."""
+
+    path: str
+    """Component and path, such as "rng:python"."""
+    kind: str
+    """`python`, `numpy`, `numpy-legacy` or `torch`."""
+
+
 class Pair(msgspec.Struct, frozen=True):
     """Two tensors at one path; a key is empty where only the other side has a tensor."""
 
     path: str
     a: str
     b: str
+    generator: GeneratorDifference | None = None
+    """Generator whose state differs if these two do."""
 
 
-def differences(a: Any, b: Any, path: str) -> Iterator[ValueDifference | Pair]:
+Found: TypeAlias = ValueDifference | GeneratorDifference | Pair
+
+
+def differences(a: Any, b: Any, path: str, ignores: Callable[[str], bool]) -> Iterator[Found]:
     """Compare two trees; yield every pair of tensors, and every value that differs.
 
     Not compared are a tensor's device and flags, and whether a dict is an OrderedDict: they say
-    how a value was held. Numbers of another type differ, and so do a list and a tuple.
+    how a value was held. Numbers of another type differ, and so do a list and a tuple. Paths for
+    which `ignores` returns True are left out, with all below them.
     """
+    if ignores(path):
+        return
     if _is_leaf(a) and _is_leaf(b):
         yield Pair(path, a.key, b.key)
     elif isinstance(a, Mapping) and isinstance(b, Mapping):
-        yield from _of_mappings(a, b, path)
+        yield from _of_mappings(a, b, path, ignores)
     elif isinstance(a, list | tuple) and type(a) is type(b):
-        yield from _of_mappings(dict(enumerate(a)), dict(enumerate(b)), path)
+        yield from _of_mappings(dict(enumerate(a)), dict(enumerate(b)), path, ignores)
     elif isinstance(a, GeneratorState) and isinstance(b, GeneratorState) and a.kind == b.kind:
-        yield from _of_mappings(a.members, b.members, path)
+        yield from _of_generators(a, b, path, ignores)
     elif not is_same(a, b):
+        a, b = _pruned(a, path, ignores), _pruned(b, path, ignores)
         yield ValueDifference(path=_at(path), a=shown(a), b=shown(b))
         yield from _alone(a, path, is_a=True)
         yield from _alone(b, path, is_a=False)
@@ -82,17 +100,39 @@ def is_same(a: Any, b: Any) -> bool:
 
 
 def _of_mappings(
-    a: Mapping[Any, Any], b: Mapping[Any, Any], path: str
-) -> Iterator[ValueDifference | Pair]:
+    a: Mapping[Any, Any], b: Mapping[Any, Any], path: str, ignores: Callable[[str], bool]
+) -> Iterator[Found]:
     for name, value in a.items():
         inner = _inside(path, name)
         if name in b:
-            yield from differences(value, b[name], inner)
-        else:
-            yield from _missing(value, inner, is_a=True)
+            yield from differences(value, b[name], inner, ignores)
+        elif not ignores(inner):
+            yield from _missing(_pruned(value, inner, ignores), inner, is_a=True)
     for name in b:
-        if name not in a:
-            yield from _missing(b[name], _inside(path, name), is_a=False)
+        inner = _inside(path, name)
+        if name not in a and not ignores(inner):
+            yield from _missing(_pruned(b[name], inner, ignores), inner, is_a=False)
+
+
+def _pruned(value: Any, path: str, ignores: Callable[[str], bool]) -> Any:
+    """Return a value that has no counterpart, without what is ignored in it."""
+    if isinstance(value, Mapping):
+        inner = {name: _inside(path, name) for name in value}
+        kept = [name for name in value if not ignores(inner[name])]
+        return {name: _pruned(value[name], inner[name], ignores) for name in kept}
+    if type(value) in (list, tuple):
+        places = [(one, _inside(path, number)) for number, one in enumerate(value)]
+        return type(value)(_pruned(one, at, ignores) for one, at in places if not ignores(at))
+    return value
+
+
+def _of_generators(
+    a: GeneratorState, b: GeneratorState, path: str, ignores: Callable[[str], bool]
+) -> Iterator[Found]:
+    """Compare two states of a generator, of which only whether they differ has a meaning."""
+    whole = GeneratorDifference(path=path, kind=a.kind)
+    for found in _of_mappings(a.members, b.members, path, ignores):
+        yield Pair(found.path, found.a, found.b, whole) if isinstance(found, Pair) else whole
 
 
 def _missing(value: Any, path: str, *, is_a: bool) -> Iterator[ValueDifference | Pair]:

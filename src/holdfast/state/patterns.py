@@ -1,0 +1,101 @@
+"""Patterns of paths, as in `include` and `skip` of a load. Imports no torch.
+
+A path is split into segments at its dots. In a pattern `*` matches exactly one segment and `**` any
+number of them; every other character matches itself. A pattern also matches everything below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+from holdfast.errors import UsageError
+
+_ONE, _ANY = "*", "**"
+
+
+def covers(pattern: Sequence[str], path: Sequence[str]) -> bool:
+    """Whether `pattern` matches `path` or an ancestor of it; both are lists of segments."""
+    at = position = 0
+    resume: tuple[int, int] | None = None
+    while at < len(pattern):
+        if pattern[at] == _ANY:
+            at += 1
+            resume = (at, position)
+        elif position < len(path) and pattern[at] in (_ONE, path[position]):
+            at, position = at + 1, position + 1
+        elif resume is not None and resume[1] < len(path):
+            # Backtrack: the last `**` matches one more segment.
+            resume = (resume[0], resume[1] + 1)
+            at, position = resume
+        else:
+            return False
+    return True
+
+
+def listed(entries: Iterable[str], argument: str) -> tuple[str, ...]:
+    """Convert the names that a caller gave for `argument` to a tuple.
+
+    Raises:
+        UsageError: the argument is a single text, or an entry is not text.
+    """
+    if isinstance(entries, str):
+        hint = f"pass a collection of names, e.g. [{entries!r}]"
+        raise UsageError(f"{argument}={entries!r}: {hint}")
+    names = tuple(entries)
+    if not all(isinstance(name, str) for name in names):
+        raise UsageError(f"{argument}={names!r}: every entry must be text")
+    return names
+
+
+class Entries:
+    """Path patterns of one argument, `include` or `skip`; tracks which have matched something."""
+
+    def __init__(self, entries: Collection[str], argument: str) -> None:
+        """Parse entries; `argument` is the name of the argument, for messages.
+
+        Raises:
+            UsageError: `entries` is a single text, or an entry is not text.
+        """
+        entries = listed(entries, argument)
+        self._argument = argument
+        self._patterns = {entry: entry.split(".") for entry in entries}
+        self._unused = dict.fromkeys(self._patterns)
+
+    def __bool__(self) -> bool:
+        return bool(self._patterns)
+
+    def cover(self, path: str) -> bool:
+        """Whether an entry matches `path`, which begins with a component, or an ancestor of it."""
+        if not self._patterns:
+            return False
+        segments = path.split(".")
+        matching = [entry for entry, pattern in self._patterns.items() if covers(pattern, segments)]
+        for entry in matching:
+            self._unused.pop(entry, None)
+        return bool(matching)
+
+    def reach(self, component: str) -> bool:
+        """Whether an entry may match something in this component, or the whole of it."""
+        return any(pattern[0] in (component, _ONE, _ANY) for pattern in self._patterns.values())
+
+    def reach_inside(self, component: str) -> bool:
+        """Whether an entry may match something in this component and not the whole of it."""
+        return any(
+            pattern[0] in (component, _ONE, _ANY) and not covers(pattern, [component])
+            for pattern in self._patterns.values()
+        )
+
+    def unmatched(self, unseen: Collection[str]) -> list[str]:
+        """Return a message about entries that matched nothing, as a list; empty if there are none.
+
+        `unseen`: components whose leaves were not matched, so entries for them are not reported;
+        nor are entries for leaves inside of what another entry matches.
+        """
+        used = [pattern for entry, pattern in self._patterns.items() if entry not in self._unused]
+        lost = [
+            entry
+            for entry in self._unused
+            if self._patterns[entry][0] not in unseen
+            and not any(covers(pattern, self._patterns[entry]) for pattern in used)
+        ]
+        return [f"{self._argument}: nothing is called {sorted(lost)}"] if lost else []
