@@ -134,7 +134,8 @@ def checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
         if not isinstance(name, str):
             raise UsageError(f"metrics: the name {name!r} is not text")
         try:
-            checked[name] = float(value)
+            # torch warns of a tensor with a graph, which the loss of a training loop is.
+            checked[name] = float(value.detach() if hasattr(value, "detach") else value)
         except (TypeError, ValueError, RuntimeError) as error:
             raise UsageError(f"metrics[{name!r}]={value!r} is not one number") from error
         except OverflowError as error:
