@@ -18,6 +18,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
 from children import environment
+from holdfast import CheckpointManager
 from holdfast.cli import child
 from holdfast.cli.convert import nbytes_of
 from holdfast.errors import UsageError
@@ -79,6 +80,30 @@ def test_an_export_says_what_it_writes(root: Path, tmp_path: Path, holdfast: Any
     done = holdfast(*arguments)
     assert done.code == 2
     assert "exists already" in done.err
+
+
+def test_an_export_says_how_its_file_is_loaded(tmp_path: Path, holdfast: Any) -> None:
+    """The line is run as it is printed, also for tied weights, which a strict load refuses."""
+
+    def new_model() -> torch.nn.Module:
+        model = torch.nn.Sequential(torch.nn.Embedding(4, 2), torch.nn.Linear(2, 4, bias=False))
+        model[1].weight = model[0].weight
+        return model
+
+    trained, model, out = new_model(), new_model(), tmp_path / "it's.safetensors"
+    with CheckpointManager(tmp_path / "run", {"model": trained, "n": {"epoch": 1}}) as manager:
+        manager.save(1, wait=True)
+    tied, left_out, load = holdfast(
+        "export", tmp_path / "run", out, "--to", "safetensors", "--component", "model"
+    ).out.splitlines()[1:]
+    assert tied.startswith("1.weight: tied to 0.weight, under which it is written: load by")
+    assert left_out == "left out: n, rng: the file holds the weights of one component"
+    with pytest.raises(RuntimeError, match="Missing key"):
+        model.load_state_dict(load_file(out))
+    assert load.startswith("load it: ")
+    exec(load.removeprefix("load it: "), {"model": model})
+    assert torch.equal(model[1].weight, trained[1].weight)
+    assert model[1].weight is model[0].weight
 
 
 def test_an_export_to_dcp_appears_whole(root: Path, tmp_path: Path, holdfast: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -50,8 +51,13 @@ def test_each_life_is_listed_with_its_steps_its_place_and_its_end(
     assert second[2] == folder_of(tmp_path, 2).name
     lines = holdfast("log", tmp_path).out.splitlines()
     assert [line.split()[0] for line in lines[1:]] == ["life", "1", "2", "3"]
-    assert "(rollback)" in lines[-1]
-    assert "2 to 4" in lines[-1]
+    columns = [re.split(r" {2,}", line.strip())[3:] for line in lines[1:]]
+    assert columns == [
+        ["went on from", "last save", "kept", "ending"],
+        ["the beginning", "2", "2", "closed"],
+        ["step 2", "3", "1", "closed"],
+        ["step 2 (rollback)", "4", "1", "closed"],
+    ]
 
 
 def test_what_a_life_has_changed_is_known_after_its_checkpoints_are_deleted(
@@ -91,6 +97,9 @@ def test_a_process_that_was_killed_is_told_from_one_that_ended(
     with new_run().manager(tmp_path) as manager:
         manager.resume()
         assert lives(holdfast, tmp_path, "ending", "to_step") == [("failed", 1), ("running", None)]
+        killed, running = holdfast("log", tmp_path).out.splitlines()[2:]
+        assert re.split(r" {2,}", killed)[-3:] == ["1", "1", "ended without closing"]
+        assert re.split(r" {2,}", running)[-4:] == ["step 1", "–", "0", "running"]
 
 
 def test_a_lost_claim_and_a_damaged_manifest_are_named(holdfast: Command, tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ def test_json_has_every_member_that_the_page_promises(holdfast: Command, root: P
         "holdfast",
         "root",
         "head",
+        "best",
         "owner",
         "readers",
         "checkpoints",
@@ -46,6 +47,7 @@ def test_json_has_every_member_that_the_page_promises(holdfast: Command, root: P
     assert document["holdfast"] == 1
     assert document["root"] == str(root)
     assert document["head"] == folder_of(root, 300).name
+    assert document["best"] is None
     assert document["owner"]["state"] == "closed"
     newest, tagged, pinned = document["checkpoints"]
     assert [newest["step"], tagged["tags"], pinned["pinned"]] == [300, ["paper"], True]
@@ -67,6 +69,32 @@ def test_what_the_run_left_behind_is_marked(holdfast: Command, root: Path) -> No
     assert ["left behind" in line for line in lines[1:]] == [False, True, True, False]
     parents = [entry["parent"] for entry in holdfast("ls", root, "--json").document["checkpoints"]]
     assert parents == [folder_of(root, 100).name, None, None, None]
+
+
+def test_the_best_is_marked(holdfast: Command, tmp_path: Path) -> None:
+    """By the run's rule; a tag of that name goes before it."""
+    path = tmp_path / "run"
+    with new_run().manager(path, keep="last:9,best:score:max") as manager:
+        for step, score in ((1, 0.5), (2, 0.9), (3, 0.7)):
+            manager.save(step, metrics={"score": score}, wait=True)
+    marks = [line.split()[-1] for line in holdfast("ls", path).out.splitlines()[1:]]
+    assert marks == ["latest", "best", "0.5"]
+    assert holdfast("ls", path, "--json").document["best"] == folder_of(path, 2).name
+    shown = holdfast("show", f"{path}@best", "--json").document["checkpoint"]
+    assert shown["folder"] == folder_of(path, 2).name
+    assert holdfast("tag", f"{path}@step=1", "best").code == 0
+    assert holdfast("ls", path, "--json").document["best"] == folder_of(path, 1).name
+
+
+def test_many_metrics_make_no_wide_column(holdfast: Command, tmp_path: Path) -> None:
+    """Those of the rules come first, then losses."""
+    path = tmp_path / "run"
+    metrics = {f"eval_{name}": 1.0 for name in ("bleu", "loss", "runtime", "samples_per_second")}
+    with new_run().manager(path, keep="best:score:max") as manager:
+        manager.save(1, metrics={"accuracy": 0.1, "score": 2.0, **metrics}, wait=True)
+    assert "score 2, eval_loss 1, accuracy 0.1, 3 more  " in holdfast("ls", path).out
+    (one,) = holdfast("ls", path, "--json").document["checkpoints"]
+    assert len(one["metrics"]) == 6
 
 
 def test_a_live_owner_is_named(holdfast: Command, root: Path, saving: Callable[..., Any]) -> None:

@@ -42,7 +42,10 @@ def run(_drawn: Path, tmp_path: Path) -> Path:
 
 def test_the_series_are_those_of_the_log_with_saves_and_kills(holdfast: Command, run: Path) -> None:
     document = holdfast("plot", run, "--json").document
-    assert list(document) == ["holdfast", "root", "output", "series", "saves", "starts", "notes"]
+    assert list(document) == [
+        *("holdfast", "root", "output", "series", "saves", "starts", "metrics", "notes")
+    ]
+    assert {"loss", "val/loss", "lr/0", "save/nbytes"} <= {*document["metrics"]}
     series = {one["name"]: one for one in document["series"]}
     panels = {name: one["panel"] for name, one in series.items()}
     assert panels == {
@@ -52,7 +55,8 @@ def test_the_series_are_those_of_the_log_with_saves_and_kills(holdfast: Command,
         "samples/s": "throughput",
         "checkpoint, MB": "size",
     }
-    assert [step for step, _ in series["checkpoint, MB"]["points"]] == [6, 9]  # 3 is deleted
+    sizes = [step for step, _ in series["checkpoint, MB"]["points"]]
+    assert sizes[-2:] == [6, 9]  # 3 is deleted; the log may tell its size
     assert all(0.001 < nbytes < 1 for _, nbytes in series["checkpoint, MB"]["points"])
     assert [step for step, _ in series["loss"]["points"]] == list(range(1, 10))
     assert [step for step, _ in series["val/loss"]["points"]] == [4, 6, 8, 9]
@@ -79,7 +83,7 @@ def test_without_a_file_it_is_text(holdfast: Command, run: Path) -> None:
     assert result.code == 0
     lines = result.out.splitlines()
     assert lines[0] == "loss, val/loss"
-    assert all(len(line) <= 80 for line in lines)
+    assert all(len(line) <= 80 for line in lines if not line.startswith("--metric"))
     marks = {line.split()[0]: line for line in lines if line.split()[:1] != []}
     assert marks["saves"].count("^") == 3
     assert marks["kills"].count("k") == 2  # one is in the name
@@ -143,6 +147,30 @@ def test_without_a_log_the_checkpoints_are_drawn(holdfast: Command, root: Path) 
     assert [step for step, _ in sizes["points"]] == [100, 200, 300]
     assert document["notes"] == ["no log: only what the checkpoints say of their steps"]
     assert holdfast("plot", root, "--metric", "odd").code == 0  # NaN at all steps
+    assert "--metric NAME draws another metric: odd\n" in holdfast("plot", root).out
+    assert "another metric: loss\n" in holdfast("plot", root, "--metric", "odd").out
+
+
+@pytest.mark.parametrize(
+    ("metrics", "keep", "drawn"),
+    [
+        (("train_loss", "val_loss", "lr"), "last:3", ["train_loss", "val_loss"]),
+        (("eval_loss", "eval_runtime"), "last:3", ["eval_loss"]),
+        (("accuracy", "weight"), "last:3", ["accuracy"]),
+        (("accuracy", "score"), "best:score:max", ["score"]),
+        (("glossy",), "last:3", ["glossy"]),
+        ((), "last:3", []),
+    ],
+)
+def test_a_recorded_metric_is_drawn_before_the_size(
+    holdfast: Command, tmp_path: Path, metrics: tuple[str, ...], keep: str, drawn: list[str]
+) -> None:
+    with new_run().manager(tmp_path / "run", keep=keep) as manager:
+        for step in (1, 2):
+            manager.save(step, metrics={name: float(step) for name in metrics}, wait=True)
+    document = holdfast("plot", tmp_path / "run", "--json").document
+    assert [one["name"] for one in document["series"]] == [*drawn, "checkpoint, MB"]
+    assert document["metrics"] == sorted(metrics)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ MASKS = (
     (r"\b[0-9a-f]{64}\b|\b[0-9a-f]{32}\b", "DIGEST"),
     (r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d(?::\d\d(?:\+00:00)?)?", "TIME"),
     (r"process \d+ on \S+", "PROCESS"),
-    (r"\S+:\d+(?= +(?:the beginning|step-))", "PROCESS"),
+    (r"\S+:\d+(?= +(?:the beginning|step ))", "PROCESS"),
     (r"(tried again +\d+ B +)\d+$", r"\1N"),
     (r"[\d.]+ (KiB|B|bytes|inodes|more bytes|are free)", r"N \1"),
     (r"-{3,}|  +", " "),

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _SHOWN = 20
 _DCP = ".metadata"
+_LOADING = "load it: from safetensors.torch import load_model"
 
 
 class Component(msgspec.Struct, frozen=True):
@@ -257,6 +258,7 @@ def take_out(
         if not dry_run:
             export.write(out)
         plan = export.plan
+        is_one_file = to == "safetensors" and not (shard_size or dry_run)
         document = ExportAnswer(
             source=source.url,
             step=source.step,
@@ -274,6 +276,7 @@ def take_out(
             *([_file_table(document.files)] if len(document.files) > 1 else []),
             *plan.notes,
             *lines_left_out(plan.left_out),
+            *([f"{_LOADING}; load_model(model, {output!r})"] if is_one_file else []),
         ],
     )
 
@@ -366,8 +369,11 @@ def table(components: Sequence[Component]) -> TextTable:
 
 
 def lines_left_out(left_out: Sequence[LeftOut]) -> list[str]:
-    """Format what is left out, for people: the first of them, and how many more."""
-    lines = [f"left out: {left.path}: {left.why}" for left in left_out[:_SHOWN]]
+    """Format what is left out, for people: a line for each reason, and how many more there are."""
+    paths: dict[str, list[str]] = {}
+    for left in left_out[:_SHOWN]:
+        paths.setdefault(left.why, []).append(left.path)
+    lines = [f"left out: {', '.join(names)}: {why}" for why, names in paths.items()]
     if len(left_out) > _SHOWN:
         lines.append(f"left out: {len(left_out) - _SHOWN} more; --json lists them all")
     return lines

@@ -25,6 +25,11 @@ from holdfast.format.records import WriterRecord
 from holdfast.policy.advisor import span
 from holdfast.store.base import Store
 
+_ENDINGS: Mapping[Ending, str] = {
+    "failed": "ended without closing",
+    "continued": "continued by the same process",
+}
+"""Texts for people of endings whose words alone do not say what happened."""
 _STEP = re.compile(r"step-(\d{1,18})", re.ASCII)
 """The default label of a checkpoint."""
 
@@ -230,10 +235,10 @@ def _parts(
     saves: bool,
 ) -> list[str | TextTable]:
     table = TextTable(
-        columns=("life", "began (UTC)", "where", "went on from", "steps", "saved", "ending"),
+        columns=("life", "began (UTC)", "where", "went on from", "last save", "kept", "ending"),
         rows=[_row(life) for life in lives],
-        right=frozenset({0, 5}),
-        whole=frozenset({0, 4}),
+        right=frozenset({0, 4, 5}),
+        whole=frozenset({0, 3, 4}),
     )
     lines = [f"life {life.epoch} changed {change}" for life in lives for change in life.changes]
     purposes = ((life.epoch, life.claim.purpose) for life in lives if life.claim is not None)
@@ -291,16 +296,22 @@ def _row(life: _Life) -> tuple[str, ...]:
     where = "claim lost" if claim is None else f"{claim.process.host}:{claim.process.pid}"
     how = "" if claim is None or not claim.rollback else " (rollback)"
     taken = "" if claim is None or not claim.takeover else ", taken over"
-    reason = f" ({life.reason})" if life.reason else ""
     return (
         str(life.epoch),
         "" if claim is None else claim.created[:19].replace("T", " "),
         f"{where}{taken}",
-        f"{_resumed_from(claim) or 'the beginning'}{how}",
-        f"{_count(life.start)} to {_count(life.steps[-1] if life.steps else life.start)}",
+        f"{_origin(life)}{how}",
+        str(life.steps[-1]) if life.steps else "–",
         str(life.num_checkpoints),
-        f"{life.ending}{reason}",
+        _ENDINGS.get(life.ending, life.ending),
     )
+
+
+def _origin(life: _Life) -> str:
+    folder = _resumed_from(life.claim)
+    if folder is None:
+        return "the beginning" if life.claim is not None else "?"
+    return folder if life.start is None else f"step {life.start}"
 
 
 def _count(step: int | None) -> str:

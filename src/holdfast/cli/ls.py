@@ -26,8 +26,11 @@ from holdfast.engine.claims.process import liveness
 from holdfast.engine.pause import collector_paused
 from holdfast.engine.roots.catalog import Catalog, Entry
 from holdfast.errors import FormatError, HoldfastError, NoCheckpoint
+from holdfast.format.manifest import Manifest
 from holdfast.store.base import Store
 
+MAX_METRICS = 3
+"""Most metrics of a checkpoint for people; JSON has all."""
 _STATES: Mapping[str, str] = {"ours": "alive"}
 
 
@@ -39,6 +42,8 @@ class _RootContents:
     unread: Sequence[tuple[str, HoldfastError]]
     lineage: frozenset[str]
     head: str | None
+    best: str | None
+    """Folder of what `@best` names."""
     unfinished: Sequence[str]
     owner: Mapping[str, Any] | None
     readers: Sequence[FoundLease]
@@ -62,6 +67,7 @@ def list_root(root: str) -> Answer:
     document = {
         "root": store.url,
         "head": contents.head,
+        "best": contents.best,
         "owner": contents.owner,
         "readers": [_reader(lease) for lease in contents.readers],
         "checkpoints": [
@@ -85,7 +91,8 @@ def _read(store: Store) -> _RootContents:
     entries, unread = catalog.survey()
     lineage = [str(name) for name in catalog.lineage()]
     known = {entry.folder: entry for entry in entries}
-    latest = catalog.latest(known[folder] for folder in lineage if folder in known)
+    standing = [known[folder] for folder in lineage if folder in known]
+    latest, best = catalog.latest(standing), catalog.best(standing)
     others = [str(name) for name in catalog.attempts()]
     committed = {*known, *(folder for folder, _ in unread)}
     return _RootContents(
@@ -93,6 +100,7 @@ def _read(store: Store) -> _RootContents:
         unread=unread,
         lineage=frozenset(lineage),
         head=None if latest is None else latest.folder,
+        best=None if best is None else best.folder,
         unfinished=[
             name for name in others if name not in committed and catalog.read(name) is None
         ],
@@ -158,11 +166,9 @@ def _parts(store: Store, contents: _RootContents) -> list[str | TextTable]:
 
 
 def _row(store: Store, entry: Entry, contents: _RootContents) -> tuple[str, ...]:
-    metrics = ", ".join(
-        f"{name} {number(value)}" for name, value in sorted(entry.manifest.metrics.items())
-    )
     flags = (
         ("latest", entry.folder == contents.head),
+        ("best", entry.folder == contents.best),
         ("pinned", entry.marks.pinned),
         ("rejected", bool(entry.marks.rejected)),
         ("being deleted", entry.marks.retired),
@@ -182,9 +188,20 @@ def _row(store: Store, entry: Entry, contents: _RootContents) -> tuple[str, ...]
         entry.folder,
         size(nbytes_left(store, entry)),
         entry.manifest.created[:16].replace("T", " "),
-        metrics,
+        _metrics(entry.manifest),
         ", ".join(marks),
     )
+
+
+def _metrics(manifest: Manifest) -> str:
+    """Format the metrics: those of the rules first, then losses; the last are only counted."""
+    watched = [one.metric for one in manifest.best]
+    names = sorted(
+        manifest.metrics, key=lambda name: (name not in watched, "loss" not in name.lower(), name)
+    )
+    texts = [f"{name} {number(manifest.metrics[name])}" for name in names[:MAX_METRICS]]
+    num_more = len(names) - MAX_METRICS
+    return ", ".join([*texts, *([f"{num_more} more"] if num_more > 0 else [])])
 
 
 def _unfinished_note(contents: _RootContents) -> str:

@@ -24,6 +24,9 @@ from holdfast.format.manifest import Timestamp
 
 _STEP = re.compile(r"step-(\d{1,18})\b", re.ASCII)
 _LOSSES = ("loss", "val/loss")
+_LOSS = re.compile(r"(.*[^A-Za-z])?loss", re.ASCII | re.DOTALL)
+"""Names of losses under any trainer, as `train_loss` and `eval_loss`."""
+_MAX_LOSSES = 4
 _LEARNING_RATE = "lr/"
 
 
@@ -51,17 +54,11 @@ def plot(root: str, *, output: Path | None, metrics: Sequence[str], log: Path | 
     """
     store = open_root(root)
     entries, unread = Catalog(store).survey()
-    record = _read_log(log if log is not None else _log_of(root), is_given=log is not None)
     notes = [f"{folder}: not read: {reason}" for folder, reason in unread]
-    if record is None:
-        record = _of_manifests(entries)
-        notes.append("no log: only what the checkpoints say of their steps")
-    # Oldest first: of two at one step the newer counts, as the run went back before the other.
-    kept = sorted(entries, key=lambda entry: entry.order)
-    record.sizes |= {entry.step: float(entry.manifest.plain_nbytes) for entry in kept}
-    if record.num_broken:
-        notes.append(f"{record.num_broken} lines of the log are damaged and left out")
-    panels = _chosen(record, metrics) if metrics else _usual(record)
+    record = _recorded(root, log, entries, notes)
+    watched = next((entry.manifest.best for entry in entries if entry.manifest.best), ())
+    first = [one.metric for one in watched]
+    panels = _chosen(record, metrics) if metrics else _usual(record, first)
     if not panels:
         raise NoCheckpoint(f"{store.url}: nothing was logged or saved")
     starts = _starts(gather(store).starts, entries)
@@ -80,11 +77,28 @@ def plot(root: str, *, output: Path | None, metrics: Sequence[str], log: Path | 
         ],
         "saves": saved,
         "starts": starts,
+        "metrics": sorted(record.metrics),
         "notes": notes,
     }
     width = shutil.get_terminal_size().columns
-    drawn = [*text(figure, width)] if output is None else [f"{output}: {len(panels)} panels"]
+    drawn = [f"{output}: {len(panels)} panels"]
+    if output is None:
+        drawn = [*text(figure, width), *_others(record, panels)]
     return Answer(document=of(Plot, document), parts=[*drawn, *notes])
+
+
+def _recorded(root: str, log: Path | None, entries: Sequence[Entry], notes: list[str]) -> _Record:
+    """Read the log, or the manifests where there is none; add what is amiss to the notes."""
+    record = _read_log(log if log is not None else _log_of(root), is_given=log is not None)
+    if record is None:
+        record = _of_manifests(entries)
+        notes.append("no log: only what the checkpoints say of their steps")
+    # Oldest first: of two at one step the newer counts, as the run went back before the other.
+    kept = sorted(entries, key=lambda entry: entry.order)
+    record.sizes |= {entry.step: float(entry.manifest.plain_nbytes) for entry in kept}
+    if record.num_broken:
+        notes.append(f"{record.num_broken} lines of the log are damaged and left out")
+    return record
 
 
 def _log_of(root: str) -> Path | None:
@@ -138,13 +152,18 @@ def _of_manifests(entries: Sequence[Entry]) -> _Record:
     return record
 
 
-def _usual(record: _Record) -> list[Panel]:
+def _usual(record: _Record, watched: Sequence[str]) -> list[Panel]:
+    """Make the usual panels; without a loss a `watched` metric, or any other, is drawn."""
     known = record.metrics
     rates = [name for name in known if name.startswith(_LEARNING_RATE)]
-    panels = [
-        _panel("loss", [name for name in _LOSSES if name in known], record),
-        _panel("learning rate", rates, record),
-    ]
+    losses = [name for name in _LOSSES if name in known]
+    losses += [name for name in known if name not in losses and _LOSS.fullmatch(name)]
+    panels = [_panel("loss", losses[:_MAX_LOSSES], record), _panel("learning rate", rates, record)]
+    if not losses:
+        others = [
+            name for name in (*watched, *sorted(known)) if name in known and name not in rates
+        ]
+        panels[:0] = [_panel(name, [name], record) for name in others[:1]]
     pace = _throughput(record)
     if pace is not None:
         panels.append(Panel(title="throughput", series=[pace]))
@@ -152,6 +171,13 @@ def _usual(record: _Record) -> list[Panel]:
         points = [(step, nbytes / 1e6) for step, nbytes in sorted(record.sizes.items())]
         panels.append(Panel(title="size", series=[Series(name="checkpoint, MB", points=points)]))
     return [panel for panel in panels if panel.points]
+
+
+def _others(record: _Record, panels: Sequence[Panel]) -> list[str]:
+    """Name the recorded metrics that are not drawn, as one line; no line if there are none."""
+    drawn = {one.name for panel in panels for one in panel.series}
+    others = [name for name in sorted(record.metrics) if name not in drawn]
+    return [f"--metric NAME draws another metric: {', '.join(others)}"] if others else []
 
 
 def _chosen(record: _Record, names: Sequence[str]) -> list[Panel]:

@@ -105,6 +105,8 @@ class Ls(Document, frozen=True):
     """Path or URL of the root."""
     head: str | None
     """Folder from which the run would resume."""
+    best: str | None
+    """Folder that `@best` names; null: none, as no metric or tag says which."""
     owner: Owner | None
     """Newest claim; null if there is none, or it cannot be read."""
     readers: list[Reader]

@@ -194,6 +194,8 @@ class Plot(Document, frozen=True):
     """Steps of the saves."""
     starts: list[PlotStart]
     """Starts of all lives but the first."""
+    metrics: list[str]
+    """Names of all recorded metrics, learning rates among them; `--metric` draws any."""
     notes: list[str]
     """What to know about it."""
 

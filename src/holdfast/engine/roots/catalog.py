@@ -391,6 +391,12 @@ class Catalog:
                 best, best_rank = entry, rank
         return best
 
+    def best(self, entries: Iterable[Entry]) -> Entry | None:
+        """Find the checkpoint that "best" names among those of the lineage, newest first."""
+        with suppress(NoCheckpoint, UsageError):
+            return self._search("best", [*entries])
+        return None
+
     def newest(self, *, but: Collection[str] = ()) -> Entry | None:
         """Find the `latest` outside the folders `but`; raise if a newer manifest is damaged.
 
@@ -544,21 +550,24 @@ class Catalog:
                     return register.parent
         return None
 
-    def _search(self, wanted: str) -> Entry | None:
+    def _search(self, wanted: str, entries: Sequence[Entry] | None = None) -> Entry | None:
+        """Find what `wanted` names in the lineage, or among `entries`, newest first."""
         if wanted == "latest":
             return self.newest()
         by_label: Entry | None = None
-        for entry in self.lineage_entries(opens_all=False):
+        for entry in self.lineage_entries(opens_all=False) if entries is None else entries:
             if _has_step_or_tag(entry, wanted):
                 return entry
             if by_label is None and wanted == entry.name.label:
                 by_label = entry
-        return by_label if by_label is not None or not means_best(wanted) else self._best(wanted)
+        if by_label is not None or not means_best(wanted):
+            return by_label
+        return self._best(wanted, entries)
 
-    def _best(self, wanted: str) -> Entry:
+    def _best(self, wanted: str, entries: Sequence[Entry] | None) -> Entry:
         found = [
             entry
-            for entry in self.lineage_entries(opens_all=False)
+            for entry in (self.lineage_entries(opens_all=False) if entries is None else entries)
             if not (entry.marks.rejected or entry.marks.retired)
         ]
         manifests = [entry.manifest for entry in found]

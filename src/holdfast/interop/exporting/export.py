@@ -159,7 +159,8 @@ class Export:
         shard_nbytes = self._options.shard_nbytes
         plan = self.plan
         plan.notes += [
-            f"{alias}: tied to {kept}, under which it is written"
+            f"{alias}: tied to {kept}, under which it is written: load by load_model of "
+            "safetensors or with strict=False, or export --to hf"
             for alias, kept in weights.aliases.items()
         ]
         return plan_safetensors(
