@@ -96,9 +96,8 @@ def section(title: str) -> str:
     match = re.search(rf"^##? {re.escape(title)}\n(.*?)(?=^## |\Z)", text, re.M | re.S)
     if match is None:
         raise ValueError(f"README.md has no section {title!r}, which a page asks for")
+    # Tests are no pages of the site.
+    text = re.sub(r"\[([^\]]+)\]\((tests/[^)]+)\)", r"\1: `\2`", match[1])
     return (
-        match[1]
-        .strip()
-        .replace("](docs/", "](")
-        .replace("](examples/README.md", "](examples/index.md")
+        text.strip().replace("](docs/", "](").replace("](examples/README.md", "](examples/index.md")
     )

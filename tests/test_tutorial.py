@@ -35,9 +35,10 @@ def comparable(output: str) -> list[str]:
         (r"(step-\d{8})\.\d{4}-\d{6}-[0-9a-f]{8}", r"\1"),
         (r"\d{4}-\d\d-\d\d \d\d:\d\d(:\d\d)?", "TIME"),
         (r"[\d.]+ KiB", "KiB"),
-        (r"\S+:\d+(?= +(?:the beginning|step-))", "HOST:PID"),
-        (r"^/.*/runs/sum$", "ROOT"),
-        (r"\d+ to (\d+) +\d+  ", r"STEPS"),
+        (r"\S+:\d+(?= +(?:the beginning|step ))", "HOST:PID"),
+        (r"/\S+/runs/", "/runs/"),
+        (r"loss [\d.e-]+", "LOSS"),
+        (r"(the beginning|step \d+) +(\d+|–) +\d+  ", "STEPS "),
         (r" +", " "),
     ):
         output = re.sub(pattern, mask, output, flags=re.MULTILINE)
@@ -53,7 +54,7 @@ def steps_in(output: str) -> dict[str, float]:
 
 def killed(folder: Path) -> str:
     """Start the training, kill it once it has printed the last line of the page."""
-    with warm.Popen(["train.py"], cwd=folder, stdout=subprocess.PIPE) as process:
+    with warm.Popen(["train.py", "runs/sum"], cwd=folder, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         lines = []
         while not lines or not lines[-1].startswith(LAST_BEFORE_THE_KILL):
@@ -66,17 +67,19 @@ def killed(folder: Path) -> str:
 def test_every_command_prints_what_the_page_shows(tmp_path: Path) -> None:
     """R1: the resumed run is, loss by loss, the one that was not killed."""
     (tmp_path / "train.py").write_text(script("train.py"))
-    (_, first), (again, second), (third, nothing), *commands = shown()
+    (_, first), (again, second), (third, nothing), (other, undisturbed), *commands = shown()
     found = killed(tmp_path)
+    (tmp_path / "train.py").write_text(script("train.py").replace("time.sleep(0.001)", "pass"))
     assert comparable(found + "Killed\n")[0] == comparable(first)[0]
     assert steps_in(found).keys() == steps_in(first).keys()
-    assert again == third == ["python", "train.py"]
-    resumed = ran(["train.py"], tmp_path)
+    assert again == third == ["python", "train.py", "runs/sum"]
+    resumed = ran(["train.py", "runs/sum"], tmp_path)
     assert resumed.startswith("begins at step ")
     assert resumed.splitlines()[-5:-4] == found.splitlines()[-1:]
     assert [*steps_in(resumed)][-5:] == [*steps_in(second)]
-    assert ran(["train.py"], tmp_path) == nothing
-    assert len(commands) == 4
+    assert ran(["train.py", "runs/sum"], tmp_path) == nothing
+    assert ran(other[1:], tmp_path).startswith(undisturbed.removesuffix("…\n"))
+    assert [words[1] for words, _ in commands] == ["diff", "ls", "verify", "log", "export"]
     for words, output in commands:
         assert words[0] == "holdfast"
         got = ran(["-c", RUN, *words[1:]], tmp_path)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import readme
+import warm
 from holdfast.cli import main
 
 Expect = Callable[[list[str], str], None]
@@ -29,7 +30,10 @@ def comparable(output: str, home: Path) -> str:
     output = output.replace(str(home), "/home/ada")
     output = re.sub(r"(step-\d{8}\.\d{4}-\d{6})-[0-9a-f]{8}", r"\1", output)
     output = re.sub(r"[\d.]+ KiB", "… KiB", output)
-    output = re.sub(r"\d{4}-\d\d-\d\d \d\d:\d\d", "0000-00-00 00:00", output)
+    output = re.sub(r"\d{4}-\d\d-\d\d \d\d:\d\d(:\d\d)?", "0000-00-00 00:00", output)
+    output = re.sub(r"\bloss [\d.e-]+ *", "loss … ", output)
+    output = re.sub(r"  \S+:\d+ +(?=the beginning|step )", "  HOST:PID ", output)
+    output = re.sub(r"where +went on", "where went on", output)
     return "\n".join(line.rstrip() for line in output.splitlines())
 
 
@@ -51,14 +55,18 @@ def expect_shown(
     return expect
 
 
-@pytest.mark.full  # The loop alone runs in every tier (test_docs.py).
+@pytest.mark.full  # The loop alone, and a proof, run in every tier.
 def test_the_commands_of_the_readme_print_what_it_shows(
     expect_shown: Expect, tmp_path: Path
 ) -> None:
-    """After the loop that stands above them there."""
-    readme.run_loop(tmp_path)
+    """R1, invariant 7: an undisturbed run, and one killed in step 1,200 and started again."""
+    script = Path(readme.__file__)
+    for words, code in ((["undisturbed"], 0), (["killed", "1200"], -9), (["killed"], 0)):
+        root, *more = words
+        done = warm.run([script, f"runs/{root}", *more], cwd=tmp_path)
+        assert done.returncode == code, done.stderr
     commands = [*shown_in(ROOT / "README.md")]
-    assert len(commands) == 4
+    assert [arguments[0] for arguments, _ in commands] == ["diff", "ls", "log", "verify", "export"]
     for arguments, output in commands:
         expect_shown(arguments, output)
 
