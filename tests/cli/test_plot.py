@@ -156,7 +156,7 @@ def test_without_a_log_the_checkpoints_are_drawn(holdfast: Command, root: Path) 
     [
         (("train_loss", "val_loss", "lr"), "last:3", ["train_loss", "val_loss"]),
         (("eval_loss", "eval_runtime"), "last:3", ["eval_loss"]),
-        (("accuracy", "weight"), "last:3", ["accuracy"]),
+        (("eval_runtime", "weight"), "last:3", ["weight"]),
         (("accuracy", "score"), "best:score:max", ["score"]),
         (("glossy",), "last:3", ["glossy"]),
         ((), "last:3", []),

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
+from holdfast.cli.documents import is_timing
 from holdfast.cli.output import Answer, Code, TextTable, number, progress_bar
 from holdfast.cli.sources import open_named
 from holdfast.errors import UsageError
@@ -19,8 +20,6 @@ from holdfast.interop.comparing.trees import GeneratorDifference, ValueDifferenc
 MAX_ROWS = 50
 """Most lines of each table for people; JSON has all."""
 _LANGUAGES: Mapping[str, str] = {"python": "Python", "numpy": "NumPy", "numpy-legacy": "NumPy"}
-_TIMING = re.compile(r"(.*_)?(runtime|duration|duration_s|wall_s|seconds|per_second)", re.DOTALL)
-"""Names of values that say how long something took, such as transformers' `eval_runtime`."""
 
 
 class DiffAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,7 +98,7 @@ def diff(
 
 def _is_timing(one: ValueDifference) -> bool:
     """Whether a value says how long something took, which no two runs have alike."""
-    if not _TIMING.fullmatch(_name_of(one)):
+    if not is_timing(_name_of(one)):
         return False
     return all(text is None or _is_number(text) for text in (one.a, one.b))
 

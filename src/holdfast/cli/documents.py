@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence, Sized
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,14 @@ from holdfast.store.base import Store
 
 if TYPE_CHECKING:
     from holdfast.care.reading import Problem, VerifyReport
+
+
+_TIMING = re.compile(r"(.*_)?(runtime|duration|duration_s|wall_s|seconds|per_second)", re.DOTALL)
+
+
+def is_timing(name: str) -> bool:
+    """Whether a value of this name is a time or a rate, as `eval_runtime` of transformers."""
+    return _TIMING.fullmatch(name) is not None
 
 
 def checkpoint_document(store: Store, entry: Entry) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from holdfast.cli.documents import (
     checkpoint_document,
     codecs,
     expect_something_opened,
+    is_timing,
     nbytes_left,
     origin_marks,
     unread_documents,
@@ -194,11 +195,13 @@ def _row(store: Store, entry: Entry, contents: _RootContents) -> tuple[str, ...]
 
 
 def _metrics(manifest: Manifest) -> str:
-    """Format the metrics: those of the rules first, then losses; the last are only counted."""
+    """Format the metrics: those of rules first, then losses, timings last; the rest is counted."""
     watched = [one.metric for one in manifest.best]
-    names = sorted(
-        manifest.metrics, key=lambda name: (name not in watched, "loss" not in name.lower(), name)
-    )
+
+    def rank(name: str) -> tuple[bool, bool, bool, str]:
+        return (name not in watched, "loss" not in name.lower(), is_timing(name), name)
+
+    names = sorted(manifest.metrics, key=rank)
     texts = [f"{name} {number(manifest.metrics[name])}" for name in names[:MAX_METRICS]]
     num_more = len(names) - MAX_METRICS
     return ", ".join([*texts, *([f"{num_more} more"] if num_more > 0 else [])])

@@ -15,6 +15,7 @@ from typing import Any
 from holdfast.care.advise import RecordedStart, gather
 from holdfast.cli.answers.base import of
 from holdfast.cli.answers.history import Plot
+from holdfast.cli.documents import is_timing
 from holdfast.cli.drawing import Figure, Mark, Panel, Series, text, write
 from holdfast.cli.output import Answer
 from holdfast.cli.target import open_root
@@ -160,9 +161,8 @@ def _usual(record: _Record, watched: Sequence[str]) -> list[Panel]:
     losses += [name for name in known if name not in losses and _LOSS.fullmatch(name)]
     panels = [_panel("loss", losses[:_MAX_LOSSES], record), _panel("learning rate", rates, record)]
     if not losses:
-        others = [
-            name for name in (*watched, *sorted(known)) if name in known and name not in rates
-        ]
+        named = sorted(known, key=lambda name: (is_timing(name), name))
+        others = [name for name in (*watched, *named) if name in known and name not in rates]
         panels[:0] = [_panel(name, [name], record) for name in others[:1]]
     pace = _throughput(record)
     if pace is not None:
