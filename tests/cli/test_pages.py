@@ -66,7 +66,7 @@ def test_the_commands_of_the_readme_print_what_it_shows(
         done = warm.run([script, f"runs/{root}", *more], cwd=tmp_path)
         assert done.returncode == code, done.stderr
     commands = [*shown_in(ROOT / "README.md")]
-    assert [arguments[0] for arguments, _ in commands] == ["diff", "ls", "log", "verify", "export"]
+    assert [arguments[0] for arguments, _ in commands] == ["diff", "ls", "log", "export"]
     for arguments, output in commands:
         expect_shown(arguments, output)
 
