@@ -56,7 +56,7 @@ def train(root: Path, kill_at: int | None = None) -> None:
 
     state: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     run = HoldfastRun(
-        trainer, root, state, every="5step", keep="last:2", metrics=lambda: evaluator.state.metrics
+        trainer, root, state, every="5step", keep="last:2,best:val_loss", evaluator=evaluator
     )
     run.run(Loader(Noisy(), batch_size=4), max_epochs=4)
     print(f"{root.name}: trained to step {trainer.state.iteration}", flush=True)

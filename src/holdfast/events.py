@@ -97,6 +97,9 @@ class Emitter:
     def __init__(self, sinks: tuple[Sink, ...] = (log_event,)) -> None:
         self._sinks = sinks
         self._failed: set[int] = set()
+        self.first_metrics_at: float = -1
+        """Step up to which metrics that retention needs may be missing, which then is no warning:
+        their first validation comes later, or was at this step."""
 
     def leave_reports(self) -> None:
         """Drop the sinks with `is_for_leader`, on a rank that is not the leader."""

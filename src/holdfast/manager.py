@@ -6,6 +6,7 @@ rest to the engine. Knows nothing of bytes on disk.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -643,6 +644,14 @@ class CheckpointManager:
         """
         self._quiet = _NEVER_QUIET
         self._moments.count_from(timestamp)
+
+    @checked()
+    def expect_metrics(self, until: float = math.inf) -> None:
+        """Say up to which step metrics that `keep` needs may be missing, as before a validation.
+
+        Up to then no warning says that no checkpoint has them. `inf`: until the next call.
+        """
+        self._emit.first_metrics_at = until
 
     # Listing, pins and tags
 

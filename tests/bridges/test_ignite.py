@@ -166,6 +166,125 @@ def test_a_signal_saves_and_ends_with_the_code_for_running_again(tmp_path: Path)
     forks.assert_equal(Training(root).train().weights(), whole.weights())
 
 
+@pytest.mark.parametrize("is_let_pass", [False, True])
+@pytest.mark.parametrize(
+    "event", ["update", *full(Events.ITERATION_STARTED, Events.EPOCH_COMPLETED)]
+)
+def test_an_error_comes_out_and_nothing_of_its_iteration_is_saved(
+    tmp_path: Path, event: Any, is_let_pass: bool
+) -> None:
+    """Also where a handler of EXCEPTION_RAISED lets it pass, after which Ignite would go on."""
+    whole = Training(tmp_path / "whole", every="3step").train()
+    training, error = Training(tmp_path / "run", every="1step"), Stopped("the disk of the data")
+
+    def fail(*_: Any) -> Any:
+        if training.engine.state.iteration == 11:
+            training.optimizer.param_groups[0]["params"][0].data.zero_()
+            raise error
+        return training.update(*_) if event == "update" else None
+
+    if event == "update":
+        training.engine._process_function = fail
+    else:
+        training.engine.add_event_handler(event, fail)
+    heard: list[BaseException] = []
+    if is_let_pass:
+        training.engine.add_event_handler(Events.EXCEPTION_RAISED, lambda _, one: heard.append(one))
+    with pytest.raises(Stopped) as raised:
+        training.train()
+    assert raised.value is error
+    assert set(heard) == ({error} if is_let_pass else set())
+    with holdfast.reading(tmp_path / "run") as found:
+        assert found.step == 10
+    resumed = Training(tmp_path / "run", every="3step").train()
+    forks.assert_equal(resumed.weights(), whole.weights())
+
+
+def test_an_engine_that_has_failed_trains_on_when_it_is_run_again(tmp_path: Path) -> None:
+    """Ignite's own next run after an error returns at once."""
+    whole, training = Training(tmp_path / "whole").train(), Training(tmp_path / "run")
+    tries: list[int] = []
+
+    @training.engine.on(Events.ITERATION_STARTED)
+    def stop(engine: Engine) -> None:
+        if engine.state.iteration == 8 and 8 not in tries:
+            tries.append(8)
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        training.train()
+    training.train()
+    assert [*training.rows] == [*range(1, ITERATIONS + 1)]
+    forks.assert_equal(training.weights(), whole.weights())
+
+
+class Validating(Training):
+    """Validates at every fifth iteration and each epoch's end; the values are the test's."""
+
+    def __init__(self, root: Any, losses: list[float], **options: Any) -> None:
+        self.evaluator, self.losses = Engine(lambda *_: None), losses
+        self.evaluator.add_event_handler(Events.COMPLETED, self.measure)
+        super().__init__(root, evaluator=self.evaluator, **options)
+        self.measured: dict[int, float] = {}
+        for event in (Events.ITERATION_COMPLETED(every=5), Events.EPOCH_COMPLETED):
+            self.engine.add_event_handler(event, lambda: self.evaluator.run([0]))
+
+    def measure(self, evaluator: Engine) -> None:
+        value = self.losses.pop(0)
+        self.measured[self.engine.state.iteration] = value
+        evaluator.state.metrics.update(val_loss=value, confusion=torch.eye(2))
+
+
+def saved(root: Path) -> dict[int, Any]:
+    with holdfast.CheckpointManager(root, {"nothing": {}}, sinks=()) as manager:
+        return {one.step: dict(one.metrics) for one in manager.list()}
+
+
+def test_a_checkpoint_has_the_metrics_of_its_own_step_alone(tmp_path: Path) -> None:
+    training = Validating(tmp_path, [4.0, 3.0, 2.0, 5.0, 4.0, 6.0], every="1step")
+    training.train(max_epochs=2)
+    assert [*training.measured] == [5, 10, 11, 15, 20, 22]
+    expected = {step: {} for step in range(22, 0, -1)}
+    expected |= {step: {"val_loss": value} for step, value in training.measured.items()}
+    assert saved(tmp_path) == expected
+
+
+def test_a_validation_that_is_the_best_is_saved_whatever_the_interval(tmp_path: Path) -> None:
+    seen: list[Event] = []
+    checkpoints = holdfast.Checkpoints(
+        tmp_path, every="4step", keep="last:1,best:val_loss", sinks=[seen.append]
+    )
+    Validating(checkpoints, [4.0, 2.0, 3.0, 5.0, 4.0, 6.0]).train(max_epochs=2)
+    assert [event.step for event in seen if event.kind == "save_started"] == [
+        4, 5, 8, 10, 12, 16, 20, 22
+    ]  # fmt: skip
+    assert saved(tmp_path) == {22: {"val_loss": 6.0}, 10: {"val_loss": 2.0}}
+    assert [event.message for event in seen if event.kind == "warning"] == []
+
+
+def test_metrics_of_the_training_itself_are_those_of_the_iteration(tmp_path: Path) -> None:
+    training = Training(tmp_path, every="1step")
+
+    @training.engine.on(Events.ITERATION_COMPLETED(every=2))
+    def measure(engine: Engine) -> None:
+        engine.state.metrics["loss"] = engine.state.output
+
+    training.train(max_epochs=1)
+    assert {s for s, metrics in saved(tmp_path).items() if "loss" in metrics} == {2, 4, 6, 8, 10}
+
+
+def test_the_end_of_an_epoch_by_hand_is_warned_of(tmp_path: Path) -> None:
+    seen: list[Event] = []
+    training = Training(holdfast.Checkpoints(tmp_path, sinks=[seen.append]))
+    training.engine.add_event_handler(
+        Events.ITERATION_COMPLETED(every=4), lambda engine: engine.terminate_epoch()
+    )
+    training.train(max_epochs=1)
+    told = [event.message for event in seen if event.kind == "warning"]
+    assert len(told) == 1
+    assert "terminate_epoch() at iteration 4" in told[0]
+
+
 def test_a_run_that_was_terminated_stays_so(tmp_path: Path) -> None:
     def training() -> Training:
         made = Training(tmp_path)

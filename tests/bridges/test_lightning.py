@@ -17,8 +17,9 @@ import holdfast
 from bridges import forks
 from bridges.frameworks import needed
 from holdfast.data import Loader
-from holdfast.errors import NoCheckpoint, UsageError
+from holdfast.errors import NoCheckpoint, StoreError, UsageError
 from holdfast.events import Event
+from holdfast.testing.faulty import Fault, FaultyStore
 from marks import full
 
 lightning = needed("lightning")
@@ -267,6 +268,178 @@ def test_a_file_of_lightnings_own_begins_a_run_and_does_not_go_on_in_silence(
     again = fit(tmp_path / "run", ckpt_path=str(own / "last.ckpt"))
     assert again.global_step == STEPS
     assert f"goes on, and not ckpt_path={own / 'last.ckpt'}" in caplog.text
+
+
+class Average(getattr(lightning.pytorch.callbacks, "EMAWeightAveraging", Callback)):  # type: ignore[misc]
+    """Averages weights, as newer versions can."""
+
+
+class Validated(Callback):  # type: ignore[misc]
+    """Notes what each validation of a fit measures, and at which step."""
+
+    def __init__(self) -> None:
+        self.losses: dict[int, float] = {}
+
+    def on_validation_end(self, trainer: Any, *_: Any) -> None:
+        if not trainer.sanity_checking:
+            self.losses[trainer.global_step] = float(trainer.callback_metrics["val_loss"])
+
+
+class Logging(Regression):
+    """Logs its loss at every third batch, and at the end of an epoch."""
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        loss = super().training_step(batch, index)
+        if index % 3 == 2:
+            self.log("train_loss", loss)
+        self.log("epoch_loss", loss, on_step=False, on_epoch=True)
+        return loss
+
+
+def saved(root: Path) -> dict[int, Any]:
+    with holdfast.CheckpointManager(root, {"nothing": {}}, sinks=()) as manager:
+        return {one.step: one for one in manager.list()}
+
+
+def logging_fit(
+    root: Path | holdfast.Checkpoints, module: Any = None, *, more: Any = (), **options: Any
+) -> dict[int, float]:
+    validated = Validated()
+    given = {"accumulate_grad_batches": 1, "max_epochs": 2, **options}
+    made = trainer(HoldfastCheckpoint(root), validated, *more, **given)
+    made.fit(module or Logging(), train_data(), Loader(Noisy(), batch_size=22))
+    return validated.losses
+
+
+@pytest.mark.parametrize("stop_at", [None, 7])
+def test_a_checkpoint_has_the_metrics_of_its_own_step_alone(
+    tmp_path: Path, stop_at: int | None
+) -> None:
+    """Also the first one after a resume, which shows what was measured before."""
+    checkpoints = holdfast.Checkpoints(tmp_path, every="1step")
+    losses = {}
+    if stop_at:
+        losses = logging_fit(checkpoints, max_steps=stop_at)
+    losses |= logging_fit(checkpoints)
+    found = saved(tmp_path)
+    assert [*found] == [*range(22, 0, -1)]
+    assert sorted(losses) == [5, 10, 16, 21]
+    assert {s: c.metrics["val_loss"] for s, c in found.items() if "val_loss" in c.metrics} == losses
+    of_training = {step for step, one in found.items() if "train_loss" in one.metrics}
+    assert of_training == {3, 6, 9, 14, 17, 20}
+    assert {step for step, one in found.items() if "epoch_loss" in one.metrics} == {11, 22}
+
+
+class Rising(Logging):
+    """Measures what the test says, in this order."""
+
+    def __init__(self, losses: list[float]) -> None:
+        super().__init__()
+        self.losses = losses
+
+    def on_validation_epoch_start(self) -> None:
+        if not self.trainer.sanity_checking:
+            self.measured = self.losses.pop(0)
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        self.log("val_loss", getattr(self, "measured", 9.0))
+
+
+def test_a_validation_that_is_the_best_is_saved_whatever_the_interval(tmp_path: Path) -> None:
+    seen: list[Event] = []
+    checkpoints = holdfast.Checkpoints(
+        tmp_path, every="4step", keep="last:1,best:val_loss", sinks=[seen.append]
+    )
+    logging_fit(checkpoints, Rising([3.0, 2.0, 4.0, 2.5]))
+    begun = {event.step for event in seen if event.kind == "save_started"}
+    assert begun == {4, 5, 8, 10, 12, 16, 20, 22}
+    assert {s: c.metrics.get("val_loss") for s, c in saved(tmp_path).items()} == {22: None, 10: 2.0}
+    assert [event.message for event in seen if event.kind == "warning"] == []
+    seen.clear()
+    logging_fit(checkpoints, Rising([3.0, 1.0]), max_epochs=3)
+    assert {event.step for event in seen if event.kind == "save_started"} == {24, 28, 32, 33}
+    assert set(saved(tmp_path)) == {33, 32}
+
+
+def test_a_metric_that_no_validation_gives_is_warned_of_after_the_first_one(tmp_path: Path) -> None:
+    seen: list[Event] = []
+    checkpoints = holdfast.Checkpoints(
+        tmp_path, every="1step", keep="best:valid_loss", sinks=[seen.append]
+    )
+    logging_fit(checkpoints, max_steps=8)
+    [at] = [i for i, event in enumerate(seen) if "valid_loss" in event.message]
+    assert {event.step for event in seen[:at] if event.kind == "committed"} == {*range(1, 7)}
+
+
+def test_a_validation_within_accumulated_gradients_is_in_no_checkpoint(tmp_path: Path) -> None:
+    seen: list[Event] = []
+    checkpoints = holdfast.Checkpoints(
+        tmp_path, every="1step", keep="last:9,best:val_loss", sinks=[seen.append]
+    )
+    losses = logging_fit(checkpoints, accumulate_grad_batches=2, max_epochs=1)
+    found = saved(tmp_path)
+    assert sorted(losses) == [2, 5]
+    assert {s: c.metrics["val_loss"] for s, c in found.items() if "val_loss" in c.metrics} == {
+        5: losses[5]
+    }
+    told = [event.message for event in seen if event.kind == "warning"]
+    assert len(told) == 1
+    assert "multiple of accumulate_grad_batches" in told[0]
+
+
+def average_fit(root: Path, *more: Any, **options: Any) -> Any:
+    made = trainer(Average(), HoldfastCheckpoint(root, every="1step"), *more, **options)
+    made.fit(Regression(), train_data(), Loader(Noisy(), batch_size=22))
+    return made
+
+
+@pytest.mark.skipif(Average.__mro__[1] is Callback, reason="this version averages no weights")
+@pytest.mark.parametrize("stop_at", [4, *full(6)])
+def test_averages_of_weights_go_on(tmp_path: Path, stop_at: int) -> None:
+    """After the fit the module holds the averages; the checkpoint, what is trained."""
+    whole = average_fit(tmp_path / "whole")
+    average_fit(tmp_path / "run", **({"max_steps": 4} if stop_at == 4 else {"max_epochs": 1}))
+    resumed = average_fit(tmp_path / "run")
+    forks.assert_equal(weights(resumed), weights(whole))
+    trained = [Regression(), Regression()]
+    for module, root in zip(trained, ("whole", "run"), strict=True):
+        holdfast.load_weights(tmp_path / root, module)
+    forks.assert_equal(dict(trained[1].state_dict()), dict(trained[0].state_dict()))
+    assert not torch.equal(trained[0].net[0].weight, whole.lightning_module.net[0].weight)
+
+
+def test_the_error_of_a_training_comes_out_where_closing_fails(tmp_path: Path) -> None:
+    class Failing(Callback):  # type: ignore[misc]
+        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == 3:
+                raise RuntimeError("of the training")
+
+    fault = Fault(kind="fail", op="put", key="step-00000003*", error=StoreError("no"), times=None)
+    store, seen = FaultyStore(holdfast.LocalStore(tmp_path), [fault]), list[Event]()
+    with pytest.raises(RuntimeError, match="of the training"):
+        logging_fit(
+            holdfast.Checkpoints(store, every="3step", sinks=[seen.append]), more=[Failing()]
+        )
+    kinds = [event.kind for event in seen]
+    assert kinds[-1] == "save_failed"
+    assert "closed" in kinds
+
+
+def test_a_person_sees_where_a_fit_begins(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fit(tmp_path / "run", max_steps=2)
+    assert f"holdfast: begins anew: {tmp_path / 'run'} has no" in capsys.readouterr().err
+    fit(tmp_path / "run", max_steps=3)
+    assert "holdfast: goes on at step 2: resumed" in capsys.readouterr().err
+    fit(tmp_path / "new", max_steps=3, ckpt_path=str(tmp_path / "run"))
+    assert f"and begins with {tmp_path / 'run'}" in capsys.readouterr().err
+    logging.getLogger("holdfast").setLevel(logging.WARNING)
+    try:
+        fit(tmp_path / "run", max_steps=4)
+    finally:
+        logging.getLogger("holdfast").setLevel(logging.NOTSET)
+    assert "goes on" not in capsys.readouterr().err
 
 
 def test_a_plain_loop_goes_on_and_back(tmp_path: Path) -> None:

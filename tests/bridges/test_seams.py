@@ -10,7 +10,7 @@ import pytest
 BRIDGES = Path(__file__).resolve().parents[2] / "src" / "holdfast" / "bridges"
 LISTS = {
     "accelerate": ("accelerate.py", ["_PREPARED"]),
-    "ignite": ("ignite.py", ["_NEEDED"]),
+    "ignite": ("ignite/state.py", ["_NEEDED"]),
     "lightning": ("lightning/seams.py", ["_NEEDED", "RESTARTING"]),
     "torchtitan": ("torchtitan.py", ["_CALLED"]),
     "transformers": ("transformers/seams.py", ["_METHODS", "_SET_BY_THE_LOOP"]),
@@ -18,8 +18,8 @@ LISTS = {
 NOT_CHECKED = {
     # Only of a loader that was asked for its state; a part of what is made after the check.
     "lightning": {"_load_state_dicts"},
-    # Only newer versions have them.
-    "transformers": {"_load_scaler", "_tr_loss"},
+    # Only newer versions have them; and the method of named tuples.
+    "transformers": {"_initial_num_input_tokens_seen", "_load_scaler", "_tr_loss", "_replace"},
 }
 
 

@@ -111,6 +111,46 @@ def test_methods_that_are_not_called_any_more_are_named_before_training(
         Train(tmp_path)
 
 
+def test_a_manager_that_only_loads_claims_nothing(tmp_path: Path) -> None:
+    first = Train(tmp_path)
+    first.step = 3
+    first.checkpointer.save(3, last_step=True)
+    # One Stop is active at a time in a process.
+    first.checkpointer._closing.pop_all()
+    first.checkpointer._stop.__exit__(None, None, None)
+    second = Train(tmp_path, load_only=True)
+    assert second.checkpointer.load()
+    assert second.step == 3
+    assert not second.checkpointer.save(4, last_step=True)
+    second.checkpointer.close()
+    assert first.checkpointer.manager.is_owner
+    first.checkpointer.manager.save(5, wait=True)
+    first.checkpointer.manager.close()
+    empty = Train(tmp_path / "empty", load_only=True)
+    assert not empty.checkpointer.load()
+    empty.checkpointer.close()
+
+
+def test_the_error_of_a_training_comes_out_where_closing_fails(tmp_path: Path) -> None:
+    def fail(root: Path, say: forks.Say) -> dict[str, Any]:
+        one = Train(root)
+        try:
+            try:
+                one.checkpointer.save(4)
+                one.checkpointer.manager.wait()
+                root.joinpath("checkpoint").rename(root / "gone")
+                root.joinpath("checkpoint").write_text("no folder")
+                one.checkpointer.save(8)
+                raise RuntimeError("of the training")
+            finally:
+                one.checkpointer.close()
+        except RuntimeError as error:
+            return {"error": str(error)}
+
+    assert forks.finish(fail, tmp_path) == 0
+    assert forks.result(tmp_path)["found"] == {"error": "of the training"}
+
+
 def test_tokens_are_those_of_the_checkpoint(tmp_path: Path) -> None:
     """Another trainer's count of them goes on."""
     one = Train(tmp_path)

@@ -108,7 +108,7 @@ def outcome(one: Any) -> dict[str, Any]:
     """Weights, logs without times, and counters."""
     of_time = ("runtime", "per_second")
     logs = [
-        {k: v for k, v in entry.items() if not k.endswith(of_time) and k != "train_loss"}
+        {k: v for k, v in entry.items() if not k.endswith(of_time)}
         for entry in one.state.log_history
     ]
     counting = next(c for c in one.callback_handler.callbacks if isinstance(c, Counting))
@@ -234,9 +234,99 @@ def test_the_trainers_own_wish_to_save_is_a_save_here(tmp_path: Path) -> None:
     assert not list((tmp_path / "run").glob("checkpoint-*"))
 
 
-def test_metrics_of_evaluations_are_those_of_the_checkpoint(tmp_path: Path) -> None:
-    trainer(tmp_path / "run", eval_strategy="steps", eval_steps=4, max_steps=8).train()
-    assert {"eval_loss"} <= manager_of(tmp_path / "run").list()[0].metrics.keys()
+def test_a_checkpoint_has_the_metrics_of_its_own_step_alone(tmp_path: Path) -> None:
+    """What was measured, and not how long it took."""
+    root = tmp_path / "run"
+    one = trainer(root, every="1step", eval_strategy="steps", eval_steps=4, max_steps=9)
+    one.train()
+    found = {saved.step: set(saved.metrics) for saved in manager_of(root).list()}
+    logs = {"loss", "grad_norm", "learning_rate"}
+    expected = {step: logs if step % 3 == 0 else set() for step in range(1, 9)}
+    assert found.pop(9) >= logs  # newer versions evaluate at the end, too
+    assert found == {**expected, 4: {"eval_loss"}, 8: {"eval_loss"}}
+    assert any("eval_runtime" in entry for entry in one.state.log_history)
+
+
+class Told(transformers.Trainer):  # type: ignore[misc]
+    """A Trainer whose evaluations measure what the test says."""
+
+    def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
+        metrics = {"eval_loss": self.losses.pop(0), "eval_runtime": 1.0}
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(
+            self.args, self.state, self.control, metrics
+        )
+        return metrics
+
+
+class OursTold(bridge.CheckpointedMixin, Told):
+    """The same with checkpoints of its own."""
+
+
+@pytest.mark.parametrize("every", ["4step", holdfast.On("evaluation")], ids=str)
+def test_an_evaluation_that_is_the_best_is_saved_whatever_the_interval(
+    every: Any, tmp_path: Path
+) -> None:
+    seen: list[Event] = []
+    transformers.logging.set_verbosity_error()
+    one = OursTold(
+        Net(),
+        arguments(tmp_path, max_steps=17, eval_strategy="steps", eval_steps=5),
+        train_dataset=Rows(),
+        eval_dataset=Rows(8),
+        checkpoints=holdfast.Checkpoints(
+            tmp_path, every=every, keep="last:1,best:eval_loss", sinks=[seen.append]
+        ),
+    )
+    one.losses = [3.0, 2.0, 4.0, 5.0]
+    one.train()
+    begun = {event.step for event in seen if event.kind == "save_started"}
+    assert begun == ({4, 5, 8, 10, 12, 16, 17} if every == "4step" else {5, 10, 15, 17})
+    assert [saved.step for saved in manager_of(tmp_path).list()] == [17, 10]
+    assert [event.message for event in seen if event.kind == "warning"] == []
+
+
+def test_the_mean_loss_at_the_end_is_that_of_all_lives(tmp_path: Path) -> None:
+    """Between two logs, and at one; also of a run that is started after its end."""
+    steady = {"lr_scheduler_type": "constant", "every": None}
+    whole = trainer(tmp_path / "whole", max_steps=14, **steady).train()
+    for goal in (5, 9, 14, 14):
+        output = trainer(tmp_path / "run", max_steps=goal, **steady).train()
+    assert output.training_loss == whole.training_loss == output.metrics["train_loss"]
+
+
+def test_tokens_per_second_are_of_this_life(tmp_path: Path) -> None:
+    def train(max_steps: int) -> dict[str, float]:
+        one = OursInOrder(
+            transformers.GPT2LMHeadModel(tiny()),
+            arguments(
+                tmp_path,
+                max_steps=max_steps,
+                logging_steps=1,
+                lr_scheduler_type="constant",
+                include_num_input_tokens_seen=True,
+            ),
+            train_dataset=Tokens(),
+            checkpoints=holdfast.Checkpoints(tmp_path / "run", sinks=()),
+        )
+        one.train()
+        return next(log for log in one.state.log_history[::-1] if "loss" in log)
+
+    num_tokens = 4 * len(Tokens()[0]["input_ids"])
+    if "train_tokens_per_second" not in train(6):
+        pytest.skip("this version of transformers does not log them")
+    log = train(7)
+    assert log["num_input_tokens_seen"] == 7 * num_tokens
+    counted = log["train_tokens_per_second"] * log["train_runtime"]
+    assert num_tokens * 0.9 < counted < num_tokens * 1.1
+
+
+def test_a_person_sees_where_a_training_begins(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for goal, said in ((2, "begins anew: "), (3, "goes on at step 2: resumed ")):
+        trainer(tmp_path / "run", max_steps=goal, sinks=(holdfast.events.log_event,)).train()
+        assert f"holdfast: {said}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("is_path", [True, False])

@@ -19,6 +19,7 @@ from torch.utils.data import Dataset
 
 import holdfast
 from holdfast.data import Loader
+from holdfast.launched import present_ranks
 from holdfast.state.components import OF_TRAINERS
 
 EPOCHS, BATCHES = 3, 4
@@ -140,11 +141,13 @@ def lightning(root: Path, until: int) -> None:
     seed()
     module = Module()
     seed()
+    world_size = present_ranks().world_size
     library.Trainer(
         max_epochs=EPOCHS,
         max_steps=until,
         accelerator="cpu",
-        devices=1,
+        devices=world_size,
+        strategy="ddp" if world_size > 1 else "auto",
         callbacks=[HoldfastCheckpoint(root, every=EVERY, model="inner")],
         logger=False,
         enable_progress_bar=False,

@@ -11,12 +11,14 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-import accelerate
-from accelerate import Accelerator
-from accelerate.utils import DistributedType
-
 from holdfast.bridges.naming import left_out, numbered
+from holdfast.bridges.parts import is_leader, needs_library
 from holdfast.errors import UsageError
+
+with needs_library("accelerate"):
+    import accelerate
+    from accelerate import Accelerator
+    from accelerate.utils import DistributedType
 
 logger = logging.getLogger("holdfast")
 
@@ -111,6 +113,6 @@ class _Window:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Set the count; to zero, where a window begins, if another trainer has saved the state."""
         note = left_out(state, _FRAMEWORK)
-        if note is not None:
+        if note is not None and is_leader():
             logger.warning("%s", note)
         self._accelerator.step = state["step"] if note is None else 0

@@ -2,17 +2,87 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.hooks import StateHooks
+from holdfast.engine.options import Checkpoints
+from holdfast.errors import UsageError
+from holdfast.events import Emitter, log_event, without_secrets
 from holdfast.keys import Encryption
+from holdfast.launched import present_ranks
 from holdfast.manager import CheckpointManager
 from holdfast.state import generators
 from holdfast.state.components import OF_TRAINERS
 from holdfast.store.base import Store
+
+logger = logging.getLogger("holdfast")
+
+
+class NotInstalled(UsageError, ImportError):
+    """The library that a bridge is to is not installed, or too old to be imported."""
+
+
+@contextmanager
+def needs_library(name: str, install: str = "") -> Iterator[None]:
+    """Say how to install the library of a bridge, where importing it in the block fails.
+
+    `install` is what pip installs; "": the extra of the library's name.
+
+    Raises:
+        NotInstalled: an import has failed.
+    """
+    try:
+        yield
+    except ImportError as error:
+        raise NotInstalled(
+            f"holdfast.bridges.{name}: {error}: pip install "
+            + (install or f"'holdfast-torch[{name}]'")
+        ) from error
+
+
+def is_leader() -> bool:
+    """Whether this process is the first of its run, which reports for all."""
+    return present_ranks().rank == 0
+
+
+def reporting(checkpoints: Checkpoints) -> Emitter:
+    """Return the emitter of a bridge's own events: they are alike on all ranks, so one reports."""
+    return Emitter(tuple(checkpoints.sinks) if is_leader() else ())
+
+
+def say_start(
+    checkpoints: Checkpoints,
+    manager: CheckpointManager,
+    resumed: Checkpoint | None,
+    *,
+    begun_with: str = "",
+) -> None:
+    """Say where the run begins, in one line on stderr, as INFO is not shown by default.
+
+    Where the logger `holdfast` shows it, it is logged. Nothing is said where that logger has a
+    higher level of its own, or the `sinks` do not log. `begun_with` names a state of elsewhere.
+    """
+    if not is_leader() or log_event not in tuple(checkpoints.sinks):
+        return
+    is_logged = logger.isEnabledFor(logging.INFO) and logger.hasHandlers()
+    if resumed is not None and is_logged:
+        return  # the manager has logged it
+    if resumed is not None:
+        text = f"goes on at step {resumed.step}: resumed {resumed.path}"
+    elif begun_with:
+        text = f"{manager.store.url} is empty, and begins with {begun_with}"
+    else:
+        text = f"begins anew: {manager.store.url} has no checkpoint to go on from"
+    if is_logged:
+        logger.info("%s", without_secrets(text))
+    elif logger.level <= logging.INFO and sys.stderr is not None:
+        sys.stderr.write(f"holdfast: {without_secrets(text)}\n")
 
 
 class Generators:

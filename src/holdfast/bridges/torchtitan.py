@@ -9,24 +9,27 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torchtitan.components.checkpointer import BaseCheckpointManager
-
 from holdfast.bridges.naming import left_out, numbered
-from holdfast.bridges.parts import taking_over
+from holdfast.bridges.parts import is_leader, needs_library, say_start, taking_over
 from holdfast.data.loader import Loader
 from holdfast.data.stream import Stream
+from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.control.stop import Stop
 from holdfast.engine.hooks import StateHooks
 from holdfast.engine.options import Checkpoints
-from holdfast.errors import UsageError, listing
+from holdfast.errors import NoCheckpoint, UsageError, listing
 from holdfast.format.manifest import Timestamp
 from holdfast.manager import CheckpointManager
 from holdfast.policy.rules import Last
 from holdfast.state.components import TRAINER, PerRank
+
+with needs_library("torchtitan", "torchtitan"):
+    from torchtitan.components.checkpointer import BaseCheckpointManager
 
 logger = logging.getLogger("holdfast")
 
@@ -89,12 +92,13 @@ class HoldfastManager(BaseCheckpointManager):
         data = dataloader if isinstance(dataloader, Loader | Stream) else PerRank(dataloader)
         self._closing = contextlib.ExitStack()
         self._stop = self._closing.enter_context(Stop())
+        self._checkpoints = Checkpoints(
+            os.path.join(base_folder, config.folder),
+            every=f"{config.interval}step",
+            keep=Last(config.keep_latest_k) if config.keep_latest_k else None,
+        )
         self.manager = CheckpointManager(
-            Checkpoints(
-                os.path.join(base_folder, config.folder),
-                every=f"{config.interval}step",
-                keep=Last(config.keep_latest_k) if config.keep_latest_k else None,
-            ),
+            self._checkpoints,
             {
                 "model": model_parts[0],
                 **numbered("optimizer", list(optimizers)),
@@ -106,14 +110,23 @@ class HoldfastManager(BaseCheckpointManager):
             hooks=taking_over(StateHooks()),
             stop=self._stop,
         )
-        self._closing.callback(self.manager.close)
+        self._closing.push(self.manager)
 
     def _load(self, step: int = -1) -> bool:
         self._counters.are_loaded = False
-        found = self.manager.resume("latest" if step == -1 else step)
+        which = "latest" if step == -1 else step
+        found = self._read(which) if self._is_load_only else self.manager.resume(which)
+        say_start(self._checkpoints, self.manager, found)
         if found is not None and not self._counters.are_loaded:
             self._counters.take_over(found.timestamp)
         return found is not None
+
+    def _read(self, which: str | int) -> Checkpoint | None:
+        """Load without claiming the run, which another process may be training."""
+        try:
+            return self.manager.load(which)
+        except NoCheckpoint:
+            return None
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
         if self._is_load_only:
@@ -133,7 +146,8 @@ class HoldfastManager(BaseCheckpointManager):
         self.manager.fence()
 
     def _close(self) -> None:
-        self._closing.close()
+        # torchtitan closes after an error, too, which then comes out.
+        self._closing.__exit__(*sys.exc_info())
 
 
 class _Counters:
@@ -152,7 +166,8 @@ class _Counters:
         """Set the counters, unless another trainer has saved the state."""
         note = left_out(state, _FRAMEWORK)
         if note is not None:
-            logger.warning("%s", note)
+            if is_leader():
+                logger.warning("%s", note)
         else:
             self._theirs.load_state_dict({n: one for n, one in state.items() if n != "of"})
             self.are_loaded = True

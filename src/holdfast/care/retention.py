@@ -214,15 +214,7 @@ class Deleter:
         )
         self.report = Pruned(planned=planned)
         self._manifests = {item.entry.folder: item.entry.manifest for item in planned}
-        lacks = unmet([item.decision.entry for item in planned], self._rule)
-        for part, what in lacks.items():
-            if self._is_first_time(part):
-                self._emit(
-                    "warning",
-                    f"the rule {part!r} needs {what}, which no checkpoint has. It keeps "
-                    "everything until one has: correct the rule, or pass the missing value to a "
-                    "save",
-                )
+        self._report_lacks(planned)
         self._finish(claim, catalog)
         # Check before any mark is written: a mark stays, and blocks new readers.
         due = [item for item in reversed(planned) if item.decision.drop or not item.decision.keep]
@@ -237,6 +229,20 @@ class Deleter:
                 settle(self._store, base.folder)
                 settled.add(base.folder)
             self._execute(claim, item)
+
+    def _report_lacks(self, planned: Sequence[Planned]) -> None:
+        """Warn of what parts of the rule need and no checkpoint has, once it cannot come late."""
+        if max((item.entry.step for item in planned), default=0) <= self._emit.first_metrics_at:
+            return
+        lacks = unmet([item.decision.entry for item in planned], self._rule)
+        for part, what in lacks.items():
+            if self._is_first_time(part):
+                self._emit(
+                    "warning",
+                    f"the rule {part!r} needs {what}, which no checkpoint has. It keeps "
+                    "everything until one has: correct the rule, or pass the missing value to a "
+                    "save",
+                )
 
     def _finish(self, claim: Claim, catalog: Catalog) -> None:
         """Retry deletions that stopped half-way; their folders are in no plan any more."""

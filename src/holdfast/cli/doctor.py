@@ -46,6 +46,10 @@ LEAST_VERSIONS: Mapping[str, Mapping[str, str]] = {
     "trackio": {"trackio": "0.43"},
     "prometheus": {"prometheus-client": "0.20"},
     "otel": {"opentelemetry-api": "1.30"},
+    "lightning": {"lightning": "2.4"},
+    "ignite": {"pytorch-ignite": "0.5.1"},
+    "transformers": {"transformers": "4.48", "accelerate": "1.2"},
+    "accelerate": {"accelerate": "1.2"},
     "web": {"starlette": "0.46", "uvicorn": "0.34", "jinja2": "3.1.5"},
     "demo": {"matplotlib": "3.8"},
 }

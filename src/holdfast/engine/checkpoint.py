@@ -99,6 +99,11 @@ class CheckpointList(tuple[Checkpoint, ...]):
         )
 
 
+def metrics_by_step(newest_first: CheckpointList) -> dict[int, Mapping[str, float]]:
+    """Return the metrics of all healthy checkpoints; of two of one step, those of the newer."""
+    return {one.step: one.metrics for one in reversed(newest_first) if not one.unhealthy}
+
+
 _MAX_STEPS = 6
 """Most steps that the `repr` of a `CheckpointList` names."""
 _COLUMNS = ("step", "folder", "bytes", "created (UTC)", "metrics", "marks")

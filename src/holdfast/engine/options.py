@@ -16,6 +16,7 @@ from holdfast.errors import UsageError
 from holdfast.events import Sink, log_event
 from holdfast.format.layout import BLOCK_NBYTES
 from holdfast.keys import Encryption
+from holdfast.policy.best import BestRule, best_rules_of
 from holdfast.policy.clock import Time
 from holdfast.policy.naming import DEFAULT_LABEL, LabelFunction, compile_label
 from holdfast.policy.rule import Rule
@@ -172,3 +173,15 @@ class Checkpoints:
 
     def __repr__(self) -> str:
         return written(self)
+
+
+def best_rules(checkpoints: Checkpoints) -> tuple[BestRule, ...]:
+    """List the rules `Best` of a run, of all savers and both tiers, each once; none without a root.
+
+    >>> [str(item.rule) for item in best_rules(Checkpoints("runs/gpt", keep="last:2,best:loss"))]
+    ['best loss (min)']
+    """
+    if checkpoints.root is None:
+        return ()
+    rules = Rules.of(checkpoints.root, checkpoints.keep, checkpoints.savers)
+    return best_rules_of((rules.remote, rules.local), checkpoints.savers)

@@ -22,7 +22,7 @@ from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.control.stop import Stop
 from holdfast.engine.hooks import StateHooks
 from holdfast.engine.loading.sides import Sides
-from holdfast.engine.options import Checkpoints
+from holdfast.engine.options import Checkpoints, best_rules
 from holdfast.engine.tiers.tiered import Tiered
 from holdfast.errors import NoCheckpoint, UsageError
 from holdfast.format.manifest import Timestamp
@@ -52,7 +52,7 @@ from holdfast.train.evaluation.validation import (
     undisturbed,
 )
 from holdfast.train.evaluation.watching import Watched
-from holdfast.train.fit.best import BestSaves, best_rules, check_load_best, finder
+from holdfast.train.fit.best import check_load_best, finder, saves_of_validations
 from holdfast.train.fit.config import config_of, config_of_data
 from holdfast.train.fit.ending import FitEnding, Outcome
 from holdfast.train.fit.finding import (
@@ -381,7 +381,7 @@ class Trainer:
             log_every=log_every,
             seed=seed,
             counts=counts,
-            best=BestSaves(best_rules(self.checkpoints)),
+            best=saves_of_validations(self.checkpoints),
             watched=Watched(
                 self._watched, self._validations, [f"train/{name}" for name in self._scores.names]
             ),

@@ -16,16 +16,17 @@ from lightning.pytorch.callbacks import Checkpoint as CheckpointCallback
 from typing_extensions import override
 
 from holdfast.arguments import checked
+from holdfast.bridges.lightning.measured import NO_STEP, Measured, Numbers
 from holdfast.bridges.lightning.reading import ReadingIO
 from holdfast.bridges.lightning.seams import (
-    LoggedMetrics,
     begin_anew,
     check_trainer,
     components_of,
     model_of,
 )
 from holdfast.bridges.lightning.state import TrainerState
-from holdfast.bridges.parts import Generators, start_from, taking_over
+from holdfast.bridges.parts import Generators, reporting, say_start, start_from, taking_over
+from holdfast.bridges.validations import Validations
 from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.control.stop import Stop
 from holdfast.engine.hooks import StateHooks
@@ -97,7 +98,7 @@ class HoldfastCheckpoint(CheckpointCallback):
         self._max_duration, self._hooks = max_duration, hooks or StateHooks()
         self._part = model
         self._stop = stop or Stop()
-        self._emit = Emitter(tuple(self.checkpoints.sinks))
+        self._emit = Emitter()
         self._open = ExitStack()
         self._io: ReadingIO | None = None
         self._generators: Generators | None = None
@@ -105,14 +106,15 @@ class HoldfastCheckpoint(CheckpointCallback):
         self._state: TrainerState | None = None
         self._step = 0
         """Steps at the last boundary."""
-        self._has_validated = self._has_ended = False
+        self._has_warned = False
+        self._has_ended = False
 
     @property
     def best_model_path(self) -> str:
         """The best checkpoint as `ROOT@best`, for Lightning's `ckpt_path="best"`; "": none."""
         root, options = self.checkpoints.root, self.checkpoints
         assert root is not None, "checked when this was made"
-        catalog = catalog_of(root, self._emit, options.encrypt)
+        catalog = catalog_of(root, Emitter(), options.encrypt)
         try:
             catalog.resolve(BEST)
         except NoCheckpoint:
@@ -141,6 +143,7 @@ class HoldfastCheckpoint(CheckpointCallback):
         if trainer.fast_dev_run:
             return
         assert self._io is not None, "setup() comes first"
+        self._emit = reporting(self.checkpoints)
         trainer.fit_loop.setup_data()
         self._state = TrainerState(trainer, self._emit)
         components = {
@@ -157,8 +160,15 @@ class HoldfastCheckpoint(CheckpointCallback):
             config=dict(pl_module.hparams),
         )
         self._open = ExitStack()
-        self._open.callback(self._close)
+        self._open.push(self.manager)
         resumed = self._resume(self.manager, components, trainer.ckpt_path)
+        self._measured = Measured(trainer)
+        self._validations = Validations(
+            self.checkpoints,
+            self.manager,
+            trainer.strategy.broadcast,
+            to_come=trainer.enable_validation,
+        )
         if resumed is not None:
             trainer._checkpoint_connector._loaded_checkpoint = {}
             self._generators = Generators()
@@ -177,20 +187,34 @@ class HoldfastCheckpoint(CheckpointCallback):
         """Let each validation see the same batches, however many were before it in this process."""
         if not trainer.fast_dev_run and trainer.state.fn == "fit":
             begin_anew(trainer)
+            step = trainer.global_step
+            self._measured.look(step + (step == self._step))  # of a step that is not complete yet
 
     @override
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """Note a validation, for triggers of evaluations."""
-        self._has_validated = not trainer.sanity_checking
+        """Note what a validation has measured, for saves of its step."""
+        if trainer.sanity_checking or trainer.fast_dev_run or trainer.state.fn != "fit":
+            return
+        step = trainer.global_step
+        if step != self._step:
+            self._validations.ended(step, Numbers(self._measured.look(step)))
+            return
+        self._measured.look(NO_STEP)
+        self._validations.ended(None, {})
+        if self._validations.are_watched and not self._has_warned:
+            self._has_warned = True
+            self._emit(
+                "warning",
+                f"the validation after step {step} is within the next one, whose gradients are "
+                "being accumulated: nothing can be saved there, so no checkpoint has its metrics. "
+                "Let val_check_interval be a multiple of accumulate_grad_batches",
+            )
 
     @override
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Save the last step, unless it is saved."""
-        if self.manager is None or trainer.fast_dev_run:
-            return
-        if not self._has_ended:
-            self._save(trainer, ["step", "end"], is_last=True)
-        self.manager.wait()
+        """Wait for the last save."""
+        if self.manager is not None and not trainer.fast_dev_run:
+            self.manager.wait()
 
     @override
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
@@ -204,34 +228,25 @@ class HoldfastCheckpoint(CheckpointCallback):
 
     # Steps of these
 
-    def _close(self) -> None:
-        assert self.manager is not None
-        self.manager.close()
-
     def _resume(
         self, manager: CheckpointManager, components: dict[str, Any], ckpt_path: object
     ) -> Checkpoint | None:
         asked = self._io.asked if self._io is not None else None
-        if asked is None:
-            found = manager.resume()
-            if found is not None and ckpt_path is not None:
-                given = without_secrets(str(ckpt_path))
-                self._emit("warning", f"{found.path} goes on, and not ckpt_path={given}")
-            return found
-        store, which = asked
-        if store.url == manager.store.url:
-            found = manager.resume(which)
+        if asked is not None and asked[0].url == manager.store.url:
+            found = manager.resume(asked[1])
             if found is None:
-                raise UsageError(f"ckpt_path={store.url!r}: no whole state was saved there")
+                raise UsageError(f"ckpt_path={asked[0].url!r}: no whole state was saved there")
+            say_start(self.checkpoints, manager, found)
             return found
         found = manager.resume()
-        if found is not None:
-            self._emit("warning", f"{found.path} goes on, and not ckpt_path of {store.url}")
+        given = "" if ckpt_path is None else without_secrets(str(ckpt_path))
+        if found is not None and given:
+            self._emit("warning", f"{found.path} goes on, and not ckpt_path={given}")
+        say_start(self.checkpoints, manager, found, begun_with=given)
+        if found is not None or asked is None:
             return found
-        options = self.checkpoints
-        return start_from(
-            store, which, manager, components, hooks=self._hooks, encrypt=options.encrypt
-        )
+        encrypt = self.checkpoints.encrypt
+        return start_from(*asked, manager, components, hooks=self._hooks, encrypt=encrypt)
 
     def _wrap(self, fit_loop: Any) -> None:
         """Call our functions at the ends of batches and epochs, until the run is released.
@@ -241,8 +256,12 @@ class HoldfastCheckpoint(CheckpointCallback):
         epoch_loop, trainer = fit_loop.epoch_loop, fit_loop.trainer
         assert self._state is not None
         state = self._state
+        # What was shown before is old, such as metrics of a resume.
+        self._replace(fit_loop, "on_run_start", after=lambda: self._measured.look(NO_STEP))
         self._replace(epoch_loop, "on_advance_end", after=lambda: self._batch_end(trainer))
         self._replace(fit_loop, "on_advance_end", after=lambda: self._epoch_end(trainer))
+        # Before callbacks put an average in the place of the weights.
+        self._replace(fit_loop, "on_run_end", before=lambda: self._end(trainer))
         if self._generators is None:
             self._replace(fit_loop, "on_run_start", before=state.load_of_lightning)
             self._replace(epoch_loop, "on_run_start", before=state.epoch_begins)
@@ -256,8 +275,8 @@ class HoldfastCheckpoint(CheckpointCallback):
         loop: Any,
         name: str,
         *,
-        before: Callable[[], None] = lambda: None,
-        after: Callable[[], None] = lambda: None,
+        before: Callable[[], object] = lambda: None,
+        after: Callable[[], object] = lambda: None,
     ) -> None:
         original = getattr(loop, name)
 
@@ -295,15 +314,22 @@ class HoldfastCheckpoint(CheckpointCallback):
             self._state.is_between = True
             self._save(trainer, ["step", "epoch"], is_last=False)
 
+    def _end(self, trainer: Any) -> None:
+        if not self._has_ended:
+            self._save(trainer, ["step", "end"], is_last=True)
+
     def _save(self, trainer: Any, events: list[Event], *, is_last: bool) -> None:
         manager, self._step = self.manager, trainer.global_step
         assert manager is not None
-        metrics = LoggedMetrics(trainer)
-        if self._has_validated:
-            events, self._has_validated = [*events, "evaluation"], False
+        self._measured.look(self._step)
+        metrics = self._measured.at(self._step)
         epoch = trainer.fit_loop.epoch_progress.current.completed
-        if not manager.is_quiet(self._step) or len(events) > 1:
-            manager.maybe_save(self._step, epoch=epoch, metrics=metrics, event=events)
+        if (
+            not manager.is_quiet(self._step)
+            or len(events) > 1
+            or self._validations.was_at(self._step)
+        ):
+            self._validations.maybe_save(self._step, events=events, metrics=metrics, epoch=epoch)
         signal = self._stop.requested
         if is_last or signal:
             reason = "signal" if signal else "end"

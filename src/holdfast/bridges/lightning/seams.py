@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from operator import attrgetter
 from typing import Any
 
 import lightning
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
-from typing_extensions import override
 
 from holdfast.bridges.naming import numbered
 from holdfast.errors import UsageError, listing
@@ -41,6 +39,7 @@ _NEEDED = (
     "fit_loop.epoch_loop.val_loop._restarting",
     "fit_loop.epoch_progress.current",
     "fit_loop.on_advance_end",
+    "fit_loop.on_run_end",
     "fit_loop.on_run_start",
     "fit_loop.setup_data",
 )
@@ -153,26 +152,7 @@ def begin_anew(trainer: Any) -> None:
             loader.load_state_dict({**state, "epoch": 0, "batch": 0, **at_end})
 
 
-class LoggedMetrics(Mapping[str, float]):
-    """Metrics that were logged, read from Lightning only where a save needs them."""
-
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-        self._read: dict[str, float] | None = None
-
-    def _values(self) -> dict[str, float]:
-        if self._read is None:
-            self._read = {name: float(one) for name, one in self._trainer.callback_metrics.items()}
-        return self._read
-
-    @override
-    def __getitem__(self, name: str) -> float:
-        return self._values()[name]
-
-    @override
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._values())
-
-    @override
-    def __len__(self) -> int:
-        return len(self._values())
+def shown_metrics(trainer: Any) -> dict[str, Any]:
+    """Return what Lightning shows as metrics, with the last value of each, however old."""
+    shown: dict[str, Any] = trainer._logger_connector._callback_metrics
+    return shown

@@ -33,7 +33,12 @@ class TrainerState:
     def state_dict(self) -> dict[str, Any]:
         """Return Lightning's checkpoint without what other components hold."""
         content = self._trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
-        for name in ("state_dict", "optimizer_states", "lr_schedulers"):
+        for name in ("optimizer_states", "lr_schedulers"):
+            del content[name]
+        # A callback that averages weights puts these there, and the model's own elsewhere.
+        own = self._trainer.strategy.lightning_module_state_dict()
+        of_model = [name for name, value in content.items() if _is_of(value, own)]
+        for name in of_model:
             del content[name]
         loops = content["loops"]["fit_loop"]
         loops["state_dict"].pop("combined_loader", None)
@@ -52,6 +57,7 @@ class TrainerState:
             "is_between": self.is_between,
             "metrics": dict(self._trainer.callback_metrics),
             "has_stopped": bool(self._trainer.should_stop),
+            "of_model": of_model,
             "checkpoint": content,
         }
 
@@ -63,8 +69,9 @@ class TrainerState:
             return
         trainer, connector = self._trainer, self._trainer._checkpoint_connector
         content = dict(state["checkpoint"])
+        of_model = state.get("of_model", ["state_dict"])
         content |= {
-            "state_dict": trainer.lightning_module.state_dict(),
+            **{name: trainer.lightning_module.state_dict() for name in of_model},
             "optimizer_states": [one.state_dict() for one in trainer.optimizers],
             "lr_schedulers": [one.scheduler.state_dict() for one in trainer.lr_scheduler_configs],
         }
@@ -167,6 +174,17 @@ class TrainerState:
             for name in RESTARTING:
                 if name in vars(loop):
                     setattr(loop, name, False)
+
+
+def _is_of(value: Any, own: Mapping[str, Any]) -> bool:
+    """Whether a value is a mapping of the model's own tensors, under any names."""
+    if not isinstance(value, Mapping) or not any(isinstance(one, Tensor) for one in value.values()):
+        return False
+    memory = {one.data_ptr() for one in own.values() if isinstance(one, Tensor)}
+    return all(
+        one.data_ptr() in memory if isinstance(one, Tensor) else name in own
+        for name, one in value.items()
+    )
 
 
 def _plain(value: Any, path: str, lost: list[str]) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,8 +10,6 @@ from transformers.trainer_callback import ExportableState
 from holdfast.bridges.naming import left_out
 from holdfast.bridges.transformers.seams import FRAMEWORK
 from holdfast.engine.checkpoint import Checkpoint
-
-logger = logging.getLogger("holdfast")
 
 INTERVALS = ("logging_steps", "eval_steps", "save_steps")
 """Arguments that the TrainerState repeats."""
@@ -34,6 +31,8 @@ class Counters:
         self._trainer = trainer
         self.loaded: Mapping[str, Any] | None = None
         """What the last resume found; None if the checkpoint has none of this trainer."""
+        self.losses_since = 0
+        """Step from which on the losses are summed up, for their mean at the end."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return them as plain values."""
@@ -56,6 +55,7 @@ class Counters:
             ],
             "pending_loss": 0.0 if pending is None else pending.item(),
             "logged_loss": trainer._total_loss_scalar,
+            "losses_since": self.losses_since,
             "last_logged_step": trainer._globalstep_last_logged,
         }
 
@@ -75,6 +75,7 @@ class Counters:
         """Set counters, callbacks and losses of the Trainer to those loaded."""
         trainer, loaded = self._trainer, self.loaded
         if loaded is None:
+            self.losses_since = found.step
             return
         for name, value in loaded["state"].items():
             if hasattr(trainer.state, name):
@@ -87,17 +88,26 @@ class Counters:
                 vars(callback).update(match[1])
         if left:
             names = ", ".join(name for name, _ in left)
-            logger.warning("%s: left out, as there are no such callbacks: %s", found.folder, names)
+            text = f"{found.folder}: left out, as there are no such callbacks: {names}"
+            trainer._emit("warning", text)
+        if hasattr(trainer, "_initial_num_input_tokens_seen"):  # for tokens per second
+            trainer._initial_num_input_tokens_seen = trainer.state.num_input_tokens_seen
         trainer._globalstep_last_logged = loaded["last_logged_step"]
+        self.losses_since = loaded.get("losses_since", found.step)
         pending = loaded["pending_loss"]
+        trainer._total_loss_scalar = loaded["logged_loss"] if "losses_since" in loaded else -pending
         if hasattr(trainer, "_tr_loss"):
             trainer._tr_loss += pending
-            trainer._total_loss_scalar = -pending  # the Trainer's mean is over this call's steps
-        else:  # before transformers 5: a local variable, and a mean over all steps
-            trainer._total_loss_scalar = loaded["logged_loss"]
+        else:  # before transformers 5: a local variable
             trainer._carried_loss = pending
             if trainer._was_done:
                 trainer._total_loss_scalar += pending
+
+    def mean_loss(self) -> float:
+        """Return the mean loss of all steps of the run, once the Trainer has summed it up."""
+        num_steps = self._trainer.state.global_step - self.losses_since
+        mean: float = self._trainer._total_loss_scalar / max(num_steps, 0.001)
+        return mean
 
 
 def _stateful(trainer: Any) -> list[Any]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import transformers
 import transformers.trainer as theirs
+from accelerate.utils import broadcast_object_list
 
 from holdfast.errors import UsageError, listing
 
@@ -25,6 +26,26 @@ SKIP, STATE_FILE = "skip_first_batches", "TRAINER_STATE_NAME"  # in transformers
 _SUPPORTED = "4.48 to 5.24"
 COUNTS_UNFULL_WINDOWS = 5
 """Major version from which the Trainer counts the last window of an epoch as a step."""
+
+SUMMARY = frozenset({"train_loss", "total_flos"})
+"""Names that are logged together at the end of a training only."""
+_NOT_MEASURED = ("step", "epoch", "total_flos")
+_TIMINGS = ("_runtime", "_per_second", "_compilation_time", "_preparation_time")
+"""Ends of the names by which the Trainer logs how long it took."""
+
+
+def is_measure(name: str) -> bool:
+    """Whether a logged value says something about the state that is saved, and not of its speed.
+
+    >>> [one for one in ("eval_loss", "eval_runtime", "eval_steps_per_second") if is_measure(one)]
+    ['eval_loss']
+    """
+    return name not in _NOT_MEASURED and not name.endswith(_TIMINGS)
+
+
+def leaders(value: Any) -> Any:
+    """Return what the first rank has given, on all ranks."""
+    return broadcast_object_list([value])[0]
 
 
 def check_names() -> None:

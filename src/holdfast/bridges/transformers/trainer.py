@@ -20,7 +20,7 @@ import transformers
 import transformers.trainer as theirs
 from transformers.trainer_callback import TrainerCallback, TrainerState
 
-from holdfast.bridges.parts import taking_over
+from holdfast.bridges.parts import reporting, say_start, taking_over
 from holdfast.bridges.transformers.counters import INTERVALS, Counters
 from holdfast.bridges.transformers.epochs import (
     Epochs,
@@ -29,7 +29,15 @@ from holdfast.bridges.transformers.epochs import (
     loader_of,
     loaders_skip_by_themselves,
 )
-from holdfast.bridges.transformers.seams import STATE_FILE, check_names, refuse_arguments
+from holdfast.bridges.transformers.seams import (
+    STATE_FILE,
+    SUMMARY,
+    check_names,
+    is_measure,
+    leaders,
+    refuse_arguments,
+)
+from holdfast.bridges.validations import Validations
 from holdfast.data.loader import Loader
 from holdfast.data.stream import Stream
 from holdfast.engine.control.stop import Stop
@@ -37,9 +45,9 @@ from holdfast.engine.hooks import StateHooks
 from holdfast.engine.options import Checkpoints
 from holdfast.engine.roots.sources import split_folder
 from holdfast.errors import UsageError
-from holdfast.events import Emitter
 from holdfast.manager import CheckpointManager
 from holdfast.policy.savers import Due
+from holdfast.policy.triggers import Event
 from holdfast.state.components import PerRank
 
 _ONE_SIDED = ("scheduler", "scaler")
@@ -99,7 +107,7 @@ class CheckpointedMixin(_Trainer):
         if self.checkpoints.root is None:
             raise UsageError("checkpoints: the root is None; give a path to save in")
         self.manager: CheckpointManager | None = None
-        self._emit = Emitter(tuple(self.checkpoints.sinks))
+        self._emit = reporting(self.checkpoints)
         self._given_data, self._data = data, cast("Loader | Stream", data)
         self._given_stop = stop
         self._trainer_state = Counters(self)
@@ -108,6 +116,9 @@ class CheckpointedMixin(_Trainer):
         self._carried_loss: float | None = None
         self._which: str | int = "latest"
         self._folder: Path | None = None
+        self._own_begin = ""
+        """The folder of the Trainer's own that the run begins with."""
+        self._validations: Validations | None = None
         super().__init__(*args, **kwargs)
         refuse_arguments(self)
         self.add_callback(_Moments(self))
@@ -137,7 +148,7 @@ class CheckpointedMixin(_Trainer):
         """
         if trial is not None:
             raise UsageError("trial: each trial of a search needs a root and a Trainer of its own")
-        step = _newest_step(self.checkpoints)
+        step = leaders(_newest_step(self.checkpoints))
         if step is not None and resume_from_checkpoint is False:
             raise UsageError(
                 f"resume_from_checkpoint=False: {self.checkpoints.root} has checkpoints, the "
@@ -169,7 +180,7 @@ class CheckpointedMixin(_Trainer):
 
     def _train_from(self, step: int | None, own: str | None, *args: Any, **kwargs: Any) -> Any:
         with contextlib.ExitStack() as closing:
-            folder = own
+            folder, self._own_begin = own, own or ""
             if step is not None:
                 folder = closing.enter_context(tempfile.TemporaryDirectory(prefix="holdfast-"))
                 self._write_step(Path(folder), step)
@@ -177,7 +188,9 @@ class CheckpointedMixin(_Trainer):
             closing.callback(self._forget)
             closing.enter_context(loaders_skip_by_themselves())
             closing.push(self._close)
-            return super().train(folder, None, *args, **kwargs)
+            output = super().train(folder, None, *args, **kwargs)
+            loss = output.metrics.get("train_loss", output.training_loss)
+            return output._replace(training_loss=loss)
 
     def get_train_dataloader(self) -> Any:
         """Return the `Loader` in a form that the Trainer can count and set to an epoch."""
@@ -194,6 +207,12 @@ class CheckpointedMixin(_Trainer):
             return loss
         carried, self._carried_loss = self._carried_loss, None
         return torch.tensor(carried, device=loss.device) + loss
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log values; the mean loss at the end is that of all lives of the run, not of this one."""
+        if self.manager is not None and logs.keys() >= SUMMARY:
+            logs["train_loss"] = self._trainer_state.mean_loss()
+        super().log(logs, *args, **kwargs)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
         if not self._is_ours(resume_from_checkpoint):
@@ -255,22 +274,25 @@ class CheckpointedMixin(_Trainer):
             config=self.args.to_dict(),
         )
         self._carried_loss = None
-        self._trainer_state.loaded = None
+        counters.loaded = None
         found = self.manager.resume(self._which)
-        begins_at = self.state.global_step
+        begins_at = counters.losses_since = self.state.global_step
         self._was_done = found is not None and self._is_done()
-        if found is None and self._folder is None:
-            return
         step = 0 if found is None else found.step
-        if step != begins_at:
+        if (found is not None or self._folder is not None) and step != begins_at:
             raise _Elsewhere(step)
-        assert found is not None
-        self._trainer_state.apply(found)
+        validates = str(getattr(self.args.eval_strategy, "value", "no")) != "no"
+        self._validations = Validations(self.checkpoints, self.manager, leaders, to_come=validates)
+        say_start(self.checkpoints, self.manager, found, begun_with=self._own_begin)
+        if found is None:
+            return
+        counters.apply(found)
         check_place(self._data, found, self.args)
         self._epochs.keep_generators()
 
     def _save(self) -> None:
         assert self.manager is not None
+        assert self._validations is not None
         step, control = self.state.global_step, self.control
         is_epoch = self._event == "epoch" and self._data.at_epoch_end
         self.store_flos()
@@ -278,12 +300,9 @@ class CheckpointedMixin(_Trainer):
         self._is_asked = False
         epochs = self._data.epoch + is_epoch
         metrics = self._metrics()
-        self.manager.maybe_save(
-            step,
-            epoch=epochs,
-            metrics=metrics,
-            event=("step", "epoch") if is_epoch else ("step",),
-            wanted=wanted,
+        events: list[Event] = ["step", "epoch"] if is_epoch else ["step"]
+        self._validations.maybe_save(
+            step, events=events, metrics=metrics, wanted=wanted, epoch=epochs
         )
         if self._stop.requested:
             control.should_training_stop = True
@@ -291,13 +310,13 @@ class CheckpointedMixin(_Trainer):
             self.manager.save(step, epoch=epochs, metrics=metrics, reason="final")
 
     def _metrics(self) -> dict[str, float]:
-        """Return the metrics logged at the present step, such as `loss` and `eval_loss`."""
+        """Return what was measured at the present step, such as `loss` and `eval_loss`."""
         step, found = self.state.global_step, {}
         for logs in reversed(self.state.log_history):
             if logs.get("step") != step:
                 break
             found.update({k: float(v) for k, v in logs.items() if isinstance(v, int | float)})
-        return {name: value for name, value in found.items() if name not in ("step", "epoch")}
+        return {name: value for name, value in found.items() if is_measure(name)}
 
     def _is_done(self) -> bool:
         return bool(self.state.global_step >= self.state.max_steps)
@@ -313,8 +332,13 @@ class CheckpointedMixin(_Trainer):
             **{name: getattr(args, name) for name in INTERVALS if getattr(args, name) is not None},
         ).save_to_json(str(folder / getattr(theirs, STATE_FILE)))
 
+    def _validated(self, metrics: dict[str, Any]) -> None:
+        if self._validations is not None:
+            found = {k: float(v) for k, v in metrics.items() if isinstance(v, int | float)}
+            self._validations.ended(self.state.global_step, found)
+
     def _close(self, *error: Any) -> None:
-        manager, self.manager = self.manager, None
+        manager, self.manager, self._validations = self.manager, None, None
         if manager is not None:
             manager.__exit__(*error)
 
@@ -347,6 +371,10 @@ class _Moments(TrainerCallback):
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Note that logs and evaluations of an epoch follow."""
         self._trainer._event = "epoch"
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Note an evaluation, for saves of its step."""
+        self._trainer._validated(kwargs.get("metrics") or {})
 
 
 def _newest_step(checkpoints: Checkpoints) -> int | None:

@@ -19,6 +19,7 @@ from holdfast.engine.control.stop import Interrupted
 from holdfast.errors import OwnershipError, UsageError
 from holdfast.format.manifest import Timestamp
 from holdfast.manager import CheckpointManager
+from holdfast.policy.best import BestSaves
 from holdfast.policy.rule import SaveClass
 from holdfast.policy.savers import Due
 from holdfast.policy.triggers import Event
@@ -30,7 +31,7 @@ from holdfast.train.callbacks.calling import Callbacks, HookFailed
 from holdfast.train.callbacks.hooks import Callback
 from holdfast.train.evaluation.validation import ValidationPart, Validations
 from holdfast.train.evaluation.watching import Watched
-from holdfast.train.fit.best import BestSaves
+from holdfast.train.fit import best
 from holdfast.train.fit.ending import FitEnding, Outcome
 from holdfast.train.fit.saving import Saves, StepPosition, StepSaver
 from holdfast.train.outputs import Image
@@ -167,7 +168,7 @@ class Fit:
         )
         if not self._group.is_alone:
             saver.agree(0)
-        self._gear.best.begin(self._manager, self._group)
+        best.begin(self._gear.best, self._manager, self._group)
         self._tell(Callback.fit_start)
         if found is not None:
             cost = {"load/duration_s": load_s, "load/nbytes": float(found.nbytes)}

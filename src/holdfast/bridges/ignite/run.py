@@ -6,16 +6,18 @@ the epoch's last; only there the state is saved. What is saved, and when, is the
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import ignite
+import ignite.distributed as idist
 from ignite.engine import Engine, Events
 
 from holdfast.arguments import checked
-from holdfast.bridges.naming import left_out
-from holdfast.bridges.parts import Generators, start_from, taking_over
+from holdfast.bridges.ignite.state import EngineState, Measured, check_engine
+from holdfast.bridges.parts import Generators, reporting, say_start, start_from, taking_over
+from holdfast.bridges.validations import Validations
 from holdfast.data.options import check_whole
 from holdfast.engine.access import place_of
 from holdfast.engine.checkpoint import Checkpoint
@@ -23,8 +25,7 @@ from holdfast.engine.control.stop import Stop
 from holdfast.engine.hooks import StateHooks
 from holdfast.engine.options import Checkpoints
 from holdfast.engine.tiers.tiered import Tiered
-from holdfast.errors import UsageError, listing
-from holdfast.events import Emitter
+from holdfast.errors import UsageError
 from holdfast.manager import CheckpointManager
 from holdfast.policy.clock import Time
 from holdfast.policy.rule import Rule
@@ -32,20 +33,6 @@ from holdfast.policy.savers import SavePolicy
 from holdfast.policy.triggers import Event, SaveFunction, Trigger
 from holdfast.state.components import TRAINER
 from holdfast.store.base import Store
-
-SUPPORTED = "0.5.1 to 0.5.5"
-
-_NEEDED = (
-    "add_event_handler",
-    "interrupt",
-    "load_state_dict",
-    "remove_event_handler",
-    "should_terminate",
-    "state_dict",
-)
-"""Members of an Engine that are used here."""
-
-_OURS = "ignite"
 
 
 class HoldfastRun:
@@ -72,7 +59,7 @@ class HoldfastRun:
         keep: Rule | str | None = None,
         max_duration: str | Time | None = None,
         accumulate: int = 1,
-        metrics: Callable[[], Mapping[str, float]] | None = None,
+        evaluator: Engine | None = None,
         hooks: StateHooks | None = None,
         stop: Stop | None = None,
         config: Mapping[str, object] | None = None,
@@ -88,8 +75,8 @@ class HoldfastRun:
             keep: what retention keeps, if `checkpoints` is a root.
             max_duration: how long the run is to be, for intervals such as "0.1dur".
             accumulate: iterations that make one step of the optimizer.
-            metrics: gives the metrics of a save, such as those of an evaluator; None: those of the
-                engine.
+            evaluator: the Engine that validates, whose metrics checkpoints record, each at the step
+                at which it was measured. None: those of the engine.
             hooks: callbacks around saves and loads.
             stop: the signals that end training; None: `Stop()`.
             config: settings of the script, which checkpoints record.
@@ -97,7 +84,7 @@ class HoldfastRun:
         Raises:
             UsageError: an argument is wrong, or the Engine is of a version that is not known.
         """
-        _check(engine)
+        check_engine(engine)
         check_whole("accumulate", accumulate, at_least=1)
         self.checkpoints = Checkpoints.of(checkpoints, {"every": every, "keep": keep})
         if self.checkpoints.root is None:
@@ -109,10 +96,12 @@ class HoldfastRun:
         """The manager of the run under way, or of the last one."""
         self._components, self._accumulate = dict(state), accumulate
         self._max_duration, self._config = max_duration, config
-        self._metrics = metrics or (lambda: engine.state.metrics)
         self._hooks, self._stop = hooks or StateHooks(), stop or Stop()
-        self._emit = Emitter(tuple(self.checkpoints.sinks))
-        self._state = _EngineState(engine, self._emit)
+        self._emit = reporting(self.checkpoints)
+        self._state = EngineState(engine, self._emit)
+        self._evaluator, self._measured = evaluator, Measured(engine, evaluator)
+        self._validations: Validations | None = None
+        self._has_begun = self._has_warned = False
         self._resumed: Checkpoint | None = None
         self._generators: Generators | None = None
         """Those that were resumed, until training goes on."""
@@ -148,6 +137,9 @@ class HoldfastRun:
         )
         with self._stop, manager:
             self._resumed = self._resume(manager, components, which, begin_from)
+            self._validations = Validations(
+                self.checkpoints, manager, _leaders, to_come=self._evaluator is not None
+            )
             if self._resumed is not None and not self._state.is_loaded:
                 self._count(self._resumed, length, max_epochs)
             self._generators = None if self._resumed is None else Generators()
@@ -179,6 +171,8 @@ class HoldfastRun:
         begin_from: str | os.PathLike[str] | None,
     ) -> Checkpoint | None:
         found = manager.resume(which)
+        given = "" if begin_from is None else os.fspath(begin_from)
+        say_start(self.checkpoints, manager, found, begun_with=given)
         if found is not None or begin_from is None:
             return found
         store, name, folder = place_of(begin_from)
@@ -223,30 +217,39 @@ class HoldfastRun:
 
     def _train(self, data: Any, max_epochs: int | None, epoch_length: int | None) -> None:
         """Run the Engine, with handlers that come after all others."""
-        handlers = [
-            (Events.STARTED, self._started),
-            (Events.EPOCH_STARTED, self._epoch_started),
-            (Events.ITERATION_COMPLETED, self._iteration_completed),
-            (Events.EPOCH_COMPLETED, self._epoch_completed),
+        handlers: list[tuple[Engine, Events, Callable[..., None]]] = [
+            (self.engine, Events.STARTED, self._started),
+            (self.engine, Events.EPOCH_STARTED, self._epoch_started),
+            (self.engine, Events.ITERATION_COMPLETED, self._iteration_completed),
+            (self.engine, Events.TERMINATE_SINGLE_EPOCH, self._epoch_terminated),
+            (self.engine, Events.EPOCH_COMPLETED, self._epoch_completed),
+            (self.engine, Events.EXCEPTION_RAISED, self._failed),
         ]
-        for event, handler in handlers:
-            self.engine.add_event_handler(event, handler)
+        if self._evaluator is not None:
+            handlers.append((self._evaluator, Events.COMPLETED, self._validated))
+        for engine, event, handler in handlers:
+            engine.add_event_handler(event, handler)
+        self._has_begun, before = False, self.engine.state.iteration
         try:
             self.engine.run(data, max_epochs=max_epochs, epoch_length=epoch_length)
+            if not self._has_begun and self.engine.state.iteration == before:
+                # Once after an error, a run of Ignite's does nothing: it ends the one before.
+                self.engine.run(data, max_epochs=max_epochs, epoch_length=epoch_length)
         finally:
-            for event, handler in handlers:
-                self.engine.remove_event_handler(handler, event)
+            for engine, event, handler in handlers:
+                engine.remove_event_handler(handler, event)
 
     def _finish(self, manager: CheckpointManager) -> None:
         if self.engine.state.iteration % self._accumulate:
             self._emit("warning", "the last step is not saved: it has not all of its iterations")
         elif self.engine.state.iteration:
-            manager.save(self._step, epoch=self._epoch, metrics=self._metrics(), reason="end")
+            manager.save(self._step, epoch=self._epoch, metrics=self._measured.now(), reason="end")
         manager.wait()
 
     # Handlers
 
     def _started(self, _: Engine) -> None:
+        self._has_begun = True
         self._restore_generators()
         if self._is_between:
             self._generators = None
@@ -262,24 +265,43 @@ class HoldfastRun:
     def _epoch_completed(self, _: Engine) -> None:
         self._save("step", "epoch")
 
+    def _epoch_terminated(self, *_: Any, **__: Any) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            self._emit(
+                "warning",
+                f"terminate_epoch() at iteration {self.engine.state.iteration}: the Engine does "
+                "not record where its epochs end, so from here on a resume is not exact",
+            )
+
+    def _failed(self, _: Engine, error: BaseException) -> None:
+        """End the run by the error, also where other handlers have let it pass.
+
+        The state within an iteration is none to go on from, and none to save.
+        """
+        raise error
+
+    def _validated(self, _: Engine) -> None:
+        assert self._validations is not None
+        is_saved = self._measured.is_between and not self.engine.state.iteration % self._accumulate
+        self._validations.ended(self._step if is_saved else None, self._measured.now())
+
     def _restore_generators(self) -> None:
         """Set the generators again: since the resume, handlers have drawn from them."""
         if self._generators is not None:
             self._generators.put_back()
 
     def _save(self, *events: Event) -> None:
-        manager = self.manager
+        manager, validations = self.manager, self._validations
         assert manager is not None
+        assert validations is not None
         if self.engine.state.iteration % self._accumulate:
             return  # gradients are being accumulated
-        if len(events) > 1 or not manager.is_quiet(self._step):
-            manager.maybe_save(
-                self._step, epoch=self._epoch, metrics=self._metrics(), event=list(events)
-            )
+        metrics = self._measured.now()
+        if len(events) > 1 or validations.was_at(self._step) or not manager.is_quiet(self._step):
+            validations.maybe_save(self._step, events=events, metrics=metrics, epoch=self._epoch)
         if self._stop.requested:
-            manager.save(
-                self._step, epoch=self._epoch, metrics=self._metrics(), reason="signal", wait=True
-            )
+            manager.save(self._step, epoch=self._epoch, metrics=metrics, reason="signal", wait=True)
             self.engine.interrupt()
 
     @property
@@ -296,52 +318,6 @@ class HoldfastRun:
         return int(self.engine.state.iteration) % int(self.engine.state.epoch_length) == 0
 
 
-class _EngineState:
-    """The component `trainer`: the counters of an Engine, and its user keys."""
-
-    def __init__(self, engine: Engine, emit: Emitter) -> None:
-        self._engine, self._emit = engine, emit
-        self.is_loaded = self.has_stopped = False
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the Engine's state, and whether it was terminated before its goal."""
-        state = self._engine.state
-        is_there = state.max_epochs and state.iteration >= state.max_epochs * state.epoch_length
-        return {
-            "of": _OURS,
-            "has_stopped": bool(self._engine.should_terminate) and not is_there,
-            "engine": dict(self._engine.state_dict()),
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Set the Engine's state, unless another trainer has saved it."""
-        note = left_out(state, _OURS)
-        self.is_loaded = note is None
-        if note is not None:
-            self._emit("warning", note)
-        else:
-            self._engine.load_state_dict(state["engine"])
-            self.has_stopped = state["has_stopped"]
-
-
-def _check(engine: Engine) -> None:
-    """Check that the Engine has all that this bridge uses.
-
-    Raises:
-        UsageError: lists what it lacks.
-    """
-    version = getattr(ignite, "__version__", "unknown")
-    wrong = [
-        f"engine.{name}: Ignite {version} has none; supported are {SUPPORTED}"
-        for name in _NEEDED
-        if not hasattr(engine, name)
-    ]
-    if not engine.interrupt_resume_enabled:
-        wrong.append("Engine.interrupt_resume_enabled is False: a signal could not end the run")
-    if wrong:
-        raise UsageError("HoldfastRun:\n" + listing(wrong))
-
-
 def _length(data: Any) -> int:
     if not hasattr(data, "__len__"):
         raise UsageError(
@@ -349,3 +325,11 @@ def _length(data: Any) -> int:
             "its batches"
         )
     return len(data)
+
+
+def _leaders(numbers: list[int]) -> Sequence[int]:
+    """Return the numbers that the first rank has given, on all ranks."""
+    if idist.get_world_size() == 1:
+        return numbers
+    found: list[int] = json.loads(str(idist.broadcast(json.dumps(numbers), src=0)))
+    return found

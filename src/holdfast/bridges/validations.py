@@ -1,0 +1,95 @@
+"""Validations of another library's trainer, as its saves see them.
+
+A checkpoint has the metrics of a validation only if it has the weights that were validated. So
+where a rule `Best` would keep these, they are saved at the validation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from holdfast.engine.checkpoint import metrics_by_step
+from holdfast.engine.options import Checkpoints, best_rules
+from holdfast.errors import SaveSkipped
+from holdfast.launched import present_ranks
+from holdfast.manager import CheckpointManager
+from holdfast.policy.best import BestSaves
+from holdfast.policy.savers import Due
+from holdfast.policy.schedule import together
+from holdfast.policy.triggers import Event
+
+Agree = Callable[[list[int]], Sequence[int]]
+"""Returns the numbers that the leader has given; called on all ranks at the same point."""
+
+
+class Validations:
+    """What was measured at the present step, and the saves that it makes due."""
+
+    def __init__(
+        self, checkpoints: Checkpoints, manager: CheckpointManager, agree: Agree, *, to_come: bool
+    ) -> None:
+        """Read the metrics of existing checkpoints.
+
+        `to_come`: whether the trainer validates at all. Until it has done so once, no warning says
+        that a rule's metric is missing.
+        """
+        self._manager, self._agree = manager, agree
+        self._best = BestSaves(best_rules(checkpoints))
+        self._step, self._metrics = -1, dict[str, float]()
+        self._was_within = False
+        """Whether a validation was within the present step."""
+        self._awaits_first = to_come
+        if to_come:
+            manager.expect_metrics()
+        if self._best and present_ranks().rank == 0:
+            self._best.begin(metrics_by_step(manager.list()))
+
+    @property
+    def are_watched(self) -> bool:
+        """Whether a rule `Best` looks at metrics."""
+        return bool(self._best)
+
+    def ended(self, step: int | None, metrics: Mapping[str, float]) -> None:
+        """Note the end of a validation of the weights at `step`.
+
+        None: it was within a step, where nothing can be saved.
+        """
+        self._was_within |= step is None
+        if step is not None:
+            before = self._metrics if step == self._step else {}
+            self._step, self._metrics = step, {**before, **self._best.of(metrics)}
+
+    def maybe_save(
+        self,
+        step: int,
+        *,
+        events: Sequence[Event],
+        metrics: Mapping[str, float],
+        wanted: Due | None = None,
+        **counters: Any,
+    ) -> None:
+        """Save what is due by the manager's policy, by a rule `Best`, or because it is `wanted`."""
+        happened, dues = [*events], [] if wanted is None else [wanted]
+        if self.was_at(step):
+            happened.append("evaluation")
+            dues += self._due(step)
+        pending = self._manager.maybe_save(
+            step, metrics=metrics, event=happened, wanted=together(dues), **counters
+        )
+        if self._step == step and self._awaits_first:
+            self._awaits_first = False
+            self._manager.expect_metrics(step)
+        self._step, self._was_within = -1, False
+        if pending is not None and not isinstance(pending.failure(), SaveSkipped):
+            self._best.begun(step, metrics)
+
+    def was_at(self, step: int) -> bool:
+        """Whether a validation was at this step or within it, and no call of `maybe_save` since."""
+        return self._was_within or self._step == step
+
+    def _due(self, step: int) -> list[Due]:
+        if not self._best or step != self._step:
+            return []
+        due = self._best.save_for(self._agree(self._best.keeping(step, self._metrics)))
+        return [] if due is None else [due]

@@ -1,0 +1,106 @@
+"""Saves at validations for rules `Best`: the state of one is saved where such a rule would keep it.
+
+An interval of saves and one of validations may never meet, and then a rule `Best` would find its
+metric in no checkpoint.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from holdfast.policy.rule import MAIN, Rule, flat
+from holdfast.policy.rules import Best
+from holdfast.policy.savers import Due, SideSaver
+from holdfast.policy.schedule import together
+from holdfast.policy.triggers import Metrics
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BestRule:
+    """A rule `Best` of a run's retention, with the saver whose checkpoints it is about."""
+
+    rule: Best
+    saver: str
+    components: tuple[str, ...] | None
+    """What that saver saves; None: the whole state."""
+
+    def keeps(self, value: float, others: Sequence[float]) -> bool:
+        """Whether the rule would keep a new checkpoint with this value, beside earlier ones."""
+        sign = 1 if self.rule.mode == "min" else -1
+        num_as_good = sum(sign * other <= sign * value for other in others)
+        return math.isfinite(value) and num_as_good < self.rule.n
+
+    @property
+    def due(self) -> Due:
+        """The save that the rule asks for."""
+        named = () if self.saver == MAIN else (self.saver,)
+        reason = f"best {self.rule.metric}"
+        return Due("permanent", reason, savers=named, components=self.components)
+
+
+def best_rules_of(rules: Sequence[Rule], savers: Sequence[SideSaver]) -> tuple[BestRule, ...]:
+    """List the rules `Best` in some rules, of all savers, each once."""
+    components = {saver.name: saver.components for saver in savers}
+    found = [
+        BestRule(rule=part, saver=saver, components=components.get(saver))
+        for rule in rules
+        for part, saver, _ in flat(rule)
+        if isinstance(part, Best)
+    ]
+    return tuple(dict.fromkeys(found))
+
+
+class BestSaves:
+    """Decides whether the state of a validation is saved: where a rule `Best` would keep it."""
+
+    def __init__(self, rules: Sequence[BestRule]) -> None:
+        """Decide for these rules."""
+        self._rules = tuple(rules)
+        self._names = {item.rule.metric for item in self._rules}
+        self._known: dict[int, Metrics] = {}
+        """Metrics of the checkpoints that exist or are being saved, by step."""
+
+    def __bool__(self) -> bool:
+        """Whether there is any rule to decide for."""
+        return bool(self._rules)
+
+    def begin(self, known: Mapping[int, Metrics]) -> None:
+        """Set the metrics of existing checkpoints, by step."""
+        self._known = {step: self.of(metrics) for step, metrics in known.items()}
+
+    def due(self, step: int, metrics: Metrics) -> Due | None:
+        """Return the save that is due after a validation with these metrics, if any."""
+        return self.save_for(self.keeping(step, metrics))
+
+    def keeping(self, step: int, metrics: Metrics) -> list[int]:
+        """Return the numbers of the rules that would keep a checkpoint with these metrics."""
+        now = self.of(metrics)
+        return [at for at, item in enumerate(self._rules) if self._is_kept(item, step, now)]
+
+    def save_for(self, numbers: Sequence[int]) -> Due | None:
+        """Return the save that rules ask for, given their numbers."""
+        return together([self._rules[number].due for number in numbers])
+
+    def begun(self, step: int, metrics: Metrics) -> None:
+        """Note that a checkpoint with these metrics is being saved."""
+        if found := self.of(metrics):
+            self._known[step] = found
+
+    def failed(self, step: int) -> None:
+        """Forget the checkpoint of a step: it failed, or does not count."""
+        self._known.pop(step, None)
+
+    def of(self, metrics: Metrics) -> dict[str, float]:
+        """Return those metrics that a rule is about."""
+        return {name: metrics[name] for name in self._names if name in metrics}
+
+    def _is_kept(self, item: BestRule, step: int, now: Metrics) -> bool:
+        name = item.rule.metric
+        earlier = [
+            found[name]
+            for at, found in self._known.items()
+            if at != step and math.isfinite(found.get(name, math.nan))
+        ]
+        return name in now and item.keeps(now[name], earlier)
