@@ -99,8 +99,10 @@ WITHOUT_TORCH_MODULES = (
     "holdfast.state.patterns",
     "holdfast.testing.ranks",
 )
-# The only modules that speak to other ranks: through the group's store, and by collectives.
+# The only modules that speak to other ranks: through the group's store, and by collectives. (The
+# bridges to Lightning and transformers ask the trainer to.)
 SPEAKERS = {
+    "holdfast.bridges.ignite.run",
     "holdfast.ranks.c10d",
     "holdfast.ranks.exchange",
     "holdfast.train.parallel.group",
