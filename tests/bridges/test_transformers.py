@@ -137,7 +137,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "max_steps": 10,
         "every": "2step",
     },
-    "epochs": {"max_steps": -1, "num_train_epochs": 3, "every": "1ep"},
+    "epochs": {"max_steps": -1, "num_train_epochs": 3, "every": "1ep", "eval_on_start": True},
     "workers": {"dataloader_num_workers": 2, "max_steps": 16},
 }
 
@@ -293,6 +293,14 @@ def test_the_mean_loss_at_the_end_is_that_of_all_lives(tmp_path: Path) -> None:
     for goal in (5, 9, 14, 14):
         output = trainer(tmp_path / "run", max_steps=goal, **steady).train()
     assert output.training_loss == whole.training_loss == output.metrics["train_loss"]
+
+
+def test_the_evaluation_before_the_first_step_is_made_once(tmp_path: Path) -> None:
+    for goal in (2, 4):
+        one = trainer(tmp_path, max_steps=goal, eval_on_start=True)
+        one.train()
+        assert one.args.eval_on_start
+    assert [log["step"] for log in one.state.log_history if "eval_loss" in log] == [0]
 
 
 def test_tokens_per_second_are_of_this_life(tmp_path: Path) -> None:

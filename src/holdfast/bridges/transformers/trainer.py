@@ -186,6 +186,7 @@ class CheckpointedMixin(_Trainer):
                 self._write_step(Path(folder), step)
             self._folder = None if step is None else Path(str(folder))
             closing.callback(self._forget)
+            closing.callback(setattr, self.args, "eval_on_start", self.args.eval_on_start)
             closing.enter_context(loaders_skip_by_themselves())
             closing.push(self._close)
             output = super().train(folder, None, *args, **kwargs)
@@ -286,6 +287,7 @@ class CheckpointedMixin(_Trainer):
         say_start(self.checkpoints, self.manager, found, begun_with=self._own_begin)
         if found is None:
             return
+        self.args.eval_on_start = False  # it was evaluated when the run began
         counters.apply(found)
         check_place(self._data, found, self.args)
         self._epochs.keep_generators()
