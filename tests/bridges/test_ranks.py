@@ -86,14 +86,22 @@ def test_one_rank_reports_for_all(name: str, tmp_path: Path) -> None:
         assert 4 in {one.step for one in manager.list()}
 
 
-def validate(root: Path, rank: int) -> list[int]:
-    """Train under Lightning, with a loss of validation that each rank has for itself."""
-    as_launched(rank)
+LOSSES = {0: [3.0, 2.0, 4.0], 1: [1.0, 5.0, 0.0]}
+"""Losses of validations at steps 2, 4 and 6, which each rank has for itself."""
+
+
+class Begun(list[int]):
+    """Steps of the saves that were begun."""
+
+    def __call__(self, event: holdfast.events.Event) -> None:
+        if event.kind == "save_started" and event.step not in self:
+            self.append(event.step)
+
+
+def validate_lightning(root: holdfast.Checkpoints, losses: list[float]) -> None:
     import lightning as library
 
     from holdfast.bridges.lightning import HoldfastCheckpoint
-
-    losses = iter([[3.0, 2.0, 4.0], [1.0, 5.0, 0.0]][rank])
 
     class Module(library.LightningModule):  # type: ignore[name-defined, misc]
         def __init__(self) -> None:
@@ -104,36 +112,94 @@ def validate(root: Path, rank: int) -> list[int]:
             return self.net(batch).square().mean()  # type: ignore[no-any-return]
 
         def validation_step(self, batch: Any, index: int) -> None:
-            self.log("val_loss", next(losses))
+            self.log("val_loss", losses.pop(0))
 
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
-    begun: list[int] = []
-    checkpoints = holdfast.Checkpoints(
-        root,
-        keep="last:1,best:val_loss",
-        sinks=[lambda event: begun.append(event.step) if event.kind == "save_started" else None],
-    )
-    library.Trainer(
-        max_epochs=4,
+    made = library.Trainer(
+        max_steps=7,
         accelerator="cpu",
         devices=RANKS,
         strategy="ddp",
-        check_val_every_n_epoch=1,
         num_sanity_val_steps=0,
-        callbacks=[HoldfastCheckpoint(checkpoints)],
+        limit_val_batches=1,
+        callbacks=[HoldfastCheckpoint(root)],
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        limit_val_batches=1,
+    )
+    data, held_out = (Loader(torch.ones(rows, 1), batch_size=2) for rows in (8, 4))
+    made.fit(Module(), data, held_out)
+
+
+def validate_transformers(root: holdfast.Checkpoints, losses: list[float]) -> None:
+    import transformers as library
+
+    from holdfast.bridges.transformers import CheckpointedMixin
+
+    class Told(library.Trainer):  # type: ignore[name-defined, misc]
+        def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
+            found = {"val_loss": losses.pop(0) if losses else 9.0}
+            self.log(found)
+            self.callback_handler.on_evaluate(self.args, self.state, self.control, found)
+            return found
+
+    class Ours(CheckpointedMixin, Told):
+        pass
+
+    library.logging.set_verbosity_error()
+    arguments = library.TrainingArguments(
+        "unused",
         max_steps=7,
-    ).fit(Module(), Loader(torch.randn(8, 1), batch_size=2), Loader(torch.ones(4, 1), batch_size=2))
+        per_device_train_batch_size=4,
+        eval_strategy="steps",
+        eval_steps=2,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+        ddp_backend="gloo",
+    )
+    data = trainers.Rows()
+    Ours(trainers.Net(), arguments, train_dataset=data, eval_dataset=data, checkpoints=root).train()
+
+
+def validate_ignite(root: holdfast.Checkpoints, losses: list[float]) -> None:
+    from ignite.engine import Engine, Events
+
+    from holdfast.bridges.ignite import HoldfastRun
+
+    own, evaluator = trainers.Parts(), Engine(lambda *_: None)
+
+    @evaluator.on(Events.COMPLETED)
+    def measure(engine: Engine) -> None:
+        engine.state.metrics["val_loss"] = losses.pop(0)
+
+    engine = Engine(lambda *_: None)
+    engine.add_event_handler(Events.ITERATION_COMPLETED(every=2), lambda: evaluator.run([0]))
+    run = HoldfastRun(engine, root, {"model": own.model}, evaluator=evaluator)
+    run.run(Loader(torch.ones(14, 1), batch_size=1), max_epochs=1)
+
+
+VALIDATES = {
+    "ignite": validate_ignite,
+    "lightning": validate_lightning,
+    "transformers": validate_transformers,
+}
+
+
+def validate(name: str, root: Path, rank: int) -> list[int]:
+    as_launched(rank)
+    begun = Begun()
+    checkpoints = holdfast.Checkpoints(root, keep="last:1,best:val_loss", sinks=[begun])
+    VALIDATES[name](checkpoints, LOSSES[rank])
     return begun
 
 
 @pytest.mark.full
-def test_the_best_validation_is_the_leaders(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", VALIDATES)
+def test_the_best_validation_is_the_leaders(name: str, tmp_path: Path) -> None:
     """The loss of each rank is another: else they would save different steps, and wait in vain."""
-    needed("lightning")
-    assert run_ranks(RANKS, partial(validate, tmp_path)) == [[2, 4, 7], [2, 4, 7]]
+    needed(name)
+    assert run_ranks(RANKS, partial(validate, name, tmp_path)) == [[2, 4, 7], [2, 4, 7]]
