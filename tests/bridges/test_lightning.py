@@ -19,6 +19,7 @@ from bridges.frameworks import needed
 from holdfast.data import Loader
 from holdfast.errors import NoCheckpoint, StoreError, UsageError
 from holdfast.events import Event
+from holdfast.interop import export_checkpoint
 from holdfast.testing.faulty import Fault, FaultyStore
 from marks import full
 
@@ -406,6 +407,50 @@ def test_averages_of_weights_go_on(tmp_path: Path, stop_at: int) -> None:
         holdfast.load_weights(tmp_path / root, module)
     forks.assert_equal(dict(trained[1].state_dict()), dict(trained[0].state_dict()))
     assert not torch.equal(trained[0].net[0].weight, whole.lightning_module.net[0].weight)
+    tested = Regression()
+    other = trainer(Average(), HoldfastCheckpoint(tmp_path / "run"))
+    data = Loader(Noisy(), batch_size=22)
+    other.test(tested, data, ckpt_path=str(tmp_path / "run"), verbose=False)
+    forks.assert_equal(dict(tested.state_dict()), weights(whole))
+
+
+class Rows(Dataset[Any]):
+    """Rows that are the same each time."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> Any:
+        x = torch.linspace(-1, 1, 4) * (index % 7 + 1)
+        return x, x.square().sum().reshape(1)
+
+
+class Plain(Regression):
+    def __init__(self, rate: float = 0.01) -> None:
+        super().__init__(rate)
+        self.net[2].p = 0.0
+
+
+@pytest.mark.parametrize("part", [None, "net"])
+def test_lightning_itself_goes_on_from_an_export(tmp_path: Path, part: str | None) -> None:
+    """At the end of an epoch, with loops, callbacks, hyper-parameters and what hooks add."""
+
+    def train(data: Any, *more: Any, ckpt_path: Path | None = None, **options: Any) -> Any:
+        early = EarlyStopping("val_loss", patience=7)
+        made = trainer(early, *more, **{"val_check_interval": 1.0, **options})
+        made.fit(Plain(0.02), data, DataLoader(Rows(), batch_size=24), ckpt_path=ckpt_path)
+        return made
+
+    data, out = Loader(Rows(), batch_size=4, shuffle=False), tmp_path / "out.ckpt"
+    whole = train(data, HoldfastCheckpoint(tmp_path / "run", every="1ep", model=part))
+    made = export_checkpoint(f"{tmp_path / 'run'}@step=6", out, to="lightning")
+    assert not [note for note in made.notes if "the step alone" in note]
+    own = train(DataLoader(Rows(), batch_size=4), ckpt_path=out, enable_checkpointing=False)
+    assert (own.global_step, own.current_epoch) == (whole.global_step, whole.current_epoch)
+    forks.assert_equal(weights(own), weights(whole))
+    assert own.lightning_module.num_batches == whole.lightning_module.num_batches
+    loaded = Plain.load_from_checkpoint(out)
+    assert loaded.hparams["rate"] == 0.02
 
 
 def test_the_error_of_a_training_comes_out_where_closing_fails(tmp_path: Path) -> None:

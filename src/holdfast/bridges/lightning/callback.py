@@ -145,7 +145,7 @@ class HoldfastCheckpoint(CheckpointCallback):
         assert self._io is not None, "setup() comes first"
         self._emit = reporting(self.checkpoints)
         trainer.fit_loop.setup_data()
-        self._state = TrainerState(trainer, self._emit)
+        self._state = TrainerState(trainer, self._emit, self._part)
         components = {
             "model": model_of(pl_module, self._part),
             **components_of(trainer, self._emit),

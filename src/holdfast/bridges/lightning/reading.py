@@ -65,6 +65,8 @@ class ReadingIO(CheckpointIO):
             manager.load(folder or which, skip=[RNG])
         if is_fit:
             self.asked = store, folder or which
+        # Averages of the weights, which are what is tested, are in the place of the weights.
+        unread = {"loops", "state_dict"} if is_fit else {"loops"}
         content = (
             stored.content.get("checkpoint", {}) if stored.content.get("of") == FRAMEWORK else {}
         )
@@ -72,8 +74,8 @@ class ReadingIO(CheckpointIO):
             "pytorch-lightning_version": lightning.__version__,
             "epoch": 0,
             "global_step": 0,
-            **{name: one for name, one in content.items() if name != "loops"},
             "state_dict": module.state_dict(),
+            **{name: one for name, one in content.items() if name not in unread},
             "optimizer_states": [],
             "lr_schedulers": [],
         }

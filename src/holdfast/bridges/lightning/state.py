@@ -18,8 +18,8 @@ _HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
 class TrainerState:
     """The component `trainer`: loops, callbacks, and what hooks add to Lightning's checkpoint."""
 
-    def __init__(self, trainer: Any, emit: Emitter) -> None:
-        self._trainer, self._emit = trainer, emit
+    def __init__(self, trainer: Any, emit: Emitter, part: str | None) -> None:
+        self._trainer, self._emit, self._part = trainer, emit, part
         self.is_between = False
         """Whether an epoch has ended, and the next one has not begun."""
         self.is_within = False
@@ -58,6 +58,7 @@ class TrainerState:
             "metrics": dict(self._trainer.callback_metrics),
             "has_stopped": bool(self._trainer.should_stop),
             "of_model": of_model,
+            "part": self._part,
             "checkpoint": content,
         }
 

@@ -14,6 +14,7 @@ from holdfast.interop.source import LeftOut, Source
 VERSION = "2.6.0"
 """Version of Lightning in whose form it is written, unless the source tells another."""
 _VERSION_KEY = "pytorch-lightning_version"
+_FRAMEWORK = "lightning"
 
 
 def lightning_value(source: Source, values: Values, plan: ExportPlan) -> dict[str, Any]:
@@ -44,7 +45,7 @@ def lightning_value(source: Source, values: Values, plan: ExportPlan) -> dict[st
         "epoch": kept.get("epoch", 0),
         "global_step": step,
         _VERSION_KEY: VERSION,
-        "state_dict": values.component("model"),
+        "state_dict": _weights(source, values),
         "loops": _loops(step, len(schedulers)),
         "callbacks": {},
         "optimizer_states": optimizers,
@@ -55,8 +56,14 @@ def lightning_value(source: Source, values: Values, plan: ExportPlan) -> dict[st
 
 def _kept(source: Source, values: Values) -> dict[str, Any]:
     """Return the members of a `.ckpt` that a source from Lightning has kept."""
-    trainer = source.parts.get("trainer")
-    if trainer is None or not isinstance(trainer.tree, Mapping) or _VERSION_KEY not in trainer.tree:
+    tree = _trainer(source)
+    if isinstance(bridged := tree.get("checkpoint"), Mapping):
+        of_model = [name for name in tree.get("of_model", ()) if name != "state_dict"]
+        return {
+            **{key: values.value("trainer", one, f"trainer.{key}") for key, one in bridged.items()},
+            **{name: _weights(source, values) for name in of_model},
+        }
+    if _VERSION_KEY not in tree:
         return {}
     found: dict[str, Any] = {}
     for name in ("trainer", "state"):
@@ -66,6 +73,22 @@ def _kept(source: Source, values: Values) -> dict[str, Any]:
                 key: values.value(name, node, f"{name}.{key}") for key, node in part.tree.items()
             }
     return found
+
+
+def _trainer(source: Source) -> Mapping[str, Any]:
+    """Return the component `trainer` of a file of Lightning, or of `holdfast.bridges.lightning`."""
+    part = source.parts.get("trainer")
+    if part is None or not isinstance(part.tree, Mapping):
+        return {}
+    return part.tree if part.tree.get("of", _FRAMEWORK) == _FRAMEWORK else {}
+
+
+def _weights(source: Source, values: Values) -> Any:
+    """Return the weights under their names in the LightningModule, of which they may be a part."""
+    weights, part = values.component("model"), _trainer(source).get("part")
+    if not isinstance(part, str):
+        return weights
+    return type(weights)((f"{part}.{name}", one) for name, one in weights.items())
 
 
 def _numbered(source: Source, name: str) -> list[str]:
