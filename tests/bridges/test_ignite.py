@@ -138,6 +138,21 @@ def test_each_iteration_after_a_resume_is_trained_as_in_one_go(
     forks.assert_equal(resumed.weights(), whole.weights())
 
 
+def test_a_new_run_begins_with_the_first_batch_of_a_loader_that_was_used(tmp_path: Path) -> None:
+    """As after a search for a learning rate."""
+    seen: list[Event] = []
+    training = Training(holdfast.Checkpoints(tmp_path / "run", sinks=[seen.append]))
+    data = Loader(Noisy(), batch_size=4)
+    next(iter(data))
+    torch.manual_seed(5)
+    training.run.run(data, max_epochs=EPOCHS)
+    whole = Training(tmp_path / "whole")
+    torch.manual_seed(5)
+    whole.train()
+    forks.assert_equal(training.weights(), whole.weights())
+    assert "the data stood at batch 1 of epoch 0" in " ".join(event.message for event in seen)
+
+
 def test_a_finished_run_is_not_trained_again_unless_for_longer(tmp_path: Path) -> None:
     """D25."""
     first = Training(tmp_path).train()

@@ -25,7 +25,13 @@ from marks import full
 
 lightning = needed("lightning")
 import torch._dynamo  # noqa: E402 - the first optimizer imports it, once here for all forks
-from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint  # noqa: E402
+from lightning.pytorch.callbacks import (  # noqa: E402
+    Callback,
+    EarlyStopping,
+    LearningRateFinder,
+    ModelCheckpoint,
+)
+from lightning.pytorch.tuner import Tuner  # noqa: E402
 
 from holdfast.bridges.lightning import HoldfastCheckpoint  # noqa: E402
 
@@ -451,6 +457,21 @@ def test_lightning_itself_goes_on_from_an_export(tmp_path: Path, part: str | Non
     assert own.lightning_module.num_batches == whole.lightning_module.num_batches
     loaded = Plain.load_from_checkpoint(out)
     assert loaded.hparams["rate"] == 0.02
+
+
+@pytest.mark.parametrize("is_callback", [True, *full(False)])
+def test_a_new_run_begins_with_the_first_batch_after_a_search_for_a_rate(
+    tmp_path: Path, is_callback: bool
+) -> None:
+    """The search takes batches of the same Loader, and restores the model alone."""
+    finder = LearningRateFinder(num_training_steps=3, update_attr=False)
+    made = trainer(*([finder] if is_callback else []), HoldfastCheckpoint(tmp_path), max_epochs=1)
+    module, data = Regression(), train_data()
+    if not is_callback:
+        Tuner(made).lr_find(module, data, num_training=3, update_attr=False)
+        assert data.batch > 0
+    made.fit(module, data, Loader(Noisy(), batch_size=22))
+    assert made.global_step == 6
 
 
 def test_the_error_of_a_training_comes_out_where_closing_fails(tmp_path: Path) -> None:

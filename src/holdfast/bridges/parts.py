@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -99,6 +99,29 @@ class Generators:
         """Set the generators to these states."""
         for generator, state in self._states:
             generators.write(generator, state)
+
+
+def rewind(loaders: Iterable[Any], emit: Emitter | None = None) -> bool:
+    """Set those loaders that are ours to the first batch; return whether one stood elsewhere.
+
+    A new run begins there, also after a search for a learning rate has used the loader. `emit`
+    gets a note of it.
+    """
+    moved = False
+    for loader in loaders:
+        if not hasattr(loader, "at_epoch_end"):
+            continue
+        state = loader.state_dict()
+        first = {**state, "epoch": 0, "batch": 0}
+        if "at_end" in state:
+            first["at_end"] = False
+        if first != state:
+            moved = True
+            loader.load_state_dict(first)
+            text = f"the data stood at batch {state['batch']} of epoch {state['epoch']}"
+            if emit is not None:
+                emit("changed", f"{text}: the run is new, and begins with the first one")
+    return moved
 
 
 def taking_over(hooks: StateHooks) -> StateHooks:

@@ -16,7 +16,7 @@ from ignite.engine import Engine, Events
 
 from holdfast.arguments import checked
 from holdfast.bridges.ignite.state import EngineState, Measured, check_engine
-from holdfast.bridges.parts import Generators, reporting, say_start, start_from, taking_over
+from holdfast.bridges.parts import Generators, reporting, rewind, say_start, start_from, taking_over
 from holdfast.bridges.validations import Validations
 from holdfast.data.options import check_whole
 from holdfast.engine.access import place_of
@@ -140,6 +140,8 @@ class HoldfastRun:
             self._validations = Validations(
                 self.checkpoints, manager, _leaders, to_come=self._evaluator is not None
             )
+            if self._resumed is None:
+                rewind([components.get("data")], self._emit)
             if self._resumed is not None and not self._state.is_loaded:
                 self._count(self._resumed, length, max_epochs)
             self._generators = None if self._resumed is None else Generators()

@@ -20,8 +20,10 @@ from holdfast.bridges.lightning.measured import NO_STEP, Measured, Numbers
 from holdfast.bridges.lightning.reading import ReadingIO
 from holdfast.bridges.lightning.seams import (
     begin_anew,
+    begin_data,
     check_trainer,
     components_of,
+    given_path,
     model_of,
 )
 from holdfast.bridges.lightning.state import TrainerState
@@ -161,7 +163,7 @@ class HoldfastCheckpoint(CheckpointCallback):
         )
         self._open = ExitStack()
         self._open.push(self.manager)
-        resumed = self._resume(self.manager, components, trainer.ckpt_path)
+        resumed = self._resume(self.manager, components, given_path(trainer))
         self._measured = Measured(trainer)
         self._validations = Validations(
             self.checkpoints,
@@ -173,6 +175,8 @@ class HoldfastCheckpoint(CheckpointCallback):
             trainer._checkpoint_connector._loaded_checkpoint = {}
             self._generators = Generators()
             self._state.stand(resumed)
+        elif not given_path(trainer):
+            begin_data(trainer, self._emit)
         self._step, self._has_ended = trainer.global_step, False
         self._wrap(trainer.fit_loop)
 
@@ -229,7 +233,7 @@ class HoldfastCheckpoint(CheckpointCallback):
     # Steps of these
 
     def _resume(
-        self, manager: CheckpointManager, components: dict[str, Any], ckpt_path: object
+        self, manager: CheckpointManager, components: dict[str, Any], ckpt_path: str
     ) -> Checkpoint | None:
         asked = self._io.asked if self._io is not None else None
         if asked is not None and asked[0].url == manager.store.url:
@@ -239,7 +243,7 @@ class HoldfastCheckpoint(CheckpointCallback):
             say_start(self.checkpoints, manager, found)
             return found
         found = manager.resume()
-        given = "" if ckpt_path is None else without_secrets(str(ckpt_path))
+        given = without_secrets(ckpt_path)
         if found is not None and given:
             self._emit("warning", f"{found.path} goes on, and not ckpt_path={given}")
         say_start(self.checkpoints, manager, found, begun_with=given)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from operator import attrgetter
 from typing import Any
 
@@ -9,6 +10,7 @@ import lightning
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
 from holdfast.bridges.naming import numbered
+from holdfast.bridges.parts import rewind
 from holdfast.errors import UsageError, listing
 from holdfast.events import Emitter
 
@@ -145,11 +147,21 @@ def position_of(trainer: Any) -> Any:
 def begin_anew(trainer: Any) -> None:
     """Set the loaders of validations to their first batch."""
     training = trainer.fit_loop._combined_loader.flattened
-    for loader in trainer.fit_loop.epoch_loop.val_loop._combined_loader.flattened:
-        if hasattr(loader, "at_epoch_end") and not any(loader is one for one in training):
-            state = loader.state_dict()
-            at_end = {"at_end": False} if "at_end" in state else {}
-            loader.load_state_dict({**state, "epoch": 0, "batch": 0, **at_end})
+    loaders = trainer.fit_loop.epoch_loop.val_loop._combined_loader.flattened
+    rewind(one for one in loaders if not any(one is other for other in training))
+
+
+def given_path(trainer: Any) -> str:
+    """Return the `ckpt_path` of a fit; "" if there is none, or a tuner has removed its own file."""
+    path = "" if trainer.ckpt_path is None else str(trainer.ckpt_path)
+    was_tuned = path.endswith(".ckpt") and "://" not in path and not os.path.exists(path)
+    return "" if was_tuned else path
+
+
+def begin_data(trainer: Any, emit: Emitter) -> None:
+    """Set the loaders of the training to their first batch, as the run is new."""
+    if rewind(trainer.fit_loop._combined_loader.flattened, emit):
+        iter(trainer.fit_loop._data_fetcher)  # the iterator was made before
 
 
 def shown_metrics(trainer: Any) -> dict[str, Any]:
