@@ -1093,3 +1093,24 @@ def test_a_checkpoint_that_is_rejected_while_it_is_compared_is_not_the_result(
 
         monkeypatch.setattr(saver, "digest_staged", reject_meanwhile)
         assert manager.save(1).wait().folder != first.folder
+
+
+def test_a_metric_that_is_still_to_come_is_no_warning_and_other_lacks_are() -> None:
+    seen: list[str] = []
+    rule = Best("loss") | EveryNth("1ep")
+    with CheckpointManager(
+        MemoryStore(), {"n": {}}, keep=rule, sinks=[lambda event: seen.append(event.message)]
+    ) as manager:
+        manager.expect_metrics()
+        for step in (1, 2):
+            manager.save(step)
+            manager.wait()
+        told = [text for text in seen if "which no checkpoint has" in text]
+        assert len(told) == 1
+        assert told[0].startswith("the rule 'every 1ep'")
+        manager.expect_metrics(until=3)
+        for step in (3, 4):
+            assert len([text for text in seen if "the metric 'loss'" in text]) == 0
+            manager.save(step)
+            manager.wait()
+        assert len([text for text in seen if "the metric 'loss'" in text]) == 1

@@ -232,9 +232,9 @@ class Deleter:
 
     def _report_lacks(self, planned: Sequence[Planned]) -> None:
         """Warn of what parts of the rule need and no checkpoint has, once it cannot come late."""
-        if max((item.entry.step for item in planned), default=0) <= self._emit.first_metrics_at:
-            return
-        lacks = unmet([item.decision.entry for item in planned], self._rule)
+        newest = max((item.entry.step for item in planned), default=0)
+        entries = [item.decision.entry for item in planned]
+        lacks = unmet(entries, self._rule, of_metrics=newest > self._emit.first_metrics_at)
         for part, what in lacks.items():
             if self._is_first_time(part):
                 self._emit(

@@ -20,6 +20,7 @@ from holdfast.policy.rule import (
     picks_of_others,
     savers_of,
 )
+from holdfast.policy.rules import Best
 
 _Order = tuple[int, int]
 _NOTHING: frozenset[str] = frozenset()
@@ -123,15 +124,16 @@ def may_rest_on(base: Decision, item: Decision) -> bool:
     return stands_in(base.entry, item.entry, drop=base.drop)
 
 
-def unmet(entries: Sequence[Candidate], rule: Rule) -> dict[str, str]:
+def unmet(entries: Sequence[Candidate], rule: Rule, *, of_metrics: bool = True) -> dict[str, str]:
     """Map parts of a rule, as text, to what each needs and no checkpoint has, such as a metric.
 
     Such a part keeps all checkpoints that it applies to, and whole. For messages to the user, who
-    may have mistyped a metric or does not pass a counter.
+    may have mistyped a metric or does not pass a counter. `of_metrics`: also rules `Best`.
     """
     return {
         str(part) if saver == MAIN else f"{saver}: {part}": lack
         for part, saver, _ in flat(rule)
+        if of_metrics or not isinstance(part, Best)
         for lack, _ in _lacking(part, saver, entries)
     }
 

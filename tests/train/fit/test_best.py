@@ -90,6 +90,13 @@ def test_saves_and_validations_that_never_meet_keep_the_best_all_the_same(
     assert (outcome.best.step, outcome.best.metrics["val/loss"]) == (8, 1.0)
 
 
+def test_a_save_before_the_first_validation_is_no_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    trainer(MemoryStore(), every="1step", keep=Best("val/loss") | Last(1)).fit(5)
+    assert "which no checkpoint has" not in caplog.text
+
+
 def test_only_what_the_rule_would_keep_is_saved() -> None:
     store = MemoryStore()
     trainer(store, keep=Best("val/loss") | Last(99)).fit(11)

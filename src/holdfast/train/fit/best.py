@@ -25,6 +25,7 @@ def saves_of_validations(checkpoints: Checkpoints) -> BestSaves:
 def begin(best: BestSaves, manager: CheckpointManager, group: Group) -> None:
     """Read the metrics of existing checkpoints; all ranks call it, and use the leader's."""
     if best:
+        manager.expect_metrics()  # a validation that does not give them raises an error
         mine = metrics_by_step(manager.list()) if group.is_leader else {}
         best.begin(group.gather(mine)[0])
 
