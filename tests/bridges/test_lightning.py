@@ -437,7 +437,7 @@ class Plain(Regression):
         self.net[2].p = 0.0
 
 
-@pytest.mark.parametrize("part", [None, "net"])
+@pytest.mark.parametrize("part", ["net", *full(None)])
 def test_lightning_itself_goes_on_from_an_export(tmp_path: Path, part: str | None) -> None:
     """At the end of an epoch, with loops, callbacks, hyper-parameters and what hooks add."""
 

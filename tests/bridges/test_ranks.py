@@ -19,7 +19,6 @@ from bridges import trainers
 from bridges.frameworks import needed
 from distributed.run import run_ranks
 from holdfast.data import Loader
-from marks import full
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the frameworks, version by version
 RANKS = 2
@@ -69,8 +68,9 @@ def train(name: str, root: Path, rank: int) -> tuple[list[str], str]:
     return told, said.getvalue()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
-    "name", ["ignite", *full("lightning", "transformers", "accelerate", "torchtitan")]
+    "name", ["accelerate", "ignite", "lightning", "torchtitan", "transformers"]
 )
 def test_one_rank_reports_for_all(name: str, tmp_path: Path) -> None:
     needed(name)
