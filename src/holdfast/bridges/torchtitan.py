@@ -92,11 +92,7 @@ class HoldfastManager(BaseCheckpointManager):
         data = dataloader if isinstance(dataloader, Loader | Stream) else PerRank(dataloader)
         self._closing = contextlib.ExitStack()
         self._stop = self._closing.enter_context(Stop())
-        self._checkpoints = Checkpoints(
-            os.path.join(base_folder, config.folder),
-            every=f"{config.interval}step",
-            keep=Last(config.keep_latest_k) if config.keep_latest_k else None,
-        )
+        self._checkpoints = _options(config, base_folder)
         self.manager = CheckpointManager(
             self._checkpoints,
             {
@@ -184,6 +180,14 @@ class _Counters:
         """Tokens that were trained on; None: not counted."""
         count: int | None = self._theirs.state_dict().get(_TOKENS)
         return count
+
+
+def _options(config: Any, base_folder: str) -> Checkpoints:
+    return Checkpoints(
+        os.path.join(base_folder, config.folder),
+        every=f"{config.interval}step",
+        keep=Last(config.keep_latest_k) if config.keep_latest_k else None,
+    )
 
 
 def _check_version(states: Mapping[str, Any]) -> None:

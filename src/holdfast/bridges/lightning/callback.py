@@ -171,9 +171,9 @@ class HoldfastCheckpoint(CheckpointCallback):
             trainer.strategy.broadcast,
             to_come=trainer.enable_validation,
         )
+        self._generators = None if resumed is None else Generators()
         if resumed is not None:
             trainer._checkpoint_connector._loaded_checkpoint = {}
-            self._generators = Generators()
             self._state.stand(resumed)
         elif not given_path(trainer):
             begin_data(trainer, self._emit)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import transformers
@@ -41,6 +42,17 @@ def is_measure(name: str) -> bool:
     ['eval_loss']
     """
     return name not in _NOT_MEASURED and not name.endswith(_TIMINGS)
+
+
+def measured_at(step: int, log_history: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return what was measured at the last step that was logged, if it is `step`."""
+    found: dict[str, float] = {}
+    for logs in reversed(log_history):
+        if logs.get("step") != step:
+            break
+        numbers = {k: float(v) for k, v in logs.items() if isinstance(v, int | float)}
+        found = {**numbers, **found}  # of one name, the newest
+    return {name: value for name, value in found.items() if is_measure(name)}
 
 
 def leaders(value: Any) -> Any:

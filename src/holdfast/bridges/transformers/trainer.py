@@ -33,8 +33,8 @@ from holdfast.bridges.transformers.seams import (
     STATE_FILE,
     SUMMARY,
     check_names,
-    is_measure,
     leaders,
+    measured_at,
     refuse_arguments,
 )
 from holdfast.bridges.validations import Validations
@@ -301,7 +301,7 @@ class CheckpointedMixin(_Trainer):
         wanted = Due("permanent", "trainer") if self._is_asked else None
         self._is_asked = False
         epochs = self._data.epoch + is_epoch
-        metrics = self._metrics()
+        metrics = measured_at(step, self.state.log_history)
         events: list[Event] = ["step", "epoch"] if is_epoch else ["step"]
         self._validations.maybe_save(
             step, events=events, metrics=metrics, wanted=wanted, epoch=epochs
@@ -310,15 +310,6 @@ class CheckpointedMixin(_Trainer):
             control.should_training_stop = True
         if self._event == "epoch" and control.should_training_stop:
             self.manager.save(step, epoch=epochs, metrics=metrics, reason="final")
-
-    def _metrics(self) -> dict[str, float]:
-        """Return what was measured at the present step, such as `loss` and `eval_loss`."""
-        step, found = self.state.global_step, {}
-        for logs in reversed(self.state.log_history):
-            if logs.get("step") != step:
-                break
-            found.update({k: float(v) for k, v in logs.items() if isinstance(v, int | float)})
-        return {name: value for name, value in found.items() if is_measure(name)}
 
     def _is_done(self) -> bool:
         return bool(self.state.global_step >= self.state.max_steps)
