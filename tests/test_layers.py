@@ -40,7 +40,7 @@ INNER: dict[str, tuple[tuple[str, ...], ...]] = {
         ("local", "memory", "remote"),
     ),
     "ranks": (
-        ("coordinator",),
+        ("callthreads", "coordinator"),
         ("alone", "exchange", "messages"),
         ("c10d",),
         ("chosen",),

@@ -243,6 +243,8 @@ class CheckpointManager:
             self._ranks,
             timeout_s=checkpoints.save_timeout_s,
             look=partial(look, self.store, self._ranks.rank, self._emit),
+            may_wait=isinstance(checkpoints.root, Tiered)
+            and checkpoints.root.options.max_lag is not None,
         )
         self._moments = Moments(self._catalog, self._schedule, counters, self._emit)
         self._beginning = Beginning(
@@ -400,6 +402,7 @@ class CheckpointManager:
             self._raise_failure()
         self._tuning.look(now, is_writing=pending is not None and not pending.done())
         events, asked = self._outside.look(event, is_owner=self.is_owner)
+        due: Due | None = None
         try:
             # Pass metrics unread: to read a tensor's value makes each step wait for the device.
             again = asked.failed
@@ -408,19 +411,22 @@ class CheckpointManager:
             wishes = [wanted, asked.due, None if again is None else again.due]
             wanted = together([wish for wish in wishes if wish is not None])
             due = self._schedule.due(now, metrics or {}, events, vetoes=vetoes, wanted=wanted)
-            self._together.is_due_known = True
-            if self._ranks.is_leader and self._ranks.world_size > 1:
+            if due is None and asked.is_needed:
+                # The present step is saved already: the request gets that checkpoint, tags added.
+                due = Due(self._schedule.asked_class(vetoes), "demand")
+            self._together.know_due(due is not None)
+            if self._ranks.is_leader and not is_alone:
                 by_leader = self._schedule.due_by_leader(
                     now, metrics or {}, events, vetoes=vetoes, but=due
                 )
                 self._outside.ask(by_leader, pending, is_owner=self.is_owner)
-            if due is None and asked.is_needed:
-                # The present step is saved already: the request gets that checkpoint, tags added.
-                due = Due(self._schedule.asked_class(vetoes), "demand")
             if due is not None:
                 return self._save_as_asked(asked, now, due, metrics)
         except BaseException as error:
-            self._schedule.not_begun()
+            if is_alone or due is None:
+                self._schedule.not_begun()
+            else:
+                self._count_as_begun(due, now)  # as the other ranks do, which save at this call
             self._outside.refuse(asked, error)
             raise
         if not is_alone:
@@ -450,7 +456,7 @@ class CheckpointManager:
             DeadlineExceeded: it takes longer than `timeout_s` (default: the save deadline).
         """
         self._check_process()
-        limit_s = timeout_s if timeout_s is not None else self._saver.timeout_s
+        limit_s = timeout_s if timeout_s is not None else self._saver.limit_s
         end = time.monotonic() + limit_s
         self._saver.settle(limit_s)
         exits.record_raised(self)
@@ -709,14 +715,15 @@ class CheckpointManager:
     def close(self) -> None:
         """Finish saves and uploads, and release the run cleanly. A second call is a no-op.
 
-        Ends within `save_timeout_s` and a few seconds, also where the storage hangs.
+        Ends within `save_timeout_s` and a few seconds, also where the storage hangs; in a follower
+        after twice that, if the leader may wait for uploads (`max_lag`).
 
         Raises:
             SaveFailed: a background save failed, and its error was not raised yet.
             UploadFailed: not all was uploaded in time, and `on_upload_failure` is "raise".
             DeadlineExceeded: a save hangs; it was given up.
         """
-        self._close(self._saver.timeout_s)
+        self._close(self._saver.limit_s)
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -788,10 +795,7 @@ class CheckpointManager:
         # Whatever fails from here on fails the save of all ranks, which count their saves alike.
         with self._together.save(now.step) as joint:
             if joint.world_size > 1:
-                # Whether it can begin or not: each rank learns of that at another moment, and all
-                # must find the same saves due afterwards.
-                self._schedule.began(due, now)
-                self._newest = (due, now.step)
+                self._count_as_begun(due, now)
             measured = checked_metrics(metrics)
             self._check_usable()
             refuse_capture("save()")
@@ -810,6 +814,14 @@ class CheckpointManager:
         if self._hooks.save_begun is not None:
             self._hooks.save_begun(pending)
         return pending
+
+    def _count_as_begun(self, due: Due, now: Timestamp) -> None:
+        """Record a save of several ranks, whether it can begin or not.
+
+        Each rank learns of that at another moment, and all must find the same saves due afterwards.
+        """
+        self._schedule.began(due, now)
+        self._newest = (due, now.step)
 
     def _save_jointly(
         self,
@@ -914,7 +926,7 @@ class CheckpointManager:
     def _drain(self, *, but_housekeeping: bool = False) -> None:
         """Wait for the previous save, and raise its error."""
         wait = self._saver.wait_for_arenas if but_housekeeping else self._saver.settle
-        wait(self._saver.timeout_s)
+        wait(self._saver.limit_s)
         exits.record_raised(self)
         self._raise_failure()
 

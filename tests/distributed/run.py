@@ -27,8 +27,9 @@ def run_ranks(
     *,
     lost: Collection[int] = (),
     timeout_s: float = 120.0,
+    backend: str = "gloo",
 ) -> list[T | None]:
-    """Call `function(rank)` in as many processes, which form a group of gloo.
+    """Call `function(rank)` in as many processes, which form a group.
 
     The processes are forked from one that has imported torch. This process hosts the store, as the
     agent of torchrun does. The result of a rank that is `lost` is None: the function kills or stops
@@ -39,7 +40,8 @@ def run_ranks(
         TimeoutError: some ranks were not done after `timeout_s` seconds.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ranks = [_Rank(rank, num_ranks, store.port, function, timeout_s) for rank in range(num_ranks)]
+    words = (num_ranks, store.port, function, timeout_s, backend)
+    ranks = [_Rank(rank, *words) for rank in range(num_ranks)]
     try:
         _wait_for([ranks[rank] for rank in range(num_ranks) if rank not in lost], timeout_s)
     finally:
@@ -52,13 +54,19 @@ class _Rank(Generic[T]):
     """A process of the run, and what has come from it."""
 
     def __init__(
-        self, rank: int, num_ranks: int, port: int, function: Callable[[int], T], timeout_s: float
+        self,
+        rank: int,
+        num_ranks: int,
+        port: int,
+        function: Callable[[int], T],
+        timeout_s: float,
+        backend: str,
     ) -> None:
         self.rank = rank
         self.result: T | None = None
         self.reading, writing = _FORKS.Pipe(duplex=False)
         self._process: BaseProcess = _FORKS.Process(
-            target=_in_rank, args=(rank, num_ranks, port, function, timeout_s, writing)
+            target=_in_rank, args=(rank, num_ranks, port, function, timeout_s, backend, writing)
         )
         self._process.start()
         writing.close()
@@ -98,17 +106,19 @@ def _in_rank(
     port: int,
     function: Callable[[int], T],
     timeout_s: float,
+    backend: str,
     writing: Connection,
 ) -> None:
     torch.set_num_threads(1)
     try:
         patience = timedelta(seconds=timeout_s)
         store = dist.TCPStore("127.0.0.1", port, timeout=patience, wait_for_workers=False)
-        open_group("gloo", timeout_s=timeout_s, store=store, rank=rank, world_size=num_ranks)
+        open_group(backend, timeout_s=timeout_s, store=store, rank=rank, world_size=num_ranks)
         if store.add("connected", 1) == num_ranks:
             store.set("go", "")
         store.wait(["go"])  # else a rank that is done would disconnect from one that connects
         writing.send((function(rank), None))
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
     except BaseException:
         writing.send((None, traceback.format_exc()))

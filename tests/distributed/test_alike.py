@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,13 @@ def call_wrongly(root: Path, odd: int, rank: int) -> list[str]:
     """Save, load and save with a wrong argument on one rank, and then as all do."""
     member = Member(C10d.of_default_group())
     is_odd = rank == odd
-    with member.manager(root, every="10step", save_timeout_s=300) as manager:
+    extra: dict[str, object] = {"value": 1}
+    state = {**member.state, "extra": extra}
+    with member.manager(root, state=state, every="10step", save_timeout_s=300) as manager:
         said = [said_by(manager.save, 1, tags=["no good"] if is_odd else [])]
+        extra["value"] = threading.Lock() if is_odd else 1
+        said.append(said_by(manager.save, 1))
+        extra["value"] = 1
         said.append(said_by(manager.save, 2))
         said.append(said_by(manager.resume, override=["nothing"] if is_odd else []))
         said.append(said_by(manager.resume))
@@ -51,7 +57,7 @@ def test_a_call_that_raises_on_one_real_rank_fails_on_all_at_once(odd: int, tmp_
     for said in run_ranks(2, partial(call_wrongly, tmp_path / "run", odd)):
         assert said is not None
         assert [one == "done" for one in said] == [
-            *(False, True, False, True),
+            *(False, False, True, False, True),
             *(False, False, True, True),
         ], said
 

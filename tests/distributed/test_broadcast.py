@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg  # registers the backend "fake"
 from typing_extensions import override
 
 from allranks import Member
@@ -104,6 +105,21 @@ def test_real_ranks_send_each_other_what_they_share(
         read += of_rank[1]
     nbytes = tensors_nbytes(tmp_path / "run")
     assert nbytes <= read < 1.5 * nbytes + 20_000 * num_ranks, (read, nbytes)
+
+
+@pytest.mark.full
+def test_a_group_with_a_backend_for_each_device_exchanges_through_that_of_the_cpu(
+    tmp_path: Path,
+) -> None:
+    """Such as "cpu:gloo,cuda:nccl", here without a GPU."""
+    backend = "cpu:gloo,cuda:fake"
+    (saved, *_) = run_ranks(2, partial(save, tmp_path / "run", "ddp"), backend=backend)
+    loaded = run_ranks(2, partial(load, tmp_path / "run", "ddp"), backend=backend)
+    for of_rank in loaded:
+        assert of_rank is not None
+        assert of_rank[0] == saved
+    read = sum(of_rank[1] for of_rank in loaded if of_rank is not None)
+    assert read < 1.5 * tensors_nbytes(tmp_path / "run") + 40_000
 
 
 def lose(root: Path, odd: int, how: signal.Signals, rank: int) -> tuple[str, float]:

@@ -11,6 +11,8 @@ Known of torch 2.13 (docs/decisions/0034):
   is made later.
 * A thread that returns from a call while the interpreter ends aborts the process. So threads take
   turns, and the last turn is taken at exit.
+* From Python 3.12 on no thread can be started at exit. So one is always ready for a save that ends
+  then.
 * Keys outlive the processes that wrote them. So all keys of a life of the group have its nonce.
 """
 
@@ -23,9 +25,10 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from threading import Condition, Lock, Thread
+from threading import Condition, Lock
 from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
@@ -42,8 +45,10 @@ from holdfast.errors import (
     RanksSilent,
     UsageError,
 )
+from holdfast.ranks.callthreads import CallThreads
 from holdfast.ranks.coordinator import (
     GRACE_S,
+    KEPT_S,
     LEADER,
     NUM_KEPT_ROUNDS,
     Collected,
@@ -101,6 +106,16 @@ def open_group(
         ) from error
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Round:
+    """Round of which keys may be left in the store."""
+
+    num_taken: int
+    """Number of its posts that were taken."""
+    used_s: float
+    """When this rank has collected or announced it last, in monotonic seconds."""
+
+
 class C10d(Coordinator):
     """Coordinator of the ranks of a process group, through a clone of the group's store.
 
@@ -132,15 +147,16 @@ class C10d(Coordinator):
         self._pid = os.getpid()
         self._turn = Condition(Lock())
         """Held by the thread that uses the store, so that no other is inside torch."""
-        weakref.finalize(self, _stop_calls, self._turn)
+        self._threads = CallThreads("holdfast-ranks")
+        weakref.finalize(self, _stop_calls, self._turn, self._threads)
         absent = [*range(1, world_size)] if self.is_leader else [LEADER]
         meet = partial(self._meet, store, absent, time.monotonic() + timeout_s)
         try:
             self._store = self._within(timeout_s, meet)
         except DeadlineExceeded as error:
             raise RanksSilent("meeting of all ranks", absent) from error
-        self._rounds: dict[str, int] = {}
-        """Tag of each round that may have keys left → number of its posts that were taken."""
+        self._rounds: dict[str, _Round] = {}
+        """Rounds that may have keys left, by tag; the one used last is the last."""
         self._group_store = store  # in rank 0 it may host the server, and end that with itself
         self._is_of_default_group = False
 
@@ -250,16 +266,27 @@ class C10d(Coordinator):
         return {names[name]: said for name, said in found.items()}
 
     def _retire(self, tag: str, num_taken: int) -> None:
-        """Note a round and its taken posts; delete what is left of those before the last few."""
-        self._rounds[tag] = self._rounds.pop(tag, 0) + num_taken
-        for old_tag in [*self._rounds][:-NUM_KEPT_ROUNDS]:
-            are_left = self._store.add(_count_key(old_tag), 0) != self._rounds.pop(old_tag)
-            self._store.delete_key(_count_key(old_tag))
-            self._store.delete_key(_over_key(old_tag))
-            with suppress(FormatError):  # no message, and none of this round
-                delete(self._store, _announcement_name(old_tag))
-                if are_left:
-                    self._take_posts(old_tag)
+        """Note a round and its taken posts; delete what is left of old ones."""
+        now = time.monotonic()
+        before = self._rounds.pop(tag, None)
+        num_taken += 0 if before is None else before.num_taken
+        self._rounds[tag] = _Round(num_taken=num_taken, used_s=now)
+        # A rank that waits long looks rarely, and many short rounds of others may pass meanwhile.
+        while len(self._rounds) > NUM_KEPT_ROUNDS:
+            old_tag = next(iter(self._rounds))
+            if now - self._rounds[old_tag].used_s < KEPT_S:
+                return
+            self._forget(old_tag, self._rounds.pop(old_tag).num_taken)
+
+    def _forget(self, tag: str, num_taken: int) -> None:
+        """Delete what is left of a round in the store."""
+        are_left = self._store.add(_count_key(tag), 0) != num_taken
+        self._store.delete_key(_count_key(tag))
+        self._store.delete_key(_over_key(tag))
+        with suppress(FormatError):  # no message, and none of this round
+            delete(self._store, _announcement_name(tag))
+            if are_left:
+                self._take_posts(tag)
 
     def _meet(self, store: TorchStore, absent: list[int], end: float) -> Store:
         """Agree on a nonce; return a clone of the store in which all keys begin with it."""
@@ -294,6 +321,8 @@ class C10d(Coordinator):
             leader = store.get("leader") if store.check(["leader"]) else greeted
             if leader != greeted:
                 store.set(f"hello/{leader.decode()}/{self.rank}", token.encode())
+                if greeted:  # of a former leader, whom nobody answers for any more
+                    store.delete_key(f"hello/{greeted.decode()}/{self.rank}")
                 greeted = leader
             return store.check([f"welcome/{token}"])
 
@@ -303,12 +332,12 @@ class C10d(Coordinator):
         return nonce
 
     def _within(self, timeout_s: float, job: Callable[[], T]) -> T:
-        """Run a job in a new thread, which is left behind if the store holds it longer than that.
+        """Run a job in another thread, which is left behind if the store holds it longer than that.
 
         Raises:
             UsageError: this process is a fork of the one that made the coordinator.
             DeadlineExceeded: the job is still running, or did not get a turn.
-            Disconnected: the store cannot be reached.
+            Disconnected: the store cannot be reached, or the interpreter exits.
         """
         if os.getpid() != self._pid:
             raise UsageError(
@@ -316,8 +345,7 @@ class C10d(Coordinator):
                 "of it, which must not use its connection: leave the agreement to the former"
             )
         future: Future[T] = Future()
-        args = (future, job, max(timeout_s, 0.0))
-        Thread(target=self._do, args=args, name="holdfast-ranks", daemon=True).start()
+        self._threads.run(partial(self._do, future, job, max(timeout_s, 0.0)))
         if not wait([future], timeout_s).done:
             raise DeadlineExceeded(
                 f"the store of torch.distributed did not answer within {timeout_s:.1f} s: the "
@@ -357,12 +385,13 @@ class C10d(Coordinator):
             self._turn.wait(min(pause_s, end - now))
 
 
-def _stop_calls(turn: Condition) -> None:
-    """Take the turn of a coordinator for good, when the interpreter exits.
+def _stop_calls(turn: Condition, threads: CallThreads) -> None:
+    """End idle threads, and take the turn of a coordinator for good, when the interpreter exits.
 
     A thread that returned from torch later would abort the process. One that is held by a store
     whose server is stopped does not return.
     """
+    threads.close()
     turn.acquire(timeout=_EXIT_S)
 
 

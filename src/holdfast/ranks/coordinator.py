@@ -23,6 +23,9 @@ GRACE_S = 5.0
 NUM_KEPT_ROUNDS = 16
 """Rounds after which the leader may delete what a late rank did not hear, or has posted too late.
 """
+KEPT_S = 60.0
+"""Seconds for which it keeps that in any case: ranks that wait look once a second, or come later.
+"""
 _NUM_KNOWN_USES = 100
 _MAX_REASON_LENGTH = 2000
 
@@ -111,8 +114,8 @@ class Coordinator(ABC):
 
     A round has a `tag`, the same in all ranks, which is used once: a rank that posts, collects or
     announces under one of its last tags again gets a `UsageError`. Users of one coordinator begin
-    their tags with a `number` of it. A follower may hear an announcement until the leader is
-    `NUM_KEPT_ROUNDS` rounds further.
+    their tags with a `number` of it. A follower may hear an announcement for `KEPT_S` seconds, and
+    until the leader is `NUM_KEPT_ROUNDS` rounds further.
 
     Every verb raises `Disconnected` where the ranks can no longer reach each other. No verb takes
     longer than its `timeout_s`, but for a few seconds in which `collect` reads what came. A message

@@ -33,7 +33,11 @@ class GroupExchange(Exchange):
         """Make the group, as all ranks must do at the same point of the program."""
         self._group = dist.new_group(timeout=timedelta(seconds=timeout_s))
         has_cpu = "cpu:" in dist.get_backend_config(self._group)
-        self._device = None if has_cpu else torch.device("cuda", torch.cuda.current_device())
+        self._device = None if has_cpu else _own_device()
+        if self._device is not None:
+            # NCCL connects in the first call, in which all ranks must take part. Not all of them
+            # need to share blocks in a load.
+            dist.all_reduce(torch.zeros(1, device=self._device), group=self._group)
         self._lost: set[int] = set()
 
     @override
@@ -58,6 +62,13 @@ class GroupExchange(Exchange):
     def _begun(self, ops: Sequence[_Operation]) -> list[Any]:
         batch = [dist.P2POp(op.do, op.tensor, group=self._group, group_peer=op.peer) for op in ops]
         return dist.batch_isend_irecv(batch)
+
+
+def _own_device() -> torch.device:
+    """Return the GPU of this rank: that of its process group, if it is bound to one."""
+    group = dist.group.WORLD
+    bound = None if group is None else group.bound_device_id
+    return bound or torch.device("cuda", torch.cuda.current_device())
 
 
 @dataclass(frozen=True, slots=True)

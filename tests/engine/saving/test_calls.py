@@ -7,14 +7,18 @@ import time
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from allranks import Member, all_of, on_ranks, save_on
 from holdfast import Tiered, errors
 from holdfast.engine.control.requests import ask
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.saving import together as together_module
+from holdfast.policy.triggers import Every, When
+from holdfast.ranks import c10d
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.faulty import Fault, FaultyStore
+from ranks.together import meet
 
 LONG_S = 300.0
 """No test waits for this deadline."""
@@ -113,6 +117,32 @@ def test_a_rank_whose_maybe_save_raises_again_and_again_lets_no_other_rank_wait(
     assert steps_in(store) == [10]
 
 
+@pytest.mark.parametrize("is_due", [True, False])
+def test_what_the_leader_alone_decides_and_cannot_loses_no_count_of_saves(is_due: bool) -> None:
+    """A function in `every` that raises there: the others may have begun a save of this call."""
+    store = MemoryStore()
+    odd = 4 if is_due else 5
+
+    def decide(now: Any, metrics: Any, event: Any) -> bool:
+        if now.step == odd:
+            raise errors.UsageError("cannot decide")
+        return False
+
+    def work(member: Member) -> list[str]:
+        every = Every("2step") | When(decide)
+        with member.manager(store, every=every, save_timeout_s=LONG_S) as manager:
+            manager.resume()
+            return [said_by(manager.maybe_save, step) for step in range(2, 9)]
+
+    leader, follower = all_of(on_ranks(2, work))
+    for rank, said in enumerate((leader, follower)):
+        assert [number + 2 for number, one in enumerate(said) if one != "committed"] == (
+            [odd] if rank == 0 or is_due else []
+        ), said
+    assert not is_due or "rank 0, in maybe_save, with a save due" in follower[2]
+    assert steps_in(store) == ([2, 6, 8] if is_due else [2, 4, 6, 8])
+
+
 def test_a_maybe_save_that_raised_where_nothing_can_be_due_costs_no_other_rank_a_wait() -> None:
     """A call that failed counts, so what the leader asks for is saved at one call by all."""
     store = MemoryStore()
@@ -197,10 +227,12 @@ def test_a_load_that_one_rank_refuses_fails_on_all_at_once_and_the_next_is_made_
         assert rank == odd or f"rank {odd}, in beginning the load" in said
 
 
+@pytest.mark.parametrize("next_waits", [False, True])
 def test_the_deadline_of_a_save_begins_when_the_leader_has_waited_for_uploads(
-    monkeypatch: pytest.MonkeyPatch,
+    next_waits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Followers that come early, the wait and the save each take most of the deadline."""
+    """Followers that come early, the wait and the save each take most of the deadline. They wait
+    long enough for the outcome, also where the next save does."""
     monkeypatch.setattr(together_module, "GRACE_S", 0.2)
     local, remote = MemoryStore("local"), MemoryStore("remote")
     upload = Fault(kind="hang", op="put", key="step-00000001*/manifest.json", deadline_s=60)
@@ -220,6 +252,9 @@ def test_the_deadline_of_a_save_begins_when_the_leader_has_waited_for_uploads(
                 threading.Event().wait(0.5 * timeout_s)
                 threading.Timer(0.7 * timeout_s, upload.release.set).start()
                 threading.Thread(target=release_later, daemon=True).start()
+            if next_waits:
+                manager.save(9)
+                return [*said, said_by(manager.save, 10)]
             return [*said, said_by(manager.save, 9)]
 
     def release_later() -> None:
@@ -227,4 +262,56 @@ def test_the_deadline_of_a_save_begins_when_the_leader_has_waited_for_uploads(
         threading.Timer(0.6 * timeout_s, slow.release.set).start()
 
     assert all_of(on_ranks(2, work)) == [["committed", "committed"]] * 2
-    assert steps_in(local) == [1, 9]
+    assert steps_in(local) == ([1, 9, 10] if next_waits else [1, 9])
+
+
+def test_an_interrupt_of_a_save_that_has_begun_fails_it_on_no_rank() -> None:
+    """It goes on in the background of the leader, and commits: one outcome for all."""
+    store = MemoryStore()
+    commit = Fault(kind="hang", op="put", key="step-*/manifest.json", deadline_s=60)
+    views = [FaultyStore(store, [commit]), store]
+
+    def work(member: Member) -> str:
+        with member.manager(views[member.rank], save_timeout_s=LONG_S) as manager:
+            if member.rank:
+                return manager.save(1).wait().folder
+            background = manager._saver._background
+            put = background.put
+
+            def interrupt(task: Any) -> None:
+                put(task)
+                assert commit.reached.wait(60)
+                raise KeyboardInterrupt
+
+            background.put = interrupt  # type: ignore[method-assign]
+            with pytest.raises(KeyboardInterrupt):
+                manager.save(1)
+            background.put = put  # type: ignore[method-assign]
+            commit.release.set()
+            pending = manager._saver.pending
+            assert pending is not None
+            return pending.committed.result(60).folder
+
+    first, second = all_of(on_ranks(2, work))
+    assert first == second
+
+
+def test_saves_that_fail_leave_nothing_in_the_store_of_the_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Neither what followers have posted before the leader failed, nor that they failed."""
+    monkeypatch.setattr(c10d, "KEPT_S", 0.0)
+    group, store, place = dist.HashStore(), MemoryStore(), threading.Barrier(3)
+
+    def work(member: Member) -> list[int]:
+        sizes = []
+        with member.manager(store, save_timeout_s=LONG_S, on_failure="warn") as manager:
+            for step in range(40):
+                wrong = member.rank == 0
+                assert said_by(manager.save, step, tags=["no good"] if wrong else []) != "committed"
+                place.wait(60)
+                sizes.append(group.num_keys())
+        return sizes
+
+    sizes, *_ = all_of(on_ranks(meet(lambda: group, 3), work))
+    assert max(sizes[30:]) <= max(sizes[10:20]) + 5, sizes

@@ -238,9 +238,11 @@ class SignalAlarm:
     def _say(self, received: str | None) -> None:
         if not self._has_said:
             self._has_said = True
-            Thread(
+            thread = Thread(
                 target=self._post, args=(received,), name="holdfast-signals", daemon=True
-            ).start()
+            )
+            with suppress(RuntimeError):  # the interpreter exits, and with it all ranks
+                thread.start()
 
     def _post(self, received: str | None) -> None:
         with suppress(HoldfastError):  # then the leader is lost, or learns it by itself

@@ -53,9 +53,13 @@ class JointSave:
     world_size = 1
     leads = True
     compares = True
+    patience_s = 0.0
+    """Seconds after the deadline of a save, as this rank knows it, in which its end may come."""
 
     def __init__(self) -> None:
         self.began_s = time.perf_counter()
+        self.is_under_way = False
+        """Whether the background has it, and alone says what becomes of it."""
 
     def __enter__(self) -> JointSave:
         return self
@@ -66,7 +70,7 @@ class JointSave:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if error is not None:
+        if error is not None and not self.is_under_way:
             self.fail(error, "preparing the save")
 
     def announce_wait(self) -> None:

@@ -41,7 +41,6 @@ from holdfast.format import blocks, layout
 from holdfast.format.manifest import Manifest
 from holdfast.policy.rule import MAIN
 from holdfast.policy.savers import Due
-from holdfast.ranks.coordinator import GRACE_S
 from holdfast.state.capture import Captured
 from holdfast.store.base import Store
 
@@ -101,6 +100,8 @@ class Saver:
         self._job: Future[None] | None = None
         self.threads = Threads()
         self.timeout_s = timeout_s
+        self.limit_s = timeout_s
+        """How long to wait for the end of the save under way."""
         self.pending: PendingSave | None = None
         self.standing: Entry | None = None
 
@@ -132,9 +133,8 @@ class Saver:
         Writing starts before the copy if that ends the caller's wait sooner, else after it.
         Overlapped tensors may still be being copied when this returns; optimizer steps wait.
         """
-        # What came of the other ranks is known some seconds after the deadline.
-        limit_s = self.timeout_s if joint.world_size == 1 else self.timeout_s + 2 * GRACE_S
-        pending = PendingSave(request.timestamp.step, due, timeout_s=limit_s)
+        self.limit_s = self.timeout_s + joint.patience_s
+        pending = PendingSave(request.timestamp.step, due, timeout_s=self.limit_s)
         self.pending = pending
         on_success = partial(
             self._emit,
@@ -263,6 +263,7 @@ class Saver:
     ) -> None:
         began = time.perf_counter()
         step = pending.step
+        joint.is_under_way = True
         self._emit("save_started", f"saving step {step}", step=step)
         try:
             joint.agree(self._owner, pending.phase)

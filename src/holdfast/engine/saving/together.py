@@ -145,6 +145,8 @@ class _RanksSave(JointSave):
         self._name = together.next_name()
         self._num_loads = together.num_loads
         self._end = time.monotonic() + together.timeout_s
+        waited_s = together.timeout_s if together.may_wait and not self.leads else 0.0
+        self.patience_s = 2 * GRACE_S + waited_s
         self._said = "shares"
         """Part of the save in which this rank says next that it failed."""
         self._plan_part = "plan"
@@ -258,6 +260,10 @@ class _RanksSave(JointSave):
         # Ranks that this does not reach learn it at the deadline, from the register.
         with suppress(HoldfastError):
             self._ranks.fail(self._tag(self._said), failure, timeout_s=_FAIL_S)
+            self._drop_posts()
+
+    def _drop_posts(self) -> None:
+        """Drop what ranks have posted of a save that failed, and will, in the leader."""
 
 
 class LeadingSave(_RanksSave):
@@ -268,6 +274,8 @@ class LeadingSave(_RanksSave):
     def __init__(self, together: Together, step: int) -> None:
         super().__init__(together, step)
         self._said = "plan"
+        self._uncollected = {"shares", "comparison", "files"}
+        """Parts in which followers may post or fail unread."""
         self.is_in_doubt = False
         """Whether this rank failed although its manifest may be in the register."""
 
@@ -410,6 +418,12 @@ class LeadingSave(_RanksSave):
         with suppress(HoldfastError):
             self._announce("outcome", _OutcomeNote(doubt=Failure.of(error, phase=phase)))
 
+    @override
+    def _drop_posts(self) -> None:
+        for part in sorted(self._uncollected):
+            self._uncollected.discard(part)
+            self._ranks.collect(self._tag(part), timeout_s=0.0)
+
     @staticmethod
     def _join(name: str, staged: Staged, trees: Sequence[bytes]) -> bytes:
         """Join the trees of all ranks.
@@ -486,6 +500,7 @@ class LeadingSave(_RanksSave):
 
     def _collect(self, part: str, kind: Any) -> list[Any]:
         tag = self._tag(part)
+        self._uncollected.discard(part)
         posts = self._ranks.collect(tag, timeout_s=self._left_s()).expect_all(tag)
         return [decoded(post, kind, tag) for post in posts]
 
@@ -638,12 +653,21 @@ class Together:
     """Makes the saves of one manager; keeps what its ranks agreed on in earlier ones."""
 
     def __init__(
-        self, ranks: Coordinator, *, timeout_s: float, look: Callable[[str], Look]
+        self,
+        ranks: Coordinator,
+        *,
+        timeout_s: float,
+        look: Callable[[str], Look],
+        may_wait: bool = False,
     ) -> None:
-        """Set up; a follower calls `look` to try the root in a scratch folder."""
+        """Set up; a follower calls `look` to try the root in a scratch folder.
+
+        `may_wait`: the leader may wait for uploads before a save, as long as for a save.
+        """
         self.ranks = ranks
         self.look = look
         self.timeout_s = timeout_s
+        self.may_wait = may_wait
         self.known: dict[tuple[str, ...], _Known] = {}
         self.shares: dict[tuple[str, ...], list[Share]] = {}
         """The leader's: shares of all ranks behind its last plan, by components."""
@@ -651,8 +675,8 @@ class Together:
         self._manager = ranks.number()
         self.num_loads = 0
         self._count = 0
-        self.is_due_known = True
-        """Whether this call of `maybe_save` has found out whether a save is due."""
+        self._is_due_known = self._is_due = False
+        """Whether this call of `maybe_save` has found out that a save is due, or that none is."""
         self.miscounted: str | None = None
         """Why some rank may number its saves otherwise than the others, until a load by all ranks;
         None: none does, as far as this rank knows."""
@@ -697,14 +721,20 @@ class Together:
                 self.save(-1).fail(error, "calling save")
             raise
 
+    def know_due(self, is_due: bool) -> None:
+        """Note whether a save is due in this call of `maybe_save`, as all ranks find alike."""
+        self._is_due_known, self._is_due = True, is_due
+
     @contextmanager
     def one_call(self) -> Iterator[None]:
-        """Tell the others if a `maybe_save` fails before it knows whether a save is due."""
-        self.is_due_known = False
+        """Tell the others if a `maybe_save` fails before it begins a save that may be due."""
+        self._is_due_known, before = False, self._count
         try:
             yield
         except BaseException as error:
-            if not self.is_due_known and self.miscounted is None:
+            if not self._is_due_known and self.miscounted is None:
                 self.miscounted = f"rank {self.ranks.rank} raised {error!r}"
                 self.save(-1).fail(error, _MISCOUNTED)
+            elif self._is_due_known and self._is_due and self._count == before:
+                self.save(-1).fail(error, "maybe_save, with a save due")
             raise
