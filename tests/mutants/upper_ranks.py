@@ -93,7 +93,9 @@ MUTANTS: tuple[Mutant, ...] = (
         file="ranks/callthreads.py",
         before="            if not self._idle and self._is_open:\n",
         after="            if not self._is_open:\n",
-        near=("tests/ranks/test_c10d.py",),
+        near=(
+            "tests/ranks/test_c10d.py::test_a_save_that_is_finished_at_exit_still_has_its_coordinator",
+        ),
     ),
     Mutant(
         name="an-announcement-lives-for-sixteen-rounds-only",
@@ -101,6 +103,8 @@ MUTANTS: tuple[Mutant, ...] = (
         file="ranks/c10d.py",
         before="if now - self._rounds[old_tag].used_s < KEPT_S:\n",
         after="if now < self._rounds[old_tag].used_s:\n",
-        near=("tests/ranks/test_c10d.py",),
+        near=(
+            "tests/ranks/test_c10d.py::test_what_was_announced_a_moment_ago_is_heard_whatever_was_said_since",
+        ),
     ),
 )

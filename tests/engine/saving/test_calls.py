@@ -18,6 +18,7 @@ from holdfast.policy.triggers import Every, When
 from holdfast.ranks import c10d
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.faulty import Fault, FaultyStore
+from marks import full
 from ranks.together import meet
 
 LONG_S = 300.0
@@ -227,7 +228,7 @@ def test_a_load_that_one_rank_refuses_fails_on_all_at_once_and_the_next_is_made_
         assert rank == odd or f"rank {odd}, in beginning the load" in said
 
 
-@pytest.mark.parametrize("next_waits", [False, True])
+@pytest.mark.parametrize("next_waits", [True, *full(False)])
 def test_the_deadline_of_a_save_begins_when_the_leader_has_waited_for_uploads(
     next_waits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
