@@ -13,6 +13,7 @@ from typing_extensions import override
 from allranks import Member
 from distributed.run import run_ranks
 from holdfast import errors
+from holdfast.policy.triggers import Every, When
 from holdfast.ranks.c10d import C10d
 from holdfast.store.base import FreeSpace, WrappedStore
 from holdfast.store.local import LocalStore
@@ -29,13 +30,24 @@ def said_by(call: Any, *args: Any, **named: Any) -> str:
     return "done"
 
 
+def raise_at_40(now: Any, metrics: Any, event: Any) -> bool:
+    """Whether to save, as only the leader is asked."""
+    if now.step == 40:
+        raise errors.UsageError("cannot decide")
+    return False
+
+
 def call_wrongly(root: Path, odd: int, rank: int) -> list[str]:
-    """Save, load and save with a wrong argument on one rank, and then as all do."""
+    """Save, load and save with a wrong argument on one rank, and then as all do.
+
+    At step 40 a save is due, and the leader raises before it begins.
+    """
     member = Member(C10d.of_default_group())
     is_odd = rank == odd
     extra: dict[str, object] = {"value": 1}
     state = {**member.state, "extra": extra}
-    with member.manager(root, state=state, every="10step", save_timeout_s=300) as manager:
+    every = Every("10step") | When(raise_at_40)
+    with member.manager(root, state=state, every=every, save_timeout_s=300) as manager:
         said = [said_by(manager.save, 1, tags=["no good"] if is_odd else [])]
         extra["value"] = threading.Lock() if is_odd else 1
         said.append(said_by(manager.save, 1))
@@ -47,7 +59,8 @@ def call_wrongly(root: Path, odd: int, rank: int) -> list[str]:
         said.append(said_by(manager.maybe_save, 20))
         said.append(said_by(manager.resume))
         said.append(said_by(manager.maybe_save, 30))
-        assert [one.step for one in manager.list()] == [30, 2]
+        said += [said_by(manager.maybe_save, step) for step in (40, 50)]
+        assert [one.step for one in manager.list()] == [50, 30, 2]
     return said
 
 
@@ -59,6 +72,7 @@ def test_a_call_that_raises_on_one_real_rank_fails_on_all_at_once(odd: int, tmp_
         assert [one == "done" for one in said] == [
             *(False, False, True, False, True),
             *(False, False, True, True),
+            *(False, True),
         ], said
 
 
