@@ -21,7 +21,7 @@ from torch.utils.data import TensorDataset
 
 from holdfast import CheckpointManager, Checkpoints, Last
 from holdfast.data import Loader
-from holdfast.train import Trainer
+from holdfast.train import Trainer, Validation
 
 GLOBAL_BATCH = 24
 
@@ -90,7 +90,8 @@ def train_by_trainer(root: Path, strategy: str, num_steps: int, life: str) -> li
 
     def loss(model: nn.Module, batch: list[Tensor]) -> Tensor:
         samples, inputs, targets = batch
-        record(trainer.present_step, samples)
+        if model.training:
+            record(trainer.present_step, samples)
         return cross_entropy(model(inputs), targets)
 
     trainer = Trainer(
@@ -98,9 +99,11 @@ def train_by_trainer(root: Path, strategy: str, num_steps: int, life: str) -> li
         optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=0.01),
         data=Loader(words(), batch_size=GLOBAL_BATCH // int(os.environ["WORLD_SIZE"])),
         loss=loss,
+        validate=Validation(data=Loader(words(), batch_size=100), every="30step", batches=3),
         checkpoints=Checkpoints(root, every="10step", keep=Last(2)),
         strategy=strategy,
         accumulate=2,
+        ema=0.9,
     )
     trainer.fit(f"{num_steps}step")
     return [whole(parameter) for parameter in trainer.model.parameters()]

@@ -11,8 +11,9 @@ import signal
 import subprocess
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -21,30 +22,42 @@ import torch
 import warm
 
 HERE = Path(__file__).parent
-EXAMPLES = HERE.parents[1] / "examples"
-RECORDED = HERE / "recorded.py"
-TRAININGS: Mapping[str, Sequence[object]] = {
-    "manager ddp": [RECORDED, "manager", "ddp", 60, 0],
-    "manager fsdp2": [EXAMPLES / "fsdp2.py"],
-    "trainer ddp": [EXAMPLES / "trainer_ranks.py", "ddp"],
-    "trainer fsdp2": [EXAMPLES / "trainer_ranks.py", "fsdp2"],
-}
 DEADLINE_S = 200.0
+NUM_STEPS = 200
 
-Training = Sequence[object]
 Samples = Sequence[int]
+
+
+@dataclass(frozen=True)
+class Training:
+    """A training of `recorded.py`, and where it is."""
+
+    way: str
+    strategy: str
+    root: Path
+    num_steps: int = NUM_STEPS
+
+    @property
+    def num_batches(self) -> int:
+        """Batches of a step."""
+        return 2 if self.way == "trainer" else 1
+
+    def at(self, name: str) -> Training:
+        """The same training in another folder beside this one."""
+        return replace(self, root=self.root.with_name(name))
 
 
 class Run:
     """Training that torchrun has started, whose ranks run already."""
 
-    def __init__(self, num_ranks: int, training: Training, root: Path) -> None:
-        script, *options = training
-        pipe = subprocess.PIPE
+    def __init__(self, num_ranks: int, training: Training, life: int) -> None:
+        self._training = training
+        self._samples = training.root / "samples" / f"{life}-0-{num_ranks}"
+        words = (training.way, training.strategy, training.num_steps, life)
         self.process = warm.Popen(
-            [HERE / "launched.py", num_ranks, script, root, *options],
+            [HERE / "launched.py", num_ranks, HERE / "recorded.py", training.root, *words],
             env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=pipe,
+            stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
         )
         self.said = ""
@@ -56,12 +69,21 @@ class Run:
             self.said += line
             if line.startswith("rank "):
                 self.ranks.append(int(line.split()[-1]))
-        self.began_s = time.monotonic()
 
     def end(self) -> bool:
         """Wait for the end; return whether all ranks have ended well."""
         self.said += self.process.communicate(timeout=DEADLINE_S)[0]
         return self.process.returncode == 0
+
+    def wait_for_step(self, number: int) -> None:
+        """Wait until this life has begun so many steps, or has ended."""
+        end, num_lines = time.monotonic() + DEADLINE_S, number * self._training.num_batches
+        while self.process.poll() is None and self._num_lines() < num_lines:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+
+    def _num_lines(self) -> int:
+        return self._samples.read_bytes().count(b"\n") if self._samples.exists() else 0
 
     def kill(self, draw: random.Random) -> None:
         """Kill one rank or all."""
@@ -71,9 +93,9 @@ class Run:
 
 
 @contextmanager
-def running(num_ranks: int, training: Training, root: Path) -> Iterator[Run]:
+def running(num_ranks: int, training: Training, life: int) -> Iterator[Run]:
     """A training, of which nothing is left after the block."""
-    run = Run(num_ranks, training, root)
+    run = Run(num_ranks, training, life)
     try:
         yield run
     finally:
@@ -82,24 +104,29 @@ def running(num_ranks: int, training: Training, root: Path) -> Iterator[Run]:
         run.process.wait(60)
 
 
-def run_to_the_end(num_ranks: int, training: Training, root: Path) -> float:
-    """Train; return how many seconds the ranks have run."""
-    with running(num_ranks, training, root) as run:
+def run_to_the_end(num_ranks: int, training: Training, life: int = 0) -> None:
+    with running(num_ranks, training, life) as run:
         assert run.end(), run.said
-        return time.monotonic() - run.began_s
 
 
-def is_killed(
-    num_ranks: int, training: Training, root: Path, draw: random.Random, whole_s: float
-) -> bool:
-    """Start the training, and kill one rank or all at some moment; False if it had ended."""
-    with running(num_ranks, training, root) as run:
-        time.sleep(draw.uniform(0, whole_s))
+def is_killed(num_ranks: int, training: Training, draw: random.Random, life: int) -> bool:
+    """Start the training, and kill one rank or all at some moment; False if it had ended.
+
+    One time in five that is while it starts and resumes, else after some steps, of which every
+    tenth is saved.
+    """
+    with running(num_ranks, training, life) as run:
+        if draw.random() < 0.2:
+            time.sleep(draw.uniform(0, 1))
+        else:
+            run.wait_for_step(draw.randint(1, training.num_steps // 2))
+            time.sleep(draw.uniform(0, 0.02))
         run.kill(draw)
         return not run.end()
 
 
-@pytest.mark.parametrize("training", TRAININGS.values(), ids=TRAININGS)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("way", ["manager", "trainer"])
 @pytest.mark.parametrize(
     ("num_ranks", "num_kills"),
     [
@@ -109,27 +136,33 @@ def is_killed(
     ],
 )
 def test_kills_of_one_or_all_ranks_lose_nothing(
-    num_ranks: int, num_kills: int, training: Training, tmp_path: Path
+    num_ranks: int, num_kills: int, way: str, strategy: str, tmp_path: Path
 ) -> None:
     """A run that has come to its end between kills is compared, and another one is begun."""
-    whole_s = run_to_the_end(num_ranks, training, tmp_path / "whole")
+    whole = Training(way, strategy, tmp_path / "whole")
+    run_to_the_end(num_ranks, whole)
     draw = random.Random(num_kills)
-    num_killed = num_runs = 0
+    num_killed = num_runs = life = 0
     while num_killed < num_kills:
-        root = tmp_path / f"killed-{num_runs}"
-        if is_killed(num_ranks, training, root, draw, whole_s):
+        killed, life = whole.at(f"killed-{num_runs}"), life + 1
+        if is_killed(num_ranks, killed, draw, life):
             num_killed += 1
         else:
-            expect_same(root, tmp_path / "whole")
+            expect_same(killed, whole)
             num_runs += 1
-    run_to_the_end(num_ranks, training, tmp_path / f"killed-{num_runs}")
-    expect_same(tmp_path / f"killed-{num_runs}", tmp_path / "whole")
+    killed = whole.at(f"killed-{num_runs}")
+    run_to_the_end(num_ranks, killed, life + 1)
+    expect_same(killed, whole)
 
 
-def expect_same(root: Path, other: Path) -> None:
-    found, expected = (torch.load(path / "trained.pt") for path in (root, other))
+def expect_same(training: Training, other: Training) -> None:
+    found, expected = (torch.load(one.root / "trained.pt") for one in (training, other))
     assert len(found) == len(expected)
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+    order = lives(other)[0]
+    for life, steps in lives(training).items():
+        for step, samples in steps.items():
+            assert samples == order[step], (life, step)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
@@ -137,7 +170,7 @@ def expect_same(root: Path, other: Path) -> None:
 @pytest.mark.parametrize(
     ("numbers", "num_steps"),
     [
-        pytest.param([2, 3, 1], 60, marks=pytest.mark.full, id="few"),
+        pytest.param([2, 3, 1], 200, marks=pytest.mark.full, id="few"),
         pytest.param(
             *([2, 4, 1, 3] * 5, 400), marks=[pytest.mark.long, pytest.mark.timeout(1800)], id="many"
         ),
@@ -147,22 +180,21 @@ def test_on_other_numbers_of_ranks_a_killed_run_has_the_same_order_of_samples(
     numbers: Sequence[int], num_steps: int, way: str, strategy: str, tmp_path: Path
 ) -> None:
     """Each life but the last is killed, somewhere after its first checkpoint."""
-    whole, root = tmp_path / "whole", tmp_path / "killed"
-    run_to_the_end(2, [RECORDED, way, strategy, num_steps, 0], whole)
-    num_batches = 2 if way == "trainer" else 1
-    (order,) = lives(whole, num_batches).values()
+    whole = Training(way, strategy, tmp_path / "whole", num_steps)
+    run_to_the_end(2, whole)
+    (order,) = lives(whole).values()
     assert [*order] == [*range(1, num_steps + 1)]
-    draw = random.Random(len(numbers))
+    killed, draw = whole.at("killed"), random.Random(len(numbers))
     for life, num_ranks in enumerate(numbers):
-        with running(num_ranks, [RECORDED, way, strategy, num_steps, life], root) as run:
+        with running(num_ranks, killed, life) as run:
             if life + 1 < len(numbers):
-                wait_for_a_checkpoint(run, root)
-                time.sleep(draw.uniform(0, 0.5))
+                wait_for_a_checkpoint(run, killed.root)
+                time.sleep(draw.uniform(0, 0.05))
                 run.kill(draw)
                 run.end()
             else:
                 assert run.end(), run.said
-    found = lives(root, num_batches)
+    found = lives(killed)
     assert {step for steps in found.values() for step in steps} == {*order}
     for life, steps in found.items():
         assert life == 0 or min(steps) > 1, "it goes on from a checkpoint of fewer or more ranks"
@@ -176,16 +208,16 @@ def wait_for_a_checkpoint(run: Run, root: Path) -> None:
     before, end = {*root.glob(pattern)}, time.monotonic() + DEADLINE_S
     while run.process.poll() is None and not {*root.glob(pattern)} - before:
         assert time.monotonic() < end
-        time.sleep(0.02)
+        time.sleep(0.01)
 
 
-def lives(root: Path, num_batches: int) -> dict[int, dict[int, Samples]]:
+def lives(training: Training) -> dict[int, dict[int, Samples]]:
     """Samples of each step that all ranks have recorded, in their order, by life."""
     parts: dict[int, dict[int, dict[tuple[int, int], list[int]]]] = defaultdict(
         lambda: defaultdict(dict)
     )
     sizes = {}
-    for path in (root / "samples").iterdir():
+    for path in (training.root / "samples").iterdir():
         life, rank, sizes[life] = map(int, path.name.split("-"))
         for line in path.read_text().splitlines():
             step, *samples = map(int, line.split())
@@ -196,7 +228,7 @@ def lives(root: Path, num_batches: int) -> dict[int, dict[int, Samples]]:
         life: {
             step: [sample for place in sorted(of_step) for sample in of_step[place]]
             for step, of_step in sorted(steps.items())
-            if len(of_step) == sizes[life] * num_batches
+            if len(of_step) == sizes[life] * training.num_batches
         }
         for life, steps in sorted(parts.items())
     }
