@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import ssl
 import threading
 from collections.abc import Callable, Iterator
@@ -34,6 +35,8 @@ class Web:
     """Statuses with which the next requests of a path are answered."""
     redirects: dict[str, str] = field(default_factory=dict)
     missing_status: int = 404
+    coding: str = ""
+    """`Content-Encoding` of what it sends, though no client has asked for one; gzip is made."""
     surplus: bytes = b""
     """What is sent after the bytes of a range."""
     before_read: Callable[[Asked], None] = lambda asked: None
@@ -78,6 +81,9 @@ class _Handler(BaseHTTPRequestHandler):
             return
         data, stat = path.read_bytes(), path.stat()
         tag = {"ETag": f'"{stat.st_mtime_ns:x}-{stat.st_size:x}"'}
+        if self.web.coding:
+            data = gzip.compress(data) if self.web.coding == "gzip" else data
+            tag["Content-Encoding"] = self.web.coding
         if wanted is None or not self.web.has_ranges:
             self._answer(200, data, tag)
             return

@@ -132,3 +132,17 @@ def without_secrets(text: str) -> str:
     '/data/runs/what?'
     """
     return _USER.sub(r"\1***@", _QUERY.sub(r"\1", text))
+
+
+def url_without_secrets(url: str) -> str:
+    """Cut user, password, query and fragment out of a URL, whatever they contain; keep a path.
+
+    >>> url_without_secrets("https://me:a b'c@host/runs/gpt?sig='a b")
+    'https://***@host/runs/gpt'
+    >>> url_without_secrets("/data/runs/what?")
+    '/data/runs/what?'
+    """
+    scheme, separator, rest = url.partition("://")
+    host, slash, path = re.split(r"[?#]", rest, maxsplit=1)[0].partition("/")
+    _, at, server = host.rpartition("@")
+    return f"{scheme}{separator}{'***@' if at else ''}{server}{slash}{path}"

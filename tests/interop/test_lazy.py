@@ -122,8 +122,32 @@ def test_a_store_is_opened_with_which(tmp_path: Path) -> None:
     saved(store, {"model": nn.Linear(2, 3)})
     with load_file(store, which="step=3") as file:
         assert "model:weight" in file
-    with pytest.raises(UsageError, match=r"write .*@step=3"):
-        load_file(tmp_path, which="step=3")
+
+
+@pytest.mark.parametrize(
+    "load", [load_file, lambda source, which: load_weights(source, which=which)]
+)
+@pytest.mark.parametrize(
+    ("source", "which", "advice"),
+    [
+        ("runs/gpt", "step=3", "write 'runs/gpt@step=3'"),
+        ("runs/gpt", 3, "write 'runs/gpt@step=3'"),
+        ("runs/gpt@paper", "step=3", "write 'runs/gpt@step=3'"),
+        ("s3://me:secret@bucket/gpt", "best", "write 's3://***@bucket/gpt@best'"),
+        (
+            "https://host/runs/gpt?sig=secret",
+            3,
+            "of 'https://host/runs/gpt': a web server lists no",
+        ),
+    ],
+)
+def test_which_beside_a_path_says_what_to_write_instead(
+    load: Any, source: str, which: Any, advice: str
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        load(source, which=which)
+    assert advice in str(caught.value)
+    assert "secret" not in str(caught.value)
 
 
 def test_weights_without_a_model_are_a_dict(tmp_path: Path, path: Path) -> None:

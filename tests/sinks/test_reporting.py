@@ -153,6 +153,10 @@ def test_a_time_limit_that_is_none_is_refused(wrong: float) -> None:
         ("https://me:pass@host/x", "https://***@host/x"),
         ("https://host/x?sig=a&b=c#d", "https://host/x"),
         ("https://me@host/x?sig=a: 403 and more", "https://***@host/x 403 and more"),
+        (
+            "s3://bucket/runs/gpt failed; https://host?a=b",
+            "s3://bucket/runs/gpt failed; https://host",
+        ),
         ("/data/50%#1?/run", "/data/50%#1?/run"),
     ],
 )

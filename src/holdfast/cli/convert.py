@@ -14,7 +14,7 @@ from holdfast.cli.output import Answer, TextTable, progress_bar, size
 from holdfast.cli.sources import open_named
 from holdfast.cli.target import named_keys, open_target, opened, read_entry
 from holdfast.errors import UsageError
-from holdfast.events import without_secrets
+from holdfast.events import url_without_secrets
 from holdfast.interop.source import LeftOut, expect_no_loss
 
 if TYPE_CHECKING:
@@ -191,7 +191,7 @@ def _answer(plan: ImportPlan, source: str, *, root: str, folder: str | None, ste
         root=root,
         folder=folder,
         step=step,
-        path=without_secrets(source),
+        path=url_without_secrets(source),
         format=plan.source.format,
         components=components,
         left_out=[*plan.left_out],
@@ -199,7 +199,7 @@ def _answer(plan: ImportPlan, source: str, *, root: str, folder: str | None, ste
         dry_run=folder is None,
     )
     done = f"{folder}: " if folder else f"would be step {step} of {root}: "
-    first = f"{done}{size(plan.nbytes)} from {without_secrets(source)} ({plan.source.format})"
+    first = f"{done}{size(plan.nbytes)} from {url_without_secrets(source)} ({plan.source.format})"
     return Answer(
         document=document,
         parts=[first, table(components), *plan.notes, *lines_left_out(plan.left_out)],

@@ -11,9 +11,9 @@ from holdfast.engine.claims.claim import dropped
 from holdfast.engine.claims.leases import KeptEntry, kept, leased
 from holdfast.engine.roots.alone import alone
 from holdfast.engine.roots.catalog import Catalog, Entry, standalone
-from holdfast.engine.roots.sources import split_folder, split_source
+from holdfast.engine.roots.sources import split_folder, split_source, which_beside
 from holdfast.engine.sealed.sealing import sealing
-from holdfast.errors import FormatError, NoCheckpoint, UsageError
+from holdfast.errors import FormatError, NoCheckpoint
 from holdfast.events import Emitter
 from holdfast.format.manifest import Manifest
 from holdfast.keys import Encryption
@@ -70,7 +70,7 @@ def located(
     """
     if isinstance(source, str | os.PathLike):
         if which is not None:
-            raise UsageError(f"which={which!r}: of a path or a URL, write {source}@{which}")
+            raise which_beside(source, which)
         store, which, folder = place_of(source)
     else:
         store, which, folder = open_store(source), "latest" if which is None else which, ""

@@ -12,8 +12,8 @@ import numpy as np
 from typing_extensions import Self, override
 
 from holdfast.arguments import checked
+from holdfast.engine.roots.sources import which_beside
 from holdfast.errors import UsageError
-from holdfast.events import without_secrets
 from holdfast.format.nodes import ArrayRef, GeneratorState, TensorRef
 from holdfast.format.tensors import ITEM_NBYTES, TensorSpec
 from holdfast.interop.comparing.numbers import floats
@@ -83,9 +83,7 @@ def open_any(
         return CheckpointSource(source, which=which, encrypt=encrypt)
     text = os.fspath(source)
     if which is not None:
-        raise UsageError(
-            f"which={which!r}: of a path or a URL, write {without_secrets(text)}@{which}"
-        )
+        raise which_beside(text, which)
     return open_source(text, encrypt=encrypt, trust=trust)
 
 

@@ -6,7 +6,7 @@ import os
 import re
 
 from holdfast.errors import UsageError
-from holdfast.events import without_secrets
+from holdfast.events import url_without_secrets
 from holdfast.store.base import Store
 
 REMOTE_SCHEMES = ("s3", "gs", "az")
@@ -59,7 +59,7 @@ def _open_named(where: str) -> Store:
         from holdfast.store.remote import HttpStore
 
         return HttpStore(where)
-    shown = without_secrets(where)
+    shown = url_without_secrets(where)
     raise UsageError(f"root {shown!r}: must be a path, s3://…, gs://…, az://… or memory://<name>")
 
 

@@ -185,6 +185,17 @@ def test_a_server_without_ranges_is_refused(web: Web) -> None:
         store.get("data", 0, 4)
 
 
+@pytest.mark.parametrize("coding", ["gzip", "br"])
+def test_files_that_a_server_compresses_are_refused_by_name(web: Web, coding: str) -> None:
+    web.coding = coding
+    store = open_store(f"{web.url}/a")
+    for read in (lambda: store.get_whole("data", max_nbytes=2000), lambda: store.get("data", 0, 4)):
+        with pytest.raises(UnsupportedStore, match=f"a/data: is sent with .*{coding}.*as they are"):
+            read()
+    web.coding = "identity"
+    assert store.get_whole("data", max_nbytes=2000) == DATA
+
+
 def test_redirects_are_followed_but_not_for_ever(web: Web) -> None:
     web.redirects["/moved"] = "/a/data"
     web.redirects["/loop"] = "/loop"

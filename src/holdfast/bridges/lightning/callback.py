@@ -37,7 +37,7 @@ from holdfast.engine.roots.best import BEST
 from holdfast.engine.tiers.catalog import catalog_of
 from holdfast.engine.tiers.tiered import Tiered
 from holdfast.errors import NoCheckpoint, UsageError
-from holdfast.events import Emitter, without_secrets
+from holdfast.events import Emitter, url_without_secrets
 from holdfast.manager import CheckpointManager
 from holdfast.policy.clock import Time
 from holdfast.policy.rule import Rule
@@ -243,7 +243,7 @@ class HoldfastCheckpoint(CheckpointCallback):
             say_start(self.checkpoints, manager, found)
             return found
         found = manager.resume()
-        given = without_secrets(ckpt_path)
+        given = url_without_secrets(ckpt_path)
         if found is not None and given:
             self._emit("warning", f"{found.path} goes on, and not ckpt_path={given}")
         say_start(self.checkpoints, manager, found, begun_with=given)

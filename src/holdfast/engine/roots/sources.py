@@ -8,9 +8,9 @@ from __future__ import annotations
 import os
 
 from holdfast.errors import UsageError
+from holdfast.events import url_without_secrets
 from holdfast.format import layout
 from holdfast.store import is_web
-from holdfast.store.remote.address import redacted
 
 
 def split_source(source: str | os.PathLike[str]) -> tuple[str, str | None]:
@@ -33,6 +33,18 @@ def split_source(source: str | os.PathLike[str]) -> tuple[str, str | None]:
     if not root or (at and not which):
         raise UsageError(f"{text!r}: expected ROOT or ROOT@WHICH")
     return root, which if at else None
+
+
+def which_beside(source: str | os.PathLike[str], which: int | str) -> UsageError:
+    """Make the error for a `which` that is given beside a path or a URL, where it is a part."""
+    text = url_without_secrets(os.fspath(source))
+    if is_web(text):
+        return UsageError(f"which={which!r} of {text!r}: {_no_look_up(which)}")
+    root, at, named = text.rpartition("@")
+    if not at or "/" in named or os.path.isdir(text):
+        root = text
+    asked = f"step={which}" if isinstance(which, int) else which
+    return UsageError(f"which={which!r}: of a path or a URL, write {f'{root}@{asked}'!r}")
 
 
 def expect_root(path: str) -> None:
@@ -61,9 +73,9 @@ def expect_writable(path: str) -> None:
     """Raise `UsageError` if a root is a web address."""
     if is_web(path):
         raise UsageError(
-            f"root={redacted(path)!r}: a web address can only be read. Save to a folder, or to the "
-            "bucket behind it; load a checkpoint that is there with load_weights, or with "
-            "fit(start_from=…) of a Trainer"
+            f"root={url_without_secrets(path)!r}: a web address can only be read. Save to a "
+            "folder, or to the bucket behind it; load a checkpoint that is there with "
+            "load_weights, or with fit(start_from=…) of a Trainer"
         )
 
 
@@ -100,10 +112,15 @@ def _split_web(url: str) -> tuple[str, str]:
 
 
 def _refuse_which_of_web(url: str) -> None:
-    path = redacted(url).partition("://")[2].partition("/")[2]
+    shown = url_without_secrets(url)
+    path = shown.partition("://")[2].partition("/")[2]
     which = path.rpartition("@")[2]
     if "@" in path and _is_which(which):
-        raise UsageError(
-            f"{redacted(url)!r}: a web server lists no files, so {which!r} cannot be looked up. "
-            "Name the folder of one checkpoint, which `holdfast ls` shows where the root is"
-        )
+        raise UsageError(f"{shown!r}: {_no_look_up(which)}")
+
+
+def _no_look_up(which: int | str) -> str:
+    return (
+        f"a web server lists no files, so {which!r} cannot be looked up. Name the folder of one "
+        "checkpoint, which `holdfast ls` shows where the root is"
+    )

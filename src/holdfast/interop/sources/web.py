@@ -11,12 +11,12 @@ from holdfast.errors import (
     NotFound,
     UnsupportedStore,
 )
+from holdfast.events import url_without_secrets
 from holdfast.format import layout
 from holdfast.interop.source import Source
 from holdfast.interop.sources import safetensors, torchfile
 from holdfast.interop.webfile import WebFile
 from holdfast.store.remote import HttpStore
-from holdfast.store.remote.address import redacted
 
 _FIRST_NBYTES = 32
 
@@ -50,8 +50,8 @@ def open_web(url: str) -> Source:
         file = WebFile(url)
     except NotFound as error:
         raise NoCheckpoint(
-            f"{redacted(url)}: neither the folder of a checkpoint nor a file. A web server lists "
-            "no files: name the folder of one checkpoint, not the root of a run"
+            f"{url_without_secrets(url)}: neither the folder of a checkpoint nor a file. A web "
+            "server lists no files: name the folder of one checkpoint, not the root of a run"
         ) from error
     try:
         first = file.read(0, min(file.nbytes, _FIRST_NBYTES))

@@ -1,11 +1,11 @@
-"""Addresses of web servers: parsed for the client, and without secrets for messages."""
+"""Addresses of web servers, parsed for the client."""
 
 from __future__ import annotations
 
-import re
 from urllib.parse import unquote, urlsplit
 
 from holdfast.errors import UsageError
+from holdfast.events import url_without_secrets
 from holdfast.store.remote.opening import Place
 
 
@@ -23,7 +23,7 @@ def parse_web(url: str) -> Place:
     except ValueError:
         # A password that is not percent-encoded may be anywhere before the last @.
         scheme, _, rest = url.partition("://")
-        shown = redacted(f"{scheme}://{rest.rpartition('@')[2]}")
+        shown = url_without_secrets(f"{scheme}://{rest.rpartition('@')[2]}")
         raise UsageError(
             f"{shown!r}: must be https://HOST/… or https://USER:PASSWORD@HOST/…, with a port that "
             "is a number; write / ? # and @ in a password as %2F %3F %23 and %40"
@@ -37,10 +37,3 @@ def parse_web(url: str) -> Place:
         query=parts.query,
         login=f"{user}:{password}" if user or password else "",
     )
-
-
-def redacted(url: str) -> str:
-    """Return a web address without its user, password, query and fragment."""
-    scheme, separator, rest = url.partition("://")
-    host, slash, path = re.split(r"[?#]", rest, maxsplit=1)[0].partition("/")
-    return f"{scheme}{separator}{host.rpartition('@')[2]}{slash}{path}"

@@ -32,6 +32,7 @@ from holdfast.store.remote.throttle import Pace
 
 T = TypeVar("T")
 
+_CLOUDS = ("s3", "gs", "az")
 _PAGE = 1000
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 15.0
 _STAGGER_NBYTES = 8 * 1024 * 1024
@@ -166,6 +167,7 @@ class Api:
     def _get(self, store: Any, key: str, max_nbytes: int | None) -> tuple[int, bytes]:
         """Get an object; return its stated length and the received bytes."""
         result = self._obs.get(store, key)
+        self._expect_plain(key, result)
         nbytes: int = result.meta["size"]
         if max_nbytes is not None:
             expect_at_most(nbytes, max_nbytes, what=self.url(key))
@@ -202,10 +204,23 @@ class Api:
         self, store: Any, key: str, start: int, stop: int, least: int
     ) -> tuple[Any, Any]:
         result = self._obs.get(store, key, options={"range": (start, stop)})
+        self._expect_plain(key, result)
         expect_at_least(result.meta["size"], least, what=f"get {self.url(key)}")
-        if self.place.scheme in ("s3", "gs", "az"):
+        if self.place.scheme in _CLOUDS:
             return result.bytes(), result.meta
         return self._bounded(key, result, stop - start), result.meta
+
+    def _expect_plain(self, key: str, result: Any) -> None:
+        """Raise `UnsupportedStore` for a web server's reply that has other bytes than the file."""
+        if self.place.scheme in _CLOUDS:  # some store "aws-chunked", and send the bytes as they are
+            return
+        coding = str(result.attributes.get("Content-Encoding", "identity")).strip().lower()
+        if coding not in ("identity", ""):
+            raise UnsupportedStore(
+                f"get {self.url(key)}: is sent with Content-Encoding: {coding}, so these are not "
+                "the bytes that were saved. Let the server send the files of checkpoints as they "
+                "are, without compression of its own"
+            )
 
     def _bounded(self, key: str, result: Any, max_nbytes: int) -> bytes:
         """Read a reply's bytes, at most `max_nbytes`: a web server may send more than it says."""

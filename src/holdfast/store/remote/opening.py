@@ -18,7 +18,7 @@ from datetime import datetime, timedelta, timezone
 from typing import Any, Literal
 
 from holdfast.errors import AccessDenied, InvalidKey, UsageError
-from holdfast.events import without_secrets
+from holdfast.events import url_without_secrets, without_secrets
 from holdfast.store.base import check_key
 
 Scheme = Literal["s3", "gs", "az", "http", "https"]
@@ -184,7 +184,7 @@ def parse_place(url: str, endpoint: str | None) -> Place:
     scheme, _, rest = url.partition("://")
     bucket, _, prefix = rest.partition("/")
     prefix = prefix.rstrip("/")
-    url = without_secrets(url)
+    url = url_without_secrets(url)
     if re.search("[?#]", rest):
         raise UsageError(f"root {url!r}: a bucket's URL has no query and no fragment")
     if scheme not in SCHEMES or not _BUCKET.fullmatch(bucket):

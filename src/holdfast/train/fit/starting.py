@@ -22,7 +22,7 @@ from holdfast.engine.claims.process import utc_now
 from holdfast.engine.hooks import StateHooks
 from holdfast.engine.tiers.tiered import Tiered
 from holdfast.errors import SaveSkipped, UsageError
-from holdfast.events import without_secrets
+from holdfast.events import url_without_secrets
 from holdfast.format.layout import parse_attempt
 from holdfast.format.manifest import Timestamp
 from holdfast.keys import Encryption
@@ -59,7 +59,7 @@ class StartingPoint:
         if not isinstance(source, str | os.PathLike):
             raise UsageError(f"start_from={source!r}: must be ROOT or ROOT@WHICH, a path or a URL")
         store, which, folder = place_of(source)
-        shown = without_secrets(os.fspath(source))
+        shown = url_without_secrets(os.fspath(source))
         if folder and parse_attempt(folder) is None:
             raise UsageError(
                 f"start_from={shown!r}: this checkpoint's folder was renamed; give it "
