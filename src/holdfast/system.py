@@ -195,6 +195,39 @@ def has_proc() -> bool:
     return os.path.exists(f"{PROC}/self/stat")
 
 
+def resident_nbytes() -> int | None:
+    """Return the memory of this process, in bytes; None where the system does not say."""
+    return _memory_nbytes("VmRSS", "rss")
+
+
+def peak_nbytes() -> int | None:
+    """Return the most memory that this process has had so far; None where the system hides it.
+
+    Not `ru_maxrss` on Linux: that begins with what the parent had at the fork (its getrusage(2)).
+    """
+    if not has_proc():
+        with suppress(ImportError, OSError):
+            import resource
+
+            most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            return most if sys.platform == "darwin" else most * 1024
+    return _memory_nbytes("VmHWM", "peak_wset")
+
+
+def _memory_nbytes(line: str, name: str) -> int | None:
+    """Read a size of this process: a line of its status on Linux, a field of psutil elsewhere."""
+    if has_proc():
+        with open(f"{PROC}/self/status", encoding="ascii", errors="replace") as file:
+            found = next((text for text in file if text.startswith(f"{line}:")), None)
+        return None if found is None else 1024 * int(found.split()[1])
+    with suppress(ImportError):
+        import psutil
+
+        size: int | None = getattr(psutil.Process().memory_info(), name, None)
+        return size
+    return None
+
+
 class Found(NamedTuple):
     """Start and state of a process, as psutil tells them."""
 

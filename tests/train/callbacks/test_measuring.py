@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import torch
 
 from holdfast.errors import UsageError
 from holdfast.store.memory import MemoryStore
+from holdfast.system import IS_LINUX, peak_nbytes
 from holdfast.train import (
     Callback,
     Counts,
@@ -76,6 +79,18 @@ def test_what_is_not_counted_has_no_speed() -> None:
 def test_memory_is_that_of_the_process_on_a_cpu() -> None:
     found = logged(MemoryMonitor())
     assert all(2**20 < value["memory/resident_nbytes"] < 2**40 for value in found.values())
+
+
+@pytest.mark.skipif(not IS_LINUX, reason="VmHWM of Linux")
+def test_the_peak_of_a_process_is_its_own() -> None:
+    """What its parent had before the fork and exec is not of it."""
+    large = bytearray(b"x") * (300 << 20)
+    code = "from holdfast.system import peak_nbytes, resident_nbytes as now\n"
+    code += "x = bytearray(b'x') * (64 << 20); del x; print(now(), peak_nbytes())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
+    now, peak = map(int, done.stdout.split())
+    assert len(large) > peak > now + (32 << 20)
+    assert len(large) < (peak_nbytes() or 0)
 
 
 def sgd(model: Any) -> torch.optim.Optimizer:

@@ -6,12 +6,9 @@ Each logs its metrics where the Trainer logs, and reads no tensor before.
 from __future__ import annotations
 
 import math
-import os
-import platform
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -19,7 +16,7 @@ from torch import Tensor, nn
 
 from holdfast.arguments import checked
 from holdfast.errors import UsageError
-from holdfast.system import PROC
+from holdfast.system import peak_nbytes, resident_nbytes
 from holdfast.train.asked import check_range
 from holdfast.train.callbacks.hooks import Callback
 from holdfast.train.parallel.strategies import whole
@@ -251,23 +248,11 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def memory_nbytes(model: nn.Module) -> int | None:
-    """Return the largest memory that was allocated on the model's device, or that of the process.
+    """Return the most memory that was allocated on the model's device, or that the process had.
 
     None where the platform does not say.
     """
     device = device_of(model)
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
-    return resident_nbytes()
-
-
-def resident_nbytes() -> int | None:
-    """Return the memory of this process, on systems other than Linux its maximum so far."""
-    with suppress(FileNotFoundError), open(f"{PROC}/self/statm", encoding="ascii") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    try:
-        import resource
-    except ImportError:
-        return None
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if platform.system() == "Darwin" else most * 1024
+    return peak_nbytes()
