@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,14 @@ import pytest
 from holdfast import Checkpoint, CheckpointManager, MemoryStore, StateHooks, Tiered
 from holdfast.errors import SaveFailed, SaveSkipped, UsageError
 from holdfast.events import Sink
-from holdfast.sinks import OpenTelemetry, Prometheus
+from holdfast.sinks import (
+    MLflowReferences,
+    OpenTelemetry,
+    Prometheus,
+    TensorBoardReferences,
+    TrackioReferences,
+    WandbReferences,
+)
 from holdfast.sinks.measures import INSTRUMENTS
 from holdfast.testing import Fault, FaultyStore
 
@@ -118,6 +126,33 @@ def test_a_textfile_that_no_collector_reads_is_refused(tmp_path: Path) -> None:
     pytest.importorskip("prometheus_client")
     with pytest.raises(UsageError, match=r"node_exporter reads \*\.prom only"):
         Prometheus(textfile=tmp_path / "holdfast.txt")
+
+
+@pytest.mark.parametrize(
+    ("library", "make", "message"),
+    [
+        (
+            "prometheus_client",
+            lambda: Prometheus(registry="x"),
+            "registry='x': must be a Collector",
+        ),
+        ("prometheus_client", lambda: Prometheus(3), "run=3: must be str"),
+        ("prometheus_client", lambda: Prometheus(textfile=3), "textfile=3: must be"),
+        ("prometheus_client", lambda: Prometheus(timeout_s="1"), "timeout_s='1': must be float"),
+        ("opentelemetry", lambda: OpenTelemetry(meter_provider="x"), "meter_provider='x': must be"),
+        ("opentelemetry", lambda: OpenTelemetry(("x",)), r"run=\('x',\): must be str"),
+        ("torch", lambda: TensorBoardReferences("logs"), "writer='logs': must be a SummaryWriter"),
+        ("mlflow", lambda: MLflowReferences(3), "run_id=3: must be str or None"),
+        ("wandb", lambda: WandbReferences("gpt"), "run='gpt': must be what wandb.init returns"),
+        ("trackio", lambda: TrackioReferences("gpt"), "run='gpt': must be what trackio.init"),
+    ],
+)
+def test_a_wrong_argument_is_refused_at_once(
+    library: str, make: Callable[[], Sink], message: str
+) -> None:
+    pytest.importorskip(library)
+    with pytest.raises(UsageError, match=message):
+        make()
 
 
 def test_a_textfile_that_cannot_be_written_harms_no_save(

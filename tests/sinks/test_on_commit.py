@@ -19,6 +19,7 @@ import pytest
 import warm
 from distributed.run import run_ranks
 from holdfast import Checkpoint, CheckpointManager, Checkpoints, MemoryStore, OnCommit
+from holdfast.engine.control.on_commit import CommandFailed, run
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.errors import UsageError
 from holdfast.format.manifest import manifest_digest
@@ -125,6 +126,43 @@ def test_a_command_that_hangs_is_killed_with_what_it_has_started(
     assert "killed after 1 s" in warnings(caplog)
     child = int(pid.read_text())  # where nobody waits for orphans, it stays as a zombie
     assert not psutil.pid_exists(child) or psutil.Process(child).status() == "zombie"
+
+
+def test_of_much_output_the_end_is_kept(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And it is nowhere on a disk meanwhile."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "no such folder"))
+    script = "head -c 3000000 /dev/zero | tr '\\0' x; echo; echo out of quota; exit 3"
+    train(tmp_path / "run", ["sh", "-c", script], [1])
+    text = warnings(caplog)
+    assert "status 3, and it said (the end of 3,000,014 bytes): xxx" in text
+    assert "xxx\nout of quota. Saves" in text
+    assert len(text) < 3000
+
+
+def test_a_signal_that_ended_a_command_is_named() -> None:
+    with pytest.raises(CommandFailed, match="ended by SIGTERM, and it said: going"):
+        run(["sh", "-c", "echo going; kill -TERM $$"], 60)
+
+
+def test_a_command_without_output_has_the_same_time(tmp_path: Path) -> None:
+    with pytest.raises(CommandFailed, match=r"killed after 0.5 s$"):
+        run(["sh", "-c", "exec >&- 2>&-; sleep 1000"], 0.5)
+
+
+def test_what_a_command_leaves_running_is_not_waited_for_and_warned_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.DEBUG):
+        run(["sh", "-c", "sleep 1000 & echo $!"], 60)
+    left = psutil.Process(int(caplog.records[0].getMessage().rpartition(": ")[2]))
+    left.kill()
+    assert "has ended, and what it left running has its output" in warnings(caplog)
+    caplog.clear()
+    run(["sh", "-c", "sleep 0.1 >/dev/null 2>&1 & echo https://me:secret@host"], 60)
+    assert warnings(caplog) == ""
+    assert "secret" not in caplog.text
 
 
 def test_a_save_commits_while_the_command_of_the_one_before_is_running(tmp_path: Path) -> None:

@@ -10,9 +10,10 @@ from typing import Any
 
 from typing_extensions import override
 
+from holdfast.arguments import checked
 from holdfast.engine.control.reporting import Reporter
 from holdfast.events import Event
-from holdfast.sinks.extras import import_extra
+from holdfast.sinks.extras import expect_methods, import_extra
 from holdfast.sinks.measures import INSTRUMENTS, SECONDS, Instrument, Measures
 
 _UNITS = {"": "1", "bytes": "By", "seconds": "s"}
@@ -24,6 +25,7 @@ class OpenTelemetry(Reporter):
     Without an SDK they go nowhere.
     """
 
+    @checked()
     def __init__(
         self,
         run: str = "",
@@ -36,9 +38,11 @@ class OpenTelemetry(Reporter):
         `meter_provider`: None means the one that the program has set.
 
         Raises:
-            UsageError: the extra is not installed.
+            UsageError: the extra is not installed, or the provider is none.
         """
         super().__init__(timeout_s=timeout_s)
+        if meter_provider is not None:
+            expect_methods("meter_provider", meter_provider, ("get_meter",), "a MeterProvider")
         metrics = import_extra("opentelemetry.metrics", "otel")
         meter = metrics.get_meter("holdfast", meter_provider=meter_provider)
         self._instruments = {name: _make(meter, name, one) for name, one in INSTRUMENTS.items()}

@@ -8,10 +8,11 @@ from weakref import WeakKeyDictionary
 
 from typing_extensions import override
 
+from holdfast.arguments import checked
 from holdfast.engine.control.reporting import Reporter
 from holdfast.errors import UsageError
 from holdfast.events import Event
-from holdfast.sinks.extras import import_extra
+from holdfast.sinks.extras import expect_methods, import_extra
 from holdfast.sinks.measures import INSTRUMENTS, SECONDS, Instrument, Measures
 
 _made: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
@@ -25,6 +26,7 @@ class Prometheus(Reporter):
     textfile collector of node_exporter reads. docs/trackers.md lists them.
     """
 
+    @checked()
     def __init__(
         self,
         run: str = "",
@@ -39,7 +41,8 @@ class Prometheus(Reporter):
         textfile, `*.prom`, has all metrics of the registry, and is replaced at each event.
 
         Raises:
-            UsageError: the extra is not installed, or the textfile has another ending.
+            UsageError: the extra is not installed, the registry is none, or the textfile has
+                another ending.
         """
         super().__init__(timeout_s=timeout_s)
         self._library = import_extra("prometheus_client", "prometheus")
@@ -49,6 +52,12 @@ class Prometheus(Reporter):
         if registry is None:
             is_apart = self._textfile is not None
             registry = self._library.CollectorRegistry() if is_apart else self._library.REGISTRY
+        expect_methods(
+            "registry",
+            registry,
+            ("register", "collect"),
+            "a CollectorRegistry of prometheus_client",
+        )
         self._registry = registry
         self._run = run
         self._measures = Measures()

@@ -18,11 +18,12 @@ from typing import Any
 
 from typing_extensions import override
 
+from holdfast.arguments import checked
 from holdfast.engine.control.reporting import Reporter
 from holdfast.errors import UsageError
-from holdfast.events import Event, Kind, without_secrets
+from holdfast.events import Event, Kind, url_without_secrets, without_secrets
 from holdfast.format.manifest import manifest_digest
-from holdfast.sinks.extras import import_extra
+from holdfast.sinks.extras import expect_methods, import_extra
 
 logger = logging.getLogger("holdfast")
 
@@ -65,7 +66,7 @@ def uri_of(root: str, folder: str) -> str:
 
 
 def _root(root: str) -> str:
-    return without_secrets(root) if _HAS_SCHEME.match(root) else str(Path(root).absolute())
+    return url_without_secrets(root) if _HAS_SCHEME.match(root) else str(Path(root).absolute())
 
 
 class References(Reporter):
@@ -131,6 +132,7 @@ class WandbReferences(References):
         self._run = run if run is not None else self._library.run
         if self._run is None:
             raise UsageError("WandbReferences: no run has begun: call wandb.init first")
+        expect_methods("run", self._run, ("log_artifact",), "what wandb.init returns")
 
     @override
     def committed(self, reference: Reference) -> None:
@@ -186,6 +188,7 @@ class MLflowReferences(References):
     checkpoint the model stays, with the tag `holdfast.deleted`.
     """
 
+    @checked()
     def __init__(
         self, run_id: str | None = None, *, tracking_uri: str | None = None, timeout_s: float = 10.0
     ) -> None:
@@ -256,8 +259,14 @@ class TensorBoardReferences(References):
     """
 
     def __init__(self, writer: Any, *, timeout_s: float = 10.0) -> None:
-        """Write with `writer`, a `SummaryWriter`, which the caller closes after the manager."""
+        """Write with `writer`, a `SummaryWriter`, which the caller closes after the manager.
+
+        Raises:
+            UsageError: the writer is none.
+        """
         super().__init__(timeout_s=timeout_s)
+        methods = ("add_text", "add_scalar", "flush")
+        expect_methods("writer", writer, methods, "a SummaryWriter")
         self._writer = writer
 
     @override
@@ -302,6 +311,7 @@ class TrackioReferences(References):
         self._run = run if run is not None else present.get()
         if self._run is None:
             raise UsageError("TrackioReferences: no run has begun: call trackio.init first")
+        expect_methods("run", self._run, ("log",), "what trackio.init returns")
 
     @override
     def committed(self, reference: Reference) -> None:

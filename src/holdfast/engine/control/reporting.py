@@ -12,6 +12,7 @@ from collections import deque
 from concurrent.futures import Future, wait
 from typing import ClassVar
 
+from holdfast.arguments import checked
 from holdfast.engine.workers import Workers
 from holdfast.errors import UsageError
 from holdfast.events import Event, Kind, without_secrets
@@ -34,6 +35,7 @@ class Reporter:
     kinds: tuple[Kind, ...] | None = None
     """Kinds of the events that are handled; None: all."""
 
+    @checked()
     def __init__(self, *, timeout_s: float = 10.0) -> None:
         if not timeout_s > 0:
             raise UsageError(f"timeout_s={timeout_s!r}: must be a positive number of seconds")
