@@ -2,7 +2,8 @@
 
 A root of many checkpoints with many tensors is served, and Chromium, the browser of the tests,
 looks at it. Then a training goes on in that root, with a save in each segment; in every second
-segment a page of the run is open.
+segment a page of the run is open. What that takes of the processors is counted, too: on a busy
+machine it says more than the time of the steps.
 """
 
 from __future__ import annotations
@@ -48,6 +49,9 @@ PAGES = {
     "checkpoint": "/r/run/c/{folder}",
     "tensors": "/r/run/c/{folder}/tensors",
 }
+_BLANK = "about:blank"
+_SETTLE_S = 3.0
+"""Pause after a page was opened: what is measured is one that was left open."""
 _MIB = 1 << 20
 _SERVE = "from holdfast.cli import main; main()"
 _IS_WHOLE = """
@@ -70,7 +74,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--checkpoints", type=int, default=1000, help="(%(default)s)")
     parser.add_argument("--tensors", type=int, default=10_000, help="of each (%(default)s)")
     parser.add_argument("--pairs", type=int, default=10, help="with and without (%(default)s)")
-    parser.add_argument("--segment-s", type=float, default=5.0, help="of training (%(default)s)")
+    parser.add_argument("--segment-s", type=float, default=10.0, help="of training (%(default)s)")
 
 
 def _measure_round(options: argparse.Namespace, folder: Path, results: Results) -> None:
@@ -167,7 +171,7 @@ def _beside(chromium: Chromium, root: Path, options: argparse.Namespace) -> dict
     subprocess.run(["cp", "-al", str(root), str(copy)], check=True)
     words = [sys.executable, "-m", "bench.serve", "--train", str(copy)]
     words += [str(options.tensors), str(options.segment_s)]
-    pipe, added, share = subprocess.PIPE, [], []
+    pipe, added, share, taken = subprocess.PIPE, [], [], []
     with (
         subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True) as training,
         _serving(copy) as (process, origin, token),
@@ -176,30 +180,39 @@ def _beside(chromium: Chromium, root: Path, options: argparse.Namespace) -> dict
         assert training.stdin is not None
         assert training.stdout is not None
 
-        def segment(url: str) -> tuple[float, float]:
+        browser = psutil.Process(chromium.pid)
+
+        def segment(url: str) -> tuple[float, float, float]:
             tab.open(url)
-            before, began = _processor_s(process), time.monotonic()
+            if url != _BLANK:
+                tab.wait_for(_IS_WHOLE)
+            time.sleep(_SETTLE_S)
+            before, began = (_processor_s(process), _processor_s(browser)), time.monotonic()
             training.stdin.write("go\n")
             training.stdin.flush()
             mean_s = float(json.loads(training.stdout.readline())[0])
-            return mean_s, (_processor_s(process) - before) / (time.monotonic() - began)
+            after, took_s = (_processor_s(process), _processor_s(browser)), time.monotonic() - began
+            return mean_s, (after[0] - before[0]) / took_s, (after[1] - before[1]) / took_s
 
         url = f"{origin}/r/trained"
         tab.open(f"{url}?{token}")
         segment(url)
         for pair in range(options.pairs):
-            order = (url, "about:blank") if pair % 2 else ("about:blank", url)
+            order = (url, _BLANK) if pair % 2 else (_BLANK, url)
             found = {place: segment(place) for place in order}
-            added.append(found[url][0] / found["about:blank"][0] - 1)
+            added.append(found[url][0] / found[_BLANK][0] - 1)
             share.append(found[url][1])
+            both = found[url][1] + found[url][2] - found[_BLANK][2]
+            taken.append(both / (psutil.cpu_count() or 1))
         training.stdin.close()
     shutil.rmtree(copy)
-    return {"added": added, "server_share": share}
+    return {"added": added, "server_share": share, "taken": taken}
 
 
 def _processor_s(process: psutil.Process) -> float:
-    used = process.cpu_times()
-    return float(used.user + used.system)
+    """Seconds that a process and those that it has started have used the processors."""
+    used = [one.cpu_times() for one in (process, *process.children(recursive=True))]
+    return float(sum(one.user + one.system for one in used))
 
 
 def tables(results: Results) -> list[str]:
@@ -207,11 +220,14 @@ def tables(results: Results) -> list[str]:
 
     def row(case: str) -> list[str]:
         if case == "serve/beside":
-            added, share = (results.median(case, name) for name in ("added", "server_share"))
+            added, share, taken = (
+                results.median(case, name) for name in ("added", "server_share", "taken")
+            )
             pairs = [one for found in results.cases[case] for one in found.figures["added"]]
             steps = f"{number(added, '{:+.1%}')} ({min(pairs):+.0%} to {max(pairs):+.0%})"
             said = f"steps {steps}, server {number(share, '{:.1%}')} of a core"
-            return [said, "", "", "", ""]
+            all_cores = f"with the browser {number(taken, '{:.1%}')} of all cores"
+            return [f"{said}, {all_cores}", "", "", "", ""]
         first, whole, again, filtered = (
             seconds(results.median(case, name))
             for name in ("first_s", "whole_s", "again_s", "filter_s")
@@ -239,6 +255,12 @@ def _goals() -> Iterator[Goal]:
         find=worst("peak_nbytes"),
         bound=300.0 * _MIB,
         form=lambda found: f"{found / _MIB:.0f} MiB",
+    )
+    yield Goal(
+        measure="processor time of an open page",
+        find=value("serve/beside:taken"),
+        bound=0.01,
+        form="{:.1%}".format,
     )
     yield Goal(
         measure="steps beside an open page",

@@ -106,12 +106,12 @@ class Page:
 
 @contextmanager
 def serving(
-    roots: Sequence[Any], *, access: Access | None = None, **allowed: bool
+    roots: Sequence[Any], *, access: Access | None = None, port: int = 0, **allowed: bool
 ) -> Iterator[Page]:
     """Serve some roots by uvicorn in a thread, until the block ends."""
     access = access or Access()
     server = server_of(make_app([*map(str, roots)], access, **allowed))
-    listener = listening(0)
+    listener = listening(port)
     thread = threading.Thread(
         target=lambda: asyncio.run(server.serve(sockets=[listener])), daemon=True
     )

@@ -7,18 +7,20 @@ import json
 import re
 import shutil
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.cli.roots import flip, folder_of
-from tests.serve.client import WAIT_S, Page, links, serving
+from tests.serve.client import WAIT_S, Page, Reply, links, serving
 from tests.serve.conftest import EVIL
 
 from holdfast.cli import watch
 from holdfast.cli.target import NAMED, KeySources
 from holdfast.cli.watch import Watcher
-from holdfast.cli.web import runs
+from holdfast.cli.web import checkpoints, jobs, runs
+from holdfast.cli.web.rendering import MAX_TEXT, _shown
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.errors import StoreError
 from holdfast.keys import Encryption, from_file
@@ -121,6 +123,12 @@ def test_a_checkpoint_shows_its_manifest_and_finds_its_tensors(page: Page, run_r
     assert "a resume takes this one" in text
     assert "tags paper" in text
     assert "life 2, save 1" in text
+    older = folder_of(run_root, 200).name
+    assert f"before it {older} its life went on from {older} took" in text
+    first, second = (folder_of(run_root, step).name for step in (100, 200))
+    whole = page.whole(f"/r/run/c/{second}")
+    assert f"before it {first} its life went on from the beginning took" in text_of(whole)
+    assert f"/r/run/compare?a={first}&amp;b={second}" in whole
     whole = text_of(page.whole(f"/r/run/c/{newest}/tensors"))
     assert "model:0.weight F32 16×8 512" in whole
     found = text_of(page.whole(f"/r/run/c/{newest}/tensors?q=weight+model"))
@@ -280,8 +288,6 @@ def test_pins_and_deletions_go_through_the_commands(run_root: Path, tmp_path: Pa
 
 
 def test_work_that_is_stopped_ends(run_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from holdfast.cli.web import checkpoints
-
     def endless(target: str) -> Any:
         from holdfast.cli.output import progress_bar
 
@@ -302,6 +308,76 @@ def test_work_that_is_stopped_ends(run_root: Path, monkeypatch: pytest.MonkeyPat
         assert page.post(f"{begun}/stop").status == 303
         assert "Stopped." in page.whole(begun)
         page.post("/r/run/verify")  # and the end of the server ends it
+
+
+@pytest.fixture
+def hung(
+    run_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[Page, threading.Event]]:
+    """A server of a run, and of a copy of it whose verification hangs until the event is set."""
+    dead, answers, check = tmp_path / "dead", threading.Event(), checkpoints.check
+    shutil.copytree(run_root, dead, symlinks=True)
+
+    def hanging(target: str) -> Any:
+        assert not target.startswith(str(dead)) or answers.wait(WAIT_S)
+        return check(target)
+
+    monkeypatch.setattr(checkpoints, "check", hanging)
+    monkeypatch.setattr(jobs, "_END_S", 0.0)
+    with serving([dead, run_root]) as page:
+        yield page, answers
+        answers.set()
+
+
+def begin_all(page: Page, root: Path) -> list[Reply]:
+    """Begin to verify each checkpoint of the run that hangs, and then all together."""
+    begun = [page.post(f"/r/dead/c/{folder}/verify") for folder in folders(root)]
+    return [*begun, page.post("/r/dead/verify")]
+
+
+def test_work_of_a_root_that_does_not_answer_holds_up_no_other(
+    hung: tuple[Page, threading.Event], run_root: Path
+) -> None:
+    page, answers = hung
+    begun = begin_all(page, run_root)
+    assert "5 verified" in text_of(page.done(page.post("/r/run/verify")))
+    states = [
+        re.findall("waiting|running", page.get(one.headers["location"]).text) for one in begun
+    ]
+    assert states.count(["running"]) == runs.NUM_WORKERS
+    assert "Work 6" in text_of(page.get("/r/run").text)
+    answers.set()
+    assert "Every byte is as it was written." in text_of(page.done(begun[-1]))
+
+
+def test_work_that_hangs_is_stopped_for_the_page_and_its_threads_are_counted(
+    hung: tuple[Page, threading.Event], run_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page, _ = hung
+    monkeypatch.setattr(jobs, "STOPPING_S", 0.0)
+    monkeypatch.setattr(jobs, "_MAX_UNFINISHED", 2)
+    for folder in folders(run_root)[:2]:
+        begun = page.post(f"/r/dead/c/{folder}/verify").headers["location"]
+        while "running" not in page.get(begun).text:
+            pass
+        assert page.post(f"{begun}/stop").status == 303
+        text = text_of(page.whole(begun))
+        assert "Stopped. Nothing was changed. The root has not answered its last request" in text
+    refused = page.post("/r/dead/verify")
+    assert (refused.status, "too much work of dead waits" in refused.text) == (409, True)
+
+
+def test_work_without_progress_is_given_up(
+    hung: tuple[Page, threading.Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page, answers = hung
+    begun = page.post("/r/dead/verify")
+    while "running" not in page.get(begun.headers["location"]).text:
+        pass
+    monkeypatch.setattr(jobs, "SILENT_S", 0.0)
+    text = text_of(page.done(begun))
+    assert "DeadlineExceeded no progress for 0 minutes" in text
+    answers.set()  # whatever it does then, the page said that it failed
 
 
 def test_damage_is_shown_on_the_first_page_and_by_verification(
@@ -493,6 +569,16 @@ def test_a_look_of_watch_lists_the_root_once(monkeypatch: pytest.MonkeyPatch) ->
     )
     assert watcher.look().last_step == 1
     assert listed.count("") == 1
+
+
+def test_text_without_end_is_cut(page: Page) -> None:
+    assert _shown("x" * 20_000) == "x" * MAX_TEXT + "… (10,000 more)"
+    assert _shown("x" * MAX_TEXT) == "x" * MAX_TEXT
+
+
+def test_many_runs_have_few_threads_each() -> None:
+    found = runs.named([f"/{number}" for number in range(1000)])
+    assert {run._readers._num_threads for run in found.values()} == {1}
 
 
 def test_names_of_roots_are_short_and_differ() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import socket
@@ -26,16 +27,22 @@ from holdfast.cli.web.rendering import Static
 
 Command = Callable[..., Result]
 LEAST = "import sys\nfrom holdfast.cli import main\nsys.argv = ['holdfast', *sys.argv[1:]]\nmain()"
+HUNG = "import threading\nfrom holdfast.cli.web import runs\nruns.list_root = lambda root: "
+HUNG += f"threading.Event().wait()\n{LEAST}"
+"""The command, with roots that are never listed."""
 
 
 @contextmanager
-def command(*arguments: object) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
+def command(
+    *arguments: object, script: str = LEAST, **environment: str
+) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
     """Run `holdfast serve` in a process of its own; yield it and the line that it prints."""
     process = subprocess.Popen(
-        [sys.executable, "-c", LEAST, "serve", "--json", "--port", "0", *map(str, arguments)],
+        [sys.executable, "-c", script, "serve", "--json", "--port", "0", *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        env={**os.environ, **environment},
     )
     try:
         assert process.stdout is not None
@@ -69,6 +76,34 @@ def test_the_printed_url_opens_the_page_and_ctrl_c_ends_it(run_root: Path) -> No
         assert process.stderr.read() == ""
 
 
+def test_ctrl_c_ends_it_also_while_a_root_does_not_answer(run_root: Path) -> None:
+    with command(run_root, script=HUNG) as (process, said):
+        with browser().open(said["url"], timeout=30) as reply:
+            assert b"Reading the root" in reply.read()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=15) == 130
+
+
+def test_a_browser_that_stays_in_the_foreground_holds_up_nothing(
+    run_root: Path, tmp_path: Path
+) -> None:
+    """As one of the terminal does."""
+    program, opened = tmp_path / "lynx", tmp_path / "opened"
+    script = f'#!/bin/sh\necho $$ "$1" >{opened}.new; mv {opened}.new {opened}; exec sleep 1000\n'
+    program.write_text(script)
+    program.chmod(0o755)
+    with command(run_root, "--open", BROWSER=str(program)) as (process, said):
+        while not opened.exists():
+            assert process.poll() is None
+        pid, url = opened.read_text().split()
+        try:
+            assert url == said["url"]
+            with browser().open(url, timeout=30) as reply:
+                assert b"Holdfast" in reply.read()
+        finally:
+            os.kill(int(pid), signal.SIGKILL)
+
+
 def test_without_its_packages_the_command_says_how_to_get_them(
     holdfast: Command, run_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,6 +122,8 @@ def test_wrong_arguments_are_refused_before_anything_is_served(
     assert holdfast("serve", tmp_path / "none").code == 3
     for prefix in ("/a/../b", "a b", '/a"b', "//evil.example"):
         assert holdfast("serve", run_root, "--path-prefix", prefix).code == 2
+    for prefix in ("/r", "/r/x", "/jobs", "/static/"):
+        assert "begin like this" in holdfast("serve", run_root, "--path-prefix", prefix).err
     for host in ("lab.example.org:443", "https://lab.example.org", "*", ""):
         assert holdfast("serve", run_root, "--allow-host", host).code == 2
     with socket.create_server(("127.0.0.1", 0)) as taken:

@@ -71,7 +71,8 @@ def _chosen(store: Store, components: Collection[str], last: int) -> tuple[list[
             raise UsageError(
                 f"{store.url}: no checkpoint has {', '.join(missing)}; there are {', '.join(known)}"
             )
-        raise NoCheckpoint(f"{store.url}: drift needs two checkpoints to compare")
+        why = "".join(f"; {one.folder} is passed over: {one.why}" for one in reasons[:3])
+        raise NoCheckpoint(f"{store.url}: drift needs two checkpoints to compare{why}")
     return chosen[::-1], reasons
 
 

@@ -25,7 +25,7 @@ from holdfast.format.records import WriterRecord
 from holdfast.policy.advisor import span
 from holdfast.store.base import Store
 
-_ENDINGS: Mapping[Ending, str] = {
+ENDINGS: Mapping[Ending, str] = {
     "failed": "ended without closing",
     "continued": "continued by the same process",
 }
@@ -303,7 +303,7 @@ def _row(life: _Life) -> tuple[str, ...]:
         f"{_origin(life)}{how}",
         str(life.steps[-1]) if life.steps else "–",
         str(life.num_checkpoints),
-        _ENDINGS.get(life.ending, life.ending),
+        ENDINGS.get(life.ending, life.ending),
     )
 
 

@@ -75,6 +75,11 @@ class Chromium:
         )
         return self
 
+    @property
+    def pid(self) -> int:
+        """Number of its first process, which starts the others."""
+        return self._process.pid
+
     def __exit__(self, *_: object) -> None:
         assert self._process.stdin is not None
         assert self._process.stdout is not None

@@ -108,6 +108,8 @@ def test_an_open_page_follows_a_training_in_another_process(tab: Tab, tmp_path: 
             enter(tab, page, "/r/run")
             assert "training" in tab.text("#live")
             assert "step 1, saved" in tab.text("#live")
+            tab.send("Emulation.setEmulatedMedia", features=[])  # a person who likes motion
+            assert tab.run("return document.getAnimations().length") == 0, "they cost a core"
             tab.run("window.untouched = true")
             for step in (2, 3):
                 save(step)
@@ -119,6 +121,40 @@ def test_an_open_page_follows_a_training_in_another_process(tab: Tab, tmp_path: 
             tab.wait_for_text("ended", "#live")
             assert tab.run("return window.untouched"), "the page was loaded again"
             assert tab.said == []
+
+
+@pytest.mark.full
+def test_a_page_whose_server_has_ended_says_so(tab: Tab, run_root: Path) -> None:
+    with serving([run_root]) as page:
+        enter(tab, page, "/r/run")
+        assert "5 checkpoints" in tab.text("#live")
+    tab.wait_for_text("The server does not answer. What is shown here may be old.", "#live")
+    with serving([run_root], port=page.port) as page:
+        tab.wait_for_text("Open the URL that it printed.", "#live")
+
+
+@pytest.mark.full
+def test_of_many_changes_the_parts_hear_at_once_and_then_every_ten_seconds(
+    tab: Tab, page: Page
+) -> None:
+    enter(tab, page, "/r/run")
+    tab.run(_CHANGING)
+    tab.wait_for("times.length === 2")
+    assert tab.run("return times[1] - times[0]") > 9900
+    assert tab.run("return version") > 3
+
+
+_CHANGING = """
+window.times = [];
+window.version = 1000;
+document.body.addEventListener("changed", () => times.push(performance.now()));
+const fetched = window.fetch;
+window.fetch = async (url, options) => {
+  if (!String(url).endsWith("/live")) return fetched(url, options);
+  version += 1;
+  return new Response(`<span data-version="${version}" data-seen="${version}"></span>`);
+};
+"""
 
 
 @pytest.mark.full

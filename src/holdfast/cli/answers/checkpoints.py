@@ -57,7 +57,7 @@ class Described(Document, frozen=True, rename={"save_class": "class"}):
     unhealthy: list[str]
     """What was wrong with the state; empty if nothing."""
     parent: str | None
-    """Folder of the checkpoint before it."""
+    """Folder of the checkpoint that its process went on from; null: from the beginning."""
 
 
 class Listed(Described, frozen=True):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -9,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
-from holdfast.cli.answers.checkpoints import Show, StoredTensor
+from holdfast.cli.answers.checkpoints import Listed, Show, StoredTensor
 from holdfast.cli.answers.history import Drift
 from holdfast.cli.diff import diff as compare
 from holdfast.cli.drift import show_drift
@@ -22,6 +24,10 @@ from holdfast.cli.web.pages import data, head_of, of_run, site_of
 from holdfast.cli.web.runs import Run
 from holdfast.cli.web.site import WHOLE_S, Site, cut, given, named, page_number
 
+POLL_MS, SLOW_POLL_MS = 500, 2000
+"""How soon the page of a job asks again for its progress, at first and after `SOON_S` seconds."""
+SOON_S = 10.0
+
 
 async def checkpoint(request: Request) -> Response:
     """Show the manifest of a checkpoint."""
@@ -32,15 +38,24 @@ async def checkpoint(request: Request) -> Response:
     seen = await run.known(
         f"show {listed.folder}", lambda: show(_target(run, listed.folder), tensors=False)
     )
-    log = await site.listed(run)
-    folders = {one.folder for one in log.checkpoints}
+    listing = await site.listed(run)
     values = {
         **given(seen),
         "listed": listed,
-        "is_head": await head_of(run, log) == listed,
-        "parent": listed.parent if listed.parent in folders else None,
+        "is_head": await head_of(run, listing) == listed,
+        "before": _before(listed, listing.checkpoints),
+        "folders": {one.folder for one in listing.checkpoints},
     }
     return site.page(request, "checkpoint.html", {**common, **values})
+
+
+def _before(listed: Listed, checkpoints: Sequence[Listed]) -> str | None:
+    """Find the checkpoint before one: of the same process, or what that went on from."""
+    own = [one for one in checkpoints if one.epoch == listed.epoch]
+    older = [one for one in own if one.sequence < listed.sequence]
+    if older:
+        return max(older, key=lambda one: one.sequence).folder
+    return next((one.folder for one in checkpoints if one.folder == listed.parent), None)
 
 
 def _target(run: Run, folder: str) -> str:
@@ -219,14 +234,18 @@ async def job(request: Request) -> Response:
         "is_over": is_over,
         "document": None if answer is None else answer.document,
         "failure": told(found.error),
+        "poll_ms": POLL_MS if time.time() - found.started_s < SOON_S else SLOW_POLL_MS,
         **cut(_rows_of(answer), page_number(request)),
     }
     return site.page(request, "job.html", {**values, "tab": "jobs"})
 
 
 def _rows_of(answer: Answer | None) -> list[Any]:
-    """Return the long table of an answer: tensors of `stats` and `diff`."""
-    return [*getattr(answer.document, "tensors", ())] if answer is not None else []
+    """Return the long table of an answer: tensors of `stats` and `diff`, layers of `drift`."""
+    if answer is None:
+        return []
+    document = answer.document
+    return [*(document.layers if isinstance(document, Drift) else getattr(document, "tensors", ()))]
 
 
 async def stop_job(request: Request) -> Response:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple
 
 from holdfast.cli.answers.checkpoints import Listed, Ls
 from holdfast.cli.watch import Watched, WatchedOwner
 
+_MOST = 3
+"""Findings of one kind that are shown."""
 Level = Literal["bad", "warn", "good", "plain"]
 
 
@@ -59,16 +61,25 @@ def _of_list(listed: Ls | None) -> Iterator[Finding]:
         return
     if listed.head is None:
         yield Finding("bad", "nothing to resume from")
-    for one in listed.damaged[:3]:
-        yield Finding("bad", f"{one.folder} is damaged: {one.reason}")
-    for checkpoint in [one for one in listed.checkpoints if one.missing][:3]:
-        lost = _count(len(checkpoint.missing), "file")
-        yield Finding("bad", f"{checkpoint.folder}: {lost} missing or cut")
+    yield from _first(f"{one.folder} is damaged: {one.reason}" for one in listed.damaged)
+    yield from _first(
+        f"{one.folder}: {_count(len(one.missing), 'file')} missing or cut"
+        for one in listed.checkpoints
+        if one.missing
+    )
     if listed.unopened:
         yield Finding(
             "warn", f"{_count(len(listed.unopened), 'checkpoint')} not opened by the given keys"
         )
     yield from _of_newest(listed.checkpoints)
+
+
+def _first(texts: Iterable[str]) -> Iterator[Finding]:
+    """Yield the first findings of a kind, and how many more there are."""
+    found = [*texts]
+    yield from (Finding("bad", text) for text in found[:_MOST])
+    if len(found) > _MOST:
+        yield Finding("bad", f"and {len(found) - _MOST} more like this")
 
 
 def _of_newest(checkpoints: list[Listed]) -> Iterator[Finding]:

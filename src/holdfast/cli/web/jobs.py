@@ -1,20 +1,31 @@
-"""Long work of the page, such as verification: in the background, with progress, can be stopped."""
+"""Long work of the page, such as verification: in the background, with progress, can be stopped.
+
+Work ends where it reports progress. Work that hangs in a request cannot be ended: it is given up,
+and counts as failed or stopped while its thread waits for the answer.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from contextvars import Context
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from holdfast.cli.output import PROGRESS, Answer
-from holdfast.errors import UsageError
+from holdfast.engine.workers import Workers
+from holdfast.errors import DeadlineExceeded, UsageError
 
 MAX_JOBS = 8
 """Jobs that are kept, with their results; the oldest that have ended are dropped."""
-_MAX_WAITING = 8
+SILENT_S = 600.0
+"""Longest time in which running work reports no progress, in seconds; it is given up then. A
+request to a bucket is retried for less."""
+STOPPING_S = 5.0
+"""How long work that was stopped may take to end, in seconds; it is given up then."""
+_MAX_UNFINISHED = 8
+"""Jobs of one run that wait, run or hang; there are no more threads than that."""
 _END_S = 10.0
 State = Literal["waiting", "running", "done", "failed", "stopped"]
 
@@ -37,24 +48,38 @@ class Job:
     progress: tuple[str, int, int] | None = None
     """What is read, bytes that are done, and bytes in all."""
     can_stop: bool = True
-    is_stopping: bool = False
+    heard_s: float | None = None
+    """Monotonic seconds of its begin, or of its last progress; None while it waits."""
+    stopped_s: float | None = None
+    """Monotonic seconds at which it was told to stop."""
     future: Future[Answer] | None = None
 
     @property
     def state(self) -> State:
         """Where the work stands."""
-        if self.future is None or not (self.future.running() or self.future.done()):
+        future = self.future
+        if future is None or not (future.running() or future.done()):
             return "waiting"
-        if self.future.running():
-            return "running"
-        if self.future.cancelled() or isinstance(self.future.exception(), Stopped):
+        if not future.done():
+            return self._given_up or "running"
+        if future.cancelled() or isinstance(future.exception(), Stopped):
             return "stopped"
-        return "done" if self.future.exception() is None else "failed"
+        return "done" if future.exception() is None else "failed"
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether it was told to stop."""
+        return self.stopped_s is not None
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more will happen."""
-        return self.future is not None and self.future.done()
+        """Whether nothing more is waited for."""
+        return self.state in ("done", "failed", "stopped")
+
+    @property
+    def hangs(self) -> bool:
+        """Whether it was given up, and its thread still waits for an answer."""
+        return self.is_over and not self._has_ended
 
     @property
     def answer(self) -> Answer | None:
@@ -64,20 +89,47 @@ class Job:
     @property
     def error(self) -> BaseException | None:
         """The error of work that failed."""
-        return self.future.exception() if self.future and self.state == "failed" else None
+        if self.state != "failed" or self.future is None:
+            return None
+        return self.future.exception() if self.future.done() else _silence()
+
+    def begun(self) -> None:
+        """Note that a thread has begun with it."""
+        self.heard_s = time.monotonic()
 
     def report(self, what: str, done_nbytes: int, total_nbytes: int) -> None:
-        """Take the progress; called by the work itself, which ends here when it is stopped."""
-        if self.is_stopping:
+        """Take the progress; called by the work itself, which ends here when it is given up."""
+        if self.can_stop and self.is_stopping:
             raise Stopped
+        if self.can_stop and self._given_up:
+            raise _silence()
+        self.heard_s = time.monotonic()
         self.progress = (what, done_nbytes, total_nbytes)
+
+    @property
+    def _has_ended(self) -> bool:
+        return self.future is not None and self.future.done()
+
+    @property
+    def _given_up(self) -> Literal["stopped", "failed"] | None:
+        now_s = time.monotonic()
+        if self.stopped_s is not None and now_s - self.stopped_s > STOPPING_S:
+            return "stopped"
+        is_silent = self.heard_s is not None and now_s - self.heard_s > SILENT_S
+        return "failed" if is_silent else None
+
+
+def _silence() -> DeadlineExceeded:
+    return DeadlineExceeded(
+        f"no progress for {SILENT_S / 60:.0f} minutes, so it is waited for no longer. See whether "
+        "the root can be read, and begin again"
+    )
 
 
 class Jobs:
     """The work that was begun, oldest first."""
 
-    def __init__(self, pool: ThreadPoolExecutor) -> None:
-        self._pool = pool
+    def __init__(self) -> None:
         self._jobs: dict[int, Job] = {}
         self._last = 0
 
@@ -91,6 +143,7 @@ class Jobs:
     def start(
         self,
         work: Callable[[], Answer],
+        workers: Workers,
         *,
         kind: str,
         title: str,
@@ -98,29 +151,34 @@ class Jobs:
         context: Context,
         can_stop: bool = True,
     ) -> Job:
-        """Begin a piece of work, unless the same is under way already.
+        """Begin a piece of work in a thread of its run, unless the same is under way already.
 
         Raises:
-            UsageError: too much work waits already.
+            UsageError: too much work of this run waits already.
         """
         for job in self:
             if not job.is_over and (job.kind, job.title, job.run) == (kind, title, run):
                 return job
-        if sum(not job.is_over for job in self) >= _MAX_WAITING:
-            raise UsageError("too much work waits already; stop some of it first")
+        if sum(job.run == run and not job._has_ended for job in self) >= _MAX_UNFINISHED:
+            raise UsageError(f"too much work of {run} waits already; stop some of it first")
         self._last += 1
         job = Job(number=self._last, kind=kind, title=title, run=run, can_stop=can_stop)
         context.run(PROGRESS.set, job.report)
-        # The texts for terminals are as large as the answer, and nobody reads them here.
-        job.future = self._pool.submit(context.run, lambda: replace(work(), parts=()))
+
+        def working() -> Answer:
+            job.begun()
+            # The texts for terminals are as large as the answer, and nobody reads them here.
+            return replace(context.run(work), parts=())
+
+        job.future = workers.submit(working)
         self._jobs[job.number] = job
         self._forget()
         return job
 
     def stop(self, job: Job) -> None:
-        """Ask a piece of work to end; it does when it next reports its progress."""
-        if job.can_stop and job.future is not None:
-            job.is_stopping = True
+        """Ask a piece of work to end, which it does when it next reports its progress."""
+        if job.can_stop and not job.is_stopping and job.future is not None:
+            job.stopped_s = time.monotonic()
             job.future.cancel()
 
     def end(self) -> None:
@@ -130,7 +188,7 @@ class Jobs:
         wait([job.future for job in self if job.future is not None], timeout=_END_S)
 
     def _forget(self) -> None:
-        ended = [job for job in self if job.is_over]
+        ended = [job for job in self if job._has_ended]
         for job in ended[: max(0, len(self._jobs) - MAX_JOBS)]:
             del self._jobs[job.number]
 

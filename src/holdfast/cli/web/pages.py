@@ -17,7 +17,7 @@ from holdfast.cli.answers.history import Log, LoggedSave, Plot
 from holdfast.cli.answers.retention import Forecast
 from holdfast.cli.drawing import thinned
 from holdfast.cli.forecast import foretell
-from holdfast.cli.log import log_root
+from holdfast.cli.log import ENDINGS, log_root
 from holdfast.cli.output import Answer, TextTable, printable
 from holdfast.cli.plot import plot as plot_root
 from holdfast.cli.resume_plan import plan_of
@@ -184,6 +184,7 @@ async def lineage(request: Request) -> Response:
         **given(seen),
         **cut(chosen, page_number(request)),
         "picture": picture(lives),
+        "endings": ENDINGS,
         "states": states,
         "state": state if state in states else "",
     }

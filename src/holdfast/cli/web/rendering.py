@@ -18,6 +18,8 @@ from holdfast.cli.output import number, printable, size
 from holdfast.cli.watch import age
 from holdfast.cli.web.guard import Access
 
+MAX_TEXT = 10_000
+"""Characters of one text that are shown: names in a checkpoint may be as long as it is."""
 _KINDS = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 
 
@@ -57,6 +59,7 @@ class Rendering:
             loader=PackageLoader("holdfast.cli.web"),
             autoescape=True,
             undefined=StrictUndefined,
+            auto_reload=False,
             trim_blocks=True,
             lstrip_blocks=True,
             finalize=_shown,
@@ -88,8 +91,11 @@ class Rendering:
 
 
 def _shown(value: Any) -> Any:
-    """Escape control characters of text; leave markup of templates as it is."""
-    return printable(value) if type(value) is str else value
+    """Escape control characters of text, and cut what is huge; leave markup of templates."""
+    if type(value) is not str:
+        return value
+    rest = len(value) - MAX_TEXT
+    return printable(value) if rest <= 0 else f"{printable(value[:MAX_TEXT])}… ({rest:,} more)"
 
 
 def _seconds(value: float) -> str:

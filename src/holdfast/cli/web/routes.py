@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 
 from starlette.applications import Starlette
@@ -21,19 +20,15 @@ from holdfast.cli.web.runs import named
 from holdfast.cli.web.site import Site
 from holdfast.errors import HoldfastError
 
-NUM_WORKERS = 2
-"""Pieces of long work at one time."""
-
 
 def make_app(
     roots: Sequence[str], access: Access, *, may_pin: bool = False, may_delete: bool = False
 ) -> ASGIApp:
     """Make the application of some roots, with the guard in front of it."""
-    workers = ThreadPoolExecutor(NUM_WORKERS, "holdfast-work")
     static = Static()
     site = Site(
         runs=named(roots),
-        jobs=Jobs(workers),
+        jobs=Jobs(),
         rendering=Rendering(access, static),
         may_pin=may_pin,
         may_delete=may_delete,
@@ -47,7 +42,6 @@ def make_app(
         site.jobs.end()
         for run in site.runs.values():
             run.close()
-        workers.shutdown(wait=False, cancel_futures=True)
 
     async def file(request: Request) -> Response:
         found = static.response(request.path_params["name"])

@@ -11,15 +11,16 @@ import re
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextvars import Context, copy_context
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from holdfast.cli.ls import list_root
 from holdfast.cli.output import PROGRESS, Answer
 from holdfast.cli.target import open_root
 from holdfast.cli.watch import Watched, Watcher
+from holdfast.engine.workers import Workers
 
 LOCAL_LOOK_S, REMOTE_LOOK_S = 2.0, 10.0
 """Shortest time between two looks at a root, as `watch` has by default."""
@@ -31,11 +32,16 @@ SHARE = 0.01
 left open must not slow the training."""
 PATIENCE_S = 0.3
 """How long a page waits for an answer before it is shown without; it follows when it is read."""
-RETRY_S = 0.6
-"""How soon a page asks again for an answer that is being read."""
+RETRY_S, RETRY_SHARE = 0.6, 0.2
+"""How soon a page asks again for an answer that is being read: in seconds, and at least in this
+share of the time that it has waited, as it asks for all that it shows."""
 NUM_READERS = 4
 """Answers of a run that are read at one time. Each run has its own threads, so that one in a bucket
-that does not answer holds up no other."""
+that does not answer holds up no other. They are daemons: the end of the server waits for none."""
+MAX_READERS = 128
+"""Threads that read, of all runs together; but each run has one."""
+NUM_WORKERS = 2
+"""Pieces of long work of a run at one time, in threads of their own for the same reason."""
 _MAX_KEPT = 24
 _MAX_LARGE = 3
 """Answers with all tensors of a checkpoint that are kept."""
@@ -68,19 +74,22 @@ class Seen:
 class Run:
     """Root on the page, with the answers of its commands."""
 
-    def __init__(self, name: str, root: str) -> None:
+    def __init__(self, name: str, root: str, *, num_readers: int = NUM_READERS) -> None:
         self.name = name
         self.root = root
         self.version = 0
         """Grows with each change that a look has seen."""
-        self._pool = ThreadPoolExecutor(NUM_READERS, "holdfast-page")
+        self.workers = Workers(NUM_WORKERS, "holdfast-work")
+        """Threads of its long work."""
+        self._readers = Workers(num_readers, "holdfast-page")
         self._context = copy_context()
         self._changed_s = 0.0
         self._watcher: Watcher | None = None
         self._watched: Watched | None = None
         self._kept: OrderedDict[str, Seen] = OrderedDict()
         self._large: OrderedDict[str, Seen] = OrderedDict()
-        self._tasks: dict[str, asyncio.Task[Seen]] = {}
+        self._tasks: dict[str, tuple[float, asyncio.Task[Seen]]] = {}
+        """What is being read, with the time when that was asked for."""
 
     @property
     def look_s(self) -> float:
@@ -123,10 +132,8 @@ class Run:
 
     async def call(self, work: Callable[[], Answer]) -> Seen:
         """Run a command, whose answer is not kept."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(
-            self._pool, self.in_context().run, _seen, work, self.version
-        )
+        reading = partial(self.in_context().run, _seen, work, self.version)
+        return await asyncio.wrap_future(self._readers.submit(reading))
 
     def changed(self) -> None:
         """Read all answers anew the next time: the page itself has changed something."""
@@ -134,7 +141,8 @@ class Run:
 
     def close(self) -> None:
         """Begin nothing more; what is being read ends by itself."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._readers.close()
+        self.workers.close()
 
     def in_context(self) -> Context:
         """Return a context with the keys and times of the command line, without progress bars."""
@@ -151,15 +159,16 @@ class Run:
         patience_s: float,
     ) -> Seen:
         """Read in a thread, once for all who ask; return the last one if it takes long."""
-        task = self._tasks.get(key)
-        if task is None:
-            task = asyncio.ensure_future(self._keep(key, read, kept, most))
-            self._tasks[key] = task
-            task.add_done_callback(lambda _: self._tasks.pop(key, None))
+        if key not in self._tasks:
+            reading = asyncio.ensure_future(self._keep(key, read, kept, most))
+            self._tasks[key] = time.monotonic(), reading
+            reading.add_done_callback(lambda _: self._tasks.pop(key, None))
+        began_s, task = self._tasks[key]
         done, _ = await asyncio.wait({task}, timeout=patience_s)
         if done and task.result().at_s >= self._changed_s:
             return task.result()
-        return replace(kept.get(key, Seen()), is_pending=True, retry_s=RETRY_S)
+        retry_s = max(RETRY_S, RETRY_SHARE * (time.monotonic() - began_s))
+        return replace(kept.get(key, Seen()), is_pending=True, retry_s=retry_s)
 
     async def _keep(
         self, key: str, read: Callable[[], Any], kept: OrderedDict[str, Seen], most: int
@@ -209,7 +218,9 @@ def _no_progress(what: str, done_nbytes: int, total_nbytes: int) -> None:
 
 def named(roots: Sequence[str]) -> Mapping[str, Run]:
     """Make the runs of some roots, by the names of their pages."""
-    return {name: Run(name, root) for name, root in names_of(roots).items()}
+    names = names_of(roots)
+    num_readers = max(1, min(NUM_READERS, MAX_READERS // max(len(names), 1)))
+    return {name: Run(name, root, num_readers=num_readers) for name, root in names.items()}
 
 
 def names_of(roots: Sequence[str]) -> dict[str, str]:

@@ -13,10 +13,14 @@ import msgspec
 
 from holdfast.cli.output import Code, give_line, printable
 from holdfast.cli.target import open_root
+from holdfast.engine.workers import Workers
 from holdfast.errors import UsageError
 
 DEFAULT_PORT = 8770
 _HOST = re.compile(r"[A-Za-z0-9._-]+", re.ASCII)
+_OWN_PATHS = frozenset({"r", "jobs", "static"})
+"""First parts of the page's paths. With one as the prefix it could not be told whether a proxy has
+taken the prefix off."""
 _PREFIX = re.compile(r"(/[A-Za-z0-9._~-]+)*", re.ASCII)
 
 
@@ -63,6 +67,10 @@ def serve(
     prefix = path_prefix.rstrip("/")
     if not _PREFIX.fullmatch(prefix) or ".." in prefix:
         raise UsageError(f"--path-prefix={path_prefix!r}: write it as /holdfast")
+    if f"{prefix}/".split("/")[1] in _OWN_PATHS:
+        raise UsageError(
+            f"--path-prefix={path_prefix!r}: pages of its own begin like this; write /holdfast"
+        )
     for host in allow_hosts:
         if not _HOST.fullmatch(host):
             raise UsageError(f"--allow-host={host!r}: a name alone, as lab.example.org")
@@ -92,10 +100,17 @@ def serve(
             changes=(*(["pin"] if allow_pin else []), *(["delete"] if allow_delete else [])),
         )
         _tell(answer, as_json=as_json)
-        if is_opening:
-            webbrowser.open(answer.url)
+        browsers = Workers(1, "holdfast-browser")
+        if is_opening:  # a browser of the terminal ends only when its user ends it
+            browsers.submit(lambda: _open(answer.url))
+        browsers.close()
         server_of(app).run(sockets=[listener])
     return Code.OK
+
+
+def _open(url: str) -> None:
+    if not webbrowser.open(url):
+        click.echo("no browser could be started; open the URL yourself", err=True)
 
 
 def listening(port: int | None) -> socket.socket:

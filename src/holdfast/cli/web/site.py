@@ -89,7 +89,13 @@ class Site:
         """Begin work in the background, and go to its page."""
         context: Context = run.in_context()
         job: Job = self.jobs.start(
-            work, kind=kind, title=title, run=run.name, context=context, can_stop=can_stop
+            work,
+            run.workers,
+            kind=kind,
+            title=title,
+            run=run.name,
+            context=context,
+            can_stop=can_stop,
         )
         return RedirectResponse(self.rendering.url("jobs", str(job.number)), status_code=303)
 

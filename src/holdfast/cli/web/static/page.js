@@ -1,24 +1,64 @@
 "use strict";
 // Asks for a new look while somebody looks, tells parts of the page of changes, and draws pictures.
+// A page that stays open must not slow a training: nothing moves by itself, and of what a look
+// costs, most is paid only when it saw a change.
 (() => {
   const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   const isSeen = () => document.visibilityState === "visible";
 
-  function look() {
-    if (isSeen()) document.body.dispatchEvent(new CustomEvent("look"));
+  const tell = (name) => document.body.dispatchEvent(new CustomEvent(name));
+
+  // Looks again after `data-look` milliseconds; while nothing happens, later and later.
+  const LATEST_MS = 10000;
+  function keepLooking() {
+    const live = document.getElementById("live");
+    const clock = live ?? document.querySelector("[data-look]");
+    if (!clock) return;
+    const least = Number(clock.dataset.look), latest = live ? Math.max(LATEST_MS, least) : least;
+    const tellChange = noted(live);
+    let pause = least, timer = null, before = null;
+    async function look() {
+      clearTimeout(timer);
+      if (!isSeen()) return;
+      if (live) await readLive(live);
+      else tell("look");
+      const now = live?.querySelector("[data-seen]")?.dataset.seen;
+      pause = now === before ? Math.min(1.5 * pause, latest) : least;
+      before = now;
+      tellChange();
+      clearTimeout(timer);
+      timer = setTimeout(look, pause);
+    }
+    timer = setTimeout(look, least);
+    document.addEventListener("visibilitychange", () => { pause = least; look(); });
   }
 
-  function watchForChanges() {
-    const live = document.getElementById("live");
-    if (!live) return;
-    const versionOf = () => live.querySelector("[data-version]")?.dataset.version;
-    let version = versionOf();
-    new MutationObserver(() => {
+  async function readLive(live) {
+    try {
+      const response = await fetch(live.dataset.url, { credentials: "same-origin", signal: AbortSignal.timeout(60000) });
+      const text = await response.text();
+      if (response.ok) live.innerHTML = text;
+      else say(live, "The server was started anew, or has an error. Open the URL that it printed.");
+    } catch {
+      say(live, "The server does not answer. What is shown here may be old.");
+    }
+  }
+
+  // Tells parts of the page of a change that a look has seen, but no more often than they can bear.
+  const BETWEEN_MS = 10000;
+  function noted(live) {
+    const versionOf = () => live?.querySelector("[data-version]")?.dataset.version;
+    let version = versionOf(), told = -BETWEEN_MS, timer = null;
+    return () => {
       const now = versionOf();
       if (now === undefined || now === version) return;
       version = now;
-      document.body.dispatchEvent(new CustomEvent("changed"));
-    }).observe(live, { childList: true, subtree: true });
+      timer ??= setTimeout(() => {
+        timer = null;
+        told = performance.now();
+        tell("changed");
+      }, Math.max(0, told + BETWEEN_MS - performance.now()));
+    };
   }
 
   // What a person has under the keyboard or has opened stays so when a part is read again.
@@ -49,6 +89,11 @@
     return response.json();
   }
 
+  // What of an answer can be seen: not whether it is being read again, unless there is nothing yet.
+  function visible({ retry_ms, is_pending, ...rest }) {
+    return JSON.stringify([rest, is_pending && !rest.plot && !rest.series?.length]);
+  }
+
   function say(box, text) {
     const note = document.createElement("p");
     note.className = "notice";
@@ -65,7 +110,7 @@
       let found;
       try { found = await read(urlOf()); } catch { return say(box, "The picture cannot be read now."); }
       if (mine !== turn) return;
-      const text = JSON.stringify(found);
+      const text = visible(found);
       if (text !== drawn) { drawn = text; last = found; redraw(); }
       if (found.retry_ms) setTimeout(() => mine === turn && again(), found.retry_ms);
     }
@@ -193,13 +238,17 @@
     new uPlot(options("seconds by phase", found.series, box.clientWidth, {}), aligned(found.series), box);
   }
 
+  // Height of a heat map with many layers: browsers draw no canvas that is too large.
+  const HEAT_PX = 8000;
+
   // A cell for each layer and checkpoint; shades are logarithmic between the extremes.
   function drawHeat(box, found) {
     const layers = found.layers, steps = found.checkpoints.slice(1);
     const known = layers.flatMap((one) => one.changes).filter((value) => value > 0);
     if (!known.length) return say(box, "Nothing changed.");
     const low = Math.log(Math.min(...known)), high = Math.log(Math.max(...known));
-    const ratio = devicePixelRatio || 1, left = Math.min(260, box.clientWidth * 0.35), row = 18, bottom = 22;
+    const ratio = devicePixelRatio || 1, left = Math.min(260, box.clientWidth * 0.35), bottom = 22;
+    const row = Math.max(1, Math.min(18, Math.floor(HEAT_PX / layers.length))), named = Math.ceil(14 / row);
     const width = box.clientWidth, height = layers.length * row + bottom, cell = (width - left) / steps.length;
     const canvas = document.createElement("canvas");
     canvas.className = "heat";
@@ -210,11 +259,11 @@
     ctx.font = "12px system-ui"; ctx.textBaseline = "middle";
     layers.forEach((layer, y) => {
       ctx.fillStyle = color("--text");
-      ctx.fillText(shortened(ctx, `${layer.component}:${layer.layer}`, left - 8), 2, y * row + row / 2);
+      if (y % named === 0) ctx.fillText(shortened(ctx, `${layer.component}:${layer.layer}`, left - 8), 2, y * row + row / 2);
       layer.changes.forEach((value, x) => {
         const share = value > 0 ? (high > low ? (Math.log(value) - low) / (high - low) : 1) : null;
         ctx.fillStyle = value === null ? color("--back") : share === null ? color("--stripe") : shade(share);
-        ctx.fillRect(left + x * cell, y * row, Math.max(cell - 1, 1), row - 1);
+        ctx.fillRect(left + x * cell, y * row, Math.max(cell - 1, 1), row > 4 ? row - 1 : row);
       });
     });
     ctx.fillStyle = color("--dim");
@@ -268,11 +317,7 @@
     drawAll(document);
     document.addEventListener("htmx:before:swap", remember);
     document.addEventListener("htmx:after:swap", () => { restore(); drawAll(document); });
-    const clocks = document.querySelectorAll("[data-look]");
-    const every = Math.min(...[...clocks].map((one) => Number(one.dataset.look)));
-    if (clocks.length) setInterval(look, Math.max(every, 2000));
-    document.addEventListener("visibilitychange", look);
-    watchForChanges();
+    keepLooking();
     for (const box of document.querySelectorAll("[data-plot]")) {
       const select = document.querySelector(`select[data-for="${box.id}"]`);
       const url = () => box.dataset.plot + (select?.value ? `?metric=${encodeURIComponent(select.value)}` : "");

@@ -1,0 +1,229 @@
+"""Claims that each figure on the pages is that of a command's answer."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from tests.serve.client import Page
+from tests.serve.test_pages import folders, text_of
+
+from holdfast.cli.diff import diff
+from holdfast.cli.drift import show_drift
+from holdfast.cli.forecast import foretell
+from holdfast.cli.log import log_root
+from holdfast.cli.ls import list_root
+from holdfast.cli.output import number, size
+from holdfast.cli.plot import plot
+from holdfast.cli.resume_plan import plan_of
+from holdfast.cli.show import show
+from holdfast.cli.stats import stats
+from holdfast.cli.target import open_root
+from holdfast.cli.verify import check
+from holdfast.cli.watch import Watcher
+
+Rows = list[list[str]]
+
+
+def rows_of(text: str, label: str) -> Rows:
+    """Return the texts of the cells of the table that has a label."""
+    region = re.search(rf'aria-label="{label}".*?<tbody>(.*?)</tbody>', text, re.DOTALL)
+    assert region is not None, label
+    rows = re.findall(r"<tr[^>]*>(.*?)</tr>", region[1], re.DOTALL)
+    return [[text_of(f" {cell} ").strip() for cell in cells_of(row)] for row in rows]
+
+
+def cells_of(row: str) -> list[str]:
+    return re.findall(r"<t[dh][^>]*>(.*?)</t[dh]>", row, re.DOTALL)
+
+
+def picked(rows: Rows, *columns: int) -> list[tuple[str, ...]]:
+    return [tuple(row[column] for column in columns) for row in rows]
+
+
+def when(text: str | None) -> str:
+    return (text or "?")[:19].replace("T", " ")
+
+
+def took(text: str) -> float | None:
+    """Return the seconds that a cell says."""
+    value, _, unit = text.partition(" ")
+    return None if text == "–" else float(value) / (1000 if unit == "ms" else 1)
+
+
+def near(found: Iterable[str], expected: Iterable[float | None]) -> bool:
+    pairs = [(took(text), value) for text, value in zip(found, expected, strict=True)]
+    return all(
+        one == other if one is None or other is None else one == pytest.approx(other, abs=0.006)
+        for one, other in pairs
+    )
+
+
+def test_checkpoints_are_those_of_ls(page: Page, run_root: Path) -> None:
+    listed: Any = list_root(str(run_root)).document
+    shown = rows_of(page.whole("/r/run/checkpoints"), "Checkpoints")
+    assert picked(shown, 0, 1, 2, 4) == [
+        (str(one.step), one.folder, when(one.created), size(one.nbytes))
+        for one in listed.checkpoints
+    ]
+    metrics = [{n: float(v) for n, v in one.metrics.items()} for one in listed.checkpoints]
+    read = [dict(re.findall(r"(\S+) ([\d.e+-]+)", row[5])) for row in shown]
+    assert [{n: float(v) for n, v in one.items()} for one in read] == [
+        {n: float(number(v)) for n, v in one.items()} for one in metrics
+    ]
+
+
+@pytest.mark.parametrize("path", ["/r/run", "/"])
+def test_size_and_last_step_are_those_of_watch(page: Page, run_root: Path, path: str) -> None:
+    seen = Watcher(open_root(str(run_root))).look()
+    text = text_of(page.whole(path))
+    if path == "/":
+        assert f"last step {seen.last_step}" in text
+        assert f"checkpoints {len(seen.checkpoints)} size {size(seen.nbytes)}" in text
+    else:
+        assert f"step {seen.last_step}, saved" in text
+        assert f"{len(seen.checkpoints)} checkpoints, {size(seen.nbytes)}" in text
+
+
+def test_lives_saves_and_costs_are_those_of_log(page: Page, run_root: Path) -> None:
+    log: Any = log_root(str(run_root), saves=True).document
+    text = page.whole("/r/run/lineage")
+    assert picked(rows_of(text, "Lives"), 0, 1, 4, 5, 6) == [
+        (
+            str(life.epoch),
+            when(life.began),
+            f"{life.from_step} to {life.to_step}",
+            str(life.num_checkpoints),
+            life.ending,
+        )
+        for life in reversed(log.lives)
+    ]
+    saves = [(life, save) for life in reversed(log.lives) for save in reversed(life.saves)]
+    assert picked(rows_of(text, "Saves"), 0, 1, 2, 3, 4, 5) == [
+        (str(life.epoch), str(s.step), s.folder, when(s.created), s.reason, s.state)
+        for life, s in saves
+    ]
+    costs = rows_of(page.whole("/r/run/costs"), "Costs of saves")
+    known = [save for life in log.lives for save in life.saves if save.cost][::-1]
+    assert picked(costs, 1, 7, 8) == [
+        (one.folder, size(one.cost.nbytes), size(one.cost.new_nbytes)) for one in known
+    ]
+    for row, save in zip(costs, known, strict=True):
+        cost = save.cost
+        assert near(row[3:6], (cost.stall_s, cost.write_s, cost.durable_s)), row
+    data = json.loads(page.whole("/r/run/costs.json"))
+    for one in data["series"]:
+        expected = [[save.step, getattr(save.cost, f"{one['name']}_s")] for save in known[::-1]]
+        assert one["points"] == expected
+
+
+def test_what_is_to_come_is_that_of_forecast_and_resume_plan(page: Page, run_root: Path) -> None:
+    found: Any = foretell(str(run_root), number=10, keep="last:2", every=None, metrics=()).document
+    text = page.whole("/r/run/retention?keep=last:2")
+    assert [row[0:2] + row[4:6] for row in rows_of(text, "Coming saves")] == [
+        [
+            str(save.save),
+            str(save.step),
+            size(save.nbytes) if save.nbytes else "",
+            f"{save.left}, {size(save.left_nbytes)}",
+        ]
+        for save in found.saves
+    ]
+    shown = rows_of(text, "What becomes of each checkpoint")
+    assert picked(shown, 0, 1, 2) == [
+        (str(one.step), one.folder, size(one.nbytes)) for one in found.checkpoints
+    ]
+    assert [row[3].split()[0] for row in shown] == [one.action for one in found.checkpoints]
+    plan: Any = plan_of(str(run_root), verify=False).document
+    shown = rows_of(page.whole("/r/run/resume"), "Candidates")
+    assert picked(shown, 0, 1, 2, 3) == [
+        (str(one.step), one.folder, when(one.created), one.outcome) for one in plan.candidates
+    ]
+
+
+def test_the_curve_and_its_table_are_those_of_plot(page: Page, run_root: Path) -> None:
+    found: Any = plot(str(run_root), output=None, metrics=(), log=None).document
+    drawn = json.loads(page.whole("/r/run/plot.json"))["plot"]
+    assert drawn["series"] == msgspec.to_builtins(found.series)
+    assert drawn["starts"] == msgspec.to_builtins(found.starts)
+    shown = rows_of(page.whole("/r/run/numbers"), "Numbers by step")
+    by_name = [dict(map(tuple, series.points)) for series in found.series]
+    steps = sorted({step for points in by_name for step in points}, reverse=True)
+    assert shown == [
+        [
+            str(int(step)),
+            "saved" if step in found.saves else "",
+            *("–" if step not in points else number(points[step]) for points in by_name),
+        ]
+        for step in steps
+    ]
+
+
+def test_a_checkpoint_and_its_tensors_are_those_of_show(page: Page, run_root: Path) -> None:
+    newest = folders(run_root)[0]
+    found: Any = show(f"{run_root}@{newest}", tensors=True).document
+    text, one = page.whole(f"/r/run/c/{newest}"), found.checkpoint
+    assert f"{size(one.nbytes)} in {len(one.files)} files" in text_of(text)
+    assert picked(rows_of(text, "Components"), 0, 2, 3) == [
+        (name, str(part["num_tensors"]), size(part["nbytes"]))
+        for name, part in one.components.items()
+    ]
+    assert picked(rows_of(text, "Files"), 0, 1, 2) == [
+        (name, f"{file['nbytes']:,}", file["digest"]) for name, file in one.files.items()
+    ]
+    shown = rows_of(page.whole(f"/r/run/c/{newest}/tensors"), "Tensors")
+    assert picked(shown, 0, 1, 2, 3) == [
+        (
+            f"{tensor.component}:{tensor.key}",
+            tensor.dtype,
+            "×".join(map(str, tensor.shape)) or "scalar",
+            f"{sum(shard.nbytes for shard in tensor.shards):,}",
+        )
+        for tensor in found.tensors
+    ]
+
+
+def test_what_work_found_is_what_its_command_finds(page: Page, run_root: Path) -> None:
+    newest, *_, oldest = folders(run_root)
+    verified: Any = check(str(run_root)).document
+    shown = rows_of(page.done(page.post("/r/run/verify")), "Verified checkpoints")
+    assert shown == [[str(o.step), o.folder, size(o.nbytes), "ok"] for o in verified.checkpoints]
+    target = f"{run_root}@{newest}"
+    computed: Any = stats(target, components=["model"], tensors=[]).document
+    shown = rows_of(
+        page.done(page.post(f"/r/run/c/{newest}/stats", component="model")), "Statistics"
+    )
+    assert picked(shown, 0, 3, 4, 5, 6, 7) == [
+        (
+            o.tensor,
+            *("–" if x is None else number(x) for x in (o.norm, o.min, o.max, o.mean)),
+            str(o.zeros or ""),
+        )
+        for o in computed.tensors
+    ]
+    compared: Any = diff(f"{run_root}@{oldest}", target, components=(), fail_above=None).document
+    text = page.done(page.post("/r/run/compare", a=oldest, b=newest))
+    assert f"{compared.num_equal} tensors are equal" in text_of(text)
+    assert picked(rows_of(text, "Tensors that differ"), 0, 3, 4, 5) == [
+        (
+            o.tensor,
+            *("–" if x is None else number(x) for x in (o.max_abs, o.relative_norm, o.cosine)),
+        )
+        for o in compared.tensors
+    ]
+    drifted: Any = show_drift(
+        str(run_root), components=["model"], last=5, depth=None, plot=None
+    ).document
+    text = page.done(page.post("/r/run/drift", last="5", component="model"))
+    shown = rows_of(text, "Change of each layer")
+    assert [row[2:] for row in shown] == [
+        ["–" if value is None else f"{value:.2g}" for value in changes]
+        for changes in (*(layer.changes for layer in drifted.layers), drifted.total)
+    ]
+    assert html.unescape(text).count("equal by their digests") == 1
