@@ -21,7 +21,7 @@ def plan_of(data: bytes, step: int) -> ExportPlan:
     """An export of one file, written in pieces of `step` bytes."""
 
     def write(file: Any) -> None:
-        with past_cache(file) as put:
+        with past_cache(file, len(data)) as put:
             for start in range(0, len(data), step):
                 put(memoryview(data)[start : start + step])
 

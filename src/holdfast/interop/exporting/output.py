@@ -16,6 +16,7 @@ from holdfast.engine.workers import Workers, cancel
 from holdfast.errors import DeadlineExceeded
 from holdfast.interop.files import copy
 from holdfast.store.local.oserrors import UNSUPPORTED
+from holdfast.store.local.syscalls import preallocate
 from holdfast.system import CLOSED_ON_EXEC
 
 BLOCK_NBYTES = 4 << 20
@@ -92,8 +93,14 @@ class _Output:
 
 
 @contextmanager
-def past_cache(file: BinaryIO) -> Iterator[Callable[[memoryview], object]]:
-    """Yield a function that writes a new, empty file; through the cache where it must."""
+def past_cache(file: BinaryIO, nbytes: int) -> Iterator[Callable[[memoryview], object]]:
+    """Yield a function that writes the `nbytes` bytes of a new, empty file.
+
+    They are written through the cache where they must.
+
+    Raises:
+        OSError: there is no space.
+    """
     descriptor = open_direct(file)
     if descriptor is None:
         yield file.write
@@ -101,6 +108,8 @@ def past_cache(file: BinaryIO) -> Iterator[Callable[[memoryview], object]]:
     workers = Workers(_NUM_BLOCKS - 1, "holdfast-export")
     output = _Output(file, descriptor, workers)
     try:
+        # Writes that make a file longer wait for each other.
+        preallocate(descriptor, nbytes)
         yield output.write
         output.finish()
     finally:

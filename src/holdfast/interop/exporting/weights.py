@@ -238,14 +238,14 @@ def _file(
     tied = {alias: kept for alias, kept in weights.aliases.items() if kept in of_file}
     header = _header(ordered, {"format": "pt", **tied})
 
+    nbytes = len(header) + sum(one.nbytes for one in ordered)
+
     def write(file: BinaryIO) -> None:
-        with past_cache(file) as put:
+        with past_cache(file, nbytes) as put:
             put(memoryview(header))
             write_tensors(source, weights.component, ordered, put, cast, report)
 
-    return PlannedFile(
-        name=name, nbytes=len(header) + sum(one.nbytes for one in ordered), write=write
-    )
+    return PlannedFile(name=name, nbytes=nbytes, write=write)
 
 
 def _header(tensors: Sequence[Weight], metadata: Mapping[str, str]) -> bytes:
