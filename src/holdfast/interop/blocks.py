@@ -72,6 +72,21 @@ class CheckedBlocks:
                 copy(plain[skipped : skipped + count], memory[done : done + count])
             done += count
 
+    def nbytes_lent(self, start: int) -> int:
+        """Return the most bytes from byte `start` of a file on that can be lent at once."""
+        return self._block_nbytes - start % self._block_nbytes
+
+    @contextmanager
+    def lent(self, file: str, start: int, nbytes: int) -> Iterator[memoryview]:
+        """Yield bytes of one block of a file where they lie; they stay until the `with` ends.
+
+        Raises:
+            As `copy`.
+        """
+        number, skipped = divmod(start, self._block_nbytes)
+        with self._block(file, number) as plain:
+            yield plain[skipped : skipped + nbytes]
+
     @contextmanager
     def _block(self, file: str, number: int) -> Iterator[memoryview]:
         held, is_mine = self._hold((file, number))

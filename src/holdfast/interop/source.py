@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -114,6 +115,25 @@ class Source(ABC):
             CorruptData: the bytes are damaged, or the file ends before them.
             StoreError: they cannot be read.
         """
+
+    def nbytes_lent(self, component: str, key: str, start: int) -> int:
+        """Return the most bytes that `lent` gives of a tensor from `start` on, in whole elements.
+
+        0: none, as no other copy of them is in memory.
+        """
+        return 0
+
+    def lent(
+        self, component: str, key: str, start: int, nbytes: int
+    ) -> AbstractContextManager[memoryview]:
+        """Yield the bytes that `read_into` would copy, where they lie, until the `with` ends.
+
+        `nbytes` is at most what `nbytes_lent` returns.
+
+        Raises:
+            As `read_into`.
+        """
+        raise NotImplementedError
 
     def fingerprint(self, component: str, key: str) -> object | None:
         """Return a value that two tensors share only if their bytes are equal; None: not known.

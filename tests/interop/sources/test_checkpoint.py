@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 from torch import Tensor
 
 from allranks import Member, all_of, on_ranks
@@ -20,9 +21,11 @@ from holdfast import CheckpointManager, Encryption, PerRank, keys
 from holdfast.engine.claims.leases import find_leases
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.errors import CorruptData, MissingKey, NoCheckpoint
+from holdfast.format import layout
 from holdfast.format.codec import CodecName
 from holdfast.format.nodes import ArrayRef, TensorRef
 from holdfast.interop import blocks
+from holdfast.interop.comparing.statistics import stats_of
 from holdfast.interop.opening import open_source
 from holdfast.interop.reading import pieces
 from holdfast.interop.source import Source
@@ -170,6 +173,61 @@ def test_a_changed_bit_is_an_error_that_names_file_and_tensor(tmp_path: Path) ->
     ):
         contents(source)
     assert "is not what was written" in str(error.value)
+
+
+LARGE = {
+    "odd": torch.arange(3, dtype=torch.uint8),
+    "wide": torch.arange(1_300_001, dtype=torch.float64),
+    "weight": torch.arange(4_300_003, dtype=torch.float32),
+    "half": torch.arange(2_500_001).to(torch.bfloat16),
+}
+"""Tensors that begin anywhere in a block, and lie in several."""
+
+
+def test_large_tensors_are_lent_block_by_block(tmp_path: Path) -> None:
+    saved(tmp_path, LARGE)
+    with open_source(str(tmp_path)) as source:
+        assert contents(source) == expected(LARGE)
+        wanted = [("tree", key) for key in LARGE]
+        found = [(piece.key, piece.start, piece.memory.nbytes) for piece in pieces(source, wanted)]
+    large = [(key, start, nbytes) for key, start, nbytes in found if key != "odd"]
+    assert max(nbytes for _, _, nbytes in large) == layout.BLOCK_NBYTES
+    assert all(start % LARGE[key].itemsize == 0 for key, start, _ in large)
+
+
+def test_an_iterator_of_pieces_may_be_dropped(tmp_path: Path) -> None:
+    saved(tmp_path, LARGE)
+    with open_source(str(tmp_path)) as source:
+        some = pieces(source, [("tree", "wide"), ("tree", "weight")])
+        next(some)
+        some.close()
+        assert contents(source) == expected(LARGE)
+
+
+def test_statistics_are_those_of_the_same_tensors_in_another_format(tmp_path: Path) -> None:
+    saved(tmp_path / "root", LARGE)
+    save_file(LARGE, tmp_path / "file.safetensors")
+    found = []
+    for path, name in ((tmp_path / "root", "tree"), (tmp_path / "file.safetensors", "model")):
+        with open_source(str(path)) as source:
+            found.append([*stats_of(source, [(name, key) for key in LARGE])])
+    for one, other in zip(*found, strict=True):
+        assert (one.exponents, one.zeros, one.max) == (other.exponents, other.zeros, other.max)
+        assert one.norm == pytest.approx(other.norm, rel=1e-14)
+        assert one.mean == pytest.approx(other.mean, rel=1e-14)
+
+
+def test_a_damaged_block_that_would_be_lent_names_its_tensor(tmp_path: Path) -> None:
+    saved(tmp_path, LARGE)
+    path = only_folder(tmp_path) / "tree-00000.safetensors"
+    with path.open("r+b") as file:
+        file.seek(layout.BLOCK_NBYTES + 5)
+        file.write(b"\xff\xff")
+    with (
+        open_source(str(tmp_path)) as source,
+        pytest.raises(CorruptData, match=r"block 1 is not what was written; it holds tree:"),
+    ):
+        contents(source)
 
 
 def test_a_failed_read_is_repeated_by_the_next_reader(tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import re
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -142,14 +143,30 @@ class CheckpointSource(Source):
 
     @override
     def read_into(self, component: str, key: str, start: int, memory: memoryview) -> None:
-        try:
+        with _naming(component, key):
             place = self._places[component].get(key)
             if place is not None:
                 self._blocks.copy(place.file, place.start + start, memory)
             else:
                 self._assemble(component, key, start, memory)
-        except (CorruptData, Tampered) as error:
-            raise type(error)(f"{error}; it holds {component}:{key}") from error
+
+    @override
+    def nbytes_lent(self, component: str, key: str, start: int) -> int:
+        place = self._places[component].get(key)
+        if place is None:
+            return 0
+        nbytes = self._blocks.nbytes_lent(place.start + start)
+        return nbytes - nbytes % ITEM_NBYTES[self.parts[component].specs[key].dtype]
+
+    @override
+    @contextmanager
+    def lent(self, component: str, key: str, start: int, nbytes: int) -> Iterator[memoryview]:
+        place = self._places[component][key]
+        with (
+            _naming(component, key),
+            self._blocks.lent(place.file, place.start + start, nbytes) as memory,
+        ):
+            yield memory
 
     @override
     def fingerprint(self, component: str, key: str) -> object | None:
@@ -195,6 +212,15 @@ class CheckpointSource(Source):
         read: Any = np.empty(part.length * item, np.uint8)
         self._blocks.copy(file, start + part.first * item, memoryview(read))
         part.copy(read, target, item)
+
+
+@contextmanager
+def _naming(component: str, key: str) -> Iterator[None]:
+    """Name a tensor in errors about its bytes."""
+    try:
+        yield
+    except (CorruptData, Tampered) as error:
+        raise type(error)(f"{error}; it holds {component}:{key}") from error
 
 
 def _ordered(table: TensorTable) -> tuple[dict[str, TensorSpec], dict[str, _Place]]:
