@@ -312,6 +312,9 @@ class Round:
 def _in_rank(rank: int, port: int, options: argparse.Namespace, folder: Path, found: Any) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    # As torchrun sets it.
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(options.ranks)}
+    os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(options.ranks)}
     store = dist.TCPStore("127.0.0.1", port, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=options.ranks)
     dist.barrier()

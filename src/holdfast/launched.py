@@ -60,6 +60,15 @@ def present_ranks() -> Ranks:
     )
 
 
+def ranks_on_host() -> int:
+    """Return the number of ranks on this host; 1 if the launcher does not tell.
+
+    Raises:
+        UsageError: the environment contradicts itself.
+    """
+    return present_ranks().local_world_size or 1
+
+
 def has_group() -> bool:
     """Whether torch has a default process group."""
     # Who has a group has imported this.

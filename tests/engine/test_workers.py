@@ -10,7 +10,36 @@ from functools import partial
 import pytest
 
 from holdfast import errors
-from holdfast.engine.workers import Background, Workers, gather, hand_over
+from holdfast.engine.workers import Background, Workers, gather, hand_over, num_threads
+
+
+@pytest.mark.parametrize(
+    ("of_host", "usable", "num_ranks", "expected"),
+    [
+        (16, 16, None, (16, 32)),
+        (16, 16, 8, (2, 4)),
+        (16, 2, 8, (2, 4)),  # each rank has cores of its own
+        (2, 2, 4, (1, 1)),
+        (2, 2, 64, (1, 1)),
+    ],
+)
+def test_ranks_of_a_host_share_its_cores(
+    of_host: int,
+    usable: int,
+    num_ranks: int | None,
+    expected: tuple[int, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: of_host)
+    monkeypatch.setattr("holdfast.engine.workers.num_cores", lambda: usable)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    if num_ranks is not None:
+        monkeypatch.setenv("RANK", "0")
+        monkeypatch.setenv("WORLD_SIZE", "128")
+        monkeypatch.setenv("LOCAL_RANK", "0")
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(num_ranks))
+    assert (num_threads(), num_threads(per_core=2)) == expected
 
 
 def test_the_first_error_is_raised_and_nothing_runs_afterwards() -> None:
@@ -167,10 +196,10 @@ def test_they_grow_by_one_for_a_job_and_not_where_no_more_are_to_be_had(
     workers, done = Workers(2, "grown"), threading.Event()
     with pytest.raises(RuntimeError, match="new thread"):
         workers.grow()
-    for num_threads in (1, 1, 2, 2):
+    for num_running in (1, 1, 2, 2):
         workers.grow()
         started = [one for one in threading.enumerate() if one.name.startswith("grown")]
-        assert len(started) == num_threads
+        assert len(started) == num_running
     workers.put(done.set)
     assert done.wait(60)
     workers.close()

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from typing import Any, TypeAlias, TypeVar
 
 from holdfast.engine.bars import watch_all
-from holdfast.engine.workers import Workers, gather, num_cores
+from holdfast.engine.workers import Workers, gather, num_threads
 
 T = TypeVar("T")
 Use: TypeAlias = Callable[[], Any]
@@ -25,8 +25,9 @@ class Threads:
     """Two thread pools, for compute and for store I/O, so that both cores and store stay busy."""
 
     def __init__(self) -> None:
-        self.workers = Workers(min(2 * num_cores(), 8), "holdfast-io")
-        """Threads for copies and digests; more than cores, because some wait for others."""
+        self.workers = Workers(min(num_threads(per_core=2), 8), "holdfast-io")
+        """Threads for copies and digests; more than cores, because some wait for the interpreter,
+        but fewer for each of several ranks on a host."""
         self.waiters = Workers(_NUM_WAITERS, "holdfast-disk")
         """Threads that mostly wait for the store: more of them than cores cost nothing, and one
         that is done finds the next job already queued."""

@@ -18,6 +18,7 @@ from queue import SimpleQueue
 from typing import Any, TypeAlias, TypeVar
 
 from holdfast.errors import DeadlineExceeded, ManagerUnusable
+from holdfast.launched import ranks_on_host
 
 T = TypeVar("T")
 Job: TypeAlias = Callable[[], Any]
@@ -30,6 +31,19 @@ def num_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def num_threads(per_core: int = 1) -> int:
+    """Return the number of threads, at least one, for `per_core` on each core of this rank.
+
+    Ranks of a host share its cores, unless each may use only some of them. More threads would not
+    copy or hash faster, and delay those that keep the disk busy.
+
+    Raises:
+        UsageError: the environment that the launcher has set contradicts itself.
+    """
+    of_host = per_core * (os.cpu_count() or 1) // ranks_on_host()
+    return max(1, min(per_core * num_cores(), of_host))
 
 
 class Workers:

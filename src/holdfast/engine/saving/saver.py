@@ -27,7 +27,7 @@ from holdfast.engine.staging.overlap import NUM_THREADS, Overlap
 from holdfast.engine.staging.stage import Stager
 from holdfast.engine.staging.staged import Staged
 from holdfast.engine.threads import Threads
-from holdfast.engine.workers import Workers, do, num_cores
+from holdfast.engine.workers import Workers, do, num_threads
 from holdfast.errors import (
     DeadlineExceeded,
     NotSealed,
@@ -157,7 +157,7 @@ class Saver:
             if is_beside:
                 self._job = self._background.submit(write)
             staged.transfer.copy(
-                self.threads.workers, min(num_cores(), MAX_COPIERS) - 1, self.timeout_s
+                self.threads.workers, min(num_threads(), MAX_COPIERS) - 1, self.timeout_s
             )
             if not is_beside:
                 # Last, because on few cores these threads take the time of this one.
