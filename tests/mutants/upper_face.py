@@ -7,6 +7,14 @@ from tests.mutants.mutant import Mutant
 MUTANTS: tuple[Mutant, ...] = (
     # data
     Mutant(
+        name="answer-with-a-member-that-nobody-declared",
+        promise="R28: a command prints what its JSON Schema says",
+        file="cli/answers/base.py",
+        before="kw_only=True, forbid_unknown_fields=True):",
+        after="kw_only=True):",
+        near=("tests/cli/test_schema.py",),
+    ),
+    Mutant(
         name="loader-position-is-one-behind",
         promise="I7: the position counts the batches that the loop has taken",
         file="data/loader.py",

@@ -330,6 +330,14 @@ MUTANTS: tuple[Mutant, ...] = (
         near=("tests/bridges/test_accelerate.py",),
     ),
     Mutant(
+        name="metrics-of-an-older-iteration",
+        promise="R17: a rule for the best names weights that were measured",
+        file="bridges/ignite/state.py",
+        before="for name, at in self._set_at.items() if at == iteration and name in self]",
+        after="for name, at in self._set_at.items() if name in self]",
+        near=("tests/bridges/test_ignite.py",),
+    ),
+    Mutant(
         name="generators-drawn-from-after-a-resume",
         promise="I7: a run under Lightning goes on with the numbers that it would have drawn",
         file="bridges/lightning/callback.py",
@@ -349,7 +357,7 @@ MUTANTS: tuple[Mutant, ...] = (
         name="secret-of-a-root-in-a-tracker",
         promise="R28: secrets in a URL leave this process nowhere",
         file="sinks/trackers.py",
-        before="    return without_secrets(root) if _HAS_SCHEME.match(root) else",
+        before="    return url_without_secrets(root) if _HAS_SCHEME.match(root) else",
         after="    return root if _HAS_SCHEME.match(root) else",
         near=("tests/sinks",),
     ),

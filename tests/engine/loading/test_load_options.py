@@ -316,5 +316,5 @@ def test_weights_are_those_of_the_checkpoint_that_was_named(tmp_path: Path) -> N
         assert is_newest()
     with pytest.raises(NoCheckpoint):
         load_weights(store, model, which=3)
-    with pytest.raises(UsageError, match="@1"):
+    with pytest.raises(UsageError, match="@step=1"):
         load_weights(tmp_path, model, which=1)
