@@ -19,6 +19,7 @@ import holdfast
 import holdfast.interop
 from bridges import forks
 from bridges.frameworks import needed
+from holdfast.cli.diff import diff
 from holdfast.errors import UsageError
 from holdfast.events import Event
 
@@ -190,6 +191,22 @@ def test_a_signal_saves_and_asks_to_be_run_again(tmp_path: Path) -> None:
     forks.assert_equal(
         forks.result(tmp_path / "run")["found"], forks.result(tmp_path / "whole")["found"]
     )
+
+
+def test_what_a_resumed_run_saves_is_what_an_undisturbed_one_saves(tmp_path: Path) -> None:
+    """As the README proves it: by `holdfast diff`, losses that were summed up included."""
+
+    class Fails(callbacks.TrainerCallback):  # type: ignore[misc]
+        def on_step_begin(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
+            if state.global_step == 5:
+                raise RuntimeError("killed")
+
+    with pytest.raises(RuntimeError, match="killed"):
+        trainer(tmp_path / "run", max_steps=8, more=[Fails()]).train()
+    trainer(tmp_path / "run", max_steps=8).train()
+    trainer(tmp_path / "whole", max_steps=8).train()
+    found = diff(str(tmp_path / "run"), str(tmp_path / "whole"))
+    assert (found.code, found.parts[2:]) == (0, ["19 tensors are equal (19 by their digests)"])
 
 
 def test_a_damaged_newest_checkpoint_is_passed_over(tmp_path: Path) -> None:
