@@ -260,18 +260,23 @@ def test_an_interrupt_in_the_middle_of_a_report_ends_quietly(root: Path) -> None
     assert signal.SIGINT == 2
 
 
-def test_a_reader_that_goes_away_is_no_error(root: Path) -> None:
-    """`holdfast ls … | head -0`."""
-    reading, writing = os.pipe()
-    os.close(reading)
-    done = subprocess.run(
-        [sys.executable, "-m", "holdfast.cli", "ls", root],
-        stdout=writing,
+def run_to(output: Any, *words: str | Path) -> subprocess.CompletedProcess[str]:
+    """Run the command line with that as its standard output."""
+    return subprocess.run(
+        [sys.executable, "-m", "holdfast.cli", *words],
+        stdout=output,
         stderr=subprocess.PIPE,
         text=True,
         timeout=120,
         check=False,
     )
+
+
+def test_a_reader_that_goes_away_is_no_error(root: Path) -> None:
+    """`holdfast ls … | head -0`."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = run_to(writing, "ls", root)
     os.close(writing)
     assert (done.returncode, done.stderr) == (141, "")
 
@@ -305,6 +310,28 @@ def test_no_command_minds_a_reader_that_goes_away(
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.parametrize("words", ["ls ROOT", "ls ROOT --json", "ls nowhere --json"])
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux has a disk that is always full")
+def test_an_answer_that_cannot_be_written_is_an_error_of_one_line(root: Path, words: str) -> None:
+    """`holdfast ls … > report` on a full disk."""
+    with open("/dev/full", "w") as full:
+        done = run_to(full, *words.replace("ROOT", str(root)).split())
+    assert done.returncode == 1
+    assert done.stderr == "holdfast: the answer could not be written: No space left on device\n"
+
+
+def test_an_output_that_is_closed_is_no_error(root: Path) -> None:
+    """`holdfast verify … >&-`, as a service may start it."""
+    done = subprocess.run(
+        ["sh", "-c", 'exec "$0" -m holdfast.cli ls "$1" >&-', sys.executable, root],
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def all_of(leader: int, child: subprocess.Popen[bytes]) -> bytes:
     """What a program writes to a terminal, in however many pieces, until it ends."""
     seen, has_ended = b"", False
@@ -315,26 +342,36 @@ def all_of(leader: int, child: subprocess.Popen[bytes]) -> bytes:
     return seen
 
 
-def test_a_terminal_gets_tables_and_bars(root: Path) -> None:
-    """A real terminal: both ends of a pseudo-terminal."""
+def on_a_terminal(columns: int, *words: str | Path) -> bytes:
+    """Run the command line on a real terminal: both ends of a pseudo-terminal."""
     leader, follower = os.openpty()
-    environment = {**os.environ, "COLUMNS": "200", "TERM": "xterm"}
+    environment = {**os.environ, "COLUMNS": str(columns), "TERM": "xterm"}
     environment.pop("NO_COLOR", None)
-    seen = b""
-    for command in ("ls", "verify"):
-        child = subprocess.Popen(
-            [sys.executable, "-m", "holdfast.cli", command, root],
-            stdout=follower,
-            stderr=follower,
-            env=environment,
-        )
-        seen += all_of(leader, child)
-        assert child.returncode == 0
+    child = subprocess.Popen(
+        [sys.executable, "-m", "holdfast.cli", *words],
+        stdout=follower,
+        stderr=follower,
+        env=environment,
+    )
+    seen = all_of(leader, child)
     os.close(leader)
     os.close(follower)
+    assert child.returncode == 0
+    return seen
+
+
+def test_a_terminal_gets_tables_and_bars(root: Path) -> None:
+    seen = on_a_terminal(200, "ls", root) + on_a_terminal(200, "verify", root)
     assert b"\x1b[1mstep" in seen
     assert "━".encode() in seen
     assert b"every byte is as it was written" in seen
+
+
+def test_no_word_of_a_table_is_broken_on_a_narrow_terminal(root: Path) -> None:
+    """The terminal wraps the lines; columns of three letters could not be read."""
+    seen = on_a_terminal(60, "ls", root)
+    assert b"created (UTC)     metrics" in seen
+    assert b"latest" in seen
 
 
 @pytest.mark.parametrize(

@@ -223,7 +223,9 @@ def test_diff_leaves_out_what_patterns_name(holdfast: Holdfast, twins: tuple[Pat
         ("optimiser", "--ignore: nothing is called ['optimiser']"),
         ("trainer:log.0.runtime", "--ignore: nothing is called ['trainer.log.0.runtime']"),
         ("mod", "--ignore: nothing is called ['mod']"),
+        ("mod*", "* stands for one whole name between dots"),
         ("**", "--ignore: leaves nothing to compare"),
+        ("*.*", "--ignore: leaves nothing to compare"),
     ],
 )
 def test_diff_refuses_a_pattern_that_names_nothing_or_all(
@@ -233,6 +235,51 @@ def test_diff_refuses_a_pattern_that_names_nothing_or_all(
     result = holdfast("diff", *twins, "--ignore", pattern)
     assert (result.code, result.out) == (2, "")
     assert why in result.err
+
+
+@pytest.mark.parametrize(
+    "patterns", [("trainer", "**.eval_runtime"), ("rng:python:state", "rng"), ("rng", "rng.numpy")]
+)
+def test_a_pattern_may_name_what_another_leaves_out_too(
+    holdfast: Holdfast, twins: tuple[Path, Path], patterns: tuple[str, ...]
+) -> None:
+    """Also if it names nothing else: it is no typing mistake."""
+    ignore = [word for pattern in patterns for word in ("--ignore", pattern)]
+    assert holdfast("diff", *twins, *ignore).err == ""
+    mistaken = holdfast("diff", *twins, *ignore, "--ignore", "**.eval_runtim")
+    assert (mistaken.code, mistaken.out) == (2, "")
+
+
+def test_diff_advises_no_seeds_where_training_went_further(
+    holdfast: Holdfast, tmp_path: Path
+) -> None:
+    """Generators go on with each step; where weights differ, too, the model alone is no help."""
+    live = {"model": nn.Linear(2, 2)}
+    with CheckpointManager(tmp_path / "a", live, preflight=False) as manager:
+        manager.save(1, wait=True)
+        torch.rand(1)
+        manager.save(2, wait=True)
+    alone = holdfast("diff", f"{tmp_path / 'a'}@step=1", tmp_path / "a").out
+    assert alone.endswith("1 generator differs\n")
+    with torch.no_grad():
+        live["model"].weight.add_(1)
+    with CheckpointManager(tmp_path / "b", live, preflight=False) as manager:
+        torch.rand(1)
+        manager.save(2, wait=True)
+    both = holdfast("diff", tmp_path / "a", tmp_path / "b").out
+    assert both.endswith("the generators of torch differ: seed them in both runs\n")
+
+
+def test_names_of_others_stay_on_their_line(holdfast: Holdfast, tmp_path: Path) -> None:
+    for name, seconds in (("a", 1.0), ("b", 2.0)):
+        live = {"t": {"all equal\n0 differ_runtime": seconds, "x\ny": seconds}}
+        with CheckpointManager(tmp_path / name, live, preflight=False) as manager:
+            manager.save(1, wait=True)
+    lines = holdfast("diff", tmp_path / "a", tmp_path / "b").out.splitlines()
+    assert [line.split("  ")[0] for line in lines[3:5]] == [
+        "t:all equal\\x0a0 differ_runtime",
+        "t:x\\x0ay",
+    ]
 
 
 def test_diff_leaves_out_parts_of_what_one_side_alone_has(

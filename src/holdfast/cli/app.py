@@ -14,7 +14,7 @@ import click
 from holdfast.cli import options
 from holdfast.cli.child import limited
 from holdfast.cli.options import Commands, Parameter, taking
-from holdfast.cli.output import Answer, Code, give, give_error
+from holdfast.cli.output import Answer, Code, discard_output, give, give_error
 from holdfast.cli.target import NAMED, PATIENCE, KeySources
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.version import __version__
@@ -22,10 +22,14 @@ from holdfast.version import __version__
 
 def run() -> NoReturn:
     """Run the command line of this process and exit."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed, as by >&- in a shell
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - for the whole process
     try:
         code = _run()
     except BrokenPipeError:
-        code = _discard_output()
+        discard_output()
+        code = Code.BROKEN_PIPE
     sys.exit(code)
 
 
@@ -42,12 +46,6 @@ def _run() -> int:
         else:
             error.show()
         return error.exit_code
-
-
-def _discard_output() -> Code:
-    """Discard what is left to write: its reader has enough. Python would complain again at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return Code.BROKEN_PIPE
 
 
 def _asks_for_json() -> bool:
@@ -107,7 +105,8 @@ def _ending(command: Callable[..., int]) -> Callable[..., NoReturn]:
         except KeyboardInterrupt:
             code = Code.INTERRUPTED
         except BrokenPipeError:
-            code = _discard_output()
+            discard_output()
+            code = Code.BROKEN_PIPE
         click.get_current_context().exit(code)
 
     return ending

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 import msgspec
 
 from holdfast.cli.documents import is_timing
-from holdfast.cli.output import Answer, Code, TextTable, number, progress_bar
+from holdfast.cli.output import Answer, Code, TextTable, number, one_line, progress_bar
 from holdfast.cli.sources import open_named
 from holdfast.errors import UsageError
 from holdfast.interop.comparing.differences import SourceDifference, compare
@@ -70,6 +70,7 @@ def diff(
         urls = source_a.url, source_b.url
         models = [name for name, part in source_a.parts.items() if part.kind == MODULE]
         models = [name for name in models if name in source_b.parts]
+        is_one_step = source_a.step == source_b.step
     beyond = found.beyond(fail_above)
     is_equal = not (beyond or found.values or found.generators)
     answer = DiffAnswer(
@@ -85,12 +86,14 @@ def diff(
         generators=found.generators,
     )
     timings = [one for one in found.values if _is_timing(one)]
+    others = [one for one in found.values if not _is_timing(one)]
     parts = [
         f"a: {urls[0]}",
         f"b: {urls[1]}",
-        *_tables(found, [one for one in found.values if not _is_timing(one)]),
+        *_tables(found, others),
         _verdict(found, len(beyond), fail_above, len(timings)),
-        *_advice(found, timings, [] if components else models),
+        *(_seeding(found, others, [] if components else models) if is_one_step else []),
+        *_of_timings(timings),
         *([f"left out: {', '.join(ignored)}"] if ignored else []),
     ]
     return Answer(document=answer, parts=parts, code=Code.OK if is_equal else Code.FOUND)
@@ -98,7 +101,8 @@ def diff(
 
 def _is_timing(one: ValueDifference) -> bool:
     """Whether a value says how long something took, which no two runs have alike."""
-    if not is_timing(_name_of(one)):
+    name = _name_of(one)
+    if not (is_timing(name) and name.isprintable()):
         return False
     return all(text is None or _is_number(text) for text in (one.a, one.b))
 
@@ -176,28 +180,33 @@ def _counted(num: int, what: str) -> list[str]:
     return [f"{num:,} {what}{'s differ' if num > 1 else ' differs'}"] if num else []
 
 
-def _advice(
-    found: SourceDifference, timings: Sequence[ValueDifference], models: Sequence[str]
+def _seeding(
+    found: SourceDifference, others: Sequence[ValueDifference], models: Sequence[str]
 ) -> Iterator[str]:
-    """Explain what equal trainings differ in, and how to leave it out."""
-    if found.generators:
-        who = _listed([*dict.fromkeys(map(_who, found.generators))])
+    """Explain why generators differ after equally many steps, and how to leave them out."""
+    if not found.generators:
+        return
+    who = _listed([*dict.fromkeys(map(_who, found.generators))])
+    text = f"the generators of {who} differ: seed them in both runs"
+    if not (found.tensors or others):
         alone = " ".join(f"--component {shlex.quote(name)}" for name in models)
-        yield (
-            f"the generators of {who} differ: seed them in both runs, or "
-            + (f"compare {alone}" if alone else _ignoring(one.path for one in found.generators))
-        )
+        ignoring = _ignoring(one.path for one in found.generators)
+        text += f", or {f'compare {alone}' if alone else ignoring}"
+    yield text
+
+
+def _of_timings(timings: Sequence[ValueDifference]) -> Iterator[str]:
     if timings:
         names = [*dict.fromkeys(map(_name_of, timings))]
         yield (
-            f"{_listed(names)} tell how long something took, which no two runs have alike: "
-            + _ignoring(f"**.{name}" for name in names)
+            f"{_listed(names)} {'tell' if len(names) > 1 else 'tells'} how long something took, "
+            "which no two runs have alike: " + _ignoring(f"**.{name}" for name in names)
         )
 
 
 def _who(one: GeneratorDifference) -> str:
     is_global = one.path.startswith("rng:")
-    return _LANGUAGES.get(one.kind, one.kind) if is_global else one.path
+    return _LANGUAGES.get(one.kind, one.kind) if is_global else one_line(one.path)
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -207,5 +216,5 @@ def _listed(names: Sequence[str]) -> str:
 
 def _ignoring(patterns: Iterable[str]) -> str:
     return "leave them out with " + " ".join(
-        f"--ignore {shlex.quote(pattern)}" for pattern in patterns
+        f"--ignore {shlex.quote(one_line(pattern))}" for pattern in patterns
     )

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -40,6 +42,8 @@ class Code(IntEnum):
     BROKEN_PIPE = 141
 
 
+_MAX_WORD = 24
+"""Characters of a word in a table from which it may be broken."""
 PROGRESS: ContextVar[Callable[[str, int, int], None] | None] = ContextVar("progress", default=None)
 """Callback that long commands report to in place of a bar, as for a page of `serve`."""
 
@@ -69,13 +73,36 @@ class Answer:
 
 def give(answer: Answer, *, as_json: bool) -> None:
     """Write an answer to standard output."""
-    if as_json:
-        _write_json(answer.document)
-        return
-    for part in answer.parts:
+    with _output_expected():
+        if as_json:
+            _write_json(answer.document)
+        else:
+            _write_parts(answer.parts)
+
+
+@contextmanager
+def _output_expected() -> Iterator[None]:
+    """End the command with a message if its answer cannot be written, as to a full disk."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        say(f"the answer could not be written: {error.strerror or error}")
+        discard_output()
+        raise click.exceptions.Exit(Code.FOUND) from error
+
+
+def discard_output() -> None:
+    """Discard what is left to write. Python would write it at exit, and complain once more."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _write_parts(parts: Sequence[str | TextTable]) -> None:
+    for part in parts:
         if isinstance(part, str):
             click.echo(printable(part))
-        elif sys.stdout.isatty():
+        elif sys.stdout.isatty() and _least_width(part) <= shutil.get_terminal_size().columns:
             _print_rich(part)
         else:
             for line in aligned(part):
@@ -94,7 +121,8 @@ def give_error(error: HoldfastError, *, as_json: bool) -> Code:
     if as_json:
         # On one line, as some commands write a line for each event.
         members = {"kind": type(error).__name__, "message": str(error)}
-        click.echo(json.dumps({"holdfast": SCHEMA, "error": members}))
+        with _output_expected():
+            click.echo(json.dumps({"holdfast": SCHEMA, "error": members}))
     else:
         say(str(error))
     if isinstance(error, UsageError):
@@ -117,10 +145,15 @@ def say_event(event: Event) -> None:
 
 def printable(text: str) -> str:
     """Escape control characters that a terminal would interpret, except line breaks."""
-    return "".join(
-        character if character.isprintable() or character == "\n" else f"\\x{ord(character):02x}"
-        for character in text
+    return "\n".join(map(one_line, text.split("\n")))
+
+
+def one_line(text: str, most: int | None = None) -> str:
+    """Escape all control characters of a name, and shorten it to so many characters."""
+    text = "".join(
+        character if character.isprintable() else f"\\x{ord(character):02x}" for character in text
     )
+    return text if most is None or len(text) <= most else f"{text[: most - 1]}…"
 
 
 def json_safe(value: Any) -> Any:
@@ -151,7 +184,7 @@ def number(value: float) -> str:
 
 def aligned(table: TextTable) -> Iterator[str]:
     """Format the lines of a table, with columns aligned by spaces."""
-    rows = [table.columns, *(tuple(map(printable, row)) for row in table.rows)]
+    rows = [table.columns, *(tuple(map(one_line, row)) for row in table.rows)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = [
@@ -200,6 +233,19 @@ def _write_json(document: Mapping[str, Any] | msgspec.Struct) -> None:
     click.echo(msgspec.json.format(text, indent=2))
 
 
+def _least_width(table: TextTable) -> int:
+    """Return the characters of a table whose columns are as narrow as their words allow."""
+
+    def least(number: int, cell: str) -> int:
+        if number in table.whole:
+            return len(cell)
+        return max((min(len(word), _MAX_WORD) for word in cell.split()), default=0)
+
+    rows = [table.columns, *(tuple(map(one_line, row)) for row in table.rows)]
+    columns = enumerate(zip(*rows, strict=True))
+    return sum(2 + max(least(number, cell) for cell in column) for number, column in columns)
+
+
 def _print_rich(table: TextTable) -> None:
     from rich.console import Console
     from rich.table import Table as RichTable
@@ -211,5 +257,5 @@ def _print_rich(table: TextTable) -> None:
         whole = number in table.whole
         drawn.add_column(name, justify=justify, no_wrap=whole, overflow="fold")
     for row in table.rows:
-        drawn.add_row(*(Text(printable(cell)) for cell in row))
+        drawn.add_row(*(Text(one_line(cell)) for cell in row))
     Console().print(drawn)

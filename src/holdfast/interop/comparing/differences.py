@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -75,11 +76,12 @@ def compare(
     """
     ignored = _Ignored(ignore)
     gathered = _Gathered()
-    names = [one for one in _components(a, b, components) if not ignored(one[0])]
-    for name, part_a, part_b in names:
-        gathered.add(name, _names(a, b, name), part_a, part_b, ignored)
-    ignored.expect_used()
-    if not names and ignore:
+    wanted = [*_components(a, b, components)]
+    for name, part_a, part_b in wanted:
+        if not ignored(name):
+            gathered.add(name, _names(a, b, name), part_a, part_b, ignored)
+    ignored.expect_used(wanted)
+    if ignore and not (ignored.leaves_something or gathered.pairs or gathered.values):
         raise UsageError("--ignore: leaves nothing to compare")
     read, num_equal, num_unread = _tensors(a, b, gathered.pairs, progress)
     of_path, generators = gathered.generators, gathered.differing
@@ -99,15 +101,35 @@ class _Ignored:
     def __init__(self, patterns: Collection[str]) -> None:
         given = dict.fromkeys(_with_dots(pattern) for pattern in patterns)
         self._entries = Entries(given, "--ignore")
+        self.leaves_something = False
 
     def __call__(self, path: str) -> bool:
         """Whether a component, or a path `component:path`, is left out."""
+        if self._sees(path):
+            return True
+        self.leaves_something |= not path.endswith(":") and ":" in path
+        return False
+
+    def _sees(self, path: str) -> bool:
         return bool(self._entries) and self._entries.cover(_with_dots(path.removesuffix(":")))
 
-    def expect_used(self) -> None:
-        """Raise `UsageError` if a pattern names nothing in either source."""
+    def expect_used(self, components: Sequence[tuple[str, Part | None, Part | None]]) -> None:
+        """Raise `UsageError` if a pattern names nothing in these components."""
+        if self._entries.unmatched(()):
+            # What another pattern leaves out was not walked: a name may be in there.
+            for name, *parts in components:
+                for tree in (part.tree for part in parts if part is not None):
+                    deque(differences(tree, tree, f"{name}:", self._walks), maxlen=0)
         if lost := self._entries.unmatched(()):
-            raise UsageError(lost[0])
+            names = ", ".join(name for name, _, _ in components)
+            raise UsageError(
+                f"{lost[0]} in what is compared, which is {names}; `holdfast tree` lists the names "
+                "in it, and * stands for one whole name between dots"
+            )
+
+    def _walks(self, path: str) -> bool:
+        self._sees(path)
+        return False
 
 
 def _with_dots(path: str) -> str:
