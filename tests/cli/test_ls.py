@@ -97,6 +97,14 @@ def test_many_metrics_make_no_wide_column(holdfast: Command, tmp_path: Path) -> 
     assert len(one["metrics"]) == 6
 
 
+def test_a_name_of_a_metric_stays_short_and_on_its_line(holdfast: Command, tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    with new_run().manager(path) as manager:
+        manager.save(1, metrics={"x" * 5000: 1.0, "a\nb\x1b[2J": float("nan")}, wait=True)
+    (line,) = holdfast("ls", path).out.splitlines()[1:]
+    assert f"a\\x0ab\\x1b[2J nan, {'x' * 39}… 1  latest" in line
+
+
 def test_a_live_owner_is_named(holdfast: Command, root: Path, saving: Callable[..., Any]) -> None:
     saving()
     result = holdfast("ls", root)

@@ -151,6 +151,28 @@ def test_without_a_log_the_checkpoints_are_drawn(holdfast: Command, root: Path) 
     assert "another metric: loss\n" in holdfast("plot", root, "--metric", "odd").out
 
 
+def test_a_loss_that_is_never_finite_is_said_to_be(holdfast: Command, tmp_path: Path) -> None:
+    with new_run().manager(tmp_path / "run") as manager:
+        for step, loss in ((1, float("nan")), (2, float("inf"))):
+            manager.save(step, metrics={"loss": loss, "score": 1.0}, wait=True)
+    document = holdfast("plot", tmp_path / "run", "--json").document
+    assert [one["name"] for one in document["series"]] == ["score", "checkpoint, MB"]
+    assert document["notes"][-1] == "loss: no finite value at any step"
+    asked = holdfast("plot", tmp_path / "run", "--metric", "loss")
+    assert (asked.code, asked.out.splitlines()[-1]) == (0, "loss: no finite value at any step")
+
+
+def test_many_names_of_metrics_are_counted(holdfast: Command, tmp_path: Path) -> None:
+    with new_run().manager(tmp_path / "run") as manager:
+        manager.save(1, metrics={f"m{number:02}\n": 1.0 for number in range(23)}, wait=True)
+    assert "m20\\x0a and 2 more\n" in holdfast("plot", tmp_path / "run").out
+    result = holdfast("plot", tmp_path / "run", "--metric", "los")
+    assert (result.code, result.err[-10:]) == (2, "and 3 more\n"[-10:])
+    with new_run().manager(tmp_path / "none") as manager:
+        manager.save(1, wait=True)
+    assert holdfast("plot", tmp_path / "none", "--metric", "los").err.endswith("recorded: none\n")
+
+
 @pytest.mark.parametrize(
     ("metrics", "keep", "drawn"),
     [
@@ -158,6 +180,7 @@ def test_without_a_log_the_checkpoints_are_drawn(holdfast: Command, root: Path) 
         (("eval_loss", "eval_runtime"), "last:3", ["eval_loss"]),
         (("eval_runtime", "weight"), "last:3", ["weight"]),
         (("accuracy", "score"), "best:score:max", ["score"]),
+        (("epoch", "train_loss_step", "Loss"), "last:3", ["train_loss_step", "Loss"]),
         (("glossy",), "last:3", ["glossy"]),
         ((), "last:3", []),
     ],
@@ -176,7 +199,7 @@ def test_a_recorded_metric_is_drawn_before_the_size(
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["--metric", "lost"], 2, "--metric='lost': there is no such metric; there are"),
+        (["--metric", "lost"], 2, "--metric='lost': there is no such metric; recorded: load"),
         (["-o", "plot.pdf"], 2, "must end in .svg, .html or .png"),
         (["-o", "lost/plot.svg"], 2, "No such file"),
         (["--log", "lost.jsonl"], 2, "there is no such file"),

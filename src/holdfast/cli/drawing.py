@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
+from holdfast.cli.output import one_line
 from holdfast.errors import UsageError
 
 Point = tuple[float, float]
@@ -189,7 +190,7 @@ def text(figure: Figure, width: int) -> Iterator[str]:
         return round(_fraction(step, span) * (num_columns - 1))
 
     for panel in figure.panels:
-        yield ", ".join(one.name for one in panel.series)
+        yield ", ".join(one_line(one.name, width) for one in panel.series)
         yield from _rows(panel, column, num_columns)
         for mark in figure.marks:
             if mark.steps:

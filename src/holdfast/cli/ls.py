@@ -19,7 +19,7 @@ from holdfast.cli.documents import (
     unread_documents,
     unread_line,
 )
-from holdfast.cli.output import Answer, Code, TextTable, number, size
+from holdfast.cli.output import Answer, Code, TextTable, number, one_line, size
 from holdfast.cli.target import open_root
 from holdfast.engine.claims.claim import is_closed
 from holdfast.engine.claims.leases import FoundLease, find_leases
@@ -32,6 +32,8 @@ from holdfast.store.base import Store
 
 MAX_METRICS = 3
 """Most metrics of a checkpoint for people; JSON has all."""
+MAX_NAME = 40
+"""Most characters of a metric's name for people."""
 _STATES: Mapping[str, str] = {"ours": "alive"}
 
 
@@ -202,7 +204,8 @@ def _metrics(manifest: Manifest) -> str:
         return (name not in watched, "loss" not in name.lower(), is_timing(name), name)
 
     names = sorted(manifest.metrics, key=rank)
-    texts = [f"{name} {number(manifest.metrics[name])}" for name in names[:MAX_METRICS]]
+    shown = names[:MAX_METRICS]
+    texts = [f"{one_line(name, MAX_NAME)} {number(manifest.metrics[name])}" for name in shown]
     num_more = len(names) - MAX_METRICS
     return ", ".join([*texts, *([f"{num_more} more"] if num_more > 0 else [])])
 

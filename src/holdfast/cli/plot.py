@@ -17,7 +17,7 @@ from holdfast.cli.answers.base import of
 from holdfast.cli.answers.history import Plot
 from holdfast.cli.documents import is_timing
 from holdfast.cli.drawing import Figure, Mark, Panel, Series, text, write
-from holdfast.cli.output import Answer
+from holdfast.cli.output import Answer, one_line
 from holdfast.cli.target import open_root
 from holdfast.engine.roots.catalog import Catalog, Entry
 from holdfast.errors import NoCheckpoint, UsageError
@@ -25,9 +25,11 @@ from holdfast.format.manifest import Timestamp
 
 _STEP = re.compile(r"step-(\d{1,18})\b", re.ASCII)
 _LOSSES = ("loss", "val/loss")
-_LOSS = re.compile(r"(.*[^A-Za-z])?loss", re.ASCII | re.DOTALL)
-"""Names of losses under any trainer, as `train_loss` and `eval_loss`."""
+_LOSS = re.compile(r"(.*[^a-z])?loss(_step|_epoch)?", re.ASCII | re.DOTALL | re.IGNORECASE)
+"""Names of losses under any trainer, as `eval_loss`, and `train_loss_epoch` of Lightning."""
 _MAX_LOSSES = 4
+_MAX_NAMES, _MAX_NAME = 20, 60
+"""Most names in a line, and most characters of each."""
 _LEARNING_RATE = "lr/"
 
 
@@ -60,6 +62,12 @@ def plot(root: str, *, output: Path | None, metrics: Sequence[str], log: Path | 
     watched = next((entry.manifest.best for entry in entries if entry.manifest.best), ())
     first = [one.metric for one in watched]
     panels = _chosen(record, metrics) if metrics else _usual(record, first)
+    notes += [
+        f"{_listed([one.name for one in panel.series])}: no finite value at any step"
+        for panel in panels
+        if not panel.points
+    ]
+    panels = [panel for panel in panels if panel.points or metrics]
     if not panels:
         raise NoCheckpoint(f"{store.url}: nothing was logged or saved")
     starts = _starts(gather(store).starts, entries)
@@ -160,33 +168,36 @@ def _usual(record: _Record, watched: Sequence[str]) -> list[Panel]:
     losses = [name for name in _LOSSES if name in known]
     losses += [name for name in known if name not in losses and _LOSS.fullmatch(name)]
     panels = [_panel("loss", losses[:_MAX_LOSSES], record), _panel("learning rate", rates, record)]
-    if not losses:
+    if not panels[0].points:
         named = sorted(known, key=lambda name: (is_timing(name), name))
-        others = [name for name in (*watched, *named) if name in known and name not in rates]
-        panels[:0] = [_panel(name, [name], record) for name in others[:1]]
+        others = [_panel(name, [name], record) for name in (*watched, *named) if name in known]
+        panels[:0] = [one for one in others if one.points and one.title not in rates][:1]
     pace = _throughput(record)
     if pace is not None:
         panels.append(Panel(title="throughput", series=[pace]))
     if record.sizes:
         points = [(step, nbytes / 1e6) for step, nbytes in sorted(record.sizes.items())]
         panels.append(Panel(title="size", series=[Series(name="checkpoint, MB", points=points)]))
-    return [panel for panel in panels if panel.points]
+    return [panel for panel in panels if panel.series]
 
 
 def _others(record: _Record, panels: Sequence[Panel]) -> list[str]:
     """Name the recorded metrics that are not drawn, as one line; no line if there are none."""
     drawn = {one.name for panel in panels for one in panel.series}
     others = [name for name in sorted(record.metrics) if name not in drawn]
-    return [f"--metric NAME draws another metric: {', '.join(others)}"] if others else []
+    return [f"--metric NAME draws another metric: {_listed(others)}"] if others else []
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return ", ".join(one_line(name, _MAX_NAME) for name in names[:_MAX_NAMES]) + more
 
 
 def _chosen(record: _Record, names: Sequence[str]) -> list[Panel]:
     unknown = [name for name in names if name not in record.metrics]
     if unknown:
-        raise UsageError(
-            f"--metric={unknown[0]!r}: there is no such metric; there are "
-            + ", ".join(sorted(record.metrics))
-        )
+        there = _listed(sorted(record.metrics)) or "none"
+        raise UsageError(f"--metric={unknown[0]!r}: there is no such metric; recorded: {there}")
     return [_panel(name, [name], record) for name in dict.fromkeys(names)]
 
 
