@@ -354,6 +354,16 @@ def test_a_person_sees_where_a_training_begins(
         assert f"holdfast: {said}" in capsys.readouterr().err
 
 
+def test_where_a_training_begins_is_said_on_a_line_of_its_own_beside_the_progress_bar(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = {"max_steps": 2, "sinks": (holdfast.events.log_event,), "disable_tqdm": False}
+    trainer(tmp_path / "run", **options).train()
+    # As a terminal shows it: what comes after a return overwrites the line.
+    lines = [line.split("\r")[-1] for line in capsys.readouterr().err.split("\n")]
+    assert [line for line in lines if "holdfast: " in line and line.startswith("holdfast: ")]
+
+
 @pytest.mark.parametrize("is_path", [True, False])
 def test_another_checkpoint_of_the_root_can_be_named(is_path: bool, tmp_path: Path) -> None:
     root = tmp_path / "run"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -62,11 +62,13 @@ def say_start(
     resumed: Checkpoint | None,
     *,
     begun_with: str = "",
+    write: Callable[[str], object] | None = None,
 ) -> None:
     """Say where the run begins, in one line on stderr, as INFO is not shown by default.
 
     Where the logger `holdfast` shows it, it is logged. Nothing is said where that logger has a
-    higher level of its own, or the `sinks` do not log. `begun_with` names a state of elsewhere.
+    higher level of its own, or the `sinks` do not log. `begun_with` names a state of elsewhere;
+    `write` puts a line on stderr, where a progress bar may be.
     """
     if not is_leader() or log_event not in tuple(checkpoints.sinks):
         return
@@ -82,7 +84,8 @@ def say_start(
     if is_logged:
         logger.info("%s", without_secrets(text))
     elif logger.level <= logging.INFO and sys.stderr is not None:
-        sys.stderr.write(f"holdfast: {without_secrets(text)}\n")
+        line = f"holdfast: {without_secrets(text)}"
+        print(line, file=sys.stderr) if write is None else write(line)
 
 
 class Generators:

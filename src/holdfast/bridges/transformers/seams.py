@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import transformers
 import transformers.trainer as theirs
 from accelerate.utils import broadcast_object_list
+from tqdm.auto import tqdm
 
 from holdfast.errors import UsageError, listing
 
@@ -58,6 +60,11 @@ def measured_at(step: int, log_history: Sequence[Mapping[str, Any]]) -> dict[str
 def leaders(value: Any) -> Any:
     """Return what the first rank has given, on all ranks."""
     return broadcast_object_list([value])[0]
+
+
+def beside_bar(line: str) -> None:
+    """Write a line on stderr, where the Trainer's progress bar is drawn already."""
+    tqdm.write(line, file=sys.stderr)
 
 
 def check_names() -> None:

@@ -32,6 +32,7 @@ from holdfast.bridges.transformers.epochs import (
 from holdfast.bridges.transformers.seams import (
     STATE_FILE,
     SUMMARY,
+    beside_bar,
     check_names,
     leaders,
     measured_at,
@@ -284,7 +285,9 @@ class CheckpointedMixin(_Trainer):
             raise _Elsewhere(step)
         validates = str(getattr(self.args.eval_strategy, "value", "no")) != "no"
         self._validations = Validations(self.checkpoints, self.manager, leaders, to_come=validates)
-        say_start(self.checkpoints, self.manager, found, begun_with=self._own_begin)
+        say_start(
+            self.checkpoints, self.manager, found, begun_with=self._own_begin, write=beside_bar
+        )
         if found is None:
             return
         self.args.eval_on_start = False  # it was evaluated when the run began
