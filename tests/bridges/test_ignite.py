@@ -277,6 +277,32 @@ def test_a_validation_that_is_the_best_is_saved_whatever_the_interval(tmp_path: 
     assert [event.message for event in seen if event.kind == "warning"] == []
 
 
+def started(checkpoints: holdfast.Checkpoints, losses: list[float], **how: Any) -> list[int | None]:
+    """Train two epochs; returns the steps of which saves began."""
+    seen: list[Event] = []
+    hooks = how.pop("hooks", None)
+    one = holdfast.Checkpoints(
+        checkpoints.root, every=checkpoints.every, keep=checkpoints.keep, sinks=[seen.append]
+    )
+    training = Validating(one, losses, hooks=hooks)
+    training.train(max_epochs=2, **how)
+    return [event.step for event in seen if event.kind == "save_started"]
+
+
+def test_what_a_rollback_left_behind_is_not_the_best_to_beat(tmp_path: Path) -> None:
+    checkpoints = holdfast.Checkpoints(tmp_path, every="4step", keep="last:9,best:val_loss")
+    started(checkpoints, [4.0, 1.0, 5.0, 5.0, 5.0, 6.0])
+    begun = started(checkpoints, [4.0, 3.0, 2.0, 5.0, 4.0, 6.0], which="step=4")
+    assert begun == [5, 8, 10, 11, 12, 16, 20, 22]
+
+
+def test_an_unhealthy_state_is_not_the_best_to_beat(tmp_path: Path) -> None:
+    checkpoints = holdfast.Checkpoints(tmp_path, every="4step", keep="last:9,best:val_loss")
+    hooks = holdfast.StateHooks(before_save=lambda now, _: ["it is odd"] if now.step == 5 else None)
+    begun = started(checkpoints, [1.0, 2.0, 3.0, 5.0, 4.0, 6.0], hooks=hooks)
+    assert begun == [4, 5, 8, 10, 12, 16, 20, 22]
+
+
 def test_metrics_of_the_training_itself_are_those_of_the_iteration(tmp_path: Path) -> None:
     training = Training(tmp_path, every="1step")
 

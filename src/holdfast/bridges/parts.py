@@ -85,7 +85,10 @@ def say_start(
         logger.info("%s", without_secrets(text))
     elif logger.level <= logging.INFO and sys.stderr is not None:
         line = f"holdfast: {without_secrets(text)}"
-        print(line, file=sys.stderr) if write is None else write(line)
+        if write is None:
+            sys.stderr.write(f"{line}\n")
+        else:
+            write(line)
 
 
 class Generators:

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from holdfast.engine.checkpoint import metrics_by_step
+from holdfast.engine.checkpoint import Checkpoint, PendingSave
 from holdfast.engine.options import Checkpoints, best_rules
+from holdfast.engine.tiers.catalog import catalog_of
 from holdfast.errors import SaveSkipped
+from holdfast.events import Emitter
 from holdfast.launched import present_ranks
 from holdfast.manager import CheckpointManager
 from holdfast.policy.best import BestSaves
@@ -27,9 +29,15 @@ class Validations:
     """What was measured at the present step, and the saves that it makes due."""
 
     def __init__(
-        self, checkpoints: Checkpoints, manager: CheckpointManager, agree: Agree, *, to_come: bool
+        self,
+        checkpoints: Checkpoints,
+        manager: CheckpointManager,
+        agree: Agree,
+        *,
+        resumed: Checkpoint | None,
+        to_come: bool,
     ) -> None:
-        """Read the metrics of existing checkpoints.
+        """Read the metrics of the checkpoints that the run goes on from, and those before.
 
         `to_come`: whether the trainer validates at all. Until it has done so once, no warning says
         that a rule's metric is missing.
@@ -39,11 +47,13 @@ class Validations:
         self._step, self._metrics = -1, dict[str, float]()
         self._was_within = False
         """Whether a validation was within the present step."""
+        self._begun: list[PendingSave] = []
+        """Saves whose outcome is not known yet."""
         self._awaits_first = to_come
         if to_come:
             manager.expect_metrics()
         if self._best and present_ranks().rank == 0:
-            self._best.begin(metrics_by_step(manager.list()))
+            self._best.begin({} if resumed is None else _known(checkpoints, resumed.step))
 
     @property
     def are_watched(self) -> bool:
@@ -81,8 +91,9 @@ class Validations:
             self._awaits_first = False
             self._manager.expect_metrics(step)
         self._step, self._was_within = -1, False
-        if pending is not None and not isinstance(pending.failure(), SaveSkipped):
+        if self._best and pending is not None and not isinstance(pending.failure(), SaveSkipped):
             self._best.begun(step, metrics)
+            self._begun.append(pending)
 
     def was_at(self, step: int) -> bool:
         """Whether a validation was at this step or within it, and no call of `maybe_save` since."""
@@ -91,5 +102,29 @@ class Validations:
     def _due(self, step: int) -> list[Due]:
         if not self._best or step != self._step:
             return []
+        self._forget_unhealthy()
         due = self._best.save_for(self._agree(self._best.keeping(step, self._metrics)))
         return [] if due is None else [due]
+
+    def _forget_unhealthy(self) -> None:
+        ended = [pending for pending in self._begun if pending.done()]
+        self._begun = [pending for pending in self._begun if pending not in ended]
+        for pending in ended:
+            if pending.failure() is not None or pending.committed.result().unhealthy:
+                self._best.failed(pending.step)
+
+
+def _known(checkpoints: Checkpoints, step: int) -> dict[int, Mapping[str, float]]:
+    """Return the metrics of those checkpoints up to a step that `best` may be, by step.
+
+    A rollback left behind what is after the step, or not in the lineage.
+    """
+    assert checkpoints.root is not None, "a bridge needs a root"
+    catalog = catalog_of(checkpoints.root, Emitter(()), checkpoints.encrypt)
+    newest_first = [
+        entry
+        for entry in catalog.lineage_entries(opens_all=False)
+        if entry.step <= step
+        and not (entry.marks.rejected or entry.marks.retired or entry.manifest.unhealthy)
+    ]
+    return {entry.step: entry.manifest.metrics for entry in reversed(newest_first)}

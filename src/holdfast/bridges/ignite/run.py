@@ -138,7 +138,11 @@ class HoldfastRun:
         with self._stop, manager:
             self._resumed = self._resume(manager, components, which, begin_from)
             self._validations = Validations(
-                self.checkpoints, manager, _leaders, to_come=self._evaluator is not None
+                self.checkpoints,
+                manager,
+                _leaders,
+                resumed=self._resumed,
+                to_come=self._evaluator is not None,
             )
             if self._resumed is None:
                 rewind([components.get("data")], self._emit)

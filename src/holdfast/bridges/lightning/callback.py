@@ -169,6 +169,7 @@ class HoldfastCheckpoint(CheckpointCallback):
             self.checkpoints,
             self.manager,
             trainer.strategy.broadcast,
+            resumed=resumed,
             to_come=trainer.enable_validation,
         )
         self._generators = None if resumed is None else Generators()

@@ -284,7 +284,9 @@ class CheckpointedMixin(_Trainer):
         if (found is not None or self._folder is not None) and step != begins_at:
             raise _Elsewhere(step)
         validates = str(getattr(self.args.eval_strategy, "value", "no")) != "no"
-        self._validations = Validations(self.checkpoints, self.manager, leaders, to_come=validates)
+        self._validations = Validations(
+            self.checkpoints, self.manager, leaders, resumed=found, to_come=validates
+        )
         say_start(
             self.checkpoints, self.manager, found, begun_with=self._own_begin, write=beside_bar
         )
