@@ -247,7 +247,10 @@ class Validating(Training):
     def measure(self, evaluator: Engine) -> None:
         value = self.losses.pop(0)
         self.measured[self.engine.state.iteration] = value
-        evaluator.state.metrics.update(val_loss=value, confusion=torch.eye(2))
+        if len(self.losses) % 2:
+            evaluator.state.metrics |= {"val_loss": value}
+        else:
+            evaluator.state.metrics.update(val_loss=value, confusion=torch.eye(2))
 
 
 def saved(root: Path) -> dict[int, Any]:

@@ -106,6 +106,23 @@ def test_an_export_says_how_its_file_is_loaded(tmp_path: Path, holdfast: Any) ->
     assert model[1].weight is model[0].weight
 
 
+def test_what_is_no_module_is_loaded_as_tensors(tmp_path: Path, holdfast: Any) -> None:
+    optimizer, out = (
+        torch.optim.SGD([torch.ones(2, requires_grad=True)], momentum=0.9),
+        tmp_path / "o",
+    )
+    optimizer.param_groups[0]["params"][0].grad = torch.ones(2)
+    optimizer.step()
+    with CheckpointManager(tmp_path / "run", {"optimizer": optimizer}) as manager:
+        manager.save(1, wait=True)
+    load = holdfast(
+        "export", tmp_path / "run", out, "--to", "safetensors", "--component", "optimizer"
+    ).out.splitlines()[-1]
+    there: dict[str, Any] = {}
+    exec(load.removeprefix("load it: ").replace("; ", "; found = "), there)
+    assert [*there["found"]] == [*load_file(out)]
+
+
 def test_an_export_to_dcp_appears_whole(root: Path, tmp_path: Path, holdfast: Any) -> None:
     done = holdfast("export", root, tmp_path / "out", "--to", "dcp", "--dtype", "f16")
     assert done.code == 2

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from holdfast.engine.checkpoint import Checkpoint, PendingSave
+from holdfast.engine.checkpoint import Checkpoint, PendingSave, metrics_by_step
 from holdfast.engine.options import Checkpoints, best_rules
 from holdfast.engine.tiers.catalog import catalog_of
 from holdfast.errors import SaveSkipped
@@ -115,16 +115,6 @@ class Validations:
 
 
 def _known(checkpoints: Checkpoints, step: int) -> dict[int, Mapping[str, float]]:
-    """Return the metrics of those checkpoints up to a step that `best` may be, by step.
-
-    A rollback left behind what is after the step, or not in the lineage.
-    """
     assert checkpoints.root is not None, "a bridge needs a root"
     catalog = catalog_of(checkpoints.root, Emitter(()), checkpoints.encrypt)
-    newest_first = [
-        entry
-        for entry in catalog.lineage_entries(opens_all=False)
-        if entry.step <= step
-        and not (entry.marks.rejected or entry.marks.retired or entry.manifest.unhealthy)
-    ]
-    return {entry.step: entry.manifest.metrics for entry in reversed(newest_first)}
+    return metrics_by_step(catalog.lineage_entries(opens_all=False), step)

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 _SHOWN = 20
 _DCP = ".metadata"
-_LOADING = "load it: from safetensors.torch import load_model"
+_STATE = ("optimizer", "scheduler", "data", "rng", "trainer")
+"""Usual names of components that are no modules."""
 
 
 class Component(msgspec.Struct, frozen=True):
@@ -276,9 +277,15 @@ def take_out(
             *([_file_table(document.files)] if len(document.files) > 1 else []),
             *plan.notes,
             *lines_left_out(plan.left_out),
-            *([f"{_LOADING}; load_model(model, {output!r})"] if is_one_file else []),
+            *([_loading(output, components)] if is_one_file else []),
         ],
     )
+
+
+def _loading(output: str, components: Sequence[str]) -> str:
+    if any(name in _STATE for name in components):
+        return f"load it: from safetensors.torch import load_file; load_file({output!r})"
+    return f"load it: from safetensors.torch import load_model; load_model(model, {output!r})"
 
 
 def _export_dcp(target: str, out: Path, *, unsafe_pickle: bool) -> Answer:

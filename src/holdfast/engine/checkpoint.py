@@ -99,9 +99,19 @@ class CheckpointList(tuple[Checkpoint, ...]):
         )
 
 
-def metrics_by_step(newest_first: CheckpointList) -> dict[int, Mapping[str, float]]:
-    """Return the metrics of all healthy checkpoints; of two of one step, those of the newer."""
-    return {one.step: one.metrics for one in reversed(newest_first) if not one.unhealthy}
+def metrics_by_step(newest_first: Iterable[Entry], until: int) -> dict[int, Mapping[str, float]]:
+    """Return the metrics, by step up to `until`, of those checkpoints that `best` may be.
+
+    `newest_first` is the lineage of a run. What a rollback left behind is after the step, or not in
+    the lineage.
+    """
+    counting = [
+        entry
+        for entry in newest_first
+        if entry.step <= until
+        and not (entry.marks.rejected or entry.marks.retired or entry.manifest.unhealthy)
+    ]
+    return {entry.step: entry.manifest.metrics for entry in reversed(counting)}
 
 
 _MAX_STEPS = 6

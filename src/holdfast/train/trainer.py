@@ -381,6 +381,7 @@ class Trainer:
             log_every=log_every,
             seed=seed,
             counts=counts,
+            checkpoints=self.checkpoints,
             best=saves_of_validations(self.checkpoints),
             watched=Watched(
                 self._watched, self._validations, [f"train/{name}" for name in self._scores.names]

@@ -122,6 +122,19 @@ def test_a_resume_knows_the_best_of_the_lives_before() -> None:
     assert steps(store) == [2, 4, 5, 7, 8, 11]
 
 
+def test_what_a_resume_left_behind_is_not_the_best_to_beat(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer(tmp_path, keep=Best("val/loss") | Last(99)).fit(11)
+    for step in (8, 11):
+        [weights] = tmp_path.glob(f"step-{step:08}.*/model*.safetensors")
+        weights.write_bytes(b"damaged")
+    monkeypatch.setitem(COURSE, 8, 9.0)
+    trainer(tmp_path, keep=Best("val/loss") | Last(99)).fit(12)
+    went_on = {entry.step for entry in Catalog(open_store(tmp_path)).lineage_entries()}
+    assert went_on == {2, 4, 7, 10, 12}
+
+
 def test_a_side_saver_keeps_its_best_too() -> None:
     store = MemoryStore()
     weights = SideSaver(

@@ -7,7 +7,7 @@ from typing import Any
 
 import ignite
 from ignite.engine import Engine, Events
-from typing_extensions import override
+from typing_extensions import Self, override
 
 from holdfast.bridges.naming import left_out
 from holdfast.errors import UsageError, listing
@@ -104,6 +104,11 @@ class _Noted(dict[str, Any]):
         """Set values one by one, so that each is noted."""
         for name, value in dict(*values, **more).items():
             self[name] = value
+
+    @override
+    def __ior__(self, values: Any) -> Self:  # type: ignore[override,misc]
+        self.update(values)
+        return self
 
     def at(self, iteration: int) -> dict[str, float]:
         """Return the numbers that were set at an iteration."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from holdfast.engine.checkpoint import Checkpoint, describe, metrics_by_step
 from holdfast.engine.options import Checkpoints, best_rules
@@ -22,12 +22,25 @@ def saves_of_validations(checkpoints: Checkpoints) -> BestSaves:
     return BestSaves([item for item in rules if item.rule.metric.startswith(OF_VALIDATION)])
 
 
-def begin(best: BestSaves, manager: CheckpointManager, group: Group) -> None:
-    """Read the metrics of existing checkpoints; all ranks call it, and use the leader's."""
+def begin(
+    best: BestSaves,
+    checkpoints: Checkpoints,
+    resumed: Checkpoint | None,
+    manager: CheckpointManager,
+    group: Group,
+) -> None:
+    """Read the metrics of what the run goes on from; all ranks call it, and use the leader's."""
     if best:
         manager.expect_metrics()  # a validation that does not give them raises an error
-        mine = metrics_by_step(manager.list()) if group.is_leader else {}
+        mine = _known(checkpoints, resumed) if group.is_leader else {}
         best.begin(group.gather(mine)[0])
+
+
+def _known(checkpoints: Checkpoints, resumed: Checkpoint | None) -> dict[int, Mapping[str, float]]:
+    if resumed is None or checkpoints.root is None:
+        return {}
+    catalog = catalog_of(checkpoints.root, Emitter(), checkpoints.encrypt)
+    return metrics_by_step(catalog.lineage_entries(opens_all=False), resumed.step)
 
 
 def finder(checkpoints: Checkpoints) -> Callable[[], Checkpoint | None]:

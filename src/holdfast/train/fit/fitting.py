@@ -16,6 +16,7 @@ from torch import nn
 from holdfast.data.randomness import preserved
 from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.control.stop import Interrupted
+from holdfast.engine.options import Checkpoints
 from holdfast.errors import OwnershipError, UsageError
 from holdfast.format.manifest import Timestamp
 from holdfast.manager import CheckpointManager
@@ -71,6 +72,7 @@ class Gear:
     """Steps between two logs."""
     seed: int
     counts: Counts
+    checkpoints: Checkpoints
     best: BestSaves
     watched: Watched
     sanity: Callable[[], None]
@@ -168,7 +170,8 @@ class Fit:
         )
         if not self._group.is_alone:
             saver.agree(0)
-        best.begin(self._gear.best, self._manager, self._group)
+        resumed = found if is_resumed else None
+        best.begin(self._gear.best, self._gear.checkpoints, resumed, self._manager, self._group)
         self._tell(Callback.fit_start)
         if found is not None:
             cost = {"load/duration_s": load_s, "load/nbytes": float(found.nbytes)}
