@@ -90,6 +90,24 @@ def test_many_layers_are_joined_until_a_table_can_be_read(
     assert (found["depth"], len(found["layers"])) == (2, 20)
 
 
+def noted_reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """Component and bytes of each later read of a tensor."""
+    read: list[tuple[str, int]] = []
+    copied, lent = CheckpointSource.read_into, CheckpointSource.lent
+
+    def copying(self: CheckpointSource, component: str, *others: Any) -> None:
+        read.append((component, others[-1].nbytes))
+        copied(self, component, *others)
+
+    def lending(self: CheckpointSource, component: str, *others: Any) -> Any:
+        read.append((component, others[-1]))
+        return lent(self, component, *others)
+
+    monkeypatch.setattr(CheckpointSource, "read_into", copying)
+    monkeypatch.setattr(CheckpointSource, "lent", lending)
+    return read
+
+
 def test_what_has_equal_digests_is_not_read(
     holdfast: Holdfast, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,16 +118,9 @@ def test_what_has_equal_digests_is_not_read(
             with torch.no_grad():
                 small.weight += step
             manager.save(step, wait=True)
-    read: list[str] = []
-    read_into = CheckpointSource.read_into
-
-    def noted(self: CheckpointSource, component: str, *arguments: Any) -> None:
-        read.append(component)
-        read_into(self, component, *arguments)
-
-    monkeypatch.setattr(CheckpointSource, "read_into", noted)
+    read = noted_reads(monkeypatch)
     found = holdfast("drift", tmp_path / "big", "--json").document
-    assert {*read} == {"live"}
+    assert {component for component, _ in read} == {"live"}
     assert (found["num_read"], found["num_unread"]) == (2, 2)
     assert found["layers"][0]["changes"] == [0, 0]
 
@@ -124,17 +135,10 @@ def test_of_a_large_tensor_beside_changed_ones_only_the_outer_blocks_are_read(
             if step == 3:
                 tensors["big"][-1] += 1e9
             manager.save(step, wait=True)
-    read: list[int] = []
-    read_into = CheckpointSource.read_into
-
-    def noted(self: CheckpointSource, *arguments: Any) -> None:
-        read.append(arguments[-1].nbytes)
-        read_into(self, *arguments)
-
-    monkeypatch.setattr(CheckpointSource, "read_into", noted)
+    read = noted_reads(monkeypatch)
     same = holdfast("diff", f"{tmp_path}@step=1", f"{tmp_path}@step=2", "--json").document
     assert [one["tensor"] for one in same["tensors"]] == ["m:a"]
-    assert 0 < sum(read) < 2 * 16 << 20
+    assert 0 < sum(nbytes for _, nbytes in read) < 2 * 16 << 20
     found = holdfast("drift", tmp_path, "--component", "m", "--json").document
     changes = {layer["layer"]: layer["changes"] for layer in found["layers"]}
     assert changes["big"][0] == 0

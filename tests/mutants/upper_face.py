@@ -211,7 +211,7 @@ MUTANTS: tuple[Mutant, ...] = (
         name="text-of-a-root-steers-the-terminal",
         promise="I5: text from a checkpoint does not reach the terminal unescaped",
         file="cli/output.py",
-        before='character if character.isprintable() or character == "\\n" else',
+        before="character if character.isprintable() else",
         after='character if character != "\\x07" else',
         near=("tests/cli/test_app.py", "tests/cli/test_ls.py"),
     ),
