@@ -21,7 +21,7 @@ from torch.utils.data import TensorDataset
 
 from holdfast import CheckpointManager, Checkpoints, Last
 from holdfast.data import Loader
-from holdfast.train import Trainer, Validation
+from holdfast.train import DDP, Trainer, Validation
 
 GLOBAL_BATCH = 24
 
@@ -61,7 +61,7 @@ def train_by_hand(root: Path, strategy: str, num_steps: int, life: str) -> list[
     if strategy == "fsdp2":
         fully_shard(model)
     else:
-        model = DistributedDataParallel(model)
+        model = DistributedDataParallel(model, find_unused_parameters=True)  # docs/ranks.md
     torch.manual_seed(1 + rank)  # dropout of its own on each
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     data = Loader(words(), batch_size=GLOBAL_BATCH // world_size, shuffle=True)
@@ -101,7 +101,7 @@ def train_by_trainer(root: Path, strategy: str, num_steps: int, life: str) -> li
         loss=loss,
         validate=Validation(data=Loader(words(), batch_size=100), every="30step", batches=3),
         checkpoints=Checkpoints(root, every="10step", keep=Last(2)),
-        strategy=strategy,
+        strategy=DDP(find_unused_parameters=True) if strategy == "ddp" else strategy,
         accumulate=2,
         ema=0.9,
     )

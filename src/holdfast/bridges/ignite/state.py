@@ -106,7 +106,7 @@ class _Noted(dict[str, Any]):
             self[name] = value
 
     @override
-    def __ior__(self, values: Any) -> Self:  # type: ignore[override,misc]
+    def __ior__(self, values: Any) -> Self:  # type: ignore[override]
         self.update(values)
         return self
 

@@ -171,6 +171,8 @@ class Fit:
         if not self._group.is_alone:
             saver.agree(0)
         resumed = found if is_resumed else None
+        if is_resumed:
+            self._gear.update.parallel.resumed()
         best.begin(self._gear.best, self._gear.checkpoints, resumed, self._manager, self._group)
         self._tell(Callback.fit_start)
         if found is not None:

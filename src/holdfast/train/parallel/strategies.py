@@ -7,6 +7,7 @@ gradients. Everything is done by torch's own calls.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -23,6 +24,10 @@ from holdfast.arguments import checked, shown
 from holdfast.errors import UsageError, listing
 from holdfast.train.parallel.group import Group
 
+logger = logging.getLogger("holdfast")
+
+_NUM_INEXACT = 3
+"""Ranks from which on a sum depends on its order; of two numbers it does not."""
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Dtype = Literal["fp32", "bf16", "fp16"]
 
@@ -36,7 +41,8 @@ class DDP:
     """
 
     find_unused_parameters: bool = False
-    """Whether some parameters get no gradient in some steps."""
+    """Whether some parameters get no gradient in some steps. On three ranks or more it also makes a
+    resume exact, as DDP then keeps its first buckets (docs/ranks.md)."""
     bucket_cap_mb: float | None = None
     """Size of the buckets of gradients, in MiB; None: torch's default."""
 
@@ -93,6 +99,9 @@ class Parallel:
     def reshard(self, model: nn.Module) -> None:
         """Free parameters that were gathered by forward passes without a backward pass."""
 
+    def resumed(self) -> None:
+        """Say what a run that goes on cannot do exactly as an undisturbed one."""
+
     def share_buffers(self, model: nn.Module) -> None:
         """Give the buffers of all ranks the values of the leader's, which a checkpoint has."""
         self.group.copy_from_leader(_stored_buffers(model))
@@ -121,6 +130,18 @@ class Replicated(Parallel):
         self._calls = self._wrapped.register_forward_pre_hook(self._called)
         self._is_called = False
         return self._wrapped
+
+    def resumed(self) -> None:
+        if self.group.world_size < _NUM_INEXACT or self._strategy.find_unused_parameters:
+            return
+        if self.group.is_leader:
+            logger.warning(
+                "DDP sums gradients in another order in the first step after its start, so on %d "
+                "ranks the last digits may differ from those of an undisturbed run: "
+                "strategy=DDP(find_unused_parameters=True) makes a resume exact, from a run's "
+                "beginning on",
+                self.group.world_size,
+            )
 
     def batch(self, *, is_last: bool) -> AbstractContextManager[None]:
         assert self._wrapped is not None, "the model is wrapped before it is trained"
