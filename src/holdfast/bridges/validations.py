@@ -26,7 +26,7 @@ Agree = Callable[[list[int]], Sequence[int]]
 
 
 class Validations:
-    """What was measured at the present step, and the saves that it makes due."""
+    """Metrics of validations at the present step, and the saves that they make due."""
 
     def __init__(
         self,
