@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from tests.cli.roots import Result
+from tests.cli.test_app import in_a_process
 from torch import nn
 
 from holdfast import CheckpointManager, Encryption, keys
@@ -316,6 +317,32 @@ def test_stats_of_named_tensors_reads_only_those(holdfast: Holdfast, looked: Pat
     for name in ("model:h.0", "other:x", "h.0.bias", "model:"):
         result = holdfast("stats", looked, "--tensor", name)
         assert (result.code, name in result.err) == (2, True)
+
+
+_SHARED = """
+import holdfast.cli.stats as stats
+from holdfast.interop import forks
+forks.num_cores = lambda: 3
+stats._SHARED_NBYTES = 0
+run = forks.Forks.run
+forks.Forks.run = lambda self, function, tasks: print(
+    *(f"{len(wanted)} of {url.rpartition('/')[2]}" for url, wanted, _ in tasks), file=sys.stderr
+) or run(self, function, tasks)
+"""
+
+
+@pytest.mark.parametrize("which", ["", "@step=1"])
+def test_stats_shared_by_processes_are_the_same(
+    which: str, holdfast: Holdfast, tmp_path: Path
+) -> None:
+    model = {f"h.{number}": torch.arange(5.0).repeat(number, 1) for number in range(9)}
+    with CheckpointManager(tmp_path, {"model": model}, sinks=()) as manager:
+        manager.save(1).wait()
+    words = ("stats", f"{tmp_path}{which}", "--component", "model", "--json")
+    alone, done = holdfast(*words), in_a_process(*words, code=_SHARED)
+    assert json.loads(done.stdout) == json.loads(alone.out)
+    folder = next(tmp_path.glob("step-*")).name
+    assert done.stderr.splitlines()[0] == f"5 of {folder} 2 of {folder} 2 of {folder}"
 
 
 def test_stats_names_what_is_not_finite(holdfast: Holdfast, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ _CHUNKS = ("tests/interop/sources/test_dcpfolder.py",)
 _TRAINERS = ("tests/interop/layouts",)
 _IMPORTS = ("tests/interop/test_importing.py",)
 _EXPORTS = ("tests/interop/test_exporting.py",)
+_FORKS = ("tests/interop/test_forks.py",)
 
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
@@ -360,5 +361,29 @@ MUTANTS: tuple[Mutant, ...] = (
         before="    return url_without_secrets(root) if _HAS_SCHEME.match(root) else",
         after="    return root if _HAS_SCHEME.match(root) else",
         near=("tests/sinks",),
+    ),
+    Mutant(
+        name="forked-beside-threads",
+        promise="I9: no process is forked while a thread may hold a lock",
+        file="interop/forks.py",
+        before="if IS_LINUX and threading.active_count() == 1 and",
+        after="if IS_LINUX and",
+        near=_FORKS,
+    ),
+    Mutant(
+        name="damage-found-by-a-fork-forgotten",
+        promise="I3: every byte read is verified, in whichever process",
+        file="interop/forks.py",
+        before="                if error is not None:\n                    raise error\n",
+        after="                is_last = is_last or error is not None\n",
+        near=_FORKS,
+    ),
+    Mutant(
+        name="forks-outlive-their-command",
+        promise="I9: no process of a command outlives it",
+        file="interop/forks.py",
+        before="        other.close()  # the parent's ends: a pipe is closed when they all are\n",
+        after="        pass\n",
+        near=_FORKS,
     ),
 )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Collection, Iterator, Sequence
+from itertools import accumulate, chain, pairwise, repeat
 from pathlib import Path
 
 import msgspec
@@ -12,11 +14,17 @@ from holdfast.cli.shading import Shades, bars, expect_drawable, write_shades
 from holdfast.cli.sources import chosen, open_named, split_name
 from holdfast.errors import UsageError
 from holdfast.interop.comparing.statistics import TensorStats, stats_of
+from holdfast.interop.forks import Forks
 from holdfast.interop.source import Source
 
 _MAX_BARS = 24
 """Most bars of a histogram in the table."""
 _MAX_PANELS = 64
+_SHARED_NBYTES = 256 << 20
+"""Least bytes that are shared by forks: fewer are read before these have opened the source."""
+
+_Tensor = tuple[str, str]
+"""Component and key of a tensor."""
 
 
 class StatsAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,9 +60,9 @@ def stats(
     """
     if plot is not None:
         expect_drawable(plot)
-    with open_named(text) as source:
+    with Forks() as forks, open_named(text) as source:
         names = chosen(source, components)
-        found = tuple(_with_progress(source, _wanted(source, names, tensors)))
+        found = tuple(_with_progress(source, _wanted(source, names, tensors), forks))
         answer = StatsAnswer(
             source=source.url,
             format=source.format,
@@ -69,9 +77,7 @@ def stats(
     return Answer(document=answer, parts=parts)
 
 
-def _wanted(
-    source: Source, components: Collection[str], tensors: Collection[str]
-) -> list[tuple[str, str]]:
+def _wanted(source: Source, components: Collection[str], tensors: Collection[str]) -> list[_Tensor]:
     """List component and key of the tensors to read.
 
     Raises:
@@ -91,15 +97,43 @@ def _wanted(
     return found
 
 
-def _with_progress(source: Source, wanted: Collection[tuple[str, str]]) -> Iterator[TensorStats]:
-    total = sum(source.parts[name].specs[key].nbytes for name, key in wanted)
-    done = 0
+def _with_progress(
+    source: Source, wanted: Sequence[_Tensor], forks: Forks
+) -> Iterator[TensorStats]:
+    """Compute the statistics of tensors; return them in the order given."""
+    sizes = [source.parts[component].specs[key].nbytes for component, key in wanted]
+    total, done = sum(sizes), 0
+    if len(forks) and total >= _SHARED_NBYTES and "://" not in source.url:
+        shares = [
+            (source.url, wanted[start:stop], forks.num_threads)
+            for start, stop in _cuts(sizes, len(forks))
+        ]
+        computed = forks.run(_stats_of_share, shares)
+    else:
+        computed = zip(repeat(0), stats_of(source, wanted))
+    found: list[list[TensorStats]] = [[] for _ in range(max(len(forks), 1))]
     with progress_bar() as progress:
-        for one in stats_of(source, wanted):
+        for share, one in computed:
+            found[share].append(one)
             done += one.nbytes
             if progress is not None:
                 progress("read", done, total)
-            yield one
+    return chain.from_iterable(found)
+
+
+def _cuts(sizes: Sequence[int], num: int) -> Iterator[tuple[int, int]]:
+    """Cut a list of sizes into `num` slices with about the same sum, as (start, stop).
+
+    Not by turns: neighbours are in one block, which would then be read twice.
+    """
+    sums = [*accumulate(sizes)]
+    stops = (bisect_right(sums, sums[-1] * part // num) for part in range(1, num + 1))
+    return pairwise([0, *stops])
+
+
+def _stats_of_share(url: str, wanted: Sequence[_Tensor], num_threads: int) -> Iterator[TensorStats]:
+    with open_named(url) as source:
+        yield from stats_of(source, wanted, num_threads=num_threads)
 
 
 def _table(found: Sequence[TensorStats]) -> TextTable:

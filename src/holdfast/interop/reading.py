@@ -65,17 +65,23 @@ def pieces(source: Source, wanted: Iterable[tuple[str, str]]) -> Generator[Piece
 
 
 def in_batches(
-    source: Source, wanted: Iterable[tuple[str, str]], work: Callable[[Sequence[Piece]], T]
+    source: Source,
+    wanted: Iterable[tuple[str, str]],
+    work: Callable[[Sequence[Piece]], T],
+    *,
+    num_at_once: int | None = None,
 ) -> Generator[T, None, None]:
     """Read tensors as `pieces` does; yield what `work` returns of each batch of pieces, in order.
 
-    `work` runs in the threads that read, several at a time; pieces are valid until it returns.
+    `work` runs in the threads that read, `num_at_once` at a time, by default as many as there are
+    cores; pieces are valid until it returns.
 
     Raises:
         As `pieces`, and what `work` raises.
     """
     buffers = Buffers()
-    turns = BoundedSemaphore(num_cores())  # more at a time only take each other's cache
+    # More at a time only take each other's cache.
+    turns = BoundedSemaphore(num_at_once or num_cores())
 
     def job(batch: list[_Planned]) -> T:
         found, done = _read(source, batch, buffers)

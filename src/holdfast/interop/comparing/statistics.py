@@ -50,8 +50,12 @@ class TensorStats(msgspec.Struct, frozen=True, kw_only=True):
     """Exponent → how many finite numbers x other than zero have 2**exponent <= |x| < twice that."""
 
 
-def stats_of(source: Source, wanted: Iterable[tuple[str, str]]) -> Iterator[TensorStats]:
+def stats_of(
+    source: Source, wanted: Iterable[tuple[str, str]], *, num_threads: int | None = None
+) -> Iterator[TensorStats]:
     """Read tensors, given as (component, key), and yield the statistics of each.
+
+    At most `num_threads` threads compute at a time, by default one for each core.
 
     Raises:
         CorruptData, StoreError: as `Source.read_into`.
@@ -62,7 +66,8 @@ def stats_of(source: Source, wanted: Iterable[tuple[str, str]]) -> Iterator[Tens
         for path, ref in source.parts[component].leaves.items():
             paths.setdefault((component, ref.key), []).append(f"{component}:{path}")
     whole: Tally | None = None
-    for batch in in_batches(source, chosen, partial(tallies, source)):
+    batches = in_batches(source, chosen, partial(tallies, source), num_at_once=num_threads)
+    for batch in batches:
         for component, key, tally in batch:
             whole = tally if whole is None else whole.merged(tally)
             if whole.is_whole:
