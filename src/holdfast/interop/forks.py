@@ -25,8 +25,8 @@ from holdfast.system import IS_LINUX
 
 T = TypeVar("T")
 
-_MAX_FORKS = 4
-"""Most forks: each keeps up to 150 MB of blocks."""
+_MAX_FORKS = 3
+"""Most forks: each takes about 120 MB, the same however many tensors there are."""
 _END_S = 10.0
 """Longest wait for a fork to close what it has open, before it is killed."""
 
