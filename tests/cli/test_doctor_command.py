@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 from tests.cli.roots import Result, flip, folder_of
 
+from children import environment
 from holdfast.cli import doctor as doctor_module
 from holdfast.cli.doctor import LEAST_VERSIONS
 from holdfast.store.base import FreeSpace
@@ -106,6 +108,18 @@ def test_the_least_versions_are_those_of_the_extras() -> None:
 def test_a_shell_gets_a_script_that_asks_for_completions(holdfast: Command, shell: str) -> None:
     result = holdfast("completion", shell)
     assert (result.code, f"_HOLDFAST_COMPLETE={shell}_complete" in result.out) == (0, True)
+
+
+def test_a_shell_that_asks_gets_the_commands_that_begin_so() -> None:
+    asked = {"_HOLDFAST_COMPLETE": "bash_complete", "COMP_WORDS": "holdfast v", "COMP_CWORD": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "holdfast.cli"],
+        env=environment() | asked,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stdout) == (0, "plain,verify\n")
 
 
 def test_bash_can_run_the_script(holdfast: Command, tmp_path: Path) -> None:

@@ -198,7 +198,9 @@ def test_a_run_with_a_live_owner_is_refused(
 
 
 def test_a_terminal_is_asked_for_the_reason_and_once_more(longer: Path) -> None:
-    for answers, left in (("wrong run\nn\n", True), ("wrong run\ny\n", False)):
+    """Ctrl-D at the question, as Ctrl-C, ends without a traceback."""
+    asked = (("wrong run\n\x04", 130, True), ("wrong run\nn\n", 1, True))
+    for answers, code, left in (*asked, ("wrong run\ny\n", 0, False)):
         ours, theirs = pty.openpty()
         command = [sys.executable, "-m", "holdfast.cli", "rm", f"{longer}@step=300"]
         child = subprocess.Popen(
@@ -208,7 +210,7 @@ def test_a_terminal_is_asked_for_the_reason_and_once_more(longer: Path) -> None:
         out, _ = child.communicate(timeout=120)
         os.close(theirs)
         os.close(ours)
-        assert (child.returncode, 300 in steps(longer)) == (int(left), left), out
+        assert (child.returncode, 300 in steps(longer)) == (code, left), out
 
 
 # thin

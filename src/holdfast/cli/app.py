@@ -36,9 +36,14 @@ def run() -> NoReturn:
 def _run() -> int:
     try:
         return int(app.main(prog_name="holdfast", standalone_mode=False) or 0)
+    except SystemExit as end:
+        if not end.code:
+            raise
+        # But for a completion, click itself ends the process only where help is not read.
+        raise BrokenPipeError from end
     except click.Abort as abort:
-        if not isinstance(abort.__cause__, KeyboardInterrupt):
-            raise  # click takes EOFError for the end of typed input, of which there is none
+        if isinstance(abort.__cause__, EOFError):
+            raise  # an error of ours: at a question, whose input may end, there is no cause
         return Code.INTERRUPTED
     except click.ClickException as error:
         if _asks_for_json():
