@@ -162,6 +162,17 @@ def test_a_loss_that_is_never_finite_is_said_to_be(holdfast: Command, tmp_path: 
     assert (asked.code, asked.out.splitlines()[-1]) == (0, "loss: no finite value at any step")
 
 
+def test_a_log_of_counters_alone_is_no_error_without_a_way_on(holdfast: Command, run: Path) -> None:
+    (run / "log" / "train.jsonl").write_text(
+        '{"step": 1, "time": "2026-01-01T00:00:00+00:00", "metrics": {"epoch": 1.0}}\n'
+    )
+    for path in run.glob("step-*"):
+        shutil.rmtree(path)
+    result = holdfast("plot", run)
+    assert (result.code, "only epoch was logged; --metric NAME" in result.err) == (3, True)
+    assert holdfast("plot", run, "--metric", "epoch").code == 0
+
+
 def test_many_names_of_metrics_are_counted(holdfast: Command, tmp_path: Path) -> None:
     with new_run().manager(tmp_path / "run") as manager:
         manager.save(1, metrics={f"m{number:02}\n": 1.0 for number in range(23)}, wait=True)
@@ -182,6 +193,13 @@ def test_many_names_of_metrics_are_counted(holdfast: Command, tmp_path: Path) ->
         (("accuracy", "score"), "best:score:max", ["score"]),
         (("epoch", "train_loss_step", "Loss"), "last:3", ["train_loss_step", "Loss"]),
         (("glossy",), "last:3", ["glossy"]),
+        (("accuracy", "loss_scale", "loss/train"), "last:3", ["loss/train"]),
+        (("aaa", "eval_runtime", "val/accuracy"), "last:3", ["val/accuracy"]),
+        (("epoch", "global_step", "lr", "step", "weight"), "last:3", ["weight"]),
+        (("epoch", "lr-AdamW", "num_input_tokens_seen"), "last:3", ["lr-AdamW"]),
+        (("accuracy_epoch", "epoch"), "last:3", ["accuracy_epoch"]),
+        (("epoch",), "best:epoch:max", ["epoch"]),
+        (("epoch",), "last:3", []),
         ((), "last:3", []),
     ],
 )
@@ -194,6 +212,22 @@ def test_a_recorded_metric_is_drawn_before_the_size(
     document = holdfast("plot", tmp_path / "run", "--json").document
     assert [one["name"] for one in document["series"]] == [*drawn, "checkpoint, MB"]
     assert document["metrics"] == sorted(metrics)
+    said = [note for note in document["notes"] if note.startswith("no loss to draw")]
+    is_loss = any("loss" in name.lower() and name != "glossy" for name in drawn)
+    assert said == [
+        f"no loss to draw: {name} is drawn instead; --metric NAME draws another"
+        for name in drawn
+        if not is_loss
+    ]
+
+
+def test_what_is_drawn_without_a_loss_is_said_beside_a_file_too(
+    holdfast: Command, tmp_path: Path
+) -> None:
+    with new_run().manager(tmp_path / "run") as manager:
+        manager.save(1, metrics={"epoch": 1.0, "reward": 2.0}, wait=True)
+    path = tmp_path / "plot.svg"
+    assert "reward is drawn instead; --metric" in holdfast("plot", tmp_path / "run", "-o", path).out
 
 
 @pytest.mark.parametrize(

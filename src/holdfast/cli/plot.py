@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import pairwise
@@ -25,8 +25,20 @@ from holdfast.format.manifest import Timestamp
 
 _STEP = re.compile(r"step-(\d{1,18})\b", re.ASCII)
 _LOSSES = ("loss", "val/loss")
-_LOSS = re.compile(r"(.*[^a-z])?loss(_step|_epoch)?", re.ASCII | re.DOTALL | re.IGNORECASE)
+_ANY = re.ASCII | re.DOTALL | re.IGNORECASE
+_LOSS = re.compile(r"(.*[^a-z])?loss(_step|_epoch)?", _ANY)
 """Names of losses under any trainer, as `eval_loss`, and `train_loss_epoch` of Lightning."""
+_PART = re.compile(r"(?!.*scale)(.*[^a-z])?loss(es)?([^a-z].*)?", _ANY)
+"""Names of parts of a loss, as `loss/train` and `loss_bbox`."""
+_VALIDATION = re.compile(r"(.*[^a-z])?(val|valid|validation|eval|test)([^a-z].*)?", _ANY)
+_RATE = re.compile(r"(.*[^a-z])?(lr|learning_rate)([^a-z].*)?", _ANY)
+"""Names of learning rates, as `lr-AdamW` of Lightning."""
+_COUNTER = re.compile(
+    r"(.*/)?((num|global|total|input|train|trained)_)*"
+    r"(epochs?|steps?|iterations?|iters?|batch(es)?|samples?|examples?|tokens?|flos)(_(seen|idx))?",
+    _ANY,
+)
+"""Names of what is counted, as `epoch`, and `num_input_tokens_seen` of transformers."""
 _MAX_LOSSES = 4
 _MAX_NAMES, _MAX_NAME = 20, 60
 """Most names in a line, and most characters of each."""
@@ -61,7 +73,7 @@ def plot(root: str, *, output: Path | None, metrics: Sequence[str], log: Path | 
     record = _recorded(root, log, entries, notes)
     watched = next((entry.manifest.best for entry in entries if entry.manifest.best), ())
     first = [one.metric for one in watched]
-    panels = _chosen(record, metrics) if metrics else _usual(record, first)
+    panels = _chosen(record, metrics) if metrics else _usual(record, first, notes)
     notes += [
         f"{_listed([one.name for one in panel.series])}: no finite value at any step"
         for panel in panels
@@ -69,6 +81,9 @@ def plot(root: str, *, output: Path | None, metrics: Sequence[str], log: Path | 
     ]
     panels = [panel for panel in panels if panel.points or metrics]
     if not panels:
+        if record.metrics:
+            counted = _listed(sorted(record.metrics))
+            raise NoCheckpoint(f"{store.url}: only {counted} was logged; --metric NAME draws it")
         raise NoCheckpoint(f"{store.url}: nothing was logged or saved")
     starts = _starts(gather(store).starts, entries)
     resumed = {start["step"] for start in starts if start["step"] is not None}
@@ -161,17 +176,26 @@ def _of_manifests(entries: Sequence[Entry]) -> _Record:
     return record
 
 
-def _usual(record: _Record, watched: Sequence[str]) -> list[Panel]:
-    """Make the usual panels; without a loss a `watched` metric, or any other, is drawn."""
+def _usual(record: _Record, watched: Sequence[str], notes: list[str]) -> list[Panel]:
+    """Make the usual panels; without a loss another metric is drawn, which is added to the notes.
+
+    `watched` are those that rules `Best` look at.
+    """
     known = record.metrics
     rates = [name for name in known if name.startswith(_LEARNING_RATE)]
     losses = [name for name in _LOSSES if name in known]
-    losses += [name for name in known if name not in losses and _LOSS.fullmatch(name)]
+    for pattern in (_LOSS, _PART):
+        losses += [name for name in known if name not in losses and pattern.fullmatch(name)]
     panels = [_panel("loss", losses[:_MAX_LOSSES], record), _panel("learning rate", rates, record)]
     if not panels[0].points:
-        named = sorted(known, key=lambda name: (is_timing(name), name))
-        others = [_panel(name, [name], record) for name in (*watched, *named) if name in known]
-        panels[:0] = [one for one in others if one.points and one.title not in rates][:1]
+        others = [name for name in _telling(known, watched) if name not in rates]
+        drawn = next((one for name in others if (one := _panel(name, [name], record)).points), None)
+        if drawn is not None:
+            panels.insert(0, drawn)
+            notes.append(
+                f"no loss to draw: {one_line(drawn.title, _MAX_NAME)} is drawn instead; "
+                "--metric NAME draws another"
+            )
     pace = _throughput(record)
     if pace is not None:
         panels.append(Panel(title="throughput", series=[pace]))
@@ -179,6 +203,19 @@ def _usual(record: _Record, watched: Sequence[str]) -> list[Panel]:
         points = [(step, nbytes / 1e6) for step, nbytes in sorted(record.sizes.items())]
         panels.append(Panel(title="size", series=[Series(name="checkpoint, MB", points=points)]))
     return [panel for panel in panels if panel.series]
+
+
+def _telling(known: Collection[str], watched: Sequence[str]) -> list[str]:
+    """List metrics in the order in which they are drawn where there is no loss; no counters."""
+
+    def rank(name: str) -> tuple[int, str]:
+        if _RATE.fullmatch(name):
+            return 3, name
+        return 2 if is_timing(name) else int(not _VALIDATION.fullmatch(name)), name
+
+    first = [name for name in watched if name in known]
+    rest = [name for name in known if name not in first and not _COUNTER.fullmatch(name)]
+    return first + sorted(rest, key=rank)
 
 
 def _others(record: _Record, panels: Sequence[Panel]) -> list[str]:
