@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from http.cookiejar import CookieJar
 from pathlib import Path
@@ -34,11 +34,15 @@ HUNG += f"threading.Event().wait()\n{LEAST}"
 
 @contextmanager
 def command(
-    *arguments: object, script: str = LEAST, **environment: str
+    *arguments: object, script: str = LEAST, before: Sequence[str] = (), **environment: str
 ) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
-    """Run `holdfast serve` in a process of its own; yield it and the line that it prints."""
+    """Run `holdfast serve` in a process of its own; yield it and the line that it prints.
+
+    Options that stand `before` its name are those of all commands.
+    """
+    words = (*before, "serve", "--json", "--port", "0", *map(str, arguments))
     process = subprocess.Popen(
-        [sys.executable, "-c", script, "serve", "--json", "--port", "0", *map(str, arguments)],
+        [sys.executable, "-c", script, *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -63,7 +67,7 @@ def browser() -> urllib.request.OpenerDirector:
 
 def test_the_printed_url_opens_the_page_and_ctrl_c_ends_it(run_root: Path) -> None:
     with command(run_root, "--path-prefix", "/h", "--no-open") as (process, said):
-        assert said["runs"] == [{"name": "run", "root": str(run_root)}]
+        assert said["runs"] == [{"name": "run", "root": str(run_root), "error": None}]
         assert said["changes"] == []
         assert re.fullmatch(r"http://127\.0\.0\.1:\d+/h/\?token=[\w-]{43}", said["url"])
         opened = browser()
@@ -82,6 +86,56 @@ def test_ctrl_c_ends_it_also_while_a_root_does_not_answer(run_root: Path) -> Non
             assert b"Reading the root" in reply.read()
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=15) == 130
+
+
+BRIEFLY = ("--timeout", "0.3s")
+DEAD = {
+    "AWS_ENDPOINT_URL": "http://127.0.0.1:1",
+    "AWS_ACCESS_KEY_ID": "x",
+    "AWS_SECRET_ACCESS_KEY": "x",
+}
+"""Environment with an object store that does not answer."""
+
+
+def test_a_root_that_cannot_be_reached_is_shown_as_such_beside_the_others(run_root: Path) -> None:
+    with command(run_root, "s3://bucket/other", before=BRIEFLY, **DEAD) as (process, said):
+        errors = {run["name"]: run["error"] for run in said["runs"]}
+        assert errors["run"] is None
+        assert "Check the address" in errors["other"]
+        opened, text = browser(), ""
+        while not ("It is tried again" in text and "<dd>300</dd>" in text):
+            assert process.poll() is None
+            with opened.open(said["url"], timeout=30) as reply:
+                text = reply.read().decode()
+        assert text.count("Check the address") == 1
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=30) == 130
+        assert process.stderr is not None
+        assert (
+            "s3://bucket/other cannot be reached now, and is tried again" in process.stderr.read()
+        )
+
+
+@pytest.mark.parametrize(
+    ("roots", "code", "said"),
+    [
+        (("RUN", "s3://bucket/other", "NONE"), 3, "there is no such folder"),
+        (("s3://bucket/other", "s3://bucket/more"), 1, "Check the address"),
+    ],
+)
+def test_a_mistyped_path_is_an_error_and_so_are_roots_of_which_none_can_be_reached(
+    holdfast: Command,
+    run_root: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    roots: tuple[str, ...],
+    code: int,
+    said: str,
+) -> None:
+    for name, value in DEAD.items():
+        monkeypatch.setenv(name, value)
+    places = {"RUN": run_root, "NONE": run_root / "none"}
+    result = holdfast(*BRIEFLY, "serve", *(places.get(root, root) for root in roots))
+    assert (result.code, said in result.err) == (code, True), result.err
 
 
 def test_a_browser_that_stays_in_the_foreground_holds_up_nothing(

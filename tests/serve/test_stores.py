@@ -11,7 +11,7 @@ from tests.serve.test_pages import text_of
 
 from holdfast.cli.web import runs
 from holdfast.engine.tiers.tiered import Tiered
-from holdfast.errors import StoreError
+from holdfast.errors import StoreError, TransientStoreError
 from holdfast.store.local import LocalStore
 from holdfast.store.remote.store import RemoteStore
 from runs import new_run
@@ -63,6 +63,26 @@ def test_uploads_and_what_they_took_are_among_the_costs(tmp_path: Path) -> None:
             assert "0 waiting" in text
             assert "uploaded" in text
             assert "A resume takes step 2" in text_of(page.whole("/r/remote"))
+
+
+def test_a_root_that_could_not_be_reached_at_the_start_is_shown_when_it_can_be(
+    run_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runs, "LOCAL_LOOK_S", 0.0)
+
+    def fail(root: str) -> Any:
+        raise TransientStoreError("the network is away")
+
+    with monkeypatch.context() as broken:
+        for name in ("open_root", "list_root"):
+            broken.setattr(runs, name, fail)
+        with serving([run_root]) as page:
+            while "the network is away" not in text_of(page.get("/").text):
+                pass
+            broken.undo()
+            while "A resume takes step 300" not in text_of(page.get("/r/run").text):
+                pass
+            assert "the network is away" not in page.whole("/")
 
 
 def test_a_root_that_cannot_be_read_for_a_while_says_so_and_comes_back(

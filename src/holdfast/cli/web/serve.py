@@ -6,17 +6,22 @@ import re
 import socket
 import sys
 import webbrowser
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import as_completed
+from contextvars import copy_context
+from functools import partial
 
 import click
 import msgspec
 
-from holdfast.cli.output import Code, give_line, printable
+from holdfast.cli.output import Code, give_line, printable, say
 from holdfast.cli.target import open_root
 from holdfast.engine.workers import Workers
-from holdfast.errors import UsageError
+from holdfast.errors import TransientStoreError, UsageError
 
 DEFAULT_PORT = 8770
+_MAX_OPENING = 16
+"""Roots that are opened at one time."""
 _HOST = re.compile(r"[A-Za-z0-9._-]+", re.ASCII)
 _OWN_PATHS = frozenset({"r", "jobs", "static"})
 """First parts of the page's paths. With one as the prefix it could not be told whether a proxy has
@@ -31,6 +36,8 @@ class ServedRun(msgspec.Struct, frozen=True, kw_only=True):
     """Its name in the URLs."""
     root: str
     """Path or URL of its root."""
+    error: str | None
+    """Why the root cannot be reached at present; null: it can."""
 
 
 class ServeAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,7 +69,7 @@ def serve(
     Raises:
         UsageError: the packages of the page are missing, or the port is taken.
         NoCheckpoint: a root is none.
-        StoreError: a root cannot be read.
+        StoreError: a root cannot be read for good, or none can be reached.
     """
     prefix = path_prefix.rstrip("/")
     if not _PREFIX.fullmatch(prefix) or ".." in prefix:
@@ -87,8 +94,8 @@ def serve(
     from holdfast.cli.web.routes import make_app
     from holdfast.cli.web.runs import names_of
 
-    for root in roots:
-        open_root(root)
+    names = names_of(roots)
+    unreachable = _unreachable([*names.values()])
     access = Access(prefix=prefix, hosts=frozenset(map(str.lower, allow_hosts)))
     app = make_app(roots, access, may_pin=allow_pin, may_delete=allow_delete)
     with listening(port) as listener:
@@ -96,7 +103,10 @@ def serve(
         answer = ServeAnswer(
             url=f"http://127.0.0.1:{found}{prefix}/?token={access.token}",
             port=found,
-            runs=tuple(ServedRun(name=n, root=root) for n, root in names_of(roots).items()),
+            runs=tuple(
+                ServedRun(name=name, root=root, error=unreachable.get(root))
+                for name, root in names.items()
+            ),
             changes=(*(["pin"] if allow_pin else []), *(["delete"] if allow_delete else [])),
         )
         _tell(answer, as_json=as_json)
@@ -106,6 +116,30 @@ def serve(
         browsers.close()
         server_of(app).run(sockets=[listener])
     return Code.OK
+
+
+def _unreachable(roots: Sequence[str]) -> Mapping[str, str]:
+    """Open all roots at one time; return why some cannot be reached at present.
+
+    The page shows these as soon as they can be. Any other error is one of the command line, such as
+    a mistyped path; and where nothing can be reached, there is nothing to show.
+
+    Raises:
+        NoCheckpoint: a root is none.
+        StoreError: a root cannot be read for good, or none can be reached.
+    """
+    openers = Workers(min(len(roots), _MAX_OPENING), "holdfast-open")
+    opening = {openers.submit(partial(copy_context().run, open_root, root)): root for root in roots}
+    openers.close()
+    found: dict[str, str] = {}
+    for opened in as_completed(opening):
+        try:
+            opened.result()
+        except TransientStoreError as error:
+            found[opening[opened]] = str(error)
+            if len(found) == len(roots):
+                raise
+    return found
 
 
 def _open(url: str) -> None:
@@ -137,6 +171,9 @@ def listening(port: int | None) -> socket.socket:
 
 
 def _tell(answer: ServeAnswer, *, as_json: bool) -> None:
+    for run in answer.runs:
+        if run.error is not None:
+            say(f"{run.root} cannot be reached now, and is tried again: {run.error}")
     if as_json:
         give_line(answer)
         return
