@@ -18,6 +18,7 @@ import holdfast
 from bridges import trainers
 from bridges.frameworks import needed
 from distributed.run import run_ranks
+from holdfast.bridges import validations
 from holdfast.data import Loader
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the frameworks, version by version
@@ -203,3 +204,34 @@ def test_the_best_validation_is_the_leaders(name: str, tmp_path: Path) -> None:
     """The loss of each rank is another: else they would save different steps, and wait in vain."""
     needed(name)
     assert run_ranks(RANKS, partial(validate, name, tmp_path)) == [[2, 4, 7], [2, 4, 7]]
+
+
+def go_on_unread(name: str, root: Path, rank: int) -> str:
+    """Train, and go on where the leader cannot read what was measured before."""
+    as_launched(rank)
+    checkpoints = holdfast.Checkpoints(root, keep="last:1,best:val_loss", sinks=())
+    VALIDATES[name](checkpoints, [*LOSSES[rank]])
+
+    def fail(*_: Any) -> Any:
+        raise holdfast.errors.AccessDenied("a manifest cannot be read")
+
+    if rank == 0:
+        validations._known = fail
+    try:
+        VALIDATES[name](checkpoints, [*LOSSES[rank]])
+    except holdfast.errors.HoldfastError as error:
+        return f"{type(error).__name__}: {error}"
+    return "has gone on"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", VALIDATES)
+def test_a_leader_that_cannot_read_earlier_metrics_says_so_to_all(
+    name: str, tmp_path: Path
+) -> None:
+    """Else the other ranks would go on, and wait for it in the first collective."""
+    needed(name)
+    leader, follower = run_ranks(RANKS, partial(go_on_unread, name, tmp_path))
+    assert leader == "AccessDenied: a manifest cannot be read"
+    assert str(follower).startswith("RanksFailed: the start of the training failed in:")
+    assert "rank 0, in reading the metrics of earlier checkpoints: AccessDenied" in str(follower)

@@ -12,7 +12,7 @@ from typing import Any
 from holdfast.engine.checkpoint import Checkpoint, PendingSave, metrics_by_step
 from holdfast.engine.options import Checkpoints, best_rules
 from holdfast.engine.tiers.catalog import catalog_of
-from holdfast.errors import SaveSkipped
+from holdfast.errors import RanksFailed, SaveSkipped
 from holdfast.events import Emitter
 from holdfast.launched import present_ranks
 from holdfast.manager import CheckpointManager
@@ -20,9 +20,12 @@ from holdfast.policy.best import BestSaves
 from holdfast.policy.savers import Due
 from holdfast.policy.schedule import together
 from holdfast.policy.triggers import Event
+from holdfast.ranks.coordinator import LEADER, Failure
 
-Agree = Callable[[list[int]], Sequence[int]]
-"""Returns the numbers that the leader has given; called on all ranks at the same point."""
+Agree = Callable[[Any], Any]
+"""Returns the value that the leader has given, which JSON can hold; called on all ranks at the same
+point."""
+_READING = "reading the metrics of earlier checkpoints"
 
 
 class Validations:
@@ -39,8 +42,11 @@ class Validations:
     ) -> None:
         """Read the metrics of the checkpoints that the run goes on from, and those before.
 
-        `to_come`: whether the trainer validates at all. Until it has done so once, no warning says
-        that a rule's metric is missing.
+        All ranks call it, and the leader reads. `to_come`: whether the trainer validates at all.
+        Until it has done so once, no warning says that a rule's metric is missing.
+
+        Raises:
+            HoldfastError: they cannot be read; on the other ranks as a `RanksFailed`.
         """
         self._manager, self._agree = manager, agree
         self._best = BestSaves(best_rules(checkpoints))
@@ -52,8 +58,21 @@ class Validations:
         self._awaits_first = to_come
         if to_come:
             manager.expect_metrics()
-        if self._best and present_ranks().rank == 0:
-            self._best.begin({} if resumed is None else _known(checkpoints, resumed.step))
+        if self._best and resumed is not None:
+            self._begin(checkpoints, resumed.step)
+
+    def _begin(self, checkpoints: Checkpoints, step: int) -> None:
+        why, error = "", None
+        if present_ranks().rank == LEADER:
+            try:
+                self._best.begin(_known(checkpoints, step))
+            except Exception as raised:  # noqa: BLE001 - raised when the other ranks know
+                error, why = raised, Failure.of(raised, phase=_READING).reason
+        why = self._agree(why)
+        if error is not None:
+            raise error
+        if why:
+            raise RanksFailed("the start of the training", {LEADER: (_READING, why)})
 
     @property
     def are_watched(self) -> bool:

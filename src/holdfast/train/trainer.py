@@ -791,14 +791,13 @@ class Trainer:
     def _with_best(self, outcome: Outcome) -> Outcome:
         """Load the weights of the best checkpoint; adds a note on it to the outcome."""
         group = self._parallel.group
-        found = outcome.best if group.is_leader else None
-        folder = group.gather(None if found is None else found.folder)[0]
-        if folder is None:
+        found = group.from_leader("finding the best checkpoint", lambda: outcome.best)
+        if found is None:
             raise NoCheckpoint(
                 f"load_best=True: no checkpoint has the metric of the best one. The run ended at "
                 f"step {outcome.step} ({outcome.reason}), and all is saved"
             )
-        targets = select(self.root, folder, self.checkpoints.encrypt)
+        targets = select(self.root, found.folder, self.checkpoints.encrypt)
         weights = {
             name: module
             for name, module in self._weights.items()

@@ -22,7 +22,7 @@ from distributed.run import run_ranks
 from holdfast import Best, CheckpointManager, Checkpoints, Last, load_weights
 from holdfast.data import Loader, Stream
 from holdfast.engine.roots.catalog import Catalog
-from holdfast.errors import StoreError, StoreFull, UsageError
+from holdfast.errors import HoldfastError, StoreError, StoreFull, UsageError
 from holdfast.policy.triggers import On
 from holdfast.store import open_store
 from holdfast.store.base import Store
@@ -47,6 +47,7 @@ from holdfast.train import (
     cosine,
     warmup,
 )
+from holdfast.train.fit import best
 
 GLOBAL_BATCH = 12
 
@@ -201,6 +202,41 @@ def test_ranks_save_and_load_the_best_checkpoint_together(strategy: str, tmp_pat
     model = Net()
     assert load_weights(f"{tmp_path}@best", model).step == step
     assert_same(weights, {name: _whole(value) for name, value in model.state_dict().items()})
+
+
+def go_on_unread(root: Path, lives: list[str], rank: int) -> str:
+    """Fit, the last time where the leader cannot read what earlier checkpoints have measured."""
+
+    def fail(*_: Any) -> Any:
+        raise StoreError("a manifest cannot be read")
+
+    options = {"every": "5step", "keep": Best("val/loss") | Last(99)}
+    for until in lives[:-1]:
+        make(root, 2, **options).fit(until)
+    if rank == 0:
+        best.catalog_of = fail
+    try:
+        make(root, 2, **options).fit(lives[-1], load_best=True)
+    except HoldfastError as error:
+        return f"{type(error).__name__}: {error}"
+    return "has gone on"
+
+
+@pytest.mark.parametrize(
+    ("lives", "what"),
+    [
+        (["3step", "6step"], "reading the metrics of earlier checkpoints"),
+        pytest.param(["3step"], "finding the best checkpoint", marks=pytest.mark.full),
+    ],
+)
+def test_a_leader_that_cannot_read_earlier_metrics_says_so_to_all(
+    lives: list[str], what: str, tmp_path: Path
+) -> None:
+    """Else the others would wait for it until the timeout of the group."""
+    leader, follower = run_ranks(2, partial(go_on_unread, tmp_path, lives))
+    assert leader == "StoreError: a manifest cannot be read"
+    assert str(follower).startswith("RanksFailed: ")
+    assert f"rank 0, in {what}: StoreError: a manifest cannot be read" in str(follower)
 
 
 def overridden(root: Path, strategy: str, rank: int) -> Any:

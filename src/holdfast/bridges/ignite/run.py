@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import ignite.distributed as idist
@@ -333,9 +333,8 @@ def _length(data: Any) -> int:
     return len(data)
 
 
-def _leaders(numbers: list[int]) -> Sequence[int]:
-    """Return the numbers that the first rank has given, on all ranks."""
+def _leaders(value: Any) -> Any:
+    """Return what the first rank has given, on all ranks."""
     if idist.get_world_size() == 1:
-        return numbers
-    found: list[int] = json.loads(str(idist.broadcast(json.dumps(numbers), src=0)))
-    return found
+        return value
+    return json.loads(str(idist.broadcast(json.dumps(value), src=0)))

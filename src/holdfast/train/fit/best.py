@@ -32,8 +32,8 @@ def begin(
     """Read the metrics of what the run goes on from; all ranks call it, and use the leader's."""
     if best:
         manager.expect_metrics()  # a validation that does not give them raises an error
-        mine = _known(checkpoints, resumed) if group.is_leader else {}
-        best.begin(group.gather(mine)[0])
+        what = "reading the metrics of earlier checkpoints"
+        best.begin(group.from_leader(what, lambda: _known(checkpoints, resumed)))
 
 
 def _known(checkpoints: Checkpoints, resumed: Checkpoint | None) -> dict[int, Mapping[str, float]]:

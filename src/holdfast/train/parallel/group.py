@@ -5,15 +5,16 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from holdfast.errors import UsageError
+from holdfast.errors import RanksFailed, UsageError
 from holdfast.launched import Ranks, has_group, present_ranks
+from holdfast.ranks.coordinator import LEADER, Failure
 
 T = TypeVar("T")
 
@@ -37,7 +38,7 @@ class Group:
     @property
     def is_leader(self) -> bool:
         """Whether this rank logs, and decides for all ranks."""
-        return self.rank == 0
+        return self.rank == LEADER
 
     @property
     def is_alone(self) -> bool:
@@ -59,6 +60,30 @@ class Group:
         found: list[Any] = [None] * self.world_size
         dist.all_gather_object(found, value)
         return found
+
+    def from_leader(self, what: str, work: Callable[[], T]) -> T:
+        """Return the result of work that only the leader does, on all ranks.
+
+        `what` names the work in errors.
+
+        Raises:
+            Exception: the work raised, on the leader.
+            RanksFailed: the same, on the other ranks, which would else wait for the leader.
+        """
+        found: T | None = None
+        error: Exception | None = None
+        if self.is_leader:
+            try:
+                found = work()
+            except Exception as raised:  # noqa: BLE001 - raised when the other ranks know
+                error = raised
+        failure = None if error is None else Failure.of(error, phase=what)
+        result, failure = self.gather((found, failure))[LEADER]
+        if error is not None:
+            raise error
+        if failure is not None:
+            raise RanksFailed("work of the leader", {LEADER: failure})
+        return result  # type: ignore[return-value]  # the leader's, which has not failed
 
     def add(self, tensor: Tensor) -> Tensor:
         """Sum a tensor over all ranks, in place, on a device that the ranks can exchange."""
