@@ -241,8 +241,11 @@ class Validating(Training):
         self.evaluator.add_event_handler(Events.COMPLETED, self.measure)
         super().__init__(root, evaluator=self.evaluator, **options)
         self.measured: dict[int, float] = {}
-        for event in (Events.ITERATION_COMPLETED(every=5), Events.EPOCH_COMPLETED):
-            self.engine.add_event_handler(event, lambda: self.evaluator.run([0]))
+        self.validate_at(Events.ITERATION_COMPLETED(every=5))
+        self.validate_at(Events.EPOCH_COMPLETED)
+
+    def validate_at(self, event: Any) -> None:
+        self.engine.add_event_handler(event, lambda: self.evaluator.run([0]))
 
     def measure(self, evaluator: Engine) -> None:
         value = self.losses.pop(0)
@@ -278,6 +281,21 @@ def test_a_validation_that_is_the_best_is_saved_whatever_the_interval(tmp_path: 
     ]  # fmt: skip
     assert saved(tmp_path) == {22: {"val_loss": 6.0}, 10: {"val_loss": 2.0}}
     assert [event.message for event in seen if event.kind == "warning"] == []
+
+
+@pytest.mark.parametrize("event", [Events.STARTED, *full(Events.EPOCH_STARTED)])
+def test_a_validation_before_the_first_step_makes_no_save_due(tmp_path: Path, event: Any) -> None:
+    """As people look at a model before it is trained; and again when the run goes on."""
+    for epochs, expected in ((1, [5, 10, 11]), (2, [15, 20, 22])):
+        seen: list[Event] = []
+        checkpoints = holdfast.Checkpoints(
+            tmp_path, every=holdfast.On("evaluation"), sinks=[seen.append]
+        )
+        training = Validating(checkpoints, [1.0] * 9)
+        training.validate_at(event)
+        training.train(max_epochs=epochs)
+        assert sorted({one.step for one in seen if one.kind == "save_started"}) == expected
+        assert len(training.measured) == len(expected) + 1
 
 
 def started(checkpoints: holdfast.Checkpoints, losses: list[float], **how: Any) -> list[int | None]:

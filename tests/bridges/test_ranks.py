@@ -6,6 +6,7 @@ import contextlib
 import io
 import logging
 import os
+import signal
 import warnings
 from functools import partial
 from pathlib import Path
@@ -235,3 +236,76 @@ def test_a_leader_that_cannot_read_earlier_metrics_says_so_to_all(
     assert leader == "AccessDenied: a manifest cannot be read"
     assert str(follower).startswith("RanksFailed: the start of the training failed in:")
     assert "rank 0, in reading the metrics of earlier checkpoints: AccessDenied" in str(follower)
+
+
+class Net(torch.nn.Module):
+    """Has dropout, so that each rank draws other numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(
+            torch.nn.Linear(4, 8), torch.nn.Dropout(0.3), torch.nn.Linear(8, 1)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)  # type: ignore[no-any-return]
+
+
+KILL_AT = 5
+
+
+def train_ignite(root: Path, kills: bool, rank: int) -> dict[str, Any]:
+    """Train eight steps under DDP; all ranks are killed within the sixth if `kills`."""
+    from ignite.engine import Engine, Events
+    from torch.nn.parallel import DistributedDataParallel
+
+    from holdfast.bridges.ignite import HoldfastRun
+
+    as_launched(rank)
+    torch.manual_seed(rank)  # DDP gives all ranks the weights of the first
+    model = DistributedDataParallel(Net())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    data = Loader(torch.linspace(0, 1, 128).reshape(32, 4), batch_size=4)
+
+    def update(engine: Engine, batch: torch.Tensor) -> float:
+        loss = (model(batch + torch.rand(1)).squeeze() - batch.sum(1)).square().mean()
+        loss.backward()
+        if kills and engine.state.iteration == KILL_AT + 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss)
+
+    engine, losses = Engine(update), dict[int, float]()
+
+    @engine.on(Events.ITERATION_COMPLETED)
+    def note(engine: Engine) -> None:
+        scheduler.step()
+        losses[engine.state.iteration] = engine.state.output
+
+    run = HoldfastRun(
+        engine,
+        root,
+        {"model": model, "optimizer": optimizer, "scheduler": scheduler},
+        every="1step",
+    )
+    run.run(data, max_epochs=2)
+    weights = {name: one.tolist() for name, one in model.module.state_dict().items()}
+    return {"weights": weights, "losses": losses, "rng": torch.get_rng_state().tolist()}
+
+
+@pytest.mark.full
+def test_a_run_of_ignite_under_ddp_that_is_killed_ends_with_the_same_bits(tmp_path: Path) -> None:
+    needed("ignite")
+    whole = run_ranks(RANKS, partial(train_ignite, tmp_path / "whole", False))
+    with pytest.raises(AssertionError, match="ended: -9"):
+        run_ranks(RANKS, partial(train_ignite, tmp_path / "run", True))
+    resumed = run_ranks(RANKS, partial(train_ignite, tmp_path / "run", False))
+    for one, other in zip(resumed, whole, strict=True):
+        assert one is not None
+        assert other is not None
+        losses = one.pop("losses")
+        assert 0 < len(losses) < 8
+        assert losses == {step: other["losses"][step] for step in losses}
+        assert one == {name: other[name] for name in one}

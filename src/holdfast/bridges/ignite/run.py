@@ -34,6 +34,9 @@ from holdfast.policy.triggers import Event, SaveFunction, Trigger
 from holdfast.state.components import TRAINER
 from holdfast.store.base import Store
 
+_BEFORE = (Events.STARTED, Events.EPOCH_STARTED)
+"""Events before the first iteration of a life."""
+
 
 class HoldfastRun:
     """A run of an Engine that goes on where it was when its script is started again.
@@ -101,7 +104,7 @@ class HoldfastRun:
         self._state = EngineState(engine, self._emit)
         self._evaluator, self._measured = evaluator, Measured(engine, evaluator)
         self._validations: Validations | None = None
-        self._has_begun = self._has_warned = False
+        self._has_begun = self._has_trained = self._has_warned = False
         self._resumed: Checkpoint | None = None
         self._generators: Generators | None = None
         """Those that were resumed, until training goes on."""
@@ -235,7 +238,8 @@ class HoldfastRun:
             handlers.append((self._evaluator, Events.COMPLETED, self._validated))
         for engine, event, handler in handlers:
             engine.add_event_handler(event, handler)
-        self._has_begun, before = False, self.engine.state.iteration
+        self._has_begun = self._has_trained = False
+        before = self.engine.state.iteration
         try:
             self.engine.run(data, max_epochs=max_epochs, epoch_length=epoch_length)
             if not self._has_begun and self.engine.state.iteration == before:
@@ -265,6 +269,7 @@ class HoldfastRun:
         self._generators = None
 
     def _iteration_completed(self, _: Engine) -> None:
+        self._has_trained = True
         if not self._is_between:  # else the handlers of the epoch's end follow
             self._save("step")
 
@@ -289,6 +294,8 @@ class HoldfastRun:
 
     def _validated(self, _: Engine) -> None:
         assert self._validations is not None
+        if self.engine.last_event_name in _BEFORE and not self._has_trained:
+            return  # what was resumed, or nothing yet: no step of this life has been validated
         is_saved = self._measured.is_between and not self.engine.state.iteration % self._accumulate
         self._validations.ended(self._step if is_saved else None, self._measured.now())
 
