@@ -213,6 +213,7 @@ class CheckpointManager:
         self._emit = Emitter((*checkpoints.sinks, *commands_of(checkpoints.on_commit)))
         length = None if max_duration is None else parse(max_duration, what="max_duration")
         self._ranks = encrypted(coordinator_of(ranks, self._emit), checkpoints.encrypt)
+        self._shares_ranks = isinstance(ranks, Coordinator)
         if not self._ranks.is_leader:
             self._emit.leave_reports()
         is_shared = self._ranks.world_size > 1
@@ -778,6 +779,8 @@ class CheckpointManager:
                 upload_failure = error  # raised when everything is closed
             self._saver.close()
             self._owner.release(left_s(end))
+            if not self._shares_ranks:
+                self._ranks.close()
             self._emit("closed", f"{self.store.url}: closed")
         self._saver.raise_failure()
         if upload_failure is not None:

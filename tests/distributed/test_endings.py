@@ -93,3 +93,25 @@ def test_a_manager_that_is_closed_on_one_rank_is_named_on_the_others(
         assert one is not None
         assert rank == odd or f"rank {odd}" in one, said
         assert not calls or "this manager is closed" in one, said
+
+
+def search(folder: Path, rank: int) -> list[int]:
+    """Make one manager after the other; returns how many keys the group's store has after each."""
+    group, sizes = dist.group.WORLD, []
+    assert group is not None
+    for number in range(5):
+        state = {"model": {"weight": torch.ones(10)}}
+        with CheckpointManager(folder / f"run{number}", state, every="1step", sinks=()) as manager:
+            manager.resume()
+            for step in (1, 2, 3):
+                manager.maybe_save(step)
+        sizes.append(group.get_group_store().num_keys())
+    return sizes
+
+
+@pytest.mark.full
+def test_many_managers_in_one_process_do_not_fill_the_store_of_the_group(tmp_path: Path) -> None:
+    """As in a search over settings; about 26 keys of each were left."""
+    sizes = run_ranks(2, partial(search, tmp_path))[0]
+    assert sizes is not None
+    assert max(sizes) < sizes[0] + 10, sizes

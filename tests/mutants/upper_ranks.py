@@ -75,7 +75,7 @@ MUTANTS: tuple[Mutant, ...] = (
         name="what-late-ranks-post-stays",
         promise="R38: the store does not grow",
         file="ranks/c10d.py",
-        before="            if are_left:\n                self._take_posts(tag)\n",
+        before="        if are_left:\n            _take_posts(store, tag, world_size)\n",
         after="",
         near=("tests/ranks/test_c10d.py",),
     ),

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 import warm
 from children import environment
+from holdfast.engine.sealed.messages import encrypted
 from holdfast.errors import (
     DeadlineExceeded,
     Disconnected,
@@ -25,9 +26,10 @@ from holdfast.errors import (
     RanksSilent,
     UsageError,
 )
+from holdfast.keys import Encryption, SecretKey
 from holdfast.ranks import c10d, messages
 from holdfast.ranks.c10d import READ_S, C10d
-from holdfast.ranks.coordinator import LEADER, NUM_KEPT_ROUNDS, Failure
+from holdfast.ranks.coordinator import LEADER, NUM_KEPT_ROUNDS, Coordinator, Failure
 from ranks.together import BRIEF_S, PATIENCE_S, Server, client, in_thread, meet, new_server
 
 MIB = 2**20
@@ -68,7 +70,7 @@ def put_and_check(store: dist.Store, key: str, value: bytes) -> None:
     store.check([key])
 
 
-def full_round(leader: C10d, follower: C10d, tag: str, data: bytes = b"data") -> None:
+def full_round(leader: Coordinator, follower: Coordinator, tag: str, data: bytes = b"data") -> None:
     for rank in (leader, follower):
         rank.post(tag, data, timeout_s=PATIENCE_S)
     assert leader.collect(tag, timeout_s=PATIENCE_S).expect_all(tag) == [data, data]
@@ -345,6 +347,38 @@ def test_the_store_does_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
         follower.fail(f"failed late {number}", Failure("write", "why"), timeout_s=PATIENCE_S)
         sizes.append(store.num_keys())
     assert len({*sizes[NUM_KEPT_ROUNDS:]}) == 1
+
+
+@pytest.mark.parametrize("is_encrypted", [False, True])
+def test_what_a_closed_coordinator_has_left_is_deleted_when_all_meet_again(
+    is_encrypted: bool,
+) -> None:
+    """A search over settings makes a thousand, each of which lives for less than a minute."""
+    seals = Encryption(keys=SecretKey(bytes(32))) if is_encrypted else None
+    store, sizes = dist.HashStore(), []
+    for _ in range(4):
+        leader, follower = (encrypted(one, seals) for one in pair(store))
+        for number in range(5):
+            full_round(leader, follower, f"save {number}")
+            follower.post(f"unread {number}", b"", timeout_s=PATIENCE_S)
+            leader.fail(f"unread {number}", Failure("write", "why"), timeout_s=PATIENCE_S)
+        for one in (leader, leader, follower):
+            one.close()
+        sizes.append(store.num_keys())
+    assert sizes == [sizes[0]] * 4
+
+
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_what_was_announced_is_heard_until_its_coordinator_is_closed_and_all_have_left_it(
+    store: dist.Store, is_closed: bool
+) -> None:
+    leader, follower = pair(store)
+    leader.announce("outcome", b"committed", timeout_s=PATIENCE_S)
+    if is_closed:
+        leader.close()
+    else:
+        pair(store)
+    assert follower.hear("outcome", timeout_s=PATIENCE_S) == b"committed"
 
 
 def test_what_was_announced_a_moment_ago_is_heard_whatever_was_said_since(

@@ -14,6 +14,8 @@ Known of torch 2.13 (docs/decisions/0034):
 * From Python 3.12 on no thread can be started at exit. So one is always ready for a save that ends
   then.
 * Keys outlive the processes that wrote them. So all keys of a life of the group have its nonce.
+* No store lists its keys. So the leader knows its rounds, and deletes those of a coordinator that
+  was closed when all ranks meet for another one: then they have left the former.
 """
 
 from __future__ import annotations
@@ -116,6 +118,11 @@ class _Round:
     """When this rank has collected or announced it last, in monotonic seconds."""
 
 
+_ENDED: list[tuple[str, dict[str, _Round]]] = []
+"""Nonces and rounds of the closed coordinators that this process has led. They are no references
+to a store, which would live on with its server."""
+
+
 class C10d(Coordinator):
     """Coordinator of the ranks of a process group, through a clone of the group's store.
 
@@ -149,14 +156,15 @@ class C10d(Coordinator):
         """Held by the thread that uses the store, so that no other is inside torch."""
         self._threads = CallThreads("holdfast-ranks")
         weakref.finalize(self, _stop_calls, self._turn, self._threads)
+        self._rounds: dict[str, _Round] = {}
+        """Rounds that may have keys left, by tag; the one used last is the last."""
+        self._nonce = ""
         absent = [*range(1, world_size)] if self.is_leader else [LEADER]
         meet = partial(self._meet, store, absent, time.monotonic() + timeout_s)
         try:
             self._store = self._within(timeout_s, meet)
         except DeadlineExceeded as error:
             raise RanksSilent("meeting of all ranks", absent) from error
-        self._rounds: dict[str, _Round] = {}
-        """Rounds that may have keys left, by tag; the one used last is the last."""
         self._group_store = store  # in rank 0 it may host the server, and end that with itself
         self._is_of_default_group = False
 
@@ -234,6 +242,12 @@ class C10d(Coordinator):
             raise RanksFailed(tag, {LEADER: said})
         return said
 
+    @override
+    def close(self) -> None:
+        if self.is_leader and self._nonce:
+            _ENDED.append((self._nonce, self._rounds))
+            self._nonce = ""
+
     def _post(self, tag: str, said: bytes | Failure) -> None:
         put(self._store, _post_name(self.rank, tag), said)
         num_posts = self._store.add(_count_key(tag), 1)
@@ -252,18 +266,13 @@ class C10d(Coordinator):
     def _collect(self, tag: str, end: float) -> Collected:
         with suppress(DeadlineExceeded):
             self._await(lambda: self._store.check([_over_key(tag)]), end)
-        posts = self._take_posts(tag)
+        posts = _take_posts(self._store, tag, self.world_size)
         self._retire(tag, len(posts))
         return Collected(
             came={rank: said for rank, said in posts.items() if isinstance(said, bytes)},
             failed={rank: said for rank, said in posts.items() if isinstance(said, Failure)},
             silent=[rank for rank in range(self.world_size) if rank not in posts],
         )
-
-    def _take_posts(self, tag: str) -> dict[int, bytes | Failure]:
-        names = {_post_name(rank, tag): rank for rank in range(self.world_size)}
-        found = take_present(self._store, [*names])
-        return {names[name]: said for name, said in found.items()}
 
     def _retire(self, tag: str, num_taken: int) -> None:
         """Note a round and its taken posts; delete what is left of old ones."""
@@ -276,24 +285,16 @@ class C10d(Coordinator):
             old_tag = next(iter(self._rounds))
             if now - self._rounds[old_tag].used_s < KEPT_S:
                 return
-            self._forget(old_tag, self._rounds.pop(old_tag).num_taken)
-
-    def _forget(self, tag: str, num_taken: int) -> None:
-        """Delete what is left of a round in the store."""
-        are_left = self._store.add(_count_key(tag), 0) != num_taken
-        self._store.delete_key(_count_key(tag))
-        self._store.delete_key(_over_key(tag))
-        with suppress(FormatError):  # no message, and none of this round
-            delete(self._store, _announcement_name(tag))
-            if are_left:
-                self._take_posts(tag)
+            _delete_round(self._store, old_tag, self._rounds.pop(old_tag), self.world_size)
 
     def _meet(self, store: TorchStore, absent: list[int], end: float) -> Store:
         """Agree on a nonce; return a clone of the store in which all keys begin with it."""
         own = _prefixed("holdfast", store).clone()
         own.set_timeout(timedelta(seconds=_GET_S))
         if self.is_leader:
-            return _prefixed(self._invite(own, absent, end), own)
+            self._nonce = self._invite(own, absent, end)
+            self._delete_ended(own, end)
+            return _prefixed(self._nonce, own)
         return _prefixed(self._join(own, end), own)
 
     def _invite(self, store: Store, absent: list[int], end: float) -> str:
@@ -311,6 +312,16 @@ class C10d(Coordinator):
 
         self._await(are_all_here, end)
         return nonce
+
+    def _delete_ended(self, store: Store, end: float) -> None:
+        """Delete what closed coordinators have left; all ranks have come from these to this one."""
+        while _ENDED:
+            nonce, rounds = _ENDED.pop()
+            former = _prefixed(nonce, store)
+            for tag, one in dict(rounds).items():
+                if time.monotonic() > end:  # the meeting has succeeded, and must not fail by this
+                    return
+                _delete_round(former, tag, one, self.world_size)
 
     def _join(self, store: Store, end: float) -> str:
         """Say hello to the leader, again to each newer one, until one answers with its nonce."""
@@ -398,6 +409,24 @@ def _stop_calls(turn: Condition, threads: CallThreads) -> None:
 def _prefixed(prefix: str, store: TorchStore | Store) -> Store:
     """Return a view of a store, in which each key begins with `prefix`."""
     return cast(Store, PrefixStore(prefix, cast("TorchStore", store)))
+
+
+def _take_posts(store: Store, tag: str, world_size: int) -> dict[int, bytes | Failure]:
+    """Read and delete the posts of a round that have come, by rank."""
+    names = {_post_name(rank, tag): rank for rank in range(world_size)}
+    found = take_present(store, [*names])
+    return {names[name]: said for name, said in found.items()}
+
+
+def _delete_round(store: Store, tag: str, one: _Round, world_size: int) -> None:
+    """Delete what is left of a round in the store."""
+    are_left = store.add(_count_key(tag), 0) != one.num_taken
+    store.delete_key(_count_key(tag))
+    store.delete_key(_over_key(tag))
+    with suppress(FormatError):  # no message, and none of this round
+        delete(store, _announcement_name(tag))
+        if are_left:
+            _take_posts(store, tag, world_size)
 
 
 # Parts of a round in the store: the posts and the announcement are messages, the others keys.

@@ -200,6 +200,12 @@ class Coordinator(ABC):
             "needs those of torch's default process group"
         )
 
+    def close(self) -> None:  # noqa: B027 - most have nothing to do
+        """Say that this rank begins no round any more; does not wait.
+
+        Other ranks still hear what this one has said, until all make another coordinator.
+        """
+
     def use(self, verb: str, tag: str) -> None:
         """Raise `UsageError` if this rank has used the verb with the tag in its last rounds."""
         with self._use_lock:

@@ -83,6 +83,10 @@ class EncryptedRanks(Coordinator):
         return self._inner.exchange(timeout_s=timeout_s)
 
     @override
+    def close(self) -> None:
+        self._inner.close()
+
+    @override
     def post(self, tag: str, data: bytes, *, timeout_s: float) -> None:
         left_s = self._share_key(timeout_s)
         self._inner.post(tag, self._sealed("post", self.rank, tag, data), timeout_s=left_s)
