@@ -50,7 +50,7 @@ PAGES = {
     "tensors": "/r/run/c/{folder}/tensors",
 }
 _BLANK = "about:blank"
-_SETTLE_S = 3.0
+_SETTLE_S = 2.0
 """Pause after a page was opened: what is measured is one that was left open."""
 _MIB = 1 << 20
 _SERVE = "from holdfast.cli import main; main()"
@@ -73,8 +73,14 @@ return performance.now() - began;
 def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--checkpoints", type=int, default=1000, help="(%(default)s)")
     parser.add_argument("--tensors", type=int, default=10_000, help="of each (%(default)s)")
-    parser.add_argument("--pairs", type=int, default=10, help="with and without (%(default)s)")
-    parser.add_argument("--segment-s", type=float, default=10.0, help="of training (%(default)s)")
+    parser.add_argument(
+        "--pairs",
+        type=int,
+        default=5,
+        help="with and without a page (%(default)s: enough for the processor's time; the steps, of "
+        "which pairs differ by more than the goal, need 20 and a machine that does nothing else)",
+    )
+    parser.add_argument("--segment-s", type=float, default=5.0, help="of training (%(default)s)")
 
 
 def _measure_round(options: argparse.Namespace, folder: Path, results: Results) -> None:
@@ -89,7 +95,7 @@ def _measure_round(options: argparse.Namespace, folder: Path, results: Results) 
         for name in PAGES:
             progress(f"  first paint: {name}")
             results.add(f"serve/{name}", Outcome(figures=_look(chromium, root, name)))
-        progress("  beside a training")
+        progress("  beside a training, once before the pairs")
         results.add("serve/beside", Outcome(figures=_beside(chromium, root, options)))
 
 
@@ -198,6 +204,7 @@ def _beside(chromium: Chromium, root: Path, options: argparse.Namespace) -> dict
         tab.open(f"{url}?{token}")
         segment(url)
         for pair in range(options.pairs):
+            progress(f"  beside a training: pair {pair + 1} of {options.pairs}")
             order = (url, _BLANK) if pair % 2 else (_BLANK, url)
             found = {place: segment(place) for place in order}
             added.append(found[url][0] / found[_BLANK][0] - 1)
