@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import logging
 import os
@@ -19,7 +20,6 @@ import holdfast
 from bridges import trainers
 from bridges.frameworks import needed
 from distributed.run import run_ranks
-from holdfast.bridges import validations
 from holdfast.data import Loader
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the frameworks, version by version
@@ -207,8 +207,15 @@ def test_the_best_validation_is_the_leaders(name: str, tmp_path: Path) -> None:
     assert run_ranks(RANKS, partial(validate, name, tmp_path)) == [[2, 4, 7], [2, 4, 7]]
 
 
-def go_on_unread(name: str, root: Path, rank: int) -> str:
-    """Train, and go on where the leader cannot read what was measured before."""
+UNREAD = {
+    "reading the metrics of earlier checkpoints": ("validations", "_known"),
+    "looking for checkpoints": ("transformers.trainer", "_newest_step"),
+}
+"""What the leader does alone before a training, and the function that does it."""
+
+
+def go_on_unread(name: str, what: str, root: Path, rank: int) -> str:
+    """Train, and go on where the leader cannot read something."""
     as_launched(rank)
     checkpoints = holdfast.Checkpoints(root, keep="last:1,best:val_loss", sinks=())
     VALIDATES[name](checkpoints, [*LOSSES[rank]])
@@ -216,8 +223,9 @@ def go_on_unread(name: str, root: Path, rank: int) -> str:
     def fail(*_: Any) -> Any:
         raise holdfast.errors.AccessDenied("a manifest cannot be read")
 
+    module, function = UNREAD[what]
     if rank == 0:
-        validations._known = fail
+        setattr(importlib.import_module(f"holdfast.bridges.{module}"), function, fail)
     try:
         VALIDATES[name](checkpoints, [*LOSSES[rank]])
     except holdfast.errors.HoldfastError as error:
@@ -226,16 +234,22 @@ def go_on_unread(name: str, root: Path, rank: int) -> str:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", VALIDATES)
-def test_a_leader_that_cannot_read_earlier_metrics_says_so_to_all(
-    name: str, tmp_path: Path
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        *((name, "reading the metrics of earlier checkpoints") for name in VALIDATES),
+        ("transformers", "looking for checkpoints"),
+    ],
+)
+def test_a_leader_that_cannot_read_what_it_begins_with_says_so_to_all(
+    name: str, what: str, tmp_path: Path
 ) -> None:
     """Else the other ranks would go on, and wait for it in the first collective."""
     needed(name)
-    leader, follower = run_ranks(RANKS, partial(go_on_unread, name, tmp_path))
+    leader, follower = run_ranks(RANKS, partial(go_on_unread, name, what, tmp_path))
     assert leader == "AccessDenied: a manifest cannot be read"
     assert str(follower).startswith("RanksFailed: the start of the training failed in:")
-    assert "rank 0, in reading the metrics of earlier checkpoints: AccessDenied" in str(follower)
+    assert f"rank 0, in {what}: AccessDenied: a manifest cannot be read" in str(follower)
 
 
 class Net(torch.nn.Module):

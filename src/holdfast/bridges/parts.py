@@ -7,21 +7,26 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.hooks import StateHooks
 from holdfast.engine.options import Checkpoints
-from holdfast.errors import UsageError
+from holdfast.errors import RanksFailed, UsageError
 from holdfast.events import Emitter, log_event, without_secrets
 from holdfast.keys import Encryption
 from holdfast.launched import present_ranks
 from holdfast.manager import CheckpointManager
+from holdfast.ranks.coordinator import LEADER, Failure
 from holdfast.state import generators
 from holdfast.state.components import OF_TRAINERS
 from holdfast.store.base import Store
 
 logger = logging.getLogger("holdfast")
+T = TypeVar("T")
+Agree = Callable[[Any], Any]
+"""Returns the value that the leader has given, which JSON can hold; called on all ranks at the same
+point."""
 
 
 class NotInstalled(UsageError, ImportError):
@@ -48,7 +53,30 @@ def needs_library(name: str, install: str = "") -> Iterator[None]:
 
 def is_leader() -> bool:
     """Whether this process is the first of its run, which reports for all."""
-    return present_ranks().rank == 0
+    return present_ranks().rank == LEADER
+
+
+def only_leader(agree: Agree, what: str, work: Callable[[], T]) -> T | None:
+    """Do work of the leader alone, and return its result there; None on the other ranks.
+
+    All ranks call it; `what` names the work in errors.
+
+    Raises:
+        Exception: the work raised, on the leader.
+        RanksFailed: the same, on the other ranks, which would else wait for the leader.
+    """
+    found, why, error = None, "", None
+    if is_leader():
+        try:
+            found = work()
+        except Exception as raised:  # noqa: BLE001 - raised when the other ranks know
+            error, why = raised, Failure.of(raised, phase=what).reason
+    why = agree(why)
+    if error is not None:
+        raise error
+    if why:
+        raise RanksFailed("the start of the training", {LEADER: (what, why)})
+    return found
 
 
 def reporting(checkpoints: Checkpoints) -> Emitter:

@@ -6,26 +6,20 @@ where a rule `Best` would keep these, they are saved at the validation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from holdfast.bridges.parts import Agree, only_leader
 from holdfast.engine.checkpoint import Checkpoint, PendingSave, metrics_by_step
 from holdfast.engine.options import Checkpoints, best_rules
 from holdfast.engine.tiers.catalog import catalog_of
-from holdfast.errors import RanksFailed, SaveSkipped
+from holdfast.errors import SaveSkipped
 from holdfast.events import Emitter
-from holdfast.launched import present_ranks
 from holdfast.manager import CheckpointManager
 from holdfast.policy.best import BestSaves
 from holdfast.policy.savers import Due
 from holdfast.policy.schedule import together
 from holdfast.policy.triggers import Event
-from holdfast.ranks.coordinator import LEADER, Failure
-
-Agree = Callable[[Any], Any]
-"""Returns the value that the leader has given, which JSON can hold; called on all ranks at the same
-point."""
-_READING = "reading the metrics of earlier checkpoints"
 
 
 class Validations:
@@ -59,20 +53,9 @@ class Validations:
         if to_come:
             manager.expect_metrics()
         if self._best and resumed is not None:
-            self._begin(checkpoints, resumed.step)
-
-    def _begin(self, checkpoints: Checkpoints, step: int) -> None:
-        why, error = "", None
-        if present_ranks().rank == LEADER:
-            try:
-                self._best.begin(_known(checkpoints, step))
-            except Exception as raised:  # noqa: BLE001 - raised when the other ranks know
-                error, why = raised, Failure.of(raised, phase=_READING).reason
-        why = self._agree(why)
-        if error is not None:
-            raise error
-        if why:
-            raise RanksFailed("the start of the training", {LEADER: (_READING, why)})
+            what = "reading the metrics of earlier checkpoints"
+            known = only_leader(agree, what, lambda: _known(checkpoints, resumed.step))
+            self._best.begin(known or {})  # the leader decides for all
 
     @property
     def are_watched(self) -> bool:

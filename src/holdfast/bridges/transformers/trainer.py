@@ -12,6 +12,7 @@ import contextlib
 import math
 import os
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -20,7 +21,7 @@ import transformers
 import transformers.trainer as theirs
 from transformers.trainer_callback import TrainerCallback, TrainerState
 
-from holdfast.bridges.parts import reporting, say_start, taking_over
+from holdfast.bridges.parts import only_leader, reporting, say_start, taking_over
 from holdfast.bridges.transformers.counters import INTERVALS, Counters
 from holdfast.bridges.transformers.epochs import (
     Epochs,
@@ -149,7 +150,8 @@ class CheckpointedMixin(_Trainer):
         """
         if trial is not None:
             raise UsageError("trial: each trial of a search needs a root and a Trainer of its own")
-        step = leaders(_newest_step(self.checkpoints))
+        look = partial(_newest_step, self.checkpoints)
+        step = leaders(only_leader(leaders, "looking for checkpoints", look))
         if step is not None and resume_from_checkpoint is False:
             raise UsageError(
                 f"resume_from_checkpoint=False: {self.checkpoints.root} has checkpoints, the "
