@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from holdfast.errors import StoreFull, TransientStoreError
 from holdfast.events import Emitter, Event
 from holdfast.format import layout
 from holdfast.policy.rules import All, Last
-from holdfast.store.local import LocalStore
+from holdfast.store.local import LocalStore, files
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.faulty import Fault, FaultyStore
 from tiers import LARGE, Noted, Switch, opened, saved, steps_in, unopened, without_backoff
@@ -144,7 +145,58 @@ def test_what_a_forerunner_kept_for_its_upload_goes_when_that_has_ended(local: L
         manager.resume()
         manager.wait()
     assert noted.of("uploaded") == []
+    assert noted.of("housekeeping_failed") == []
     assert steps_in(remote) == [3, 2, 1]
+    assert steps_in(local) == [3]
+
+
+class Noticed:
+    """A lock that says when a thread has to wait for it."""
+
+    def __init__(self, on_wait: Callable[[], None]) -> None:
+        self._lock, self._on_wait = threading.Lock(), on_wait
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            self._on_wait()
+            assert self._lock.acquire(timeout=60)
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+
+
+def test_gc_after_a_claim_waits_for_a_deletion_under_way(
+    local: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It removes temporary files, and the thread of uploads puts a tombstone through one."""
+    remote, tiny, noted = MemoryStore("remote"), Tiny(), Noted()
+    with opened(Tiered(local, remote), tiny) as manager:
+        manager.resume()
+        saved(manager, tiny, 1, 2, 3)
+    gc_ended_or_waits = threading.Event()
+    gcs: list[threading.Thread] = []
+    replace = files.replace_with
+
+    def collect_garbage() -> None:
+        manager._housekeeper.after_claim()
+        gc_ended_or_waits.set()
+
+    def beside_gc(folder_fd: int, source: str, name: str) -> None:
+        if name == layout.MANIFEST and not gcs:
+            gcs.append(threading.Thread(target=collect_garbage, daemon=True))
+            gcs[0].start()
+            assert gc_ended_or_waits.wait(60)
+        replace(folder_fd, source, name)
+
+    monkeypatch.setattr(files, "replace_with", beside_gc)
+    manager = unopened(Tiered(local, remote, keep_local=0), tiny, sinks=(noted,))
+    monkeypatch.setattr(manager._housekeeper, "_lock", Noticed(gc_ended_or_waits.set))
+    with manager:
+        manager.resume()
+        manager.wait()
+    (gc,) = gcs
+    gc.join(60)
+    assert noted.of("housekeeping_failed") == []
     assert steps_in(local) == [3]
 
 

@@ -201,6 +201,14 @@ MUTANTS: tuple[Mutant, ...] = (
         near=("tests/test_manager.py",),
     ),
     Mutant(
+        name="gc-beside-a-deletion",
+        promise="D19: what was kept for its upload is deleted when that has ended",
+        file="care/housekeeping.py",
+        before='with self._lock, self._trying("gc"):',
+        after='with self._trying("gc"):',
+        near=("tests/care/test_mirror_faults.py",),
+    ),
+    Mutant(
         name="fresh-start-over-an-existing-run",
         promise="D11: a run that was not resumed cannot save over the checkpoints of another",
         file="care/preflight.py",

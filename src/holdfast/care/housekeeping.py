@@ -95,9 +95,10 @@ class Housekeeper:
                 )
 
     def after_claim(self, *, spared: Collection[str] = ()) -> None:
-        """Remove unfinished saves of earlier writers by gc, except in the `spared` folders."""
+        """Remove unfinished saves of earlier writers by gc, except in the `spared` folders.
+        Thread-safe: gc also removes temporary files, and a deletion under way may have one."""
         claim = self._owner.claim
-        with self._trying("gc"):
+        with self._lock, self._trying("gc"):
             report = collect(
                 self._store,
                 own_epoch=claim.epoch if claim is not None else None,
