@@ -30,6 +30,8 @@ multiprocessing.set_forkserver_preload(
         "torch.distributed.fsdp",
         "torch.distributed.tensor.parallel",
         "torchmetrics",
+        # Found where the tests are started in the project's folder; elsewhere they are slower.
+        "tests.frozen",
     ]
 )
 

@@ -6,6 +6,7 @@ The words are people's; which test files carry a tag is read from the tests.
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,6 +32,7 @@ def tags_of(path: Path) -> set[str]:
     return {*TAG.findall(text), *(f"I{number}" for number in numbers)}
 
 
+@functools.cache
 def files_of_tags() -> dict[str, list[str]]:
     """Tag → test files that carry it, sorted."""
     found: dict[str, list[str]] = {}

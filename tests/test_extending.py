@@ -246,21 +246,16 @@ def is_new_in(name: str, named: set[str]) -> bool:
     return f"{name.rpartition('/')[0]}/" in named and not (ROOT / name).exists()
 
 
-def test_a_trigger_in_the_package_is_a_public_name(changed: Path, tmp_path: Path) -> None:
-    code = """
+USES = {
+    "trigger": """
 import holdfast
 from holdfast import AtEnd, CheckpointManager, Doubling, MemoryStore
 trigger = Doubling("2step") | AtEnd()
 with CheckpointManager(MemoryStore(), {"model": {}}, every=trigger, sinks=()) as manager:
     saves = [manager.maybe_save(step) for step in range(1, 20)]
 print([save.step for save in saves if save], "Doubling" in holdfast.__all__)
-"""
-    done = run_changed(changed, tmp_path, "-c", code)
-    assert done.stdout.split("\n")[0] == "[2, 4, 8, 16] True"
-
-
-def test_a_logger_in_the_package_is_a_public_name(changed: Path, tmp_path: Path) -> None:
-    code = """
+""",
+    "logger": """
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -275,15 +270,8 @@ Trainer(
     callbacks=[Numbers("numbers.csv")],
     checkpoints=None,
 ).fit("20step")
-"""
-    run_changed(changed, tmp_path, "-c", code)
-    lines = (tmp_path / "numbers.csv").read_text().splitlines()
-    assert any(line.startswith("20,loss,") for line in lines)
-
-
-def test_a_codec_is_a_row_and_two_functions(changed: Path, tmp_path: Path) -> None:
-    """Named by errors, tried by "auto", in the name of the file, which the format's tool reads."""
-    code = """
+""",
+    "codec": """
 import torch
 from holdfast import CheckpointManager, Compression
 from holdfast.engine.saving.compressing import candidates
@@ -301,16 +289,43 @@ for wrong in (lambda: Compression(codec="zip"), lambda: Compression(codec="gzip"
         wrong()
     except UsageError as error:
         print(error)
-"""
-    done = run_changed(changed, tmp_path, "-c", code)
-    loaded, is_tried, names, levels = done.stdout.splitlines()
+""",
+}
+"""Programs that use what the page adds to the package."""
+
+
+@pytest.fixture(scope="module")
+def used(changed: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
+    """A folder in which each of `USES` ran with the changed package, and what each printed."""
+    folder = tmp_path_factory.mktemp("used")
+    # In one process, as the import of torch takes longer than all of them.
+    code = f"for name, code in {USES!r}.items():\n    print('===', name)\n    exec(code, {{}})"
+    _, *parts = run_changed(changed, folder, "-c", code).stdout.split("=== ")
+    return folder, dict(part.split("\n", 1) for part in parts)
+
+
+def test_a_trigger_in_the_package_is_a_public_name(used: tuple[Path, dict[str, str]]) -> None:
+    assert used[1]["trigger"].split("\n")[0] == "[2, 4, 8, 16] True"
+
+
+def test_a_logger_in_the_package_is_a_public_name(used: tuple[Path, dict[str, str]]) -> None:
+    lines = (used[0] / "numbers.csv").read_text().splitlines()
+    assert any(line.startswith("20,loss,") for line in lines)
+
+
+def test_a_codec_is_a_row_and_two_functions(
+    changed: Path, used: tuple[Path, dict[str, str]]
+) -> None:
+    """Named by errors, tried by "auto", in the name of the file, which the format's tool reads."""
+    folder, said = used
+    loaded, is_tried, names, levels = said["codec"].splitlines()
     assert (loaded, is_tried) == ("True", "True")
     assert names.endswith("must be one of ('zstd', 'lz4', 'blosc2', 'gzip')")
     assert levels == "level=10: gzip has 0 to 9"
-    (stored,) = tmp_path.glob("run/step-*/model-00000.safetensors.gz")
+    (stored,) = folder.glob("run/step-*/model-00000.safetensors.gz")
     with gzip.open(stored) as file:
         assert b'"w"' in file.read(4096)
-    report = run_changed(changed, tmp_path, "-m", "holdfast.cli", "verify", "run", "--json")
+    report = run_changed(changed, folder, "-m", "holdfast.cli", "verify", "run", "--json")
     assert json.loads(report.stdout)["checkpoints"][0]["ok"]
 
 

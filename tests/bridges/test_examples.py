@@ -12,13 +12,14 @@ import torch._dynamo  # the first optimizer imports it, once here for all forks
 
 from bridges import forks
 from bridges.frameworks import needed
+from marks import full
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the frameworks, version by version
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "bridges"
 EXAMPLES = sorted(path.stem.removeprefix("with_") for path in FOLDER.glob("with_*.py"))
 
 
-@pytest.mark.parametrize("kills", [5, pytest.param(20, marks=pytest.mark.long)])
+@pytest.mark.parametrize("kills", [2, *full(5), pytest.param(20, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_kills_at_any_call_of_a_function_change_no_bit(
     name: str, kills: int, tmp_path: Path

@@ -273,6 +273,7 @@ def test_a_retention_that_forgets_the_pins_is_noticed(monkeypatch: pytest.Monkey
         play(200, phases=[Phase.generate], derandomize=True, report_multiple_bugs=False)
 
 
+@pytest.mark.full
 def test_a_retention_that_counts_the_unhealthy_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """As above, for the health of what fills a quota and of what others go for."""
     monkeypatch.setattr(policy, "_newest", lambda newest_first: {0: "newest"})

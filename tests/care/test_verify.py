@@ -39,6 +39,7 @@ from holdfast.store.base import Store, ignore
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.faulty import Fault, FaultyStore
+from marks import full
 from runs import new_run
 
 BLOCK = layout.BLOCK_NBYTES
@@ -123,13 +124,14 @@ def test_sound_checkpoints_are_found_sound(small: MemoryStore) -> None:
         assert (report.num_tensors, report.num_files) == (counted, len(entry.manifest.files))
 
 
-def test_many_sound_checkpoints_give_no_alarm() -> None:
-    """R18: 100 clean checkpoints with all kinds of tensors."""
+@pytest.mark.parametrize("num_checkpoints", [28, *full(100)])
+def test_many_sound_checkpoints_give_no_alarm(num_checkpoints: int) -> None:
+    """R18: clean checkpoints with all kinds of tensors, and with all shapes of two dimensions."""
     dtypes = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns once that complex halves are young.
         half = torch.ones(3, dtype=torch.complex32)
-    for seed in range(100):
+    for seed in range(num_checkpoints):
         generator = torch.Generator().manual_seed(seed)
         shape = [seed % 4, seed % 7]
         plain = torch.randn(shape, generator=generator)
@@ -141,14 +143,15 @@ def test_many_sound_checkpoints_give_no_alarm() -> None:
         assert verify_root(store).ok
 
 
-def test_every_flipped_bit_is_found_and_its_file_named(small: MemoryStore) -> None:
-    """R15, R18, D14: in every file of the checkpoint, 40 random bits and the last one each."""
+@pytest.mark.parametrize("num_flips", [12, *full(40)])
+def test_every_flipped_bit_is_found_and_its_file_named(small: MemoryStore, num_flips: int) -> None:
+    """R15, R18, D14: in every file of the checkpoint, random bits and the last one each."""
     folder = newest(small)
     rng = random.Random(15)
     for file in files_of(small, folder):
         key = f"{folder}/{file}"
         num_bits = 8 * small.head(key).nbytes
-        for bit in [*(rng.randrange(num_bits) for _ in range(40)), num_bits - 1]:
+        for bit in [*(rng.randrange(num_bits) for _ in range(num_flips)), num_bits - 1]:
             store = copy_of(small)
             flip(store, key, bit)
             report = verify(store, folder)
@@ -296,12 +299,13 @@ def test_a_whole_folder_under_another_folders_name_is_found(small: MemoryStore) 
     assert only_problem(verify(store, folder)).message == "belongs to another folder"
 
 
-def test_random_damage_is_always_found(small: MemoryStore) -> None:
-    """R16, R18: 300 random overwrites, cuts and splices over all files of a checkpoint."""
+@pytest.mark.parametrize("num_wounds", [90, *full(300)])
+def test_random_damage_is_always_found(small: MemoryStore, num_wounds: int) -> None:
+    """R16, R18: random overwrites, cuts and splices over all files of a checkpoint."""
     folder = newest(small)
     files = files_of(small, folder)
     rng = random.Random(16)
-    for _ in range(300):
+    for _ in range(num_wounds):
         file = rng.choice(files)
         data = small.get(f"{folder}/{file}")
         start = rng.randrange(len(data))

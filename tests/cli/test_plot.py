@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from xml.etree import ElementTree
@@ -15,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.cli.roots import Result
 
+import warm
 from children import environment
 from holdfast.cli.drawing import Figure, Mark, Panel, Series, html, svg, text, thinned, ticks
 from runs import new_run
@@ -27,10 +26,8 @@ SCRIPT = Path(__file__).with_name("plotted.py")
 def _drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("plot") / "run"
     for arguments, code in ((("9step", "5"), -9), (("6step",), 0), (("9step",), 0)):
-        done = subprocess.run(
-            [sys.executable, str(SCRIPT), str(root), *arguments], env=environment(), timeout=120
-        )
-        assert done.returncode == code
+        done = warm.run([SCRIPT, root, *arguments], env=environment())
+        assert done.returncode == code, done.stderr
     return root
 
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import pytest
 from tests.cli.roots import Result
 
-from holdfast.cli.fitting import convert, load_function, overrides
+from holdfast.cli.fitting import convert, fit, load_function, overrides
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.errors import UsageError
 from holdfast.store.local import LocalStore
@@ -176,32 +176,41 @@ def test_what_the_trainer_refuses_ends_it_at_once(script: Path, tmp_path: Path) 
     ],
 )
 def test_a_wrong_goal_or_time_limit_ends_it_before_anything_is_made(
-    arguments: tuple[str, ...], message: str, script: Path, tmp_path: Path
+    holdfast: Command, arguments: tuple[str, ...], message: str, script: Path, tmp_path: Path
 ) -> None:
     given = ("--set", f"root={tmp_path}/run", "--max-failures", "1", *NO_PAUSE)
-    result = run(script, *arguments, *given)
-    assert result.returncode == 2, result.stderr
-    assert message in result.stderr
-    assert "Traceback" not in result.stderr
+    result = holdfast("train", script, *arguments, *given)
+    assert result.code == 2, result.err
+    assert message in result.err
+    assert "Traceback" not in result.err
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("missing.py", "no such file"),
         ("script.py:make", "has no function 'make'; "),
         ("script.py:make_nothing", "gave a int, not a Trainer"),
         ("no_such_module:make", "no such module"),
     ],
 )
 def test_what_makes_no_trainer_is_refused(
-    name: str, message: str, script: Path, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    message: str,
+    script: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """In the process that trains; how that one ends is how the command ends."""
     monkeypatch.chdir(script.parent)
-    result = run(name, "--until", "3step")
-    assert result.returncode == 2
-    assert message in result.stderr
+    assert fit([name, "3step", ""]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_script_that_is_missing_is_refused(holdfast: Command) -> None:
+    result = holdfast("train", "missing.py", "--until", "3step")
+    assert result.code == 2
+    assert "no such file" in result.err
 
 
 @pytest.mark.full
