@@ -21,7 +21,8 @@ from ways import WAYS, Way, possible_ways
 pytest_plugins = ["servers.fixtures"]
 
 # One server of forks is for all tests. What it has imported, no rank and no killed run imports
-# again: torch._dynamo, which the first optimizer wants, takes three seconds, and torchmetrics two.
+# again: torch._dynamo, which the first optimizer wants, takes three seconds, torchmetrics two, and
+# what every file of tests imports a tenth of one in each rank.
 multiprocessing.set_forkserver_preload(
     [
         "holdfast.testing.resume",
@@ -30,6 +31,14 @@ multiprocessing.set_forkserver_preload(
         "torch.distributed.fsdp",
         "torch.distributed.tensor.parallel",
         "torchmetrics",
+        "torchmetrics.classification",
+        "holdfast.manager",
+        "holdfast.ranks.c10d",
+        "holdfast.store.local",
+        "holdfast.testing",
+        "holdfast.testing.faulty",
+        "holdfast.weights",
+        "pytest",
         # Found where the tests are started in the project's folder; elsewhere they are slower.
         "tests.frozen",
     ]
