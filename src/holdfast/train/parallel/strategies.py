@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from holdfast.arguments import checked, shown
 from holdfast.errors import UsageError, listing
+from holdfast.train.parallel.buckets import settle_buckets
 from holdfast.train.parallel.group import Group
 
 logger = logging.getLogger("holdfast")
@@ -41,10 +42,14 @@ class DDP:
     """
 
     find_unused_parameters: bool = False
-    """Whether some parameters get no gradient in some steps. On three ranks or more it also makes a
-    resume exact, as DDP then keeps its first buckets (docs/ranks.md)."""
+    """Whether some parameters get no gradient in some steps."""
     bucket_cap_mb: float | None = None
     """Size of the buckets of gradients, in MiB; None: torch's default."""
+    rebuild_buckets: bool = False
+    """Whether torch orders the buckets anew after the first backward pass, as gradients arrived in
+    it. On three ranks or more a resume then differs from an undisturbed run in the last digits,
+    and a warning says so; False keeps the order of the parameters there. On two ranks torch always
+    does it, as a sum of two has one order only, and with `find_unused_parameters` never."""
 
 
 @checked(but=("mesh",))
@@ -96,6 +101,9 @@ class Parallel:
         Gradients are exchanged only in that of the last batch of a step."""
         return nullcontext()
 
+    def check_gradients(self) -> None:
+        """Check after each backward pass that all gradients that it should exchange are there."""
+
     def reshard(self, model: nn.Module) -> None:
         """Free parameters that were gathered by forward passes without a backward pass."""
 
@@ -115,6 +123,8 @@ class Replicated(Parallel):
         self._strategy = strategy
         self._device = device
         self._wrapped: DistributedDataParallel | None = None
+        self._exchanged: list[tuple[str, nn.Parameter]] = []
+        self._is_last = True
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Wrap the module; the parameters of the leader are copied to all ranks."""
@@ -127,27 +137,57 @@ class Replicated(Parallel):
             find_unused_parameters=self._strategy.find_unused_parameters,
             bucket_cap_mb=self._strategy.bucket_cap_mb,
         )
+        if self._is_inexact and not self._strategy.rebuild_buckets:
+            settle_buckets(self._wrapped)
+        ignored = self._wrapped.parameters_to_ignore
+        self._exchanged = [
+            (name, weight)
+            for name, weight in model.named_parameters()
+            if weight.requires_grad and name not in ignored
+        ]
         self._calls = self._wrapped.register_forward_pre_hook(self._called)
         self._is_called = False
         return self._wrapped
 
+    @property
+    def _is_inexact(self) -> bool:
+        """Whether sums have another order once torch has rebuilt its buckets."""
+        rebuilds = not self._strategy.find_unused_parameters
+        return rebuilds and self.group.world_size >= _NUM_INEXACT
+
     def resumed(self) -> None:
-        if self.group.world_size < _NUM_INEXACT or self._strategy.find_unused_parameters:
-            return
-        if self.group.is_leader:
+        if self._is_inexact and self._strategy.rebuild_buckets and self.group.is_leader:
             logger.warning(
-                "DDP sums gradients in another order in the first step after its start, so on %d "
-                "ranks the last digits may differ from those of an undisturbed run: "
-                "strategy=DDP(find_unused_parameters=True) makes a resume exact, from a run's "
-                "beginning on",
+                "DDP(rebuild_buckets=True): torch sums gradients in another order in the first "
+                "step after a start, so on %d ranks the last digits may differ from those of an "
+                "undisturbed run; rebuild_buckets=False, from a run's beginning on, makes a resume "
+                "exact",
                 self.group.world_size,
             )
 
     def batch(self, *, is_last: bool) -> AbstractContextManager[None]:
         assert self._wrapped is not None, "the model is wrapped before it is trained"
+        self._is_last = is_last
         if self._is_called:
             return nullcontext() if is_last else self._wrapped.no_sync()
         return self._first_batch(is_last=is_last)
+
+    def check_gradients(self) -> None:
+        """Name parameters without a gradient; torch finds them after the update, if at all.
+
+        Raises:
+            UsageError: gradients have not been averaged, as DDP waits for all of them.
+        """
+        if self._strategy.find_unused_parameters or not (self._is_last and self._is_called):
+            return
+        without = [name for name, weight in self._exchanged if weight.grad is None]
+        if without:
+            raise UsageError(
+                f"DDP on rank {self.group.rank}: the loss does not depend on parameters of the "
+                f"model, so the gradients of this step cannot be averaged:\n{listing(without)}\n"
+                "Leave them out (`requires_grad_(False)`, before the Trainer is made), or give "
+                "strategy=DDP(find_unused_parameters=True) if only some batches use them"
+            )
 
     @contextlib.contextmanager
     def _first_batch(self, *, is_last: bool) -> Iterator[None]:

@@ -199,6 +199,7 @@ class Update:
         weighted, weight = self.weighing.weighted(output, piece.share, num_pieces)
         tell(Callback.before_backward, weighted)
         self.numerics.backward(weighted)
+        self.parallel.check_gradients()
         tell(Callback.after_backward)
         if self.scores and self.nan is not None:
             unscored.append((batch, output))

@@ -1,0 +1,163 @@
+"""What it costs DDP to sum gradients in one order from the first step on: `python -m bench.buckets`.
+
+In each round a group of processes (gloo) trains a transformer of many small layers with tiny
+batches, which is the worst case. The ways take turns, a few steps at a time, and a ratio is within
+a round. Only the first way gives other last digits after a resume.
+"""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from bench.command import Bench
+from bench.report import results_table, seconds
+from bench.results import Outcome, Results
+
+_WIDTH, _NUM_LAYERS, _LENGTH = 96, 24, 16
+_WAYS: Mapping[str, str] = {
+    "buckets/rebuilt": "as torch does: buckets are rebuilt after the first step",
+    "buckets/settled": "the Trainer: buckets are settled before the first step",
+    "buckets/unused": "`find_unused_parameters=True`",
+    "buckets/single": "a hook that reduces each gradient alone",
+}
+
+
+def _model() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(_WIDTH, 4, 4 * _WIDTH, dropout=0.0, batch_first=True)
+    return nn.TransformerEncoder(layer, _NUM_LAYERS, enable_nested_tensor=False)
+
+
+def _rebuilt() -> DistributedDataParallel:
+    return DistributedDataParallel(_model())
+
+
+def _settled() -> DistributedDataParallel:
+    from holdfast.train.parallel.buckets import settle_buckets
+
+    wrapped = _rebuilt()
+    settle_buckets(wrapped)
+    return wrapped
+
+
+def _unused() -> DistributedDataParallel:
+    return DistributedDataParallel(_model(), find_unused_parameters=True)
+
+
+def _single() -> DistributedDataParallel:
+    wrapped = _rebuilt()
+    wrapped.register_comm_hook(None, _reduce_each)
+    return wrapped
+
+
+def _reduce_each(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    works = [dist.all_reduce(gradient, async_op=True) for gradient in bucket.gradients()]
+    for work in works:
+        work.wait()
+    done: torch.futures.Future[Tensor] = torch.futures.Future()
+    done.set_result(bucket.buffer().div_(dist.get_world_size()))
+    return done
+
+
+_MAKE: Mapping[str, Callable[[], DistributedDataParallel]] = {
+    "buckets/rebuilt": _rebuilt,
+    "buckets/settled": _settled,
+    "buckets/unused": _unused,
+    "buckets/single": _single,
+}
+
+
+def _in_rank(rank: int, port: int, options: argparse.Namespace, found: Any) -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    store = dist.TCPStore("127.0.0.1", port, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=options.ranks)
+    inputs = torch.randn(1, _LENGTH, _WIDTH)
+    trainings = {}
+    for way, make in _MAKE.items():
+        dist.barrier()
+        start = perf_counter()
+        model = make()
+        dist.barrier()
+        made_s = perf_counter() - start
+        trainings[way] = (model, torch.optim.SGD(model.parameters(), lr=1e-3), made_s)
+    figures: dict[str, dict[str, list[float]]] = {way: defaultdict(list) for way in _MAKE}
+    for turn in range(options.turns + 1):
+        for way, (model, optimizer, made_s) in trainings.items():
+            dist.barrier()
+            start = perf_counter()
+            for _ in range(options.steps):
+                model(inputs).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+            dist.barrier()
+            if turn:  # not the first, in which torch rebuilds its buckets
+                figures[way]["step_s"].append((perf_counter() - start) / options.steps)
+            figures[way]["made_s"] = [made_s]
+    if rank == 0:
+        found.put({way: dict(of_way) for way, of_way in figures.items()})
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--ranks", type=int, default=3, help="processes (%(default)s)")
+    parser.add_argument("--steps", type=int, default=10, help="steps of a turn (%(default)s)")
+    parser.add_argument("--turns", type=int, default=8, help="turns of each way (%(default)s)")
+
+
+def _measure_round(options: argparse.Namespace, folder: Path, results: Results) -> None:
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["bench.preload"])
+    found = context.SimpleQueue()
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    mp.start_processes(
+        _in_rank, (store.port, options, found), nprocs=options.ranks, start_method="forkserver"
+    )
+    for way, figures in found.get().items():
+        results.add(way, Outcome(figures=figures))
+
+
+def _tables(results: Results) -> list[str]:
+    if not results.cases:
+        return ["Nothing was measured."]
+    num_weights = sum(weight.numel() for weight in _model().parameters())
+    size = f"{num_weights / 1e6:.1f}M parameters in {len([*_model().parameters()])} tensors"
+
+    def row(way: str) -> list[str]:
+        plain = ("buckets/rebuilt", "step_s")
+        ratios = results.ratios((way, "step_s"), plain)
+        spread = f"{min(ratios):.3f} to {max(ratios):.3f}"
+        return [
+            seconds(results.median(way, "made_s")),
+            seconds(results.median(way, "step_s")),
+            f"{results.ratio((way, 'step_s'), plain):.3f}",
+            spread,
+        ]
+
+    head = ["DDP", "made in", "a step", "of torch's", "by round"]
+    return [f"A transformer of {size}.", "", *results_table(results, "buckets/", head, _WAYS, row)]
+
+
+BENCH = Bench(
+    name="buckets",
+    about="Steps of DDP on several ranks with buckets that keep their order, beside torch's.",
+    add_options=_add_options,
+    measure_round=_measure_round,
+    tables=_tables,
+)
+
+if __name__ == "__main__":
+    raise SystemExit(BENCH.main())
