@@ -21,7 +21,7 @@ from torch.utils.data import TensorDataset
 
 from holdfast import CheckpointManager, Checkpoints, Last
 from holdfast.data import Loader
-from holdfast.train import DDP, Trainer, Validation
+from holdfast.train import Trainer, Validation
 
 GLOBAL_BATCH = 24
 
@@ -101,7 +101,7 @@ def train_by_trainer(root: Path, strategy: str, num_steps: int, life: str) -> li
         loss=loss,
         validate=Validation(data=Loader(words(), batch_size=100), every="30step", batches=3),
         checkpoints=Checkpoints(root, every="10step", keep=Last(2)),
-        strategy=DDP(find_unused_parameters=True) if strategy == "ddp" else strategy,
+        strategy=strategy,
         accumulate=2,
         ema=0.9,
     )

@@ -246,6 +246,14 @@ MUTANTS: tuple[Mutant, ...] = (
         near=("tests/train/parallel/test_ranks.py",),
     ),
     Mutant(
+        name="buckets-are-rebuilt-after-the-first-step",
+        promise="I7: sums over three ranks have one order, before a resume and after it",
+        file="train/parallel/strategies.py",
+        before="if self._is_inexact and not self._strategy.rebuild_buckets:\n",
+        after="if self._strategy.rebuild_buckets:\n",
+        near=("tests/train/parallel/test_exact.py",),
+    ),
+    Mutant(
         name="metrics-are-those-of-one-rank",
         promise="R38: metrics are means over ranks",
         file="train/window/metrics.py",

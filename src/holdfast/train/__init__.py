@@ -27,7 +27,7 @@ from holdfast.train.loggers.progress import ProgressBar
 from holdfast.train.loggers.services import MLflow, TensorBoard, WeightsAndBiases
 from holdfast.train.making import for_group
 from holdfast.train.outputs import Image, StepOutput, Table
-from holdfast.train.parallel.strategies import DDP, FSDP2
+from holdfast.train.parallel.options import DDP, FSDP2
 from holdfast.train.schedules.curves import Curve, cosine, linear, one_cycle, warmup, wsd
 from holdfast.train.schedules.stepping import Schedule
 from holdfast.train.trainer import Trainer

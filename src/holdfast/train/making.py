@@ -39,7 +39,7 @@ from holdfast.train.loggers.default import JsonLines
 from holdfast.train.loggers.notebook import NotebookCard, is_notebook
 from holdfast.train.loggers.progress import ProgressBar
 from holdfast.train.parallel.group import ALONE, Group, join_group
-from holdfast.train.parallel.strategies import FSDP2, Name, Strategy
+from holdfast.train.parallel.options import FSDP2, Name, Strategy
 from holdfast.train.schedules.curves import EpochLength
 from holdfast.train.schedules.stepping import Schedule
 from holdfast.train.window.loop import Clip, Numerics

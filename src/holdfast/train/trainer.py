@@ -68,13 +68,8 @@ from holdfast.train.fit.starting import StartingPoint, Tried, Unsaved
 from holdfast.train.loggers.notebook import card
 from holdfast.train.making import epoch_length, make_schedulers
 from holdfast.train.outputs import Entry, Table
-from holdfast.train.parallel.strategies import (
-    Name,
-    Strategy,
-    chosen_strategy,
-    parallel_of,
-    recompute,
-)
+from holdfast.train.parallel.options import Name, Strategy
+from holdfast.train.parallel.strategies import chosen_strategy, parallel_of, recompute
 from holdfast.train.schedules.curves import EpochLength
 from holdfast.train.schedules.stepping import Schedules
 from holdfast.train.training import Average, Counters, Metrics, Training

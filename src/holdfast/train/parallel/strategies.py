@@ -10,73 +10,26 @@ import contextlib
 import logging
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from holdfast.arguments import checked, shown
+from holdfast.arguments import shown
 from holdfast.errors import UsageError, listing
 from holdfast.train.parallel.buckets import settle_buckets
 from holdfast.train.parallel.group import Group
+from holdfast.train.parallel.options import DDP, FSDP2, Name, Strategy
 
 logger = logging.getLogger("holdfast")
 
 _NUM_INEXACT = 3
 """Ranks from which on a sum depends on its order; of two numbers it does not."""
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-Dtype = Literal["fp32", "bf16", "fp16"]
-
-
-@checked()
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DDP:
-    """Strategy: each rank holds the whole model, and gradients are averaged.
-
-    By torch's `DistributedDataParallel`, whose arguments of the same names these are.
-    """
-
-    find_unused_parameters: bool = False
-    """Whether some parameters get no gradient in some steps."""
-    bucket_cap_mb: float | None = None
-    """Size of the buckets of gradients, in MiB; None: torch's default."""
-    rebuild_buckets: bool = False
-    """Whether torch orders the buckets anew after the first backward pass, as gradients arrived in
-    it. On three ranks or more a resume then differs from an undisturbed run in the last digits,
-    and a warning says so; False keeps the order of the parameters there. On two ranks torch always
-    does it, as a sum of two has one order only, and with `find_unused_parameters` never."""
-
-
-@checked(but=("mesh",))
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FSDP2:
-    """Strategy: parameters, gradients and optimizer slots are sharded over the ranks.
-
-    By torch's `fully_shard`. With it the optimizer is a function, which gets the sharded model.
-    """
-
-    mesh: tuple[int, int] | DeviceMesh | None = None
-    """(replicas, shards) for hybrid sharding, or a mesh of torch; None: over all ranks."""
-    blocks: Collection[type[nn.Module]] | None = None
-    """Classes of the modules that are gathered one at a time, such as a transformer's layer. None:
-    each item of each `nn.ModuleList`."""
-    reshard_after_forward: bool = True
-    """Whether the parameters of a block are freed between forward and backward pass."""
-    param_dtype: Dtype | None = None
-    """Type of the parameters in computation and in all-gathers; None: their own."""
-    reduce_dtype: Dtype | None = None
-    """Type in which gradients are reduced; None: that of the parameters in computation."""
-    cpu_offload: bool = False
-    """Whether parameters, gradients and optimizer slots stay in host memory between uses."""
-
-
-Strategy: TypeAlias = DDP | FSDP2
-Name = Literal["ddp", "fsdp2", "single"]
 
 
 class Parallel:
