@@ -1,8 +1,8 @@
 """What it costs DDP to sum in one order from the first step on: `python -m bench.buckets`.
 
 In each round a group of processes (gloo) trains a transformer of many small layers with tiny
-batches, which is the worst case. The ways take turns, a few steps at a time, and a ratio is within
-a round. Only the first way gives other last digits after a resume.
+batches, which is the worst case. The ways take turns, a few steps at a time, each turn in another
+order, and a ratio is within a turn. Only the first way gives other last digits after a resume.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bench.command import Bench
-from bench.report import results_table, seconds
+from bench.report import number, results_table, seconds
 from bench.results import Outcome, Results
 
+_PLAIN = "buckets/rebuilt"
 _WIDTH, _NUM_LAYERS, _LENGTH = 96, 24, 16
 _WAYS: Mapping[str, str] = {
     "buckets/rebuilt": "as torch does: buckets are rebuilt after the first step",
@@ -79,34 +80,49 @@ _MAKE: Mapping[str, Callable[[], DistributedDataParallel]] = {
 }
 
 
+def _steps_s(
+    model: DistributedDataParallel, optimizer: torch.optim.Optimizer, inputs: Tensor, steps: int
+) -> float:
+    """Seconds that a step takes, on average, until all ranks have made it."""
+    dist.barrier()
+    start = perf_counter()
+    for _ in range(steps):
+        model(inputs).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    dist.barrier()
+    return (perf_counter() - start) / steps
+
+
 def _in_rank(rank: int, port: int, options: argparse.Namespace, found: Any) -> None:
+    import holdfast.train  # noqa: F401  # not to be timed
+
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     torch.manual_seed(0)
     store = dist.TCPStore("127.0.0.1", port, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=options.ranks)
     inputs = torch.randn(1, _LENGTH, _WIDTH)
+    ways = [*options.only]
+    figures: dict[str, dict[str, list[float]]] = {way: defaultdict(list) for way in ways}
     trainings = {}
-    for way, make in _MAKE.items():
+    for way in ways:
         dist.barrier()
         start = perf_counter()
-        model = make()
+        model = _MAKE[way]()
         dist.barrier()
-        made_s = perf_counter() - start
-        trainings[way] = (model, torch.optim.SGD(model.parameters(), lr=1e-3), made_s)
-    figures: dict[str, dict[str, list[float]]] = {way: defaultdict(list) for way in _MAKE}
+        figures[way]["made_s"].append(perf_counter() - start)
+        trainings[way] = (model, torch.optim.SGD(model.parameters(), lr=1e-3))
     for turn in range(options.turns + 1):
-        for way, (model, optimizer, made_s) in trainings.items():
-            dist.barrier()
-            start = perf_counter()
-            for _ in range(options.steps):
-                model(inputs).sum().backward()
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
-            dist.barrier()
+        first = turn % len(ways)
+        for way in ways[first:] + ways[:first]:
+            took_s = _steps_s(*trainings[way], inputs, options.steps)
             if turn:  # not the first, in which torch rebuilds its buckets
-                figures[way]["step_s"].append((perf_counter() - start) / options.steps)
-            figures[way]["made_s"] = [made_s]
+                figures[way]["step_s"].append(took_s)
+    plain = figures[_PLAIN]["step_s"]
+    for of_way in figures.values():
+        pairs = zip(of_way["step_s"], plain, strict=True)
+        of_way["of_plain"] = [mine / other for mine, other in pairs]
     if rank == 0:
         found.put({way: dict(of_way) for way, of_way in figures.items()})
     dist.barrier()
@@ -115,8 +131,11 @@ def _in_rank(rank: int, port: int, options: argparse.Namespace, found: Any) -> N
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, default=3, help="processes (%(default)s)")
-    parser.add_argument("--steps", type=int, default=10, help="steps of a turn (%(default)s)")
-    parser.add_argument("--turns", type=int, default=8, help="turns of each way (%(default)s)")
+    parser.add_argument("--steps", type=int, default=2, help="steps of a turn (%(default)s)")
+    parser.add_argument("--turns", type=int, default=40, help="turns of each way (%(default)s)")
+    parser.add_argument(
+        "--only", nargs="+", choices=[*_MAKE], default=[*_MAKE], help="ways, torch's among them"
+    )
 
 
 def _measure_round(options: argparse.Namespace, folder: Path, results: Results) -> None:
@@ -138,14 +157,12 @@ def _tables(results: Results) -> list[str]:
     size = f"{num_weights / 1e6:.1f}M parameters in {len([*_model().parameters()])} tensors"
 
     def row(way: str) -> list[str]:
-        plain = ("buckets/rebuilt", "step_s")
-        ratios = results.ratios((way, "step_s"), plain)
-        spread = f"{min(ratios):.3f} to {max(ratios):.3f}"
+        by_round = [ratio for ratio in results.by_round(way, "of_plain") if ratio is not None]
         return [
             seconds(results.median(way, "made_s")),
             seconds(results.median(way, "step_s")),
-            f"{results.ratio((way, 'step_s'), plain):.3f}",
-            spread,
+            number(results.median(way, "of_plain"), "{:.3f}"),
+            f"{min(by_round):.3f} to {max(by_round):.3f}",
         ]
 
     head = ["DDP", "made in", "a step", "of torch's", "by round"]

@@ -106,6 +106,7 @@ SPEAKERS = {
     "holdfast.ranks.c10d",
     "holdfast.ranks.exchange",
     "holdfast.train.parallel.group",
+    "holdfast.train.parallel.options",  # only names the type of a mesh
     "holdfast.train.parallel.strategies",
 }
 
