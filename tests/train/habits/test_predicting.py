@@ -23,7 +23,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from distributed.run import run_ranks
 from holdfast.data import Buckets, DataRanks, Loader, Stream, Weighted
-from holdfast.errors import UsageError
+from holdfast.errors import RanksFailed, UsageError
 from holdfast.train import Predictions, Trainer
 from train.small import make
 
@@ -235,3 +235,17 @@ def test_several_ranks_write_what_one_would(kind: str, tmp_path: Path) -> None:
     alone = expected(reader())
     for rows in run_ranks(4, partial(_predict, tmp_path / "out", kind)):
         torch.testing.assert_close(torch.tensor(rows), alone)
+
+
+def _predict_nowhere(folder: Path, rank: int) -> str:
+    with pytest.raises(OSError if rank == 0 else RanksFailed) as raised:
+        _predict(folder, "Loader", rank)
+    return str(raised.value)
+
+
+@pytest.mark.full
+def test_a_leader_that_cannot_write_says_so_to_all(tmp_path: Path) -> None:
+    """Else the others would wait for it until the timeout of the group."""
+    (tmp_path / "file").touch()
+    leader, follower = run_ranks(2, partial(_predict_nowhere, tmp_path / "file" / "out"))
+    assert f"rank 0, in looking at the folder of predictions: NotADirectoryError: {leader}" in follower

@@ -233,17 +233,19 @@ class _Folder:
         Raises:
             UsageError: the folder has predictions of something else.
         """
-        own: tuple[int | None, list[str], int, str] = (0, [], 0, "")
-        if self._group.is_leader:
-            own = self._look(identity)
-        done, self._files, self._num_samples, problem = self._group.gather(own)[0]
+        done, self._files, self._num_samples, problem = self._group.from_leader(
+            "looking at the folder of predictions", lambda: self._look(identity)
+        )
         if problem:
             raise UsageError(problem)
         self._index = {"format": 1, **identity}
-        if self._group.is_leader and done == 0:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            self._write_index(is_complete=False)
+        if done == 0:
+            self._group.from_leader("making the folder of predictions", self._make)
         return done
+
+    def _make(self) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._write_index(is_complete=False)
 
     def _look(self, identity: Mapping[str, Any]) -> tuple[int | None, list[str], int, str]:
         index = _read_index(self._folder)
@@ -295,12 +297,13 @@ class _Folder:
 
     def end(self) -> Predictions:
         """Record in the folder that all parts are complete."""
-        if self._group.is_leader:
-            if not self._files:
-                raise UsageError("predict: the loader gave no batch")
-            self._write_index(is_complete=True)
-        self._group.gather(None)  # nobody reads before the leader has written
+        self._group.from_leader("recording that all parts are complete", self._complete)
         return Predictions.of(self._folder)
+
+    def _complete(self) -> None:
+        if not self._files:
+            raise UsageError("predict: the loader gave no batch")
+        self._write_index(is_complete=True)
 
     def _write_index(self, *, is_complete: bool) -> None:
         index = {
