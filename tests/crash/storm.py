@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import gc
 import importlib
 import itertools
 import json
@@ -202,7 +201,6 @@ def forked(job: Callable[[], None]) -> int:
     pid = os.fork()
     if pid:
         return pid
-    gc.freeze()  # a collection would copy the memory of all that was imported
     status = 1
     try:
         job()

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from distributed.run import run_ranks
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def sum_of_ranks(rank: int) -> float:
@@ -35,6 +39,15 @@ def be_lost(how: signal.Signals, rank: int) -> int:
     if rank == 1:
         os.kill(os.getpid(), how)
     return rank
+
+
+def num_frozen(rank: int) -> int:
+    return gc.get_freeze_count()
+
+
+@pytest.mark.skipif(Path.cwd() != ROOT, reason="the server of forks imports `tests.frozen` here")
+def test_no_collection_in_a_rank_visits_what_the_server_of_forks_has_imported() -> None:
+    assert all(num and num > 100_000 for num in run_ranks(2, num_frozen))
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])

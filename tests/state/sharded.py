@@ -6,7 +6,6 @@ path the global shape, the boxes, their elements, and the full tensor that torch
 
 from __future__ import annotations
 
-import gc
 import multiprocessing
 import sys
 from collections.abc import Callable, Mapping
@@ -132,7 +131,6 @@ def run(rank: int, size: int, folder: Path) -> None:
 def main() -> None:
     """Fork all ranks and wait for them."""
     size, folder = int(sys.argv[1]), Path(sys.argv[2])
-    gc.freeze()  # a collection in a rank would copy the memory of all that was imported
     fork = multiprocessing.get_context("fork")
     ranks = [fork.Process(target=run, args=(rank, size, folder)) for rank in range(size)]
     for process in ranks:
