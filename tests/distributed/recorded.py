@@ -1,7 +1,7 @@
 """A training on several ranks that records which samples each step had.
 
 Words: the root; `manager`, for a loop with a `CheckpointManager`, or `trainer`; `ddp` or `fsdp2`;
-the number of steps; and the number of this life of the run.
+the number of steps; and the number of the first life that this launch of the run has.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def network() -> nn.Module:
     )
 
 
-def recorder(root: Path, life: str) -> Callable[[int, Tensor], None]:
+def recorder(root: Path, life: int) -> Callable[[int, Tensor], None]:
     """What appends the step and its samples to a file of this rank and life."""
     (root / "samples").mkdir(parents=True, exist_ok=True)
     path = root / "samples" / f"{life}-{os.environ['RANK']}-{os.environ['WORLD_SIZE']}"
@@ -52,7 +52,7 @@ def recorder(root: Path, life: str) -> Callable[[int, Tensor], None]:
     return record
 
 
-def train_by_hand(root: Path, strategy: str, num_steps: int, life: str) -> list[Tensor]:
+def train_by_hand(root: Path, strategy: str, num_steps: int, life: int) -> list[Tensor]:
     """Train with a manager; return the parameters, whole."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     record = recorder(root, life)
@@ -84,7 +84,7 @@ def train_by_hand(root: Path, strategy: str, num_steps: int, life: str) -> list[
     return [whole(parameter) for parameter in model.parameters()]
 
 
-def train_by_trainer(root: Path, strategy: str, num_steps: int, life: str) -> list[Tensor]:
+def train_by_trainer(root: Path, strategy: str, num_steps: int, life: int) -> list[Tensor]:
     """Train with a Trainer; return the parameters, whole."""
     record = recorder(root, life)
 
@@ -118,7 +118,8 @@ if __name__ == "__main__":
     if way == "manager":
         dist.init_process_group("gloo")
     train = train_by_hand if way == "manager" else train_by_trainer
-    trained = train(Path(place), kind, int(steps), number)
+    life = int(number) + int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    trained = train(Path(place), kind, int(steps), life)
     if os.environ["RANK"] == "0":
         torch.save(trained, Path(place) / "trained.pt")
     if way == "manager":
