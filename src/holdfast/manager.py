@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal
@@ -357,8 +358,8 @@ class CheckpointManager:
         """
         now = self._moments.now(step, epoch=epoch, cycle=cycle, samples=samples, tokens=tokens)
         only = None if components is None else self._checked(components)
-        due = Due(save_class, reason, components=only, tags=checked_tags(tags))
-        pending = self._save(now, due, metrics, is_awaited=wait)
+        due = Due(save_class, reason, components=only)
+        pending = self._save(now, due, metrics, tags=tags, is_awaited=wait)
         if wait and not isinstance(pending.failure(), SaveSkipped):
             pending.wait()
         return pending
@@ -792,13 +793,17 @@ class CheckpointManager:
         due: Due,
         metrics: Mapping[str, float] | None = None,
         *,
+        tags: Iterable[str] = (),
         is_awaited: bool = False,
     ) -> PendingSave:
         self._quiet, self._is_unused = _NEVER_QUIET, False
         # Whatever fails from here on fails the save of all ranks, which count their saves alike.
         with self._together.save(now.step) as joint:
-            if joint.world_size > 1:
-                self._count_as_begun(due, now)
+            try:
+                due = replace(due, tags=(*due.tags, *checked_tags(tags)))
+            finally:
+                if joint.world_size > 1:
+                    self._count_as_begun(due, now)
             measured = checked_metrics(metrics)
             self._check_usable()
             refuse_capture("save()")

@@ -527,8 +527,25 @@ MUTANTS: tuple[Mutant, ...] = (
         name="a-lost-count-is-never-found-again",
         promise="R38: a load by all ranks makes them number their saves alike",
         file="engine/saving/together.py",
-        before="        self._count = 0\n        self.miscounted = None\n",
+        before="        self._count = 0\n        self.miscounted = self._refused = None\n",
         after="        self._count = 0\n",
+        near=_CALLS,
+    ),
+    Mutant(
+        name="a-rank-that-refused-a-save-finds-another-one-due",
+        promise="R38: a rank that may find other saves due than the others says so",
+        file="engine/saving/together.py",
+        before="                self._refused = error\n",
+        after="",
+        near=_CALLS,
+    ),
+    Mutant(
+        name="a-save-with-wrong-tags-is-recorded-on-the-other-ranks-alone",
+        promise="R38: all ranks find the same saves due after one that failed",
+        file="manager.py",
+        before="            finally:\n                if joint.world_size > 1:\n",
+        after="            except KeyError:\n                raise\n            else:\n"
+        "                if joint.world_size > 1:\n",
         near=_CALLS,
     ),
     Mutant(

@@ -42,12 +42,16 @@ def said_by(call: Any, *args: Any, **named: Any) -> str:
 
 @pytest.mark.parametrize("odd", [0, 1])
 @pytest.mark.parametrize(
-    ("args", "named"),
-    [((2,), {"tags": ["no good"]}), ((2,), {"components": ["none"]}), (("2",), {})],
+    ("args", "named", "phase"),
+    [
+        ((2,), {"tags": ["no good"]}, "preparing the save"),
+        ((2,), {"components": ["none"]}, "calling save"),
+        (("2",), {}, "calling save"),
+    ],
     ids=["tag", "component", "type"],
 )
 def test_a_save_that_one_rank_refuses_fails_on_all_and_the_next_is_made_by_all(
-    args: tuple[Any, ...], named: dict[str, Any], odd: int
+    args: tuple[Any, ...], named: dict[str, Any], phase: str, odd: int
 ) -> None:
     store = MemoryStore()
 
@@ -64,8 +68,56 @@ def test_a_save_that_one_rank_refuses_fails_on_all_and_the_next_is_made_by_all(
     for rank, (first, second, third) in enumerate(results):
         assert (first, third) == ("committed", "committed"), results
         assert "UsageError" in second or rank == odd
-        assert f"rank {odd}, in calling save" in second or rank == odd
+        assert f"rank {odd}, in {phase}" in second or rank == odd
     assert steps_in(store) == [1, 3]
+
+
+@pytest.mark.parametrize("odd", [0, 1, None])
+def test_a_save_that_a_rank_refuses_for_its_tags_leaves_the_same_saves_due_on_all(
+    odd: int | None,
+) -> None:
+    store = MemoryStore()
+
+    def work(member: Member) -> list[str]:
+        with member.manager(store, every="2step", save_timeout_s=LONG_S) as manager:
+            manager.resume()
+            tags = ["no good"] if odd in (None, member.rank) else []
+            said = [said_by(manager.save, 2, tags=tags)]
+            return [*said, *(said_by(manager.maybe_save, step) for step in range(2, 7))]
+
+    for first, *others in all_of(on_ranks(2, work)):
+        assert "no good" in first
+        assert others == ["committed"] * 5
+    assert steps_in(store) == [4, 6]
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+@pytest.mark.parametrize(
+    ("step", "named"),
+    [(2, {"components": ["none"]}), ("2", {}), (2, {"samples": -1})],
+    ids=["components", "type", "counter"],
+)
+def test_a_rank_that_cannot_know_what_save_it_refuses_lets_no_other_rank_wait(
+    step: Any, named: dict[str, Any], odd: int
+) -> None:
+    """It may find the save due that the others have begun. So all fail, until all load."""
+    store = MemoryStore()
+
+    def work(member: Member) -> list[str]:
+        with member.manager(store, every="2step", save_timeout_s=LONG_S) as manager:
+            manager.resume()
+            wrong = member.rank == odd
+            said = [said_by(manager.save, step, **named) if wrong else said_by(manager.save, 2)]
+            said += [said_by(manager.maybe_save, step) for step in range(2, 7)]
+            manager.resume()
+            return [*said, said_by(manager.maybe_save, 8)]
+
+    for rank, said in enumerate(all_of(on_ranks(3, work))):
+        assert rank == odd or f"rank {odd}, in calling save" in said[0], said
+        assert all(f"rank {odd}" in one and "before it could record" in one for one in said[3:6:2])
+        assert said[2:5:2] == ["committed"] * 2, said
+        assert said[-1] == "committed", said
+    assert steps_in(store) == [8]
 
 
 @pytest.mark.parametrize("odd", [0, 1])

@@ -55,7 +55,8 @@ _FAIL_S = 5.0
 _PLAN_AFTER_WAIT = "plan after the wait"
 _PLAN_AFTER_PROBE = "plan after the probe"
 _MISCOUNTED = "maybe_save, before it knew whether a save was due"
-"""Phase of a rank after whose failure saves cannot be numbered alike any more."""
+_UNRECORDED = "save, before it could record the step as the others did"
+"""Phases of a rank after whose failure saves cannot be numbered alike any more."""
 
 
 class _PlanNote(msgspec.Struct, frozen=True, tag="plan"):
@@ -170,8 +171,8 @@ class _RanksSave(JointSave):
         why = self._together.miscounted
         if why is not None:
             raise RanksError(
-                f"{why} in {_MISCOUNTED}. Since then ranks number their saves differently: call "
-                "resume() or load() on all of them, or restart them"
+                f"{why}. Since then ranks number their saves differently: call resume() or load() "
+                "on all of them, or restart them"
             )
         self._end = time.monotonic() + self._together.timeout_s
 
@@ -680,6 +681,9 @@ class Together:
         self.miscounted: str | None = None
         """Why some rank may number its saves otherwise than the others, until a load by all ranks;
         None: none does, as far as this rank knows."""
+        self._refused: BaseException | None = None
+        """Error of a `save` that raised on this rank before its step was recorded: this rank may
+        find other saves due than the others."""
 
     def save(self, step: int) -> JointSave:
         """Begin a save; all ranks begin their n-th at the same point of the program."""
@@ -697,7 +701,7 @@ class Together:
         """Number the saves from 1 again, at the beginning of a load by all ranks."""
         self.num_loads += 1
         self._count = 0
-        self.miscounted = None
+        self.miscounted = self._refused = None
 
     def learn(self, error: BaseException, num_loads: int) -> None:
         """Record that a rank has lost count, if a save after `num_loads` loads failed for that.
@@ -707,8 +711,8 @@ class Together:
         if not isinstance(error, RanksFailed) or num_loads != self.num_loads:
             return
         for rank, (phase, reason) in error.failed.items():
-            if phase == _MISCOUNTED:
-                self.miscounted = f"rank {rank} raised {reason}"
+            if phase in (_MISCOUNTED, _UNRECORDED):
+                self.miscounted = f"rank {rank} raised {reason} in {phase}"
 
     @contextmanager
     def one_save(self) -> Iterator[None]:
@@ -718,6 +722,7 @@ class Together:
             yield
         except BaseException as error:
             if self._count == before:
+                self._refused = error
                 self.save(-1).fail(error, "calling save")
             raise
 
@@ -728,13 +733,20 @@ class Together:
     @contextmanager
     def one_call(self) -> Iterator[None]:
         """Tell the others if a `maybe_save` fails before it begins a save that may be due."""
+        if self._refused is not None:
+            self._lose_count(self._refused, _UNRECORDED)
         self._is_due_known, before = False, self._count
         try:
             yield
         except BaseException as error:
-            if not self._is_due_known and self.miscounted is None:
-                self.miscounted = f"rank {self.ranks.rank} raised {error!r}"
-                self.save(-1).fail(error, _MISCOUNTED)
+            if not self._is_due_known:
+                self._lose_count(error, _MISCOUNTED)
             elif self._is_due_known and self._is_due and self._count == before:
                 self.save(-1).fail(error, "maybe_save, with a save due")
             raise
+
+    def _lose_count(self, error: BaseException, phase: str) -> None:
+        """Record, and tell the others, that this rank may number its saves otherwise than they."""
+        if self.miscounted is None:
+            self.miscounted = f"rank {self.ranks.rank} raised {error!r} in {phase}"
+            self.save(-1).fail(error, phase)
