@@ -248,4 +248,5 @@ def test_a_leader_that_cannot_write_says_so_to_all(tmp_path: Path) -> None:
     """Else the others would wait for it until the timeout of the group."""
     (tmp_path / "file").touch()
     leader, follower = run_ranks(2, partial(_predict_nowhere, tmp_path / "file" / "out"))
-    assert f"rank 0, in looking at the folder of predictions: NotADirectoryError: {leader}" in follower
+    what = "looking at the folder of predictions"
+    assert f"rank 0, in {what}: NotADirectoryError: {leader}" in follower
