@@ -21,12 +21,8 @@ from holdfast.care.housekeeping import FollowingChores, ManagerChores, Tuning
 from holdfast.care.mirror import ownership
 from holdfast.care.preflight import Beginning, look
 from holdfast.engine.checkpoint import Checkpoint, CheckpointList, PendingSave, describe, parse_seen
-from holdfast.engine.claims.notes import (
-    annotate_copies,
-    checked_metrics,
-    checked_reasons,
-    checked_tags,
-)
+from holdfast.engine.claims.marking import Marking
+from holdfast.engine.claims.notes import checked_metrics, checked_reasons, checked_tags
 from holdfast.engine.claims.owner import left_s
 from holdfast.engine.control import exits
 from holdfast.engine.control.on_commit import CommitFunction, OnCommit, commands_of
@@ -64,12 +60,7 @@ from holdfast.engine.staging.device import refuse_capture
 from holdfast.engine.staging.overlap import Mode, Overlap
 from holdfast.engine.tiers.catalog import catalog_of
 from holdfast.engine.tiers.tiered import Rules, Tiered
-from holdfast.errors import (
-    HoldfastError,
-    ManagerUnusable,
-    SaveSkipped,
-    UsageError,
-)
+from holdfast.errors import HoldfastError, ManagerUnusable, SaveSkipped, UsageError
 from holdfast.events import Emitter, Sink, log_event
 from holdfast.format.manifest import Timestamp, Watched
 from holdfast.keys import Encryption
@@ -93,7 +84,7 @@ from holdfast.store.base import Store
 _NEVER_QUIET = (0, 0.0)  # (step, monotonic seconds) until which `maybe_save` is a no-op
 
 
-class CheckpointManager:
+class CheckpointManager(Marking):
     """Saves and resumes the state of one run.
 
     Args:
@@ -661,51 +652,13 @@ class CheckpointManager:
         """
         self._emit.first_metrics_at = until
 
-    # Listing, pins and tags
+    # Listing; pins and tags are in `Marking`
 
     def list(self) -> CheckpointList:
         """List all committed checkpoints, newest first."""
         self._catalog.look_again()
         entries = self._catalog.checkpoints()
         return CheckpointList(describe(self._home(entry), entry) for entry in entries)
-
-    @checked()
-    def pin(self, which: str | int) -> None:
-        """Pin a checkpoint, so that retention keeps it whatever the rule says.
-
-        Raises:
-            NoCheckpoint: `which` names no checkpoint, or its deletion has begun.
-        """
-        annotate_copies(self._catalog, which, pinned=True)
-
-    @checked()
-    def unpin(self, which: str | int) -> None:
-        """Remove the pin of a checkpoint, so that the retention rule decides again."""
-        annotate_copies(self._catalog, which, pinned=False)
-
-    @checked()
-    def tag(self, which: str | int, *tags: str) -> None:
-        """Add tags to a checkpoint; retention keeps it, and `which` may be its tag.
-
-        Raises:
-            UsageError: no tag is given, or one cannot be a tag.
-            NoCheckpoint: `which` names no checkpoint, or its deletion has begun.
-        """
-        if not tags:
-            raise UsageError(f"tag({which!r}): name at least one tag")
-        annotate_copies(self._catalog, which, add_tags=tags)
-
-    @checked()
-    def untag(self, which: str | int, *tags: str) -> None:
-        """Remove tags from a checkpoint, so that the retention rule decides again.
-
-        Raises:
-            UsageError: no tag is given, the checkpoint lacks one, or it was given by the save.
-            NoCheckpoint: `which` names no checkpoint, or its deletion has begun.
-        """
-        if not tags:
-            raise UsageError(f"untag({which!r}): name at least one tag")
-        annotate_copies(self._catalog, which, remove_tags=tags)
 
     @property
     def is_owner(self) -> bool:
