@@ -1,6 +1,7 @@
-"""Imported last by the server of forks: no collection in a fork visits what was imported before.
+"""Keep the garbage collector of forks away from what their server has imported; imported last.
 
-It would copy the memory of all these objects, and take longer than most that is done in the fork.
+A collection writes to each object, so a fork would copy all their memory. That takes longer than
+most of what tests do in a fork.
 """
 
 from __future__ import annotations
