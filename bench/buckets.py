@@ -1,8 +1,8 @@
-"""What it costs DDP to sum in one order from the first step on: `python -m bench.buckets`.
+"""Time of DDP's steps where gradients are always summed in one order: `python -m bench.buckets`.
 
 In each round a group of processes (gloo) trains a transformer of many small layers with tiny
-batches, which is the worst case. The ways take turns, a few steps at a time, each turn in another
-order, and a ratio is within a turn. Only the first way gives other last digits after a resume.
+batches, the worst case, with torch's defaults and in the ways of `_WAYS` that make a resume exact.
+The ways take turns of a few steps, whose order changes; each is compared with torch's in its turn.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from bench.results import Outcome, Results
 _PLAIN = "buckets/rebuilt"
 _WIDTH, _NUM_LAYERS, _LENGTH = 96, 24, 16
 _WAYS: Mapping[str, str] = {
-    "buckets/rebuilt": "as torch does: buckets are rebuilt after the first step",
+    "buckets/rebuilt": "torch's default: buckets are rebuilt after the first step",
     "buckets/settled": "the Trainer: buckets are settled before the first step",
     "buckets/unused": "`find_unused_parameters=True`",
     "buckets/single": "a hook that reduces each gradient alone",
@@ -83,7 +83,7 @@ _MAKE: Mapping[str, Callable[[], DistributedDataParallel]] = {
 def _steps_s(
     model: DistributedDataParallel, optimizer: torch.optim.Optimizer, inputs: Tensor, steps: int
 ) -> float:
-    """Seconds that a step takes, on average, until all ranks have made it."""
+    """Train some steps; return the mean seconds of one, until all ranks have ended it."""
     dist.barrier()
     start = perf_counter()
     for _ in range(steps):
@@ -165,13 +165,13 @@ def _tables(results: Results) -> list[str]:
             f"{min(by_round):.3f} to {max(by_round):.3f}",
         ]
 
-    head = ["DDP", "made in", "a step", "of torch's", "by round"]
+    head = ["DDP", "made in", "a step", "torch's = 1", "by round"]
     return [f"A transformer of {size}.", "", *results_table(results, "buckets/", head, _WAYS, row)]
 
 
 BENCH = Bench(
     name="buckets",
-    about="Steps of DDP on several ranks with buckets that keep their order, beside torch's.",
+    about="Steps of DDP on several ranks, in ways that make a resume exact and as torch does it.",
     add_options=_add_options,
     measure_round=_measure_round,
     tables=_tables,

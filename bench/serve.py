@@ -77,8 +77,8 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         "--pairs",
         type=int,
         default=5,
-        help="with and without a page (%(default)s: enough for the processor's time; the steps, of "
-        "which pairs differ by more than the goal, need 20 and a machine that does nothing else)",
+        help="segments with and without an open page (%(default)s: enough for processor time; for "
+        "the slowdown of steps, whose pairs differ by more than the goal, 20 on an idle machine)",
     )
     parser.add_argument("--segment-s", type=float, default=5.0, help="of training (%(default)s)")
 

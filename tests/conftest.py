@@ -20,9 +20,9 @@ from ways import WAYS, Way, possible_ways
 
 pytest_plugins = ["servers.fixtures"]
 
-# One server of forks is for all tests. What it has imported, no rank and no killed run imports
-# again: torch._dynamo, which the first optimizer wants, takes three seconds, torchmetrics two, and
-# what every file of tests imports a tenth of one in each rank.
+# All tests share one server of forks. Ranks and killed runs inherit what it has imported, which
+# saves each of them three seconds for torch._dynamo (the first optimizer imports it), two for
+# torchmetrics, and a tenth for the modules that every test file imports.
 multiprocessing.set_forkserver_preload(
     [
         "holdfast.testing.resume",
@@ -39,7 +39,7 @@ multiprocessing.set_forkserver_preload(
         "holdfast.testing.faulty",
         "holdfast.weights",
         "pytest",
-        # Found where the tests are started in the project's folder; elsewhere they are slower.
+        # Last. It is found only if pytest runs in the project's folder; else forks are slower.
         "tests.frozen",
     ]
 )

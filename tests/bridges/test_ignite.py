@@ -285,7 +285,7 @@ def test_a_validation_that_is_the_best_is_saved_whatever_the_interval(tmp_path: 
 
 @pytest.mark.parametrize("event", [Events.STARTED, *full(Events.EPOCH_STARTED)])
 def test_a_validation_before_the_first_step_makes_no_save_due(tmp_path: Path, event: Any) -> None:
-    """As people look at a model before it is trained; and again when the run goes on."""
+    """Users validate the untrained model, and the resumed one before it trains on."""
     for epochs, expected in ((1, [5, 10, 11]), (2, [15, 20, 22])):
         seen: list[Event] = []
         checkpoints = holdfast.Checkpoints(

@@ -211,11 +211,11 @@ UNREAD = {
     "reading the metrics of earlier checkpoints": ("validations", "_known"),
     "looking for checkpoints": ("transformers.trainer", "_newest_step"),
 }
-"""What the leader does alone before a training, and the function that does it."""
+"""What the leader does alone before training, by its name in errors: module and function."""
 
 
 def go_on_unread(name: str, what: str, root: Path, rank: int) -> str:
-    """Train, and go on where the leader cannot read something."""
+    """Train, then resume while the leader cannot read what it needs; return the error."""
     as_launched(rank)
     checkpoints = holdfast.Checkpoints(root, keep="last:1,best:val_loss", sinks=())
     VALIDATES[name](checkpoints, [*LOSSES[rank]])
@@ -241,10 +241,10 @@ def go_on_unread(name: str, what: str, root: Path, rank: int) -> str:
         ("transformers", "looking for checkpoints"),
     ],
 )
-def test_a_leader_that_cannot_read_what_it_begins_with_says_so_to_all(
+def test_a_leader_that_cannot_read_earlier_checkpoints_fails_all_ranks(
     name: str, what: str, tmp_path: Path
 ) -> None:
-    """Else the other ranks would go on, and wait for it in the first collective."""
+    """Else the others would wait for it in their first collective."""
     needed(name)
     leader, follower = run_ranks(RANKS, partial(go_on_unread, name, what, tmp_path))
     assert leader == "AccessDenied: a manifest cannot be read"
@@ -310,7 +310,9 @@ def train_ignite(root: Path, kills: bool, rank: int) -> dict[str, Any]:
 
 
 @pytest.mark.full
-def test_a_run_of_ignite_under_ddp_that_is_killed_ends_with_the_same_bits(tmp_path: Path) -> None:
+def test_a_killed_run_of_ignite_under_ddp_ends_with_the_bits_of_an_undisturbed_one(
+    tmp_path: Path,
+) -> None:
     needed("ignite")
     whole = run_ranks(RANKS, partial(train_ignite, tmp_path / "whole", False))
     with pytest.raises(AssertionError, match="ended: -9"):

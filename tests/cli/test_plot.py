@@ -159,14 +159,16 @@ def test_a_loss_that_is_never_finite_is_said_to_be(holdfast: Command, tmp_path: 
     assert (asked.code, asked.out.splitlines()[-1]) == (0, "loss: no finite value at any step")
 
 
-def test_a_log_of_counters_alone_is_no_error_without_a_way_on(holdfast: Command, run: Path) -> None:
+def test_the_error_for_a_log_of_counters_names_the_option_that_draws_them(
+    holdfast: Command, run: Path
+) -> None:
     (run / "log" / "train.jsonl").write_text(
         '{"step": 1, "time": "2026-01-01T00:00:00+00:00", "metrics": {"epoch": 1.0}}\n'
     )
     for path in run.glob("step-*"):
         shutil.rmtree(path)
     result = holdfast("plot", run)
-    assert (result.code, "only epoch was logged; --metric NAME" in result.err) == (3, True)
+    assert (result.code, "only epoch; --metric NAME draws" in result.err) == (3, True)
     assert holdfast("plot", run, "--metric", "epoch").code == 0
 
 

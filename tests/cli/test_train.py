@@ -201,7 +201,7 @@ def test_what_makes_no_trainer_is_refused(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """In the process that trains; how that one ends is how the command ends."""
+    """Asked of the function of the child process, whose exit code is that of the command."""
     monkeypatch.chdir(script.parent)
     assert fit([name, "3step", ""]) == 2
     assert message in capsys.readouterr().err

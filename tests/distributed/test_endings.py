@@ -96,7 +96,7 @@ def test_a_manager_that_is_closed_on_one_rank_is_named_on_the_others(
 
 
 def search(folder: Path, rank: int) -> list[int]:
-    """Make one manager after the other; returns how many keys the group's store has after each."""
+    """Make managers one after the other; return the number of keys in the store after each."""
     group, sizes = dist.group.WORLD, []
     assert group is not None
     for number in range(5):
@@ -111,7 +111,7 @@ def search(folder: Path, rank: int) -> list[int]:
 
 @pytest.mark.full
 def test_many_managers_in_one_process_do_not_fill_the_store_of_the_group(tmp_path: Path) -> None:
-    """As in a search over settings; about 26 keys of each were left."""
+    """As in a search over settings. Before, each left about 26 keys."""
     sizes = run_ranks(2, partial(search, tmp_path))[0]
     assert sizes is not None
     assert max(sizes) < sizes[0] + 10, sizes

@@ -1,4 +1,4 @@
-"""Processes that share a computation: each in a process with one thread, as commands are."""
+"""Forks that share a computation. Each test runs a program of one thread, as commands are."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def endless(_):
 
 
 def said(body: str) -> str:
-    """What a program prints, which knows the functions above."""
+    """Run a program that may use the functions above; return what it prints."""
     done = subprocess.run(
         [sys.executable, "-c", _START + textwrap.dedent(body)],
         capture_output=True,
@@ -69,10 +69,10 @@ def test_each_task_is_done_and_its_items_are_in_order() -> None:
     ("function", "message"),
     [
         ("damaged", "CorruptData: a block is damaged"),
-        ("killed", "OutOfMemory: a process that computes ended with code -9"),
+        ("killed", "OutOfMemory: a worker process ended with code -9"),
     ],
 )
-def test_what_goes_wrong_in_one_is_raised(function: str, message: str) -> None:
+def test_an_error_in_a_fork_is_raised_in_the_parent(function: str, message: str) -> None:
     body = f"""
     try:
         with forks.Forks() as some:
@@ -84,7 +84,7 @@ def test_what_goes_wrong_in_one_is_raised(function: str, message: str) -> None:
     assert said(body).startswith(f"0 first\n{message}")
 
 
-def test_none_is_left_after_the_with_whether_it_had_work_or_not() -> None:
+def test_no_fork_outlives_the_with_whether_it_had_work_or_not() -> None:
     body = """
     with forks.Forks() as some:
         pids = [process.pid for process in some._processes]
@@ -98,7 +98,7 @@ def test_none_is_left_after_the_with_whether_it_had_work_or_not() -> None:
     assert said(body) == "True\nended\nended\nended\n"
 
 
-def test_there_are_none_beside_a_thread_which_may_hold_a_lock() -> None:
+def test_nothing_is_forked_beside_another_thread_which_may_hold_a_lock() -> None:
     body = """
     import threading
     event = threading.Event()
@@ -111,7 +111,7 @@ def test_there_are_none_beside_a_thread_which_may_hold_a_lock() -> None:
     assert said(body) == "0\n"
 
 
-def test_they_end_with_the_process_that_made_them(tmp_path: Path) -> None:
+def test_forks_end_when_their_parent_is_killed(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         _START

@@ -353,7 +353,7 @@ def test_the_store_does_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_a_closed_coordinator_has_left_is_deleted_when_all_meet_again(
     is_encrypted: bool,
 ) -> None:
-    """A search over settings makes a thousand, each of which lives for less than a minute."""
+    """A search over settings makes a thousand of them, each in use for less than a minute."""
     seals = Encryption(keys=SecretKey(bytes(32))) if is_encrypted else None
     store, sizes = dist.HashStore(), []
     for _ in range(4):
@@ -369,7 +369,7 @@ def test_what_a_closed_coordinator_has_left_is_deleted_when_all_meet_again(
 
 
 @pytest.mark.parametrize("is_closed", [False, True])
-def test_what_was_announced_is_heard_until_its_coordinator_is_closed_and_all_have_left_it(
+def test_an_announcement_is_heard_after_a_close_alone_and_after_a_new_meeting_alone(
     store: dist.Store, is_closed: bool
 ) -> None:
     leader, follower = pair(store)

@@ -38,7 +38,7 @@ def command(
 ) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
     """Run `holdfast serve` in a process of its own; yield it and the line that it prints.
 
-    Options that stand `before` its name are those of all commands.
+    Options `before` the word `serve` are those that all commands have.
     """
     words = (*before, "serve", "--json", "--port", "0", *map(str, arguments))
     process = subprocess.Popen(
@@ -123,7 +123,7 @@ def test_a_root_that_cannot_be_reached_is_shown_as_such_beside_the_others(run_ro
         (("s3://bucket/other", "s3://bucket/more"), 1, "Check the address"),
     ],
 )
-def test_a_mistyped_path_is_an_error_and_so_are_roots_of_which_none_can_be_reached(
+def test_a_mistyped_root_is_an_error_and_so_is_a_start_that_can_reach_no_root(
     holdfast: Command,
     run_root: Path,
     monkeypatch: pytest.MonkeyPatch,

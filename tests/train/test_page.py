@@ -15,12 +15,12 @@ PAGES = Path(__file__).resolve().parent.parent.parent / "docs"
 
 
 LONG = '"1_000step", without='
-"""What follows the goal of a run that saves at every seventh step, where it is to go on."""
+"""Part of a snippet that resumes a run up to step 1,000: too long for a test, as it saves often."""
 
 
 @pytest.mark.parametrize("page", ["trainer.md", "hooks.md", "running.md"])
 def test_its_snippets_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That run goes on to step 60 here."""
+    """The `LONG` run ends at step 60 here."""
     monkeypatch.chdir(tmp_path)
     model = nn.Linear(4, 1)
     inputs = torch.randn(64, 4)

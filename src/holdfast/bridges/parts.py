@@ -25,8 +25,8 @@ from holdfast.store.base import Store
 logger = logging.getLogger("holdfast")
 T = TypeVar("T")
 Agree = Callable[[Any], Any]
-"""Returns the value that the leader has given, which JSON can hold; called on all ranks at the same
-point."""
+"""Function that returns the leader's argument on all ranks, which all call it at the same point.
+The argument is a value that JSON can hold."""
 
 
 class NotInstalled(UsageError, ImportError):
@@ -57,13 +57,13 @@ def is_leader() -> bool:
 
 
 def only_leader(agree: Agree, what: str, work: Callable[[], T]) -> T | None:
-    """Do work of the leader alone, and return its result there; None on the other ranks.
+    """Run `work` on the leader alone; return its result there, and None on the other ranks.
 
-    All ranks call it; `what` names the work in errors.
+    All ranks call it. `what` names the work in errors.
 
     Raises:
-        Exception: the work raised, on the leader.
-        RanksFailed: the same, on the other ranks, which would else wait for the leader.
+        Exception: on the leader, whatever the work raised.
+        RanksFailed: on the other ranks, if the work raised; else they would wait for the leader.
     """
     found, why, error = None, "", None
     if is_leader():

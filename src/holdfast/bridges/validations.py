@@ -40,7 +40,8 @@ class Validations:
         Until it has done so once, no warning says that a rule's metric is missing.
 
         Raises:
-            HoldfastError: they cannot be read; on the other ranks as a `RanksFailed`.
+            HoldfastError: on the leader: the metrics cannot be read.
+            RanksFailed: on the other ranks: the leader cannot read them.
         """
         self._manager, self._agree = manager, agree
         self._best = BestSaves(best_rules(checkpoints))

@@ -96,7 +96,7 @@ class Housekeeper:
 
     def after_claim(self, *, spared: Collection[str] = ()) -> None:
         """Remove unfinished saves of earlier writers by gc, except in the `spared` folders.
-        Thread-safe: gc also removes temporary files, and a deletion under way may have one."""
+        Waits for a deletion in progress, whose temporary file gc would remove. Thread-safe."""
         claim = self._owner.claim
         with self._lock, self._trying("gc"):
             report = collect(

@@ -39,11 +39,12 @@ def _run() -> int:
     except SystemExit as end:
         if not end.code:
             raise
-        # But for a completion, click itself ends the process only where help is not read.
+        # click exits by itself, with an error, only if the reader of its help went away (and
+        # after a completion, with 0).
         raise BrokenPipeError from end
     except click.Abort as abort:
         if isinstance(abort.__cause__, EOFError):
-            raise  # an error of ours: at a question, whose input may end, there is no cause
+            raise  # a fault of ours; at a question click aborts without a cause, also at Ctrl-D
         return Code.INTERRUPTED
     except click.ClickException as error:
         if _asks_for_json():

@@ -38,7 +38,7 @@ _COUNTER = re.compile(
     r"(epochs?|steps?|iterations?|iters?|batch(es)?|samples?|examples?|tokens?|flos)(_(seen|idx))?",
     _ANY,
 )
-"""Names of what is counted, as `epoch`, and `num_input_tokens_seen` of transformers."""
+"""Names of counters, as `epoch`, and `num_input_tokens_seen` of transformers."""
 _MAX_LOSSES = 4
 _MAX_NAMES, _MAX_NAME = 20, 60
 """Most names in a line, and most characters of each."""
@@ -83,7 +83,10 @@ def plot(root: str, *, output: Path | None, metrics: Sequence[str], log: Path | 
     if not panels:
         if record.metrics:
             counted = _listed(sorted(record.metrics))
-            raise NoCheckpoint(f"{store.url}: only {counted} was logged; --metric NAME draws it")
+            raise NoCheckpoint(
+                f"{store.url}: nothing that is drawn by default was logged, only {counted}; "
+                "--metric NAME draws one of these"
+            )
         raise NoCheckpoint(f"{store.url}: nothing was logged or saved")
     starts = _starts(gather(store).starts, entries)
     resumed = {start["step"] for start in starts if start["step"] is not None}
@@ -177,9 +180,9 @@ def _of_manifests(entries: Sequence[Entry]) -> _Record:
 
 
 def _usual(record: _Record, watched: Sequence[str], notes: list[str]) -> list[Panel]:
-    """Make the usual panels; without a loss another metric is drawn, which is added to the notes.
+    """Make the panels that are drawn if no metric is named; a note says what replaces a loss.
 
-    `watched` are those that rules `Best` look at.
+    `watched`: metrics of the run's rules `Best`.
     """
     known = record.metrics
     rates = [name for name in known if name.startswith(_LEARNING_RATE)]
@@ -206,7 +209,10 @@ def _usual(record: _Record, watched: Sequence[str], notes: list[str]) -> list[Pa
 
 
 def _telling(known: Collection[str], watched: Sequence[str]) -> list[str]:
-    """List metrics in the order in which they are drawn where there is no loss; no counters."""
+    """List the metrics that may be drawn in place of a loss, best first.
+
+    First those of rules `Best`, whatever they are; no other counters.
+    """
 
     def rank(name: str) -> tuple[int, str]:
         if _RATE.fullmatch(name):

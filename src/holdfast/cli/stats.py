@@ -21,7 +21,7 @@ _MAX_BARS = 24
 """Most bars of a histogram in the table."""
 _MAX_PANELS = 64
 _SHARED_NBYTES = 256 << 20
-"""Least bytes that are shared by forks: fewer are read before these have opened the source."""
+"""Least bytes to divide among forks: fewer are read sooner than the forks can open the source."""
 
 _Tensor = tuple[str, str]
 """Component and key of a tensor."""
@@ -124,7 +124,7 @@ def _with_progress(
 def _cuts(sizes: Sequence[int], num: int) -> Iterator[tuple[int, int]]:
     """Cut a list of sizes into `num` slices with about the same sum, as (start, stop).
 
-    Not by turns: neighbours are in one block, which would then be read twice.
+    Neighbours stay together, because they may lie in one block, which would else be read twice.
     """
     sums = [*accumulate(sizes)]
     stops = (bisect_right(sums, sums[-1] * part // num) for part in range(1, num + 1))

@@ -1,7 +1,7 @@
-"""Forks of this process to compute in: threads that use NumPy wait for the interpreter in turns.
+"""Forked processes that compute in parallel, where threads would wait for Python's global lock.
 
-A fork may only be made while there is one thread, so they are made before anything is opened, and
-wait for their work.
+A fork is safe only while the process has one thread. So forks are made before anything is opened,
+and wait for their work.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from holdfast.system import IS_LINUX
 T = TypeVar("T")
 
 _MAX_FORKS = 3
-"""Most forks: each takes about 120 MB, the same however many tensors there are."""
+"""Most forks: each takes about 120 MB of memory, however many tensors there are."""
 _END_S = 10.0
 """Longest wait for a fork to close what it has open, before it is killed."""
 
 
 class Forks:
-    """Processes that each run a function once. Use it in a `with`."""
+    """Forked processes, each of which runs one call of a function. Use it in a `with`."""
 
     def __init__(self) -> None:
-        """Make one for each core; none on a single core, or where a fork would not be safe."""
+        """Make one for each core, at most three; none on one core, or if a fork is not safe."""
         self.num_threads = 1
-        """Threads of a fork that should compute at a time: its part of the cores."""
+        """Threads that each fork may use to compute: its part of the cores."""
         self._processes: list[BaseProcess] = []
         self._connections: list[Connection] = []
         if IS_LINUX and threading.active_count() == 1 and num_cores() > 1:
@@ -50,7 +50,7 @@ class Forks:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End them; what they have open is closed."""
+        """End the processes; one that does not close what it has open in time is killed."""
         for connection in self._connections:
             connection.close()
         for process in self._processes:
@@ -78,13 +78,13 @@ class Forks:
     ) -> Iterator[tuple[int, T]]:
         """Call a function with the arguments of each task, each in a process of its own.
 
-        There are at most as many tasks as processes. Yields the number of a task with each item
-        that its call yields; those of one task are in order, and come among those of others.
+        There must not be more tasks than processes. Yields each item that a call yields, after the
+        number of its task. The items of one task are in order; those of several are mixed.
 
         Raises:
-            DeadlineExceeded: none yielded anything within `READ_TIMEOUT_S`.
-            OutOfMemory: a process was killed.
-            Exception: what the function raises.
+            DeadlineExceeded: no process yielded an item within `READ_TIMEOUT_S`.
+            OutOfMemory: a process ended unexpectedly.
+            Exception: whatever the function raised.
         """
         numbers: dict[Any, int] = {}
         for number, task in enumerate(tasks):
@@ -111,19 +111,19 @@ class Forks:
             process = self._processes[number]
             process.join(_END_S)
             raise OutOfMemory(
-                f"a process that computes ended with code {process.exitcode}; the system kills "
+                f"a worker process ended with code {process.exitcode}; the system kills "
                 "processes when memory runs out"
             ) from None
         return found
 
 
 _Message = tuple[Any, "Exception | None", bool]
-"""An item, the error that ended the call, and whether it has ended well."""
+"""An item, the error that ended the call, and whether the call ended without one."""
 
 
 def _serve(connection: Connection, others: Sequence[Connection]) -> None:
-    """Run a function on what the parent sends; end when it has closed the connection."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it, and ends this
+    """Run the function that the parent sends; end if the parent closes the connection."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, too, which ends this
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     for other in others:
         other.close()  # the parent's ends: a pipe is closed when they all are

@@ -14,8 +14,8 @@ Known of torch 2.13 (docs/decisions/0034):
 * From Python 3.12 on no thread can be started at exit. So one is always ready for a save that ends
   then.
 * Keys outlive the processes that wrote them. So all keys of a life of the group have its nonce.
-* No store lists its keys. So the leader knows its rounds, and deletes those of a coordinator that
-  was closed when all ranks meet for another one: then they have left the former.
+* A store does not list its keys. So the leader remembers the rounds of its closed coordinators. It
+  deletes their keys when all ranks meet to make another one: by then none uses the former.
 """
 
 from __future__ import annotations
@@ -119,8 +119,8 @@ class _Round:
 
 
 _ENDED: list[tuple[str, dict[str, _Round]]] = []
-"""Nonces and rounds of the closed coordinators that this process has led. They are no references
-to a store, which would live on with its server."""
+"""Nonces and rounds of closed coordinators of which this process was the leader. No store is kept
+here: a reference would keep its server alive."""
 
 
 class C10d(Coordinator):
@@ -314,12 +314,12 @@ class C10d(Coordinator):
         return nonce
 
     def _delete_ended(self, store: Store, end: float) -> None:
-        """Delete what closed coordinators have left; all ranks have come from these to this one."""
+        """Delete the keys of closed coordinators, which no rank uses any more."""
         while _ENDED:
             nonce, rounds = _ENDED.pop()
             former = _prefixed(nonce, store)
             for tag, one in dict(rounds).items():
-                if time.monotonic() > end:  # the meeting has succeeded, and must not fail by this
+                if time.monotonic() > end:  # the meeting succeeded; cleanup must not fail it
                     return
                 _delete_round(former, tag, one, self.world_size)
 
@@ -412,7 +412,7 @@ def _prefixed(prefix: str, store: TorchStore | Store) -> Store:
 
 
 def _take_posts(store: Store, tag: str, world_size: int) -> dict[int, bytes | Failure]:
-    """Read and delete the posts of a round that have come, by rank."""
+    """Read and delete the posts of a round that have arrived; return them by rank."""
     names = {_post_name(rank, tag): rank for rank in range(world_size)}
     found = take_present(store, [*names])
     return {names[name]: said for name, said in found.items()}

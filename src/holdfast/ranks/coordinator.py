@@ -201,9 +201,10 @@ class Coordinator(ABC):
         )
 
     def close(self) -> None:  # noqa: B027 - most have nothing to do
-        """Say that this rank begins no round any more; does not wait.
+        """Note that this rank begins no more rounds, so that its messages can be deleted.
 
-        Other ranks still hear what this one has said, until all make another coordinator.
+        Does not wait. Other ranks can still hear what this one has said, until all ranks have met
+        to make another coordinator.
         """
 
     def use(self, verb: str, tag: str) -> None:

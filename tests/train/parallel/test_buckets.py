@@ -1,4 +1,4 @@
-"""Buckets of DDP whose order is settled before the first step."""
+"""Fixing the order of DDP's buckets before the first step, for exact resumes."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_first_backward_pass_sums_as_a_third(options: dict[str, Any]) -> None:
     assert found == [(True, 19)] * NUM_RANKS
 
 
-def test_without_settled_buckets_it_does_not() -> None:
+def test_a_first_backward_pass_sums_otherwise_if_buckets_are_not_settled() -> None:
     assert not any(equal for equal, _ in run_ranks(NUM_RANKS, partial(started_late, False, {})))
 
 
@@ -98,8 +98,8 @@ def settled(rank: int) -> dict[str, Any]:
     }
 
 
-def test_nothing_else_is_changed_by_it() -> None:
-    """The leader's buffers go on to be copied, but those that DDP is told to ignore."""
+def test_settling_buckets_changes_nothing_else() -> None:
+    """Buffers are still copied from the leader, except those that DDP is told to ignore."""
     for rank, found in enumerate(run_ranks(NUM_RANKS, settled)):
         assert found == {
             "model": True,
@@ -123,5 +123,5 @@ def failed(rank: int) -> bool:
     return wrapped.module is model
 
 
-def test_a_model_is_put_back_where_a_hook_of_it_fails() -> None:
+def test_the_model_is_put_back_if_one_of_its_hooks_fails() -> None:
     assert run_ranks(2, failed) == [True] * 2

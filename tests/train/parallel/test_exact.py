@@ -116,7 +116,7 @@ QUICK = ("default", "windows")
 
 
 def is_exact(root: Path, options: dict[str, Any], rank: int) -> bool:
-    """Whether a run with a resume, for which the model is wrapped anew, ends as one without."""
+    """Whether a run with a resume, which wraps the model anew, ends as one without."""
     once = trained(root / "once", "6step", options)
     trained(root / "twice", "3step", options)
     twice = trained(root / "twice", "6step", options)

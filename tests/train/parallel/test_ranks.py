@@ -160,7 +160,7 @@ STRATEGIES = {
 
 
 QUICK = ("ddp", "fsdp2 of windows", "mixed")
-"""Those that `make test` runs; two of them are FSDP2, with more than the plain one."""
+"""Those that `make test` runs. Two use FSDP2 with more options, in the place of plain FSDP2."""
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_ranks_save_and_load_the_best_checkpoint_together(strategy: str, tmp_pat
 
 
 def go_on_unread(root: Path, lives: list[str], rank: int) -> str:
-    """Fit, the last time where the leader cannot read what earlier checkpoints have measured."""
+    """Fit several times, the last time while the leader cannot read earlier metrics."""
 
     def fail(*_: Any) -> Any:
         raise StoreError("a manifest cannot be read")
@@ -230,7 +230,7 @@ def go_on_unread(root: Path, lives: list[str], rank: int) -> str:
         pytest.param(["3step"], "finding the best checkpoint", marks=pytest.mark.full),
     ],
 )
-def test_a_leader_that_cannot_read_earlier_metrics_says_so_to_all(
+def test_a_leader_that_cannot_read_earlier_metrics_fails_all_ranks(
     lives: list[str], what: str, tmp_path: Path
 ) -> None:
     """Else the others would wait for it until the timeout of the group."""

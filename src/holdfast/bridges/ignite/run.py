@@ -35,7 +35,7 @@ from holdfast.state.components import TRAINER
 from holdfast.store.base import Store
 
 _BEFORE = (Events.STARTED, Events.EPOCH_STARTED)
-"""Events before the first iteration of a life."""
+"""Events that may come before the first iteration of this process."""
 
 
 class HoldfastRun:
@@ -295,7 +295,7 @@ class HoldfastRun:
     def _validated(self, _: Engine) -> None:
         assert self._validations is not None
         if self.engine.last_event_name in _BEFORE and not self._has_trained:
-            return  # what was resumed, or nothing yet: no step of this life has been validated
+            return  # validates what was resumed, or an untrained model: not a step of this process
         is_saved = self._measured.is_between and not self.engine.state.iteration % self._accumulate
         self._validations.ended(self._step if is_saved else None, self._measured.now())
 
@@ -341,7 +341,7 @@ def _length(data: Any) -> int:
 
 
 def _leaders(value: Any) -> Any:
-    """Return what the first rank has given, on all ranks."""
+    """Return the first rank's value on all ranks."""
     if idist.get_world_size() == 1:
         return value
     return json.loads(str(idist.broadcast(json.dumps(value), src=0)))

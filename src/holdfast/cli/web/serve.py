@@ -21,7 +21,7 @@ from holdfast.errors import TransientStoreError, UsageError
 
 DEFAULT_PORT = 8770
 _MAX_OPENING = 16
-"""Roots that are opened at one time."""
+"""Most roots that are opened at the same time."""
 _HOST = re.compile(r"[A-Za-z0-9._-]+", re.ASCII)
 _OWN_PATHS = frozenset({"r", "jobs", "static"})
 """First parts of the page's paths. With one as the prefix it could not be told whether a proxy has
@@ -68,8 +68,8 @@ def serve(
 
     Raises:
         UsageError: the packages of the page are missing, or the port is taken.
-        NoCheckpoint: a root is none.
-        StoreError: a root cannot be read for good, or none can be reached.
+        NoCheckpoint: a root does not exist.
+        StoreError: a root cannot be read, or none can be reached at present.
     """
     prefix = path_prefix.rstrip("/")
     if not _PREFIX.fullmatch(prefix) or ".." in prefix:
@@ -119,14 +119,14 @@ def serve(
 
 
 def _unreachable(roots: Sequence[str]) -> Mapping[str, str]:
-    """Open all roots at one time; return why some cannot be reached at present.
+    """Return the roots that cannot be reached at present, each with its error.
 
-    The page shows these as soon as they can be. Any other error is one of the command line, such as
-    a mistyped path; and where nothing can be reached, there is nothing to show.
+    Opens all of them at once. The page tries these again; any other error, such as that of a
+    mistyped path, ends the command, and so does a start at which no root can be reached.
 
     Raises:
-        NoCheckpoint: a root is none.
-        StoreError: a root cannot be read for good, or none can be reached.
+        NoCheckpoint: a root does not exist.
+        StoreError: a root cannot be read, or none can be reached at present.
     """
     openers = Workers(min(len(roots), _MAX_OPENING), "holdfast-open")
     opening = {openers.submit(partial(copy_context().run, open_root, root)): root for root in roots}

@@ -1,8 +1,8 @@
-"""Order of the buckets in which DDP exchanges gradients, settled before the first step.
+"""Fix the order of DDP's buckets of gradients before the first step, so that a resume is exact.
 
 After its first backward pass torch orders the buckets anew, once, as the gradients arrived in it.
 A sum over three ranks or more then has another order, and so other last digits. A run that resumes
-has its first backward pass once more, so these would not be the bits of an undisturbed run.
+has a first backward pass again, so it would not end with the bits of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def settle_buckets(wrapped: DistributedDataParallel) -> None:
-    """Have DDP order its buckets by the model's parameters, from the last to the first.
+    """Make DDP order its buckets now: from the model's last parameter to the first.
 
-    Its first backward pass is one of zeros, which does not run the model. All ranks make it
-    together. Hooks of parameters get these gradients, too.
+    Runs DDP's first backward pass with gradients of zeros, and without the model. All ranks call
+    it together. Hooks of parameters get the zeros, too.
     """
     model = wrapped.module
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     wrapped.module = _Zero(model)
     try:
         with torch.enable_grad():
-            # An input, as DDP moves it: without any it fails on a GPU.
+            # With an input, because DDP on a GPU moves its inputs and fails if there are none.
             wrapped(torch.zeros((), device=weights[0].device)).backward()
     finally:
         wrapped.module = model
@@ -43,11 +43,11 @@ class _Zero(nn.Module):
         self._model = model
 
     def named_buffers(self, *args: Any, **options: Any) -> Iterator[tuple[str, Tensor]]:
-        """Return those of the model: DDP goes on with the buffers that it finds in a call."""
+        """Return the model's: DDP looks up in each call which buffers it copies from rank 0."""
         return self._model.named_buffers(*args, **options)
 
     def forward(self, total: Tensor) -> Tensor:
-        """Add a zero of each parameter; a backward pass comes to the last one first."""
+        """Add a zero made of each parameter; a backward pass reaches the last parameter first."""
         sparse = {id(weight) for weight in _sparse_weights(self._model)}
         for weight in self._model.parameters():
             if weight.requires_grad:

@@ -62,13 +62,13 @@ class Group:
         return found
 
     def from_leader(self, what: str, work: Callable[[], T]) -> T:
-        """Return the result of work that only the leader does, on all ranks.
+        """Run `work` on the leader alone, and return its result on all ranks.
 
-        `what` names the work in errors.
+        All ranks call it. `what` names the work in errors.
 
         Raises:
-            Exception: the work raised, on the leader.
-            RanksFailed: the same, on the other ranks, which would else wait for the leader.
+            Exception: on the leader, whatever the work raised.
+            RanksFailed: on the other ranks, if the work raised; else they would wait for it.
         """
         found: T | None = None
         error: Exception | None = None

@@ -19,7 +19,7 @@ Dtype = Literal["fp32", "bf16", "fp16"]
 class DDP:
     """Strategy: each rank holds the whole model, and gradients are averaged.
 
-    By torch's `DistributedDataParallel`, whose arguments of the same names these are.
+    By torch's `DistributedDataParallel`. All but `rebuild_buckets` are its arguments.
     """
 
     find_unused_parameters: bool = False
@@ -27,10 +27,10 @@ class DDP:
     bucket_cap_mb: float | None = None
     """Size of the buckets of gradients, in MiB; None: torch's default."""
     rebuild_buckets: bool = False
-    """Whether torch orders the buckets anew after the first backward pass, as gradients arrived in
-    it. On three ranks or more a resume then differs from an undisturbed run in the last digits,
-    and a warning says so; False keeps the order of the parameters there. On two ranks torch always
-    does it, as a sum of two has one order only, and with `find_unused_parameters` never."""
+    """Whether torch may reorder the buckets after the first step, as gradients arrived in it. On
+    three ranks or more a resume is then not exact in the last digits, and logs a warning. False:
+    the order is that of the parameters from the first step on. Of no effect on two ranks, where a
+    sum has one order only, and with `find_unused_parameters`, where torch never reorders."""
 
 
 @checked(but=("mesh",))

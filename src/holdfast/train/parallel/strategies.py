@@ -55,7 +55,7 @@ class Parallel:
         return nullcontext()
 
     def check_gradients(self) -> None:
-        """Check after each backward pass that all gradients that it should exchange are there."""
+        """Check after a backward pass that no gradient that it should exchange is missing."""
 
     def reshard(self, model: nn.Module) -> None:
         """Free parameters that were gathered by forward passes without a backward pass."""
@@ -104,17 +104,17 @@ class Replicated(Parallel):
 
     @property
     def _is_inexact(self) -> bool:
-        """Whether sums have another order once torch has rebuilt its buckets."""
+        """Whether sums change in the last digits when torch rebuilds its buckets."""
         rebuilds = not self._strategy.find_unused_parameters
         return rebuilds and self.group.world_size >= _NUM_INEXACT
 
     def resumed(self) -> None:
         if self._is_inexact and self._strategy.rebuild_buckets and self.group.is_leader:
             logger.warning(
-                "DDP(rebuild_buckets=True): torch sums gradients in another order in the first "
-                "step after a start, so on %d ranks the last digits may differ from those of an "
-                "undisturbed run; rebuild_buckets=False, from a run's beginning on, makes a resume "
-                "exact",
+                "DDP(rebuild_buckets=True): the resume is not exact. In the first step after a "
+                "start torch sums gradients in another order, so on %d ranks the last digits may "
+                "differ from those of an undisturbed run. For exact resumes, give "
+                "rebuild_buckets=False from the beginning of a run on",
                 self.group.world_size,
             )
 
@@ -126,20 +126,24 @@ class Replicated(Parallel):
         return self._first_batch(is_last=is_last)
 
     def check_gradients(self) -> None:
-        """Name parameters without a gradient; torch finds them after the update, if at all.
+        """Refuse a step that leaves parameters without a gradient, for which DDP still waits.
+
+        torch notices it in the next step, after an update with gradients that were not averaged.
+        A parameter that only earlier batches of the step use has a gradient, and is not found.
 
         Raises:
-            UsageError: gradients have not been averaged, as DDP waits for all of them.
+            UsageError: a parameter has no gradient.
         """
         if self._strategy.find_unused_parameters or not (self._is_last and self._is_called):
             return
         without = [name for name, weight in self._exchanged if weight.grad is None]
         if without:
             raise UsageError(
-                f"DDP on rank {self.group.rank}: the loss does not depend on parameters of the "
-                f"model, so the gradients of this step cannot be averaged:\n{listing(without)}\n"
-                "Leave them out (`requires_grad_(False)`, before the Trainer is made), or give "
-                "strategy=DDP(find_unused_parameters=True) if only some batches use them"
+                f"DDP on rank {self.group.rank}: the loss does not depend on these parameters of "
+                "the model, so the gradients of this step cannot be averaged over the ranks:\n"
+                f"{listing(without)}\nIf only some batches use them, give "
+                "strategy=DDP(find_unused_parameters=True). If none does, freeze them "
+                "(`requires_grad_(False)`) before the Trainer is made"
             )
 
     @contextlib.contextmanager
