@@ -319,7 +319,9 @@ def test_no_command_minds_a_reader_that_goes_away(
     assert capfd.readouterr().err == ""
 
 
-@pytest.mark.parametrize("words", ["ls ROOT", "ls ROOT --json", "ls nowhere --json"])
+@pytest.mark.parametrize(
+    "words", ["ls ROOT", "ls ROOT --json", "ls nowhere --json", "ls --help", "--version"]
+)
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux has a disk that is always full")
 def test_an_answer_that_cannot_be_written_is_an_error_of_one_line(root: Path, words: str) -> None:
     """`holdfast ls … > report` on a full disk."""

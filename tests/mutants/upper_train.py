@@ -254,6 +254,22 @@ MUTANTS: tuple[Mutant, ...] = (
         near=("tests/train/parallel/test_exact.py",),
     ),
     Mutant(
+        name="a-gradient-of-an-earlier-batch-hides-a-missing-one",
+        promise="I7: no update is made with gradients that were not averaged",
+        file="train/parallel/strategies.py",
+        before=" or (weight.grad is gradient and weight.grad._version == version)",
+        after="",
+        near=("tests/train/parallel/test_exact.py",),
+    ),
+    Mutant(
+        name="hooks-of-parameters-see-zeros",
+        promise="I7: to make a Trainer changes no weights, whatever hooks they have",
+        file="train/parallel/buckets.py",
+        before="        hooks.clear()\n",
+        after="        pass\n",
+        near=("tests/train/parallel/test_buckets.py",),
+    ),
+    Mutant(
         name="metrics-are-those-of-one-rank",
         promise="R38: metrics are means over ranks",
         file="train/window/metrics.py",

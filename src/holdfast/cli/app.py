@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ import click
 from holdfast.cli import options
 from holdfast.cli.child import limited
 from holdfast.cli.options import Commands, Parameter, taking
-from holdfast.cli.output import Answer, Code, discard_output, give, give_error
+from holdfast.cli.output import Answer, Code, discard_output, give, give_error, unwritten
 from holdfast.cli.target import NAMED, PATIENCE, KeySources
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.version import __version__
@@ -42,6 +43,10 @@ def _run() -> int:
         # click exits by itself, with an error, only if the reader of its help went away (and
         # after a completion, with 0).
         raise BrokenPipeError from end
+    except OSError as error:
+        if error.errno != errno.ENOSPC or error.filename is not None:
+            raise
+        return unwritten(error)  # help, which click writes
     except click.Abort as abort:
         if isinstance(abort.__cause__, EOFError):
             raise  # a fault of ours; at a question click aborts without a cause, also at Ctrl-D

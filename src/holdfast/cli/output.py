@@ -88,9 +88,14 @@ def _output_expected() -> Iterator[None]:
     except BrokenPipeError:
         raise
     except OSError as error:
-        say(f"the answer could not be written: {error.strerror or error}")
-        discard_output()
-        raise click.exceptions.Exit(Code.FOUND) from error
+        raise click.exceptions.Exit(unwritten(error)) from error
+
+
+def unwritten(error: OSError) -> Code:
+    """Say that the output could not be written; return the exit code."""
+    say(f"the answer could not be written: {error.strerror or error}")
+    discard_output()
+    return Code.FOUND
 
 
 def discard_output() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import signal
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -18,6 +19,7 @@ from typing import Any, TypeVar
 
 from typing_extensions import Self
 
+from holdfast.engine.claims.owner import left_s
 from holdfast.engine.workers import num_cores
 from holdfast.errors import DeadlineExceeded, OutOfMemory
 from holdfast.interop.reading import READ_TIMEOUT_S
@@ -27,24 +29,24 @@ T = TypeVar("T")
 
 _MAX_FORKS = 3
 """Most forks: each takes about 120 MB of memory, however many tensors there are."""
-_END_S = 10.0
-"""Longest wait for a fork to close what it has open, before it is killed."""
+_END_S = 5.0
+"""Longest wait for forks to close what they have open, before they are killed."""
 
 
 class Forks:
     """Forked processes, each of which runs one call of a function. Use it in a `with`."""
 
     def __init__(self) -> None:
-        """Make one for each core, at most three; none on one core, or if a fork is not safe."""
-        self.num_threads = 1
-        """Threads that each fork may use to compute: its part of the cores."""
+        """Make one for each core, at most three; none on one core, or if a fork is not safe.
+
+        Fewer, if the system starts no more processes.
+        """
         self._processes: list[BaseProcess] = []
         self._connections: list[Connection] = []
         if IS_LINUX and threading.active_count() == 1 and num_cores() > 1:
-            num = min(num_cores(), _MAX_FORKS)
-            self.num_threads = num_cores() // num
-            for _ in range(num):
-                self._add()
+            with suppress(OSError):
+                for _ in range(min(num_cores(), _MAX_FORKS)):
+                    self._add()
 
     def __enter__(self) -> Self:
         return self
@@ -53,25 +55,31 @@ class Forks:
         """End the processes; one that does not close what it has open in time is killed."""
         for connection in self._connections:
             connection.close()
+        end = time.monotonic() + _END_S
         for process in self._processes:
-            process.join(_END_S)
+            process.join(left_s(end))
             process.kill()
             process.join()
 
     def __len__(self) -> int:
         return len(self._processes)
 
+    @property
+    def num_threads(self) -> int:
+        """Threads that each fork may use to compute: its part of the cores."""
+        return max(num_cores() // max(len(self), 1), 1)
+
     def _add(self) -> None:
         context = multiprocessing.get_context("fork")
         ours, theirs = context.Pipe()
-        self._connections.append(ours)
-        process = context.Process(target=_serve, args=(theirs, self._connections), daemon=True)
-        with warnings.catch_warnings():
+        others = [*self._connections, ours]
+        process = context.Process(target=_serve, args=(theirs, others), daemon=True)
+        with theirs, warnings.catch_warnings():
             # Python 3.12 counts the threads of NumPy's OpenBLAS, which may be forked.
             warnings.simplefilter("ignore", DeprecationWarning)
             process.start()
         self._processes.append(process)
-        theirs.close()
+        self._connections.append(ours)
 
     def run(
         self, function: Callable[..., Iterable[T]], tasks: Sequence[tuple[Any, ...]]

@@ -114,14 +114,39 @@ def failed(rank: int) -> bool:
     model = nn.Linear(2, 2)
     wrapped = DistributedDataParallel(model)
 
-    def refuse(gradient: Tensor) -> None:
+    def refuse(*_: object) -> None:
         raise ValueError("a hook of the user")
 
-    model.weight.register_hook(refuse)
+    node = model.weight.view_as(model.weight).grad_fn.next_functions[0][0]
+    node.register_hook(refuse)
     with pytest.raises(ValueError, match="a hook of the user"):
         settle_buckets(wrapped)
     return wrapped.module is model
 
 
-def test_the_model_is_put_back_if_one_of_its_hooks_fails() -> None:
+def test_a_model_is_put_back_where_the_pass_fails() -> None:
     assert run_ranks(2, failed) == [True] * 2
+
+
+def hooked(rank: int) -> tuple[list[str], list[str], list[str]]:
+    model = nn.Linear(2, 2)
+    told: list[str] = []
+    handles = [
+        model.weight.register_hook(lambda gradient: told.append("gradient")),
+        model.bias.register_post_accumulate_grad_hook(lambda weight: told.append("after")),
+    ]
+    wrapped = DistributedDataParallel(model)
+    settle_buckets(wrapped)
+    settled = [*told]
+    wrapped(torch.ones(2)).sum().backward()
+    trained = sorted(told)
+    for handle in handles:
+        handle.remove()
+    wrapped(torch.ones(2)).sum().backward()
+    return settled, trained, sorted(told)
+
+
+def test_hooks_of_parameters_are_called_by_the_training_alone() -> None:
+    """One may be the step of an optimizer."""
+    trained = ["after", "gradient"]
+    assert run_ranks(2, hooked) == [([], trained, trained)] * 2

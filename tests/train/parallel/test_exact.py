@@ -66,8 +66,30 @@ class Pruned(Crossed):
         self.unused = nn.Linear(2, 2)
 
 
+class Alternating(Crossed):
+    """Has a layer that every second call uses, from the first on."""
+
+    num_calls = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Linear(6, 6)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.num_calls += 1
+        return super().forward(self.unused(inputs) if self.num_calls % 2 else inputs)
+
+
 def loss(model: nn.Module, batch: list[Tensor]) -> Tensor:
     return cross_entropy(model(batch[0]), batch[1])
+
+
+def _adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def _adam_of_first(model: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.first.parameters(), lr=0.01)
 
 
 def make(root: Path, options: dict[str, Any]) -> Trainer:
@@ -75,7 +97,7 @@ def make(root: Path, options: dict[str, Any]) -> Trainer:
     data = TensorDataset(torch.randn(96, 6, generator=own), torch.randint(5, (96,), generator=own))
     return Trainer(
         options.pop("model", Crossed),
-        optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=0.01),
+        optimizer=options.pop("optimizer", _adam),
         data=Loader(data, batch_size=4),
         loss=loss,
         clip=1.0,
@@ -161,16 +183,29 @@ def test_a_resume_that_is_not_exact_says_so(
     assert ("rebuild_buckets=False" in caplog.text) is is_told
 
 
-def refused(root: Path, rank: int) -> tuple[str, int]:
-    trainer = make(root, {"model": Pruned})
+def refused(root: Path, options: dict[str, Any], rank: int) -> tuple[str, list[int]]:
+    trainer = make(root, dict(options))
     with pytest.raises(UsageError) as raised:
         trainer.fit("3step")
-    return str(raised.value), len(CheckpointManager(root, {"model": Pruned()}, ranks=None).list())
+    saved = CheckpointManager(root, {"model": trainer.model}, ranks=None).list()
+    return str(raised.value), [checkpoint.step for checkpoint in saved]
 
 
-def test_parameters_without_a_gradient_are_named_before_the_first_update(tmp_path: Path) -> None:
-    for text, num_saved in run_ranks(2, partial(refused, tmp_path)):
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [
+        ({"model": Pruned}, []),
+        ({"model": Alternating, "accumulate": 2}, []),
+        ({"model": Alternating, "micro_batch": 2}, []),
+        ({"model": Alternating, "optimizer": _adam_of_first}, [1]),
+    ],
+    ids=["any", "of the last batch", "of the last micro-batch", "but that of an earlier step"],
+)
+def test_parameters_without_a_gradient_are_named_before_the_update(
+    options: dict[str, Any], steps: list[int], tmp_path: Path
+) -> None:
+    for text, saved in run_ranks(2, partial(refused, tmp_path, options)):
         assert "unused.weight\n" in text
         assert "unused.bias" in text
         assert "find_unused_parameters=True" in text
-        assert num_saved == 0
+        assert saved == steps

@@ -7,7 +7,8 @@ has a first backward pass again, so it would not end with the bits of an undistu
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,19 +21,38 @@ def settle_buckets(wrapped: DistributedDataParallel) -> None:
     """Make DDP order its buckets now: from the model's last parameter to the first.
 
     Runs DDP's first backward pass with gradients of zeros, and without the model. All ranks call
-    it together. Hooks of parameters get the zeros, too.
+    it together. Hooks of parameters do not get the zeros.
     """
     model = wrapped.module
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     wrapped.module = _Zero(model)
     try:
-        with torch.enable_grad():
+        with _without_hooks(weights), torch.enable_grad():
             # With an input, because DDP on a GPU moves its inputs and fails if there are none.
             wrapped(torch.zeros((), device=weights[0].device)).backward()
     finally:
         wrapped.module = model
     for weight in weights:
         weight.grad = None
+
+
+@contextmanager
+def _without_hooks(weights: Iterable[Tensor]) -> Iterator[None]:
+    """Call no hooks of parameters until the `with` ends: one may be the step of an optimizer.
+
+    Their dicts are emptied and filled again, for torch and the handles of the hooks refer to them.
+    """
+    registered: list[Any] = []
+    for weight in weights:
+        registered += [weight._backward_hooks, weight._post_accumulate_grad_hooks]
+    kept = [(hooks, dict(hooks)) for hooks in registered if hooks]
+    for hooks, _ in kept:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, members in kept:
+            hooks.update(members)
 
 
 class _Zero(nn.Module):

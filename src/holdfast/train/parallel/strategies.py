@@ -77,6 +77,8 @@ class Replicated(Parallel):
         self._device = device
         self._wrapped: DistributedDataParallel | None = None
         self._exchanged: list[tuple[str, nn.Parameter]] = []
+        self._before: list[tuple[Tensor | None, int]] = []
+        """Their gradients before the last batch of a step."""
         self._is_last = True
 
     def wrap(self, model: nn.Module) -> nn.Module:
@@ -121,6 +123,7 @@ class Replicated(Parallel):
     def batch(self, *, is_last: bool) -> AbstractContextManager[None]:
         assert self._wrapped is not None, "the model is wrapped before it is trained"
         self._is_last = is_last
+        self._before = [_gradient(weight) for _, weight in self._exchanged] if is_last else []
         if self._is_called:
             return nullcontext() if is_last else self._wrapped.no_sync()
         return self._first_batch(is_last=is_last)
@@ -129,14 +132,20 @@ class Replicated(Parallel):
         """Refuse a step that leaves parameters without a gradient, for which DDP still waits.
 
         torch notices it in the next step, after an update with gradients that were not averaged.
-        A parameter that only earlier batches of the step use has a gradient, and is not found.
 
         Raises:
-            UsageError: a parameter has no gradient.
+            UsageError: a parameter has no gradient, or only that of an earlier batch or step.
         """
         if self._strategy.find_unused_parameters or not (self._is_last and self._is_called):
             return
-        without = [name for name, weight in self._exchanged if weight.grad is None]
+        without = [
+            name
+            for (name, weight), (gradient, version) in zip(
+                self._exchanged, self._before, strict=True
+            )
+            if weight.grad is None or (weight.grad is gradient and weight.grad._version == version)
+        ]
+        self._before = []
         if without:
             raise UsageError(
                 f"DDP on rank {self.group.rank}: the loss does not depend on these parameters of "
@@ -161,6 +170,11 @@ class Replicated(Parallel):
 
     def _called(self, module: nn.Module, arguments: Any) -> None:
         self._is_called = True
+
+
+def _gradient(weight: Tensor) -> tuple[Tensor | None, int]:
+    """Return the gradient of a parameter, and how often it was changed in place."""
+    return weight.grad, 0 if weight.grad is None else weight.grad._version
 
 
 class Sharded(Parallel):
