@@ -12,9 +12,11 @@ import msgspec
 from holdfast.cli.output import Answer, TextTable, number, progress_bar
 from holdfast.cli.shading import Shades, bars, expect_drawable, write_shades
 from holdfast.cli.sources import chosen, open_named, split_name
+from holdfast.cli.target import named_file_key, named_keys
 from holdfast.errors import UsageError
 from holdfast.interop.comparing.statistics import TensorStats, stats_of
 from holdfast.interop.forks import Forks
+from holdfast.interop.opening import open_source
 from holdfast.interop.source import Source
 
 _MAX_BARS = 24
@@ -132,7 +134,7 @@ def _cuts(sizes: Sequence[int], num: int) -> Iterator[tuple[int, int]]:
 
 
 def _stats_of_share(url: str, wanted: Sequence[_Tensor], num_threads: int) -> Iterator[TensorStats]:
-    with open_named(url) as source:
+    with open_source(url, encrypt=named_keys(), key=named_file_key()) as source:
         yield from stats_of(source, wanted, num_threads=num_threads)
 
 
