@@ -101,7 +101,9 @@ class Forks:
         while numbers:
             ready = wait(numbers, READ_TIMEOUT_S)
             if not ready:
-                raise DeadlineExceeded(f"nothing was read within {READ_TIMEOUT_S:.0f} s")
+                raise DeadlineExceeded(
+                    f"nothing was read within {READ_TIMEOUT_S:.0f} s; the storage hangs"
+                )
             for connection in ready:
                 number = numbers[connection]
                 item, error, is_last = self._received(number)
