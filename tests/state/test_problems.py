@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from holdfast.errors import MismatchError, UsageError
-from holdfast.state.selection import Problems
-from state.roundtrip import digest, image
+from holdfast.state.prefixes import proposal
+from state.roundtrip import assert_same_tensors, digest, image
 
 
 def layers(*names: str) -> nn.Module:
@@ -117,17 +117,59 @@ def test_a_component_of_another_kind_is_refused() -> None:
         saved.prepare({"x": layers("a")}, strict=False)
 
 
-@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "model."])
+def within(parts: list[str], model: nn.Module) -> nn.Module:
+    for part in reversed(parts):
+        model = nn.ModuleDict({part: model})
+    return model
+
+
+def assert_same_weights(one: nn.Module, other: nn.Module) -> None:
+    assert_same_tensors(*(dict(enumerate(model.parameters())) for model in (one, other)))
+
+
+@pytest.mark.parametrize("prefix", ["module.", "model.", "_forward_module.module."])
 def test_paths_that_differ_by_a_prefix_come_with_the_rename(prefix: str) -> None:
-    """Line 16 of the review: the line to write is said, both ways."""
-    plain = ["model.fc.weight", "model.fc.bias", "optimizer.fc.weight"]
-    longer = [path.replace(".", f".{prefix}", 1) for path in plain]
+    plain, longer = layers("fc"), within(prefix.split(".")[:-1], layers("fc"))
+    rules = {
+        f'name.removeprefix("{prefix}")': (longer, plain),
+        f'"{prefix}" + name': (plain, longer),
+    }
+    for rule, models in rules.items():
+        saved, live = (
+            {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+            for model in models
+        )
+        with pytest.raises(MismatchError) as caught:
+            image(saved).prepare(live)
+        assert f"rename=lambda name: {rule}" in str(caught.value)
+        image(saved).load(live, rename=eval(f"lambda name: {rule}"))
+        assert_same_weights(*models)
+
+
+def test_prefixes_that_live_names_never_have_come_with_the_rename() -> None:
+    """Of a file of another program: live names are without the parts of torch.compile."""
+    for prefix in ("_orig_mod.", "_orig_mod.module.", "module._orig_mod."):
+        found = proposal([([f"{prefix}fc.weight"], ["fc.weight"])])
+        assert found is not None
+        assert f'rename=lambda name: name.removeprefix("{prefix}")' in found
+
+
+def test_a_wrapper_inside_of_the_names_comes_with_the_rename() -> None:
+    saved = nn.ModuleDict(
+        {"enc": nn.ModuleDict({"module": layers("submodule")}), "head": layers("a")}
+    )
+    live = nn.ModuleDict({"enc": layers("submodule"), "head": layers("a")})
+    with pytest.raises(MismatchError, match="rename=lambda name: ") as caught:
+        image({"model": saved}).prepare({"model": live})
+    rule = str(caught.value).partition("rename=")[2].splitlines()[0]
+    image({"model": saved}).load({"model": live}, rename=eval(rule))
+    assert_same_weights(saved, live)
+
+
+def test_no_rename_is_proposed_that_would_break_another_name() -> None:
+    """`module.fc` fits already, so that the prefix cannot go from every name."""
+    saved = nn.ModuleDict({"module": layers("fc", "head")})
+    live = nn.ModuleDict({"module": layers("fc"), "head": layers("head")["head"]})
     with pytest.raises(MismatchError) as caught:
-        Problems(missing=plain, unexpected=longer).raise_if_any("here")
-    assert f'rename=lambda name: name.removeprefix("{prefix}")' in str(caught.value)
-    with pytest.raises(MismatchError) as caught:
-        Problems(missing=longer, unexpected=plain).raise_if_any("here")
-    assert f'rename=lambda name: "{prefix}" + name' in str(caught.value)
-    with pytest.raises(MismatchError) as caught:
-        Problems(missing=plain[1:], unexpected=longer).raise_if_any("here")
+        image({"model": saved}).prepare({"model": live})
     assert "rename=" not in str(caught.value)

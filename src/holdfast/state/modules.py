@@ -293,6 +293,7 @@ class ModulePlan(LoadPlan):
         }
         wanted = {new: stored.value[old] for old, new in renamed.items() if new not in left}
         loaded = [name for name in live.entries if name not in left]
+        problems.names.append((wanted, loaded))
         problems.missing += [f"{component}.{name}" for name in loaded if name not in wanted]
         problems.unexpected += [
             f"{component}.{name}" for name in wanted if name not in live.entries

@@ -14,12 +14,11 @@ from holdfast.format.objects import join
 from holdfast.format.tensors import TensorSpec
 from holdfast.state.leaves import DTYPE_NAMES
 from holdfast.state.patterns import Entries
+from holdfast.state.prefixes import Sides, proposal
 
 _MAX_KEY_BITS = 2000
 NOT_LOADED = "in the checkpoint only, not loaded"
 """Note on a stored leaf that no live one matches."""
-_PREFIXES = ("module.", "_orig_mod.", "model.")
-"""Prefixes that wrappers of modules, such as torch.compile, add to the names in them."""
 
 
 def names_of_keys(keys: Iterable[Any]) -> dict[Any, str]:
@@ -135,6 +134,9 @@ class Problems:
     lost: list[str] = field(default_factory=list)
     """Notes on live values that the load removes, which are logged as warnings."""
 
+    names: list[Sides] = field(default_factory=list)
+    """Stored and live names of modules and optimizers, to which a `rename` applies."""
+
     def compare(
         self, path: str, spec: TensorSpec, live: Tensor, *, any_shape: bool = False
     ) -> None:
@@ -174,24 +176,12 @@ class Problems:
             )
 
     def _hint(self) -> str:
-        """List other problems, and suggest a `rename=` if the paths differ by one prefix only."""
+        """List other problems, and suggest a `rename=` if the paths differ by wrappers' parts."""
         others = ["and also:\n" + listing(self.other)] if self.other else []
-        extra = [*self.unexpected, *self.untaken]
-        for prefix in _PREFIXES:
-            for longer, shorter, rule in (
-                (extra, self.missing, f'name.removeprefix("{prefix}")'),
-                (self.missing, extra, f'"{prefix}" + name'),
-            ):
-                if longer and {_without(path, prefix) for path in longer} == {*shorter}:
-                    only = f"the paths differ by {prefix!r} alone; pass rename=lambda name: {rule}"
-                    return "\n".join([only, *others])
-        return "\n".join(others)
-
-
-def _without(path: str, prefix: str) -> str:
-    """Remove a prefix from the name in a leaf path, after the component."""
-    component, _, name = path.partition(".")
-    return f"{component}.{name.removeprefix(prefix)}"
+        found = None
+        if self.missing:
+            found = proposal(self.names, is_divided=bool(self.untaken))
+        return "\n".join([found, *others] if found else others)
 
 
 class Rename:
