@@ -1044,6 +1044,7 @@ class Trainer:
                     kind=kind,
                     weigh=plan.weigh or self._counts.samples or size_of,
                     waiting=lambda: self._way_back.waiting(),
+                    started=lambda: self._way_back.validation_started(),
                 )
                 for plan in plans
             ]

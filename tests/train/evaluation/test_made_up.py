@@ -47,6 +47,19 @@ class Signalled(Callback):
             signal.raise_signal(signal.SIGTERM)
 
 
+class Averages(Callback):
+    """Puts its average of the weights into the model while it validates, as torch-ema does."""
+
+    def validation_start(self, training: Training, name: str) -> None:
+        self.trained = [weight.detach().clone() for weight in training.model.parameters()]
+        for weight in training.model.parameters():
+            weight.data.mul_(0.5)
+
+    def validation_end(self, training: Training, name: str, metrics: Any) -> None:
+        for weight, trained in zip(training.model.parameters(), self.trained, strict=True):
+            weight.data.copy_(trained)
+
+
 class Counted(Callback):
     """Notes a number of its own, as the page on callbacks shows it."""
 
@@ -109,6 +122,14 @@ def test_the_resume_logs_what_the_step_would_have_logged(
     assert names >= {"loss", "val/loss", "grad_norm/total", "doubled"}
     assert any("lr" in line for line in of_validated)
     assert lines(tmp_path / "run") == expected
+    assert dict(leaf_digests(resumed.state)) == dict(leaf_digests(straight.state))
+
+
+def test_a_stop_waits_for_a_validation_with_other_weights_in_the_model(tmp_path: Path) -> None:
+    straight = trained(tmp_path / "straight", Averages())
+    with pytest.raises(SystemExit):
+        trained(tmp_path / "run", Averages(), Signalled())
+    resumed = trained(tmp_path / "run", Averages())
     assert dict(leaf_digests(resumed.state)) == dict(leaf_digests(straight.state))
 
 

@@ -177,6 +177,8 @@ class Validator:
     """First part of the names of metrics."""
     waiting: Callable[[], AbstractContextManager[Any]] = nullcontext
     """Context for operations that a stop may interrupt: a fetch, a forward pass."""
+    started: Callable[[], None] = lambda: None
+    """Called after the hooks of `validation_start`."""
     _loaders: dict[str, Restarting] = field(init=False)
     _scores: Scores = field(init=False)
 
@@ -214,7 +216,7 @@ class Validator:
     def _run_loaders(self, model: nn.Module) -> dict[str, float]:
         found: dict[str, float] = {}
         for name, loader in self._loaders.items():
-            self.update.callbacks.tell(Callback.validation_start, name)
+            self._start(name)
             metrics, pictures = self._metrics(loader, model)
             found |= self._report(name, metrics)
             for of, image in pictures.items():
@@ -224,12 +226,17 @@ class Validator:
 
     def _run_check(self, check: Downstream, model: nn.Module) -> dict[str, float]:
         name = self._name(check.name)
-        self.update.callbacks.tell(Callback.validation_start, name)
+        self._start(name)
         with self.waiting():
             found = check.run(model)
         mean = Mean()
         mean.add(self.update.numbers(found), 1.0)
         return self._report(name, mean_of_ranks(self.update.parallel.group, mean).result())
+
+    def _start(self, name: str) -> None:
+        """Call `validation_start` for a loader or a check."""
+        self.update.callbacks.tell(Callback.validation_start, name)
+        self.started()
 
     def _report(self, name: str, found: Mapping[str, Any]) -> dict[str, float]:
         """Call `validation_end` for a loader or a check; returns its metrics by full names."""

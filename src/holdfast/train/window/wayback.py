@@ -49,12 +49,15 @@ class WayBack:
         self._data = data
         self._can_interrupt = stop is not None and isinstance(data, Loader | Stream)
         self._has_hooks = callbacks.are_told("epoch_start", "before_data")
+        self._has_validation_hooks = stop is not None and callbacks.are_told("validation_start")
         self._small = small(state, "data")
         self._state = state
         self._modules = modules_of(state)
         self._boundary: Boundary | None = None
         self._weights: Weights | None = None
         self._is_validating = False
+        """Whether a validation is under way that a stop may interrupt."""
+        self._before_validation: Weights | None = None
         # One context for all waits, as it has no state of its own.
         self._interruptible: AbstractContextManager[None] = (
             _NO_INTERRUPTION if stop is None else stop.interruptible()
@@ -109,9 +112,12 @@ class WayBack:
             yield
             return
         kept = Boundary(components=self._small, modules=self._modules)
-        weights = Weights(self._state if self._is_exact else {})
+        is_marked = self._is_exact or self._has_validation_hooks
+        weights = self._before_validation = Weights(self._state if is_marked else {})
         self._is_validating = self._stop is not None
         try:
+            with self.waiting():
+                pass  # a stop that was requested before
             yield
         except Interrupted:
             kept.put_back()
@@ -120,7 +126,16 @@ class WayBack:
             self._after_error(kept, weights)
             raise
         finally:
-            self._is_validating = False
+            self._is_validating, self._before_validation = False, None
+
+    def validation_started(self) -> None:
+        """Let a stop wait for the validation if hooks have changed the weights for it.
+
+        Call it after the hooks. Only the hooks of the end restore the weights, such as those of an
+        average that is swapped in: before that, nothing can be saved.
+        """
+        if self._before_validation is not None:
+            self._is_validating = self._stop is not None and not self._before_validation.changed()
 
     def _after_error(self, kept: Boundary, weights: Weights) -> None:
         """Restore the state after an error, if it will be saved; the error is raised anyway."""
