@@ -56,10 +56,10 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="one-live-tensor-takes-two-values",
-        promise="I6: names that are one tensor here, and were two when saved, are refused",
-        file="state/modules.py",
-        before="            if key != value.key:\n",
-        after="            if not key:\n",
+        promise="I6: names that are one tensor here, and had two values when saved, are refused",
+        file="state/merge.py",
+        before="if known is not stored and not _same_bits(fetched(known), fetched(stored)):",
+        after="if known is not stored and not path:",
         near=("tests/state/test_modules.py",),
     ),
     Mutant(

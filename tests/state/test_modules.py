@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -123,8 +124,65 @@ def test_two_stored_values_are_never_put_into_one_tensor() -> None:
     saved = image({"model": Tied(1, is_tied=False)})
     before = digest(state)
     with pytest.raises(MismatchError, match="are one tensor here"):
-        saved.prepare(state)
+        saved.load(state)
     assert digest(state) == before
+
+
+def test_two_stored_tensors_with_the_same_bits_load_into_one() -> None:
+    """As they come from a format that does not say which tensors are tied."""
+    saved, live = Tied(1, is_tied=False), Tied(2)
+    saved.head.load_state_dict(saved.embed.state_dict())
+    image({"model": saved}).load({"model": live})
+    assert torch.equal(live.head.weight, saved.head.weight)
+    assert live.head.weight is live.embed.weight
+
+
+class Overlapping(nn.Module):
+    """A buffer that lies over the parameter, or is apart from it."""
+
+    def __init__(self, view: Callable[[Tensor], Tensor], seed: int, *, is_apart: bool) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.table = nn.Parameter(torch.randn(4, 3))
+        head = view(self.table.data)
+        self.register_buffer("head", head.clone() if is_apart else head)
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda weight: weight.t(),
+        lambda weight: weight[1:3],
+        lambda weight: weight.view(torch.int32),
+        lambda weight: weight[:, 1],
+    ],
+    ids=["transposed", "rows", "bits", "column"],
+)
+def test_live_views_take_stored_values_that_agree_and_no_others(
+    view: Callable[[Tensor], Tensor],
+) -> None:
+    saved, live = Overlapping(view, 1, is_apart=True), Overlapping(view, 2, is_apart=False)
+    image({"model": saved}).load({"model": live})
+    assert_same_tensors(saved.state_dict(), live.state_dict())
+    saved.head.zero_()
+    before = digest({"model": live})
+    with pytest.raises(MismatchError, match=r"model\.head.*share memory"):
+        image({"model": saved}).load({"model": live})
+    assert digest({"model": live}) == before
+
+
+def test_live_views_that_are_interleaved_take_different_values() -> None:
+    class Columns(nn.Module):
+        def __init__(self, value: float) -> None:
+            super().__init__()
+            both = torch.full((4, 2), value)
+            self.one = nn.Parameter(both[:, 0])
+            self.register_buffer("other", both[:, 1])
+
+    saved, live = Columns(1.0), Columns(2.0)
+    saved.other.fill_(7)
+    image({"model": saved}).load({"model": live})
+    assert_same_tensors(saved.state_dict(), live.state_dict())
 
 
 def test_non_persistent_buffers_are_named_as_not_saved() -> None:

@@ -92,6 +92,7 @@ class Prepared:
         claims = Claims(self._protected)
         for name, plan in self._unapplied().items():
             plan.prepare(tensors.get(name, {}), claims)
+        claims.expect_agreement()
         self.notes += claims.notes
         self._is_ready = True
 

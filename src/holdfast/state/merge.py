@@ -7,7 +7,7 @@ into, containers refilled, generators set. Two stored values are never put into 
 from __future__ import annotations
 
 from bisect import bisect, insort
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from operator import attrgetter
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from holdfast.errors import MismatchError
+from holdfast.errors import MismatchError, listing
 from holdfast.format.nodes import ArrayRef, EnumValue, GeneratorState, TensorRef
 from holdfast.format.objects import join
 from holdfast.format.tensors import TensorSpec
@@ -78,6 +78,8 @@ _OVERLAPS = "overlaps other live memory that is loaded, so it got memory of its 
 _OF_MODULE = "is the memory of a module here, so it got memory of its own"
 _MOVED = "saved on another device, copied to where the live tensor is"
 
+_ALIGNMENT = 16
+"""A multiple of the size of every element."""
 _MANY = 16
 _KEY, _SHAPE, _DTYPE, _CDATA = map(attrgetter, ("key", "shape", "dtype", "_cdata"))
 
@@ -92,7 +94,7 @@ class Claims:
     def __init__(self, protected: Iterable[Tensor] = ()) -> None:
         """Start an empty record; the memory of `protected` tensors cannot be claimed."""
         self._taken: set[Any] = set()
-        self._first: dict[Hashable, tuple[str, Stored]] = {}
+        self._of_modules: dict[int, list[tuple[str, Tensor, Stored]]] = {}
         self._states: dict[int, Any] = {}
         self._owners: dict[int, _Owner] = {}
         self._many: list[Iterable[tuple[int, _Owner]]] = []
@@ -181,18 +183,80 @@ class Claims:
         shared = (f"{shortened(names)}: {reason}" for reason, names in paths.items())
         return (*shared, *self._messages)
 
-    def agree(self, path: str, live: Tensor, stored: Stored) -> None:
-        """Check that all names of one live tensor, in all components, have the same stored bits.
+    def assign(self, path: str, live: Tensor, stored: Stored) -> None:
+        """Record the stored value of a module's tensor, for `expect_agreement`."""
+        storage = local_of(live).untyped_storage()._cdata
+        self._of_modules.setdefault(storage, []).append((path, live, stored))
+
+    def expect_agreement(self) -> None:
+        """Check that module tensors in the same memory, in all components, have the same bits.
 
         Raises:
-            MismatchError: two names bring different values.
+            MismatchError: two tensors bring different values for one element.
         """
-        first, known = self._first.setdefault(identity(live), (path, stored))
+        lost = [
+            text
+            for of_storage in self._of_modules.values()
+            if len(of_storage) > 1
+            for text in _contradictions(of_storage)
+        ]
+        if lost:
+            raise MismatchError("the checkpoint", hint=listing(lost))
+
+
+def _contradictions(of_storage: Sequence[tuple[str, Tensor, Stored]]) -> Iterator[str]:
+    """Yield a message for each group of overlapping tensors that cannot all get their values."""
+    distinct: dict[Hashable, tuple[str, Tensor, Stored]] = {}
+    for path, live, stored in of_storage:
+        first, _, known = distinct.setdefault(identity(live), (path, live, stored))
         if known is not stored and not _same_bits(fetched(known), fetched(stored)):
-            raise MismatchError(
-                "the checkpoint",
-                hint=f"{first} and {path} are one tensor here, and had two values when saved",
-            )
+            yield f"{first} and {path} are one tensor here, and had two values when saved"
+    in_place = (
+        (path, local_of(live), stored)
+        for path, live, stored in distinct.values()
+        if is_writable_in_place(live)
+    )
+    group: list[tuple[str, Tensor, Stored]] = []
+    stop = 0
+    for one in sorted(in_place, key=lambda one: span(one[1])):
+        start, end = span(one[1])
+        if group and start >= stop:
+            yield from _contradiction(group)
+            group = []
+        group.append(one)
+        stop = max(stop, end)
+    yield from _contradiction(group)
+
+
+def _contradiction(group: Sequence[tuple[str, Tensor, Stored]]) -> Iterator[str]:
+    """Yield a message if copying the values into memory as the live one loses some of them."""
+    if len(group) < 2:
+        return
+    spans = [span(live) for _, live, _ in group]
+    base = min(start for start, _ in spans) // _ALIGNMENT * _ALIGNMENT
+    memory = torch.zeros(max(stop for _, stop in spans) - base, dtype=torch.uint8)
+    copies = []
+    for _, live, stored in group:
+        offset = int(live.storage_offset()) - base // live.element_size()
+        view = torch.empty(0, dtype=live.dtype).set_(
+            memory.untyped_storage(), offset, live.shape, live.stride()
+        )
+        view = view.conj() if live.is_conj() else view
+        view = torch._neg_view(view) if live.is_neg() else view
+        copies.append((view, fetched(stored)))
+    for view, values in copies:
+        view.copy_(values)
+    lost = [
+        path
+        for (path, _, _), (view, values) in zip(group, copies, strict=True)
+        if not _same_bits(view.resolve_conj().resolve_neg(), values)
+    ]
+    if lost:
+        others = [path for path, _, _ in group if path not in lost]
+        yield (
+            f"{shortened([*lost, *others])} share memory here, and the values that were saved for "
+            "it differ"
+        )
 
 
 @dataclass(slots=True, kw_only=True)

@@ -300,7 +300,6 @@ class ModulePlan(LoadPlan):
         ]
         self._wanted = {name: wanted[name] for name in loaded if name in wanted}
         self._check_values(problems)
-        self._check_ties(problems)
 
     def _check_values(self, problems: Problems) -> None:
         self.destinations.look_in([*self._live.entries.values()])
@@ -327,20 +326,6 @@ class ModulePlan(LoadPlan):
             problems.compare(path, self._specs[value.key], live, any_shape=resizes)
             self.destinations.match(live, value, path, problems)
 
-    def _check_ties(self, problems: Problems) -> None:
-        """Record tied live tensors for which two different tensors were stored."""
-        taken: dict[Any, tuple[str, str]] = {}
-        for name, value in self._wanted.items():
-            live = self._live.leaves.get(name)
-            if live is None or not isinstance(value, TensorRef) or refusal(live) is not None:
-                continue
-            first, key = taken.setdefault(identity(live), (name, value.key))
-            if key != value.key:
-                problems.other.append(
-                    f"{self._component}.{first} and {name} are one tensor here, "
-                    "and were two when saved"
-                )
-
     def prepare(self, tensors: Mapping[str, Stored], claims: Claims) -> None:
         """Pair stored tensors with live leaves; nothing live changes."""
         placed = self.destinations.placed(tensors) if self._live.is_opaque else tensors
@@ -350,7 +335,7 @@ class ModulePlan(LoadPlan):
                 self._lifted[name] = lifting.lift_tree(value)
             else:
                 leaf, image = self._live.leaves[name], tensors[value.key]
-                claims.agree(f"{self._component}.{name}", leaf, image)
+                claims.assign(f"{self._component}.{name}", leaf, image)
                 live = local_of(leaf)
                 self._pairs.append((live, image))
 
