@@ -60,7 +60,14 @@ from holdfast.engine.staging.device import refuse_capture
 from holdfast.engine.staging.overlap import Mode, Overlap
 from holdfast.engine.tiers.catalog import catalog_of
 from holdfast.engine.tiers.tiered import Rules, Tiered
-from holdfast.errors import HoldfastError, ManagerUnusable, SaveSkipped, UsageError
+from holdfast.errors import (
+    DeadlineExceeded,
+    HoldfastError,
+    ManagerUnusable,
+    SaveSkipped,
+    UploadFailed,
+    UsageError,
+)
 from holdfast.events import Emitter, Sink, log_event
 from holdfast.format.manifest import Timestamp, Watched
 from holdfast.keys import Encryption
@@ -81,6 +88,8 @@ from holdfast.state.edits import Edit, edited
 from holdfast.state.patterns import listed
 from holdfast.store.base import Store
 
+_UPLOADS_END_S = 6.0
+"""Time that a stop's grace keeps for ending the uploads under way, and for releasing the run."""
 _NEVER_QUIET = (0, 0.0)  # (step, monotonic seconds) until which `maybe_save` is a no-op
 
 
@@ -256,7 +265,7 @@ class CheckpointManager(Marking):
             self._ranks,
             Requests(self.store, emit=self._emit),
             stop,
-            lambda limit_s: self._saver.finish_at_stop(limit_s),
+            self._finish_at_stop,
             timeout_s=checkpoints.save_timeout_s,
         )
         self._overlap = Overlap(
@@ -297,6 +306,8 @@ class CheckpointManager(Marking):
         self._warnings = ScriptWarnings(self.store.url, state, self._emit)
         self._stop = stop
         self._quiet = _NEVER_QUIET
+        self._upload_error: HoldfastError | None = None
+        """Error of uploads to raise once the save that met it has been begun."""
         exits.register(self)
 
     def __repr__(self) -> str:
@@ -353,6 +364,7 @@ class CheckpointManager(Marking):
         pending = self._save(now, due, metrics, tags=tags, is_awaited=wait)
         if wait and not isinstance(pending.failure(), SaveSkipped):
             pending.wait()
+        self._raise_upload_error()
         return pending
 
     @counted("maybe_save")
@@ -389,7 +401,6 @@ class CheckpointManager(Marking):
         pending = self._saver.pending
         is_alone = self._ranks.world_size == 1
         if is_alone:
-            self._uploads.raise_failure()
             if pending is not None and pending.failure() is not None:
                 self._schedule.failed()
             self._raise_failure()
@@ -414,7 +425,8 @@ class CheckpointManager(Marking):
                 )
                 self._outside.ask(by_leader, pending, is_owner=self.is_owner)
             if due is not None:
-                return self._save_as_asked(asked, now, due, metrics)
+                is_last = "end" in events or "signal" in events
+                pending = self._save_as_asked(asked, now, due, metrics, is_last=is_last)
         except BaseException as error:
             if is_alone or due is None:
                 self._schedule.not_begun()
@@ -422,12 +434,17 @@ class CheckpointManager(Marking):
                 self._count_as_begun(due, now)  # as the other ranks do, which save at this call
             self._outside.refuse(asked, error)
             raise
+        if due is not None:
+            self._raise_upload_error()
+            return pending
         if not is_alone:
             # Ranks learn of a failure at different steps, and the leader alone of that of an
             # upload. One that raised it in place of a save would count one save less than the
             # others.
             self._raise_failure()
-        elif pending is None or pending.done():
+            return None
+        self._uploads.raise_failure()
+        if pending is None or pending.done():
             self._quiet = (self._schedule.quiet_until(now), time.monotonic() + POLL_S)
         return None
 
@@ -440,8 +457,11 @@ class CheckpointManager(Marking):
         before_step, before_s = self._quiet
         return step < before_step and time.monotonic() < before_s and not self._outside.has_signal
 
-    def wait(self, timeout_s: float | None = None) -> None:
+    def wait(self, timeout_s: float | None = None, *, uploads: bool = True) -> None:
         """Block until all saves, uploads and housekeeping have ended; raise their errors.
+
+        `uploads=False`: uploads to a remote tier are not waited for, so a save in the local tier
+        counts as done; `close` waits for uploads within a limit of its own.
 
         Raises:
             SaveFailed: the background save failed.
@@ -454,8 +474,9 @@ class CheckpointManager(Marking):
         self._saver.settle(limit_s)
         exits.record_raised(self)
         self._saver.raise_failure()
-        self._uploads.settle(max(end - time.monotonic(), 0))
-        self._uploads.raise_failure()
+        if uploads:
+            self._uploads.settle(max(end - time.monotonic(), 0))
+            self._uploads.raise_failure()
 
     def fence(self) -> None:
         """Wait, with `overlap`, until parameters and optimizer slots may be changed.
@@ -671,7 +692,8 @@ class CheckpointManager(Marking):
         """Finish saves and uploads, and release the run cleanly. A second call is a no-op.
 
         Ends within `save_timeout_s` and a few seconds, also where the storage hangs; in a follower
-        after twice that, if the leader may wait for uploads (`max_lag`).
+        after twice that, if the leader may wait for uploads (`max_lag`). Uploads get at most
+        `close_timeout_s` of `Tiered`, and end in time for the `grace` of a `Stop`.
 
         Raises:
             SaveFailed: a background save failed, and its error was not raised yet.
@@ -713,6 +735,11 @@ class CheckpointManager(Marking):
             return None
         return f"save of step {pending.step} was committed while the program ended"
 
+    def _finish_at_stop(self, timeout_s: float) -> str:
+        """Finish the save under way when a stop's time is over, in a thread of the stop."""
+        outcome = self._saver.finish_at_stop(timeout_s)
+        return "; ".join(text for text in (outcome, self._uploads.unsent()) if text)
+
     # Steps of the methods above, in the caller's thread
 
     def _close(self, timeout_s: float) -> None:
@@ -728,7 +755,8 @@ class CheckpointManager(Marking):
             exits.unregister(self)
             self._overlap.step_guard.close()
             try:
-                self._uploads.close(left_s(end))
+                free_s = math.inf if self._stop is None else self._stop.free_s
+                self._uploads.close(min(left_s(end), max(0.0, free_s - _UPLOADS_END_S)))
             except HoldfastError as error:
                 upload_failure = error  # raised when everything is closed
             self._saver.close()
@@ -748,8 +776,10 @@ class CheckpointManager(Marking):
         *,
         tags: Iterable[str] = (),
         is_awaited: bool = False,
+        is_last: bool = False,
     ) -> PendingSave:
         self._quiet, self._is_unused = _NEVER_QUIET, False
+        is_last = is_last or (self._stop is not None and self._stop.requested is not None)
         # Whatever fails from here on fails the save of all ranks, which count their saves alike.
         with self._together.save(now.step) as joint:
             try:
@@ -767,6 +797,8 @@ class CheckpointManager(Marking):
                 joint.fail(error, "before_save")
                 self._emit("save_skipped", str(error), step=now.step)
                 return PendingSave.skipped(now.step, due, error)
+            if not is_last:
+                self._wait_for_uploads(now, joint)
             pending = self._save_jointly(now, due, measured, unhealthy, joint, is_awaited)
         pending.stall_s = time.perf_counter() - joint.began_s
         text = f"the save of step {now.step} stopped training for {pending.stall_s:.3f} s"
@@ -775,6 +807,28 @@ class CheckpointManager(Marking):
         if self._hooks.save_begun is not None:
             self._hooks.save_begun(pending)
         return pending
+
+    def _wait_for_uploads(self, now: Timestamp, joint: JointSave) -> None:
+        """Wait while uploads lag too far behind.
+
+        With one process an error of uploads is raised after the save (`_raise_upload_error`), as a
+        remote tier that fails must not cost the local copy of a step. Several ranks raise it here.
+        """
+        try:
+            self._uploads.raise_failure()
+            self._uploads.expect_room(now, joint.announce_wait, self._is_stopping)
+        except (UploadFailed, DeadlineExceeded) as error:
+            if joint.world_size > 1:
+                raise
+            self._upload_error = error
+
+    def _raise_upload_error(self) -> None:
+        error, self._upload_error = self._upload_error, None
+        if error is not None:
+            raise error
+
+    def _is_stopping(self) -> bool:
+        return self._stop is not None and self._stop.received is not None
 
     def _count_as_begun(self, due: Due, now: Timestamp) -> None:
         """Record a save of several ranks, whether it can begin or not.
@@ -795,8 +849,6 @@ class CheckpointManager(Marking):
     ) -> PendingSave:
         # The previous save's arenas are needed; its housekeeping must end only for a preflight.
         self._drain(but_housekeeping=not self._beginning.preflight_due)
-        self._uploads.raise_failure()
-        self._uploads.expect_room(now, joint.announce_wait)
         if self._refuses_existing and self._ranks.is_leader:
             self._beginning.refuse_existing(now.step, self._saver.standing)
         captured = self._capture(due)
@@ -865,9 +917,15 @@ class CheckpointManager(Marking):
             return captured if edit is None else edited(captured, edit)
 
     def _save_as_asked(
-        self, asked: Asked, now: Timestamp, due: Due, metrics: Mapping[str, float] | None
+        self,
+        asked: Asked,
+        now: Timestamp,
+        due: Due,
+        metrics: Mapping[str, float] | None,
+        *,
+        is_last: bool,
     ) -> PendingSave:
-        pending = self._save(now, asked.added_to(due), metrics)
+        pending = self._save(now, asked.added_to(due), metrics, is_last=is_last)
         self._outside.tell(asked, pending.committed)
         return pending
 

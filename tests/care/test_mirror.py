@@ -230,12 +230,12 @@ def test_a_failure_is_told_and_training_goes_on(local: LocalStore) -> None:
         assert failed.fields["tier"] == "remote"
         assert "403" in failed.message
         saved(manager, tiny, 3)
-    assert "not sent: 2 checkpoints" in noted.of("upload_failed")[-1].message
+    assert "not uploaded: 2 checkpoints" in noted.of("upload_failed")[-1].message
     assert steps_in(local) == [3, 2, 1]
 
 
 def test_a_failure_is_raised_if_that_is_wanted(local: LocalStore) -> None:
-    """By the next save and by close; the checkpoint is there locally all the same."""
+    """By the next save and by close, when the checkpoint is committed locally."""
     remote, tiny, noted = Switch(), Tiny(), Noted()
     tiered = Tiered(local, remote, tries=1, on_upload_failure="raise", close_timeout_s=0)
     manager = unopened(tiered, tiny, sinks=(noted,))
@@ -247,9 +247,9 @@ def test_a_failure_is_raised_if_that_is_wanted(local: LocalStore) -> None:
     noted.wait_for("upload_failed")
     with pytest.raises(errors.UploadFailed, match="403"):
         manager.save(3)
-    with pytest.raises(errors.UploadFailed, match="not sent: 1 checkpoints"):
+    with pytest.raises(errors.UploadFailed, match="not uploaded: 2 checkpoints"):
         manager.close()
-    assert steps_in(local) == [2, 1]
+    assert steps_in(local) == [3, 2, 1]
 
 
 def test_wait_has_a_deadline_and_names_what_is_left(local: LocalStore) -> None:
@@ -281,7 +281,9 @@ def test_the_next_save_waits_when_the_remote_tier_is_too_far_behind(
             with pytest.raises(errors.DeadlineExceeded, match="max_lag"):
                 saved(manager, tiny, last + 1)
         remote.error = None
-        saved(manager, tiny, last + 1)
+        saved(manager, tiny, last + 2)
+    assert {*range(last + 3)} - {last + 1} <= {*steps_in(local)}
+    assert last == 7 or last + 1 in steps_in(local), "the save is made before the error is raised"
 
 
 def test_damage_is_never_sent(local: LocalStore) -> None:

@@ -386,7 +386,7 @@ def test_what_cannot_be_sent_at_all_is_raised_though_others_arrive(local: LocalS
     noted.wait_for("uploaded", 2)
     with pytest.raises(errors.UploadFailed, match="cannot be sent"):
         manager.save(4)
-    with pytest.raises(errors.UploadFailed, match="not sent"):
+    with pytest.raises(errors.UploadFailed, match="not uploaded"):
         manager.close()
     assert [n.state for n in Ledger(local).waiting().values() if n] == ["refused"]
 
@@ -402,5 +402,5 @@ def test_what_was_not_sent_is_told_also_after_a_resume_that_failed(local: LocalS
     with pytest.raises(errors.NoCheckpoint):
         manager.resume("mistyped")
     assert not manager.is_owner
-    with pytest.raises(errors.UploadFailed, match="not sent: 1 checkpoints"):
+    with pytest.raises(errors.UploadFailed, match="not uploaded: 1 checkpoints"):
         manager.close()

@@ -337,7 +337,7 @@ def test_a_program_that_could_not_send_says_so_and_does_not_end_well(tmp_path: P
     (tmp_path / "remote").rename(tmp_path / "away")
     done = leave(tmp_path, remote="remote", timeout_s=0.5)
     assert done.returncode == 1, done.stderr
-    assert "not sent: 1 checkpoints" in done.stderr
+    assert "not uploaded: 1 checkpoints" in done.stderr
     (tmp_path / "away").rename(tmp_path / "remote")
     assert leave(tmp_path, remote="remote", timeout_s=60).returncode == 0
     assert len(steps_in(LocalStore(tmp_path / "remote"))) == 3

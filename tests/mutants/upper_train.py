@@ -6,6 +6,14 @@ from tests.mutants.mutant import Mutant
 
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
+        name="the-last-save-waits-for-uploads",
+        promise="I9: a remote tier that is away costs no step of the local one",
+        file="train/fit/saving.py",
+        before="has a deadline.\n            self._manager.wait(uploads=False)\n",
+        after="has a deadline.\n            self._manager.wait()\n",
+        near=("tests/train/test_remote_ends.py",),
+    ),
+    Mutant(
         name="scaler-is-not-saved",
         promise="I7: the loss scale of fp16 is restored",
         file="train/trainer.py",

@@ -136,7 +136,7 @@ class HoldfastManager(BaseCheckpointManager):
         return pending is not None
 
     def _wait_for_saving(self) -> None:
-        self.manager.wait()
+        self.manager.wait(uploads=False)
 
     def _maybe_wait_for_staging(self) -> None:
         self.manager.fence()

@@ -25,6 +25,8 @@ from holdfast.policy.retention import decide
 from holdfast.policy.rule import Candidate, Rule
 from holdfast.store.base import Store
 
+_MAX_NAMED = 10
+
 
 class Backlog:
     """Queue of checkpoints that one local root has yet to upload.
@@ -227,8 +229,13 @@ class Backlog:
     def __str__(self) -> str:
         waiting = self.waiting
         nbytes = sum(entry.manifest.nbytes for entry in waiting)
-        names = ", ".join(sorted(entry.folder for entry in waiting)) or "nothing"
-        return f"{len(waiting)} checkpoints ({nbytes} bytes): {names}"
+        names = [
+            f"step {entry.step} ({entry.folder})"
+            for entry in sorted(waiting, key=lambda entry: entry.order)
+        ]
+        more = f", and {len(names) - _MAX_NAMED} older" if len(names) > _MAX_NAMED else ""
+        listed = ", ".join(names[-_MAX_NAMED:]) or "nothing"
+        return f"{len(waiting)} checkpoints ({nbytes} bytes): {listed}{more}"
 
     # What is being uploaded
 

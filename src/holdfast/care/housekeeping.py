@@ -138,10 +138,12 @@ class Uploads:
     def mend_now(self) -> None:
         """Request repairs of damaged local checkpoints from the remote tier, in the background."""
 
-    def expect_room(self, now: Timestamp, waits: Callable[[], None]) -> None:
+    def expect_room(
+        self, now: Timestamp, waits: Callable[[], None], gives_up: Callable[[], bool]
+    ) -> None:
         """Block while the remote tier lags the run, which is at `now`, by more than `max_lag`.
 
-        Calls `waits` first, if it has to wait.
+        Calls `waits` first, if it has to wait; waits no longer once `gives_up` is True.
 
         Raises:
             DeadlineExceeded: the remote tier does not catch up.
@@ -150,6 +152,10 @@ class Uploads:
     def raise_failure(self) -> None:
         """Raise the error of a failed upload, once, if `on_upload_failure` is `raise`.
         Raises an `OwnershipError` at every call once another process has claimed the run."""
+
+    def unsent(self) -> str:
+        """Return a text on the checkpoints that are not uploaded yet; empty if there are none."""
+        return ""
 
     def settle(self, timeout_s: float) -> None:
         """Block until the queue of uploads is empty, or has only uploads that cannot succeed.

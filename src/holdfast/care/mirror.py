@@ -27,6 +27,8 @@ from holdfast.errors import DeadlineExceeded, UploadFailed
 from holdfast.events import Emitter
 from holdfast.format.manifest import Timestamp
 
+_LOOK_S = 1.0
+"""Pause between two looks whether a wait is to be given up, in seconds."""
 _END_S = 5.0
 """How long `close` waits, beyond its deadline, for blocks in flight, in seconds."""
 
@@ -84,7 +86,9 @@ class Mirror(Uploads):
         self._wake()
 
     @override
-    def expect_room(self, now: Timestamp, waits: Callable[[], None]) -> None:
+    def expect_room(
+        self, now: Timestamp, waits: Callable[[], None], gives_up: Callable[[], bool]
+    ) -> None:
         lag, sending = self._options.max_lag, self._sending
         if lag is None:
             return
@@ -92,6 +96,8 @@ class Mirror(Uploads):
         has_told = False
         with self._locked(self._timeout_s):
             while sending.failures.lost is None and self._backlog.is_too_far_behind(now, lag):
+                if gives_up():
+                    return
                 left_s = end - time.monotonic()
                 if left_s <= 0:
                     raise DeadlineExceeded(
@@ -101,7 +107,7 @@ class Mirror(Uploads):
                 if not has_told:
                     has_told = True
                     waits()
-                self._changed.wait(left_s)
+                self._changed.wait(min(left_s, _LOOK_S))
 
     @override
     def raise_failure(self) -> None:
@@ -171,11 +177,18 @@ class Mirror(Uploads):
         if self._backlog.folders:
             self._report_unsent()
 
-    def _report_unsent(self) -> None:
-        text = (
-            f"{self._remote_url}: not sent: {self._backlog}. It stays in {self._local_url}; the "
-            "next process that resumes there sends what can be sent"
+    @override
+    def unsent(self) -> str:
+        if not self._backlog.folders:
+            return ""
+        return (
+            f"{self._remote_url}: not uploaded: {self._backlog}. They are in {self._local_url}; "
+            "run the program again to upload them, also after training has ended. "
+            f"`holdfast uploads {self._local_url}` lists what is missing"
         )
+
+    def _report_unsent(self) -> None:
+        text = self.unsent()
         self._emit("upload_failed", text, tier="remote", waiting=len(self._backlog.folders))
         if self._options.on_upload_failure == "raise":
             raise UploadFailed(text) from self._sending.failures.last

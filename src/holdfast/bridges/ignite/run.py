@@ -254,7 +254,7 @@ class HoldfastRun:
             self._emit("warning", "the last step is not saved: it has not all of its iterations")
         elif self.engine.state.iteration:
             manager.save(self._step, epoch=self._epoch, metrics=self._measured.now(), reason="end")
-        manager.wait()
+        manager.wait(uploads=False)
 
     # Handlers
 

@@ -219,7 +219,7 @@ class HoldfastCheckpoint(CheckpointCallback):
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Wait for the last save."""
         if self.manager is not None and not trainer.fast_dev_run:
-            self.manager.wait()
+            self.manager.wait(uploads=False)
 
     @override
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import select
 import signal
@@ -135,6 +136,13 @@ class Stop:
     def received(self) -> str | None:
         """Name of the first signal that asked this process to stop, whatever other ranks know."""
         return None if self._received is None else signal.Signals(self._received).name
+
+    @property
+    def free_s(self) -> float:
+        """Seconds from now until `grace` ends the process; `inf` without a signal or `grace`."""
+        if self._watch is None or not self._first_s:
+            return math.inf
+        return max(0.0, min(self._first_s.values()) + self._watch.free_s - time.monotonic())
 
     def share(self) -> None:
         """Leave it to `agree` when a signal is seen in `requested`, as all ranks stop together."""
@@ -309,7 +317,7 @@ class _GraceWatch:
     def __init__(self, stops: Iterable[int], grace_s: float, promotes: list[Promote]) -> None:
         self._stops = frozenset(stops)
         self._reserve_s = min(grace_s * _RESERVE_PART, _RESERVE_MAX_S)
-        self._free_s = grace_s - self._reserve_s
+        self.free_s = grace_s - self._reserve_s
         self._grace_s = grace_s
         self._promotes = promotes
         self._reader, self._writer = os.pipe()
@@ -330,7 +338,7 @@ class _GraceWatch:
     def _run(self) -> None:
         try:
             number = self._first_stop()
-            if number is not None and not self._ends_within(self._free_s):
+            if number is not None and not self._ends_within(self.free_s):
                 self._end_by_force(number)
         finally:
             os.close(self._reader)

@@ -148,7 +148,7 @@ class TieredOwnership(Ownership):
     def release(self, timeout_s: float = END_S) -> None:
         end = time.monotonic() + timeout_s
         claim, self.remote_claim = self.remote_claim, None
-        self._end_remotely(claim, timeout_s)
+        self._end_remotely(claim, min(timeout_s, END_S))
         super().release(left_s(end))
 
     @override

@@ -167,7 +167,7 @@ class StepSaver:
     def newest(self) -> str | None:
         """Wait for the save under way, and return the newest checkpoint's folder."""
         with suppress(SaveFailed):
-            self._manager.wait()
+            self._manager.wait(uploads=False)
         return next((checkpoint.folder for checkpoint in self._manager.list()), None)
 
     def settle(self, metrics: Metrics) -> None:
@@ -209,7 +209,7 @@ class StepSaver:
     def _await(self) -> None:
         with suppress(SaveFailed):
             # Not the save's own wait: only the manager's has a deadline.
-            self._manager.wait()
+            self._manager.wait(uploads=False)
         if not self._group.is_alone:
             self.agree(self._num_reported + len(self._begun))  # every rank has waited
         self._report_ended()

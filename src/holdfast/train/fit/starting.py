@@ -127,7 +127,7 @@ class Unsaved(CheckpointManager):
         """Always True: no save is ever due."""
         return True
 
-    def wait(self, timeout_s: float | None = None) -> None:
+    def wait(self, timeout_s: float | None = None, *, uploads: bool = True) -> None:
         """No-op: no save is in progress."""
 
     def fence(self) -> None:
