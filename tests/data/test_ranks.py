@@ -17,7 +17,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from distributed.run import run_ranks
-from holdfast.data import DataRanks, Loader
+from holdfast.data import DataRanks, Loader, Stream
 from holdfast.errors import UsageError
 from holdfast.manager import CheckpointManager
 from holdfast.testing.ranks import ThreadCoordinator
@@ -25,6 +25,24 @@ from marks import full
 
 Batches = list[list[int]]
 WORLD_SIZES = (1, 2, 3, 4, 6)
+
+
+class Rows:
+    """A source of numbers, with a state."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.at = size, 0
+
+    def __iter__(self) -> Iterator[int]:
+        while self.at < self.size:
+            self.at += 1
+            yield self.at - 1
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
 
 
 def loaders(num_ranks: int, num_samples: int, **options: Any) -> list[Loader]:
@@ -173,6 +191,28 @@ class Noise:
 
     def __getitem__(self, index: int) -> torch.Tensor:
         return torch.rand((), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("kind", ["loader", "stream"])
+def test_each_sample_is_owned_by_one_rank_also_where_ranks_get_the_same(kind: str) -> None:
+    for num_ranks, size in ((1, 5), (2, 5), (3, 7), (4, 6), (4, 9)):
+        for rank in range(num_ranks):
+            ranks = DataRanks(rank, num_ranks)
+            data: Any = (
+                Loader(range(size), batch_size=1, ranks=ranks, shuffle=False)
+                if kind == "loader"
+                else Stream(Rows(size), batch_size=1, ranks=ranks)
+            )
+            assert data.own_samples is None
+            own = [part.tolist() for part in data if data.own_samples]
+            expected = [
+                at
+                for start in range(0, size, num_ranks)
+                for number, at in enumerate(range(start, min(start + num_ranks, size)))
+                if (batch := min(num_ranks, size - start))
+                and rank * batch // num_ranks == number < (rank + 1) * batch // num_ranks
+            ]
+            assert [at for part in own for at in part] == expected
 
 
 def noise(ranks: DataRanks | None, taken: int = 0) -> list[float]:

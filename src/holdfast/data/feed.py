@@ -38,6 +38,7 @@ class Feed(ABC):
         self._follows_group, self._has_warned = ranks == "group", False
         self._data, self._fingerprint = identity.describe(data), fingerprint
         self._seed, self._epoch, self._batch = seed, 0, 0
+        self._num_own: int | None = None
         self._generation = 0
         """Number of the iterator that is alive."""
         self._begun_epoch = -1
@@ -52,6 +53,15 @@ class Feed(ABC):
     def batch(self) -> int:
         """Number of batches, of all ranks, that the loop has taken of this epoch."""
         return self._batch
+
+    @property
+    def own_samples(self) -> int | None:
+        """Number of this rank's own samples in the last batch taken; None before the first one.
+
+        0: fewer samples than ranks were left, and the batch is a neighbor's sample. Means and
+        counts over all ranks must leave it out.
+        """
+        return self._num_own
 
     @property
     @abstractmethod

@@ -36,8 +36,8 @@ from holdfast.errors import UsageError, listing
 
 logger = logging.getLogger("holdfast")
 
-_BatchSpec = tuple[int, int, Sequence[int]]
-"""(epoch, batch, indices of this rank's samples)."""
+_BatchSpec = tuple[int, int, int, Sequence[int]]
+"""(epoch, batch, number of own samples, indices of the samples that this rank gets)."""
 _COMPUTED_ABOVE = 2**27
 """Samples above which a shuffle is computed by default: a stored order of them has 1 GiB."""
 
@@ -247,8 +247,8 @@ class Loader(Feed):
         self._plan.specs = self._specs(self._epoch, self._batch, count)
         batches = iter(self._batches)
         watch(batches)
-        for epoch, batch, samples in batches:
-            self._epoch, self._batch = epoch, batch + 1
+        for epoch, batch, num_own, samples in batches:
+            self._epoch, self._batch, self._num_own = epoch, batch + 1, num_own
             yield samples
             self._expect_alive(generation)
 
@@ -267,7 +267,8 @@ class Loader(Feed):
             # Not derived from the epoch: batches do not depend on where epochs end.
             entropy = randomness.derive(self._seed, "batch", lap, place, *own)
             indices = self._indices(orders[1], epoch, place)
-            yield entropy, (epoch, batch, self._ranks.part(indices))
+            num_own = self._ranks.num_own(len(indices))
+            yield entropy, (epoch, batch, num_own, self._ranks.part(indices))
             batch += 1
 
     def _place(self, epoch: int, batch: int) -> tuple[int, int]:
@@ -435,10 +436,10 @@ class _Fetcher(torch.utils.data.Dataset[Any]):
         self._dataset = dataset
         self._collate_fn = collate_fn
 
-    def __getitem__(self, planned: tuple[bytes, _BatchSpec]) -> tuple[int, int, Any]:
-        entropy, (epoch, batch, indices) = planned
+    def __getitem__(self, planned: tuple[bytes, _BatchSpec]) -> tuple[int, int, int, Any]:
+        entropy, (epoch, batch, num_own, indices) = planned
         with randomness.seeded(entropy):
-            return epoch, batch, self._collate_fn(self._samples(indices))
+            return epoch, batch, num_own, self._collate_fn(self._samples(indices))
 
     def _samples(self, indices: Sequence[int]) -> list[Any]:
         fetch_many = getattr(self._dataset, "__getitems__", None)

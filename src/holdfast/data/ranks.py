@@ -48,7 +48,7 @@ class DataRanks(NamedTuple):
         """Return this rank's part of a batch of all ranks; the parts follow each other by rank.
 
         Their lengths differ by one at most, and none is empty: of a batch that is smaller than
-        the world size, neighbouring ranks get the same sample.
+        the world size, a rank without a sample of its own (`num_own`) gets a neighbor's.
 
         >>> [list(DataRanks(rank, 3).part("abcd")) for rank in range(3)]
         [['a'], ['b'], ['c', 'd']]
@@ -56,8 +56,17 @@ class DataRanks(NamedTuple):
         [['a'], ['a'], ['b']]
         """
         begin = self.rank * len(batch) // self.world_size
-        end = (self.rank + 1) * len(batch) // self.world_size
-        return batch[begin : max(end, begin + 1)]
+        return batch[begin : begin + max(self.num_own(len(batch)), 1)]
+
+    def num_own(self, size: int) -> int:
+        """Return how many samples of a batch of all ranks, of `size` samples, this rank owns.
+
+        Each sample is owned by one rank.
+
+        >>> [DataRanks(rank, 3).num_own(2) for rank in range(3)]
+        [0, 1, 1]
+        """
+        return (self.rank + 1) * size // self.world_size - self.rank * size // self.world_size
 
 
 ALONE = DataRanks(0, 1)

@@ -224,11 +224,12 @@ class Stream(Feed):
         items = (item for item in batches if item is not None)
         item = next(items, None)
         while item is not None:
-            worker, samples, place = item
+            worker, num_own, samples, place = item
             following = next(items, None)
             self._workers[worker] = place
             self._next_worker = (worker + 1) % len(self._workers)
             self._batch += 1
+            self._num_own = num_own
             self._at_end = following is None
             yield samples
             self._expect_alive(generation)
@@ -268,8 +269,8 @@ class _Place:
 class _Reader(IterableDataset[Any]):
     """Reads batches from a source, in this process or in a worker. Pickled to workers.
 
-    Gives (worker, batch, place after it). For workers before the one whose turn is next, torch's
-    round begins with None, so that the turns go on as they were.
+    Gives (worker, number of own samples, batch, place after it). For workers before the one whose
+    turn is next, torch's round begins with None, so that the turns go on as they were.
     """
 
     def __init__(
@@ -296,7 +297,7 @@ class _Reader(IterableDataset[Any]):
         self._seed, self._epoch = seed, epoch
         self._places, self._next_worker = [*places], next_worker
 
-    def __iter__(self) -> Iterator[tuple[int, Any, _Place] | None]:
+    def __iter__(self) -> Iterator[tuple[int, int, Any, _Place] | None]:
         info = get_worker_info()
         worker = 0 if info is None else info.id
         if worker < self._next_worker:
@@ -317,7 +318,7 @@ class _Reader(IterableDataset[Any]):
                     place = _Place(after[0], place.block + 1, 0, number, after[1])
                 else:
                     place = replace(place, taken=taken, batch=number)
-                yield worker, batch, place
+                yield worker, self._ranks.num_own(len(part)), batch, place
 
     def _opened(self, worker: int, place: _Place) -> Iterator[Any]:
         """Open the source at the beginning of the block that `place` lies in."""

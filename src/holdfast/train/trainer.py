@@ -989,10 +989,12 @@ class Trainer:
         """Compute the statistics of the averaged model's batch norm anew, at the goal."""
         if swa.plan.batch_norm is None:
             return
+        loader = Restarting(swa.plan.batch_norm)
         with undisturbed(), torch.no_grad(), self._update.numerics.autocast():
             swa.update_statistics(
-                Restarting(swa.plan.batch_norm).batches(),
+                loader.batches(),
                 lambda batch: self._update.loss(swa.model, moved(batch, self._update.device)),
+                lambda: loader.fills_in,
             )
 
     def _share_buffers(self) -> None:

@@ -826,6 +826,78 @@ def test_metrics_of_another_number_of_ranks_begin_anew_with_a_warning(
     assert f"{said}: they are those of 2 ranks" in caplog.text
 
 
+class Values(nn.Module):
+    """Its output is its input, as long as its weight is 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, values: Tensor) -> Tensor:
+        return values * self.weight
+
+
+def _value(model: nn.Module, batch: list[Tensor]) -> StepOutput:
+    return StepOutput(model(batch[0]).mean() * 1.0, outputs=(batch[0], batch[0]))
+
+
+class Total(Right):
+    def update(self, output: Tensor, target: Tensor) -> None:
+        self.count += int(output.sum())
+
+
+def short(strategy: Any, folder: Path, rank: int) -> dict[str, Any]:
+    """Validate, predict and train on few samples, of which the last batch has one."""
+
+    def data(size: int, **options: Any) -> Loader:
+        return Loader(TensorDataset(torch.arange(float(size)).view(size, 1)), **options)
+
+    plans = [
+        Validation(
+            data=data(size, batch_size=1, shuffle=False),
+            name=f"of{size}",
+            metrics={"total": Total(), "all": lambda output, target: float(output.sum())},
+        )
+        for size in (1, 4)
+    ]
+    trainer = Trainer(
+        Values(),
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.0),
+        data=data(4, batch_size=1),
+        loss=_value,
+        counts=Counts(samples=lambda batch: len(batch[0])),
+        validate=plans,
+        checkpoints=None,
+        progress=False,
+        stop=None,
+        log=False,
+        strategy=strategy,
+    )
+    found = dict(trainer.validate())
+    found["predicted"] = (
+        trainer.predict(
+            data(4, batch_size=1, shuffle=False),
+            to=folder,
+            outputs=lambda model, batch: model(batch[0]),
+        )
+        .load()["output"]
+        .flatten()
+        .tolist()
+    )
+    trainer.fit("2ep")
+    return {**found, "samples": trainer.counters.samples}
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_a_sample_that_two_ranks_get_counts_once(strategy: str, tmp_path: Path) -> None:
+    """In means and metrics of validations, in predictions, and in the number of samples."""
+    expected = {f"val/of1/{name}": 0.0 for name in ("loss", "total", "all")}
+    expected |= {"val/of4/loss": 1.5, "val/of4/total": 6.0, "val/of4/all": 6.0}
+    expected |= {"predicted": [0.0, 1.0, 2.0, 3.0], "samples": 8}
+    found = run_ranks(3, partial(short, strategy, tmp_path))
+    assert found == [expected] * 3
+
+
 class Unmerged(Right):
     merge_state = None  # type: ignore[assignment]
 

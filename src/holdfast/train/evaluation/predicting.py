@@ -117,7 +117,7 @@ def predict(
                 if source.is_mine(number):
                     with update.numerics.autocast():
                         found = (outputs or _call)(model, moved(batch, update.device))
-                    own.append((number, source.rank_in_batch, source.cut(number, _named(found))))
+                    own.append((number, source.rank_in_batch, source.cut(_named(found))))
             if not count:
                 break
             whole.write(own)
@@ -159,16 +159,11 @@ class _Source:
         """Whether this rank computes a part of this batch."""
         return self._is_split or number % self._group.world_size == self._group.rank
 
-    def cut(self, number: int, found: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Drop outputs that another rank has, too: of a batch with fewer samples than ranks."""
+    def cut(self, found: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Drop the outputs for a neighbor's sample, of a batch with fewer samples than ranks."""
         if not self._is_split:
             return found
-        size, world_size = self._state["batch_size"], self._group.world_size
-        here = min(size, self._state["num_samples"] - number * size)
-        begin, end = (
-            rank * here // world_size for rank in (self._group.rank, self._group.rank + 1)
-        )
-        return {name: value[: end - begin] for name, value in found.items()}
+        return {name: value[: self._data.own_samples] for name, value in found.items()}
 
     def batches(self, start: int) -> Iterator[Any]:
         """Iterate over the batches from number `start` on, from the beginning of the data."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -263,9 +263,11 @@ class Validator:
             if has_weights not in (None, has_weight):
                 raise UsageError("validation: the loss gives some batches a weight, others none")
             has_weights = has_weight
+            if loader.fills_in:  # after the forward pass, in which other ranks take part
+                output = replace(output, weight=0.0)
             found = update.numbers({"loss": output.loss, **output.metrics})
-            mean.add(found, self._weight(given, output))
-            if self._scores:
+            mean.add(found, 0.0 if loader.fills_in else self._weight(given, output))
+            if self._scores and not loader.fills_in:
                 self._scores.update(batch, output)
             tell(Callback.validation_batch_end, batch, output)
         means = mean_of_ranks(update.parallel.group, mean).result()
@@ -413,6 +415,11 @@ class Restarting:
         self._loader = loader
         has_position = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
         self._begin = loader.state_dict() if has_position else None
+
+    @property
+    def fills_in(self) -> bool:
+        """Whether the last batch is a neighbor's sample: fewer samples than ranks were left."""
+        return getattr(self._loader, "own_samples", None) == 0
 
     def batches(self) -> Iterator[Any]:
         """Iterate from the first position; the loader is set back to it afterwards."""

@@ -347,7 +347,7 @@ class Fit:
         metrics, has_epoch = update.leave_out() if is_skipped else update(window), False
         if self._gear.ema is not None:
             self._gear.ema.follow(self._gear.model)
-        self._counters.add_step(len(window), *self._counted(window))
+        self._counters.add_step(len(window), *self._counted())
         # A save after the epoch's last step must record that the epoch is over.
         is_cut = len(window) < self._gear.accumulate
         is_over = is_cut or self._batches.are_over(self._counters.batch)
@@ -394,9 +394,9 @@ class Fit:
         if not self._place.is_under_way:
             self._of_late_epoch = metrics
 
-    def _counted(self, window: list[Any]) -> list[int | None]:
+    def _counted(self) -> list[int | None]:
         """Count the samples and tokens of a step, on all ranks."""
-        own = self._gear.counts.totals(window)
+        own = self._gear.counts.totals(self._batches.own)
         if self._group.is_alone or own == (None, None):
             return [*own]
         total = self._group.sum([count or 0 for count in own])

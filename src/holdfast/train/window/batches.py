@@ -25,6 +25,9 @@ class Batches:
     def __init__(self, data: Any) -> None:
         self._data = data
         self._rest: Iterator[Any] = iter(())
+        self.own: list[Any] = []
+        """Batches of the last window without those that are a neighbor's (`Loader.own_samples`),
+        which count for that rank alone."""
         self._is_trusted = True
         self._is_warned = False
 
@@ -44,7 +47,12 @@ class Batches:
         All are taken before the first one is trained on, so that between steps the position of the
         data is at the end of a step's batches.
         """
-        return list(islice(self._rest, size))
+        taken, self.own = [], []
+        for batch in islice(self._rest, size):
+            taken.append(batch)
+            if getattr(self._data, "own_samples", None) != 0:
+                self.own.append(batch)
+        return taken
 
     def are_over(self, num_taken: int) -> bool:
         """Whether the last batch of the epoch was taken.

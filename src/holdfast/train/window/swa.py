@@ -100,8 +100,12 @@ class EqualAverage:
             average.copy_(live)
 
     @torch.no_grad()
-    def update_statistics(self, batches: Iterable[Any], forward: Callable[[Any], Any]) -> None:
+    def update_statistics(
+        self, batches: Iterable[Any], forward: Callable[[Any], Any], fills_in: Callable[[], bool]
+    ) -> None:
         """Compute the statistics of batch norm anew, as means over `batches`; no-op without any.
+
+        `fills_in` returns whether the last batch is a neighbor's sample (`Loader.own_samples`).
 
         Raises:
             UsageError: there was no batch.
@@ -113,11 +117,14 @@ class EqualAverage:
         for module in modules:
             module.reset_running_stats()
             module.momentum = None  # the mean over all batches
-            module.train()
         try:
             for batch in batches:
+                is_own = not fills_in()
+                for module in modules:
+                    # Others may need this rank in the forward pass, and SyncBatchNorm in training.
+                    module.train(is_own or isinstance(module, nn.SyncBatchNorm))
                 forward(batch)
-                num_batches += 1
+                num_batches += is_own
         finally:
             for module, momentum in zip(modules, before, strict=True):
                 module.momentum = momentum
