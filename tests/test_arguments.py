@@ -408,7 +408,7 @@ CASES: dict[str, Case] = {
     "Best": Case(
         of=holdfast.Best,
         call=plain("Best", metric="loss"),
-        wrong={"metric": (1, "", None), "n": (0, *NO_COUNT), "mode": ("low", 3, None)},
+        wrong={"metric": (1, "", None), "n": (0, *NO_COUNT), "mode": ("low", 3)},
     ),
     "EveryNth": Case(
         of=holdfast.EveryNth, call=plain("EveryNth"), wrong={"interval": (*NO_INTERVAL, None)}

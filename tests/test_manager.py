@@ -154,7 +154,7 @@ def test_retention_keeps_what_the_rule_says_and_removes_folders_whole(tmp_path: 
     assert (tmp_path / "latest").resolve().name.startswith("step-00000005")
 
 
-@pytest.mark.parametrize("rule", [Best("los", n=3), EveryNth("1ep")], ids=str)
+@pytest.mark.parametrize("rule", [Best("los", n=3, mode="min"), EveryNth("1ep")], ids=str)
 def test_a_rule_that_needs_what_is_not_recorded_deletes_nothing_and_says_so_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, rule: Rule
 ) -> None:

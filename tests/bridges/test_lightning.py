@@ -261,6 +261,13 @@ def test_lightnings_best_is_the_best_of_the_rule(tmp_path: Path) -> None:
     assert "val_loss" in found.metrics
 
 
+def test_a_callback_with_the_other_direction_is_refused(tmp_path: Path) -> None:
+    saving = HoldfastCheckpoint(tmp_path, every="2step", keep="last:1,best:val_loss")
+    made = trainer(saving, EarlyStopping("val_loss", mode="max"))
+    with pytest.raises(UsageError, match="EarlyStopping with mode='max'"):
+        made.fit(Regression(), train_data(), Loader(Noisy(), batch_size=22))
+
+
 @pytest.mark.full
 def test_a_file_of_lightnings_own_begins_a_run_and_does_not_go_on_in_silence(
     tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -92,7 +92,7 @@ def trainer(root: Path, *, every: str | None = "4step", more: Any = (), **option
     transformers.logging.set_verbosity_error()
     transformers.set_seed(1)
     sinks = options.pop("sinks", ())
-    data = options.pop("data", None)
+    data, keep = options.pop("data", None), options.pop("keep", None)
     dataset = options.pop("dataset", None) or Rows()
     return bridge.CheckpointedTrainer(
         Net(),
@@ -100,7 +100,7 @@ def trainer(root: Path, *, every: str | None = "4step", more: Any = (), **option
         train_dataset=dataset,
         eval_dataset=Rows(8),
         callbacks=[Counting(), *more],
-        checkpoints=holdfast.Checkpoints(root, every=every, sinks=sinks),
+        checkpoints=holdfast.Checkpoints(root, every=every, keep=keep, sinks=sinks),
         data=data,
     )
 
@@ -532,6 +532,12 @@ def test_what_would_be_ignored_is_refused(
 ) -> None:
     with pytest.raises(UsageError, match=named):
         trainer(tmp_path / "run", **options)
+
+
+def test_a_direction_other_than_that_of_the_rule_is_refused(tmp_path: Path) -> None:
+    options = {"metric_for_best_model": "loss", "greater_is_better": True}
+    with pytest.raises(UsageError, match="greater_is_better=True"):
+        trainer(tmp_path, keep="last:1,best:eval_loss", **options)
 
 
 def test_data_without_a_length_is_refused_with_what_to_give(tmp_path: Path) -> None:

@@ -120,7 +120,9 @@ def test_a_mistyped_metric_of_one_tier_deletes_nothing_there_and_is_told_once(
     """Each tier has its own rule; all is sent that the remote one does not know how to judge."""
     told: list[str] = []
     tiny = Tiny()
-    tiered = Tiered(local, remote, keep_local=Last(1), keep_remote=Last(1) | Best("los"))
+    tiered = Tiered(
+        local, remote, keep_local=Last(1), keep_remote=Last(1) | Best("los", mode="min")
+    )
     sinks = [lambda event: told.append(event.message) if event.kind == "warning" else None]
     with opened(tiered, tiny, sinks=sinks) as manager:
         manager.resume()

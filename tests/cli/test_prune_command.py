@@ -196,7 +196,7 @@ def test_checkpoints_copied_from_another_run_are_not_judged(
 @pytest.mark.parametrize(
     ("keep", "what", "more"),
     [
-        ("best:los", "the metric 'los' (recorded: 'loss', 'odd')", ()),
+        ("best:los:min", "the metric 'los' (recorded: 'loss', 'odd')", ()),
         ("last:1,best:los:max:2 without optimizer", "the metric 'los'", ("--dry-run",)),
         ("every:9sp", "the counter 'samples'", ("--json",)),
         ("within:5tok", "the counter 'tokens'", ()),

@@ -34,9 +34,9 @@ def _(user: User) -> None:
     user.manager(keep="last3")
 
 
-@case('`keep=holdfast.Best("los")` where the metric is called `loss`', names="'los'")
+@case('`keep=holdfast.Best("los", mode="min")` where the metric is called `loss`', names="'los'")
 def _(user: User) -> None:
-    user.goes_on(keep=holdfast.Best("los"))
+    user.goes_on(keep=holdfast.Best("los", mode="min"))
 
 
 @case('`holdfast.Best("loss", mode="lowest")`', names="lowest")

@@ -77,7 +77,7 @@ def test_a_warning_is_shown_where_nobody_has_set_up_logging(
     code = (
         "import sys; from pathlib import Path; from tests.mistakes.user import copied\n"
         "user = copied(Path(sys.argv[1]), Path(sys.argv[2]))\n"
-        "with user.doing: user.goes_on(keep='best:los')"
+        "with user.doing: user.goes_on(keep='best:los:min')"
     )
     ended = warm.run(["-c", code, run[0], tmp_path])
     assert ended.returncode == 0

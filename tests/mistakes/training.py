@@ -129,15 +129,15 @@ fails("a loss that is a vector", "loss", loss=lambda: lambda m, b: m(b))
 fails("a loss that is a number of Python", "loss", loss=lambda: lambda m, b: 0.5)
 fails("a loss that becomes NaN", "nan", loss=lambda: lambda m, b: loss_of(m, b) * float("nan"))
 fails(
-    '`keep=holdfast.Best("val/los")`',
+    '`keep=holdfast.Best("val/los", mode="min")`',
     "val/los",
-    keep=lambda: holdfast.Best("val/los"),
+    keep=lambda: holdfast.Best("val/los", mode="min"),
     every="1step",
 )
 fails(
-    '`EarlyStopping("val/los", patience=3)`',
+    '`EarlyStopping("val/los", mode="min", patience=3)`',
     "val/los",
-    callbacks=lambda: [EarlyStopping("val/los", patience=3)],
+    callbacks=lambda: [EarlyStopping("val/los", mode="min", patience=3)],
     validate=lambda: Validation(data=Loader(torch.zeros(4, 4), batch_size=2), every="1step"),
 )
 

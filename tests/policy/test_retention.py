@@ -283,9 +283,9 @@ def test_rotation_keeps_as_many_as_asked() -> None:
 def test_best_is_lowest_or_highest() -> None:
     values = {1: 0.5, 2: 0.1, 3: 0.9, 4: 0.4}
     entries = [candidate(n, metrics={"val": value}) for n, value in values.items()]
-    assert kept(entries, Best("val")) == [2, 4]
-    assert kept(entries, Best("val", n=2)) == [2, 4]
-    assert kept(entries, Best("val", n=3)) == [1, 2, 4]
+    assert kept(entries, Best("val", mode="min")) == [2, 4]
+    assert kept(entries, Best("val", n=2, mode="min")) == [2, 4]
+    assert kept(entries, Best("val", n=3, mode="min")) == [1, 2, 4]
     assert kept(entries, Best("val", mode="max")) == [3, 4]
 
 
@@ -299,7 +299,7 @@ def test_what_is_not_a_number_is_never_best(mode: str, value: float | None) -> N
 
 def test_of_equally_good_ones_the_older_stays() -> None:
     entries = [candidate(n, metrics={"val": 0.5}) for n in (1, 2, 3)] + [candidate(4)]
-    assert kept(entries, Best("val")) == [1, 4]
+    assert kept(entries, Best("val", mode="min")) == [1, 4]
 
 
 def test_rejected_ones_are_neither_best_nor_last() -> None:
@@ -310,7 +310,7 @@ def test_rejected_ones_are_neither_best_nor_last() -> None:
         candidate(4, metrics={"val": 0.9}),
         candidate(5, metrics={"val": 0.0}, rejected=True),
     ]
-    decisions = decide(entries, Last(1) | Best("val"))
+    decisions = decide(entries, Last(1) | Best("val", mode="min"))
     assert [(d.entry.order[1], d.keep) for d in decisions] == [
         (5, True),
         (4, True),
@@ -389,7 +389,7 @@ def test_reasons_name_every_rule_that_keeps() -> None:
         candidate(4),
         candidate(5, metrics={"val": 0.5}),
     ]
-    decisions = decide(entries, Last(1) | Best("val"), resumed_from=(1, 4))
+    decisions = decide(entries, Last(1) | Best("val", mode="min"), resumed_from=(1, 4))
     assert [decision.reason for decision in decisions] == [
         "newest, last 1, best val (min)",
         "the run went on from it",
@@ -550,7 +550,7 @@ def test_unhealthy_ones_fill_no_place_and_go_when_a_newer_one_is_well() -> None:
 def test_an_unhealthy_one_is_never_best() -> None:
     metrics = {"val": 0.1}
     entries = [candidate(1, metrics=metrics, healthy=False), candidate(2, metrics={"val": 0.5})]
-    assert kept([*entries, candidate(3)], Best("val")) == [2, 3]
+    assert kept([*entries, candidate(3)], Best("val", mode="min")) == [2, 3]
 
 
 def test_while_nothing_is_well_nothing_goes() -> None:
@@ -755,7 +755,7 @@ def measured(sequence: int, **more: object) -> Candidate:
 
 
 LACKING = [
-    (Best("los", n=3), "the metric 'los' (recorded: 'loss')"),
+    (Best("los", n=3, mode="min"), "the metric 'los' (recorded: 'loss')"),
     (EveryNth("1ep"), "the counter 'epoch'"),
     (EveryNth("1000tok").then_drop("opt"), "the counter 'tokens'"),
     (Within("9sp"), "the counter 'samples'"),
@@ -807,3 +807,16 @@ def test_a_metric_of_a_part_says_nothing_of_whole_ones() -> None:
     part = candidate(5, left_out=("optimizer",), metrics={"loss": 0.5})
     assert kept([*whole, part], Best("loss", n=3)) == [1, 2, 3, 4, 5]
     assert [*unmet([*whole, part], Best("loss", n=3)).values()] == ["the metric 'loss'"]
+
+
+def test_every_epoch_keeps_the_ends_of_epochs() -> None:
+    """All steps of an epoch have one count of ended epochs: the first of them ended it."""
+    entries = [
+        replace(
+            candidate(step),
+            timestamp=Timestamp(step=step, epoch=step // 5, samples=8 * (step // 2)),
+        )
+        for step in range(16)
+    ]
+    assert kept(entries, EveryNth("1ep")) == [0, 5, 10, 15]
+    assert kept(entries, EveryNth("16sp")) == [0, 4, 8, 12, 15]

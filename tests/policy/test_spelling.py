@@ -45,10 +45,10 @@ from holdfast.policy.rules import (
         ("main=last:3", Last(3)),
         ("last:3,weights=last:24", BySaver({"main": Last(3), "weights": Last(24)})),
         (
-            "weights = last:1, last:3, weights=best:a=b without rng",
-            BySaver({"weights": Last(1) | Best("a=b").then_drop("rng"), "main": Last(3)}),
+            "weights = last:1, last:3, weights=best:loss=b without rng",
+            BySaver({"weights": Last(1) | Best("loss=b").then_drop("rng"), "main": Last(3)}),
         ),
-        ("best:a=b", Best("a=b")),
+        ("best:loss=b", Best("loss=b")),
         ("last:1,daily without optimizer+rng", Last(1) | Daily().then_drop("optimizer", "rng")),
     ],
 )
@@ -97,4 +97,4 @@ def test_a_metric_with_a_comma_is_refused_in_words() -> None:
     """Issue 20, line 10: what stands behind the comma is another rule."""
     with pytest.raises(UsageError, match=r"unknown rule.*comma"):
         parse_rule("best:val/acc,top5:max")
-    assert parse_rule("best:a,all") == Best("a") | All()
+    assert parse_rule("best:loss,all") == Best("loss") | All()

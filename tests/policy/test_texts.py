@@ -67,7 +67,7 @@ def test_a_text_makes_a_rule_that_decides_the_same(rule: Rule, text: str) -> Non
 
 
 @pytest.mark.parametrize(
-    "rule", [Own(), Last(3) | Own(), Best("acc,top5"), Best("a without b"), Last(1) | Nothing()]
+    "rule", [Own(), Last(3) | Own(), Best("acc,top5"), Best("loss without b"), Last(1) | Nothing()]
 )
 def test_what_no_text_can_say_has_none(rule: Rule) -> None:
     assert rule_text(rule) == ""

@@ -13,13 +13,35 @@ from holdfast.bridges.parts import Agree, only_leader
 from holdfast.engine.checkpoint import Checkpoint, PendingSave, metrics_by_step
 from holdfast.engine.options import Checkpoints, best_rules
 from holdfast.engine.tiers.catalog import catalog_of
-from holdfast.errors import SaveSkipped
+from holdfast.errors import SaveSkipped, UsageError
 from holdfast.events import Emitter
+from holdfast.format.manifest import Mode
 from holdfast.manager import CheckpointManager
 from holdfast.policy.best import BestSaves
+from holdfast.policy.direction import direction
 from holdfast.policy.savers import Due
 from holdfast.policy.schedule import together
 from holdfast.policy.triggers import Event
+
+_WORDS = {"min": "lower", "max": "higher"}
+
+
+def check_direction(
+    checkpoints: Checkpoints, emit: Emitter, metric: str, mode: Mode, who: str
+) -> None:
+    """Compare the direction that a trainer's option or callback has for a metric with ours.
+
+    Raises:
+        UsageError: a rule `Best` has the other one.
+    """
+    for item in best_rules(checkpoints):
+        if item.rule.metric == metric and item.rule.mode != mode:
+            raise UsageError(
+                f"keep={item.rule}: {who} has the other direction, {mode!r}: correct one of them"
+            )
+    shown = direction(metric)
+    if shown is not None and shown != mode:
+        emit("warning", f"{who} takes {metric!r} as better if {_WORDS[mode]}; is that a mistake?")
 
 
 class Validations:

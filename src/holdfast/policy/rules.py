@@ -16,6 +16,7 @@ from holdfast.arguments import checked
 from holdfast.errors import UsageError
 from holdfast.format.manifest import Mode
 from holdfast.policy.clock import Time, argument_name, parse
+from holdfast.policy.direction import mode_for
 from holdfast.policy.rule import MAIN, BySaver, Candidate, Rule, SaveClass, counting, flat
 
 Removal = Literal["ephemeral_only", "all_non_permanent", "never"]
@@ -120,28 +121,32 @@ class Last(Rule):
         return f"last {self.n}" if self.save_class is None else f"last {self.n} {self.save_class}"
 
 
-@checked(but=("metric", "n", "mode"))
-@dataclass(frozen=True, slots=True, repr=False)
+@dataclass(frozen=True, slots=True, init=False, repr=False)
 class Best(Rule):
     """Keep the `n` with the lowest (or highest) value of a metric; of equal ones the older.
 
-    A checkpoint without that metric, or with one that is not finite, is never picked.
+    A checkpoint without that metric, or with one that is not finite, is never picked. `mode` may
+    be omitted if the name of the metric shows it, as "val/loss" or "eval_accuracy" do.
     """
 
     spelled: ClassVar[str] = "best"
 
     metric: str
-    n: int = 1
-    mode: Mode = "min"
+    n: int
+    mode: Mode
 
-    def __post_init__(self) -> None:
-        if not isinstance(self.metric, str) or not self.metric:
+    @checked(but=("metric", "n", "mode"))
+    def __init__(self, metric: str, n: int = 1, mode: Mode | None = None) -> None:
+        if not isinstance(metric, str) or not metric:
             raise UsageError(
-                f"Best: metric={self.metric!r} must be the name of a metric, as in Best('loss', 2)"
+                f"Best: metric={metric!r} must be the name of a metric, as in Best('loss', 2)"
             )
-        if self.mode not in get_args(Mode):
-            raise UsageError(f"Best: mode={self.mode!r} must be 'min' or 'max'")
-        _check_quota("Best", self.n)
+        _check_quota("Best", n)
+        way = f"Best({metric!r}, mode='max') or mode='min', as text best:{metric}:max or :min"
+        known = mode_for(metric, mode, what="Best", say=f"say {way}")
+        object.__setattr__(self, "metric", metric)
+        object.__setattr__(self, "n", n)
+        object.__setattr__(self, "mode", known)
 
     def picks(self, newest_first: Sequence[Candidate]) -> Mapping[int, str]:
         """Pick the `n` best that count towards quotas."""
@@ -172,7 +177,7 @@ class Best(Rule):
         match = _BEST.fullmatch(text)
         if match is None:
             raise UsageError(f"best:{text}: expected best:METRIC:min:3, or a part of it")
-        return cls(match["metric"], int(match["n"] or 1), cast(Mode, match["mode"] or "min"))
+        return cls(match["metric"], int(match["n"] or 1), cast(Mode | None, match["mode"]))
 
     def __str__(self) -> str:
         many = "" if self.n == 1 else f"{self.n} "
@@ -189,18 +194,14 @@ def best_rules(*rules: Rule) -> tuple[Best, ...]:
     return tuple(found.values())
 
 
-def is_least_best(metric: str) -> bool:
-    """Whether low values of a metric are good, as its name says: it is a loss."""
-    return metric.rpartition("/")[2].endswith("loss")
-
-
 @dataclass(frozen=True, slots=True, init=False, repr=False)
 class EveryNth(Rule):
     """Keep, for every multiple of `interval`, the first checkpoint at or after it.
 
-    Multiples start at one interval; a checkpoint at exactly zero is kept too. Where training
-    went back and passed a multiple twice at the same count, the newer one is kept. Hours and the
-    like are hours of training; see `Hourly` and `Daily` for the calendar.
+    Multiples start at one interval; a checkpoint at exactly zero is kept too. Of several with the
+    same count, such as those within an epoch, the earliest step is kept; if training went back and
+    passed that step twice, the newer one. Hours and the like are hours of training; see `Hourly`
+    and `Daily` for the calendar.
     """
 
     spelled: ClassVar[str] = "every"
@@ -212,14 +213,16 @@ class EveryNth(Rule):
 
     def picks(self, newest_first: Sequence[Candidate]) -> Mapping[int, str]:
         """Pick, of those that count towards quotas, the first at or after each multiple."""
-        first: dict[int, tuple[int | float, int]] = {}
+        first: dict[int, tuple[int | float, int, int]] = {}
         for position in counting(newest_first):
-            count = self.interval.unit.of(newest_first[position].timestamp)
+            timestamp = newest_first[position].timestamp
+            count = self.interval.unit.of(timestamp)
             if count is None or 0 < count < self.interval.value:
                 continue
             multiple = int(count // self.interval.value)
-            first[multiple] = min(first.get(multiple, (count, position)), (count, position))
-        return {position: str(self) for _, position in first.values()}
+            place = (count, timestamp.step, position)
+            first[multiple] = min(first.get(multiple, place), place)
+        return {position: str(self) for _, _, position in first.values()}
 
     def missing(self, counting: Sequence[Candidate]) -> str:
         """Name the counter of the interval if no checkpoint has it."""

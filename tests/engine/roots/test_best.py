@@ -106,9 +106,9 @@ def test_a_metric_that_nobody_recorded_is_an_error_that_names_those_that_are(
 
 
 def test_a_direction_that_nobody_knows_is_not_guessed(tmp_path: Path) -> None:
-    resolve = saved(tmp_path, {"acc": 1.0})
-    with pytest.raises(errors.UsageError, match="say best:acc:max or best:acc:min"):
-        resolve("best:acc")
+    resolve = saved(tmp_path, {"score": 1.0})
+    with pytest.raises(errors.UsageError, match="say best:score:max or best:score:min"):
+        resolve("best:score")
 
 
 def test_loads_and_rollbacks_take_it(tmp_path: Path) -> None:

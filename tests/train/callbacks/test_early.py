@@ -58,6 +58,15 @@ def trainer(root: Any, values: list[float], *callbacks: Callback) -> Any:
     )
 
 
+def test_the_direction_is_that_of_the_metric_and_never_guessed() -> None:
+    rising = EarlyStopping("val/accuracy")
+    assert [rising._is_better(0.5)] == [True]
+    rising.best = 0.5
+    assert [rising._is_better(value) for value in (0.4, 0.6)] == [False, True]
+    with pytest.raises(UsageError, match=r"'val/score'.*mode="):
+        EarlyStopping("val/score")
+
+
 @pytest.mark.parametrize(
     ("values", "options", "expected"),
     [
@@ -106,7 +115,7 @@ def test_what_was_ended_stays_so_until_there_is_more_patience(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("watching", "says"),
     [
-        (EarlyStopping("val/lss"), "earlystopping: 'val/lss'; is 'val/loss' meant"),
+        (EarlyStopping("val/lss", mode="min"), "earlystopping: 'val/lss'; is 'val/loss' meant"),
         (EarlyStopping("val/other/f1"), "There are: loss, val/loss"),
         (
             StopWhen(lambda training, metrics: metrics.get("val/los", 1.0) < 0),
@@ -188,11 +197,14 @@ def test_a_condition_is_not_asked_about_a_checkpoint_of_which_nothing_is_known()
 
 def test_two_of_them_have_names(tmp_path: Path) -> None:
     """Issue 20, line 10: without one they are refused, as their states would change places."""
-    loss, draw = EarlyStopping("val/loss", name="loss"), EarlyStopping("val/draw", name="draw")
+    loss, draw = (
+        EarlyStopping("val/loss", name="loss"),
+        EarlyStopping("val/draw", mode="min", name="draw"),
+    )
     trainer = make(tmp_path, callbacks=[loss, draw], validate=[torch.zeros(1, 4)])
     assert {"callback-loss", "callback-draw"} <= set(trainer.state)
     with pytest.raises(UsageError, match="EarlyStopping"):
-        make(tmp_path, callbacks=[EarlyStopping("val/loss"), EarlyStopping("val/draw")])
+        make(tmp_path, callbacks=[EarlyStopping("val/loss"), EarlyStopping("val/draw", mode="min")])
 
 
 def test_a_request_to_stop_where_nothing_runs_is_refused(tmp_path: Path) -> None:

@@ -162,8 +162,8 @@ def test_a_best_one_that_could_not_be_saved_is_not_taken_for_saved() -> None:
 @pytest.mark.parametrize(
     ("keep", "says"),
     [
-        (Best("val/los"), "keep: best val/los (min): 'val/los'; is 'val/loss' meant"),
-        (Last(1) | Best("los"), "keep: best los (min): 'los'; is 'loss' meant"),
+        (Best("val/los", mode="min"), "keep: best val/los (min): 'val/los'; is 'val/loss' meant"),
+        (Last(1) | Best("los", mode="min"), "keep: best los (min): 'los'; is 'loss' meant"),
     ],
 )
 def test_a_rule_about_a_metric_that_nobody_logs_is_an_error_at_the_first_validation(
@@ -204,7 +204,7 @@ def test_a_validation_that_comes_later_may_still_give_the_metric() -> None:
 
 def _watching(name: str) -> Trainer:
     size = Measured(lambda losses: {"all": losses.sum()}, lambda batch, output: output.loss)
-    return trainer(MemoryStore(), metrics={"size": size}, keep=Best(name))
+    return trainer(MemoryStore(), metrics={"size": size}, keep=Best(name, mode="min"))
 
 
 def test_a_metric_of_an_epoch_may_come_after_the_first_validation() -> None:

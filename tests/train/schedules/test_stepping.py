@@ -32,6 +32,11 @@ def halving(optimizer: torch.optim.Optimizer) -> StepLR:
     return StepLR(optimizer, 1, gamma=0.5)
 
 
+def plateaus(metric: str, **options: Any) -> Any:
+    schedule = Schedule(plateau, every="evaluation", metric=metric, **options)
+    return make(MemoryStore(), scheduler=schedule, validate=[torch.zeros(1, 4)])
+
+
 def plateau(optimizer: torch.optim.Optimizer) -> ReduceLROnPlateau:
     return ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.5)
 
@@ -180,12 +185,18 @@ def test_of_several_validations_that_with_the_metric_counts() -> None:
 @pytest.mark.parametrize(
     ("schedule", "message"),
     [
-        (Schedule(plateau, every="evaluation", metric="val/lost"), "nothing gives .* 'val/lost'"),
         (
-            Schedule(plateau, every="evaluation", metric="top"),
+            Schedule(plateau, every="evaluation", metric="val/lost", mode="min"),
+            "nothing gives .* 'val/lost'",
+        ),
+        (
+            Schedule(plateau, every="evaluation", metric="top", mode="min"),
             "there are 'loss', 'draw', 'val/loss'",
         ),
-        (Schedule(plateau, every="2step", metric="top"), "nothing gives the metric 'top'"),
+        (
+            Schedule(plateau, every="2step", metric="top", mode="min"),
+            "nothing gives the metric 'top'",
+        ),
     ],
 )
 def test_a_metric_that_nothing_gives_ends_the_run_at_once(schedule: Schedule, message: str) -> None:
@@ -204,6 +215,9 @@ def test_a_metric_that_nothing_gives_ends_the_run_at_once(schedule: Schedule, me
         (lambda: Schedule(halving, every=3), "every=3"),
         (lambda: Schedule(halving, metric=3), "metric"),
         (lambda: Schedule(plateau, every="1ep", metric="val/loss"), 'every="evaluation"'),
+        (lambda: plateaus("val/accuracy"), "good values of 'val/accuracy' are high"),
+        (lambda: plateaus("val/score"), "does not show"),
+        (lambda: plateaus("val/score", mode="max"), r"mode='min'"),
         (lambda: make(MemoryStore(), scheduler=plateau), r"give Schedule\(ReduceLROnPlateau"),
         (
             lambda: make(MemoryStore(), scheduler=Schedule(halving, every="1ep", metric="loss")),

@@ -25,10 +25,11 @@ from holdfast.bridges.lightning.seams import (
     components_of,
     given_path,
     model_of,
+    monitors_of,
 )
 from holdfast.bridges.lightning.state import TrainerState
 from holdfast.bridges.parts import Generators, reporting, say_start, start_from, taking_over
-from holdfast.bridges.validations import Validations
+from holdfast.bridges.validations import Validations, check_direction
 from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.control.stop import Stop
 from holdfast.engine.hooks import StateHooks
@@ -146,6 +147,8 @@ class HoldfastCheckpoint(CheckpointCallback):
             return
         assert self._io is not None, "setup() comes first"
         self._emit = reporting(self.checkpoints)
+        for who, metric, mode in monitors_of(trainer):
+            check_direction(self.checkpoints, self._emit, metric, mode, who)
         trainer.fit_loop.setup_data()
         self._state = TrainerState(trainer, self._emit, self._part)
         components = {

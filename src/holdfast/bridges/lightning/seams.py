@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from operator import attrgetter
 from typing import Any
 
@@ -13,6 +14,7 @@ from holdfast.bridges.naming import numbered
 from holdfast.bridges.parts import rewind
 from holdfast.errors import UsageError, listing
 from holdfast.events import Emitter
+from holdfast.format.manifest import Mode
 
 SUPPORTED = "2.4 to 2.6"
 FRAMEWORK = "lightning"
@@ -168,3 +170,15 @@ def shown_metrics(trainer: Any) -> dict[str, Any]:
     """Return what Lightning shows as metrics, with the last value of each, however old."""
     shown: dict[str, Any] = trainer._logger_connector._callback_metrics
     return shown
+
+
+def monitors_of(trainer: Any) -> Iterator[tuple[str, str, Mode]]:
+    """Yield who watches which metric in which direction: callbacks and plateau schedulers."""
+    plateaus = (one for one in trainer.lr_scheduler_configs if one.reduce_on_plateau)
+    for metric, one in (
+        *((getattr(one, "monitor", None), one) for one in trainer.callbacks),
+        *((one.monitor, one.scheduler) for one in plateaus),
+    ):
+        mode = getattr(one, "mode", None)
+        if isinstance(metric, str) and mode in ("min", "max"):
+            yield f"{type(one).__name__} with mode={mode!r}", metric, mode

@@ -39,7 +39,7 @@ from holdfast.bridges.transformers.seams import (
     measured_at,
     refuse_arguments,
 )
-from holdfast.bridges.validations import Validations
+from holdfast.bridges.validations import Validations, check_direction
 from holdfast.data.loader import Loader
 from holdfast.data.stream import Stream
 from holdfast.engine.control.stop import Stop
@@ -123,6 +123,11 @@ class CheckpointedMixin(_Trainer):
         self._validations: Validations | None = None
         super().__init__(*args, **kwargs)
         refuse_arguments(self)
+        if self.args.metric_for_best_model and self.args.greater_is_better is not None:
+            metric = f"eval_{self.args.metric_for_best_model.removeprefix('eval_')}"
+            is_high = self.args.greater_is_better
+            who = f"greater_is_better={is_high}"
+            check_direction(self.checkpoints, self._emit, metric, "max" if is_high else "min", who)
         self.add_callback(_Moments(self))
 
     # What the Trainer calls

@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from holdfast.errors import NoCheckpoint, UsageError
+from holdfast.errors import NoCheckpoint
 from holdfast.format.manifest import Manifest, Mode, Watched
-from holdfast.policy.rules import is_least_best
+from holdfast.policy.direction import mode_for
 
 BEST = "best"
 _PREFIX = f"{BEST}:"
@@ -66,13 +66,7 @@ def watched_for(newest_first: Sequence[Manifest], which: str, *, where: str) -> 
     metric, mode = _parsed(which)
     if mode is None:
         mode = next((watched.mode for watched in recorded if watched.metric == metric), None)
-    if mode is None and is_least_best(metric):
-        mode = "min"
-    if mode is None:
-        raise UsageError(
-            f"{which!r}: whether low or high values of {metric!r} are good is recorded nowhere: "
-            f"say {which}:max or {which}:min"
-        )
+    mode = mode_for(metric, mode, what=repr(which), say=f"say {which}:max or {which}:min")
     return Watched(metric=metric, mode=mode)
 
 

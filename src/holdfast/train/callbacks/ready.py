@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 from holdfast.errors import UsageError, listing
+from holdfast.format.manifest import Mode
+from holdfast.policy.direction import mode_for
 from holdfast.train.asked import check_range
 from holdfast.train.callbacks.hooks import Callback
 from holdfast.train.training import Metrics, Training
@@ -23,8 +25,6 @@ if TYPE_CHECKING:
     from holdfast.engine.checkpoint import Checkpoint
 
 logger = logging.getLogger("holdfast")
-
-Mode = Literal["min", "max"]
 
 
 class StopWhen(Callback):
@@ -101,7 +101,7 @@ class EarlyStopping(Callback):
         self,
         metric: str = "val/loss",
         *,
-        mode: Mode = "min",
+        mode: Mode | None = None,
         patience: int = 3,
         min_delta: float = 0.0,
         name: str | None = None,
@@ -110,7 +110,8 @@ class EarlyStopping(Callback):
 
         Args:
             metric: its full name, as in the log.
-            mode: whether low or high values are good.
+            mode: whether low ("min") or high values ("max") are good. None: as the name of the
+                metric shows, if it is well known.
             patience: ends at so many validations in a row without a better value; NaN is none.
             min_delta: by how much a value must be better than the best one.
             name: see `Callback`; needed if there are several.
@@ -118,8 +119,12 @@ class EarlyStopping(Callback):
         Raises:
             UsageError: an argument is wrong.
         """
-        if mode not in get_args(Mode):
-            raise UsageError(f"EarlyStopping: mode={mode!r} must be one of {get_args(Mode)}")
+        known = mode_for(
+            metric,
+            mode,
+            what="EarlyStopping",
+            say=f"say EarlyStopping({metric!r}, mode='max') or mode='min'",
+        )
         check_range("EarlyStopping: patience", patience, 1, 2**31)
         if not isinstance(min_delta, int | float) or not 0 <= min_delta < math.inf:
             raise UsageError(f"EarlyStopping: min_delta={min_delta!r} must be 0 or above")
@@ -131,7 +136,7 @@ class EarlyStopping(Callback):
         """The best value so far."""
         self.num_waited = 0
         """Number of validations in a row without a better value."""
-        self._sign = 1 if mode == "min" else -1
+        self._sign = 1 if known == "min" else -1
         self._min_delta = min_delta
         self.watches = (metric,)
 

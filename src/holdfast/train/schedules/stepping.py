@@ -22,8 +22,9 @@ from torch.optim.lr_scheduler import (
 
 from holdfast.arguments import checked
 from holdfast.errors import UsageError
-from holdfast.format.manifest import Timestamp
+from holdfast.format.manifest import Mode, Timestamp
 from holdfast.policy.clock import ALL_UNITS, Time, Unit, parse
+from holdfast.policy.direction import direction, mode_for
 from holdfast.policy.triggers import Every
 from holdfast.train.asked import check_counted
 from holdfast.train.callbacks.calling import Callbacks
@@ -55,6 +56,9 @@ class Schedule:
     regular validation, but not after one that is made only because the goal was reached."""
     metric: str | None = None
     """Name of the metric that its `step` gets, as in the log: of the validation, or of the step."""
+    mode: Mode | None = None
+    """For ReduceLROnPlateau, whether low ("min") or high values ("max") of the metric are good.
+    None: as the name of the metric shows."""
 
     def __post_init__(self) -> None:
         if isinstance(self.scheduler, Curve | CurveScheduler) and self.every != "step":
@@ -104,7 +108,27 @@ class Schedule:
                 f"scheduler: {type(scheduler).__name__} steps on no metric: leave out "
                 f"metric={self.metric!r}"
             )
-        return Schedule(scheduler, self.every, self.metric)
+        if needs_metric:
+            self._check_mode(scheduler)
+        elif self.mode is not None:
+            raise UsageError(f"Schedule: mode={self.mode!r} is only for ReduceLROnPlateau")
+        return Schedule(scheduler, self.every, self.metric, self.mode)
+
+    def _check_mode(self, scheduler: ReduceLROnPlateau) -> None:
+        """Raise `UsageError` unless the scheduler improves in the direction of its metric."""
+        assert self.metric is not None, "it was checked"
+        given = self.mode
+        if given is None and scheduler.mode == "max":
+            # Not torch's default, so the caller has said it.
+            given = direction(self.metric) or "max"
+        say = "give Schedule(…, mode='max') or mode='min', and the same mode to ReduceLROnPlateau"
+        mode = mode_for(self.metric, given, what="Schedule", say=say)
+        if scheduler.mode != mode:
+            raise UsageError(
+                f"Schedule: ReduceLROnPlateau has mode={scheduler.mode!r}, and good values of "
+                f"{self.metric!r} are {'low' if mode == 'min' else 'high'}: make it with "
+                f"mode={mode!r}, or give Schedule(…, mode={scheduler.mode!r})"
+            )
 
     @property
     def is_plain(self) -> bool:
