@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import overload
 
 import numpy as np
@@ -13,14 +14,16 @@ from torch import Tensor, nn
 from holdfast.arguments import checked
 from holdfast.engine.access import located
 from holdfast.engine.checkpoint import Checkpoint, describe
+from holdfast.engine.claims.leases import KeptEntry
 from holdfast.engine.loading.resume import LoadOptions, Reader, Rename
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.staging.device import refuse_capture
 from holdfast.engine.threads import Threads
-from holdfast.errors import UsageError
+from holdfast.errors import HoldfastError, NoCheckpoint, StoreError, UsageError, listing
 from holdfast.interop.lazy import open_any
+from holdfast.interop.opening import open_source
 from holdfast.interop.reading import pieces
-from holdfast.interop.source import Source
+from holdfast.interop.source import Source, lost_tensors
 from holdfast.keys import Encryption
 from holdfast.state.copying import bytes_of
 from holdfast.state.edits import Edit
@@ -118,7 +121,7 @@ def load_weights(
     )
     threads = Threads()
     try:
-        with located(source, which=which, encrypt=encrypt) as (store, kept):
+        with _located(source, which, encrypt) as (store, kept):
             reader = Reader(
                 catalog=Catalog(store),
                 state={component: model},
@@ -136,6 +139,35 @@ def load_weights(
     finally:
         threads.close()
     return describe(store, kept.entry, notes=(*kept.notes, *loaded.prepared.notes))
+
+
+@contextmanager
+def _located(
+    source: str | os.PathLike[str] | Store, which: int | str | None, encrypt: Encryption | None
+) -> Iterator[tuple[Store, KeptEntry]]:
+    """Open a checkpoint; of another library's file or folder say how to load it."""
+    with ExitStack() as stack:
+        try:
+            found = stack.enter_context(located(source, which=which, encrypt=encrypt))
+        except (NoCheckpoint, StoreError):
+            if not isinstance(source, str | os.PathLike) or not _is_foreign(os.fspath(source)):
+                raise
+            raise UsageError(
+                f"{os.fspath(source)}: not a checkpoint of Holdfast but another library's file. "
+                f"Load it with model.load_state_dict(holdfast.load_weights({os.fspath(source)!r}))"
+                ", or make a checkpoint of it with holdfast import"
+            ) from None
+        yield found
+
+
+def _is_foreign(text: str) -> bool:
+    if not os.path.exists(text):
+        return False
+    try:
+        open_source(text).close()
+    except HoldfastError:
+        return False
+    return True
 
 
 def _refuse(names: Sequence[str]) -> None:
@@ -156,8 +188,20 @@ def _tensors(
         is_wanted = wanted.cover(name) or not wanted
         if not unwanted.cover(name) and is_wanted:
             keys[path] = ref.key
+    lost = [
+        f"{left.path}: {left.why}"
+        for left in lost_tensors(source, [component])
+        if not unwanted.cover(left.path) and (wanted.cover(left.path) or not wanted)
+    ]
+    if lost:
+        raise UsageError(
+            f"{source.url}: holds tensors that cannot be read. Skip them with skip=[…], or read "
+            "the others with load_file(…, allow_loss=True):\n" + listing(lost)
+        )
     if unused := [*wanted.unmatched(()), *unwanted.unmatched(())]:
         raise UsageError(f"{source.url}: {'; '.join(unused)}")
+    if part.leaves and not keys:
+        raise UsageError(f"{source.url}: include and skip leave no tensor of {component!r}")
     chosen = {*keys.values()}
     tensors = {
         key: torch.empty(part.specs[key].shape, dtype=TORCH_DTYPES[part.specs[key].dtype])

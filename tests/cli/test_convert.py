@@ -106,6 +106,21 @@ def test_an_export_says_how_its_file_is_loaded(tmp_path: Path, holdfast: Any) ->
     assert model[1].weight is model[0].weight
 
 
+def test_the_weights_of_an_average_are_loaded_by_the_line_that_is_printed(
+    tmp_path: Path, holdfast: Any
+) -> None:
+    model, out = torch.nn.Linear(2, 2), tmp_path / "average"
+    average = torch.optim.swa_utils.AveragedModel(model)
+    with CheckpointManager(tmp_path / "run", {"model": model, "ema": average}) as manager:
+        manager.save(1, wait=True)
+    load = holdfast(
+        "export", tmp_path / "run", out, "--to", "safetensors", "--component", "ema"
+    ).out.splitlines()[-1]
+    there: dict[str, Any] = {"model": torch.nn.Linear(2, 2)}
+    exec(load.removeprefix("load it: "), there)
+    assert torch.equal(there["averaged"].weight, model.weight)
+
+
 def test_what_is_no_module_is_loaded_as_tensors(tmp_path: Path, holdfast: Any) -> None:
     optimizer, out = (
         torch.optim.SGD([torch.ones(2, requires_grad=True)], momentum=0.9),
@@ -171,7 +186,7 @@ def test_weights_under_a_name_that_cannot_be_used_are_an_error_unless_their_loss
     for arguments in (("import", path, run), ("export", path, run, "--to", "pt")):
         done = holdfast(*arguments, "--trust")
         assert done.code == 2
-        assert "weights in it would be lost" in done.err
+        assert "holds tensors that cannot be read" in done.err
         assert "--allow-loss" in done.err
         assert not run.exists()
         assert holdfast(*arguments, "--trust", "--allow-loss").code == 0

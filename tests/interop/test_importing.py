@@ -80,7 +80,6 @@ def test_a_manager_goes_on_from_what_torch_saved(
     whole.train(0, 6)
     begun.train(0, 3)
     plan = plan_import(begun.source(step=3))
-    assert plan.notes == []
     assert {name: one.kind for name, one in plan.taken.items()} == {
         "model": "module",
         "optimizer": "optimizer",
@@ -128,7 +127,7 @@ def test_groups_are_told_apart_by_shapes_or_by_recorded_names(names: bool) -> No
 
 def named_tree(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> Any:
     plan = plan_of(model, optimizer, **options)
-    assert plan.notes == []
+    assert all("equal shapes" in note for note in plan.notes)
     assert plan.taken["optimizer"].kind == "optimizer"
     return plan.taken["optimizer"].tree
 
@@ -164,6 +163,25 @@ def test_an_optimizer_that_cannot_be_named_for_sure_stays_as_it_was_and_a_note_s
         [note] = plan.notes
         assert note.startswith("optimizer: stored as it is, and no optimizer can be resumed")
         assert why in note
+
+
+def test_parameters_of_equal_shapes_get_moments_in_the_models_order_and_a_note_says_so() -> None:
+    """The optimizer has another order; with the names in its order each gets its own moments."""
+    model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+    optimizer = trained(model, [model[1].weight, model[0].weight])
+    [note] = plan_of(model, optimizer).notes
+    assert "equal shapes" in note
+    assert "--parameters" in note
+    plan = plan_of(model, optimizer, parameters=["1.weight", "0.weight"])
+    assert plan.notes == []
+    assert plan.taken["optimizer"].keys["1.weight.exp_avg"] == "state.0.exp_avg"
+
+
+def test_parameters_of_unequal_shapes_are_found_by_them_in_any_order() -> None:
+    model = nn.Sequential(nn.Linear(3, 4, bias=False), nn.Linear(4, 2, bias=False))
+    plan = plan_of(model, trained(model, [model[1].weight, model[0].weight]))
+    assert plan.notes == []
+    assert plan.taken["optimizer"].keys["1.weight.exp_avg"] == "state.0.exp_avg"
 
 
 @pytest.mark.parametrize(

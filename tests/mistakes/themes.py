@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from tests.mistakes import changed, clocks, commands, files, names, order, paths, times, training
+from tests.mistakes import (
+    changed,
+    choices,
+    clocks,
+    commands,
+    files,
+    names,
+    order,
+    paths,
+    times,
+    training,
+)
 
 THEMES = (
     names.THEME,
@@ -10,6 +21,7 @@ THEMES = (
     paths.THEME,
     order.THEME,
     files.THEME,
+    choices.THEME,
     changed.MODEL,
     changed.DATA,
     clocks.THEME,

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from holdfast.cli.output import Answer
-from holdfast.cli.sources import items_of, open_named, split_name
+from holdfast.cli.sources import items_of, open_read, split_name
 from holdfast.errors import UsageError
 from holdfast.format.nodes import ArrayRef, GeneratorState, TensorRef
 from holdfast.interop.comparing.pairs import described
@@ -49,7 +49,7 @@ def show_value(text: str, name: str, rows: str | None) -> Answer:
         UsageError: nothing has this name, or the slice does not fit.
         CorruptData: its bytes are damaged.
     """
-    with open_named(text) as source:
+    with open_read(text) as source:
         component, path = split_name(source, name)
         part = source.parts[component]
         node = _find(source, component, path)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 _SHOWN = 20
 _DCP = ".metadata"
+_AVERAGED = "n_averaged"
+"""Buffer of torch's AveragedModel, whose other names begin with module."""
+_WRAPPERS = frozenset({"module", "_orig_mod"})
 _STATE = ("optimizer", "scheduler", "data", "rng", "trainer")
 """Usual names of components that are no modules."""
 
@@ -277,15 +280,33 @@ def take_out(
             *([_file_table(document.files)] if len(document.files) > 1 else []),
             *plan.notes,
             *lines_left_out(plan.left_out),
-            *([_loading(output, components)] if is_one_file else []),
+            *([_loading(output, components, export.names)] if is_one_file else []),
         ],
     )
 
 
-def _loading(output: str, components: Sequence[str]) -> str:
+def _loading(output: str, components: Sequence[str], names: Collection[str]) -> str:
+    """Return the lines of Python that load a file of weights with these names."""
+    from_file = "load it: from safetensors.torch import load_file;"
+    wrappers = {name.partition(".")[0] for name in names if name != _AVERAGED}
     if any(name in _STATE for name in components):
-        return f"load it: from safetensors.torch import load_file; load_file({output!r})"
-    return f"load it: from safetensors.torch import load_model; load_model(model, {output!r})"
+        return f"{from_file} load_file({output!r})"
+    if wrappers == {"module"} and _AVERAGED in names:
+        return (
+            f"{from_file} from torch.optim.swa_utils import AveragedModel; "
+            f"average = AveragedModel(model); average.load_state_dict(load_file({output!r})); "
+            "averaged = average.module"
+        )
+    if _AVERAGED in names:
+        return f"{from_file} model.load_state_dict(load_file({output!r}), strict=False)"
+    loading = f"from safetensors.torch import load_model; load_model(model, {output!r})"
+    if len(wrappers) == 1 and wrappers <= _WRAPPERS:
+        [wrapper] = wrappers
+        return (
+            f"load it into a model that is wrapped like the saved one: {loading}; or write the "
+            f"names of the bare model with --map '{wrapper}.**=**'"
+        )
+    return f"load it: {loading}"
 
 
 def _export_dcp(target: str, out: Path, *, unsafe_pickle: bool) -> Answer:

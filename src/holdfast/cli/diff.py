@@ -12,7 +12,7 @@ from holdfast.cli.documents import is_timing
 from holdfast.cli.output import Answer, Code, TextTable, number, one_line, progress_bar
 from holdfast.cli.sources import open_named
 from holdfast.errors import UsageError
-from holdfast.interop.comparing.differences import SourceDifference, compare
+from holdfast.interop.comparing.differences import NotCompared, SourceDifference, compare
 from holdfast.interop.comparing.drift import MODULE
 from holdfast.interop.comparing.pairs import TensorDifference
 from holdfast.interop.comparing.trees import GeneratorDifference, ValueDifference
@@ -30,7 +30,7 @@ class DiffAnswer(msgspec.Struct, frozen=True, kw_only=True):
     b: str
     """The second source."""
     equal: bool
-    """Whether nothing differs, or nothing by more than `fail_above`."""
+    """Whether everything was compared and nothing differs, or nothing by more than `fail_above`."""
     fail_above: float | None
     """The given limit; null: every bit counts."""
     ignored: tuple[str, ...]
@@ -45,6 +45,8 @@ class DiffAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """Plain values and parts of trees that differ."""
     generators: tuple[GeneratorDifference, ...]
     """Random generators whose state differs; `tensors` and `values` have nothing of them."""
+    not_compared: tuple[NotCompared, ...]
+    """Values with tensors that could not be read; with any, `equal` is false."""
 
 
 def diff(
@@ -55,7 +57,9 @@ def diff(
     ignored: Sequence[str] = (),
     fail_above: float | None = None,
 ) -> Answer:
-    """Compare two sources; the exit code is 0 where they are equal, and 1 where they differ.
+    """Compare two sources; the exit code is 0 if they are equal, and 1 if not.
+
+    They are not equal if a tensor of either cannot be read and is not ignored.
 
     Raises:
         NoCheckpoint: nothing exists at one of the two.
@@ -72,7 +76,7 @@ def diff(
         models = [name for name in models if name in source_b.parts]
         is_one_step = source_a.step == source_b.step
     beyond = found.beyond(fail_above)
-    is_equal = not (beyond or found.values or found.generators)
+    is_equal = not (beyond or found.values or found.generators or found.not_compared)
     answer = DiffAnswer(
         a=urls[0],
         b=urls[1],
@@ -84,6 +88,7 @@ def diff(
         tensors=found.tensors,
         values=found.values,
         generators=found.generators,
+        not_compared=found.not_compared,
     )
     timings = [one for one in found.values if _is_timing(one)]
     others = [one for one in found.values if not _is_timing(one)]
@@ -91,12 +96,19 @@ def diff(
         f"a: {urls[0]}",
         f"b: {urls[1]}",
         *_tables(found, others),
+        *_not_compared(found.not_compared),
         _verdict(found, len(beyond), fail_above, len(timings)),
         *(_seeding(found, others, [] if components else models) if is_one_step else []),
         *_of_timings(timings),
         *([f"left out: {', '.join(ignored)}"] if ignored else []),
     ]
     return Answer(document=answer, parts=parts, code=Code.OK if is_equal else Code.FOUND)
+
+
+def _not_compared(found: Sequence[NotCompared]) -> list[str]:
+    lines = [f"not compared: {one_line(one.path)} in {one.source}: {one.why}" for one in found]
+    num_more = len(lines) - MAX_ROWS
+    return lines[:MAX_ROWS] + ([f"and {num_more:,} more; --json lists all"] if num_more > 0 else [])
 
 
 def _is_timing(one: ValueDifference) -> bool:
@@ -173,6 +185,8 @@ def _verdict(
     texts += _counted(len(found.values) - num_timings, "plain value")
     texts += _counted(len(found.generators), "generator")
     texts += _counted(num_timings, "timing")
+    if num_lost := len(found.not_compared):
+        texts.append(f"{num_lost:,} could not be compared")
     return "; ".join(texts)
 
 

@@ -213,7 +213,7 @@ unsafe_pickle = flag(
     "--unsafe-pickle", "DCP: also values that can only be pickled. Loading them runs code."
 )
 allow_loss = flag(
-    "--allow-loss", "Leave out weights whose names cannot be used, which are an error otherwise."
+    "--allow-loss", "Skip tensors that cannot be read or named, which are an error otherwise."
 )
 trust = flag("--trust", "Lift the limits on memory and time; still runs nothing in the file.")
 exported = argument("target", "ROOT[@WHICH]", f"{_WHICH} Also a file or folder of another library.")

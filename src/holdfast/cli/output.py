@@ -21,7 +21,7 @@ import click
 import msgspec
 
 from holdfast.errors import DeadlineExceeded, HoldfastError, NoCheckpoint, NotOwned, UsageError
-from holdfast.events import Event
+from holdfast.events import Event, without_secrets
 
 SCHEMA = 1
 """Value of the member `holdfast` of every JSON answer; grows when a member changes its meaning."""
@@ -125,7 +125,7 @@ def give_error(error: HoldfastError, *, as_json: bool) -> Code:
     """Write an error to standard error, or as JSON on a line of its own; return its exit code."""
     if as_json:
         # On one line, as some commands write a line for each event.
-        members = {"kind": type(error).__name__, "message": str(error)}
+        members = {"kind": type(error).__name__, "message": without_secrets(str(error))}
         with _output_expected():
             click.echo(json.dumps({"holdfast": SCHEMA, "error": members}))
     else:
@@ -139,7 +139,7 @@ def give_error(error: HoldfastError, *, as_json: bool) -> Code:
 
 def say(text: str) -> None:
     """Write a message to standard error, after the program's name."""
-    click.echo(printable(f"holdfast: {text}"), err=True)
+    click.echo(printable(f"holdfast: {without_secrets(text)}"), err=True)
 
 
 def say_event(event: Event) -> None:

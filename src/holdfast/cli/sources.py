@@ -6,12 +6,13 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from holdfast.cli.child import open_limited
+from holdfast.cli.output import say
 from holdfast.cli.target import opened
 from holdfast.engine.roots.sources import split_source
-from holdfast.errors import UsageError
+from holdfast.errors import UsageError, listing
 from holdfast.format.nodes import ArrayRef, GeneratorState, TensorRef
 from holdfast.format.tensors import TensorSpec
-from holdfast.interop.source import Source
+from holdfast.interop.source import Source, lost_tensors
 
 
 def open_named(text: str) -> Source:
@@ -26,6 +27,19 @@ def open_named(text: str) -> Source:
     if "://" in text:
         opened(split_source(text)[0])
     return open_limited(text)
+
+
+def open_read(text: str) -> Source:
+    """Open a source for a command that reads its tensors; name those that cannot be read.
+
+    Raises:
+        As `open_named`.
+    """
+    source = open_named(text)
+    if lost := lost_tensors(source):
+        lines = [f"{one.path}: {one.why}" for one in lost]
+        say(f"{source.url}: holds tensors that cannot be read:\n{listing(lines)}")
+    return source
 
 
 def chosen(source: Source, components: Collection[str]) -> tuple[str, ...]:

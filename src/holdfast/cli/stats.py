@@ -11,7 +11,7 @@ import msgspec
 
 from holdfast.cli.output import Answer, TextTable, number, progress_bar
 from holdfast.cli.shading import Shades, bars, expect_drawable, write_shades
-from holdfast.cli.sources import chosen, open_named, split_name
+from holdfast.cli.sources import chosen, open_read, split_name
 from holdfast.cli.target import named_file_key, named_keys
 from holdfast.errors import UsageError
 from holdfast.interop.comparing.statistics import TensorStats, stats_of
@@ -62,7 +62,7 @@ def stats(
     """
     if plot is not None:
         expect_drawable(plot)
-    with Forks() as forks, open_named(text) as source:
+    with Forks() as forks, open_read(text) as source:
         names = chosen(source, components)
         found = tuple(_with_progress(source, _wanted(source, names, tensors), forks))
         answer = StatsAnswer(

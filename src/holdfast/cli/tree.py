@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from holdfast.cli.output import Answer, TextTable, size
-from holdfast.cli.sources import chosen, items_of, open_named, shape_text, tensors_of
+from holdfast.cli.sources import chosen, items_of, open_read, shape_text, tensors_of
 from holdfast.format.nodes import ArrayRef, GeneratorState, TensorRef
 from holdfast.interop.comparing.trees import shown
 from holdfast.interop.source import LeftOut, Part, Source
@@ -78,7 +78,7 @@ def show_tree(text: str, *, depth: int | None, components: Collection[str]) -> A
         FormatError: it is in no known format, or damaged.
         UsageError: it has no component of a given name.
     """
-    with open_named(text) as source:
+    with open_read(text) as source:
         names = chosen(source, components)
         answer = TreeAnswer(
             source=source.url,

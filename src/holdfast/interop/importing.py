@@ -178,6 +178,8 @@ def _other(
     if is_torch_form(part.tree):
         found = named(part, modules, hints)
         if not isinstance(found, str):
+            if found.note:
+                notes.append(f"{component}: {found.note}")
             return Taken(
                 kind="optimizer",
                 tree=found.tree,
@@ -234,8 +236,8 @@ def import_checkpoint(
     parameters in its order, where the file does not keep it: `[name for name, _ in
     model.named_parameters()]`. Keeps a few blocks in memory, and runs nothing of the source.
     `trust` lifts the bounds on the number of values in the source.
-    `notes` say what was left out, and what cannot be resumed from. `allow_loss` leaves out weights
-    whose names cannot be used; without it they are an error. `encrypt` has the keys that the
+    `notes` say what was left out, and what cannot be resumed from. `allow_loss` skips tensors
+    that cannot be read or named; without it they are an error. `encrypt` has the keys that the
     checkpoint is encrypted with; they also open an encrypted checkpoint that is the source.
 
     Raises:

@@ -19,7 +19,7 @@ from holdfast.format.tensors import ITEM_NBYTES, TensorSpec
 from holdfast.interop.comparing.numbers import floats
 from holdfast.interop.opening import open_source
 from holdfast.interop.reading import read_whole
-from holdfast.interop.source import LeftOut, Source
+from holdfast.interop.source import LeftOut, Source, expect_no_loss
 from holdfast.interop.sources.checkpoint import CheckpointSource
 from holdfast.keys import Encryption
 from holdfast.store.base import Store
@@ -53,22 +53,31 @@ def load_file(
     which: int | str | None = None,
     encrypt: Encryption | None = None,
     trust: bool = False,
+    allow_loss: bool = False,
 ) -> LazyFile:
     """Open a checkpoint, or a file of weights of any known format; no code in it is run.
 
     `source` is a root (its newest checkpoint), `root@which`, the folder of a checkpoint, a store,
     where `which` selects another than the newest, or a file or folder of another library. No
     tensor is read before it is asked for. `encrypt` has the keys of encrypted checkpoints.
-    `trust` lifts the bounds on the number of values in a file of another library. Close the file,
-    or use it in a `with` statement: a checkpoint is kept from deletion while it is open.
+    `trust` lifts the bounds on the number of values in a file of another library. With
+    `allow_loss`, tensors that cannot be read, such as sparse ones, are only listed in `left_out`.
+    Close the file, or use it in a `with` statement: a checkpoint is kept from deletion while it is
+    open.
 
     Raises:
         NoCheckpoint: nothing exists there.
         FormatError: it is in no known format, or damaged.
         SealError: it is encrypted for other keys, or not encrypted.
-        UsageError: `which` is given for a source that is not a store.
+        UsageError: `which` is given for a source that is not a store, or a tensor cannot be read.
     """
-    return LazyFile(open_any(source, which=which, encrypt=encrypt, trust=trust))
+    opened = open_any(source, which=which, encrypt=encrypt, trust=trust)
+    try:
+        expect_no_loss(opened, (), allow_loss=allow_loss)
+    except UsageError:
+        opened.close()
+        raise
+    return LazyFile(opened)
 
 
 def open_any(

@@ -23,6 +23,11 @@ _HOW = frozenset({"foreach", "maximize", "capturable", "differentiable", "fused"
 _DECOUPLED = "decoupled_weight_decay"
 _FACTORS = ("row_var", "col_var")
 _FLOATS = ("F", "BF")
+_GUESSED = (
+    "moments of parameters with equal shapes were assigned in the order of the model's parameters, "
+    "as the file does not name them; if the optimizer was made with another order, give the names "
+    "in its order: --parameters FILE (parameters=[…])"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +37,8 @@ class Named:
     tree: dict[str, Any]
     keys: Mapping[str, str]
     """Key in the tree → key in the source."""
+    note: str = ""
+    """How names were guessed, if they were."""
 
 
 def is_torch_form(tree: Any) -> bool:
@@ -80,10 +87,14 @@ def named(part: Part, modules: Mapping[str, Part], hints: Hints) -> Named | str:
         return "its states and groups do not fit together"
     of_slots = {number: _shapes(state.get(number), part.specs) for number in numbers}
     shapes = {number: max(found, key=len, default=None) for number, found in of_slots.items()}
-    names = _recorded(groups, of_slots, model, hints.rename) or _found(groups, shapes, model, hints)
+    recorded = _recorded(groups, of_slots, model, hints.rename)
+    names = recorded or _found(groups, shapes, model, hints)
     if isinstance(names, str):
         return names
-    return _renamed(part, names, module=module, model=model, kind=name)
+    known = [shape for shape in shapes.values() if shape is not None]
+    is_guessed = not recorded and not hints.order and len({*known}) < len(known)
+    note = _GUESSED if is_guessed else ""
+    return _renamed(part, names, module=module, model=model, kind=name, note=note)
 
 
 def _shapes(slots: Any, specs: Mapping[str, TensorSpec]) -> set[tuple[int, ...]]:
@@ -164,14 +175,14 @@ def _found(
         if len(fitting) != len(group["params"]):
             return "its groups do not fit the shapes of the model"
         names = [*fitting]
-        if not (hints.is_ordered or hints.order):
-            by_shape = {shape: name for name, shape in fitting.items()}
-            if len(by_shape) != len(fitting) or None in of_group:
-                return (
-                    "the file does not keep the order of the model's parameters, and some have "
-                    "the same shape; give their names in order: --parameters FILE"
-                )
+        by_shape = {shape: name for name, shape in fitting.items()}
+        if len(by_shape) == len(fitting) and None not in of_group and not hints.order:
             names = [by_shape.get(shapes[number] or (), "") for number in group["params"]]
+        elif not (hints.is_ordered or hints.order):
+            return (
+                "the file does not keep the order of the model's parameters, and some have "
+                "the same shape; give their names in order: --parameters FILE"
+            )
         for number, name in zip(group["params"], names, strict=True):
             if shapes[number] not in (None, parameters.get(name)):
                 return f"the shape of its parameter {number} is not that of {name or 'any'}"
@@ -190,7 +201,9 @@ def _parameters(model: Part) -> Iterator[tuple[str, tuple[int, ...]]]:
             yield name, spec.shape
 
 
-def _renamed(part: Part, names: Mapping[Any, str], *, module: str, model: Part, kind: str) -> Named:
+def _renamed(
+    part: Part, names: Mapping[Any, str], *, module: str, model: Part, kind: str, note: str
+) -> Named:
     table: dict[str, str] = {}
     """Key in the source → key in the tree."""
     slots: dict[str, Any] = {}
@@ -218,7 +231,7 @@ def _renamed(part: Part, names: Mapping[Any, str], *, module: str, model: Part, 
         "slots": slots,
         "extra": {},
     }
-    return Named(tree=tree, keys={new: old for old, new in table.items()})
+    return Named(tree=tree, keys={new: old for old, new in table.items()}, note=note)
 
 
 def _device(slots: Any, specs: Mapping[str, TensorSpec], shape: Sequence[int]) -> str:

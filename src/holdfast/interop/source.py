@@ -24,9 +24,9 @@ class LeftOut(msgspec.Struct, frozen=True):
     """Where it is in the source, such as "training_args.bin" or "trainer.callbacks.EMA"."""
     why: str
     """Why, as text."""
-    weights_of: str = ""
-    """Component of which weights are lost with it: their name cannot be used, or they are in an
-    object under a model's name. A conversion is an error then, unless allowed. Empty: none."""
+    tensors_of: str = ""
+    """Component of which tensors are lost with it; empty if the value holds none. Reading or
+    converting such a source is an error unless the caller allows the loss."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,21 +171,27 @@ class Source(ABC):
         return found
 
 
+def lost_tensors(source: Source, components: Collection[str] = ()) -> list[LeftOut]:
+    """Return the values with tensors that these components, all if empty, lack."""
+    return [
+        left
+        for left in source.left_out
+        if left.tensors_of and (not components or left.tensors_of in components)
+    ]
+
+
 def expect_no_loss(source: Source, components: Collection[str], *, allow_loss: bool) -> None:
-    """Check that a conversion of these components, all if empty, loses no weights by a name.
+    """Check that no tensor of these components, all if empty, is left out.
 
     Raises:
-        UsageError: it does, and `allow_loss` is not set.
+        UsageError: one is, and `allow_loss` is not set.
     """
-    lost = [
-        f"{left.path}: {left.why}"
-        for left in source.left_out
-        if left.weights_of and (not components or left.weights_of in components)
-    ]
+    lost = lost_tensors(source, components)
     if lost and not allow_loss:
         raise UsageError(
-            f"{source.url}: weights in it would be lost. Save a state_dict with names that can be "
-            "used, or leave them out with --allow-loss (allow_loss=True):\n" + listing(lost)
+            f"{source.url}: holds tensors that cannot be read. Save them as dense tensors "
+            "in a state_dict, or skip them with --allow-loss (allow_loss=True):\n"
+            + listing([f"{left.path}: {left.why}" for left in lost])
         )
 
 

@@ -182,7 +182,7 @@ def prepare(
             matches may be that of another rank: it is `untaken`, and no error.
 
     Raises:
-        UsageError: an argument names nothing, or a rename makes two names one.
+        UsageError: an argument names nothing, nothing is chosen, or a rename makes two names one.
         UnsupportedState: live leaves into which nothing can be loaded.
         MismatchError: lists every leaf of every component that does not fit.
         FormatError: a stored tree is not valid.
@@ -230,6 +230,8 @@ def prepare(
         and _tensors_of(state[name])
     ]
     problems.raise_if_any(where)
+    if components is not None or include or skip:
+        _expect_a_choice(plans, stored, selection, components, everything)
     problems.notes += [f"saved without {name}, which stays as it is" for name in unsaved]
     return Prepared(
         plans,
@@ -237,6 +239,31 @@ def prepare(
         tuple(problems.notes),
         tuple(problems.lost),
         tuple(problems.untaken),
+    )
+
+
+def _expect_a_choice(
+    plans: Mapping[str, LoadPlan],
+    stored: Mapping[str, StoredComponent],
+    selection: Selection,
+    components: Collection[str] | None,
+    everything: Collection[str],
+) -> None:
+    """Refuse a choice of components and leaves that loads nothing.
+
+    Raises:
+        UsageError: it does.
+    """
+    for name, plan in plans.items():
+        is_of_tensors = isinstance(plan, modules.ModulePlan | optimizers.OptimizerPlan)
+        if plan.needed or not (is_of_tensors and stored[name].tensors):
+            return
+        if not selection.is_partial(name):
+            return
+    chosen = "" if components is None else f"components={[*components]}, "
+    raise UsageError(
+        f"nothing would be loaded: {chosen}{selection} leave nothing of the components "
+        f"{', '.join(everything)}"
     )
 
 

@@ -64,6 +64,11 @@ class Entries:
     def __bool__(self) -> bool:
         return bool(self._patterns)
 
+    @property
+    def given(self) -> list[str]:
+        """The patterns as they were given."""
+        return [*self._patterns]
+
     def cover(self, path: str) -> bool:
         """Whether an entry matches `path`, which begins with a component, or an ancestor of it."""
         if not self._patterns:

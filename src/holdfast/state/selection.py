@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
+from typing_extensions import override
 
 from holdfast.errors import MismatchError, UnsupportedState, UsageError, listing
 from holdfast.format.objects import join
@@ -53,6 +54,10 @@ class Selection:
         self._include = Entries(include, "include")
         self._skip = Entries(skip, "skip")
         self._left: dict[str, dict[str, None]] = defaultdict(dict)
+
+    @override
+    def __str__(self) -> str:
+        return f"include={self._include.given}, skip={self._skip.given}"
 
     def omits(self, component: str) -> bool:
         """Whether the whole component is excluded, judged by its name only."""

@@ -235,10 +235,12 @@ def checked_clip(given: Any) -> Clip:
     """Return an argument `clip`, of which a number is the largest norm, as a record.
 
     Raises:
-        UsageError: it is for several optimizers by name.
+        UsageError: it is for several optimizers by name, or has no limit.
     """
     if isinstance(given, Mapping):
         raise UsageError(f"clip={shown(given)}: names are for several optimizers, and there is one")
+    if given == Clip():
+        raise UsageError("clip=Clip(): clips nothing; pass norm=… or value=…, or clip=None")
     return given if isinstance(given, Clip) else Clip(norm=given)
 
 

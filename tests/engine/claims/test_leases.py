@@ -549,3 +549,19 @@ def test_watching_ends_when_a_lease_moves_and_after_silence(store: MemoryStore) 
     readers.watch({folder}, wait=clock.wait, emit=Emitter((recorder,)))
     assert readers.of(folder) == ()
     assert all("node-7" in event.message for event in recorder.of("warning"))
+
+
+def test_a_reader_that_a_global_keeps_gives_its_lease_back_when_the_process_ends(
+    tmp_path: Path,
+) -> None:
+    code = (
+        "import sys, torch, holdfast\n"
+        "state = {'model': torch.nn.Linear(3, 3)}\n"
+        "manager = holdfast.CheckpointManager(sys.argv[1], state)\n"
+        "manager.save(1, wait=True); manager.close()\n"
+        "tensor = holdfast.load_file(sys.argv[1])['model:weight']\n"
+    )
+    ended = warm.run(["-c", code, tmp_path / "run"])
+    assert ended.returncode == 0
+    assert "lease" not in ended.stderr
+    assert not [*find_leases(LocalStore(tmp_path / "run"))]

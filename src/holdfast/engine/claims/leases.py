@@ -6,6 +6,7 @@ then looks for leases. So at least one of them sees the other, and gives way.
 
 from __future__ import annotations
 
+import atexit
 import errno
 import os
 import time
@@ -202,11 +203,15 @@ class _HeldLease:
     def keep_up(self) -> None:
         """Start to renew the lease in the background, until it is released."""
         self._renewed = self._background.submit(self._renew)
+        # At exit the threads that release it stop before globals that hold a reader are dropped.
+        atexit.register(self.give_back)
 
     def give_back(self) -> None:
         """Remove the lease; a failure is logged. No-op in a forked child, whose parent has it."""
+        atexit.unregister(self.give_back)
         if os.getpid() != self._process.pid or not self._may_exist:
             return
+        self._may_exist = False
         # On the background thread, as a delete may hang in the store.
         self._background.ask_to_stop()
         jobs = [self._background.submit(partial(self._store.delete, self._key))]

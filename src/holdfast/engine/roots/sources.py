@@ -21,9 +21,10 @@ def split_source(source: str | os.PathLike[str]) -> tuple[str, str | None]:
 
     Raises:
         UsageError: `source` is empty, or has nothing before or after the @, or it is `root@which`
-            of a web address.
+            of a web address; or the URL of a bucket has credentials.
     """
     text = os.fspath(source)
+    refuse_credentials(text)
     if is_web(text):
         _refuse_which_of_web(text)
         return text, None
@@ -35,8 +36,24 @@ def split_source(source: str | os.PathLike[str]) -> tuple[str, str | None]:
     return root, which if at else None
 
 
+def refuse_credentials(text: str) -> None:
+    """Raise `UsageError` if the URL of a bucket has credentials, which would end up in logs.
+
+    An @ there is one of `root@which` only if no slash follows it, and no colon is before it.
+    """
+    _, separator, rest = text.partition("://")
+    host, at, server = rest.partition("/")[0].rpartition("@")
+    is_which = "/" not in rest or _is_which(server)
+    if separator and at and not is_web(text) and (":" in host or not is_which):
+        raise UsageError(
+            f"{url_without_secrets(text)!r}: must have no credentials. Set the environment "
+            "variables of the service, such as AWS_ACCESS_KEY_ID, or pass RemoteStore(options=…)"
+        )
+
+
 def which_beside(source: str | os.PathLike[str], which: int | str) -> UsageError:
     """Make the error for a `which` that is given beside a path or a URL, where it is a part."""
+    refuse_credentials(os.fspath(source))
     text = url_without_secrets(os.fspath(source))
     if is_web(text):
         return UsageError(f"which={which!r} of {text!r}: {_no_look_up(which)}")

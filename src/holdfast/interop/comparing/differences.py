@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 
@@ -29,12 +29,23 @@ from holdfast.interop.comparing.trees import (
     differences,
 )
 from holdfast.interop.reading import Piece, pieces, read_whole
-from holdfast.interop.source import BlockDigests, Part, Source
+from holdfast.interop.source import BlockDigests, Part, Source, lost_tensors
 from holdfast.state.patterns import Entries
 
 _Key = tuple[str, str]
 Progress: TypeAlias = Callable[[str, int, int], None]
 """Called with a word for what is done, the bytes of a that are done, and all that are to do."""
+
+
+class NotCompared(msgspec.Struct, frozen=True, kw_only=True):
+    """A value with tensors that could not be read, so that nothing is known of its equality."""
+
+    source: Literal["a", "b"]
+    """The source that holds it."""
+    path: str
+    """Where it is in its source, such as "model.weight"."""
+    why: str
+    """Why it cannot be read."""
 
 
 class SourceDifference(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,6 +59,8 @@ class SourceDifference(msgspec.Struct, frozen=True, kw_only=True):
     """Tensors that are equal in every bit."""
     num_unread: int
     """Those of them that were not read, as their digests are equal."""
+    not_compared: tuple[NotCompared, ...] = ()
+    """Values with tensors that could not be read."""
 
     def beyond(self, limit: float | None) -> tuple[TensorDifference, ...]:
         """Return the tensors that differ by more than a limit, or all that differ if it is None."""
@@ -80,6 +93,8 @@ def compare(
     for name, part_a, part_b in wanted:
         if not ignored(name):
             gathered.add(name, _names(a, b, name), part_a, part_b, ignored)
+    not_compared = [*_not_compared("a", a, components, ignored)]
+    not_compared += _not_compared("b", b, components, ignored)
     ignored.expect_used(wanted)
     if ignore and not (ignored.leaves_something or gathered.pairs or gathered.values):
         raise UsageError("--ignore: leaves nothing to compare")
@@ -92,7 +107,16 @@ def compare(
         generators=tuple({one.path: one for one in generators.values()}.values()),
         num_equal=num_equal,
         num_unread=num_unread,
+        not_compared=tuple(not_compared),
     )
+
+
+def _not_compared(
+    name: Literal["a", "b"], source: Source, components: Collection[str], ignored: _Ignored
+) -> Iterator[NotCompared]:
+    for lost in lost_tensors(source, components):
+        if not ignored(lost.path):
+            yield NotCompared(source=name, path=lost.path, why=lost.why)
 
 
 class _Ignored:

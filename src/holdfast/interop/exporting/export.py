@@ -90,6 +90,8 @@ class Export:
         self._progress = progress
         self._cast = Cast()
         self._num_done = 0
+        self.names: Collection[str] = ()
+        """Names of the weights in a file of `safetensors`; empty for the other forms."""
         _check(options)
         expect_no_loss(source, options.components, allow_loss=options.allow_loss)
         self.plan = ExportPlan(files=[], left_out=[*source.left_out])
@@ -133,6 +135,7 @@ class Export:
             left_out=plan.left_out,
         )
         if options.to == "safetensors":
+            self.names = [one.name for one in weights.tensors]
             return self._plain(weights)
         files = plan_model(
             source,
@@ -234,8 +237,8 @@ def export_checkpoint(
     `hf-trainer` (a Trainer's checkpoint folder), `lightning` (a `.ckpt`). `components` are those
     to write, `rename` maps patterns of the names in the model to new ones, `config` is a file or a
     folder of files that lie beside the weights, `dtype` that of the weights of floats. `out` must
-    not exist; it appears when it is whole. Keeps a few pieces in memory. `allow_loss` leaves out
-    weights whose names cannot be used; without it they are an error. `trust` lifts the bounds on
+    not exist; it appears when it is whole. Keeps a few pieces in memory. `allow_loss` skips
+    tensors that cannot be read or named; without it they are an error. `trust` lifts the bounds on
     the number of values in a file of another library.
 
     Raises:

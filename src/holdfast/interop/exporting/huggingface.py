@@ -26,6 +26,8 @@ from holdfast.interop.source import LeftOut, Part, Source
 FILES = "files"
 """Component of small files that lay beside weights: name → bytes."""
 _CONFIG = "config.json"
+_PEFT = "base_model.model."
+"""First part of all names in a model that PEFT has wrapped."""
 _MAX_NBYTES = 64 << 20
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".index.json")
 _CODE = (".py", ".pyc", ".so")
@@ -46,8 +48,16 @@ def plan_model(
     """Plan the folder of a model, which `from_pretrained` reads: weights, config and tokenizer.
 
     Raises:
-        UsageError: a path of `configs` is no file or folder.
+        UsageError: a path of `configs` is no file or folder, or the model is one of PEFT.
     """
+    wrapped = next((one.name for one in weights.tensors if one.name.startswith(_PEFT)), None)
+    if wrapped is not None:
+        raise UsageError(
+            f"{source.url}: {weights.component} is a PEFT model ({wrapped}), and from_pretrained "
+            "reads its names neither as a model nor as an adapter. Load it with "
+            "holdfast.load_weights(ROOT, model) and write it with model.save_pretrained(FOLDER), "
+            "or rename it with --map"
+        )
     beside = _beside(source, configs, plan)
     if _CONFIG not in beside:
         plan.notes.append(

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.errors import FormatError
-from holdfast.interop.pickles.parts import MODEL_NAMES
 from holdfast.interop.pickles.values import TensorView, Unknown
 from holdfast.interop.source import LeftOut
 
@@ -149,7 +148,8 @@ def _composer(root: dict[Any, Any], state: dict[Any, Any]) -> Layout:
 
 
 _NAMES: Mapping[str, str] = {
-    **dict.fromkeys(MODEL_NAMES, "model"),
+    **dict.fromkeys(("model", "model_state_dict", "state_dict", "model_state"), "model"),
+    **dict.fromkeys(("net", "network", "module"), "model"),
     **dict.fromkeys(("optimizer", "optimizer_state_dict", "optimizer_state"), "optimizer"),
     **dict.fromkeys(("optimizers", "optim", "optim_state_dict", "opt"), "optimizer"),
     **dict.fromkeys(("scheduler", "lr_scheduler", "scheduler_state_dict"), "scheduler"),

@@ -99,9 +99,9 @@ def _rebuild_tensor_v2(
     name = storage.dtype if dtype is None else INDEX_NAMES.get(dtype.name)
     if name is None:
         assert dtype is not None
-        return Refusal(f"a tensor of torch.{dtype.name}, which this library does not read")
+        return Refusal(f"a tensor of torch.{dtype.name}, which this library does not read", True)
     if len(more) >= 3 and more[2] and isinstance(more[2], dict):
-        return Refusal(f"a tensor with metadata {sorted(map(str, more[2]))[:3]}")
+        return Refusal(f"a tensor with metadata {sorted(map(str, more[2]))[:3]}", True)
     _check_inside(storage, name, offset, shape, strides)
     return TensorView(storage, name, offset, shape, strides, grad=bool(more and more[0] is True))
 
@@ -153,8 +153,8 @@ def _rebuild_from_type(machine: Machine, args: tuple[Any, ...]) -> Any:
     return machine.call(function, inner)
 
 
-def _refuse(why: str) -> Constructor:
-    return lambda machine, args: Refusal(why)
+def _refuse_tensor(why: str) -> Constructor:
+    return lambda machine, args: Refusal(why, is_tensor=True)
 
 
 # Other values of torch.
@@ -376,11 +376,13 @@ CONSTRUCTORS: Mapping[str, Constructor] = {
     "torch._utils._rebuild_parameter": _rebuild_parameter,
     "torch._utils._rebuild_parameter_with_state": _rebuild_parameter,
     "torch._tensor._rebuild_from_type_v2": _rebuild_from_type,
-    "torch._utils._rebuild_qtensor": _refuse("a quantized tensor"),
-    "torch._utils._rebuild_sparse_tensor": _refuse("a sparse tensor"),
-    "torch._utils._rebuild_sparse_csr_tensor": _refuse("a sparse tensor"),
-    "torch._utils._rebuild_nested_tensor": _refuse("a nested tensor"),
-    "torch._utils._rebuild_meta_tensor_no_storage": _refuse("a meta tensor, which has no data"),
+    "torch._utils._rebuild_qtensor": _refuse_tensor("a quantized tensor"),
+    "torch._utils._rebuild_sparse_tensor": _refuse_tensor("a sparse tensor"),
+    "torch._utils._rebuild_sparse_csr_tensor": _refuse_tensor("a sparse tensor"),
+    "torch._utils._rebuild_nested_tensor": _refuse_tensor("a nested tensor"),
+    "torch._utils._rebuild_meta_tensor_no_storage": _refuse_tensor(
+        "a meta tensor, which has no data"
+    ),
     "torch.Size": _torch_size,
     "torch.device": _device,
     "torch.torch_version.TorchVersion": _torch_version,

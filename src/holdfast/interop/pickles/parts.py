@@ -68,6 +68,14 @@ class Place:
     strides: tuple[int, ...]
 
 
+class NothingKept(FormatError):
+    """Nothing of a component can be carried over."""
+
+    def __init__(self, left_out: list[LeftOut]) -> None:
+        super().__init__(f"{left_out[0].path}: {left_out[0].why}")
+        self.left_out = left_out
+
+
 @dataclass(slots=True)
 class Converted:
     """A component that was made of a description."""
@@ -77,9 +85,6 @@ class Converted:
     left_out: list[LeftOut]
 
 
-MODEL_NAMES = frozenset(
-    ("model", "model_state_dict", "state_dict", "model_state", "net", "network", "module")
-)
 """Names under which people save a model."""
 _OUT: Final = object()
 _Path: TypeAlias = "tuple[_Path, Any] | None"
@@ -95,14 +100,13 @@ def convert(
     of a dict that holds it. `where` is the path of the description in its file.
 
     Raises:
-        FormatError: the whole of it would be left out.
+        NothingKept: the whole of it would be left out.
         LimitExceeded: more values than a component may have.
     """
     builder = _Builder(component, where or component)
     tree = builder.value(description, None, 1)
     if tree is _OUT:
-        only = builder.left_out[0]
-        raise FormatError(f"{only.path}: {only.why}")
+        raise NothingKept(builder.left_out)
     found = kind or ("module" if _is_state_dict(tree) else "tree")
     if found == "module":
         tree = dict(tree)
@@ -192,9 +196,9 @@ class _Builder:
             raise LimitExceeded(f"{self._where}: the paths of its tensors are too long; {LIFTED}")
 
     def _out(self, path: _Path, why: str, *, lost: Any = None) -> Any:
-        """Leave a value out; `lost` is what its name, which cannot be used, leads to."""
+        """Leave a value out; `lost` is its description, or the one that its name leads to."""
         of = self._component if self._has_tensors(lost) else ""
-        # Lost weights are recorded also behind many values without any.
+        # Lost tensors are recorded also behind many values without any.
         if len(self.left_out) < (2 * MAX_LEFT_OUT if of else MAX_LEFT_OUT):
             text = self._text(path)
             self.left_out.append(LeftOut(join(self._where, text) if text else self._where, why, of))
@@ -206,7 +210,9 @@ class _Builder:
         waiting, seen, kept = [value], set(), []  # kept: so that no id is used twice
         while waiting:
             found = waiting.pop()
-            if isinstance(found, TensorView):
+            if isinstance(found, TensorView | ArrayValue | Storage):
+                return True
+            if isinstance(found, Refusal) and found.is_tensor:
                 return True
             if isinstance(found, Unknown):
                 found = (found.args, found.state)
@@ -233,7 +239,7 @@ class _Builder:
         if identity in self._shared:
             return self._again(self._shared[identity], path)
         if level > MAX_LEVEL:
-            return self._out(path, "nested too deeply")
+            return self._out(path, "nested too deeply", lost=value)
         self._shared[identity] = None
         before = self._weight, self._num_tensors, self._paths_nbytes
         made = convert(self, value, path, level)
@@ -255,7 +261,12 @@ class _Builder:
     def _items(self, value: Any, path: _Path, level: int) -> Any:
         """The items of a list or a tuple; without one of them the others would be misplaced."""
         made = [self.value(item, (path, n), level + 1) for n, item in enumerate(value)]
-        return _OUT if any(item is _OUT for item in made) else made
+        if not any(item is _OUT for item in made):
+            return made
+        others = [item for item, one in zip(value, made, strict=True) if one is not _OUT]
+        if self._has_tensors(others):
+            self._out(path, "a sequence with an item that is left out", lost=others)
+        return _OUT
 
     def _list(self, value: Any, path: _Path, level: int) -> Any:
         return self._items(value, path, level)
@@ -265,7 +276,7 @@ class _Builder:
         return made if made is _OUT else tuple(made)
 
     def _members(self, value: Any, path: _Path, level: int) -> Any:
-        made = [self._key(item, path, level + 1) for item in value]
+        made = [self._key(item, path, level + 1, item) for item in value]
         if any(item is _OUT for item in made):
             return _OUT
         return type(value)(made)
@@ -290,7 +301,7 @@ class _Builder:
                 return key
             return self._out(path, f"an item under {ascii(key)[:80]}, not Unicode", lost=lost)
         if isinstance(key, TensorView | ArrayValue | Generator):
-            return self._out(path, "a tensor, an array or a generator as a key")
+            return self._out(path, "a tensor, an array or a generator as a key", lost=lost)
         return self.value(key, (path, _named(key)), level)
 
     def _dict(self, value: Any, path: _Path, level: int) -> Any:
@@ -316,7 +327,7 @@ class _Builder:
 
     def _tensor(self, value: TensorView, path: _Path, level: int) -> Any:
         if value.storage.data is None:
-            return self._out(path, "a tensor whose bytes are not in the file")
+            return self._out(path, "a tensor whose bytes are not in the file", lost=value)
         key = self._placed(
             (id(value.storage), value.dtype, value.offset, value.shape, value.strides),
             path,
@@ -329,7 +340,7 @@ class _Builder:
 
     def _array(self, value: ArrayValue, path: _Path, level: int) -> Any:
         if value.refusal:
-            return self._out(path, value.refusal)
+            return self._out(path, value.refusal, lost=value)
         strides = row_major(value.shape, is_fortran=value.is_fortran)
         key = self._placed(
             id(value),
@@ -373,15 +384,13 @@ class _Builder:
         if member is not None:
             inner = self.value(member.value, path, level + 1)
             return inner if inner is _OUT else EnumValue(member.type, None, inner)
-        is_model = path is not None and path[1] in MODEL_NAMES
-        why = f"an object of {value.name}, which is not carried over"
-        return self._out(path, why, lost=value if is_model else None)
+        return self._out(path, f"an object of {value.name}, which is not carried over", lost=value)
 
     def _global(self, value: Global, path: _Path, level: int) -> Any:
         return self._out(path, f"the class or function {value.name}")
 
     def _refused(self, value: Refusal, path: _Path, level: int) -> Any:
-        return self._out(path, value.why)
+        return self._out(path, value.why, lost=value)
 
     def _span(self, value: Span, path: _Path, level: int) -> Any:
         return self._out(path, f"{value.nbytes:,} bytes in one value; such belong into a tensor")
@@ -390,7 +399,7 @@ class _Builder:
         return self._out(path, "a bytearray")
 
     def _storage(self, value: Any, path: _Path, level: int) -> Any:
-        return self._out(path, "a storage without a tensor")
+        return self._out(path, "a storage without a tensor", lost=value)
 
 
 def _is_unicode(text: str) -> bool:

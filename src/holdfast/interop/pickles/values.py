@@ -43,6 +43,7 @@ class Refusal:
     """A value of a known kind that cannot be read, with the reason."""
 
     why: str
+    is_tensor: bool = False
 
 
 class OrderedItems(dict[Any, Any]):

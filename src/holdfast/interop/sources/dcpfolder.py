@@ -19,7 +19,7 @@ from holdfast.interop.layouts.dcp import dcp_layout, megatron_layout, olmo_layou
 from holdfast.interop.layouts.files import Layout
 from holdfast.interop.pickles.budget import Budget
 from holdfast.interop.pickles.gather import gather, is_row_major
-from holdfast.interop.pickles.parts import convert, row_major
+from holdfast.interop.pickles.parts import NothingKept, convert, row_major
 from holdfast.interop.pickles.values import (
     ArrayValue,
     Generator,
@@ -29,7 +29,7 @@ from holdfast.interop.pickles.values import (
     TensorView,
     Unknown,
 )
-from holdfast.interop.source import LeftOut, Part, Source
+from holdfast.interop.source import Part, Source
 from holdfast.interop.sources.dcpchunks import Chunks, FolderFiles, Region, expect_inside
 from holdfast.interop.sources.dcpmetadata import (
     METADATA,
@@ -94,11 +94,13 @@ class DcpFolder(Source):
 
     def _describe(self, metadata: FolderMetadata) -> dict[str, Any]:
         """Return the descriptions of all items, by DCP's names."""
-        items: dict[str, Any] = {name: Refusal(why) for name, why in metadata.unreadable.items()}
+        items: dict[str, Any] = {
+            name: Refusal(why, is_tensor=True) for name, why in metadata.unreadable.items()
+        }
         for name, tensor in metadata.tensors.items():
             for place in tensor.places:
                 self._files.check(name, place)
-            items[name] = Refusal(tensor.refusal) if tensor.refusal else _view(tensor)
+            items[name] = Refusal(tensor.refusal, True) if tensor.refusal else _view(tensor)
         for name, place in metadata.values.items():
             self._files.check(name, place)
             try:
@@ -127,8 +129,8 @@ class DcpFolder(Source):
         for name, description in found.components.items():
             try:
                 made = convert(name, description, where=found.paths.get(name))
-            except FormatError as err:
-                left_out.append(LeftOut(found.paths.get(name) or name, str(err)))
+            except NothingKept as err:
+                left_out += err.left_out
                 continue
             left_out += made.left_out
             if made.part.tree or not made.left_out:

@@ -117,7 +117,7 @@ class HuggingFaceFolder(Source):
             if METADATA in opened[file].parts:
                 self._texts[file] = opened[file].parts[METADATA].tree
             self.left_out += [
-                LeftOut(f"{file}: {one.path}", one.why, component if one.weights_of else "")
+                LeftOut(f"{file}: {one.path}", one.why, component if one.tensors_of else "")
                 for one in opened[file].left_out
             ]
         if component == MODEL:

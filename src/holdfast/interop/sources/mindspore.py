@@ -162,7 +162,7 @@ class MindSporeFile(Source):
             else:
                 found[name].places += value.places
             last = name
-        self.left_out += [LeftOut(path=name, why="a map of parameters") for name in sorted(maps)]
+        self.left_out += [LeftOut(name, "a map of parameters", MODEL) for name in sorted(maps)]
         self._refuse([f"{name!r} is there twice" for name in twice])
         return found
 

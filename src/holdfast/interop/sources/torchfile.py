@@ -20,7 +20,7 @@ from holdfast.interop.pickles.budget import Budget
 from holdfast.interop.pickles.gather import gather, is_row_major
 from holdfast.interop.pickles.machine import Constructor, Machine
 from holdfast.interop.pickles.names import CONSTANTS, CONSTRUCTORS, SETTERS, checked_device
-from holdfast.interop.pickles.parts import Converted, check_claims, convert
+from holdfast.interop.pickles.parts import Converted, NothingKept, check_claims, convert
 from holdfast.interop.pickles.values import Refusal, Span, Storage, StorageKind
 from holdfast.interop.source import LeftOut, Part, Source
 from holdfast.interop.sources.crcs import MemberCrc
@@ -140,11 +140,10 @@ class TorchFile(Source):
                 made = convert(name, one, kind=found.kinds.get(name), where=found.paths.get(name))
             except LimitExceeded as err:
                 raise LimitExceeded(f"{self.url}: {err}") from err
-            except FormatError as err:
+            except NothingKept as err:
                 problem = FormatError(f"{self.url}: nothing of it can be carried over: {err}")
                 problem.__cause__ = err
-                lost = name if name.startswith("model") else ""
-                left_out.append(LeftOut(found.paths.get(name) or name, str(err), lost))
+                left_out += err.left_out
                 continue
             converted[name] = made
             left_out += made.left_out
@@ -300,7 +299,7 @@ class _Storages:
         if type(numel) is not int or not 0 <= numel < 2**60 or len(key) > 200:
             raise ValueError("a storage without a number of elements")
         if kind.dtype is None:
-            return Refusal(f"a quantized tensor ({kind.name})")
+            return Refusal(f"a quantized tensor ({kind.name})", is_tensor=True)
         nbytes = numel * ITEM_NBYTES[kind.dtype]
         known = self.found.get(key)
         if known is None:
@@ -313,7 +312,7 @@ class _Storages:
     def find_legacy(self, name: Any) -> Storage | Refusal:
         """Return the storage for a reference of the older format, which may name a view of it."""
         if type(name) is tuple and len(name) == 6 and name[5] is not None:
-            return Refusal("a view of a storage, as torch before 0.4 wrote it")
+            return Refusal("a view of a storage, as torch before 0.4 wrote it", is_tensor=True)
         return self.find(name)
 
     def place_legacy(

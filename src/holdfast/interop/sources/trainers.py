@@ -101,7 +101,7 @@ class TrainerFolder(Source):
         opened = {name: self._open(component, folder / name) for name in names}
         for name, source in opened.items():
             self.left_out += [
-                LeftOut(f"{name}: {one.path}", one.why, component if one.weights_of else "")
+                LeftOut(f"{name}: {one.path}", one.why, component if one.tensors_of else "")
                 for one in source.left_out
             ]
         found = {name: source for name, source in opened.items() if component in source.parts}
