@@ -235,7 +235,7 @@ def test_ranks_draw_differently_and_the_same_again() -> None:
 def test_one_rank_is_what_it_was() -> None:
     """The position says nothing of ranks, and the same bytes of noise are drawn."""
     alone, one = (Loader(Noise(), batch_size=4, seed=5, ranks=r) for r in (None, DataRanks(0, 1)))
-    position = {"epoch": 0, "batch": 0, "seed": 5, "num_samples": 16, "batch_size": 4}
+    position = {"epoch": 0, "batch": 0, "seed": 5, "version": 2, "num_samples": 16, "batch_size": 4}
     assert alone.state_dict() == {
         **position,
         "shuffle": True,

@@ -138,6 +138,16 @@ def test_other_settings_are_refused_within_an_epoch_only(change: dict[str, Any])
     assert other.epoch == 1
 
 
+def test_a_position_of_another_version_is_refused_within_an_epoch_only() -> None:
+    data, other = stream(), stream()
+    list(islice(data, 2))
+    old = {name: value for name, value in data.state_dict().items() if name != "version"}
+    with pytest.raises(UsageError, match="version: stored 1, here 2"):
+        other.check_state_dict(old)
+    (note,) = other.check_state_dict({**old, "epoch": 1, "batch": 0})
+    assert "its version is 1" in note
+
+
 def test_a_source_that_gives_other_samples_when_replayed_is_refused() -> None:
     data = stream(**KINDS["replayed"])
     list(islice(data, 3))

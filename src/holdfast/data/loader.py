@@ -338,6 +338,7 @@ class Loader(Feed):
     def _settings(self, seed: int, epoch: int, batch: int) -> dict[str, int | bool | str]:
         """Return the settings that a position depends on."""
         settings: dict[str, int | bool | str] = {
+            position.VERSION: position.PRESENT_VERSION,
             "num_samples": self._num_samples,
             "batch_size": self._batch_size(epoch),
             "shuffle": self._shuffle,
@@ -387,6 +388,7 @@ class Loader(Feed):
                 f"{name}: stored {stored.get(name)}, here {settings.get(name)}"
                 for name in differing
             )
+            + position.other_version(stored)
         )
 
     def _carry_on(self, stored: Mapping[str, Any], notes: list[str]) -> tuple[int, list[str]]:

@@ -3,8 +3,10 @@
 A Feistel network over pairs of bits, which is a bijection of `2**num_bits` numbers for any round
 function. A result outside of the range is permuted again until it is inside ("cycle walking": Black
 and Rogaway, Ciphers with Arbitrary Finite Domains, 2002); as the domain is less than twice the
-range, that takes two turns on average at most. It is for shuffling, and not for secrets;
-of ten samples or fewer, some orders come more often than others.
+range, that takes two turns on average at most. Such a network is always an even permutation of its
+domain, so one more bit of the seed decides whether the first two indices change places: half of all
+orders are odd. It is for shuffling, and not for secrets; of ten samples or fewer, some orders come
+more often than others.
 """
 
 from __future__ import annotations
@@ -40,6 +42,9 @@ class Permutation:
             )
             for turn in range(_NUM_ROUNDS)
         ]
+        self._is_swapped = (
+            num_samples > 1 and randomness.derive(seed, "computed swap", *numbers)[0] % 2 == 1
+        )
         self._number, self._block = -1, np.empty(0, np.int64)
 
     def __len__(self) -> int:
@@ -61,6 +66,8 @@ class Permutation:
             found = self._turn(np.arange(number * _BLOCK, stop, dtype=np.uint64))
             while len(outside := np.flatnonzero(found >= self._num_samples)):
                 found[outside] = self._turn(found[outside])
+            if self._is_swapped:
+                found[found < 2] ^= np.uint64(1)
             self._number, self._block = number, found.astype(np.int64)
         return self._block
 

@@ -1,6 +1,7 @@
 """The stored position of a `Loader`: checks of its members, comparison with a loader's settings.
 
-Old positions have neither `data` nor `fingerprint`, and an `order` only where it is not torch's.
+Old positions have neither `version`, `data` nor `fingerprint`, and an `order` only where it is not
+torch's. Seed and numbers of an old position mean other samples here, so it is refused in an epoch.
 """
 
 from __future__ import annotations
@@ -13,6 +14,10 @@ from holdfast.data import identity
 from holdfast.errors import UsageError
 
 SETTINGS = ("num_samples", "batch_size", "shuffle", "drop_last")
+VERSION = "version"
+"""Of the rule by which orders and random numbers follow from a seed."""
+PRESENT_VERSION = 2
+"""1, which is not stored: 32 bits of a seed were used, and computed shuffles were even."""
 PER_EPOCH = "batches_per_epoch"
 """Stored only if the option is given."""
 ORDER = "order"
@@ -32,7 +37,7 @@ def checked(state: Mapping[str, Any]) -> dict[str, Any]:
     is_of_batches = NUM_BATCHES in state and state.get("batch_size") == 0
     least = {"epoch": 0, "batch": 0, "seed": 0, "num_samples": 1}
     least["batch_size"] = 0 if is_of_batches else 1
-    least |= {name: 1 for name in (PER_EPOCH, NUM_BATCHES) if name in state}
+    least |= {name: 1 for name in (VERSION, PER_EPOCH, NUM_BATCHES) if name in state}
     if {*state} - {*_TEXTS} != {*least, *SETTINGS}:
         raise UsageError(f"not the position of a Loader: it has {sorted(state)}")
     for name, at_least in least.items():
@@ -50,7 +55,7 @@ def checked(state: Mapping[str, Any]) -> dict[str, Any]:
     length = epoch_length(state)
     if not 0 < length >= state["batch"]:
         raise UsageError(f"stored batch={state['batch']}: its epoch has {length} batches")
-    return dict(state)
+    return {VERSION: 1, **state}
 
 
 def num_batches(num_samples: int, batch_size: int, drop_last: bool) -> int:
@@ -72,12 +77,30 @@ def differing(stored: Mapping[str, Any], settings: Mapping[str, Any]) -> list[st
 
     A shuffle that is computed or drawn at once is no difference: the stored one goes on.
     """
-    names = (*SETTINGS, PER_EPOCH, NUM_BATCHES)
+    names = (VERSION, *SETTINGS, PER_EPOCH, NUM_BATCHES)
     found = [name for name in names if stored.get(name) != settings.get(name)]
     orders = [of.get(ORDER) for of in (stored, settings)]
     if len({None if order == COMPUTED else order for order in orders}) > 1:
         found.append(ORDER)
     return found
+
+
+def changes_of_version(stored: Mapping[str, Any]) -> list[str]:
+    """Describe how coming epochs differ from those of the stored position's version."""
+    version = stored[VERSION]
+    if version == PRESENT_VERSION:
+        return []
+    return [
+        f"its version is {version} and here is {PRESENT_VERSION}: the coming epochs have other "
+        "orders and random numbers than in the Holdfast that saved it"
+    ]
+
+
+def other_version(stored: Mapping[str, Any]) -> str:
+    """Return what to do about a position of another version, as the end of an error."""
+    if stored[VERSION] == PRESENT_VERSION:
+        return ""
+    return "\nEnd the epoch with the Holdfast that saved the position"
 
 
 def changes_of_data(
@@ -88,7 +111,7 @@ def changes_of_data(
     Raises:
         UsageError: it had another fingerprint, given by the user.
     """
-    notes = identity.changes(stored, data, fingerprint)
+    notes = [*changes_of_version(stored), *identity.changes(stored, data, fingerprint)]
     if stored["num_samples"] != num_samples:
         notes.append(f"the dataset had {stored['num_samples']} samples and has {num_samples} now")
     return notes

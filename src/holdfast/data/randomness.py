@@ -14,6 +14,8 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
+_UNDRAWN = torch.Generator().manual_seed(0).get_state()
+
 
 def derive(seed: int, purpose: str, *numbers: int) -> bytes:
     """Derive 32 bytes that depend only on the arguments, on any machine and in any process."""
@@ -22,8 +24,10 @@ def derive(seed: int, purpose: str, *numbers: int) -> bytes:
 
 
 def generator(entropy: bytes) -> torch.Generator:
-    """Make a separate CPU generator, seeded with the first bytes of `entropy`."""
-    return torch.Generator().manual_seed(_torch_seed(entropy))
+    """Make a separate CPU generator, seeded with all of `entropy`."""
+    own = torch.Generator()
+    own.set_state(_torch_state(entropy))
+    return own
 
 
 class _GeneratorStates:
@@ -82,7 +86,7 @@ def seeded(entropy: bytes) -> Iterator[None]:
     with preserved():
         random.seed(entropy)
         np.random.seed(np.frombuffer(entropy, dtype="<u4").tolist())
-        torch.default_generator.manual_seed(_torch_seed(entropy))
+        torch.default_generator.set_state(_torch_state(entropy))
         torch.set_num_threads(1)
         try:
             yield
@@ -90,5 +94,15 @@ def seeded(entropy: bytes) -> Iterator[None]:
             torch.set_num_threads(num_threads)
 
 
-def _torch_seed(entropy: bytes) -> int:
-    return int.from_bytes(entropy[:8], "little")
+def _torch_state(entropy: bytes) -> torch.Tensor:
+    """Return a state of torch's CPU generator that depends on all of `entropy`.
+
+    `manual_seed` takes 32 bits of its number only, and so repeats itself after some ten thousand
+    batches. The words of a state are its seed, two that say that no number was drawn yet, and the
+    624 of a Mersenne twister.
+    """
+    state = _UNDRAWN.clone()
+    words = state.numpy()[: 8 * 632].view(np.uint64)
+    words[0] = int.from_bytes(entropy[:8], "little")
+    words[3:627] = np.frombuffer(hashlib.shake_256(entropy).digest(4 * 624), dtype="<u4")
+    return state

@@ -20,7 +20,7 @@ from torch.utils.data import IterableDataset, default_collate, get_worker_info
 from typing_extensions import override
 
 from holdfast.arguments import checked, shown
-from holdfast.data import identity, randomness
+from holdfast.data import identity, position, randomness
 from holdfast.data.feed import Feed, torch_loader
 from holdfast.data.foreign import describe_inexact, set_epoch, unrepeatable
 from holdfast.data.ranks import DataRanks, HasRank
@@ -28,8 +28,6 @@ from holdfast.data.workers import watch
 from holdfast.errors import UsageError, listing
 
 logger = logging.getLogger("holdfast")
-
-_SETTINGS = ("batch_size", "shuffle", "drop_last", "resume", "num_workers")
 
 
 class Stream(Feed):
@@ -113,6 +111,7 @@ class Stream(Feed):
             collate_fn=collate_fn or default_collate,
         )
         self._settings = {
+            position.VERSION: position.PRESENT_VERSION,
             "batch_size": self._reader.batch_size,
             "shuffle": shuffle,
             "drop_last": drop_last,
@@ -165,7 +164,8 @@ class Stream(Feed):
 
     def _checked(self, state: Mapping[str, Any]) -> tuple[list[_Place | None], list[str]]:
         least = {"epoch": 0, "batch": 0, "seed": 0, "next_worker": 0}
-        known = {*least, *_SETTINGS, "at_end", "workers", "data", "fingerprint"}
+        known = {*least, *self._settings, "at_end", "workers", "data", "fingerprint"}
+        state = {position.VERSION: 1, **state}
         is_good = {*state, "fingerprint"} == known and all(
             type(state[name]) is int and state[name] >= bound for name, bound in least.items()
         )
@@ -173,8 +173,9 @@ class Stream(Feed):
             raise UsageError(f"not the position of a Stream: it has {sorted(state)}")
         notes = []
         if state["epoch"] or state["batch"]:
-            notes = identity.changes(state, self._data, self._fingerprint)
-        differing = [name for name in _SETTINGS if state[name] != self._settings[name]]
+            notes = position.changes_of_version(state)
+            notes += identity.changes(state, self._data, self._fingerprint)
+        differing = [name for name in self._settings if state[name] != self._settings[name]]
         fresh: list[_Place | None] = [None] * len(self._workers)
         if state["at_end"] or not state["batch"]:
             return fresh, notes
@@ -187,6 +188,7 @@ class Stream(Feed):
                     f"{name}: stored {state[name]}, here {self._settings[name]}"
                     for name in differing
                 )
+                + position.other_version(state)
             )
         return [None if part is None else _Place.of(part) for part in state["workers"]], notes
 
