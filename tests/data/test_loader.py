@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from holdfast.data import Loader, randomness
 from holdfast.errors import UsageError
@@ -196,6 +196,59 @@ def test_the_order_stays_what_it_was_in_earlier_versions() -> None:
     """Golden values of version 2: another order needs another version of the position."""
     assert order(0, 0, 10) == [0, 4, 6, 3, 5, 8, 9, 1, 2, 7]
     assert order(2**70, 12, 10) == [0, 9, 8, 5, 1, 2, 7, 4, 6, 3]
+
+
+OF_TORCH = [
+    "dataset",
+    "batch_size",
+    "drop_last",
+    "collate_fn",
+    "num_workers",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "generator",
+    "prefetch_factor",
+    "persistent_workers",
+]
+
+
+def noted(worker: int) -> None:
+    raise OSError(f"worker {worker} was told")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        (range(9), 2),
+        (range(9), 2, False, None, None, 1, list, False, True, 30.0, noted, "spawn"),
+    ],
+)
+def test_a_loader_has_the_arguments_and_attributes_of_torchs(given: tuple[Any, ...]) -> None:
+    theirs, ours = DataLoader(*given), Loader(*given)
+    for name in OF_TORCH:
+        assert getattr(ours, name) == getattr(theirs, name), name
+    assert len(ours) == len(theirs) == len(ours.batch_sampler)
+    assert len(ours.sampler) == len(theirs.sampler) - (1 if ours.drop_last else 0)
+    with pytest.raises(AttributeError):
+        ours.batch_size = 4  # type: ignore[misc]
+
+
+def test_the_samplers_are_the_order_of_the_present_epoch() -> None:
+    loader = Loader(range(9), 2, seed=5)
+    for _ in range(2):
+        expected = [*loader.batch_sampler]
+        assert [*loader.sampler] == [index for batch in expected for index in batch]
+        assert [batch.tolist() for batch in loader] == expected
+    batches = torch.utils.data.BatchSampler(range(9), 2, False)
+    assert Loader(range(9), batch_sampler=batches).batch_sampler is batches
+    assert Loader(range(9), batch_sampler=batches).batch_size is None
+
+
+def test_the_users_worker_init_fn_is_called() -> None:
+    with pytest.raises(OSError, match="worker 0 was told"):
+        list(Loader(range(9), 2, num_workers=1, worker_init_fn=noted))
 
 
 def test_all_of_a_seed_reaches_the_generators() -> None:
@@ -554,6 +607,7 @@ class Endless(IterableDataset[int]):
         ({"batch_size": 0}, "batch_size=0"),
         ({"batch_size": None}, "batch_size=None"),
         ({"batch_size": True}, "batch_size=True"),
+        ({"generator": torch.Generator()}, "seed=…"),
         ({"seed": -1}, "seed=-1"),
         ({"seed": 0.5}, "seed=0.5"),
         ({"batches_per_epoch": 0}, "batches_per_epoch=0"),

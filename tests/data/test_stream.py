@@ -138,6 +138,13 @@ def test_other_settings_are_refused_within_an_epoch_only(change: dict[str, Any])
     assert other.epoch == 1
 
 
+def test_a_stream_has_the_attributes_of_torchs_loader() -> None:
+    source = Shards()
+    data = Stream(source, 3)
+    assert (data.dataset, data.batch_size, data.num_workers) == (source, 3, 0)
+    assert (data.sampler, data.batch_sampler, data.drop_last) == (None, None, False)
+
+
 def test_a_position_of_another_version_is_refused_within_an_epoch_only() -> None:
     data, other = stream(), stream()
     list(islice(data, 2))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -19,11 +20,30 @@ from holdfast.errors import UsageError
 logger = logging.getLogger("holdfast")
 
 
+def _option(name: str) -> Any:
+    """Make the read-only attribute of an option that torch's DataLoader keeps."""
+    return property(lambda feed: getattr(feed._batches, name), doc=f"The argument `{name}`.")
+
+
 class Feed(ABC):
-    """Batches by epochs, whose position is two numbers and what a subclass adds to them."""
+    """Batches by epochs, whose position is two numbers and what a subclass adds to them.
+
+    Has the attributes of torch's DataLoader that loops read.
+    """
 
     _name: str
     """What messages call it."""
+    _batches: DataLoader[Any]
+    _collate_fn: Callable[[list[Any]], Any]
+    _worker_init_fn: Callable[[int], None] | None
+
+    num_workers = _option("num_workers")
+    pin_memory = _option("pin_memory")
+    timeout = _option("timeout")
+    multiprocessing_context = _option("multiprocessing_context")
+    prefetch_factor = _option("prefetch_factor")
+    persistent_workers = _option("persistent_workers")
+    generator = None
 
     def __init__(
         self,
@@ -36,6 +56,7 @@ class Feed(ABC):
         given = data_ranks(ranks)
         self._ranks, self._is_alone = given or ALONE, given is None
         self._follows_group, self._has_warned = ranks == "group", False
+        self._given = data
         self._data, self._fingerprint = identity.describe(data), fingerprint
         self._seed, self._epoch, self._batch = seed, 0, 0
         self._num_own: int | None = None
@@ -43,6 +64,41 @@ class Feed(ABC):
         """Number of the iterator that is alive."""
         self._begun_epoch = -1
         """Epoch that an iterator was made for since the position was loaded."""
+
+    @property
+    def dataset(self) -> Any:
+        """The dataset or source."""
+        return self._given
+
+    @property
+    @abstractmethod
+    def batch_size(self) -> int | None:
+        """Samples of a batch, of each rank; None if a batch sampler decides."""
+
+    @property
+    @abstractmethod
+    def drop_last(self) -> bool:
+        """Whether a last batch that is not full is left out."""
+
+    @property
+    def sampler(self) -> Any:
+        """None, as a source has an order of its own."""
+        return None
+
+    @property
+    def batch_sampler(self) -> Any:
+        """None, too."""
+        return None
+
+    @property
+    def collate_fn(self) -> Callable[[list[Any]], Any]:
+        """The function that makes a batch of samples."""
+        return self._collate_fn
+
+    @property
+    def worker_init_fn(self) -> Callable[[int], None] | None:
+        """The function that is called in each worker at its start."""
+        return self._worker_init_fn
 
     @property
     def epoch(self) -> int:
@@ -165,12 +221,16 @@ class Feed(ABC):
         return {"data": self._data, **named}
 
 
-def torch_loader(dataset: Any, **options: Any) -> DataLoader[Any]:
+def torch_loader(
+    dataset: Any, worker_init_fn: Callable[[int], None] | None, **options: Any
+) -> DataLoader[Any]:
     """Make torch's DataLoader of a dataset whose items are batches.
 
     Raises:
         UsageError: it refuses an option.
     """
+    if options["timeout"] < 0:
+        raise UsageError(f"timeout={options['timeout']}: must be zero or above, in seconds")
     try:
         return DataLoader(
             dataset,
@@ -178,7 +238,7 @@ def torch_loader(dataset: Any, **options: Any) -> DataLoader[Any]:
             collate_fn=_as_it_is,
             # A separate generator, because the start of an iteration draws from it.
             generator=torch.Generator(),
-            worker_init_fn=begin_worker,
+            worker_init_fn=partial(begin_worker, worker_init_fn),
             **options,
         )
     except (TypeError, ValueError) as error:  # its message names the option

@@ -10,7 +10,7 @@ Orders of samplers are in `samplers.py`, the stored position is checked in `posi
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import default_collate
 from typing_extensions import override
 
-from holdfast.arguments import checked
+from holdfast.arguments import checked, shown
 from holdfast.data import position, randomness, samplers
 from holdfast.data.feed import Feed, torch_loader
 from holdfast.data.mixture import Mixture
@@ -75,42 +75,48 @@ class Loader(Feed):
 
     _name = "loader"
 
-    @checked(but=("batch_size", "shuffle"))
+    @checked(but=("batch_size", "shuffle", "generator"))
     def __init__(
         self,
         dataset: Any,
-        *,
         batch_size: int | Mapping[int, int] | Callable[[int], int] | None = None,
+        shuffle: bool | Literal["computed"] = True,
         sampler: Any = None,
         batch_sampler: Any = None,
-        seed: int = 0,
-        shuffle: bool | Literal["computed"] = True,
-        drop_last: bool = False,
-        batches_per_epoch: int | None = None,
-        ranks: Literal["group"] | HasRank | None = "group",
-        fingerprint: str | None = None,
         num_workers: int = 0,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         pin_memory: bool = False,
-        persistent_workers: bool = False,
-        prefetch_factor: int | None = None,
+        drop_last: bool = False,
+        timeout: float = 0,
+        worker_init_fn: Callable[[int], None] | None = None,
         multiprocessing_context: Any = None,
+        generator: Any = None,
+        *,
+        prefetch_factor: int | None = None,
+        persistent_workers: bool = False,
+        seed: int = 0,
+        batches_per_epoch: int | None = None,
+        ranks: Literal["group"] | HasRank | None = "group",
+        fingerprint: str | None = None,
     ) -> None:
-        """Make a loader; options from `num_workers` on are those of torch's DataLoader.
+        """Make a loader; arguments that torch's DataLoader has, too, are in its order.
 
         Args:
             dataset: has `__len__`, and `__getitem__` or `__getitems__`.
             batch_size: samples a batch, of each rank; a function gives that of each epoch, and a
                 mapping that of epochs from each of its keys on, as `{0: 32, 10: 64}`.
+            shuffle: draw a new order for each lap through the data; otherwise the dataset's own.
+                "computed": the order is computed and not stored, as True does above 2**27 samples.
             sampler: in place of `shuffle`, which samples a lap has: a function of (seed, lap) that
                 gives indices, such as `Weighted`, or a sampler of torch.
             batch_sampler: in place of `batch_size`, too: gives a list of indices for each batch of
                 all ranks, such as `Buckets`.
-            seed: of the order and of what a fetch draws, the same on all ranks; zero or above.
-            shuffle: draw a new order for each lap through the data; otherwise the dataset's own.
-                "computed": the order is computed and not stored, as True does above 2**27 samples.
+            num_workers, collate_fn, pin_memory, timeout, worker_init_fn, multiprocessing_context,
+                prefetch_factor, persistent_workers: as for torch's DataLoader.
             drop_last: leave out a lap's last batch when it is not full. Otherwise the ranks divide
                 it; their parts differ by one sample at most, and none is empty.
+            generator: None, as all random numbers follow from the seed.
+            seed: of the order and of what a fetch draws, the same on all ranks; zero or above.
             batches_per_epoch: an epoch is so many batches, fewer or more than a lap, and the next
                 one continues where it ended; None: one lap.
             ranks: rank and world size of those that share the data, such as `DataRanks(0, 8)`;
@@ -124,6 +130,11 @@ class Loader(Feed):
         """
         check_dataset(dataset)
         check_options(dataset, batch_size, sampler, batch_sampler, shuffle, drop_last)
+        if generator is not None:
+            raise UsageError(
+                f"generator={shown(generator)}: random numbers of a Loader follow from its seed: "
+                "give seed=…"
+            )
         self._sizes = Sizes(batch_size)
         check_whole("seed", seed, at_least=0)
         if batches_per_epoch is not None:
@@ -137,7 +148,8 @@ class Loader(Feed):
         if prefetch_factor is not None:
             check_whole("prefetch_factor", prefetch_factor, at_least=1)
         super().__init__(dataset, seed=seed, ranks=ranks, fingerprint=fingerprint)
-        self.dataset = dataset
+        self._collate_fn = collate_fn or default_collate
+        self._worker_init_fn = worker_init_fn
         self._num_samples = len(dataset)
         self._shuffle, self._asks_computed = bool(shuffle), shuffle == "computed"
         self._is_computed = self._asks_computed or (
@@ -156,10 +168,12 @@ class Loader(Feed):
             self._check_is_pure()
         self._plan = _PlannedBatches()
         self._batches = torch_loader(
-            _Fetcher(dataset, collate_fn or default_collate),
+            _Fetcher(dataset, self._collate_fn),
+            worker_init_fn,
             sampler=self._plan,
             num_workers=num_workers,
             pin_memory=pin_memory,
+            timeout=timeout,
             persistent_workers=persistent_workers,
             prefetch_factor=prefetch_factor,
             multiprocessing_context=multiprocessing_context,
@@ -169,6 +183,30 @@ class Loader(Feed):
     @override
     def at_epoch_end(self) -> bool:
         return self._batch == len(self)
+
+    @property
+    @override
+    def batch_size(self) -> int | None:
+        return self._sizes.of(self._epoch) or None
+
+    @property
+    @override
+    def drop_last(self) -> bool:
+        return self._drop_last
+
+    @property
+    @override
+    def sampler(self) -> Any:
+        """The sampler, if it is iterable; else one of this rank's indices in the epoch."""
+        is_iterable = isinstance(self._sampler, Iterable)
+        return self._sampler if is_iterable else samplers.EpochSamples(self._planned)
+
+    @property
+    @override
+    def batch_sampler(self) -> Any:
+        """The same of the batch sampler; its items are lists of indices."""
+        is_iterable = isinstance(self._batch_sampler, Iterable)
+        return self._batch_sampler if is_iterable else samplers.EpochBatches(self._planned)
 
     def __len__(self) -> int:
         """Return the number of batches of this epoch, the same on all ranks.
@@ -251,6 +289,11 @@ class Loader(Feed):
             self._epoch, self._batch, self._num_own = epoch, batch + 1, num_own
             yield samples
             self._expect_alive(generation)
+
+    def _planned(self) -> Iterator[Sequence[int]]:
+        """Yield this rank's indices in each batch of the present epoch."""
+        for _, (*_, indices) in self._specs(self._epoch, 0, len(self)):
+            yield indices
 
     def _specs(self, epoch: int, batch: int, count: int) -> Iterator[tuple[bytes, _BatchSpec]]:
         orders: tuple[int, Any] = (-1, None)

@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import numpy as np
@@ -167,6 +167,26 @@ class Buckets:
                 yield indices[first:place]
                 first = place
         yield indices[first:]
+
+
+class EpochBatches(torch.utils.data.Sampler[Any]):
+    """Indices that a rank takes in an epoch of a `Loader`, as a list for each batch."""
+
+    def __init__(self, planned: Callable[[], Iterator[Sequence[int]]]) -> None:
+        self._planned = planned
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(list, self._planned())
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+class EpochSamples(EpochBatches):
+    """The same, one index after the other."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return chain.from_iterable(self._planned())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -51,8 +51,8 @@ class Stream(Feed):
     def __init__(
         self,
         source: Any,
-        *,
         batch_size: int,
+        *,
         seed: int = 0,
         shuffle: int = 0,
         drop_last: bool = False,
@@ -62,6 +62,8 @@ class Stream(Feed):
         num_workers: int = 0,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         pin_memory: bool = False,
+        timeout: float = 0,
+        worker_init_fn: Callable[[int], None] | None = None,
         prefetch_factor: int | None = None,
         multiprocessing_context: Any = None,
     ) -> None:
@@ -96,7 +98,9 @@ class Stream(Feed):
             if value < at_least:
                 raise UsageError(f"{name}={value}: must be {at_least} or above")
         super().__init__(source, seed=seed, ranks=ranks, fingerprint=fingerprint)
-        self.source = source
+        self._own_batch_size = batch_size
+        self._collate_fn = collate_fn or default_collate
+        self._worker_init_fn = worker_init_fn
         self._workers: list[_Place | None] = [None] * max(1, num_workers)
         """Of each worker, where it stands in the epoch; None: at its start."""
         self._next_worker = 0
@@ -108,7 +112,7 @@ class Stream(Feed):
             num_shuffled=shuffle,
             drop_last=drop_last,
             ranks=self._ranks,
-            collate_fn=collate_fn or default_collate,
+            collate_fn=self._collate_fn,
         )
         self._settings = {
             position.VERSION: position.PRESENT_VERSION,
@@ -120,8 +124,10 @@ class Stream(Feed):
         }
         self._batches = torch_loader(
             self._reader,
+            worker_init_fn,
             num_workers=num_workers,
             pin_memory=pin_memory,
+            timeout=timeout,
             prefetch_factor=prefetch_factor,
             multiprocessing_context=multiprocessing_context,
         )
@@ -130,6 +136,21 @@ class Stream(Feed):
     @override
     def at_epoch_end(self) -> bool:
         return self._at_end
+
+    @property
+    @override
+    def batch_size(self) -> int:
+        return self._own_batch_size
+
+    @property
+    @override
+    def drop_last(self) -> bool:
+        return bool(self._settings["drop_last"])
+
+    @property
+    def source(self) -> Any:
+        """The source."""
+        return self._given
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position, with the states of the source and the settings they depend on."""

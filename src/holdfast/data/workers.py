@@ -8,6 +8,7 @@ import multiprocessing.connection
 import os
 import signal
 import threading
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -22,10 +23,12 @@ def watch(batches: Any) -> None:
     _iterators[batches] = os.getpid()
 
 
-def begin_worker(worker: int) -> None:
-    """Prepare a worker; the `worker_init_fn` of torch's DataLoader."""
+def begin_worker(worker_init_fn: Callable[[int], None] | None, worker: int) -> None:
+    """Prepare a worker, and call the user's `worker_init_fn`."""
     _outlive_signals()
     threading.Thread(target=_end_with_training, name="holdfast-watch", daemon=True).start()
+    if worker_init_fn is not None:
+        worker_init_fn(worker)
 
 
 def _end_with_training() -> None:
