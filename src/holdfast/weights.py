@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import overload
 
 import numpy as np
@@ -26,12 +27,14 @@ from holdfast.interop.reading import pieces
 from holdfast.interop.source import Source, lost_tensors
 from holdfast.keys import Encryption
 from holdfast.state.copying import bytes_of
-from holdfast.state.edits import Edit
+from holdfast.state.edits import Edit, StateView, cast_floats
 from holdfast.state.leaves import TORCH_DTYPES
 from holdfast.state.modules import note_loaded
 from holdfast.state.patterns import Entries, listed
 from holdfast.store.base import Store
 
+AVERAGES = ("ema", "swa")
+"""Components of averages, which are kept in float32 and are loaded into models of any dtype."""
 READ_TIMEOUT_S = 1800.0
 """Longest time that reading one checkpoint may take."""
 
@@ -89,7 +92,8 @@ def load_weights(
     model's, `edit` changes the stored state before it is compared with the model. `encrypt` has the
     keys of encrypted checkpoints. With `strict=False`, `notes` of the result lists what was
     missing or unexpected. `in_place` reads straight into the model, without memory for a second
-    copy of it; damage then leaves it mixed.
+    copy of it; damage then leaves it mixed. The averages `ema` and `swa` of the Trainer are cast to
+    the model's dtypes.
 
     Without a model it returns the tensors of the component by their paths, on the CPU, from any
     format that `load_file` opens. Tied tensors are one tensor under several paths.
@@ -109,6 +113,9 @@ def load_weights(
         _refuse([name for name, is_given in (needs | {"strict": not strict}).items() if is_given])
         with open_any(source, which=which, encrypt=encrypt) as opened:
             return _tensors(opened, component, include, skip)
+    narrowed: list[str] = []
+    if edit is None and component in AVERAGES:
+        edit = partial(_cast, component, model, narrowed)
     options = LoadOptions(
         components=(component,),
         strict=strict,
@@ -138,7 +145,15 @@ def load_weights(
             note_loaded([model])
     finally:
         threads.close()
-    return describe(store, kept.entry, notes=(*kept.notes, *loaded.prepared.notes))
+    notes = [f"{component}: {len(narrowed)} tensors were cast to the model's dtypes"]
+    return describe(
+        store, kept.entry, notes=(*kept.notes, *loaded.prepared.notes, *notes[: len(narrowed)])
+    )
+
+
+def _cast(component: str, model: nn.Module, cast: list[str], view: StateView) -> None:
+    if component in view:
+        cast += cast_floats(view[component], model)
 
 
 @contextmanager

@@ -113,3 +113,56 @@ def test_validation_uses_it_and_training_does_not() -> None:
 def test_what_is_no_decay_is_refused(decay: Any) -> None:
     with pytest.raises(UsageError, match="ema"):
         make(MemoryStore(), ema=decay)
+
+
+def half_network() -> nn.Sequential:
+    return network().to(torch.bfloat16)
+
+
+def half_loss(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch.bfloat16()).float().square().mean()
+
+
+def test_the_average_of_a_bfloat16_model_moves(tmp_path: Path) -> None:
+    """It is float32 in memory and in the checkpoint, and is cast where the model is used."""
+    trainer = make(
+        tmp_path, model=half_network(), ema=0.999, loss=half_loss, validate=[torch.ones(2, 4)]
+    )
+    started = [weight.float() for weight in trainer.model.parameters()]
+    trainer.fit(6)
+    assert trainer.ema is not None
+    averages = [*trainer.ema.model.parameters()]
+    assert {average.dtype for average in averages} == {torch.float32}
+    assert any(not torch.equal(a, b) for a, b in zip(averages, started, strict=True))
+    stored = load_weights(tmp_path, component="ema")
+    assert all(torch.equal(stored[n], v) for n, v in trainer.ema.model.state_dict().items())
+    found = load_weights(tmp_path, loaded := half_network(), component="ema")
+    assert "cast to the model's dtypes" in found.notes[-1]
+    for one, average in zip(loaded.parameters(), averages, strict=True):
+        assert torch.equal(one, average.bfloat16())
+
+
+def test_an_average_that_was_saved_in_bfloat16_is_resumed_with_a_note(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Narrows(Callback):
+        def edit_save(self, training: Training, state: Any) -> None:
+            for path in [*state["ema"]]:
+                state["ema"][path] = state["ema"][path].bfloat16()
+
+    options = {"ema": 0.9, "loss": half_loss}
+    make(tmp_path, model=half_network(), callbacks=[Narrows()], **options).fit(3)
+    again = make(tmp_path, model=half_network(), **options)
+    again.fit(4)
+    assert "continues from them in float32" in caplog.text
+    assert again.counters.step == 4
+
+
+def test_shared_buffers_stay_shared() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).to(torch.bfloat16)
+    for part in model:
+        part.register_buffer("table", model[0].weight.detach() if part is model[0] else None)
+    model[1].table = model[0].table
+    average = Average(model, 0.5)
+    average.follow(model)
+    assert average.model[0].table is average.model[1].table  # type: ignore[index, union-attr]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from holdfast.errors import UsageError
 from holdfast.state.capture import Captured
@@ -79,6 +79,19 @@ class StateView(Mapping[str, ComponentView]):
 
 Edit: TypeAlias = Callable[[StateView], None]
 """Type of a hook: a function that changes the view it gets."""
+
+
+def cast_floats(view: ComponentView, module: nn.Module) -> list[str]:
+    """Cast stored floating-point tensors to the dtypes of a module's; returns the paths."""
+    live: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    live |= dict(module.named_buffers(remove_duplicate=False))
+    cast: list[str] = []
+    for path, dtype in view.dtypes().items():
+        wanted = live[path].dtype if path in live else dtype
+        if wanted != dtype and wanted.is_floating_point and dtype.is_floating_point:
+            view[path] = view[path].to(wanted)
+            cast.append(path)
+    return cast
 
 
 def edited(captured: Captured, edit: Edit) -> Captured:

@@ -21,6 +21,7 @@ from holdfast.format.objects import decode_tree, join
 from holdfast.format.tensors import TensorSpec
 from holdfast.state.collecting import Leaves
 from holdfast.state.components import StoredComponent
+from holdfast.state.leaves import TORCH_DTYPES
 from holdfast.state.optimizers import check_tree
 from holdfast.state.selection import names_of_keys
 from holdfast.state.trees import Lifting, Skeleton, decode_skeleton, encoded, keys_in, nodes_in
@@ -87,6 +88,15 @@ class ComponentView(MutableMapping[str, Any]):
 
     def __contains__(self, path: object) -> bool:
         return path in self._opened()
+
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """Return the dtypes of all tensors by path, without reading the tensors."""
+        nodes = {path: box[key] for path, (box, key) in self._opened().items()}
+        return {
+            path: TORCH_DTYPES[self._specs[node.key].dtype]
+            for path, node in nodes.items()
+            if isinstance(node, TensorRef)
+        }
 
     def __setitem__(self, path: str, value: Any) -> None:
         """Replace the value at `path`, or add one; tied weights of a module change together.

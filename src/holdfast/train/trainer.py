@@ -72,7 +72,7 @@ from holdfast.train.parallel.options import Name, Strategy
 from holdfast.train.parallel.strategies import chosen_strategy, parallel_of, recompute
 from holdfast.train.schedules.curves import EpochLength
 from holdfast.train.schedules.stepping import Schedules
-from holdfast.train.training import Average, Counters, Metrics, Training
+from holdfast.train.training import Average, Counters, Metrics, Training, cast_averages
 from holdfast.train.window.limits import Limits
 from holdfast.train.window.loop import (
     Clip,
@@ -640,7 +640,7 @@ class Trainer:
                 stack.enter_context(borrowed(weights))
                 targets[0].load(weights, self._editing(Callback.edit_load))
             self._share_buffers()
-            chosen = self.ema.model if self.ema is not None and use_ema else self.model
+            chosen = self.ema.cast.update() if self.ema is not None and use_ema else self.model
             stack.callback(self._parallel.reshard, chosen)
             return predict(
                 chosen,
@@ -931,7 +931,9 @@ class Trainer:
         with self._place.left():
             for part in parts:
                 use_average = self.ema is not None and part.plan.use_ema
-                model = self.ema.model if self.ema is not None and use_average else self.model
+                model = self.model
+                if self.ema is not None and use_average:
+                    model = self.ema.cast.update()
                 try:
                     found |= part.on(model, self.model)
                 finally:
@@ -947,11 +949,17 @@ class Trainer:
     def _editing(
         self, hook: Callable[[Callback, Training, StateView], None]
     ) -> Callable[[StateView], None] | None:
-        """Return a function that calls `hook` with a `StateView`; None if no callback has it."""
-        if not self._callbacks.listens(hook):
+        """Return a function that calls `hook` with a `StateView`; None if none is needed."""
+        averages = {
+            name: item.model
+            for name, item in (("ema", self.ema), ("swa", self.swa))
+            if item is not None and item.cast.differs and hook is Callback.edit_load
+        }
+        if not averages and not self._callbacks.listens(hook):
             return None
 
         def edit(view: StateView) -> None:
+            cast_averages(view, averages)
             with self._place.left():
                 self._callbacks.tell(hook, view)
 
@@ -962,7 +970,9 @@ class Trainer:
         self._place.check(now.step)
         group = self._parallel.group
         ending = self._ending
-        if self.swa is not None and ending is not None and ending.is_at_goal():
+        # After a signal the run is to be resumed, and has little time.
+        is_end = ending is not None and ending.is_here() and ending.reason != "signal"
+        if self.swa is not None and is_end:
             self._update_statistics(self.swa)
         with self._place.left():
             found = check_health(self._unhealthy, now.step, self.model, metrics, group)
@@ -986,14 +996,14 @@ class Trainer:
         return modules_of(self.state)
 
     def _update_statistics(self, swa: EqualAverage) -> None:
-        """Compute the statistics of the averaged model's batch norm anew, at the goal."""
-        if swa.plan.batch_norm is None:
+        """Recompute the statistics of the averaged model's batch norm, at the end of the run."""
+        if swa.plan.batch_norm is None or swa.has_statistics:
             return
         loader = Restarting(swa.plan.batch_norm)
         with undisturbed(), torch.no_grad(), self._update.numerics.autocast():
             swa.update_statistics(
                 loader.batches(),
-                lambda batch: self._update.loss(swa.model, moved(batch, self._update.device)),
+                lambda batch: self._update.loss(swa.cast.model, moved(batch, self._update.device)),
                 lambda: loader.fills_in,
             )
 
@@ -1002,8 +1012,11 @@ class Trainer:
             self._parallel.share_buffers(module)
 
     def _with_averages(self) -> list[nn.Module]:
-        averages = [item.model for item in (self.ema, self.swa) if item is not None]
-        return [self.model, *averages]
+        modules = [self.model]
+        for item in (self.ema, self.swa):
+            if item is not None:
+                modules += [item.model, *([item.cast.model] if item.cast.differs else [])]
+        return modules
 
     @contextmanager
     def _managed(self, manager: CheckpointManager | None) -> Iterator[None]:

@@ -39,6 +39,7 @@ from holdfast.train import (
 from holdfast.train.making import device_for
 from holdfast.train.parallel.group import ALONE
 from holdfast.train.window.loop import checked_precision
+from holdfast.weights import load_weights
 from train.small import Noisy, NoLength, make, mean_square, network
 
 
@@ -415,6 +416,54 @@ def test_batch_norm_of_an_average_needs_data_and_gets_its_statistics(tmp_path: P
     again = spoiled(tmp_path / "run", swa=plan)
     again.fit(4)
     assert digests(again) == digests(trainer)
+
+
+STATISTICS = SWA(
+    start="1step",
+    every="1step",
+    batch_norm=Loader([torch.full((4,), float(number)) for number in range(8)], batch_size=8),
+)
+
+
+class StopsAt(Callback):
+    """Requests a stop at step 3, in a hook before or after that step's save."""
+
+    def __init__(self, hook: str) -> None:
+        if hook == "log":  # of the step, before its save
+            self.log = lambda training, metrics: self.stop(training)  # type: ignore[method-assign]
+        elif hook == "save":
+            self.checkpoint_saved = lambda training, *_: self.stop(training)  # type: ignore[method-assign]
+
+    def stop(self, training: Training) -> None:
+        if training.counters.step == 3:
+            training.request_stop("enough")
+
+
+@pytest.mark.parametrize("hook", ["log", "save"])
+def test_batch_norm_of_an_average_has_its_statistics_at_every_end(
+    hook: str, tmp_path: Path
+) -> None:
+    """Also if the step was saved before it was known to be the last one."""
+    trainer = spoiled(tmp_path, swa=STATISTICS, every="1step", callbacks=[StopsAt(hook)])
+    assert trainer.fit(100).reason == "stopped"
+    stored = load_weights(tmp_path, component="swa")
+    torch.testing.assert_close(stored["norm.running_mean"], torch.full((4,), 3.5))
+
+
+def test_an_average_is_dropped_where_a_farther_goal_has_it_begin_later(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It then has the weights that a run to that goal has from the beginning."""
+    plan = SWA(start="0.5dur", every="1step")
+    straight = make(tmp_path / "straight", swa=plan)
+    straight.fit(12)
+    make(tmp_path / "grown", swa=plan).fit(4)
+    grown = make(tmp_path / "grown", swa=plan)
+    grown.fit(12)
+    assert grown.swa is not None
+    assert grown.swa.num_averaged == 7
+    assert "begins again at start='0.5dur'" in caplog.text
+    assert digests(grown) == digests(straight)
 
 
 def test_batch_norm_of_an_average_without_a_batch_is_an_error(tmp_path: Path) -> None:

@@ -285,7 +285,10 @@ class Fit:
             saver.stop(events, metrics)
         else:
             reason = "final" if self._ending.reason == "goal" else str(self._ending.reason)
-            saver.finish(events, metrics, reason)
+            # A save from before the end was known lacks the statistics of averaged weights.
+            swa, has_trained = self._gear.swa, self._counters.step > begun_at
+            lacks = swa is not None and swa.num_averaged > 0 and not swa.has_statistics
+            saver.finish(events, metrics, reason, again=lacks and has_trained)
         self._tell(Callback.fit_end)
         saver.settle(metrics)  # saves that the hook began
 

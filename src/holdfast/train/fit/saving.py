@@ -134,13 +134,19 @@ class StepSaver:
         self._save(events, metrics, together(wanted), vetoes)
         self._report_ended()
 
-    def finish(self, events: Sequence[Event], metrics: Metrics, reason: str) -> None:
-        """Save the current step, if it is not saved yet, and wait until it is durable.
+    def finish(
+        self, events: Sequence[Event], metrics: Metrics, reason: str, *, again: bool
+    ) -> None:
+        """Save the current step and wait until it is durable.
+
+        No-op if it is saved already, unless `again`: the state has changed since.
 
         Raises:
             SaveFailed, UnhealthyState: as for `at`.
         """
         self._await()
+        if again:
+            self._saved_step = None
         while self._saved_step != self._counters.step:
             if not self._save([*events, "end"], metrics, Due("permanent", reason)):
                 return

@@ -5,7 +5,7 @@ After Izmailov et al., "Averaging Weights Leads to Wider Optima and Better Gener
 
 from __future__ import annotations
 
-import copy
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +19,9 @@ from holdfast.errors import UsageError, listing
 from holdfast.format.manifest import Timestamp
 from holdfast.policy.clock import ALL_UNITS, Time, Unit, parse
 from holdfast.train.parallel.strategies import local
+from holdfast.train.training import Cast, widened
+
+logger = logging.getLogger("holdfast")
 
 
 @checked(but=("start", "every"))
@@ -38,8 +41,9 @@ class SWA:
     every: str | Time = "1ep"
     """Interval at which the weights are added, in a counted unit."""
     batch_norm: Any = None
-    """Loader for a pass that computes the statistics of batch norm anew, before the save at the
-    goal. A model with batch norm needs it, since averaged weights have other statistics."""
+    """Loader for a pass that recomputes the statistics of batch norm, before the save at the end of
+    a run: its goal, `max_time`, or a request to stop. A model with batch norm needs it, since
+    averaged weights have other statistics. Saves before the end have those of the live model."""
 
     def __post_init__(self) -> None:
         if self.starts_at.unit is Unit.SECOND or self.interval.unit in (Unit.SECOND, Unit.DURATION):
@@ -74,8 +78,12 @@ class EqualAverage:
         self.plan = plan
         self.num_averaged = 0
         """Number of weights in the average; with 0 the copy is that of the beginning."""
-        self.model: nn.Module = copy.deepcopy(model).requires_grad_(False).eval()
-        """The averaged model."""
+        self.model = widened(model)
+        """The averaged model, in float32 or wider."""
+        self.cast = Cast(self.model, model)
+        """The averaged model in the dtypes of the trained one."""
+        self.has_statistics = not _with_statistics(model)
+        """Whether batch norm has the statistics of the averaged weights."""
         names = [name for name, _ in _with_statistics(model)]
         if names and plan.batch_norm is None:
             raise UsageError(
@@ -88,7 +96,18 @@ class EqualAverage:
         """Add the model's weights if they are due after the step from `before` to `now`."""
         interval = self.plan.interval
         passed = [(interval.unit.of(stamp) or 0) // interval.value for stamp in (before, now)]
-        if passed[0] == passed[1] or not self._has_begun(now, goal):
+        if not self._has_begun(now, goal):
+            if self.num_averaged:
+                logger.warning(
+                    "swa: with the goal %s averaging begins later: the average of %d weights is "
+                    "dropped, and begins again at start=%r",
+                    goal,
+                    self.num_averaged,
+                    str(self.plan.start),
+                )
+                self.num_averaged = 0
+            return
+        if passed[0] == passed[1]:
             return
         self.num_averaged += 1
         for average, live in _pairs(self.model.parameters(), model.parameters()):
@@ -98,6 +117,7 @@ class EqualAverage:
                 average.copy_(live)
         for average, live in _pairs(self.model.buffers(), model.buffers()):
             average.copy_(live)
+        self.has_statistics = not _with_statistics(self.model)
 
     @torch.no_grad()
     def update_statistics(
@@ -110,8 +130,8 @@ class EqualAverage:
         Raises:
             UsageError: there was no batch.
         """
-        modules = [module for _, module in _with_statistics(self.model)]
-        if not modules or not self.num_averaged:
+        modules = [module for _, module in _with_statistics(self.cast.update())]
+        if self.has_statistics or not self.num_averaged:
             return
         before, num_batches = [module.momentum for module in modules], 0
         for module in modules:
@@ -131,6 +151,10 @@ class EqualAverage:
                 module.eval()
         if not num_batches:
             raise UsageError("swa: batch_norm gave no batch: give a loader, not an iterator")
+        if self.cast.differs:
+            for average, cast in _pairs(self.model.buffers(), self.cast.model.buffers()):
+                average.copy_(cast)
+        self.has_statistics = True
 
     def state_dict(self) -> dict[str, int]:
         """Return the count to save."""
