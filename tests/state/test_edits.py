@@ -562,7 +562,7 @@ def test_versions_of_modules_outlive_an_edit() -> None:
     captured: Captured = edited(capture({"model": Versioned(2, 2)}), edit)
     live = Versioned(2, 2)
     Image(captured).load({"model": live})
-    assert seen == [7]
+    assert {*seen} == {7}
     assert live.weight.tolist() == [[0.0, 0.0], [0.0, 0.0]]
 
 

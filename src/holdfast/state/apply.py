@@ -357,7 +357,8 @@ def _plan(
         return RngPlan(stored.tensors)
     live = state[name]
     if kind == "module":
-        return modules.ModulePlan(name, modules.inspect(live), stored.tensors)
+        live_module = modules.inspect(live, modules.state_of(name, live))
+        return modules.ModulePlan(name, live_module, stored.tensors)
     if kind == "optimizer":
         inspected = optimizers.inspect(live, parameters)
         return optimizers.OptimizerPlan(name, inspected, stored.tensors)

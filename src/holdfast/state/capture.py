@@ -26,7 +26,6 @@ from holdfast.state.components import (
     kind_of,
     parameter_names,
     structure,
-    unwrap,
 )
 from holdfast.state.generators import global_generators
 from holdfast.state.leaves import local_of
@@ -89,6 +88,8 @@ class Capturer:
         self._foreseen: dict[str, Foreseen | None] = {}
         """Predicted module states of this capture; discarded once code outside torch has run."""
         self._modules: dict[str, _KnownModule] = {}
+        self._accepted: dict[str, Any] = {}
+        """Stamps of modules whose own loading code accepts what they save."""
         self._stepping: list[int] = []
         self._offenders: list[tuple[str, str]] = []
         self._has_run_foreign = False
@@ -193,7 +194,7 @@ class Capturer:
         self, name: str, module: nn.Module, foreseen: Foreseen | None
     ) -> CapturedComponent:
         """Capture a module by calling its `state_dict`, and cache the result where possible."""
-        state = unwrap(module).state_dict()
+        state = modules.state_of(name, module)
         tensors = list(state.values())
         walked = tensors if all(isinstance(tensor, Tensor) for tensor in tensors) else None
         stamp = (self._structures[name], modules.stamp(state))
@@ -201,6 +202,10 @@ class Capturer:
         if component is None:
             leaves = Leaves(component=name, is_shared=self._is_shared)
             document = modules.capture_module(module, state, leaves)
+            if not leaves.offenders and self._accepted.get(name) != stamp:
+                for entry, reason in modules.not_loadable(module, state):
+                    leaves.refuse(entry, reason)
+                self._accepted[name] = stamp
             component = self._encoded("module", leaves, document, walked, stamp)
         may_overlap = self._stepped(component)
         self._modules.pop(name, None)

@@ -7,7 +7,7 @@ where a module has saving or loading code of its own.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 from weakref import WeakSet
@@ -15,8 +15,9 @@ from weakref import WeakSet
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.parameter import is_lazy
 
-from holdfast.errors import FormatError
+from holdfast.errors import FormatError, MismatchError, UnsupportedState
 from holdfast.format.nodes import TensorRef
 from holdfast.format.objects import TreeDocument
 from holdfast.format.tensors import TensorSpec
@@ -28,13 +29,16 @@ from holdfast.state.leaves import identity, is_dtensor, local_of, refusal
 from holdfast.state.livevalues import revive
 from holdfast.state.merge import Claims, is_writable_in_place
 from holdfast.state.plans import LoadPlan
-from holdfast.state.selection import Problems, Wishes
-from holdfast.state.trees import Lifting, Skeleton, encoded, owned
+from holdfast.state.prefixes import proposal
+from holdfast.state.selection import NOT_LOADED, Problems, Wishes
+from holdfast.state.trees import Lifting, Skeleton, encoded, keys_in, owned
+from holdfast.state.trial import put_back
 
-# Their own loading only converts what torch saved before 1.0.
+# Their own loading only converts older forms, which then have other names.
 _LOADS_PLAINLY = frozenset(
     kind._load_from_state_dict for kind in (nn.Module, _NormBase, _InstanceNorm)
 )
+_CHECKPOINTING = "torch.distributed.algorithms._checkpoint"
 _EXTRA_STATE = "_extra_state"
 _Inners: TypeAlias = Sequence[tuple[str, nn.Module]]
 """A module and all its submodules as (clean path, submodule), each as often as it has names."""
@@ -71,6 +75,9 @@ class LiveModule:
     own_loading: frozenset[str]
     """Clean paths of submodules with loading code of their own."""
 
+    converting: frozenset[str]
+    """Clean paths of submodules whose loading is torch's own, and converts older names."""
+
     versions: Mapping[str, int] | None
     """Clean path of a submodule -> its saved version; None: the state_dict has no versions."""
 
@@ -81,17 +88,48 @@ class LiveModule:
     """Clean paths of torch's own submodules that load plainly: their versions do not matter."""
 
     @property
+    def strange_entries(self) -> list[str]:
+        """Clean names of entries that are neither memory of the module nor an extra state."""
+        return [name for name in self.entries if name not in {**self.leaves, **self.extras}]
+
+    @property
     def is_opaque(self) -> bool:
         """Whether the module must be loaded by its own `load_state_dict`."""
-        known = self.leaves.keys() | self.extras.keys()
-        return bool(self.own_loading) or not self.entries.keys() <= known
+        return bool(self.own_loading or self.strange_entries)
 
 
-def inspect(wrapped: nn.Module, state: Mapping[str, Any] | None = None) -> LiveModule:
-    """Collect entries, leaves and versions of a module. `state`: its `state_dict()`, if known."""
+def state_of(component: str, wrapped: nn.Module) -> Mapping[str, Any]:
+    """Call `state_dict` of a module.
+
+    Raises:
+        UnsupportedState: an extra state cannot be had, as before the first forward pass.
+    """
+    module = unwrap(wrapped)
+    try:
+        return module.state_dict()
+    except Exception as error:
+        for raw, inner in module.named_modules():
+            if type(inner).get_extra_state is not nn.Module.get_extra_state:
+                path = ".".join(filter(None, (component, raw, _EXTRA_STATE)))
+                _expect_extra_state(path, inner)
+        raise error
+
+
+def _expect_extra_state(path: str, inner: nn.Module) -> None:
+    try:
+        inner.get_extra_state()
+    except Exception as error:
+        reason = (
+            f"get_extra_state of {type(inner).__name__} fails: {error}. If the module has it only "
+            "after a forward pass, run one first"
+        )
+        raise UnsupportedState([(path, reason)]) from error
+
+
+def inspect(wrapped: nn.Module, state: Mapping[str, Any]) -> LiveModule:
+    """Collect entries, leaves and versions of a module. `state`: its `state_dict()`."""
     module = unwrap(wrapped)
     cleaner = cleaner_of(module)
-    state = module.state_dict() if state is None else state
     submodules = [*module.named_modules(remove_duplicate=False)]
     paths = tuple((raw, cleaner.clean(raw)) for raw, _ in submodules)
     inners = [(clean, inner) for (_, clean), (_, inner) in zip(paths, submodules, strict=True)]
@@ -111,7 +149,8 @@ def inspect(wrapped: nn.Module, state: Mapping[str, Any] | None = None) -> LiveM
         extras=_extras(inners, entries),
         collisions=tuple(collisions),
         strange_keys=tuple(repr(raw)[:80] for raw in state if not isinstance(raw, str)),
-        own_loading=frozenset(_own_loading(inners)),
+        own_loading=frozenset(clean for clean, inner in inners if _loads_itself(inner)),
+        converting=frozenset(clean for clean, inner in inners if _converts(inner)),
         versions=_versions(state, paths),
         raw_paths=paths,
         of_torch=frozenset(_of_torch(inners)),
@@ -190,16 +229,79 @@ def _of_torch(inners: _Inners) -> Iterator[str]:
             yield clean
 
 
-def _own_loading(inners: _Inners) -> Iterator[str]:
-    for clean, inner in inners:
-        kind = type(inner)
-        is_plain = (
-            kind._load_from_state_dict in _LOADS_PLAINLY
-            and kind.load_state_dict is nn.Module.load_state_dict
-        )
-        # FSDP2's hook looks for a parameter's memory anew; a copy leaves it where it is.
-        if not is_plain or not all(map(is_of_fsdp, inner._load_state_dict_post_hooks.values())):
-            yield clean
+def _loads_itself(inner: nn.Module) -> bool:
+    """Whether code that is not torch's decides what a load makes of the module."""
+    kind = type(inner)
+    is_plain = (
+        kind._load_from_state_dict in _LOADS_PLAINLY
+        and kind.load_state_dict is nn.Module.load_state_dict
+        and all(map(_is_of_wrapper, inner._load_state_dict_post_hooks.values()))
+    )
+    hooks = inner._load_state_dict_pre_hooks.values()
+    if is_plain and all(_is_of_wrapper(hook) or _is_of_torch(hook) for hook in hooks):
+        return bool(hooks) and any(map(is_lazy, inner.parameters(recurse=False)))
+    return True
+
+
+def _converts(inner: nn.Module) -> bool:
+    if any(map(_is_of_torch, inner._load_state_dict_pre_hooks.values())):
+        return True
+    return type(inner)._load_from_state_dict is not nn.Module._load_from_state_dict
+
+
+def _is_of_wrapper(hook: Callable[..., Any]) -> bool:
+    """Whether a hook only prepares a wrapper for the raw names, which are not used."""
+    # FSDP2's looks for a parameter's memory anew; a copy leaves it where it is.
+    is_checkpointing = getattr(hook, "__module__", "").startswith(_CHECKPOINTING)
+    return is_of_fsdp(hook) or is_checkpointing
+
+
+def _is_of_torch(hook: Callable[..., Any]) -> bool:
+    """Whether a hook of torch's own modules only converts older names, or makes lazy parameters."""
+    return getattr(hook, "__module__", "").startswith("torch.nn.")
+
+
+def _is_within(name: str, paths: Collection[str]) -> bool:
+    """Whether a name or path is that of one of the submodules, or inside of one."""
+    if not paths:
+        return False
+    parts = name.split(".")
+    return "" in paths or any(".".join(parts[:i]) in paths for i in range(1, len(parts) + 1))
+
+
+def not_loadable(wrapped: nn.Module, state: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """List (name, reason) of what a module's `state_dict` gives and its loading code refuses.
+
+    Runs that code on the module's own state, and undoes what it changes.
+    """
+    live = inspect(wrapped, state)
+    module = live.module
+    if not live.is_opaque or not _can_be_tried(module):
+        return []
+    strange = live.strange_entries
+    homes = {name.rpartition(".")[0] for name in strange}
+    named = [inner for _, inner in module.named_modules(remove_duplicate=False)]
+    written = [
+        inner
+        for (_, clean), inner in zip(live.raw_paths, named, strict=True)
+        if clean in homes or _is_within(clean, live.own_loading)
+    ]
+    with put_back(module.modules(), written=written):
+        try:
+            module.load_state_dict(state)
+        except Exception as error:  # noqa: BLE001 - code of others
+            kind = type(module).__name__
+            reason = (
+                f"{kind}.load_state_dict refuses what {kind}.state_dict gives, so that no resume "
+                f"could load it: {error}"
+            )
+            return [(name, reason) for name in strange[:1] or [""]]
+    return []
+
+
+def _can_be_tried(module: nn.Module) -> bool:
+    # The hooks of FSDP1 gather the parameters of all ranks, and look for them by identity.
+    return not any(type(inner).__name__ == "FullyShardedDataParallel" for inner in module.modules())
 
 
 def not_saved(component: str, wrapped: nn.Module, elsewhere: Collection[int] = ()) -> list[str]:
@@ -273,6 +375,13 @@ class ModulePlan(LoadPlan):
         self._pairs: list[StoredPair] = []
         self._lifted: dict[str, Any] = {}
         self._versions: Mapping[str, int] = {}
+        self._own_loading: frozenset[str] = live.own_loading
+        self._is_opaque = live.is_opaque
+        self._missing: list[str] = []
+        self._unexpected: list[str] = []
+        self._left: set[str] = set()
+        self._is_strict = True
+        self._has_own = False
 
     def check(self, stored: Skeleton, wishes: Wishes, problems: Problems) -> None:
         """Match stored with live names; record what does not fit."""
@@ -294,19 +403,35 @@ class ModulePlan(LoadPlan):
         wanted = {new: stored.value[old] for old, new in renamed.items() if new not in left}
         loaded = [name for name in live.entries if name not in left]
         problems.names.append((wanted, loaded))
-        problems.missing += [f"{component}.{name}" for name in loaded if name not in wanted]
+        missing = [name for name in loaded if name not in wanted]
+        unexpected = [name for name in wanted if name not in live.entries]
+        if any(_is_within(name, live.converting) for name in (*missing, *unexpected)):
+            self._own_loading |= live.converting
+            self._is_opaque = True
+        self._left, self._is_strict = left, wishes.strict
+        # The module's own code may convert names; it is asked before anything changes.
+        self._missing = [name for name in missing if self._is_own(name)]
+        self._unexpected = [name for name in unexpected if self._is_own(name)]
+        problems.missing += [f"{component}.{name}" for name in missing if not self._is_own(name)]
         problems.unexpected += [
-            f"{component}.{name}" for name in wanted if name not in live.entries
+            f"{component}.{name}" for name in unexpected if not self._is_own(name)
         ]
-        self._wanted = {name: wanted[name] for name in loaded if name in wanted}
+        known = {*loaded, *self._unexpected}
+        self._wanted = {name: value for name, value in wanted.items() if name in known}
         self._check_values(problems)
+
+    def _is_own(self, name: str) -> bool:
+        """Whether loading code of the module's own may convert the entry."""
+        return _is_within(name, self._own_loading)
 
     def _check_values(self, problems: Problems) -> None:
         self.destinations.look_in([*self._live.entries.values()])
         for name, value in self._wanted.items():
-            live = self._live.entries[name]
+            live = self._live.entries.get(name)
             path = f"{self._component}.{name}"
-            if isinstance(live, Tensor) and name not in self._live.extras:
+            if name not in self._live.entries:
+                self.destinations.match(None, value, path, problems)
+            elif isinstance(live, Tensor) and name not in self._live.extras:
                 self._check_tensor(path, name, live, value, problems)
             elif isinstance(value, TensorRef) and name not in self._live.extras:
                 problems.other.append(f"{path}: the stored value is a tensor, the live one is not")
@@ -317,27 +442,96 @@ class ModulePlan(LoadPlan):
         self, path: str, name: str, live: Tensor, value: Any, problems: Problems
     ) -> None:
         reason = refusal(live)
+        if is_lazy(live) and self._is_own(name):
+            return
         if reason is not None:
             problems.offenders.append((path, reason))
         elif not isinstance(value, TensorRef):
             problems.other.append(f"{path}: the live value is a tensor, the stored one is not")
         else:
-            resizes = name.rpartition(".")[0] in self._live.own_loading
-            problems.compare(path, self._specs[value.key], live, any_shape=resizes)
+            problems.compare(path, self._specs[value.key], live, any_shape=self._is_own(name))
             self.destinations.match(live, value, path, problems)
 
     def prepare(self, tensors: Mapping[str, Stored], claims: Claims) -> None:
-        """Pair stored tensors with live leaves; nothing live changes."""
-        placed = self.destinations.placed(tensors) if self._live.is_opaque else tensors
-        lifting = Lifting(read_all(placed) if self._live.is_opaque else Fetching(placed))
+        """Pair stored tensors with live leaves; nothing live changes in the end.
+
+        Raises:
+            MismatchError: the module's own loading code refuses the stored state.
+        """
+        placed = self.destinations.placed(tensors) if self._is_opaque else tensors
+        lifted = read_all(placed) if self._is_opaque else Fetching(placed)
+        lifting = Lifting(lifted)
         for name, value in self._wanted.items():
-            if self._live.is_opaque or name in self._live.extras:
+            if self._is_opaque or name in self._live.extras:
                 self._lifted[name] = lifting.lift_tree(value)
-            else:
-                leaf, image = self._live.leaves[name], tensors[value.key]
-                claims.assign(f"{self._component}.{name}", leaf, image)
-                live = local_of(leaf)
-                self._pairs.append((live, image))
+            leaf = self._live.leaves.get(name)
+            if leaf is not None and isinstance(value, TensorRef) and not self._is_own(name):
+                claims.assign(f"{self._component}.{name}", leaf, tensors[value.key])
+                if not self._is_opaque:
+                    self._pairs.append((local_of(leaf), tensors[value.key]))
+        self._has_own = bool(self._lifted or self._missing)
+        if self._has_own and _can_be_tried(self._live.module):
+            self._try(lifted, claims)
+
+    def _try(self, tensors: Mapping[str, Tensor], claims: Claims) -> None:
+        """Run the module's own loading code on copies of the values, and undo what it changes."""
+        live = self._live
+        kept = {name: self._wanted[name] for name in self._lifted}
+        copied = {key: tensors[key].clone() for name in kept for key in keys_in(kept[name])}
+        lifting = Lifting(copied)
+        values = {name: lifting.lift_tree(value) for name, value in kept.items()}
+        tried = [*live.module.modules()] if self._is_opaque else [*live.extras.values()]
+        with put_back(tried, written=tried):
+            try:
+                missing, unexpected = self._run(values)
+            except Exception as error:
+                raise self._refused(str(error)) from error
+        if self._is_strict and (missing or unexpected):
+            raise self._refused("")
+        for names, why in (
+            (missing, "not in the checkpoint, left as it is"),
+            (unexpected, NOT_LOADED),
+        ):
+            for name in names:
+                claims.note(f"{self._component}.{name}: {why}")
+
+    def _refused(self, error: str) -> MismatchError:
+        component, kind = self._component, type(self._live.module).__name__
+        names = self._live.entries.keys() - self._left
+        hint = proposal([(self._wanted, names)]) if self._missing else None
+        reason = f"{component}: the loading code of {kind} refuses this state: {error}"
+        return MismatchError(
+            "the checkpoint",
+            missing=[f"{component}.{name}" for name in self._missing],
+            unexpected=[f"{component}.{name}" for name in self._unexpected],
+            hint="\n".join(filter(None, (hint, reason if error else ""))),
+        )
+
+    def _run(self, values: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+        """Call the module's own loading code; returns names that it misses and does not know."""
+        live = self._live
+        if not self._is_opaque:
+            for name, value in values.items():
+                live.extras[name].set_extra_state(value)
+            return [], []
+        raw = self._with_versions({self._raw_name(name): one for name, one in values.items()})
+        # What was left out is missing on purpose.
+        found = live.module.load_state_dict(raw, strict=self._is_strict and not self._left)
+        clean = cleaner_of(live.module).clean
+        missing = [clean(name) for name in getattr(found, "missing_keys", ())]
+        unexpected = [clean(name) for name in getattr(found, "unexpected_keys", ())]
+        missing = [name for name in missing if self._is_own(name) and name not in self._left]
+        return missing, [name for name in unexpected if self._is_own(name)]
+
+    def _raw_name(self, name: str) -> str:
+        """Return the name that a stored entry has in the module's `state_dict`."""
+        if name in self._live.raw_names:
+            return self._live.raw_names[name]
+        inner = max(
+            ((clean, raw) for raw, clean in self._live.raw_paths if _is_within(name, {clean})),
+            key=lambda one: len(one[0]),
+        )
+        return f"{inner[1]}.{name.removeprefix(inner[0]).lstrip('.')}".lstrip(".")
 
     def apply(self) -> None:
         """Copy the stored tensors into the live leaves."""
@@ -350,22 +544,20 @@ class ModulePlan(LoadPlan):
 
     def finish(self) -> None:
         """Call the module's own loading code, if any: `load_state_dict` or `set_extra_state`."""
-        live = self._live
-        if live.is_opaque:
-            raw = self._with_versions(
-                {live.raw_names[name]: value for name, value in self._lifted.items()}
-            )
-            is_whole = self._wanted.keys() == live.entries.keys()
-            live.module.load_state_dict(raw, strict=is_whole)
-        else:
-            for name, value in self._lifted.items():
-                live.extras[name].set_extra_state(value)
+        if self._has_own:
+            self._run(self._lifted)
 
     def _with_versions(self, raw: dict[str, Any]) -> dict[str, Any]:
         """Return a state dict with the versions of submodules, which a module's code may read."""
         if self._live.versions is None:
             return raw
-        known = {path: self._live.versions.get(path, 1) for path in self._live.of_torch}
+        # What lacks an entry is of a version before it.
+        older = {name.rpartition(".")[0] for name in self._missing}
+        known = {
+            path: self._live.versions.get(path, 1)
+            for path in self._live.of_torch
+            if path not in older
+        }
         known.update(self._versions)
         state: Any = OrderedDict(raw)
         state._metadata = OrderedDict(
