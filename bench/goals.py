@@ -399,6 +399,11 @@ RANKS_GOALS: Sequence[Goal] = (
         1.1,
         lambda results: results.median("ranks/save/holdfast", "largest_over_mean"),
     ),
+    _at_most(
+        "… samples of copies, beside a durable save",
+        0.02,
+        quotient("ranks/copies:compared_s", "ranks/copies:durable_s"),
+    ),
 )
 
 _TOOLS = ("diff", "stats", "verify", "export", "import")

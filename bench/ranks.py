@@ -63,6 +63,10 @@ _TINY: Mapping[str, str] = {
     "ranks/tiny/alone": "tiny state, one rank alone, `ranks=None`",
 }
 
+_COPIES: Mapping[str, str] = {
+    "ranks/copies": "every rank has the whole state: samples of it in every tenth save",
+}
+
 Measured: TypeAlias = dict[str, dict[str, list[float]]]
 """Case → figures of one rank."""
 
@@ -249,6 +253,41 @@ class Round:
         ):
             self._save_tiny("ranks/tiny/ranks", manager, tiny, dist.barrier)
 
+    def copies(self) -> None:
+        """Save a state that every rank has; time what finds copies that differ beside it."""
+        from holdfast import CheckpointManager
+        from holdfast.state.samples import sample
+
+        width = 1024 if self._nbytes >= 100_000_000 else 64
+        depth = max(1, round(self._nbytes / (_BYTES_A_WEIGHT * width * width)))
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(depth)))
+        optimizer = torch.optim.AdamW(model.parameters())
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        slots = [slot for slots in optimizer.state.values() for slot in slots.values()]
+        tensors = [tensor.detach() for tensor in (*model.parameters(), *slots)]
+        components = {"model": model, "optimizer": optimizer}
+        with (
+            self._in_folder("copies") as folder,
+            CheckpointManager(folder, components) as manager,
+        ):
+            for number in range(NUM_SAVES):
+                with torch.no_grad():
+                    for tensor in tensors:
+                        tensor.mul_(0.999)
+                self._get_ready()
+                start = perf_counter()
+                manager.save(number)
+                stall_s = perf_counter() - start
+                manager.wait()
+                self._add_save("ranks/copies", number, stall_s, perf_counter() - start)
+                dist.barrier()
+                start = perf_counter()
+                sample(tensors, number).digests()
+                self._add("ranks/copies", "compared_s", perf_counter() - start)
+
     def _save_tiny(
         self, case: str, manager: Any, tiny: nn.Module, meet: Callable[[], Any] = lambda: None
     ) -> None:
@@ -323,6 +362,7 @@ def _in_rank(rank: int, port: int, options: argparse.Namespace, folder: Path, fo
         mine.bare()  # beside each, as a disk that others use changes within seconds
         mine.direct()
         measure()
+    mine.copies()
     mine.tiny()
     found.put({case: dict(figures) for case, figures in mine.figures.items()})
     dist.barrier()
@@ -379,7 +419,7 @@ def _measure_round(options: argparse.Namespace, folder: Path, results: Results) 
     except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
         print(error, file=sys.stderr)
         failed = Outcome(figures={}, error=str(error).strip().splitlines()[-1])
-        for case in (*_SAVES, *_LOADS, *_TINY):
+        for case in (*_SAVES, *_LOADS, *_COPIES, *_TINY):
             results.add(case, failed)
         return
     for case, figures in _joined([found.get() for _ in range(options.ranks)]).items():
@@ -417,6 +457,14 @@ def _tables(results: Results) -> list[str]:
         figures = ("first_durable_s", "stall_s", "durable_s")
         return [seconds(results.median(case, figure)) for figure in figures]
 
+    def copies(case: str) -> list[str]:
+        figures = ("first_durable_s", "stall_s", "durable_s", "compared_s")
+        share = results.ratio((case, "compared_s"), (case, "durable_s"))
+        return [
+            *(seconds(results.median(case, figure)) for figure in figures),
+            "–" if share is None else f"{100 * share:.2f}%",
+        ]
+
     saves = [
         *("save", "first stall", "first durable", "stall", "durable", "throughput of bare"),
         *(
@@ -438,6 +486,14 @@ def _tables(results: Results) -> list[str]:
         "",
         *results_table(
             results, "ranks/load/", ["cold load", "time", "speed of dcp.load"], _LOADS, load
+        ),
+        "",
+        *results_table(
+            results,
+            "ranks/copies",
+            ["copies", "first durable", "stall", "durable", "samples", "share of a durable save"],
+            _COPIES,
+            copies,
         ),
         "",
         *results_table(

@@ -83,7 +83,7 @@ from holdfast.policy.triggers import SaveFunction, Trigger
 from holdfast.ranks.chosen import coordinator_of
 from holdfast.ranks.coordinator import Coordinator
 from holdfast.state.capture import Captured, Capturer
-from holdfast.state.components import RNG, check_state, marked, unwrapped
+from holdfast.state.components import RNG, check_state, marked, refuse_fsdp1, unwrapped
 from holdfast.state.edits import Edit, edited
 from holdfast.state.patterns import listed
 from holdfast.store.base import Store
@@ -186,6 +186,7 @@ class CheckpointManager(Marking):
     ) -> None:
         state, per_rank = marked(state)
         check_state(state)
+        refuse_fsdp1(state)
         state = unwrapped(state)
         options = {
             "every": every,

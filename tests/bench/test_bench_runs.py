@@ -321,6 +321,7 @@ def test_ranks_save_and_load_beside_bare_writers_and_dcp(tmp_path: Path) -> None
     saves |= {"dcp", "dcp-async", "dcp-async-kept"}
     assert _measured(results, "ranks/save/") == saves
     assert _measured(results, "ranks/load/") == {"holdfast", "dcp"}
+    assert _measured(results, "ranks/copies") == {""}
     assert _measured(results, "ranks/tiny/") == {"ranks", "alone"}
     assert (
         "| … agreement: durable save of a tiny state, plan unchanged | at most 50 ms |" in printed

@@ -236,6 +236,30 @@ def test_an_index_that_no_reader_would_accept_is_not_written(
         encode_index({"model": table}, {})
 
 
+def test_the_size_of_an_index_is_known_before_it_is_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    table, lengths = many_boxes(3)
+    text = encode_index({"model": table}, {})
+    num_values = 1 + sum(map(text.count, (b"[", b"{", b",")))
+    specs = [*table.specs.values()]
+
+    def check(nbytes_of_boxes: int) -> None:
+        index.check_size(
+            specs,
+            [3] * 3,
+            nbytes_of_boxes=nbytes_of_boxes,
+            files_nbytes=sum(lengths.values()),
+        )
+
+    check(len(text))
+    with pytest.raises(LimitExceeded, match="3 tensors in 9 boxes"):
+        check(index.MAX_INDEX_NBYTES)
+    monkeypatch.setattr(index, "MAX_INDEX_VALUES", num_values // 2)
+    with pytest.raises(LimitExceeded, match="3 tensors in 9 boxes"):
+        check(len(text))
+
+
 def test_long_unknown_members_are_refused_before_they_are_built() -> None:
     """R29: a value of 8 bytes can take 250 in memory."""
     document, inside = sample(), sample()

@@ -68,7 +68,8 @@ def test_every_name_with_two_values_is_refused(
 ) -> None:
     differing = [n for n in second if n in first and tree(first[n]) != tree(second[n])]
     if differing:
-        assert paths("module", [tree(first), tree(second)]) == [f"c.{name}" for name in differing]
+        found = paths("module", [tree(first), tree(second)])
+        assert [path.split(".")[1] for path in found] == differing
     else:
         join_by_name("c", "module", [tree(first), tree(second)])
 
@@ -93,6 +94,30 @@ def test_an_error_names_both_ranks_and_both_values() -> None:
     parts = [tree({"a": 1}), tree({"a": 1}), tree({"a": 2}), tree({"b": 1})]
     with pytest.raises(UnsupportedState, match=r"c\.a: on rank 0 it is 1, on rank 2 2"):
         join_by_name("c", "module", parts)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "path", "shown"),
+    [
+        ({"n": 1, "loss": 0.5}, {"n": 1, "loss": 0.25}, "c.w.loss", "0.5, on rank 1 0.25"),
+        ([1, {"a": (2, 3)}], [1, {"a": (2, 4)}], "c.w.1.a.1", "3, on rank 1 4"),
+        ({"a": 1}, {"a": 1, "b": None}, "c.w.b", "absent, on rank 1 None"),
+        (1, 1.0, "c.w", "1, on rank 1 1.0"),
+        ([1, 2], [1], "c.w", "[1, 2], on rank 1 [1]"),
+        (
+            "x" * 99 + "a",
+            "x" * 99 + "b",
+            "c.w",
+            "…" + "x" * 20 + "a', on rank 1 …" + "x" * 20 + "b'",
+        ),
+    ],
+)
+def test_an_error_shows_the_entry_that_differs(one: Any, other: Any, path: str, shown: str) -> None:
+    with pytest.raises(UnsupportedState) as caught:
+        join_by_name("c", "module", [tree({"w": one}), tree({"w": other})])
+    ((found, reason),) = caught.value.offenders
+    assert found == path
+    assert f"on rank 0 it is {shown}; " in reason
 
 
 def test_versions_of_submodules_are_joined_and_must_agree() -> None:
@@ -140,7 +165,7 @@ def add_stranger(stage: Stage) -> None:
         (add_group, ["c.number of param_groups"]),
         (swap_groups, [f"c.layers.1.{name} in param_groups" for name in ("bias", "weight")]),
         (drop_slots, ["c.slots.layers.1.weight"]),
-        (set_extra, ["c.extra"]),
+        (set_extra, ["c.extra.mine"]),
         (add_stranger, ["c.group0.param2"]),
     ],
 )

@@ -21,6 +21,7 @@ from holdfast.state.shardplan import (
     LeafTable,
     WritePlan,
     plan_writes,
+    text_nbytes,
 )
 from state.layouts import Layout, layouts, region
 
@@ -400,3 +401,28 @@ def test_small_boxes_come_from_their_first_holder(monkeypatch: pytest.MonkeyPatc
     writers = boxes.rank[plan.row]
     assert writers[[0, 2]].tolist() == [0, 0]
     assert len({*writers[[1, 3]].tolist()}) == 2
+
+
+def test_the_text_of_all_boxes_is_measured_before_it_is_made() -> None:
+    shapes = [(1200, 7), (30, 1000)]
+    boxes = box_table(shapes, hsdp(shapes, replicas=2, parts=10))
+    table = leaf_table(shapes)
+    plan = plan_writes(table, boxes, one_host(20))
+    expected = 0
+    for leaf, first, last, _, file in chosen(boxes, plan):
+        box = box_at(shapes[leaf], first, last)
+        lists = [f"[{','.join(map(str, numbers))}]," for numbers in (box.offsets, box.sizes)]
+        expected += len(f"{leaf},{file},1234567890,{''.join(lists)}")
+    assert text_nbytes(table, boxes, plan) == expected
+
+
+def test_copies_of_a_box_have_one_number() -> None:
+    shapes = [(8, 4), (3, 3)]
+    ranks = [
+        [[box], [whole_box((3, 3))] if rank < 3 else []]
+        for rank, box in enumerate([*rows(8, 2, 4), *rows(8, 2, 4)])
+    ]
+    boxes = box_table(shapes, ranks)
+    plan = plan_writes(leaf_table(shapes), boxes, one_host(4))
+    assert plan.box.tolist() == [0, 2, 1, 2, 0, 2, 1]
+    assert plan.copied.all()

@@ -25,7 +25,7 @@ from holdfast.format.manifest import FileEntry, StoredEntry, check_block_nbytes
 from holdfast.format.tensors import ITEM_NBYTES, MAX_DIMS, TensorFile, TensorSpec, check_shape
 from holdfast.store.base import Buffer
 
-MAX_INDEX_VALUES = 16_000_000
+MAX_INDEX_VALUES = 32_000_000
 MAX_UNKNOWN_NBYTES = 8 << 20
 """Most bytes of an index that are not its known members in their shortest form, nor whitespace."""
 
@@ -297,6 +297,38 @@ def encode_index(
     data = msgspec.json.encode(document)
     strictjson.check_limits(data, what=layout.INDEX, **_LIMITS)
     return data
+
+
+def check_size(
+    specs: Sequence[TensorSpec],
+    num_boxes: Sequence[int],
+    *,
+    nbytes_of_boxes: int,
+    files_nbytes: int,
+) -> None:
+    """Expect that the index of tensors in boxes will not be too large, before it exists.
+
+    Args:
+        specs: The tensors.
+        num_boxes: Number of the boxes of each.
+        nbytes_of_boxes: Bytes of the text of all boxes.
+        files_nbytes: Bytes of all tensor files.
+
+    Raises:
+        LimitExceeded: no reader would accept the index.
+    """
+    by_tensor = [*zip(specs, num_boxes, strict=True)]
+    num_values = sum(4 + len(s.shape) + n * (5 + 2 * len(s.shape)) for s, n in by_tensor)
+    names = sum(len(spec.key) + 20 + 3 * len(str(spec.shape)) // 2 for spec in specs)
+    digests = 2 * block_digests.DIGEST_NBYTES * (files_nbytes // BLOCK_NBYTES)
+    nbytes = names + nbytes_of_boxes + digests
+    if num_values > MAX_INDEX_VALUES or nbytes > MAX_INDEX_NBYTES:
+        raise LimitExceeded(
+            f"{len(specs):,} tensors in {sum(num_boxes):,} boxes: their index takes {num_values:,} "
+            f"values and about {nbytes:,} bytes; at most {MAX_INDEX_VALUES:,} and "
+            f"{MAX_INDEX_NBYTES:,} are accepted. Nothing was written. Shard each tensor over fewer "
+            "ranks, as HSDP does, or join small tensors"
+        )
 
 
 def decode_index(data: Buffer, *, files: Mapping[str, FileEntry], what: str) -> Index:

@@ -13,9 +13,10 @@ import msgspec
 from holdfast.errors import FormatError, MismatchError, UnsupportedState
 from holdfast.format import strictjson
 from holdfast.format.layout import MAX_TREE_NBYTES
-from holdfast.format.objects import MAX_TREE_VALUES, RANKS, TreeDocument
+from holdfast.format.objects import MAX_TREE_VALUES, RANKS, TreeDocument, decode_tree
 from holdfast.format.tensors import TensorSpec
 from holdfast.state.components import StoredComponent
+from holdfast.state.differences import first_difference
 
 BY_RANK = frozenset({"rng", "generator"})
 """Kinds of components of which each rank always has its own; others may be marked so."""
@@ -111,20 +112,9 @@ def _specs(stored: StoredComponent, rank: int) -> dict[str, tuple[str, tuple[int
 
 def difference(one: bytes, other: bytes) -> str:
     """Say where two trees differ first, with both values; for messages."""
-    trees = [msgspec.json.decode(tree).get("tree") for tree in (one, other)]
-    return _difference(trees[0], trees[1], "")
-
-
-def _difference(one: Any, other: Any, path: str) -> str:
-    if isinstance(one, dict) and isinstance(other, dict):
-        for name in one.keys() | other.keys():
-            if one.get(name) != other.get(name):
-                return _difference(one.get(name), other.get(name), f"{path}.{name}".lstrip("."))
-    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
-        for number, pair in enumerate(zip(one, other, strict=True)):
-            if pair[0] != pair[1]:
-                return _difference(pair[0], pair[1], f"{path}.{number}".lstrip("."))
-    return f"{path or 'the whole'} is {one!r:.60} and {other!r:.60}"
+    trees = [decode_tree(tree, what="a rank's tree") for tree in (one, other)]
+    path, *values = first_difference(*trees)
+    return f"{path or 'the whole'} is {values[0]} and {values[1]}"
 
 
 def _with_keys(node: Any, rank: int) -> Any:

@@ -25,6 +25,7 @@ from holdfast.state.components import (
     check_state,
     kind_of,
     parameter_names,
+    refuse_fsdp1,
     structure,
 )
 from holdfast.state.generators import global_generators
@@ -194,6 +195,7 @@ class Capturer:
         self, name: str, module: nn.Module, foreseen: Foreseen | None
     ) -> CapturedComponent:
         """Capture a module by calling its `state_dict`, and cache the result where possible."""
+        refuse_fsdp1({name: module})  # it may have been wrapped since the manager was made
         state = modules.state_of(name, module)
         tensors = list(state.values())
         walked = tensors if all(isinstance(tensor, Tensor) for tensor in tensors) else None

@@ -15,7 +15,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from holdfast.errors import UsageError, listing
+from holdfast.errors import UnsupportedState, UsageError, listing
 from holdfast.format import layout
 from holdfast.format.layout import check_component
 from holdfast.format.tensors import TensorSpec
@@ -49,6 +49,7 @@ OF_TRAINERS = frozenset({TRAINER, PROGRESS})
 _WRAPPER_PARTS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 _PARALLEL = (DataParallel, DistributedDataParallel)
 
+_FSDP = "torch.distributed.fsdp"
 _FULLY_SHARD = "torch.distributed.fsdp._fully_shard"
 
 _OF_AN_OBJECT = (
@@ -226,6 +227,33 @@ def check_state(state: Mapping[str, Any]) -> None:
         wrong += [f"{name}: {_OF_AN_OBJECT}" for name, value in state.items() if _is_weights(value)]
     if wrong:
         raise UsageError("state:\n" + listing(wrong))
+
+
+def refuse_fsdp1(state: Mapping[str, Any]) -> None:
+    """Refuse modules in torch's first FSDP: ranks hold parts of parameters under one name.
+
+    Raises:
+        UnsupportedState: lists the components.
+    """
+    names = [
+        name
+        for name, value in state.items()
+        if isinstance(value, nn.Module) and any(map(_is_fsdp1, {*map(type, value.modules())}))
+    ]
+    if names:
+        reason = (
+            "FullyShardedDataParallel (FSDP1) is not supported, as each rank has other parts of "
+            "the parameters and moments under one name. Use torch.distributed.fsdp.fully_shard"
+        )
+        raise UnsupportedState([(name, reason) for name in names])
+
+
+def _is_fsdp1(kind: type) -> bool:
+    # By name: importing the class would import all of it.
+    return any(
+        one.__name__ == "FullyShardedDataParallel" and one.__module__.startswith(_FSDP)
+        for one in kind.__mro__
+    )
 
 
 def unwrap(module: nn.Module) -> nn.Module:

@@ -11,15 +11,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
 from holdfast.errors import UnsupportedState
-from holdfast.format.nodes import TensorRef
 from holdfast.format.objects import decode_beside, decode_tree, document, join
+from holdfast.state.differences import ABSENT, are_equal, first_difference
 
 JOINED = frozenset({"module", "optimizer"})
 """Kinds of components that are joined."""
 _POSITION = re.compile(r"group\d+\.param\d+(#\d+)?", re.ASCII)
 """Name of a parameter in no module of the state: its position in the optimizer of one rank."""
-_NONE = object()
-"""In place of the slots of a parameter that has none."""
 _EQUAL = ("type", "extra")
 _VERSIONS = "versions"
 
@@ -67,7 +65,7 @@ class _Joining:
             for name, value in part.items():
                 if holders.setdefault(name, rank) == rank:
                     joined[name] = value
-                elif not _are_equal(joined[name], value):
+                elif not are_equal(joined[name], value):
                     self._refuse(join(path, name), holders[name], joined[name], rank, value)
         return joined
 
@@ -75,7 +73,7 @@ class _Joining:
         """Return the value that all have."""
         (first, value), *others = parts
         for rank, other in others:
-            if not _are_equal(value, other):
+            if not are_equal(value, other):
                 self._refuse(path, first, value, rank, other)
         return value
 
@@ -87,7 +85,7 @@ class _Joining:
         tree["modules"] = self.equal("modules", list(_members(some, "modules")))
         tree["shapes"] = self.by_name("shapes", list(_members(parts, "shapes")))
         tree["devices"] = self._of_parameters(parts, "devices", "cpu")
-        tree["slots"] = self._of_parameters(parts, "slots", _NONE)
+        tree["slots"] = self._of_parameters(parts, "slots", ABSENT)
         options = list(_members(parts, "param_groups"))
         counts = [(rank, len(groups)) for rank, groups in options]
         count = self.equal("number of param_groups", counts)
@@ -143,32 +141,11 @@ class _Joining:
         ]
 
     def _refuse(self, path: str, first: int, value: Any, rank: int, other: Any) -> None:
-        self.conflicts.append(
-            (
-                join(self._component, path),
-                f"on rank {first} it is {_shown(value)}, on rank {rank} {_shown(other)}; what "
-                "several ranks have must be equal",
-            )
-        )
+        path, one, two = first_difference(value, other, join(self._component, path))
+        reason = f"on rank {first} it is {one}, on rank {rank} {two}"
+        self.conflicts.append((path, f"{reason}; what several ranks have must be equal"))
 
 
 def _members(parts: _OfRanks, name: str) -> Iterator[tuple[int, Any]]:
     for rank, tree in parts:
         yield rank, tree[name]
-
-
-def _are_equal(one: Any, other: Any) -> bool:
-    """Whether two decoded values are the same, with their types, bit by bit."""
-    if one is _NONE or other is _NONE:
-        return one is other
-    if type(one) is TensorRef and type(other) is TensorRef:
-        return one == other
-    return one is other or _node(one) == _node(other)
-
-
-def _node(value: Any) -> bytes:
-    return document(value).data
-
-
-def _shown(value: Any) -> str:
-    return "absent" if value is _NONE else f"{value!r:.60}"

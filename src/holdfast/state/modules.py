@@ -168,6 +168,14 @@ def _versions(
     return {clean: version for clean, version in versions if type(version) is int}
 
 
+def buffer_names(wrapped: nn.Module) -> frozenset[str]:
+    """Return the clean names of a module's buffers."""
+    module = unwrap(wrapped)
+    cleaner = cleaner_of(module)
+    buffers = module.named_buffers(remove_duplicate=False)
+    return frozenset(cleaner.clean(raw) for raw, _ in buffers)
+
+
 def _named_tensors(module: nn.Module, cleaner: Cleaner) -> dict[str, Tensor]:
     live: dict[str, Tensor] = {}
     for raw, parameter in module.named_parameters(remove_duplicate=False):

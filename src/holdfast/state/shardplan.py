@@ -22,8 +22,8 @@ Ints: TypeAlias = np.ndarray[Any, np.dtype[np.signedinteger[Any]]]
 Flags: TypeAlias = np.ndarray[Any, np.dtype[np.bool_]]
 _NUM_EXPLAINED = 10
 SMALL_NBYTES = 64 << 10
-"""Least bytes of a box that any of its holders may write. What is smaller comes from the first one:
-buffers that a wrapper copies from rank 0 to all others may differ until it has."""
+"""Least bytes of a box that any of its holders may write. Smaller ones come from the first
+holder."""
 _BLOCK_ROWS = 1_000_000
 """Rows whose geometry is computed at once: bounds the memory for it."""
 
@@ -94,6 +94,10 @@ class WritePlan:
     nbytes: Ints
     file: Ints
     """Number of the tensor file in the leaf's component; no two ranks have the same."""
+    box: Ints
+    """Number of the distinct box in each row of the `BoxTable`."""
+    copied: Flags
+    """Whether several ranks hold the box, for each row of the `BoxTable`."""
 
 
 def plan_writes(leaves: LeafTable, boxes: BoxTable, hosts: Ints) -> WritePlan:
@@ -110,19 +114,33 @@ def plan_writes(leaves: LeafTable, boxes: BoxTable, hosts: Ints) -> WritePlan:
     Raises:
         UnsupportedState: boxes overlap or leave a hole; lists the leaves, each with a box.
     """
-    row, nbytes = _choose(leaves, boxes, hosts)
-    return WritePlan(row=row, nbytes=nbytes, file=_number_files(leaves, boxes, row, nbytes))
+    # 32 bits, here and below: 16 million rows are to be planned in a gigabyte.
+    order = np.lexsort((boxes.rank, boxes.last, boxes.first, boxes.leaf)).astype(np.int32)
+    begins = _first_copies(boxes, order)
+    row, nbytes = _choose(leaves, boxes, hosts, order, begins)
+    file = _number_files(leaves, boxes, row, nbytes)
+    counts = np.diff(begins, append=np.int32(len(order)))
+    box, copied = np.empty(len(order), np.int32), np.empty(len(order), np.bool_)
+    box[order] = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+    copied[order] = np.repeat(counts > 1, counts)
+    return WritePlan(row=row, nbytes=nbytes, file=file, box=box, copied=copied)
 
 
-def _choose(leaves: LeafTable, boxes: BoxTable, hosts: Ints) -> tuple[Ints, Ints]:
+def _choose(
+    leaves: LeafTable, boxes: BoxTable, hosts: Ints, order: Ints, begins: Ints
+) -> tuple[Ints, Ints]:
     """Choose the copy of each distinct box that is written: its row and its bytes.
 
     Boxes with few holders come first, so that those with many fill what the others leave. Small
     ones are written by their first holder.
+
+    Args:
+        leaves: The leaves.
+        boxes: The boxes of all ranks.
+        hosts: Number of the host of each rank.
+        order: The rows, sorted so that copies of a box come together.
+        begins: Where in `order` each distinct box begins.
     """
-    # 32 bits, here and below: 16 million rows are to be planned in a gigabyte.
-    order = np.lexsort((boxes.rank, boxes.last, boxes.first, boxes.leaf)).astype(np.int32)
-    begins = _first_copies(boxes, order)
     row = order[begins]
     nbytes = _measure(leaves, boxes, row)
     counts = np.diff(begins, append=np.int32(len(order)))
@@ -182,6 +200,30 @@ def _measure(leaves: LeafTable, boxes: BoxTable, rows: Ints) -> Ints:
     if wrong:
         raise _not_tiled(leaves, boxes, rows, wrong)
     return nbytes
+
+
+def text_nbytes(leaves: LeafTable, boxes: BoxTable, plan: WritePlan) -> int:
+    """Compute about how many bytes the written boxes take in the text of an index."""
+    extents, strides = _grids(leaves.shapes)
+    num_dims = np.array([*map(len, leaves.shapes)], np.int64)
+    total = 0
+    for part in _parts(len(plan.row)):
+        row = plan.row[part]
+        leaf, first, last = boxes.leaf[row], boxes.first[row], np.maximum(boxes.last[row], 0)
+        # Signs of tensor, file, start and both lists; starts have up to 10 digits.
+        total += int((_num_digits(leaf) + _num_digits(plan.file[part]) + 17).sum())
+        for dim in range(extents.shape[1]):
+            has_dim = num_dims[leaf] > dim
+            start, end = (
+                corner[has_dim] // strides[leaf[has_dim], dim] % extents[leaf[has_dim], dim]
+                for corner in (first, last)
+            )
+            total += int((_num_digits(start) + _num_digits(end - start + 1) + 2).sum())
+    return total
+
+
+def _num_digits(numbers: Ints) -> Ints:
+    return np.searchsorted(10 ** np.arange(1, 19), numbers, side="right") + 1
 
 
 def _grids(shapes: Sequence[tuple[int, ...]]) -> tuple[Ints, Ints]:

@@ -26,6 +26,7 @@ from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.saving import saver
 from holdfast.engine.saving import together as together_module
 from holdfast.errors import SaveFailed, SaveSkipped
+from holdfast.format import index
 from holdfast.format.layout import BLOCK_NBYTES
 from holdfast.format.manifest import Aborted
 from holdfast.policy.savers import Due
@@ -598,6 +599,26 @@ def test_a_tag_that_the_leader_cannot_write_fails_the_save_on_all(
     assert all("503" in one for one in said), said
 
 
+def test_an_index_that_would_be_too_large_is_refused_before_a_file_is_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = MemoryStore()
+    monkeypatch.setattr(index, "MAX_INDEX_VALUES", 50)
+
+    def work(member: Member) -> str:
+        with member.manager(store) as manager:
+            try:
+                manager.save(1, wait=True)
+            except errors.HoldfastError as error:
+                return str(error)
+        return "committed"
+
+    for said in all_of(on_ranks(2, work)):
+        assert "10 tensors in 10 boxes" in said
+        assert "Nothing was written" in said
+    assert not [key for key in store.list("") if key.endswith(".safetensors")]
+
+
 class Order:
     """A position of two tensors that belong together."""
 
@@ -612,14 +633,17 @@ class Order:
 
 
 def test_the_tensors_of_an_object_come_from_one_rank() -> None:
-    """Also where ranks differ, which nobody notices, what is saved belongs together."""
+    """Where ranks differ between two comparisons, what is saved still belongs together."""
     store = MemoryStore()
 
     def work(member: Member) -> list[int]:
-        order = Order(member.rank + 1)
+        order = Order(1)
         with member.manager(store, state={**member.state, "order": order}) as manager:
             manager.save(1).wait()
-            manager.load(1)
+            for tensor in order.state.values():
+                tensor.add_(member.rank)
+            manager.save(2).wait()
+            manager.load(2)
         return [int(tensor[0]) for tensor in order.state.values()]
 
     assert all_of(on_ranks(3, work)) == [[1, 1]] * 3

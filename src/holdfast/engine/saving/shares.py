@@ -14,17 +14,19 @@ import msgspec
 import numpy as np
 
 from holdfast.engine.staging.known import KnownFile
-from holdfast.errors import RanksFailed, UnsupportedState
+from holdfast.errors import RanksFailed, UnsupportedState, name_ranks
 from holdfast.format.boxes import key_of_box
-from holdfast.format.index import Places, TensorTable
+from holdfast.format.index import Places, TensorTable, check_size
 from holdfast.format.layout import number_of_file, tensor_file
 from holdfast.format.tensors import ITEM_NBYTES, TensorSpec
 from holdfast.ranks.coordinator import Failure
 from holdfast.state.byrank import key_of_rank
 from holdfast.state.capture import Captured
-from holdfast.state.components import CapturedComponent
+from holdfast.state.components import TRAINER, CapturedComponent
 from holdfast.state.geometry import Box, box_at, whole_box
-from holdfast.state.shardplan import BoxTable, Ints, LeafTable, plan_writes
+from holdfast.state.modules import buffer_names
+from holdfast.state.samples import UNKNOWN, Samples, first_difference, sample
+from holdfast.state.shardplan import BoxTable, Ints, LeafTable, plan_writes, text_nbytes
 
 _ALIKE = frozenset({"module", "optimizer"})
 """Kinds of components whose plain tensors training keeps equal on all ranks. Those of others come
@@ -49,6 +51,10 @@ class Share(msgspec.Struct, frozen=True, tag="share"):
     first: bytes
     """First corner of each box, 64 bits."""
     last: bytes
+    buffers: bytes = b""
+    """Number of each leaf that is a buffer of a module, 32 bits."""
+    digests: bytes = b""
+    """Digest of a sample of each box; `UNKNOWN` if the rank may have its own values."""
     standing: str = ""
     """Folder of the checkpoint of this step that the rank knows."""
 
@@ -69,6 +75,8 @@ class Unchanged(msgspec.Struct, frozen=True, tag="unchanged"):
     step: int
     components: tuple[str, ...]
     standing: str = ""
+    digests: bytes = b""
+    """Digest of a sample of each box that other ranks hold, too; empty: this save has none."""
 
 
 class Assignment(msgspec.Struct, frozen=True):
@@ -78,14 +86,36 @@ class Assignment(msgspec.Struct, frozen=True):
     """Number of boxes of each rank."""
     written: bytes
     """A bit for each box: whether its rank writes it."""
+    copied: bytes
+    """A bit for each box: whether another rank holds it, too."""
     numbers: tuple[tuple[tuple[int, int], ...], ...]
     """For each rank and component the first number of its tensor files, and how many it has."""
 
     def rows_of(self, rank: int) -> Ints:
         """Return the numbers, among its own, of the boxes that a rank writes."""
+        return self._marked(self.written, rank)
+
+    def copied_by(self, rank: int) -> Ints:
+        """Return the numbers, among its own, of the boxes of a rank that others hold, too."""
+        return self._marked(self.copied, rank)
+
+    def _marked(self, bits: bytes, rank: int) -> Ints:
         start = sum(self.counts[:rank])
-        bits = np.unpackbits(np.frombuffer(self.written, np.uint8), count=sum(self.counts))
-        return np.flatnonzero(bits[start : start + self.counts[rank]])
+        flags = np.unpackbits(np.frombuffer(bits, np.uint8), count=sum(self.counts))
+        return np.flatnonzero(flags[start : start + self.counts[rank]])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnSamples:
+    """Samples of boxes of this rank, taken in one save."""
+
+    rows: Sequence[int]
+    """Numbers, among those of the rank, of the boxes."""
+    samples: Samples
+
+    def of(self, row: int) -> bytes:
+        """Return the sample of one of the boxes."""
+        return self.samples[self.rows.index(row)]
 
 
 class OwnShare:
@@ -96,10 +126,16 @@ class OwnShare:
         self._parts = captured.components
         self._rows: list[tuple[str, str, int]] = []
         """Component, key and number of the box in its leaf, of each box."""
+        self.num_saves = 0
+        """Saves of this share so far."""
         leaves: list[Leaf] = []
         held: list[Sequence[Box]] = []
+        buffers: list[int] = []
         for name, part in captured.components.items():
+            names = buffer_names(captured.state[name]) if part.kind == "module" else frozenset()
             for spec in part.specs:
+                if spec.key in names:
+                    buffers.append(len(leaves))
                 shape, boxes = _boxes_of(part, spec)
                 self._rows += ((name, spec.key, number) for number in range(len(boxes)))
                 held.append(boxes)
@@ -117,7 +153,28 @@ class OwnShare:
             leaf=table.leaf.astype("<i4").tobytes(),
             first=table.first.astype("<i8").tobytes(),
             last=table.last.astype("<i8").tobytes(),
+            buffers=np.array(buffers, "<i4").tobytes(),
         )
+
+    @property
+    def num_boxes(self) -> int:
+        """Number of boxes that this rank holds."""
+        return len(self._rows)
+
+    def sample(self, captured: Captured, rows: Sequence[int], turn: int) -> OwnSamples:
+        """Sample some of the boxes, but for those of components of which each rank has its own."""
+        parts = captured.components
+        rows = [row for row in rows if _is_compared(parts[self._rows[row][0]])]
+        tensors = []
+        for row in rows:
+            name, key, number = self._rows[row]
+            held = parts[name].shards.get(key)
+            tensors.append(parts[name].tensors[key] if held is None else held.views[number])
+        return OwnSamples(rows=rows, samples=sample(tensors, turn))
+
+    def name_of(self, row: int) -> tuple[str, str]:
+        """Return component and key of a box."""
+        return self._rows[row][:2]
 
     def is_that_of(self, captured: Captured) -> bool:
         """Whether a captured state has the same leaves and boxes."""
@@ -220,6 +277,16 @@ class _Pick:
         )
 
 
+def digest_column(found: OwnSamples, rows: Sequence[int]) -> bytes:
+    """Return the digests of the samples as a column over `rows`; `UNKNOWN` where there is none."""
+    digests = dict(zip(found.rows, found.samples.digests(), strict=True))
+    return b"".join(digests.get(row, UNKNOWN) for row in rows)
+
+
+def _is_compared(part: CapturedComponent) -> bool:
+    return not part.by_rank and part.name != TRAINER
+
+
 def _boxes_of(part: CapturedComponent, spec: TensorSpec) -> tuple[tuple[int, ...], Sequence[Box]]:
     held = part.shards.get(spec.key)
     return (spec.shape, [whole_box(spec.shape)]) if held is None else (held.shape, held.boxes)
@@ -256,21 +323,53 @@ def _described(components: Sequence[str], kinds: Sequence[str]) -> str:
     return ", ".join(f"{name} ({kind})" for name, kind in pairs)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """A box of which ranks hold different values."""
+
+    leaf: Leaf
+    box: Box
+    is_buffer: bool
+    holders: list[tuple[int, int]]
+    """Rank and number of the box there: of the first holder, and of all that differ from it."""
+
+    @property
+    def named(self) -> tuple[str, str]:
+        """Path, and which ranks differ."""
+        component, key, *_ = self.leaf
+        (first, _), *others = self.holders
+        ranks = name_ranks([rank for rank, _ in others])
+        return f"{component}.{key}", f"rank {first} and {ranks} hold different values"
+
+    def explain(self, one: bytes, other: bytes, turn: int) -> tuple[str, str]:
+        """Return path and reason for an error, from the samples of the first two holders."""
+        _, key, dtype, _ = self.leaf
+        spec = TensorSpec(key, dtype, self.box.sizes)
+        path, reason = self.named
+        where = first_difference(spec, turn, one, other, self.box.offsets)
+        return path, f"{reason}: {where}"
+
+
 class Plan:
     """The leader's plan of one save: all leaves and boxes, and who writes which.
 
     Raises:
         UnsupportedState: the boxes of a leaf do not tile it, or ranks differ in its shape or dtype.
+        LimitExceeded: the index would be too large.
     """
 
     def __init__(self, shares: Sequence[Share]) -> None:
         self._components, self._kinds = shares[0].components, shares[0].kinds
         self._check_components(shares)
         self._leaves: dict[tuple[str, str], Leaf] = {}
+        self._buffers: set[tuple[str, str]] = set()
         known: dict[bytes, Ints] = {}
         for share in shares:
             if share.leaves not in known:
-                known[share.leaves] = self._numbered(share.leaves)
+                numbers = known[share.leaves] = self._numbered(share.leaves)
+                keys = [*self._leaves]
+                of_all = numbers[np.frombuffer(share.buffers, "<i4")]
+                self._buffers.update(keys[number] for number in of_all.tolist())
         tables = [share.boxes(rank, known[share.leaves]) for rank, share in enumerate(shares)]
         counts = [len(table.leaf) for table in tables]
         self._boxes = BoxTable.join(tables)
@@ -283,7 +382,15 @@ class Plan:
         self.assignment = Assignment(
             counts=tuple(counts),
             written=np.packbits(self._is_written()).tobytes(),
+            copied=np.packbits(self._plan.copied).tobytes(),
             numbers=self._numbers(table, len(shares)),
+        )
+        leaf = self._boxes.leaf[self._plan.row]
+        check_size(
+            [TensorSpec(key, dtype, shape) for _, key, dtype, shape in self._leaves.values()],
+            np.bincount(leaf, minlength=len(self._leaves)).tolist(),
+            nbytes_of_boxes=text_nbytes(table, self._boxes, self._plan),
+            files_nbytes=self.nbytes,
         )
 
     @property
@@ -308,6 +415,46 @@ class Plan:
         nbytes = np.bincount(rank, self._plan.nbytes, len(self._starts) - 1).astype(np.int64)
         files = [sum(count for _, count in of_rank) for of_rank in self.assignment.numbers]
         return [*zip(nbytes.tolist(), files, strict=True)]
+
+    def differing(self, posts: Sequence[Share | Unchanged]) -> list[Difference]:
+        """Find the leaves of which copies differ by the digests in posts: a box of each."""
+        counts = self.assignment.counts
+        digests = np.zeros(sum(counts), np.uint64)
+        for rank, post in enumerate(posts):
+            column = np.frombuffer(post.digests, "<u8")
+            of_rank = digests[self._starts[rank] : self._starts[rank + 1]]
+            if isinstance(post, Share):
+                of_rank[:] = column
+            elif len(column):
+                of_rank[self.assignment.copied_by(rank)] = column
+        row = np.flatnonzero(self._plan.copied & (digests != 0))
+        row = row[np.argsort(self._plan.box[row], kind="stable")]
+        box = self._plan.box[row]
+        first = row[np.searchsorted(box, box)]
+        odd = digests[row] != digests[first]
+        found: dict[int, Difference] = {}
+        leaves = [*self._leaves.values()]
+        for one, other in zip(first[odd].tolist(), row[odd].tolist(), strict=True):
+            number = int(self._boxes.leaf[one])
+            if number not in found:
+                leaf = leaves[number]
+                ends = int(self._boxes.first[one]), int(self._boxes.last[one])
+                found[number] = Difference(
+                    leaf=leaf,
+                    box=box_at(leaf[3], *ends),
+                    is_buffer=leaf[:2] in self._buffers,
+                    holders=[self._holder(one)],
+                )
+            if found[number].box == box_at(
+                leaves[number][3], int(self._boxes.first[one]), int(self._boxes.last[one])
+            ):
+                found[number].holders.append(self._holder(other))
+        return [*found.values()]
+
+    def _holder(self, row: int) -> tuple[int, int]:
+        """Return the rank that holds a box, and the box's number among those of the rank."""
+        rank = int(self._boxes.rank[row])
+        return rank, row - int(self._starts[rank])
 
     def tables(self, written: Sequence[Written]) -> dict[str, TensorTable]:
         """Make the tables of the index, by component, from what each rank has written.
@@ -426,7 +573,12 @@ class Plan:
             item_nbytes=np.array([ITEM_NBYTES[dtype] for _, _, dtype, _ in leaves], np.int64),
             component=np.array([place[component] for component, _, _, _ in leaves], np.int64),
             has_choice=np.array(
-                [self._kinds[place[component]] in _ALIKE for component, _, _, _ in leaves], np.bool_
+                [
+                    self._kinds[place[component]] in _ALIKE
+                    and (component, key) not in self._buffers
+                    for component, key, _, _ in leaves
+                ],
+                np.bool_,
             ),
         )
 

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 from blake3 import blake3
+from torch import nn
 from typing_extensions import override
 
 from holdfast.engine.checkpoint import Phase
@@ -25,7 +26,17 @@ from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.roots.commit import SaveAttempt, check_ownership, give_up
 from holdfast.engine.saving.joint import Gathered, JointSave, OwnFile
 from holdfast.engine.saving.probe import Look, ProbeNote, SaveSize
-from holdfast.engine.saving.shares import Assignment, OwnShare, Plan, Share, Unchanged, Written
+from holdfast.engine.saving.shares import (
+    Assignment,
+    Difference,
+    OwnSamples,
+    OwnShare,
+    Plan,
+    Share,
+    Unchanged,
+    Written,
+    digest_column,
+)
 from holdfast.engine.staging.staged import Staged
 from holdfast.errors import (
     FormatError,
@@ -44,16 +55,26 @@ from holdfast.ranks.coordinator import GRACE_S, LEADER, Coordinator, Failure, de
 from holdfast.state.byrank import difference, joined
 from holdfast.state.capture import Captured
 from holdfast.state.joining import JOINED, join_by_name
+from holdfast.state.samples import has_name, synchronized_names
 from holdfast.store.base import Store
 
 T = TypeVar("T")
 
 _FAIL_S = 5.0
 """Limit on saying that this rank failed."""
-
+_COMPARED_EVERY = 10
+"""Saves of one plan from one comparison of what several ranks hold to the next."""
+_NUM_EXPLAINED = 10
+"""Most tensors whose differing values are collected for an error."""
 
 _PLAN_AFTER_WAIT = "plan after the wait"
 _PLAN_AFTER_PROBE = "plan after the probe"
+_PLAN_AFTER_VALUES = "plan after the values"
+_EQUAL_ADVICE = (
+    "What several ranks have under one name must be equal, bit by bit. Parts of a model, such as "
+    "pipeline stages and experts, need names of their own. Replicas must be kept equal, as DDP "
+    "does. Or mark the component as holdfast.PerRank, and each rank saves its own"
+)
 _MISCOUNTED = "maybe_save, before it knew whether a save was due"
 _UNRECORDED = "save, before it could record the step as the others did"
 """Phases of a rank after whose failure saves cannot be numbered alike any more."""
@@ -72,6 +93,21 @@ class _PlanNote(msgspec.Struct, frozen=True, tag="plan"):
 
 class _WaitNote(msgspec.Struct, frozen=True, tag="wait"):
     """Announcement: the leader waits for uploads, at most as long as for a save."""
+
+
+class _ValuesNote(msgspec.Struct, frozen=True, tag="values"):
+    """Announcement that some boxes differ between ranks, which post their values."""
+
+    asked: dict[int, tuple[int, ...]]
+    """By rank, numbers of its boxes."""
+
+
+class _ValuesPost(msgspec.Struct, frozen=True):
+    """Post of one rank: what it knows of the boxes that it was asked for."""
+
+    samples: tuple[bytes, ...]
+    synchronized: tuple[bool, ...]
+    """Whether each is a buffer that DDP copies from rank 0 in the next forward pass."""
 
 
 class _FolderNote(msgspec.Struct, frozen=True):
@@ -144,6 +180,7 @@ class _RanksSave(JointSave):
         self.leads = self._ranks.is_leader
         self._step = step
         self._name = together.next_name()
+        self._turn = together.num_saves
         self._num_loads = together.num_loads
         self._end = time.monotonic() + together.timeout_s
         waited_s = together.timeout_s if together.may_wait and not self.leads else 0.0
@@ -156,6 +193,8 @@ class _RanksSave(JointSave):
         self._components: tuple[str, ...] = ()
         self._standing = ""
         self._own: OwnShare
+        self._samples: OwnSamples | None = None
+        self._state: Mapping[str, Any] = {}
         self._assignment: Assignment | None = None
         """The plan by which this rank has staged its part."""
 
@@ -181,13 +220,42 @@ class _RanksSave(JointSave):
 
     def _share(self, captured: Captured) -> Share | Unchanged:
         """Return this rank's share, or that it has not changed; sets what is known of it."""
-        self._components = tuple(captured.components)
+        self._components, self._state = tuple(captured.components), captured.state
         known = self._together.known.get(self._components)
         if known is not None and known.own.is_that_of(captured):
             self._own, self._assignment = known.own, known.assignment
-            return Unchanged(self._step, self._components, self._standing)
+            self._own.num_saves += 1
+            digests = b""
+            if self._own.num_saves % _COMPARED_EVERY == 0:
+                rows = known.assignment.copied_by(self._ranks.rank).tolist()
+                digests = self._sampled(captured, rows)
+            return Unchanged(self._step, self._components, self._standing, digests)
         self._own = OwnShare(captured, self._ranks.rank, socket.gethostname())
-        return msgspec.structs.replace(self._own.share, step=self._step, standing=self._standing)
+        return msgspec.structs.replace(
+            self._own.share,
+            step=self._step,
+            standing=self._standing,
+            digests=self._sampled(captured, range(self._own.num_boxes)),
+        )
+
+    def _sampled(self, captured: Captured, rows: Sequence[int]) -> bytes:
+        """Sample boxes of this rank, and return the column of their digests."""
+        self._samples = self._own.sample(captured, rows, self._turn)
+        return digest_column(self._samples, rows)
+
+    def _post_values(self, note: _ValuesNote) -> None:
+        """Post this rank's values of the boxes that the leader asks for."""
+        rows = note.asked.get(self._ranks.rank, ())
+        if self._samples is None or not rows:
+            self._post("values", _ValuesPost((), ()))
+            return
+        modules = [value for value in self._state.values() if isinstance(value, nn.Module)]
+        names = synchronized_names(modules)
+        answer = _ValuesPost(
+            samples=tuple(map(self._samples.of, rows)),
+            synchronized=tuple(has_name(self._own.name_of(row)[1], names) for row in rows),
+        )
+        self._post("values", answer)
 
     def _post(self, part: str, message: msgspec.Struct) -> None:
         data = msgspec.msgpack.encode(message)
@@ -459,6 +527,11 @@ class LeadingSave(_RanksSave):
                 raise RanksFailed(self._name, {rank: Failure("sharing what it holds", why)})
         # Else some would wait for a comparison that others do not begin.
         self.compares = all(share.standing == self._standing for share in shares)
+        self._replan(shares)
+        self._expect_equal(shares)
+
+    def _replan(self, shares: Sequence[Share | Unchanged]) -> None:
+        """Plan anew if a share has changed."""
         known = self._together.shares.get(self._components)
         new = [share for share in shares if isinstance(share, Share)]
         self._plan_is_new = bool(new)
@@ -473,8 +546,58 @@ class LeadingSave(_RanksSave):
             share if isinstance(share, Share) else (known or new)[rank]
             for rank, share in enumerate(shares)
         ]
-        self._together.shares[self._components] = whole
+        self._together.shares[self._components] = [
+            msgspec.structs.replace(share, digests=b"") for share in whole
+        ]
         self._plan = self._together.plans[self._components] = Plan(whole)
+
+    def _expect_equal(self, shares: Sequence[Share | Unchanged]) -> None:
+        """Expect that what several ranks hold is equal, if it was sampled in this save.
+
+        Raises:
+            UnsupportedState: lists each tensor that differs, with ranks and values.
+        """
+        if self._plan_is_new:  # what did not change was sampled by the plan before
+            shares = [
+                one if isinstance(one, Share) else msgspec.structs.replace(one, digests=b"")
+                for one in shares
+            ]
+        skipped = self._together.synchronized
+        found = [one for one in self._plan.differing(shares) if one.leaf[:2] not in skipped]
+        # All buffers are asked for if only buffers differ: most of them turn out to be no error.
+        found.sort(key=lambda one: one.is_buffer)
+        asked = found if found and found[0].is_buffer else found[:_NUM_EXPLAINED]
+        if not asked:
+            return
+        odd: list[tuple[str, str]] = []
+        for one, (first, other) in zip(asked, self._values(asked), strict=True):
+            if one.is_buffer and first.synchronized[0]:
+                skipped.add(one.leaf[:2])
+            else:
+                odd.append(one.explain(first.samples[0], other.samples[0], self._turn))
+        if odd:
+            path, reason = odd[0]
+            rest = [one.named for one in found[len(asked) :]]
+            raise UnsupportedState([(path, f"{reason}. {_EQUAL_ADVICE}"), *odd[1:], *rest])
+
+    def _values(self, asked: Sequence[Difference]) -> list[tuple[_ValuesPost, _ValuesPost]]:
+        """Ask the first two holders of each box for its values."""
+        rows: dict[int, list[int]] = {}
+        for one in asked:
+            for rank, row in one.holders[:2]:
+                rows.setdefault(rank, []).append(row)
+        note = _ValuesNote({rank: tuple(of_rank) for rank, of_rank in rows.items()})
+        self._uncollected.add("values")
+        self._announce(self._plan_part, note)
+        self._said = self._plan_part = _PLAN_AFTER_VALUES
+        self._post_values(note)
+        posts: list[_ValuesPost] = self._collect("values", _ValuesPost)
+        answers = {
+            (rank, row): _ValuesPost((posts[rank].samples[n],), (posts[rank].synchronized[n],))
+            for rank, of_rank in rows.items()
+            for n, row in enumerate(of_rank)
+        }
+        return [(answers[one.holders[0]], answers[one.holders[1]]) for one in asked]
 
     def _announce_plan(self, owner: Ownership) -> None:
         claim = owner.claim
@@ -616,19 +739,24 @@ class FollowingSave(_RanksSave):
         return None if note.doubt is None else RanksFailed(tag, {LEADER: note.doubt})
 
     def _hear_plan(self, owner: Ownership) -> None:
-        kind: Any = _PlanNote | ProbeNote | _WaitNote
-        note: _PlanNote | ProbeNote | _WaitNote = self._hear(self._plan_part, kind)
+        kind: Any = _PlanNote | ProbeNote | _ValuesNote | _WaitNote
+        note: _PlanNote | ProbeNote | _ValuesNote | _WaitNote = self._hear(self._plan_part, kind)
         if isinstance(note, _WaitNote):
             self._plan_part = _PLAN_AFTER_WAIT
             self._end = time.monotonic() + 2 * self._together.timeout_s
             note = self._hear(self._plan_part, kind)
             self._end = time.monotonic() + self._together.timeout_s
+        if isinstance(note, _ValuesNote):
+            said, self._said = self._said, "values"
+            self._post_values(note)
+            self._said, self._plan_part = said, _PLAN_AFTER_VALUES
+            note = self._hear(self._plan_part, kind)
         if isinstance(note, ProbeNote):
             said, self._said = self._said, "probe"
             self._post("probe", self._together.look(note.folder))
             self._said, self._plan_part = said, _PLAN_AFTER_PROBE
-            note = self._hear(self._plan_part, _PlanNote)
-        assert isinstance(note, _PlanNote), "the leader waits and probes once"
+            note = self._hear(self._plan_part, kind)
+        assert isinstance(note, _PlanNote), "the leader waits, compares and probes once"
         self.compares = note.compares
         owner.adopt(note.claim)
         known = self._together.known.get(self._components)
@@ -673,6 +801,8 @@ class Together:
         self.shares: dict[tuple[str, ...], list[Share]] = {}
         """The leader's: shares of all ranks behind its last plan, by components."""
         self.plans: dict[tuple[str, ...], Plan] = {}
+        self.synchronized: set[tuple[str, str]] = set()
+        """The leader's: component and key of buffers that DDP copies from rank 0 to all others."""
         self._manager = ranks.number()
         self.num_loads = 0
         self._count = 0
@@ -696,6 +826,11 @@ class Together:
         self._count += 1
         after = f" after load {self.num_loads}" if self.num_loads else ""
         return f"save {self._count}{after} of manager {self._manager}"
+
+    @property
+    def num_saves(self) -> int:
+        """Number of the last save, which all ranks count alike."""
+        return self._count
 
     def count_anew(self) -> None:
         """Number the saves from 1 again, at the beginning of a load by all ranks."""
