@@ -15,7 +15,7 @@ from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-_PACKAGES = ("holdfast", "torch", "numpy", "safetensors", "torch_checkpointing", "blake3")
+_PACKAGES = ("holdfast-torch", "torch", "numpy", "safetensors", "torch_checkpointing", "blake3")
 _PIECE_NBYTES = 64 * 1024 * 1024
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p

@@ -58,6 +58,26 @@ def broken_links(page: Path) -> Iterator[str]:
             yield f"{page.relative_to(ROOT)}: {link}"
 
 
+def broken_tables(page: Path) -> Iterator[str]:
+    """The rows of a page that a reader sees as text: outside of a table, or with other columns."""
+    text = re.sub(r"```.*?```", "", page.read_text("utf-8"), flags=re.DOTALL)
+    columns = 0
+    lines = text.splitlines()
+    for line, following in zip(lines, [*lines[1:], ""], strict=True):
+        if not line.startswith("|"):
+            columns = 0
+            continue
+        found = re.sub(r"\\\||`[^`]*`", "", line).count("|")
+        if not columns and re.fullmatch(r"\|[\s:|-]+\|", following):
+            columns = found
+        elif found != columns:
+            yield f"{page.relative_to(ROOT)}: {line[:60]}"
+
+
+def test_every_row_is_in_a_table() -> None:
+    assert not [row for page in PAGES for row in broken_tables(page)]
+
+
 def test_every_link_leads_somewhere() -> None:
     assert [link for page in PAGES for link in broken_links(page)] == []
 

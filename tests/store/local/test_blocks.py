@@ -293,7 +293,7 @@ def test_no_room_leaves_no_file(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(localblocks, "preallocate", preallocate)
-    with pytest.raises(StoreFull, match=r"needed 1000 bytes, free are \d+ bytes"):
+    with pytest.raises(StoreFull, match=r"asked for 1000 bytes, and the system reports \d+ bytes"):
         LocalStore(tmp_path).create("a", 1000)
     assert os.listdir(tmp_path) == []
 

@@ -295,10 +295,16 @@ def test_free_space_that_cannot_be_told_does_not_hide_the_error(tmp_path, monkey
         raise PermissionError(errno.EACCES, "no")
 
     monkeypatch.setattr(oserrors.os, "statvfs", refuse)
-    with pytest.raises(StoreFull, match="needed 5 bytes"), Reporting("put", "/a", nbytes=5):
+    with pytest.raises(StoreFull, match="asked for 5 bytes"), Reporting("put", "/a", nbytes=5):
         raise OSError(errno.ENOSPC, "full")
     with pytest.raises(AccessDenied):
         LocalStore(tmp_path).free_space()
+
+
+def test_a_refusal_while_the_system_reports_free_space_names_other_limits(tmp_path):
+    """A quota, or one full target of several: the free space of the whole tells nothing."""
+    with pytest.raises(StoreFull, match="quota"), Reporting("put", str(tmp_path), nbytes=1):
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
 
 @pytest.fixture
@@ -332,7 +338,7 @@ def test_a_full_disk_is_reported_with_numbers_and_keeps_what_was_there(small_dis
         lambda: store.put("old", bytes(step_nbytes)),
         lambda: create(store, "new", bytes(step_nbytes)),
     ):
-        with pytest.raises(StoreFull, match=rf"needed {step_nbytes} bytes, free are \d+ bytes"):
+        with pytest.raises(StoreFull, match=rf"asked for {step_nbytes} bytes.* reports \d+ b"):
             call()
         assert store.free_space().nbytes == free
         assert sorted(os.listdir(small_disk)) == list(keys)
@@ -387,7 +393,7 @@ def test_a_disk_that_fills_at_any_write_fails_the_whole(tmp_path, monkeypatch, n
         monkeypatch.setattr(os, "pwrite", pwrite)
         for name in ("put_new", "put_over", "create"):
             left[0] = left_nbytes
-            with pytest.raises(StoreFull, match="needed"):
+            with pytest.raises(StoreFull, match="asked for"):
                 OPERATIONS[name](store)
         monkeypatch.setattr(os, "pwrite", really_write)
         assert sorted(os.listdir(tmp_path / "f")) == ["old"]

@@ -115,13 +115,20 @@ class Reporting:
         return kind(f"{message}: {hint}" if hint else message)
 
     def _describe_free_space(self) -> str:
-        needed = "" if self._nbytes is None else f"needed {self._nbytes} bytes, "
+        asked = "" if self._nbytes is None else f"asked for {self._nbytes} bytes, and "
         try:
             free = free_space(self._path)
         except OSError as err:
-            return f"{needed}what is free cannot be told ({err.strerror})"
+            return f"{asked}the system does not report its free space ({err.strerror})"
         inodes = "" if free.inodes is None else f" and {free.inodes} inodes"
-        return f"{needed}free are {free.nbytes} bytes{inodes}"
+        reported = f"{asked}the system reports {free.nbytes} bytes{inodes} free"
+        if free.nbytes < (self._nbytes or 1) or free.inodes == 0:
+            return reported
+        # The numbers are of the whole file system, and the refusal may be of a part of it.
+        return (
+            f"{reported}. Look for a quota, reserved blocks, or a full target of a file system "
+            "with several (lfs df)"
+        )
 
 
 def free_space(path: str) -> FreeSpace:
