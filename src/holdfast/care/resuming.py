@@ -6,7 +6,7 @@ Reads manifests and sizes; all bytes only on request. The walk itself is in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
@@ -15,7 +15,7 @@ from holdfast.engine.roots.catalog import Catalog, Entry
 from holdfast.errors import FormatError, NotSealed, SealError, is_damage
 from holdfast.format.layout import AttemptName
 from holdfast.format.manifest import Aborted, Deleted
-from holdfast.store.base import Store
+from holdfast.store.base import ObjectInfo, Store
 
 Obstacle: TypeAlias = Literal[
     "damaged", "not opened", "not committed", "being deleted", "part", "thinned", "unhealthy"
@@ -56,14 +56,18 @@ def obstacle_of(store: Store, entry: Entry) -> tuple[Obstacle, str] | None:
     return ("thinned", f"{', '.join(lost)} was dropped") if lost else None
 
 
-def missing_files(store: Store, entry: Entry) -> list[str]:
+def missing_files(
+    store: Store, entry: Entry, listed: Sequence[ObjectInfo] | None = None
+) -> list[str]:
     """List files of a checkpoint that are missing or have the wrong length. Reads no file.
 
     Empty for a checkpoint that is being deleted. Components that retention deleted are left out.
+    `listed`: the files in its folder, if already listed.
     """
     if entry.marks.retired:
         return []
-    nbytes = {info.key.rpartition("/")[2]: info.nbytes for info in store.list(f"{entry.folder}/")}
+    infos = store.list(f"{entry.folder}/") if listed is None else listed
+    nbytes = {info.key.rpartition("/")[2]: info.nbytes for info in infos}
     files = entry.manifest.files
     return sorted(
         name

@@ -92,6 +92,7 @@ def list_root(root: str) -> Answer:
 def _read(store: Store) -> _RootContents:
     catalog = Catalog(store)
     entries, unread = catalog.survey()
+    files = catalog.files
     lineage = [str(name) for name in catalog.lineage()]
     known = {entry.folder: entry for entry in entries}
     standing = [known[folder] for folder in lineage if folder in known]
@@ -109,7 +110,9 @@ def _read(store: Store) -> _RootContents:
         ],
         owner=owner_of(store, catalog),
         readers=[lease for lease in find_leases(store) if lease.state != "dead"],
-        missing={entry.folder: missing_files(store, entry) for entry in entries},
+        missing={
+            entry.folder: missing_files(store, entry, files.get(entry.folder)) for entry in entries
+        },
     )
 
 

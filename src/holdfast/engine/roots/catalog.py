@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 
 from holdfast.engine.roots.best import best_of, means_best
@@ -38,11 +39,13 @@ from holdfast.format.manifest import (
 )
 from holdfast.format.records import Notes, Rejected, WriterRecord
 from holdfast.policy.rule import MAIN
-from holdfast.store.base import Store
+from holdfast.store.base import ObjectInfo, Store
 
 Register = Manifest | Aborted | Deleted
 _MAX_LOST = 1000
 """Largest number of missing claims between existing ones; more mean a forged epoch number."""
+_READERS = 16
+"""Threads that read manifests from a store whose reads wait for a network."""
 _STEP = re.compile(r"step=(\d{1,18})", re.ASCII)
 
 
@@ -122,6 +125,8 @@ class Catalog:
 
         The run then continues from what that rollback had left behind. Otherwise empty.
         """
+        self.files: Mapping[str, Sequence[ObjectInfo]] = {}
+        """Files of each checkpoint as the last `survey` of a store without folders listed them."""
         self.unread = 0
         """The newest epoch without a commit whose claim `lineage` could not read; otherwise 0."""
 
@@ -229,18 +234,24 @@ class Catalog:
             notes_number=number,
         )
 
-    def entry(self, name: AttemptName, *, known: Manifest | None = None) -> Entry | None:
+    def entry(
+        self,
+        name: AttemptName,
+        *,
+        known: Manifest | None = None,
+        names: tuple[str, ...] | None = None,
+    ) -> Entry | None:
         """Read the checkpoint in an attempt's folder; None if it is not committed.
 
         `known` is its manifest as read before, which is read again only if the names in the folder
-        show that its deletion may have begun since.
+        show that its deletion may have begun since. `names` are those names, if already listed.
 
         Raises:
             FormatError: the manifest is damaged, or that of another run.
         """
         folder = str(name)
         if known is not None:
-            names = self.home(folder).children(folder)
+            names = names if names is not None else self.home(folder).children(folder)
             marks = self._marks(folder, names)
             # A deleter leaves its mark before the tombstone, and removes the index before the mark.
             if not marks.retired and {layout.MANIFEST, layout.INDEX} <= {*names}:
@@ -249,7 +260,8 @@ class Catalog:
         if not isinstance(manifest, Manifest):
             return None
         self.expect_own(manifest, folder)
-        return Entry(name=name, folder=folder, manifest=manifest, marks=self.marks(folder))
+        marks = self.marks(folder) if names is None else self._marks(folder, names)
+        return Entry(name=name, folder=folder, manifest=manifest, marks=marks)
 
     def checkpoints(self, *, known: Mapping[str, Manifest] | None = None) -> tuple[Entry, ...]:
         """List every committed checkpoint whose manifest can be read and decrypted, newest first.
@@ -263,17 +275,38 @@ class Catalog:
     ) -> tuple[tuple[Entry, ...], tuple[tuple[str, HoldfastError], ...]]:
         """List checkpoints, and (folder, `SealError` or `FormatError`) of unreadable manifests."""
         manifests = known if known is not None else {}
-        entries: list[Entry] = []
-        unread: list[tuple[str, HoldfastError]] = []
-        for name in self.open_attempts():
+        attempts = self.open_attempts()
+        files = self._list_together(attempts)
+
+        def read(name: AttemptName) -> Entry | tuple[str, HoldfastError] | None:
+            folder = str(name)
+            names = tuple(info.key for info in files[folder]) if folder in files else None
             try:
-                entry = self.entry(name, known=manifests.get(str(name)))
+                return self.entry(name, known=manifests.get(folder), names=names)
             except (FormatError, SealError) as error:
-                unread.append((str(name), error))
-            else:
-                if entry is not None:
-                    entries.append(entry)
-        return tuple(entries), tuple(unread)
+                return folder, error
+
+        is_many = bool(files) and any(str(name) not in manifests for name in attempts)
+        with ThreadPoolExecutor(_READERS, "holdfast-catalog") if is_many else nullcontext() as pool:
+            found = [*(pool.map(read, attempts) if pool else map(read, attempts))]
+        entries = tuple(one for one in found if isinstance(one, Entry))
+        self.files = {entry.folder: files[entry.folder] for entry in entries if files}
+        return entries, tuple(one for one in found if isinstance(one, tuple))
+
+    def _list_together(self, attempts: Sequence[AttemptName]) -> dict[str, list[ObjectInfo]]:
+        """List the files of these attempts by folder, each named inside its folder.
+
+        One recursive listing takes as many requests as there are pages, and a listing of each
+        folder at least one. Empty if the store has folders, which are listed at no cost.
+        """
+        if len(attempts) < 2 or self.store.has_folders:
+            return {}
+        found: dict[str, list[ObjectInfo]] = {str(name): [] for name in attempts}
+        for info in self.store.list():
+            folder, _, name = info.key.partition("/")
+            if name and folder in found:
+                found[folder].append(replace(info, key=name))
+        return found
 
     def highest_epoch(self) -> int:
         """Return the epoch of the newest claim, even of a lost one; 0 if there is none."""

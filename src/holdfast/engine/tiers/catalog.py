@@ -7,7 +7,7 @@ the remote tier if the local copy is gone or damaged.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TypeVar
 
 from typing_extensions import override
@@ -24,7 +24,7 @@ from holdfast.format.records import WriterRecord
 from holdfast.keys import Encryption
 from holdfast.policy.naming import expect_filled
 from holdfast.store import open_store
-from holdfast.store.base import Store
+from holdfast.store.base import ObjectInfo, Store
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -121,6 +121,10 @@ class TieredCatalog(Catalog):
             found = catalog.entry(entry.name)
             if found is not None:
                 yield catalog.store, found
+
+    @override
+    def _list_together(self, attempts: Sequence[AttemptName]) -> dict[str, list[ObjectInfo]]:
+        return {}  # a checkpoint may be in either tier
 
     @override
     def attempts(self) -> tuple[AttemptName, ...]:

@@ -122,7 +122,8 @@ class Reporting:
             return f"{asked}the system does not report its free space ({err.strerror})"
         inodes = "" if free.inodes is None else f" and {free.inodes} inodes"
         reported = f"{asked}the system reports {free.nbytes} bytes{inodes} free"
-        if free.nbytes < (self._nbytes or 1) or free.inodes == 0:
+        asked_nbytes = 1 if self._nbytes is None else self._nbytes
+        if free.nbytes is None or free.nbytes < asked_nbytes or free.inodes == 0:
             return reported
         # The numbers are of the whole file system, and the refusal may be of a part of it.
         return (
