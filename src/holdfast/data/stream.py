@@ -23,11 +23,25 @@ from holdfast.arguments import checked, shown
 from holdfast.data import identity, position, randomness
 from holdfast.data.feed import Feed, torch_loader
 from holdfast.data.foreign import describe_inexact, set_epoch, unrepeatable
+from holdfast.data.probing import Findings, FreshCopies, Probe
 from holdfast.data.ranks import DataRanks, HasRank
 from holdfast.data.workers import watch
 from holdfast.errors import UsageError, listing
 
 logger = logging.getLogger("holdfast")
+
+
+_INEXACT = (
+    "the state_dict of the stream's source, a %s, is incomplete: a copy that loaded it gave other "
+    "samples than the source gave next, so a resume loses or repeats samples. Add what is missing, "
+    'such as a buffer, or give the Stream resume="replay"; in place of a shuffle buffer give it '
+    "shuffle="
+)
+_UNREACHED = (
+    "the stream's source, a %s, gives the same samples in the same order in each epoch: the "
+    "epoch's number does not reach an object inside of it that has set_epoch. Add a set_epoch to "
+    "the source that calls that one"
+)
 
 
 class Stream(Feed):
@@ -105,6 +119,7 @@ class Stream(Feed):
         """Of each worker, where it stands in the epoch; None: at its start."""
         self._next_worker = 0
         self._at_end = False
+        self._findings = Findings(is_inexact=False, is_unreached=False)
         self._reader = _Reader(
             source=source,
             initial=None if resume == "replay" else _state_of(source),
@@ -154,6 +169,9 @@ class Stream(Feed):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position, with the states of the source and the settings they depend on."""
+        if self._findings.is_inexact and self._batch and not self._at_end:
+            logger.warning(_INEXACT, type(self.source).__name__)
+            self._findings = self._findings._replace(is_inexact=False)
         return {
             **self._position(),
             "next_worker": self._next_worker,
@@ -213,6 +231,11 @@ class Stream(Feed):
             )
         return [None if part is None else _Place.of(part) for part in state["workers"]], notes
 
+    def _warn_of_epochs(self) -> None:
+        if self._findings.is_unreached and not self._batch:
+            logger.warning(_UNREACHED, type(self.source).__name__)
+            self._findings = self._findings._replace(is_unreached=False)
+
     def _endless(self) -> Iterator[Any]:
         while True:
             had_some, epoch = bool(self._batch), self._epoch
@@ -236,18 +259,27 @@ class Stream(Feed):
         self._at_end = False
         self._workers, self._next_worker = [None] * len(self._workers), 0
 
+    def _items(self, batches: Iterator[_Item | None]) -> Iterator[_Item]:
+        for item in batches:
+            if item is not None:
+                findings = item[-1]
+                if findings is not None:
+                    self._findings, self._reader.is_checked = findings, True
+                yield item
+
     def _take(self) -> Iterator[Any]:
         """Yield the rest of the epoch, reading one batch ahead to detect the last one."""
         generation = self._begin()
         self._check_group()
+        self._warn_of_epochs()
         self._reader.begin(self._seed, self._epoch, self._workers, self._next_worker)
         with randomness.preserved():
             batches = iter(self._batches)
         watch(batches)
-        items = (item for item in batches if item is not None)
+        items = self._items(batches)
         item = next(items, None)
         while item is not None:
-            worker, num_own, samples, place = item
+            worker, num_own, samples, place, _ = item
             following = next(items, None)
             self._workers[worker] = place
             self._next_worker = (worker + 1) % len(self._workers)
@@ -289,6 +321,10 @@ class _Place:
         }
 
 
+_Item = tuple[int, int, Any, _Place, Findings | None]
+"""Worker, number of own samples, batch, place after it, and what a check has found."""
+
+
 class _Reader(IterableDataset[Any]):
     """Reads batches from a source, in this process or in a worker. Pickled to workers.
 
@@ -312,22 +348,28 @@ class _Reader(IterableDataset[Any]):
         self._num_shuffled, self._drop_last = num_shuffled, drop_last
         self._block_size = batch_size * max(1, -(-num_shuffled // batch_size))
         self._ranks, self._collate_fn = ranks, collate_fn
-        self._seed, self._epoch, self._next_worker = 0, 0, 0
+        self._seed, self.epoch, self._next_worker = 0, 0, 0
+        self.is_checked = False
         self._places: list[_Place | None] = []
 
     def begin(self, seed: int, epoch: int, places: list[_Place | None], next_worker: int) -> None:
         """Set the position at which the next iteration begins."""
-        self._seed, self._epoch = seed, epoch
+        self._seed, self.epoch = seed, epoch
         self._places, self._next_worker = [*places], next_worker
 
-    def __iter__(self) -> Iterator[tuple[int, int, Any, _Place] | None]:
+    def __iter__(self) -> Iterator[_Item | None]:
         info = get_worker_info()
         worker = 0 if info is None else info.id
         if worker < self._next_worker:
             yield None
         place = self._places[worker] or _Place(deepcopy(self._initial), 0, 0, 0)
-        samples = self._opened(worker, place)
-        while block := self._block(samples, worker, place.block):
+        probe = self._probe(worker, place)
+        samples = self._opened(self._source, worker, place)
+        while read := self._read(samples, worker, place.block, self._block_size):
+            findings = None
+            if probe is not None:
+                findings = probe.compare(place.block, place, read[: self.batch_size])
+            block = self._shuffled(read, worker, place.block)
             after = self._state(), self._digest(place.digest, block)
             for start in range(place.taken, len(block), self.batch_size):
                 part = block[start : start + self.batch_size]
@@ -341,15 +383,38 @@ class _Reader(IterableDataset[Any]):
                     place = _Place(after[0], place.block + 1, 0, number, after[1])
                 else:
                     place = replace(place, taken=taken, batch=number)
-                yield worker, self._ranks.num_own(len(part)), batch, place
+                yield worker, self._ranks.num_own(len(part)), batch, place, findings
+                findings = None
 
-    def _opened(self, worker: int, place: _Place) -> Iterator[Any]:
+    def _probe(self, worker: int, place: _Place) -> Probe | None:
+        """Begin the check of the source, at the first epoch that is read from its start."""
+        if self.is_checked or worker or place.block or place.taken:
+            return None
+        self.is_checked = True
+        fresh = None if self._initial is None else FreshCopies.of(self._source)
+        return None if fresh is None else Probe(self.read_first, self.epoch, fresh, place)
+
+    def read_first(
+        self, source: Any, place: _Place, set_epoch: Callable[[Any, int], None], epoch: int
+    ) -> list[Any]:
+        """Return the first batch of a block, read from a copy of the source."""
+        samples = self._opened(source, 0, place, set_epoch, epoch)
+        return self._read(samples, 0, place.block, self.batch_size)
+
+    def _opened(
+        self,
+        source: Any,
+        worker: int,
+        place: _Place,
+        set_epoch: Callable[[Any, int], None] = set_epoch,
+        epoch: int | None = None,
+    ) -> Iterator[Any]:
         """Open the source at the beginning of the block that `place` lies in."""
         with randomness.seeded(self._entropy("open", worker)):
-            set_epoch(self._source, self._epoch)
+            set_epoch(source, self.epoch if epoch is None else epoch)
             if self._initial is not None:
-                self._source.load_state_dict(deepcopy(place.source))
-            samples: Iterator[Any] = iter(self._source)
+                source.load_state_dict(deepcopy(place.source))
+            samples: Iterator[Any] = iter(source)
         if self._initial is None:
             self._replay(samples, worker, place)
         return samples
@@ -358,20 +423,23 @@ class _Reader(IterableDataset[Any]):
         """Read the samples taken so far again, and check that they are the same."""
         found = ""
         for number in range(place.block):
-            found = self._digest(found, self._block(samples, worker, number))
+            read = self._read(samples, worker, number, self._block_size)
+            found = self._digest(found, self._shuffled(read, worker, number))
         if found != place.digest:
             raise UsageError(
-                f"the source gave other samples when epoch {self._epoch} was read again, so the "
+                f"the source gave other samples when epoch {self.epoch} was read again, so the "
                 "position means nothing there: is it shuffled without a seed, or other data?"
             )
 
-    def _block(self, samples: Iterator[Any], worker: int, number: int) -> list[Any]:
+    def _read(self, samples: Iterator[Any], worker: int, number: int, count: int) -> list[Any]:
         with randomness.seeded(self._entropy("read", worker, number)):
-            block = list(islice(samples, self._block_size))
-        if self._num_shuffled:
-            own = randomness.generator(self._entropy("order", worker, number))
-            block = [block[place] for place in torch.randperm(len(block), generator=own).tolist()]
-        return block
+            return list(islice(samples, count))
+
+    def _shuffled(self, block: list[Any], worker: int, number: int) -> list[Any]:
+        if not self._num_shuffled:
+            return block
+        own = randomness.generator(self._entropy("order", worker, number))
+        return [block[place] for place in torch.randperm(len(block), generator=own).tolist()]
 
     def _digest(self, before: str, block: list[Any]) -> str:
         """Add the first sample of a block to the digest of a replayed epoch."""
@@ -383,7 +451,7 @@ class _Reader(IterableDataset[Any]):
         return None if self._initial is None else _state_of(self._source)
 
     def _entropy(self, purpose: str, *numbers: int) -> bytes:
-        return randomness.derive(self._seed, f"stream {purpose}", self._epoch, *numbers)
+        return randomness.derive(self._seed, f"stream {purpose}", self.epoch, *numbers)
 
 
 def _state_of(source: Any) -> Any:
