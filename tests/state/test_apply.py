@@ -130,14 +130,64 @@ def test_foreign_objects_come_after_all_leaves_in_their_order() -> None:
     state = {"b": Recorder(log, "b", model), "a": Recorder(log, "a"), "model": model}
     saved = image(state)
     saved.tensors["model"]["weight"].fill_(5)
-    saved.load(state)
+    prepared = saved.prepare(state)
+    prepared.ready(saved.tensors)
+    log.clear()
+    prepared.apply(saved.tensors)
     assert log == ["b 5", "a"]
 
 
-def test_a_failure_of_foreign_code_is_an_error_of_ours_with_its_cause() -> None:
-    """Invariant 6."""
+class Meter:
+    """An object of another library: it counts, and takes no negative total."""
 
+    def __init__(self, total: int) -> None:
+        self.total, self.seen = total, [total]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"total": self.total, "seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen = state["seen"]
+        if state["total"] < 0:
+            raise ValueError("a negative total")
+        self.total = state["total"]
+        self.seen.append(self.total)
+
+
+def test_what_an_object_refuses_is_refused_before_anything_changes() -> None:
+    """Invariant 6."""
+    saved = image({"first": Meter(3), "meter": Meter(-1), "model": nn.Linear(1, 1)})
+    state = {"first": Meter(5), "meter": Meter(7), "model": nn.Linear(1, 1)}
+    before = digest({"model": state["model"]})
+    with pytest.raises(MismatchError, match=r"meter: Meter\..*ValueError: a negative total"):
+        saved.load(state)
+    assert digest({"model": state["model"]}) == before
+    assert (state["first"].total, state["meter"].total) == (5, 7)
+    assert state["meter"].seen[0] == 7
+
+
+def test_the_trial_of_an_object_leaves_no_trace_in_what_it_then_loads() -> None:
+    saved, live = image({"meter": Meter(3)}), Meter(5)
+    saved.load({"meter": live})
+    assert (live.total, live.seen) == (3, [3, 3])
+
+
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_mixed_precision_may_be_switched_and_that_is_said(is_enabled: bool) -> None:
+    def scaler(is_on: bool) -> torch.amp.GradScaler:
+        return torch.amp.GradScaler("cpu", enabled=is_on, init_scale=4.0)
+
+    live = scaler(is_enabled)
+    prepared = image({"scaler": scaler(not is_enabled)}).load({"scaler": live})
+    assert [note for note in prepared.lost if "scaler: saved with" in note] != []
+    assert live.get_scale() == (4.0 if is_enabled else 1.0)
+
+
+def test_a_failure_after_the_checks_is_an_error_of_ours_with_its_cause() -> None:
     class Failing(Recorder):
+        def check_state_dict(self, state: dict[str, Any]) -> None:
+            pass
+
         def load_state_dict(self, state: dict[str, Any]) -> None:
             raise ZeroDivisionError("no")
 

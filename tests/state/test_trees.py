@@ -392,6 +392,9 @@ def test_an_object_that_fails_names_its_component_and_the_rest_is_loaded() -> No
     """Invariant 6: the order is leaves, objects, generators."""
 
     class Failing(Holder):
+        def check_state_dict(self, state: dict[str, Any]) -> None:
+            pass
+
         def load_state_dict(self, state: dict[str, Any]) -> None:
             raise KeyError("gone")
 

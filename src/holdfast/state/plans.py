@@ -6,15 +6,18 @@ changes leaves and fails only if a tensor cannot be read, `finish` runs code tha
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
 from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
-from holdfast.errors import FormatError
+from holdfast.errors import FormatError, MismatchError
 from holdfast.format.nodes import GeneratorState
 from holdfast.format.tensors import TensorSpec
 from holdfast.state import generators
@@ -124,6 +127,14 @@ class ObjectPlan(LoadPlan):
         """Check a scheduler's kind; replace excluded values and enumerations by live ones."""
         self._wanted = skeleton.value
         problems.notes += skeleton.notes(self._component)
+        if isinstance(self._live, GradScaler) and self._live.is_enabled() is not bool(self._wanted):
+            then = "without" if self._live.is_enabled() else "with"
+            problems.lost.append(
+                f"{self._component}: saved {then} mixed precision, so this scaler "
+                "keeps the state that it has"
+            )
+            self._wanted, self._is_wanted = {}, False
+            return
         if isinstance(self._live, LRScheduler) and isinstance(self._wanted, dict):
             # torch's schedulers load any dict unchecked, and fail or compute wrong rates later.
             needed = made_with(self._live, only_required=True) | _PARTS_OF_SCHEDULERS
@@ -148,16 +159,45 @@ class ObjectPlan(LoadPlan):
         self.destinations.match(live, self._wanted, self._component, problems)
 
     def prepare(self, tensors: Mapping[str, Stored], claims: Claims) -> None:
-        """Make the whole state_dict; call the object's `check_state_dict`, if it has one.
+        """Make the whole state_dict; call the object's `check_state_dict`, or else try the load.
 
-        A list that it returns has notes for the load.
+        A list that `check_state_dict` returns has notes for the load.
+
+        Raises:
+            MismatchError: the object's `load_state_dict` refuses the stored state.
         """
-        self._value = Lifting(Fetching(self.destinations.placed(tensors))).lift_tree(self._wanted)
+        placed = Fetching(self.destinations.placed(tensors))
+        self._value = Lifting(placed).lift_tree(self._wanted)
+        if not self._is_wanted:
+            return
         check = getattr(self._live, "check_state_dict", None)
-        if self._is_wanted and callable(check):
+        if callable(check):
             notes = check(self._value)
             for note in notes if isinstance(notes, list) else ():
                 claims.note(f"{self._component}: {note}")
+        elif not hasattr(self._live, "__iter__"):  # a source of data, which may start workers
+            self._try({key: placed[key].clone() for key in keys_in(self._wanted)})
+
+    def _try(self, tensors: Mapping[str, Tensor]) -> None:
+        """Load a copy of the stored state, and put the object's own state back."""
+        live, kind = self._live, type(self._live).__name__
+        try:
+            before = copy.deepcopy(live.state_dict())
+        except Exception:  # noqa: BLE001 - code of others
+            return  # what has no state yet, or none that can be copied, could not be put back
+        try:
+            live.load_state_dict(Lifting(tensors).lift_tree(self._wanted))
+        except Exception as error:
+            refused = (
+                f"{self._component}: {kind}.load_state_dict refuses the stored state "
+                f"({type(error).__name__}: {error})"
+            )
+            try:
+                live.load_state_dict(before)
+            except Exception as other:  # noqa: BLE001 - code of others
+                refused += f". It also refuses the state that it had, so it may be mixed: {other}"
+            raise MismatchError("the checkpoint", hint=refused) from error
+        live.load_state_dict(before)
 
     def finish(self) -> None:
         """Call `load_state_dict`, if anything of the state is selected."""

@@ -242,6 +242,9 @@ class Refusing:
     def state_dict(self) -> dict[str, int]:
         return {"n": 1}
 
+    def check_state_dict(self, state: dict[str, int]) -> None:
+        """Accept any state."""
+
     def load_state_dict(self, state: dict[str, int]) -> None:
         if self.fails:
             raise RuntimeError("refused while it is applied")
