@@ -526,9 +526,10 @@ class CheckpointManager(Marking):
         `without` names components that only the checkpoint has: they are not loaded. All others
         are loaded, and the run continues from there; `notes` lists both.
 
-        `override` names options of optimizers that take the script's value, such as "lr", or
-        "optimizer.param_groups.0.lr" of one group. Of all others the checkpoint's go on, and a
-        warning tells of those that the script has changed (docs/loading.md).
+        `override` names settings that take the script's value: options of optimizers, such as "lr"
+        or "optimizer.param_groups.0.lr" of one group, and those of schedulers, such as
+        "scheduler.total_steps". All others are the checkpoint's, and a warning names those that the
+        script has changed (docs/loading.md).
 
         Raises:
             OwnedElsewhere: a live process owns the run.
@@ -538,7 +539,7 @@ class CheckpointManager(Marking):
             MismatchError: the checkpoint does not fit the live state; nothing was changed.
             FormatError: a checkpoint that was named explicitly is damaged.
             OpaqueLoadFailed: the state was replaced in part when something failed.
-            UsageError: a CUDA graph is being captured, no optimizer has what `override` names, or
+            UsageError: a CUDA graph is being captured, nothing has what `override` names, or
                 the checkpoint has a component that `new` names, or lacks one that `without` names;
                 or with `on_existing="error"` there are checkpoints of later steps than the latest.
         """

@@ -56,16 +56,22 @@ class OptimizerOptions:
             if is_start or not self._is_moved(option)
         }
 
-    def check(self, override: Collection[str]) -> None:
-        """Raise `UsageError` if one of `override` is no option of any optimizer, or group."""
+    def check(self, override: Collection[str], schedules: Collection[str]) -> None:
+        """Raise `UsageError` if one of `override` is no option of any optimizer, or group.
+
+        `schedules` are settings of schedulers by path, which may be named, too.
+        """
         known = list(dict.fromkeys(option.name for option in self._options))
         paths = [option.path for option in self._options]
-        wrong = [name for name in override if name not in (*known, *paths)]
+        also = {part for path in schedules for part in (path, *path.split(".", 1)[:1])}
+        also |= {path.rpartition(".")[2] for path in schedules}
+        wrong = [name for name in override if name not in (*known, *paths, *also)]
         if wrong:
             example = f"; of one group, as in {paths[0]!r}" if paths else ""
+            others = f"; of schedulers {', '.join(schedules)}" if schedules else ""
             raise UsageError(
                 f"override: no optimizer has {', '.join(map(repr, wrong))} to be set; "
-                f"there are {', '.join(known) or 'none'}{example}"
+                f"there are {', '.join(known) or 'none'}{example}{others}"
             )
 
     def settle(
@@ -114,16 +120,16 @@ class OptimizerOptions:
         group, name = option.group, option.name
         for key, value in option.beside.items():
             if key in group and (name == "lr") == key.endswith("lr"):
-                _put(group, key, value)
+                put(group, key, value)
         if name != "lr" or _BASE not in group:
             if not (name in _CYCLED and "max_momentum" in group):
-                _put(group, name, option.value)
+                put(group, name, option.value)
             return
         # The schedule goes on as it was, at another height.
         base = float(stored)
         rate = float(group["lr"]) / base * float(option.value) if base else option.value
-        _put(group, "lr", rate)
-        _put(group, _BASE, option.value)
+        put(group, "lr", rate)
+        put(group, _BASE, option.value)
         for scheduler, max_lrs in self._schedulers:
             for number, of in enumerate(scheduler.optimizer.param_groups):
                 if of is group:
@@ -140,9 +146,9 @@ def _options(state: Mapping[str, Any]) -> Iterator[_Option]:
         # Other keys of a group are counters of the optimizer.
         names = optimizer.defaults.keys() & inspect.signature(type(optimizer).__init__).parameters
         for number, group in enumerate(optimizer.param_groups):
-            beside = {key: _copied(group[key]) for key in _OF_SCHEDULES if key in group}
+            beside = {key: copied(group[key]) for key in _OF_SCHEDULES if key in group}
             for name in sorted(names & group.keys()):
-                value = _copied(_base(group, name))
+                value = copied(_base(group, name))
                 if is_number(value):
                     yield _Option(
                         component=component,
@@ -178,7 +184,8 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _copied(value: Any) -> Any:
+def copied(value: Any) -> Any:
+    """Return the number of a tensor that holds one, which a load may change; else the value."""
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
@@ -188,7 +195,8 @@ def _text(value: Any) -> str:
     return repr(value.item() if isinstance(value, Tensor) else value)
 
 
-def _put(group: dict[str, Any], name: str, value: Any) -> None:
+def put(group: dict[str, Any], name: str, value: Any) -> None:
+    """Set an option; a tensor stays the same tensor."""
     live = group.get(name)
     if isinstance(live, Tensor):
         live.fill_(value)

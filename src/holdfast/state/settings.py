@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from holdfast.state.overrides import is_number
+from holdfast.state.schedulesettings import NO_SETTINGS, schedule_settings
 
-_NO_SETTINGS = frozenset({"params", "param_names", "self", "optimizer", "last_epoch", "verbose"})
 _PLAIN = (bool, int, float, str, tuple, list, Counter, type(None))
 
 
@@ -27,16 +27,16 @@ class Settings:
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         self._made = [
-            (path, owner, name, value)
-            for path, owner, name in _settings(state)
+            (path, how, owner, name, value)
+            for path, how, owner, name in _settings(state)
             if isinstance(value := _value(owner, name), _PLAIN)
         ]
 
     def replaced(self) -> tuple[str, ...]:
         """List a message for each setting whose value has changed since construction."""
         return tuple(
-            f"{path}: the checkpoint's {now!r} goes on; the script says {made!r}"
-            for path, owner, name, made in self._made
+            f"{path}: the checkpoint's {now!r} goes on; the script says {made!r}, {how}"
+            for path, how, owner, name, made in self._made
             if (now := _value(owner, name)) != made
         )
 
@@ -45,23 +45,28 @@ def made_with(scheduler: LRScheduler, *, only_required: bool = False) -> frozens
     """List a scheduler's constructor arguments that it keeps as attributes."""
     arguments = inspect.signature(type(scheduler).__init__).parameters.values()
     names = {a.name for a in arguments if not only_required or a.default is a.empty}
-    return frozenset(names.intersection(vars(scheduler)) - _NO_SETTINGS)
+    return frozenset(names.intersection(vars(scheduler)) - NO_SETTINGS)
 
 
-def _settings(state: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
-    """Yield (path, owner, name) of each setting: `owner[name]` is its value."""
+def _settings(state: Mapping[str, Any]) -> Iterator[tuple[str, str, dict[str, Any], str]]:
+    """Yield (path, how, owner, name) of each setting: `owner[name]` is its value.
+
+    `how` says how the script's value can be taken.
+    """
     for component, value in state.items():
         if isinstance(value, Optimizer):
             # Other options are counters of the optimizer, and numbers those of `overrides`.
             arguments = inspect.signature(type(value).__init__).parameters
             options = value.defaults.keys() & arguments
             for number, group in enumerate(value.param_groups):
-                for name in sorted(options & group.keys() - _NO_SETTINGS):
+                for name in sorted(options & group.keys() - NO_SETTINGS):
                     if not is_number(group[name]):
-                        yield f"{component}.param_groups.{number}.{name}", group, name
-        elif isinstance(value, LRScheduler):
-            for name in sorted(made_with(value)):
-                yield f"{component}.{name}", vars(value), name
+                        path = f"{component}.param_groups.{number}.{name}"
+                        how = "which you can set in optimizer.param_groups after the load"
+                        yield path, how, group, name
+    for setting in schedule_settings(state):
+        how = f"which override=[{setting.path!r}] would take"
+        yield setting.path, how, setting.owner, setting.key
 
 
 def _value(owner: Mapping[str, Any], name: str) -> Any:

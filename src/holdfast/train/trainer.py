@@ -31,8 +31,8 @@ from holdfast.policy.clock import Time, Unit
 from holdfast.state.apply import OpaqueLoadFailed
 from holdfast.state.components import PROGRESS, RNG, TRAINER, PerRank, check_state, marked
 from holdfast.state.edits import StateView
-from holdfast.state.overrides import OptimizerOptions
 from holdfast.state.patterns import listed
+from holdfast.state.schedulesettings import check_override
 from holdfast.store.base import Store
 from holdfast.train import making
 from holdfast.train.asked import Counts, asks_for, check_counted, check_range, checked_every
@@ -432,13 +432,14 @@ class Trainer:
                 resumes from that, and nothing is loaded from `start_from`.
             load_best: at the end, load the weights of the best checkpoint into the model and its
                 average. Nothing else changes: the run goes on from its newest checkpoint.
-            override: options of the optimizer that take the script's value when a checkpoint is
-                loaded, such as "lr", or "optimizer.param_groups.0.lr" of one group; schedules go on
-                from the new rate. All others stay as in the checkpoint, with a warning.
+            override: settings that take the script's value when a checkpoint is loaded: options of
+                the optimizer, such as "lr", or "optimizer.param_groups.0.lr" of one group, and of
+                schedulers, such as "scheduler.total_steps". All others stay as in the checkpoint,
+                with a warning.
 
         Raises:
             UsageError: `until` is not a goal, or counts what is not counted here; `without` names
-                what this Trainer has; `start_from` does not name another root; no optimizer has
+                what this Trainer has; `start_from` does not name another root; nothing has
                 what `override` names; nobody logs a metric that is watched; or the Trainer has
                 trained before and nothing of that was saved.
             NoCheckpoint: `start_from` names no checkpoint, or there is no best one to load.
@@ -460,7 +461,7 @@ class Trainer:
             goal = Time(self._limits.num_steps, Unit.STEP)
         check_counted(goal.unit, f"until={until!r}", self._counts.units)
         without, override = listed(without, "without"), listed(override, "override")
-        OptimizerOptions(self.state).check(override)
+        check_override(self.state, override)
         Sides(without=without).check(self.state)
         if self._limits.fast_dev_run and (start_from is not None or load_best):
             logger.info("limits: fast_dev_run: start_from and load_best are ignored")

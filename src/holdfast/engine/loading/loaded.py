@@ -10,6 +10,7 @@ from holdfast.engine.loading.resume import LoadCandidate, Reader
 from holdfast.state.modules import note_loaded
 from holdfast.state.overrides import OptimizerOptions
 from holdfast.state.patterns import listed
+from holdfast.state.schedulesettings import ScriptSchedules, check_override
 from holdfast.state.settings import Rates, Settings
 
 
@@ -17,17 +18,18 @@ class ScriptSettings:
     """Learning rates and settings in the live state, recorded before a load replaces them."""
 
     def __init__(self, state: Mapping[str, Any], override: Iterable[str]) -> None:
-        """Record them; `override` names options of optimizers that keep the script's value.
+        """Record them; `override` names options that keep the script's value.
 
         Raises:
-            UsageError: no optimizer has an option that `override` names.
+            UsageError: no optimizer or scheduler has an option that `override` names.
         """
         self._state = state
         self._rates = Rates(state)
         self._settings = Settings(state)
         self._options = OptimizerOptions(state)
         self._override = listed(override, "override")
-        self._options.check(self._override)
+        check_override(state, self._override)
+        self._schedules = ScriptSchedules(state, self._override)
 
     def origins(self) -> dict[str, str]:
         """Return the options of optimizers with which a run begins, as text."""
@@ -42,7 +44,9 @@ class ScriptSettings:
         note_loaded(self._state.get(name) for name in found.prepared.needed)
         self._rates.put_back(found.one_sided.new)
         config = found.entry.manifest.config
-        notes, origins = self._options.settle(self._override, config, loaded=found.prepared.needed)
+        needed = found.prepared.needed
+        notes, origins = self._options.settle(self._override, config, loaded=needed)
+        notes += self._schedules.settle(needed)
         return (*notes, *self._settings.replaced()), origins
 
 
