@@ -13,6 +13,8 @@ from torch import nn
 from holdfast.engine.claims.claim import Claim
 from holdfast.engine.claims.deletion import retract
 from holdfast.engine.claims.leases import Readers
+from holdfast.engine.roots.catalog import Catalog
+from holdfast.engine.roots.commit import SaveAttempt, begin
 from holdfast.events import Event
 from holdfast.manager import CheckpointManager
 from holdfast.store.base import Store
@@ -109,6 +111,19 @@ class ReadsNoted(MemoryStore):
         """Folders whose manifest was read since the last call, each time that it was."""
         keys, self.keys = self.keys, []
         return [key.split("/")[0] for key in keys if key.endswith("/manifest.json")]
+
+
+def remove_folder(store: Store, folder: str) -> None:
+    """Remove a folder with everything in it, as a user might; Holdfast never does."""
+    store.delete_many([info.key for info in store.list(f"{folder}/")])
+    store.delete(f"{folder}/")
+
+
+def begun(store: Store, *, label: str, epoch: int, sequence: int) -> SaveAttempt:
+    """Begin an attempt under the claim of that epoch in the root, if there is one."""
+    writer = Catalog(store).writer(epoch)
+    nonce = "0" * 32 if writer is None else writer.nonce
+    return begin(store, label=label, epoch=epoch, nonce=nonce, sequence=sequence)
 
 
 def retracted(store: Store, folder: str) -> bool:

@@ -380,5 +380,11 @@ def listing(items: Iterable[str], limit: int = 10) -> str:
     return "\n".join(lines)
 
 
+def some_of(names: Sequence[str], limit: int = 10) -> str:
+    """Format the first `limit` names on one line, with the number of further ones."""
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
+
+
 class NotShared(RanksError):
     """A rank does not see what another has written: all must share the storage of the root."""

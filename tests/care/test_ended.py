@@ -17,7 +17,7 @@ from holdfast.care.gc import collect
 from holdfast.engine.claims import claim as claims
 from holdfast.engine.claims.process import this_process
 from holdfast.engine.roots.catalog import Catalog
-from holdfast.engine.roots.commit import begin, mark_aborted
+from holdfast.engine.roots.commit import mark_aborted
 from holdfast.engine.roots.ended import known_ended
 from holdfast.errors import AccessDenied, HoldfastError
 from holdfast.format import layout
@@ -27,6 +27,7 @@ from holdfast.store.base import Store
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.faulty import Fault, FaultyStore, Stopped
+from runs import begun
 
 NUM_KILLS = 12
 
@@ -212,10 +213,10 @@ def test_only_what_holds_nothing_but_its_marker_is_named(tmp_path: Path) -> None
         manager.save(1).wait()
     folders = []
     for number in range(6):
-        attempt = begin(store, label="step-00000009", epoch=1, sequence=90 + number)
+        attempt = begun(store, label="step-00000009", epoch=1, sequence=90 + number)
         mark_aborted(store, attempt.folder, by="a test", reason="gone")
         folders.append(attempt.folder)
-    (tmp_path / folders[0] / "model-00000.safetensors").write_bytes(b"late")
+    (tmp_path / folders[0] / "model-00000.safetensors").write_bytes(bytes(64))
     (tmp_path / layout.closed_key(1)).unlink()  # so that markers stay
     collect(store, own_epoch=2)
     assert not known_ended(store).is_listed(folders[0])

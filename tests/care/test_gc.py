@@ -11,9 +11,11 @@ from holdfast.errors import AccessDenied
 from holdfast.format.layout import READERS, scratch_folder, sending_folder
 from holdfast.manager import CheckpointManager
 from holdfast.store.local import LocalStore
+from holdfast.store.local.files import temporary_name
 from holdfast.testing.faulty import Fault, FaultyStore
 from runs import new_run
 
+TEMPORARY = temporary_name()
 PREFLIGHT, SENDING = scratch_folder(bytes(8)), sending_folder(bytes(8))
 
 
@@ -25,7 +27,7 @@ def root(tmp_path: Path) -> Path:
         manager.save(1, wait=True)
     for name in (PREFLIGHT, SENDING, READERS):
         (tmp_path / "root" / name).mkdir()
-    (tmp_path / "root" / ".tmp-0123456789abcdef").touch()
+    (tmp_path / "root" / TEMPORARY).touch()
     return tmp_path / "root"
 
 
@@ -45,6 +47,6 @@ def test_what_cannot_be_removed_does_not_keep_the_rest(
     refused = Fault(kind="fail", op=op, key=key, times=None, error=AccessDenied("not yours"))
     report = collect(FaultyStore(LocalStore(root), [refused]))
     assert [what for what, _ in report.failed] == failed
-    assert {PREFLIGHT, SENDING, ".tmp-0123456789abcdef"}.intersection(
+    assert {PREFLIGHT, SENDING, TEMPORARY}.intersection(
         path.name for path in root.iterdir()
     ) == left

@@ -21,6 +21,7 @@ from holdfast.store.base import Store
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.faulty import Fault, FaultyStore
+from runs import remove_folder
 from tiers import (
     LARGE,
     Noted,
@@ -398,7 +399,7 @@ def test_an_epoch_is_closed_there_when_all_of_it_was_sent(
     assert is_closed(remote, 3)
     folder = Catalog(local).checkpoints()[1].folder  # of step 4; as if it had been unwanted
     Ledger(local).forget(folder)
-    remote.delete(f"{folder}/")
+    remove_folder(remote, folder)
     with opened(Tiered(local, remote), tiny, sinks=(noted,)) as manager:
         manager.resume()
         manager.wait()

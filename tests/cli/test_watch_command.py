@@ -13,12 +13,11 @@ from tests.cli.roots import Result, cut_off, folder_of
 from holdfast.cli import watch as watch_module
 from holdfast.cli.watch import Watcher
 from holdfast.engine.roots.catalog import Catalog
-from holdfast.engine.roots.commit import begin
 from holdfast.keys import Encryption, generate
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.faulty import FaultyStore
-from runs import new_run, retracted
+from runs import begun, new_run, retracted
 
 Command = Callable[..., Result]
 
@@ -27,7 +26,7 @@ def test_once_shows_the_state_of_now(
     holdfast: Command, root: Path, saving: Callable[..., Any]
 ) -> None:
     manager = saving()
-    begin(LocalStore(root), label="step-00000400", epoch=2, sequence=9)
+    begun(LocalStore(root), label="step-00000400", epoch=2, sequence=9)
     seen = holdfast("watch", root, "--once", "--json").document
     assert (seen["owner"]["state"], seen["owner"]["epoch"]) == ("alive", 2)
     assert (seen["last_step"], [e["step"] for e in seen["checkpoints"]]) == (300, [300, 200, 100])

@@ -40,13 +40,13 @@ from holdfast.cli.cp import copy_all
 from holdfast.cli.rm import Leave, rm, thin
 from holdfast.engine.claims import deletion
 from holdfast.engine.roots.catalog import Catalog
-from holdfast.engine.roots.commit import begin
 from holdfast.engine.saving.environment import environment
 from holdfast.engine.workers import Workers
 from holdfast.errors import NoCheckpoint
 from holdfast.format import layout
 from holdfast.manager import CheckpointManager
 from holdfast.store.local import LocalStore
+from runs import begun
 from ways import PLAIN, WAYS, Tiny, Trained, Way, save_and_go_on
 
 NUM_ELEMENTS = 256
@@ -264,8 +264,8 @@ def leftovers(way: Way, root: Path) -> None:
     manager.resume()
     manager.wait()
     store = LocalStore(root)
-    attempt = begin(store, label="left", epoch=2, sequence=7)
-    store.put(f"{attempt.folder}/{layout.INDEX}", b"half")
+    attempt = begun(store, label="left", epoch=2, sequence=7)
+    store.put(f"{attempt.folder}/{layout.INDEX}", b'{"holdfast":1')
     scratch = layout.scratch_folder(b"leftover")
     store.make_folder(scratch)
     store.put(f"{scratch}/file", b"probe")

@@ -24,7 +24,7 @@ from holdfast.manager import CheckpointManager
 from holdfast.policy.rules import Last
 from holdfast.store.local import LocalStore
 from marks import full
-from runs import Recorder, new_run
+from runs import Recorder, new_run, remove_folder
 from ways import WAYS, Way, save_and_go_on
 
 
@@ -374,7 +374,7 @@ def test_a_resume_that_deletes_what_it_rejects_is_caught(
     monkeypatch.setattr(
         applying,
         "reject",
-        lambda store, folder, **named: store.delete(f"{folder}/"),
+        lambda store, folder, **named: remove_folder(store, folder),
     )
     with pytest.raises((AssertionError, FileNotFoundError)):
         test_other_damage_is_found_and_walked_around(tmp_path, "missing tree", recorder)

@@ -30,6 +30,7 @@ from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.faulty import Fault, FaultyStore, Kind, Stopped
 from marks import full
+from runs import remove_folder
 from stops import stops
 from ways import WAYS, Tiny, opened, save_and_go_on
 
@@ -222,7 +223,7 @@ def delete_first(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def commit(store: Store, attempt: Any, manifest: Any) -> None:
         for entry in Catalog(store).checkpoints():
-            store.delete(f"{entry.folder}/")
+            remove_folder(store, entry.folder)
         real(store, attempt, manifest)
 
     monkeypatch.setattr(save_module, "commit", commit)

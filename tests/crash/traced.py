@@ -32,6 +32,7 @@ from holdfast.engine.saving.environment import environment
 from holdfast.format import layout
 from holdfast.format.manifest import Deleted
 from holdfast.store.local import LocalStore
+from runs import begun
 from ways import PLAIN, WAYS, Trained, Way, save_and_go_on
 
 NUM_ELEMENTS = 1 << 20  # of 3 tensors: one file of two blocks, so that two threads write
@@ -61,8 +62,8 @@ def run(root: Path, way: Way) -> None:
         manager.wait()
         manager.tag("latest", "last")
     store = LocalStore(root)
-    left = commit_module.begin(store, label="left", epoch=1, sequence=9)
-    store.put(f"{left.folder}/{layout.INDEX}", b"not committed")
+    left = begun(store, label="left", epoch=1, sequence=9)
+    store.put(f"{left.folder}/{layout.INDEX}", b'{"holdfast":1')
     collect(store)
 
 

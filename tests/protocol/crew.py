@@ -98,7 +98,7 @@ def save(store: Store, claim: Claim, sequence: int, record: Record) -> bool:
     Raises:
         Superseded: a later writer owns the run.
     """
-    attempt = begin(store, label="s", epoch=claim.epoch, sequence=sequence)
+    attempt = begin(store, label="s", epoch=claim.epoch, nonce=claim.nonce, sequence=sequence)
     for name in _FILES:
         store.put(f"{attempt.folder}/{name}", b"1", if_absent=True)
     manifest = _manifest(attempt.save_id, claim.epoch, sequence, claim.resumed_from)

@@ -68,7 +68,8 @@ def test_every_operation_is_written_down(tmp_path):
     store.sweep("f")
     store.point("latest", "f")
     store.free_space()
-    store.delete("f/")
+    store.delete("f/a")
+    store.unlisted("f")
     assert store.ops == (
         ("make_folder", "f"),
         ("put", "f/a"),
@@ -85,7 +86,8 @@ def test_every_operation_is_written_down(tmp_path):
         ("sweep", "f"),
         ("point", "latest"),
         ("free_space", ""),
-        ("delete", "f/"),
+        ("delete", "f/a"),
+        ("unlisted", "f"),
     )
 
 

@@ -12,7 +12,7 @@ from holdfast.engine.claims.deletion import retract_unreadable
 from holdfast.engine.claims.leases import Readers
 from holdfast.engine.claims.owner import Ownership
 from holdfast.engine.roots.catalog import Catalog
-from holdfast.engine.roots.commit import name_latest
+from holdfast.engine.roots.commit import kept_of_others, name_latest
 from holdfast.engine.roots.lost import latest_of
 from holdfast.engine.sealed.sealing import bare
 from holdfast.engine.tiers.pieces import read_listing
@@ -148,7 +148,7 @@ def delete(store: Store, folder: str, *, emit: Emitter, watch: Wait | None = Non
     claim = owner.claim
     assert claim is not None
     try:
-        why = retract_unreadable(
+        why, left = retract_unreadable(
             store,
             folder,
             claim=claim,
@@ -157,6 +157,8 @@ def delete(store: Store, folder: str, *, emit: Emitter, watch: Wait | None = Non
         )
         if not why and damaged.is_latest:
             name_latest(store, damaged.goes_on_from)
+        if left:
+            emit("warning", kept_of_others(store, folder, left))
     except OutcomeUnknown:
         owner.is_clean = False
         raise

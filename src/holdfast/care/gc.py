@@ -15,8 +15,8 @@ from holdfast.engine.claims.claim import ends_with_its_put, is_live, nothing_in_
 from holdfast.engine.claims.leases import find_leases
 from holdfast.engine.claims.process import Liveness, is_this_process, liveness
 from holdfast.engine.roots.catalog import Catalog, Register
-from holdfast.engine.roots.commit import mark_aborted, remove_files
-from holdfast.engine.roots.documents import read_if_there
+from holdfast.engine.roots.commit import kept_of_others, mark_aborted, remove_files, remove_scratch
+from holdfast.engine.roots.documents import is_there, read_if_there
 from holdfast.engine.roots.ended import EndedAttempts, known_ended
 from holdfast.errors import (
     AccessDenied,
@@ -25,12 +25,13 @@ from holdfast.errors import (
     StoreError,
     UnsupportedStore,
     UnsupportedVersion,
+    some_of,
 )
 from holdfast.events import Emitter
 from holdfast.format import layout
 from holdfast.format.layout import AttemptName
 from holdfast.format.manifest import Deleted, Manifest
-from holdfast.format.records import AnswerRecord
+from holdfast.format.records import Alive, AnswerRecord
 from holdfast.store.base import Store
 
 Outcome = Literal["remove", "mark", "keep"]
@@ -50,6 +51,8 @@ class GcReport:
     """Counts, by writer epoch, of markers and tombstones kept until a user declares it dead."""
     bare: list[str] = field(default_factory=list)
     """Folders that contained only the marker."""
+    foreign: list[str] = field(default_factory=list)
+    """Warnings about things in the place of Holdfast's own, which were left alone."""
     nbytes: int = 0
 
 
@@ -75,8 +78,10 @@ def collect(
     is_put_once = ends_with_its_put(store, is_sent_to=is_sent_to)
     judge = _Judge(store, frozenset(dead_epochs), own_epoch, is_put_once, emit or Emitter())
     with_uploads = _broken_off(store, report)
-    attempts = Catalog(store).attempts()
+    catalog = Catalog(store)
+    attempts = catalog.attempts()
     ended = known_ended(store)
+    unproven: list[str] = []
     for name in dict.fromkeys((*attempts, *with_uploads)):
         folder = str(name)
         if own_epoch is not None and ended.is_listed(folder) and name not in with_uploads:
@@ -86,7 +91,8 @@ def collect(
             continue
         try:
             has_uploads = name in with_uploads
-            _visit(store, name, judge, report, has_uploads=has_uploads, dry_run=dry_run)
+            if not _visit(catalog, name, judge, report, has_uploads=has_uploads, dry_run=dry_run):
+                unproven.append(folder)
             if has_uploads and not dry_run and _is_committed(store, folder):
                 with suppress(AccessDenied, UnsupportedStore):
                     store.abort_uploads(folder)  # committed: all of its files exist
@@ -96,6 +102,12 @@ def collect(
             report.failed.append((folder, str(error)))
             if isinstance(error, FormatError) and not isinstance(error, UnsupportedVersion):
                 report.damaged.append(folder)
+    if unproven:
+        report.foreign.append(
+            f"{store.url}: {some_of(unproven)}: named like unfinished saves, but "
+            "no record in the root shows that Holdfast made them, so they are left alone. Move "
+            "your own folders out of the root; delete those of earlier versions by hand"
+        )
     if own_epoch is not None and not dry_run:
         with _recording_failure("ended attempts", report):
             listed = (str(name) for name in attempts if ended.is_listed(str(name)))
@@ -147,6 +159,7 @@ class _Judge:
         self._newest = Catalog(store).highest_epoch()
         self._dead: dict[int, bool] = dict.fromkeys(dead_epochs, True)
         self._live: dict[int, bool] = dict.fromkeys(dead_epochs, False)
+        self._nonces: dict[int, str | None] = {}
 
     def is_dead(self, epoch: int) -> bool:
         """Whether no store request of that epoch's writer can be in flight."""
@@ -160,13 +173,27 @@ class _Judge:
             return True
         if not self._are_dead(epoch, max(epoch, self._newest)):
             return False
-        # List again: a whole removal leaves no marker, and there may be a newer claim by now.
-        self._newest, before = Catalog(self._store).highest_epoch(), self._newest
+        # Look again: a whole removal leaves no marker, and there may be a newer claim by now.
+        before = self._newest
+        while is_there(self._store, layout.writer_key(self._newest + 1)):
+            self._newest += 1
         return self._are_dead(before + 1, self._newest)
 
     def _are_dead(self, first: int, last: int) -> bool:
         epochs = range(first, last + 1)
         return all(self.is_dead(number) for number in epochs if number != self._own)
+
+    def is_made_by_its_writer(self, name: AttemptName) -> bool:
+        """Whether the folder's name proves that the claim of its epoch has made it."""
+        if name.epoch not in self._nonces:
+            writer = None
+            with suppress(FormatError):
+                writer = Catalog(self._store).writer(name.epoch)
+            self._nonces[name.epoch] = None if writer is None else writer.nonce
+        nonce = self._nonces[name.epoch]
+        if nonce is None:
+            return False
+        return name.id8 == layout.first_digits(name.label, name.epoch, name.sequence, nonce)
 
     def is_live(self, epoch: int) -> bool:
         """Whether the epoch owns the run and its process is alive."""
@@ -190,17 +217,18 @@ class _Judge:
 
 
 def _visit(
-    store: Store,
+    catalog: Catalog,
     name: AttemptName,
     judge: _Judge,
     report: GcReport,
     *,
     has_uploads: bool,
     dry_run: bool,
-) -> None:
-    folder = str(name)
+) -> bool:
+    """Visit one attempt; return False, without a change, if no record shows that it is one."""
+    store, folder = catalog.store, str(name)
     try:
-        register = Catalog(store).read(folder)
+        register = catalog.read(folder)
         is_committed = isinstance(register, Manifest)
     except SealError:
         register, is_committed = None, True  # encrypted for other keys
@@ -209,21 +237,27 @@ def _visit(
             if not dry_run:
                 store.delete(key)
             report.removed.append((key, "the mark of a deletion that its writer does not end"))
-        return
+        return True
     if register is None and judge.is_live(name.epoch):
         report.kept.append((folder, f"writer {name.epoch} is alive"))
-        return
+        return True
+    if register is None and not judge.is_made_by_its_writer(name):
+        report.kept.append((folder, f"writer {name.epoch} is not known to have made it"))
+        return False
     there = [*store.list(f"{folder}/")]
     nbytes = sum(info.nbytes for info in there)
     whole = judge.is_over(name.epoch, register)
     why = _why(register is None, name.epoch, whole)
     if not dry_run:
         if register is None and not mark_aborted(store, folder, by="gc", reason="not committed"):
-            return
+            return True
         if register is not None and len(there) == 1 and not (whole or has_uploads):
             report.bare.append(folder)
-        else:
-            remove_files(store, folder, whole=whole)
+        elif left := remove_files(store, folder, whole=whole):
+            report.kept.append((folder, f"files of others are in it: {some_of(left)}"))
+            if register is None:
+                report.foreign.append(kept_of_others(store, folder, left))
+            return True
     if whole:
         report.removed.append((folder, why))
     elif not _is_bare(store, folder) or register is None:
@@ -231,6 +265,7 @@ def _visit(
     if not whole and not judge.is_live(name.epoch):
         report.markers[name.epoch] = report.markers.get(name.epoch, 0) + 1
     report.nbytes += nbytes
+    return True
 
 
 def _marks_of_dead(
@@ -264,7 +299,14 @@ def _sweep_heartbeats(store: Store, own_epoch: int) -> None:
     names = store.children(layout.WRITERS)
     epochs = (layout.parse_alive(name) for name in names)
     old = [layout.alive_key(epoch) for epoch in epochs if epoch is not None and epoch < own_epoch]
-    store.delete_many(old)
+    store.delete_many([key for key in old if _is_heartbeat(store, key)])
+
+
+def _is_heartbeat(store: Store, key: str) -> bool:
+    try:
+        return read_if_there(store, key, Alive.decode) is not None
+    except FormatError:
+        return False
 
 
 def _sweep_answers(
@@ -276,6 +318,8 @@ def _sweep_answers(
         key = layout.request_key(name)
         try:
             asker = _asker(store, key)
+            if asker is None:
+                continue  # not an answer
             if asker == "dead" or (asker == "unknown" and not _is_owned(store, judge, own_epoch)):
                 if not dry_run:
                     store.delete(key)
@@ -284,12 +328,15 @@ def _sweep_answers(
             report.failed.append((key, str(error)))
 
 
-def _asker(store: Store, key: str) -> Liveness:
+def _asker(store: Store, key: str) -> Liveness | None:
+    """Say whether the process that an answer is for lives; None: it cannot be read as an answer."""
     try:
         answer = read_if_there(store, key, AnswerRecord.decode)
     except FormatError:
-        return "unknown"
-    return "unknown" if answer is None or answer.asker is None else liveness(answer.asker)
+        return None
+    if answer is None:
+        return None
+    return "unknown" if answer.asker is None else liveness(answer.asker)
 
 
 def _is_owned(store: Store, judge: _Judge, own_epoch: int | None) -> bool:
@@ -303,7 +350,7 @@ def _sweep_leases(store: Store, report: GcReport, *, dry_run: bool) -> None:
     Leases that were not renewed in time stay: retention decides about them."""
     for lease in find_leases(store):
         why = "a lease of a process that is gone" if lease.state == "dead" else ""
-        if not why and not _is_committed(store, lease.folder):
+        if not why and lease.lease is not None and not _is_committed(store, lease.folder):
             why = "a lease on a checkpoint that is gone"
         if why and not dry_run:
             store.delete(lease.key)
@@ -341,7 +388,7 @@ def _sweep_temporary(
         if not layout.is_scratch(name):
             continue
         with _recording_failure(name, report):
-            store.delete(key)
+            remove_scratch(store, name)
             what = "a preflight" if layout.is_preflight(name) else "an upload"
             report.removed.append((name, f"{what} that did not end"))
     if not store.has_folders:

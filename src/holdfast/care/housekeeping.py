@@ -71,6 +71,7 @@ class Housekeeper:
         self._store = store
         self._owner = owner
         self._emit = emit
+        self._warned: set[str] = set()
         self._deleter = Deleter(
             store, rule, emit, replaces=replaces, is_sent_to=is_sent_to, waiting=waiting
         )
@@ -81,7 +82,7 @@ class Housekeeper:
             with self._trying("latest"):
                 latest = Catalog(self._store).latest() if entry.manifest.unhealthy else entry
                 if latest is not None and latest.folder == entry.folder:
-                    name_latest(self._store, entry.folder)
+                    self._warn_once(name_latest(self._store, entry.folder))
         self.retain()
 
     def retain(self) -> None:
@@ -108,12 +109,19 @@ class Housekeeper:
             )
             for folder, why in report.removed:
                 self._emit("gc", f"removed {folder}: {why}", folder=folder)
+            for text in report.foreign:
+                self._warn_once(text)
             for folder, why in report.failed:
                 self._emit("housekeeping_failed", f"gc of {folder}: {why}", folder=folder)
 
     def trust(self, entry: Entry) -> None:
         """Mark a checkpoint as verified: the caller has read every byte and found it right."""
         self._deleter.trust(entry)
+
+    def _warn_once(self, text: str) -> None:
+        if text and text not in self._warned:
+            self._warned.add(text)
+            self._emit("warning", text)
 
     @contextmanager
     def _trying(self, what: str) -> Iterator[None]:

@@ -9,7 +9,7 @@ from contextlib import suppress
 from holdfast.care.rekey import put_box
 from holdfast.care.verify import verify
 from holdfast.engine.roots.catalog import Catalog
-from holdfast.engine.roots.commit import check_ownership
+from holdfast.engine.roots.commit import check_ownership, remove_scratch
 from holdfast.engine.roots.documents import read_document
 from holdfast.engine.sealed.sealing import bare, sealed, vouched
 from holdfast.engine.sealed.unsealing import boxes_of
@@ -171,7 +171,7 @@ def _replace(
             raise StoreError(f"{local.url}/{aside}: cannot be given its name {key}")
     finally:
         with suppress(StoreError):  # gc removes it
-            local.delete(f"{scratch}/")
+            remove_scratch(local, scratch)
 
 
 def _fetch(remote: Store, key: str, piece: FilePiece) -> bytes:

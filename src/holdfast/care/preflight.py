@@ -18,7 +18,7 @@ from holdfast.engine.claims.claim import Choice, settled_choice
 from holdfast.engine.claims.owner import Ownership
 from holdfast.engine.claims.process import utc_now
 from holdfast.engine.roots.catalog import Catalog, Entry
-from holdfast.engine.roots.commit import put_once
+from holdfast.engine.roots.commit import put_once, remove_scratch
 from holdfast.engine.saving.probe import Ask, Look, SaveSize, nobody
 from holdfast.engine.saving.room import lack_of_room
 from holdfast.engine.sealed.sealing import sealed
@@ -312,7 +312,7 @@ def _range_refusals(store: Store, key: str, expected: bytes) -> Iterator[str]:
 
 def _removal_refusal(store: Store, folder: str) -> str:
     try:
-        store.delete(f"{folder}/")
+        remove_scratch(store, folder)
         left = store.children(folder)
     except StoreError as error:
         return f"deleting: {error}"

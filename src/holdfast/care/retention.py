@@ -14,7 +14,7 @@ from holdfast.engine.claims.deletion import retract, thin
 from holdfast.engine.claims.leases import FoundLease, Readers
 from holdfast.engine.claims.notes import reject
 from holdfast.engine.roots.catalog import Catalog, Entry
-from holdfast.engine.roots.commit import settle
+from holdfast.engine.roots.commit import kept_of_others, settle
 from holdfast.engine.roots.parts import parts_of
 from holdfast.errors import (
     CorruptData,
@@ -333,10 +333,13 @@ class Deleter:
             readers=self._readers,
             is_sent_to=self._is_sent_to,
             unclear=self._unclear,
+            listed=entry.manifest.files,
         )
         self._report_readers(entry, removal.leases)
         if removal.is_done:
             folder = entry.folder
+            if removal.left:
+                self._emit("warning", kept_of_others(self._store, folder, removal.left))
             self.report.deleted.append(folder)
             self._emit(
                 "retracted",

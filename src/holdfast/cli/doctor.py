@@ -19,6 +19,7 @@ from holdfast.care.preflight import preflight
 from holdfast.cli.output import Answer, Code, TextTable, size
 from holdfast.cli.target import opened, unlocked
 from holdfast.engine.roots.catalog import Catalog, Entry, is_root
+from holdfast.engine.roots.commit import remove_scratch
 from holdfast.engine.roots.sources import split_source
 from holdfast.engine.sealed.sealing import bare
 from holdfast.engine.tiers.ledger import Ledger
@@ -373,7 +374,7 @@ def _with_scratch(store: Store, use: Callable[[str], T]) -> T:
         inner.put(f"{folder}/file", b"doctor")
         return use(f"{folder}/file")
     finally:
-        inner.delete(f"{folder}/")
+        remove_scratch(inner, folder)
 
 
 def _file_system(path: Path) -> Iterator[Finding]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from functools import lru_cache
 
 from holdfast.errors import FormatError, LimitExceeded, UsageError
 from holdfast.format.codec import CODECS, CodecName
-from holdfast.store.base import MAX_SEGMENT_BYTES
+from holdfast.store.base import MAX_SEGMENT_BYTES, proof_of
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
@@ -41,7 +42,7 @@ _SUFFIXES = frozenset(codec.suffix for codec in CODECS.values())
 _SUFFIX = re.compile(r"\.([0-9]{4,10})-([0-9]{6,12})-([0-9a-f]{8})$", re.ASCII)
 _LABEL = re.compile(r"[A-Za-z0-9_=+\-][A-Za-z0-9._=+\-]*", re.ASCII)
 _COMPONENT = re.compile(r"[a-z0-9_\-]{1,64}", re.ASCII)
-_SCRATCH = re.compile(r"(?:preflight|sending)-[0-9a-f]{16}", re.ASCII)
+_SCRATCH = re.compile(r"((?:preflight|sending)-[0-9a-f]{16})-([0-9a-f]{8})", re.ASCII)
 _THINNED = re.compile(r"thinned-([a-z0-9_\-]{1,64})-([0-9]{8,12})\.json", re.ASCII)
 _ANSWER = ".answer"
 _STORED = re.compile(r"file-[0-9]{5,7}\.sealed", re.ASCII)
@@ -79,6 +80,15 @@ class AttemptName:
     def order(self) -> tuple[int, int]:
         """The order of commits: (epoch, sequence)."""
         return (self.epoch, self.sequence)
+
+
+def first_digits(label: str, epoch: int, sequence: int, nonce: str) -> str:
+    """Return the first 8 hex digits of the save id of an attempt of the claim with this nonce.
+
+    They prove that the folder with that name was made under the claim, and not by a user.
+    """
+    text = f"holdfast attempt {nonce} {label}.{epoch:04d}-{sequence:06d}"
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 def attempt_name(label: str, epoch: int, sequence: int, save_id: str) -> AttemptName:
@@ -163,20 +173,25 @@ def parse_lease(name: str) -> tuple[AttemptName, str] | None:
 
 def scratch_folder(number: bytes) -> str:
     """Return the name of preflight's temporary folder in a root, from 8 random bytes."""
-    return f"preflight-{number.hex()}"
+    return _scratch(f"preflight-{number.hex()}")
 
 
 def sending_folder(number: bytes) -> str:
     """Return the name of the temporary folder of an upload or a repair, from 8 random bytes."""
-    return f"sending-{number.hex()}"
+    return _scratch(f"sending-{number.hex()}")
+
+
+def _scratch(name: str) -> str:
+    return f"{name}-{proof_of(name)}"
 
 
 def is_scratch(name: str) -> bool:
     """Whether a folder in the root is temporary: of preflight, an upload or a repair.
 
-    A killed process may leave it behind.
+    A killed process may leave it behind. The end of the name proves who made it.
     """
-    return _SCRATCH.fullmatch(name) is not None
+    match = _SCRATCH.fullmatch(name)
+    return match is not None and match[2] == proof_of(match[1])
 
 
 def is_preflight(name: str) -> bool:
@@ -187,6 +202,16 @@ def is_preflight(name: str) -> bool:
 def request_name(request_id: str) -> str:
     """Return the name inside `requests/` of the request with an id of 32 hex digits."""
     return f"{request_id}.json"
+
+
+TOUCHED = "now"
+"""Name inside `requests/` of the request that a user makes with `touch`."""
+_REQUEST = re.compile(r"[0-9a-f]{32}\.json", re.ASCII)
+
+
+def is_request(name: str) -> bool:
+    """Whether a request may have this name inside `requests/`."""
+    return name == TOUCHED or _REQUEST.fullmatch(name) is not None
 
 
 def request_key(name: str) -> str:
@@ -201,7 +226,7 @@ def answer_key(name: str) -> str | None:
 
 
 def is_answer(name: str) -> bool:
-    """Whether a name inside `requests/` is an answer's; every other is a request's."""
+    """Whether a name inside `requests/` may be an answer's; its content proves that."""
     return name.endswith(_ANSWER)
 
 
@@ -302,6 +327,11 @@ def component_of(name: str) -> str:
 def stored_file(name: str, codec: CodecName) -> str:
     """Add a codec's suffix to a file's plain name: the name of its compressed form."""
     return name + CODECS[codec].suffix
+
+
+def is_listed_name(name: str) -> bool:
+    """Whether a name in a checkpoint's folder is the plain name of a data file."""
+    return name == INDEX or _FILE.fullmatch(name) is not None
 
 
 def plain_file(name: str) -> str:

@@ -49,6 +49,7 @@ class WrittenRoot:
         self._attempt: tuple[SaveAttempt, bool] | None = None
         """The attempt under way, and whether other ranks write into it."""
         self._is_checked = False
+        self._warned = False
 
     @property
     def pool(self) -> Pool:
@@ -118,7 +119,10 @@ class WrittenRoot:
         if attempt.is_unclear:
             self._owner.unclear.add(attempt.folder)
         try:
-            name_latest(self.store, attempt.folder)
+            warning = name_latest(self.store, attempt.folder)
+            if warning and not self._warned:
+                self._warned = True
+                self._emit("warning", warning)
         except HoldfastError as error:
             self._emit("housekeeping_failed", f"latest: {error}")
 

@@ -6,6 +6,7 @@ tensors. What every store must do is written as a test suite, `holdfast.testing.
 
 from __future__ import annotations
 
+import hashlib
 import re
 import threading
 from abc import ABC, abstractmethod
@@ -43,6 +44,11 @@ class ObjectInfo:
     identity: str = field(default="", compare=False)
     """Identity of the file, set by `head` only. Keys with the same one are names of one file, so
     that damage is in both. Empty: the key has a file of its own, as far as the store can tell."""
+
+
+def proof_of(name: str) -> str:
+    """Return the 8 hex digits that prove, at the end of a name, that Holdfast made the name."""
+    return hashlib.sha256(f"holdfast {name}".encode()).hexdigest()[:8]
 
 
 def flat(data: Buffer) -> memoryview:
@@ -149,8 +155,11 @@ class Store(ABC):
     def delete(self, key: str) -> None:
         """Remove an object, durably; a missing one is no error.
 
-        A `key` that ends with `/` removes everything under it, the folder itself and the
-        store's own leftovers in it; not atomic.
+        A `key` that ends with `/` removes an empty folder and the store's own leftovers in it.
+        Objects are only ever removed by their own keys.
+
+        Raises:
+            StoreError: the folder still has something in it, which stays.
         """
 
     @property
@@ -193,6 +202,13 @@ class Store(ABC):
     def sweep(self, folder: str) -> int:
         """Remove leftovers of interrupted puts directly in `folder`; return their number."""
         return 0
+
+    def unlisted(self, folder: str) -> tuple[str, ...]:
+        """Return the names directly in `folder` that keep it from removal, and are no objects.
+
+        On a disk: folders, links, devices, and files whose names are no keys.
+        """
+        return ()
 
     # Reading
 
@@ -419,6 +435,10 @@ class WrappedStore(Store):
     @override
     def sweep(self, folder: str) -> int:
         return self.inner.sweep(folder)
+
+    @override
+    def unlisted(self, folder: str) -> tuple[str, ...]:
+        return self.inner.unlisted(folder)
 
     @override
     def keeping_open(self) -> AbstractContextManager[None]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from typing_extensions import override
 
-from holdfast.errors import AlreadyExists, NotFound
+from holdfast.errors import AlreadyExists, NotFound, StoreError
 from holdfast.store.base import (
     BlockWriter,
     Buffer,
@@ -102,8 +102,9 @@ class MemoryStore(Store):
             if not key.endswith("/"):
                 self._objects.pop(key, None)
                 return
-            for inside in [name for name in self._objects if name.startswith(key)]:
-                del self._objects[inside]
+            left = next((name for name in self._objects if name.startswith(key)), None)
+            if left is not None:
+                raise StoreError(f"delete {self._path(key)}: {left} is still in it")
 
     @override
     def create(self, key: str, nbytes: int, *, at_most: bool = False) -> BlockWriter:

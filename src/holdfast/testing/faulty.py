@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 Kind = Literal["fail", "lose_reply", "hang", "truncate", "flip", "stop_before", "stop_after"]
 _Object = Literal["put", "get", "head", "list", "delete", "read_into", "link"]
-_Folder = Literal["children", "make_folder", "sync_folder", "refresh_folder", "sweep"]
+_Folder = Literal["children", "make_folder", "sync_folder", "refresh_folder", "sweep", "unlisted"]
 _Upload = Literal["create", "write", "finish", "abort", "uploads", "abort_uploads"]
 _Place = Literal["point", "pointed", "free_space", "probe"]
 OpName = Literal[_Object, _Folder, _Upload, _Place]
@@ -206,6 +206,12 @@ class FaultyStore(WrappedStore):
         if not self.has_folders:
             return 0
         return self._do("sweep", folder, lambda: self.inner.sweep(folder))
+
+    @override
+    def unlisted(self, folder: str) -> tuple[str, ...]:
+        if not self.has_folders:
+            return ()
+        return self._do("unlisted", folder, lambda: self.inner.unlisted(folder))
 
     @override
     def read_into(

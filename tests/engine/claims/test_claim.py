@@ -29,7 +29,7 @@ from holdfast.engine.claims.claim import (
 from holdfast.engine.claims.owner import Ownership
 from holdfast.engine.claims.process import liveness, this_process
 from holdfast.engine.roots.catalog import Catalog
-from holdfast.engine.roots.commit import begin, put_once
+from holdfast.engine.roots.commit import put_once
 from holdfast.errors import StoreError
 from holdfast.events import Emitter
 from holdfast.format import layout
@@ -38,7 +38,7 @@ from holdfast.policy.rules import Last
 from holdfast.store.base import Store
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
-from runs import new_run
+from runs import begun, new_run, remove_folder
 
 QUIET = Emitter(())
 
@@ -142,7 +142,7 @@ def test_an_owner_that_came_since_the_look_is_not_passed_over(tmp_path: Path) ->
             live = msgspec.structs.replace(this_process(), pid=os.getppid())
             stat = Path(f"/proc/{live.pid}/stat").read_text().rpartition(")")[2].split()
             put_writer(store, 1, msgspec.structs.replace(live, start=stat[19]))
-            begin(store, label="step-00000001", epoch=1, sequence=1)
+            begun(store, label="step-00000001", epoch=1, sequence=1)
         return Choice(point=None)
 
     with pytest.raises(errors.OwnedElsewhere):
@@ -164,7 +164,7 @@ def test_a_choice_that_was_deleted_before_the_claim_is_made_again(tmp_path: Path
     def choose() -> Choice:
         point = Catalog(store).resolve(next(steps)).reference
         if point.folder == first.folder:
-            store.delete(f"{first.folder}/")
+            remove_folder(store, first.folder)
         return Choice(point=point)
 
     claim = claim_run(store, iter(choose, None), takeover=False, emit=QUIET)

@@ -34,7 +34,7 @@ from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.faulty import Fault, FaultyStore, Stopped
 from marks import full
-from runs import Recorder
+from runs import Recorder, remove_folder
 from stops import stops
 from ways import Tiny, opened
 
@@ -152,7 +152,7 @@ def test_a_reader_gives_way_to_a_deletion_that_has_begun(tmp_path: Path) -> None
 
 def test_what_is_gone_cannot_be_kept(store: MemoryStore) -> None:
     folder = folder_at(store, 1)
-    store.delete(f"{folder}/")
+    remove_folder(store, folder)
     with pytest.raises(errors.NoCheckpoint, match="deleted"), leased(store, folder):
         pass
     assert keys(store) == []
@@ -272,7 +272,7 @@ def test_a_checkpoint_that_went_all_the_same_is_told_of(tmp_path: Path) -> None:
         pytest.raises(errors.NoCheckpoint, match="deleted while it was read"),
         holdfast.reading(f"{tmp_path}@step=1") as checkpoint,
     ):
-        store.delete(f"{checkpoint.folder}/")
+        remove_folder(store, checkpoint.folder)
     assert keys(store) == []
 
 
@@ -378,7 +378,7 @@ def test_gc_removes_leases_on_what_is_gone(store: MemoryStore) -> None:
     folder = folder_at(store, 1)
     kept = put_lease(store, folder_at(store, 2))
     lost = put_lease(store, folder)
-    store.delete(f"{folder}/")
+    remove_folder(store, folder)
     assert {key for key, _ in collect(store, dry_run=True).removed} == {lost}
     assert set(keys(store)) == {kept, lost}
     collect(store)

@@ -8,7 +8,6 @@ from holdfast.care.retention import Deleter
 from holdfast.engine.claims.claim import Claim, claim_run
 from holdfast.engine.loading.resume import Reader, Search
 from holdfast.engine.roots.catalog import Catalog
-from holdfast.engine.roots.commit import begin
 from holdfast.engine.threads import Threads
 from holdfast.errors import CorruptData
 from holdfast.events import Emitter, Event
@@ -17,7 +16,7 @@ from holdfast.format.records import Retired
 from holdfast.policy.rules import All, Last
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.faulty import FaultyStore
-from runs import ReadsNoted, Recorder, new_run, retracted
+from runs import ReadsNoted, Recorder, begun, new_run, retracted
 
 
 def a_run(num_saves: int, store: ReadsNoted) -> list[str]:
@@ -69,7 +68,7 @@ def test_a_resume_looks_twice_at_each_attempt_that_did_not_commit() -> None:
     """Line 26 of the review: it looked five times. Once before its claim and once after."""
     store = ReadsNoted()
     a_run(2, store)
-    left = [begin(store, label="x", epoch=1, sequence=number).folder for number in range(3, 40)]
+    left = [begun(store, label="x", epoch=1, sequence=number).folder for number in range(3, 40)]
     for folder in left:
         store.put(f"{folder}/model-00000.json", b"{}")
     store.delete(layout.closed_key(1))

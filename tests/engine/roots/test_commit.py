@@ -414,13 +414,18 @@ def test_the_mark_of_a_deleter_goes_after_what_it_speaks_of() -> None:
 
 
 @pytest.mark.parametrize("is_whole", [True, False])
-def test_what_others_have_put_into_a_checkpoint_keeps_nothing_of_it(is_whole: bool) -> None:
-    """Its name may be one that no key of ours can have."""
+def test_files_of_others_in_a_checkpoint_stay_with_its_register(is_whole: bool) -> None:
     store = MemoryStore()
     with manager_of(store) as manager:
         folder = manager.save(1).wait().folder
-    store._objects[f"{folder}/index (copy).json"] = b"{}"
-    commit.remove_files(store, folder, whole=is_whole)
-    left = {key for key in store._objects if key.startswith(folder)}
-    others = {f"{folder}/{layout.MANIFEST}", f"{folder}/index (copy).json"}
-    assert left == (set() if is_whole else others)
+    # A name that no key has, names of our own patterns, and one inside a folder.
+    mine = ("index (copy).json", "model-00001-of-00002.safetensors", "notes-0007.json", "eval/a")
+    for name in mine:
+        store._objects[f"{folder}/{name}"] = b"{}"
+    assert sorted(commit.remove_files(store, folder, whole=is_whole)) == sorted(mine)
+    left = {key.removeprefix(f"{folder}/") for key in store._objects if key.startswith(folder)}
+    assert left == {layout.MANIFEST, *mine}
+    for name in mine:
+        del store._objects[f"{folder}/{name}"]
+    assert commit.remove_files(store, folder, whole=True) == ()
+    assert not [key for key in store._objects if key.startswith(folder)]

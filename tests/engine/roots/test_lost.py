@@ -13,7 +13,6 @@ from holdfast.care.gc import collect
 from holdfast.care.verify import verify, verify_root
 from holdfast.engine.claims.notes import annotate, reject
 from holdfast.engine.roots.catalog import Catalog
-from holdfast.engine.roots.commit import begin
 from holdfast.engine.tiers.tiered import Tiered
 from holdfast.format import layout
 from holdfast.policy.rules import Last
@@ -22,7 +21,7 @@ from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.faulty import Fault, FaultyStore
 from holdfast.weights import load_weights
-from runs import ReadsNoted, Recorder, new_run
+from runs import ReadsNoted, Recorder, begun, new_run
 from tiers import opened, saved
 from ways import Tiny
 
@@ -283,9 +282,9 @@ def test_what_was_deleted_or_only_begun_is_not_lost() -> None:
     store = MemoryStore()
     a_root(store, (1, 2, 3), keep=Last(1))
     assert len(Catalog(store).attempts()) == 1
-    begun = begin(store, label="x", epoch=1, sequence=9)
-    store.put(layout.LATEST, begun.folder.encode())
-    assert Catalog(store).read(begun.folder) is None
+    folder = begun(store, label="x", epoch=1, sequence=9).folder
+    store.put(layout.LATEST, folder.encode())
+    assert Catalog(store).read(folder) is None
 
 
 def test_it_stays_when_newer_ones_come_and_retention_tells_why() -> None:

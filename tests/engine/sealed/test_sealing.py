@@ -37,7 +37,7 @@ from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.faulty import Fault, FaultyStore, Stopped
 from marks import full
-from runs import Recorder, new_run, retracted
+from runs import Recorder, begun, new_run, remove_folder, retracted
 from ways import Tiny
 
 KEY = SecretKey(bytes(range(32)))
@@ -456,7 +456,7 @@ def test_a_checkpoint_under_another_label_is_not_taken_for_that_one() -> None:
     for key, data in stored(store).items():
         if key.startswith(f"{older}/"):
             store.put(key.replace("step-00000001", "step-00000009"), data)
-    store.delete(f"{older}/")
+    remove_folder(store, older)
     with pytest.raises(errors.HoldfastError):
         resumed(store, which="step-00000009")
     with pytest.raises(errors.Tampered, match="under the label 'step-00000001'"):
@@ -614,7 +614,7 @@ def test_unchanged_files_are_linked_and_stand_alone(tmp_path: Path) -> None:
     links = [path.stat().st_nlink for path in sorted(tmp_path.glob("step-*/file-*"))]
     assert max(links) == 2
     for folder in (found[2].folder, found[1].folder):
-        LocalStore(tmp_path).delete(f"{folder}/")
+        remove_folder(LocalStore(tmp_path), folder)
     again = {"base": {"w": torch.zeros_like(base)}, "head": {"w": torch.zeros(4)}}
     with CheckpointManager(tmp_path, again, encrypt=SEALS, sinks=()) as manager:
         manager.load(found[0].folder)
@@ -687,9 +687,9 @@ def test_a_stop_at_any_operation_leaves_what_was_acknowledged(
 def test_gc_removes_what_a_killed_save_left_without_a_key() -> None:
     store = MemoryStore()
     saved(store, 1)
-    folder = "step-00000002.0001-000002-01234567"
+    folder = begun(store, label="step-00000002", epoch=1, sequence=2).folder
     store.put(f"{folder}/file-00000.sealed", b"junk")
-    store.put(f"{folder}/keys-0001.json", b"junk")
+    store.put(f"{folder}/keys-0001.json", b'{"holdfast": 1')
     store.delete(layout.closed_key(1))
     report = collect(store, dead_epochs=[1])
     assert [name for name, _ in report.removed] == [folder]

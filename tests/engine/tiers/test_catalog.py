@@ -20,6 +20,7 @@ from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.faulty import Fault, FaultyStore
 from marks import diagonal
+from runs import remove_folder
 from tiers import LARGE, Noted, Switch, opened, saved, steps_in, unopened
 from ways import Tiny
 
@@ -151,7 +152,7 @@ def test_what_is_damaged_in_both_tiers_is_passed_over(
 def test_a_load_by_name_finds_what_only_the_remote_tier_has(
     local: LocalStore, remote: MemoryStore
 ) -> None:
-    local.delete(f"{Catalog(local).checkpoints()[1].folder}/")
+    remove_folder(local, Catalog(local).checkpoints()[1].folder)
     tiny = Tiny(LARGE)
     with opened(Tiered(local, remote), tiny) as manager:
         found = manager.load("step=1")
@@ -219,7 +220,7 @@ def test_one_failure_does_not_hide_the_remote_tier_for_good(
     local: LocalStore, remote: MemoryStore
 ) -> None:
     """R1: what comes next looks there again, also while the run is owned."""
-    local.delete(f"{Catalog(local).checkpoints()[1].folder}/")
+    remove_folder(local, Catalog(local).checkpoints()[1].folder)
     switch, tiny, noted = Switch(), Tiny(LARGE), Noted()
     switch._objects = remote._objects
     with opened(Tiered(local, switch), tiny, sinks=(noted,)) as manager:
@@ -242,7 +243,7 @@ def test_an_upload_that_arrives_shows_that_the_remote_tier_can_be_read(
     local: LocalStore, remote: MemoryStore
 ) -> None:
     """So that a save does not make anew what is only there."""
-    local.delete(f"{Catalog(local).checkpoints()[1].folder}/")
+    remove_folder(local, Catalog(local).checkpoints()[1].folder)
     switch, tiny = Switch(), Tiny(LARGE)
     switch._objects = remote._objects
     with opened(Tiered(local, switch), tiny, on_existing="error") as manager:
@@ -259,7 +260,7 @@ def test_an_upload_that_arrives_shows_that_the_remote_tier_can_be_read(
 
 def test_damage_without_a_remote_copy_is_named(local: LocalStore, remote: MemoryStore) -> None:
     entry = Catalog(local).checkpoints()[0]
-    remote.delete(f"{entry.folder}/")
+    remove_folder(remote, entry.folder)
     flip(Path(local.url) / entry.folder / "tiny-00000.safetensors")
     with (
         opened(Tiered(local, remote), Tiny(LARGE)) as manager,

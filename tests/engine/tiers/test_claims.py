@@ -25,6 +25,7 @@ from holdfast.policy.rules import Last
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.faulty import Fault, FaultyStore, Stopped
+from runs import remove_folder
 from tiers import Noted, Switch, opened, saved, steps_in, unopened, without_backoff
 from ways import Tiny
 
@@ -125,7 +126,7 @@ def test_what_happens_between_choice_and_claim_makes_the_choice_anew(
                 saved(other, tiny, 3)
         point = catalog.resolve("latest" if event == "another goes on" else num_choices).reference
         if num_choices == 1 and event == "it is deleted":
-            machines[0].delete(f"{point.folder}/")
+            remove_folder(machines[0], point.folder)
         return Choice(point=point)
 
     owner.take(iter(choose, None))

@@ -43,6 +43,7 @@ from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.faulty import Fault, FaultyStore
 from marks import diagonal
+from runs import remove_folder
 from tiers import LARGE, Noted, Switch, opened, saved, sent_nbytes, steps_in, without_backoff
 from ways import Tiny
 
@@ -285,7 +286,7 @@ def only(request: pytest.FixtureRequest, local: LocalStore) -> Tiered:
     with opened(Tiered(local, MemoryStore("gone")), tiny, encrypt=SEALS) as manager:
         manager.resume()
         saved(manager, tiny, 1, 2)
-    local.delete("uploads/")
+    remove_folder(local, "uploads")
     if request.param == "local":
         return Tiered(local, other, close_timeout_s=0)
     return Tiered(other, local, close_timeout_s=0)
@@ -436,7 +437,7 @@ def test_a_plain_manifest_in_the_remote_tier_stops_nothing(local: LocalStore) ->
     folder = newest(remote)
     key = f"{folder}/manifest.json"
     remote.put(key, plain(remote.get(key)))
-    local.delete(f"{folder}/")
+    remove_folder(local, folder)
     with opened(tiered, tiny, encrypt=SEALS, sinks=(noted,)) as manager:
         found = manager.resume()
         assert found is not None

@@ -45,7 +45,7 @@ def operations(root):
         "put_over": lambda: store.put("f/old", noise("new")),
         "create": create,
         "delete": lambda: store.delete("f/old"),
-        "delete_tree": lambda: store.delete("f/"),
+        "delete_folder": lambda: store.delete("empty/"),
         "make_folder": lambda: store.make_folder("g/h"),
         "point": lambda: store.point("latest", "f"),
     }

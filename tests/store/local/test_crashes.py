@@ -59,9 +59,8 @@ def check_delete(store, is_done):
     assert value(store, "f/old") in ([None] if is_done else [None, noise("old")])
 
 
-def check_delete_tree(store, is_done):
-    check_delete(store, is_done)
-    assert store.children() in ([()] if is_done else [(), ("f/",)])
+def check_delete_folder(store, is_done):
+    assert store.children() in ([("f/",)] if is_done else [("f/",), ("empty/", "f/")])
 
 
 def check_make_folder(store, is_done):
@@ -81,7 +80,7 @@ CHECKS = {
     "put_over": check_put_over,
     "create": check_create,
     "delete": check_delete,
-    "delete_tree": check_delete_tree,
+    "delete_folder": check_delete_folder,
     "make_folder": check_make_folder,
     "point": check_point,
 }

@@ -99,7 +99,7 @@ OPERATIONS = {
     "put_over": lambda store: store.put("f/old", noise(NBYTES)),
     "create": lambda store: create(store, "f/new", noise(NBYTES)),
     "delete": lambda store: store.delete("f/old"),
-    "delete_tree": lambda store: store.delete("f/"),
+    "delete_folder": lambda store: store.delete("empty/"),
     "make_folder": lambda store: store.make_folder("g/h", exclusive=False),
     "point": lambda store: store.point("latest", "f"),
 }
@@ -125,6 +125,7 @@ def prepared(root):
     store = LocalStore(root)
     store.make_folder("f")
     store.put("f/old", b"old")
+    store.make_folder("empty")
     return store
 
 

@@ -29,6 +29,8 @@ class Removal:
     is_done: bool
     leases: tuple[FoundLease, ...] = ()
     """Leases that kept the checkpoint from deletion, read after the mark was put."""
+    left: tuple[str, ...] = ()
+    """Files in its folder that others have put there; they stay."""
 
 
 _NOT_REMOVED = Removal(is_done=False)
@@ -44,10 +46,12 @@ def retract(
     is_sent_to: bool = True,
     unclear: Collection[str] = (),
     even_held: bool = False,
+    listed: Collection[str] | None = None,
 ) -> Removal:
     """Delete one checkpoint unless it is pinned, tagged or leased by a reader.
 
-    In this order: mark, ownership check, pins, leases, tombstone, files.
+    In this order: mark, ownership check, pins, leases, tombstone, files. Only files that its
+    manifest lists are deleted; `listed` has their names if its tombstone was put before.
 
     `is_sent_to` is as for `may_remove_whole`. The registers of `unclear` folders stay. With
     `even_held` pins and tags do not keep it: a person has said so.
@@ -68,22 +72,23 @@ def retract(
             return _NOT_REMOVED
         if leases := readers.of(folder):
             return Removal(is_done=False, leases=leases)
+        listed = register.files
         _put_tombstone(store, folder, Deleted(save_id=register.save_id, by=by, reason=reason))
     name = layout.parse_attempt(folder)
     whole = False
     if name is not None and folder not in unclear:
         whole = may_remove_whole(store, claim, name.epoch, is_sent_to=is_sent_to)
-    remove_files(store, folder, whole=whole)
-    return Removal(is_done=True)
+    left = remove_files(store, folder, whole=whole, listed=listed)
+    return Removal(is_done=True, left=left)
 
 
 def retract_unreadable(
     store: Store, folder: str, *, claim: Claim, reason: str, readers: Readers
-) -> str:
+) -> tuple[str, tuple[str, ...]]:
     """Delete a checkpoint whose manifest is damaged or lost, at a user's request.
 
-    In the order of `retract`, but pins do not keep it. Returns why it stays; empty where it is
-    deleted.
+    In the order of `retract`, but pins do not keep it. Returns why it stays, empty if it is
+    deleted, and the files of others that were left in its folder.
 
     Raises:
         Superseded: a later writer owns the run; at most the mark was left.
@@ -92,7 +97,7 @@ def retract_unreadable(
     try:
         is_ours = _mark_retired(store, folder, claim.epoch, Retired(by=by, reason=reason))
     except NotFound:
-        return "its folder is gone"
+        return "its folder is gone", ()
     name = layout.parse_attempt(folder)
     why = "somebody reads it" if readers.of(folder) else _why_sound(store, folder)
     if name is None:
@@ -100,12 +105,11 @@ def retract_unreadable(
     if why or name is None:
         if is_ours:
             store.delete(f"{folder}/{layout.retired_name(claim.epoch)}")
-        return why
+        return why, ()
     save_id = name.id8.ljust(32, "0")  # no more of it is known
     _put_tombstone(store, folder, Deleted(save_id=save_id, by=by, reason=reason))
     whole = may_remove_whole(store, claim, name.epoch, is_sent_to=True)
-    remove_files(store, folder, whole=whole)
-    return ""
+    return "", remove_files(store, folder, whole=whole)
 
 
 def _why_sound(store: Store, folder: str) -> str:

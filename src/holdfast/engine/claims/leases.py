@@ -392,7 +392,8 @@ class Readers:
     def tidy(self, folder: str) -> None:
         """Remove the leases on a checkpoint that no longer exists."""
         for lease in find_leases(self._store, folder=folder):
-            self._store.delete(lease.key)
+            if lease.lease is not None:
+                self._store.delete(lease.key)
             self._seen.pop(lease.key, None)
 
     def _of_unknown_state(self, folders: Collection[str]) -> Iterator[FoundLease]:

@@ -111,7 +111,23 @@ def _stat(folder: str) -> _Stat:
         fields = file.read().rpartition(")")[2].split()
     if len(fields) < 20:
         raise OSError(f"{folder}/stat: not understood: {fields}")
-    return _Stat(start=fields[19], has_ended=fields[0] in {"Z", "X", "x"})
+    start = int(fields[19]) - _clock_offset_ticks()
+    return _Stat(start=f"{start}", has_ended=fields[0] in {"Z", "X", "x"})
+
+
+def _clock_offset_ticks() -> int:
+    """Return by how much the time namespace of this process moves the start times in /proc.
+
+    Source: time_namespaces(7). Without it, processes of two namespaces would not agree on the
+    start of a third one.
+    """
+    try:
+        with open(f"{PROC}/self/timens_offsets", encoding="ascii") as file:
+            fields = next(line.split() for line in file if line.startswith("boottime"))
+    except (OSError, StopIteration):
+        return 0  # a kernel without time namespaces
+    ticks = os.sysconf("SC_CLK_TCK")
+    return int(fields[1]) * ticks + int(fields[2]) * ticks // 1_000_000_000
 
 
 def _exists(pid: int) -> bool:

@@ -19,7 +19,7 @@ from itertools import islice
 
 from holdfast.engine.claims.notes import checked_tags
 from holdfast.engine.claims.process import this_process, utc_now
-from holdfast.engine.roots.documents import is_there, read_document, read_if_there
+from holdfast.engine.roots.documents import is_own_json, is_there, read_document, read_if_there
 from holdfast.engine.workers import Background
 from holdfast.errors import (
     AccessDenied,
@@ -40,7 +40,7 @@ POLL_S = 1.0
 REMOTE_POLL_S = 5.0
 """Seconds between two polls of an object store, where each is a paid request."""
 MAX_REQUESTS = 100
-"""Most new requests that one poll accepts; the others are removed."""
+"""Most new requests that one poll reads; the others wait for the next poll."""
 MAX_LISTED = 2000
 """Most names that one poll reads."""
 MAX_TAGS = 20
@@ -174,17 +174,9 @@ class _Tray:
         except StoreError as error:
             self._trouble = str(error)
             new = []
-        jobs = [self._read(name) for name in new[:MAX_REQUESTS]]
+        jobs = [self._read(name) for name in new]
         if self._trouble not in ("", trouble):  # once, not at every look
             self._emit("warning", f"cannot look for requests for a save: {self._trouble}")
-        excess = new[MAX_REQUESTS:]
-        if excess:
-            self._emit(
-                "warning",
-                f"{self._store.url}/{layout.REQUESTS}: more than {MAX_REQUESTS} requests at once; "
-                f"{len(excess)} are removed and not honoured",
-            )
-            jobs.append(partial(self._discard, excess))
         return [job for job in jobs if job is not None]
 
     def settle(self, name: str, answer: AnswerRecord | None) -> None:
@@ -208,20 +200,13 @@ class _Tray:
         with self._lock:
             self._known.discard(name)
 
-    def _discard(self, names: list[str]) -> None:
-        try:
-            for name in names:
-                self._settle(name, None)
-        except StoreError as error:
-            self._emit("housekeeping_failed", f"removing requests: {error}")
-
     def _new_names(self) -> list[str]:
         """List the names of requests not listed before, and record them as known."""
         names = self._names()
         with self._lock:
             if len(names) < MAX_LISTED:
                 self._known.intersection_update(names)
-            new = [name for name in names if name not in self._known]
+            new = [name for name in names if name not in self._known][:MAX_REQUESTS]
             self._known.update(new)
         return new
 
@@ -236,8 +221,7 @@ class _Tray:
             prefix = f"{layout.REQUESTS}/"
             infos = islice(self._store.list(prefix), MAX_LISTED)
             names = (info.key[len(prefix) :] for info in infos)
-        requests = (name for name in names if "/" not in name and not layout.is_answer(name))
-        return list(islice(requests, MAX_LISTED))
+        return list(islice(filter(layout.is_request, names), MAX_LISTED))
 
     def _read(self, name: str) -> Callable[[], None] | None:
         """Read a request and queue it; return a job that refuses it if it is not valid."""
@@ -245,9 +229,11 @@ class _Tray:
             request = _read_request(self._store, name)
         except NotFound:
             self._mark_unread(name)  # withdrawn meanwhile
-        except (FormatError, UsageError, AccessDenied) as error:
+        except UsageError as error:
             self._emit("warning", f"a request for a save cannot be honoured: {error}")
             return partial(self.settle, name, _answer(None, None, str(error)))
+        except (FormatError, AccessDenied) as error:  # not known to be a request
+            self._emit("warning", f"left alone, as it is no request for a save: {error}")
         except StoreError as error:
             self._mark_unread(name)  # tried again at the next look
             self._trouble = str(error)
@@ -328,9 +314,14 @@ def _keep_polling(tray: _Tray, background: Background, poll_s: float) -> None:
 def _read_request(store: Store, name: str) -> Request:
     key = layout.request_key(name)
     data = read_document(store, key, max_nbytes=MAX_CHECKED_NBYTES)
-    if not data:
+    if name == layout.TOUCHED and not data:
         return Request(name=name)
-    record = RequestRecord.decode(data, what=f"{store.url}/{key}")
+    try:
+        record = RequestRecord.decode(data, what=f"{store.url}/{key}")
+    except FormatError as error:
+        if is_own_json(data):
+            raise UsageError(str(error)) from error
+        raise
     _check(record)
     reason = f"request: {record.reason}" if record.reason else "request"
     return Request(name=name, tags=record.tags, reason=reason, asker=record.process)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 from holdfast.engine.roots.catalog import Catalog
-from holdfast.engine.roots.documents import read_document, read_if_there
+from holdfast.engine.roots.documents import is_own_json, read_document, read_if_there
 from holdfast.errors import (
     AccessDenied,
     AlreadyExists,
@@ -25,6 +26,7 @@ from holdfast.errors import (
     Superseded,
     TransientStoreError,
     UnsupportedStore,
+    some_of,
 )
 from holdfast.format import layout
 from holdfast.format.layout import AttemptName
@@ -37,7 +39,7 @@ from holdfast.format.manifest import (
     encode_manifest,
 )
 from holdfast.format.records import WriterRecord
-from holdfast.store.base import Store, is_key
+from holdfast.store.base import ObjectInfo, Store, is_key
 
 _MAX_PUTS = 5
 _PAUSE_S = 0.1
@@ -67,9 +69,13 @@ class SaveAttempt:
         return f"{self.folder}/{layout.MANIFEST}"
 
 
-def begin(store: Store, *, label: str, epoch: int, sequence: int) -> SaveAttempt:
-    """Create the folder of a new attempt, with a random save id from the operating system."""
-    save_id = os.urandom(16).hex()
+def begin(store: Store, *, label: str, epoch: int, nonce: str, sequence: int) -> SaveAttempt:
+    """Create the folder of a new attempt of the claim with this `epoch` and `nonce`.
+
+    The first digits of the save id prove that; the others are random.
+    """
+    first = layout.first_digits(label, epoch, sequence, nonce)
+    save_id = first + os.urandom(12).hex()
     name = layout.attempt_name(label, epoch, sequence, save_id)
     store.make_folder(str(name), exclusive=True)
     return SaveAttempt(name=name, save_id=save_id)
@@ -132,7 +138,7 @@ def abandon(store: Store, attempt: SaveAttempt) -> bool:
     """Remove a failed attempt's folder; return False instead if its manifest may have been put."""
     if attempt.put_sent:
         return False
-    store.delete(f"{attempt.folder}/")
+    remove_files(store, attempt.folder, whole=True)
     return True
 
 
@@ -299,30 +305,108 @@ def _is_manifest(store: Store, folder: str) -> bool:
         return True  # encrypted with any key, it is a manifest
 
 
-def remove_files(store: Store, folder: str, *, whole: bool) -> None:
-    """Remove the files of an aborted or deleted attempt; if `whole`, its register and folder."""
-    found = [info.key for info in store.list(f"{folder}/")]
-    # Names that cannot be keys of a store were put there by another program.
-    names = [key.removeprefix(f"{folder}/") for key in found if is_key(key)]
-    # As long as the index exists, so do the marks of its deleters (`Catalog.entry`).
-    marks = [name for name in names if layout.is_sidecar(name)]
-    files = [name for name in names if name not in {*marks, layout.MANIFEST}]
+def remove_files(
+    store: Store, folder: str, *, whole: bool, listed: Collection[str] | None = None
+) -> tuple[str, ...]:
+    """Remove the files of an aborted or deleted attempt; if `whole`, its register and folder.
+
+    Of files with the names of data, those that the manifest `listed` are removed; without a
+    manifest, those whose first bytes are Holdfast's. All else was put there by others: it stays,
+    with the register and the folder, and its names are returned.
+
+    Raises:
+        StoreError: one is that a deleted file is still open in another process (NFS).
+    """
+    files: list[str] = []
+    marks: list[str] = []
+    others: list[str] = []
+    for info in store.list(f"{folder}/"):
+        name = info.key.removeprefix(f"{folder}/")
+        if name == layout.MANIFEST:
+            continue
+        if not is_key(info.key) or not _is_ours(store, info, name, listed):
+            others.append(name)
+        else:
+            # As long as the index exists, so do the marks of its deleters (`Catalog.entry`).
+            (marks if layout.is_sidecar(name) else files).append(info.key)
     for some in (files, marks):
-        store.delete_many([f"{folder}/{name}" for name in some])
-    if whole:
+        store.delete_many(some)
+    left = tuple(dict.fromkeys((*others, *store.unlisted(folder))))
+    if open_files := [name for name in left if name.startswith(_NFS_PREFIX)]:
+        raise TransientStoreError(
+            f"{store.url}/{folder}/{open_files[0]}: a deleted file is still open in another "
+            "process, and NFS keeps it until it is closed"
+        )
+    if whole and not left:
+        store.delete(f"{folder}/{layout.MANIFEST}")
         store.delete(f"{folder}/")
     else:
         store.sweep(folder)
         with suppress(AccessDenied, UnsupportedStore):
             store.abort_uploads(folder)
+    return left
 
 
-def name_latest(store: Store, folder: str | None) -> None:
-    """Point `latest` to a checkpoint's folder; None removes the pointer."""
+def kept_of_others(store: Store, folder: str, names: Sequence[str]) -> str:
+    """Return the warning that a deletion has left these files, which others have put there."""
+    return (
+        f"{store.url}/{folder}: deleted, except what is not listed in its manifest: "
+        f"{some_of(names)}. Holdfast did not write that; move it elsewhere"
+    )
+
+
+def remove_scratch(store: Store, folder: str) -> None:
+    """Remove a temporary folder that this process, or a killed one, has made."""
+    store.delete_many([info.key for info in store.list(f"{folder}/")])
+    store.delete(f"{folder}/")
+
+
+_OWN_HEADER = b'{"__metadata__":{"format":"holdfast"'
+_HEAD_NBYTES = 64
+_NFS_PREFIX = ".nfs"
+
+
+def _is_ours(store: Store, info: ObjectInfo, name: str, listed: Collection[str] | None) -> bool:
+    """Whether a file in an attempt's folder is one that Holdfast has written."""
+    if layout.is_stored_name(name):
+        return True
+    is_document = layout.is_sidecar(name) or layout.parse_keys(name) is not None
+    if not is_document and listed is not None:
+        return name in listed
+    if not is_document and not layout.is_listed_name(name):
+        return layout.is_data_name(name)  # compressed
+    try:
+        head = store.get(info.key, 0, min(info.nbytes, _HEAD_NBYTES))
+    except NotFound:
+        return True
+    except SealError:
+        return is_document
+    if not head.strip(b"\0"):
+        return not is_document  # a killed writer has not come to the first block
+    return head[8:].startswith(_OWN_HEADER) or is_own_json(head)
+
+
+def name_latest(store: Store, folder: str | None) -> str:
+    """Point `latest` to a checkpoint's folder; None removes the pointer.
+
+    Something else of that name stays. Returns a warning then, else an empty text.
+    """
+    try:
+        found = store.pointed(layout.LATEST)
+        is_other = found is None and layout.LATEST in store.unlisted("")
+    except FormatError:
+        found, is_other = None, True  # too long for a pointer
+    if is_other or (found is not None and layout.parse_attempt(found) is None):
+        return (
+            f"{store.url}/{layout.LATEST}: not written by Holdfast, so it is left alone, and this "
+            "run has no such pointer to its newest checkpoint. Nothing else depends on it; move "
+            "it out of the root to get the pointer"
+        )
     if folder is None:
         store.delete(layout.LATEST)
     else:
         store.point(layout.LATEST, folder)
+    return ""
 
 
 def settle(store: Store, folder: str) -> None:

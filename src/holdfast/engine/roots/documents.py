@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -27,6 +28,14 @@ def read_document(store: Store, key: str, *, max_nbytes: int, afresh: bool = Fal
         if type(error) is StoreError:
             raise CorruptData(str(error)) from error
         raise
+
+
+_OWN_JSON = re.compile(rb'\s*\{\s*"holdfast"\s*:\s*1\b')
+
+
+def is_own_json(head: bytes) -> bool:
+    """Whether a file that begins with these bytes is a JSON document of Holdfast."""
+    return _OWN_JSON.match(head) is not None
 
 
 def is_there(store: Store, key: str) -> bool:

@@ -77,22 +77,32 @@ class EndedAttempts:
             epoch=epoch, aborted=(*aborted[-_MOST_LISTED:],), deleted=(*deleted[-_MOST_LISTED:],)
         )
         own = layout.ended_name(epoch)
+        if own in store.children() and not _is_record(store, own):
+            return
         store.put(own, record.encode())
         self._listed = frozenset((*record.aborted, *record.deleted))
         for name in store.children():
             number = layout.parse_ended(name)
-            if number is not None and number < epoch:
+            if number is not None and number < epoch and _is_record(store, name):
                 store.delete(name)
 
     def forget(self, store: Store) -> None:
         """Clear this cache and delete its records, after one wrongly listed a checkpoint."""
         self.aborted, self.deleted, self._listed = set(), set(), frozenset()
         for name in store.children():
-            if layout.parse_ended(name) is not None:
+            if layout.parse_ended(name) is not None and _is_record(store, name):
                 store.delete(name)
 
     def _unlisted(self, here: set[str]) -> set[str]:
         return ((self.aborted | self.deleted) & here) - self._listed
+
+
+def _is_record(store: Store, name: str) -> bool:
+    """Whether a file with the name of such a record is one."""
+    try:
+        return read_if_there(store, name, Ended.decode, max_nbytes=MAX_ENDED_NBYTES) is not None
+    except FormatError:
+        return False
 
 
 def known_ended(store: Store) -> EndedAttempts:

@@ -139,7 +139,11 @@ def write(
     phase.text = "making the folder"
     expect_claim(store, request.claim)
     attempt = begin(
-        store, label=request.label, epoch=request.claim.epoch, sequence=request.sequence
+        store,
+        label=request.label,
+        epoch=request.claim.epoch,
+        nonce=request.claim.nonce,
+        sequence=request.sequence,
     )
     began = time.perf_counter()
     try:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from holdfast.engine.roots.commit import SaveAttempt, publish, settle
+from holdfast.engine.roots.commit import SaveAttempt, publish, remove_scratch, settle
 from holdfast.engine.roots.documents import read_document
 from holdfast.engine.sealed.sealing import bare, sealed, vouched
 from holdfast.engine.sealed.unsealing import box_documents, boxes_of
@@ -293,7 +293,7 @@ class Sender:
                     )
         finally:
             with suppress(StoreError):  # gc removes it
-                self._remote.delete(f"{scratch}/")
+                remove_scratch(self._remote, scratch)
 
     def _send_pieces(
         self, source: str, key: str, nbytes: int, pieces: tuple[FilePiece, ...]

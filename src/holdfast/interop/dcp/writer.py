@@ -185,7 +185,9 @@ class HoldfastWriter(StorageWriter):
         )
         step = self._step_now()
         label = self._label or DEFAULT_LABEL.format(step=step)
-        attempt = begin(root.store, label=label, epoch=claim.epoch, sequence=sequence)
+        attempt = begin(
+            root.store, label=label, epoch=claim.epoch, nonce=claim.nonce, sequence=sequence
+        )
         root.begin(attempt, is_alone=len(plans) == 1)
         self._save = _Save(
             attempt=attempt,

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from holdfast.errors import CorruptData, StoreError, TransientStoreError, UnsupportedStore
+from holdfast.store.base import proof_of
 from holdfast.store.local.oserrors import UNSUPPORTED
 from holdfast.store.local.syscalls import rename_noreplace
 from holdfast.system import CLOSED_ON_EXEC, PROC, read_at, sync, write_at
@@ -37,7 +38,14 @@ OWN_FDS = f"{PROC}/self/fd"
 
 def temporary_name() -> str:
     """Make a random name that no key can have."""
-    return TEMPORARY_PREFIX + secrets.token_hex(8)
+    name = TEMPORARY_PREFIX + secrets.token_hex(8)
+    return f"{name}-{proof_of(name)}"
+
+
+def is_temporary_name(name: str) -> bool:
+    """Whether `temporary_name` made this name, and no other program."""
+    start, _, proof = name.rpartition("-")
+    return start.startswith(TEMPORARY_PREFIX) and proof == proof_of(start)
 
 
 def open_file(folder_fd: int, name: str) -> int:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from holdfast.errors import StoreError, UnsupportedStore
+from holdfast.store.base import is_key
 from holdfast.store.local.oserrors import UNSUPPORTED, Reporting
 from holdfast.system import CLOSED_ON_EXEC, sync
 
@@ -147,20 +148,6 @@ def _sync_name(path: str) -> None:
             sync_folder_fd(parent_fd)
 
 
-def remove_tree(root: str, segments: Sequence[str]) -> None:
-    """Remove a folder with everything in it: files first, then folders from the inside out."""
-    todo = [tuple(segments)]
-    emptied = []
-    while todo:
-        folder = todo.pop()
-        with suppress(FileNotFoundError), opened_folder(root, folder) as folder_fd:
-            todo += [(*folder, name) for name in _empty_folder(folder_fd)]
-            emptied.append(folder)
-    for *outer, name in reversed(emptied):
-        with suppress(FileNotFoundError), opened_folder(root, outer) as outer_fd:
-            os.rmdir(name, dir_fd=outer_fd)
-
-
 def scan(folder: int | str, *, sizes: bool) -> list[tuple[str, int]]:
     """List name and length of regular files and folders, whose names end with `/`.
 
@@ -191,12 +178,11 @@ def _leads_out(folder: int | str, name: str) -> bool:
     return "/" in os.readlink(name, dir_fd=folder)
 
 
-def _empty_folder(folder_fd: int) -> list[str]:
-    """Remove all files and links in a folder; return the names of its subfolders."""
+def names_of_no_objects(folder_fd: int) -> list[str]:
+    """List what is in an open folder but regular files whose names are valid in keys, sorted."""
     with os.scandir(folder_fd) as entries:
-        names = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
-    for name, is_folder in names:
-        if not is_folder:
-            with suppress(FileNotFoundError):
-                os.unlink(name, dir_fd=folder_fd)
-    return [name for name, is_folder in names if is_folder]
+        return sorted(
+            entry.name
+            for entry in entries
+            if not (is_key(entry.name) and entry.is_file(follow_symlinks=False))
+        )

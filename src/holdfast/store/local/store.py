@@ -35,12 +35,12 @@ from holdfast.store.base import (
 )
 from holdfast.store.local import files, oserrors, reads
 from holdfast.store.local.blocks import DirectWrites, LocalBlockWriter, create_file
-from holdfast.store.local.files import TEMPORARY_PREFIX, drafted
+from holdfast.store.local.files import drafted
 from holdfast.store.local.folders import (
     make_folder_in,
     make_root,
+    names_of_no_objects,
     opened_folder,
-    remove_tree,
     sync_folder_fd,
 )
 from holdfast.store.local.names import names_below, segments_of
@@ -185,10 +185,10 @@ class LocalStore(Store):
 
     @override
     def delete(self, key: str) -> None:
-        """Remove a file, or a folder with its contents; symbolic links are not followed."""
+        """Remove a file or an empty folder; symbolic links are not followed."""
         if key.endswith("/"):
             check_key(key[:-1])
-            self._delete_tree(key[:-1])
+            self._delete_folder(key[:-1])
         else:
             self._delete_file(key)
 
@@ -232,11 +232,20 @@ class LocalStore(Store):
         report = Reporting("sweep", self._path(folder))
         with suppress(NotFound), report, self._opened(folder) as folder_fd:
             for name in os.listdir(folder_fd):
-                if name.startswith(TEMPORARY_PREFIX):
+                if files.is_temporary_name(name):
                     with suppress(FileNotFoundError):
                         os.unlink(name, dir_fd=folder_fd)
                         num_removed += 1
         return num_removed
+
+    @override
+    def unlisted(self, folder: str) -> tuple[str, ...]:
+        check_folder(folder)
+        report = Reporting("look into", self._path(folder))
+        with suppress(NotFound), report, self._opened(folder) as folder_fd:
+            names = names_of_no_objects(folder_fd)
+            return tuple(name for name in names if not files.is_temporary_name(name))
+        return ()
 
     @override
     def create(self, key: str, nbytes: int, *, at_most: bool = False) -> BlockWriter:
@@ -314,7 +323,7 @@ class LocalStore(Store):
             except OSError as err:
                 if err.errno != errno.EINVAL:
                     raise
-            return self.get(name).decode(errors="replace").strip()  # a text file
+            return super().pointed(name)  # a text file
         return None
 
     @override
@@ -416,15 +425,16 @@ class LocalStore(Store):
             report.effect = "done"
             sync_folder_fd(folder_fd)
 
-    def _delete_tree(self, folder: str) -> None:
+    def _delete_folder(self, folder: str) -> None:
         self._names.expect_writable()
         segments = segments_of(folder)
+        self.sweep(folder)
         report = Reporting("delete", self._path(folder) + "/")
-        with suppress(NotFound), report:
-            remove_tree(self._root, segments)
-            with opened_folder(self._root, segments[:-1]) as outer_fd:
-                report.effect = "done"
-                sync_folder_fd(outer_fd)
+        with suppress(NotFound), report, opened_folder(self._root, segments[:-1]) as outer_fd:
+            with suppress(FileNotFoundError, NotADirectoryError):
+                os.rmdir(segments[-1], dir_fd=outer_fd)
+            report.effect = "done"
+            sync_folder_fd(outer_fd)
 
     def _walk(self, prefix: str) -> Iterator[ObjectInfo]:
         # In order of whole keys: a folder sorts as if its name ended with the slash.

@@ -104,12 +104,14 @@ class RemoteStore(ReadByRequests):
 
     @override
     def delete(self, key: str) -> None:
-        """Remove an object, or a folder with its objects and incomplete uploads."""
+        """Remove an object, or the incomplete uploads in a folder without objects."""
         check_key(key.removesuffix("/"))
         if not key.endswith("/"):
             self._api.delete([key])
             return
-        self._delete_all(info.key for info in self._found(key))
+        left = next(iter(self._found(key)), None)
+        if left is not None:
+            raise StoreError(f"delete {self._api.url(key)}: {left.key} is still in it")
         with suppress(AccessDenied, UnsupportedStore):
             self.abort_uploads(key.removesuffix("/"))
 
