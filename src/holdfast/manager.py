@@ -45,6 +45,7 @@ from holdfast.engine.moments import Counters, Moments
 from holdfast.engine.options import Checkpoints, OnExisting
 from holdfast.engine.pause import collector_paused
 from holdfast.engine.roots.catalog import Entry
+from holdfast.engine.saving.boundary import StepBoundary
 from holdfast.engine.saving.calls import Calls, counted
 from holdfast.engine.saving.compressing import Compress, Compressing, choices
 from holdfast.engine.saving.environment import environment
@@ -305,6 +306,7 @@ class CheckpointManager(Marking):
         )
         self._history = History(config, world_size=self._ranks.world_size)
         self._warnings = ScriptWarnings(self.store.url, state, self._emit)
+        self._boundary = StepBoundary(state, self._emit)
         self._stop = stop
         self._quiet = _NEVER_QUIET
         self._upload_error: HoldfastError | None = None
@@ -756,6 +758,7 @@ class CheckpointManager(Marking):
             self._outside.close()
             exits.unregister(self)
             self._overlap.step_guard.close()
+            self._boundary.close()
             try:
                 free_s = math.inf if self._stop is None else self._stop.free_s
                 self._uploads.close(min(left_s(end), max(0.0, free_s - _UPLOADS_END_S)))
@@ -857,6 +860,7 @@ class CheckpointManager(Marking):
         captured_s = time.perf_counter() - joint.began_s
         self._beginning.compare_clocks(self._saver.standing)
         self._warnings.of_capture(captured, is_whole=due.components is None)
+        unhealthy = (*unhealthy, *self._boundary.check(captured, now.step))
         standing = self._saver.standing
         if standing is not None and standing.step == now.step:
             joint.stand_on(standing.folder)
@@ -988,6 +992,7 @@ class CheckpointManager(Marking):
         Returns the notes on settings that the script and the checkpoint have otherwise.
         """
         replaced, origins = script.settle(found)
+        self._boundary.reset()
         for note in (*found.one_sided.notes, *found.prepared.lost, *replaced):
             self._emit("warning", f"{found.entry.folder}: {note}", folder=found.entry.folder)
         if not found.options.is_full:

@@ -91,6 +91,8 @@ class WayBack:
         boundary, self._boundary = self._boundary, None
         if boundary is not None:
             boundary.put_back()
+            for module in self._modules:
+                module.zero_grad()  # those of the window that is undone
         return boundary is not None
 
     def fetching(self) -> AbstractContextManager[None]:
