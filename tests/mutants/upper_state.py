@@ -130,8 +130,8 @@ MUTANTS: tuple[Mutant, ...] = (
         name="pattern-names-prefixes-of-segments",
         promise="D58: a path in a pattern names exactly what it says",
         file="state/patterns.py",
-        before="pattern[at] in (_ONE, path[position]):",
-        after="pattern[at] in (_ONE, path[position][: len(pattern[at])]):",
+        before="_matches(pattern[at], path[position]):",
+        after="_matches(pattern[at], path[position][: len(pattern[at])]):",
         near=("tests/state/test_selection.py",),
     ),
     Mutant(

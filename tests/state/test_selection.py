@@ -23,22 +23,33 @@ def names(pattern: Sequence[str], path: Sequence[str]) -> bool:
         return not path
     if pattern[0] == "**":
         return names(pattern[1:], path) or (bool(path) and names(pattern, path[1:]))
-    return bool(path) and pattern[0] in ("*", path[0]) and names(pattern[1:], path[1:])
+    return bool(path) and is_one(pattern[0], path[0]) and names(pattern[1:], path[1:])
+
+
+def is_one(pattern: str, segment: str) -> bool:
+    """The same of one segment: `*` is any characters, every other one is itself."""
+    if pattern[:1] == "*":
+        return any(is_one(pattern[1:], segment[at:]) for at in range(len(segment) + 1))
+    return pattern[:1] == segment[:1] and (not pattern or is_one(pattern[1:], segment[1:]))
 
 
 def names_it_or_above(pattern: Sequence[str], path: Sequence[str]) -> bool:
     return any(names(pattern, path[:i]) for i in range(len(path) + 1))
 
 
-SEGMENTS = st.sampled_from(["a", "b", "0", "w[0]", "x/y", "?", "*", ""])
-PATTERNS = st.lists(st.one_of(SEGMENTS, st.sampled_from(["*", "**"])), min_size=1, max_size=6)
+SEGMENTS = st.sampled_from(["a", "b", "0", "w[0]", "x/y", "?", "*", "", "aba", "abba", "ab"])
+PATTERNS = st.lists(
+    st.one_of(SEGMENTS, st.sampled_from(["*", "**", "*a", "w*", "x*y", "*a*", "a*b*a", "?*"])),
+    min_size=1,
+    max_size=6,
+)
 
 
 @given(pattern=PATTERNS, path=st.lists(SEGMENTS, min_size=1, max_size=7))
 def test_matching_is_what_a_plain_recursive_definition_says(
     pattern: list[str], path: list[str]
 ) -> None:
-    """D58: `*` is one whole segment, `**` any number, and nothing else means anything."""
+    """D58: `*` stays inside its segment, `**` is any number, and nothing else means anything."""
     assert covers(pattern, path) is names_it_or_above(pattern, path)
 
 

@@ -1,7 +1,8 @@
 """Patterns of paths, as in `include` and `skip` of a load. Imports no torch.
 
-A path is split into segments at its dots. In a pattern `*` matches exactly one segment and `**` any
-number of them; every other character matches itself. A pattern also matches everything below.
+A path is split into segments at its dots. In a pattern `*` matches any characters of one segment,
+and a segment `**` any number of segments; every other character matches itself. A pattern also
+matches everything below.
 """
 
 from __future__ import annotations
@@ -13,6 +14,24 @@ from holdfast.errors import UsageError
 _ONE, _ANY = "*", "**"
 
 
+def _matches(pattern: str, segment: str) -> bool:
+    """Whether a segment of a pattern, which is not `**`, matches one of a path."""
+    if pattern in (_ONE, segment) or _ONE not in pattern:
+        return pattern in (_ONE, segment)
+    first, *middle, last = pattern.split(_ONE)
+    if len(segment) < len(first) + len(last):
+        return False
+    if not (segment.startswith(first) and segment.endswith(last)):
+        return False
+    at, end = len(first), len(segment) - len(last)
+    for part in middle:
+        found = segment.find(part, at, end)
+        if found < 0:
+            return False
+        at = found + len(part)
+    return True
+
+
 def covers(pattern: Sequence[str], path: Sequence[str]) -> bool:
     """Whether `pattern` matches `path` or an ancestor of it; both are lists of segments."""
     at = position = 0
@@ -21,7 +40,7 @@ def covers(pattern: Sequence[str], path: Sequence[str]) -> bool:
         if pattern[at] == _ANY:
             at += 1
             resume = (at, position)
-        elif position < len(path) and pattern[at] in (_ONE, path[position]):
+        elif position < len(path) and _matches(pattern[at], path[position]):
             at, position = at + 1, position + 1
         elif resume is not None and resume[1] < len(path):
             # Backtrack: the last `**` matches one more segment.
@@ -81,12 +100,16 @@ class Entries:
 
     def reach(self, component: str) -> bool:
         """Whether an entry may match something in this component, or the whole of it."""
-        return any(pattern[0] in (component, _ONE, _ANY) for pattern in self._patterns.values())
+        return any(
+            pattern[0] == _ANY or _matches(pattern[0], component)
+            for pattern in self._patterns.values()
+        )
 
     def reach_inside(self, component: str) -> bool:
         """Whether an entry may match something in this component and not the whole of it."""
         return any(
-            pattern[0] in (component, _ONE, _ANY) and not covers(pattern, [component])
+            (pattern[0] == _ANY or _matches(pattern[0], component))
+            and not covers(pattern, [component])
             for pattern in self._patterns.values()
         )
 

@@ -148,7 +148,7 @@ class _Ignored:
             names = ", ".join(name for name, _, _ in components)
             raise UsageError(
                 f"{lost[0]} in what is compared, which is {names}; `holdfast tree` lists the names "
-                "in it, and * stands for one whole name between dots"
+                "in it, and * stands for any characters between two dots"
             )
 
     def _walks(self, path: str) -> bool:
