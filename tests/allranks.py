@@ -13,6 +13,7 @@ from typing_extensions import override
 from holdfast.errors import Disconnected
 from holdfast.manager import CheckpointManager
 from holdfast.ranks.coordinator import Collected, Coordinator, Exchange, Failure, Transfer
+from holdfast.ranks.waiting import Watch
 from holdfast.testing.faulty import Stopped
 from holdfast.testing.ranks import ThreadCoordinator
 
@@ -155,9 +156,9 @@ class Breaking(Coordinator):
             self.inner.fail(tag, failure, timeout_s=timeout_s)
 
     @override
-    def collect(self, tag: str, *, timeout_s: float) -> Collected:
+    def collect(self, tag: str, *, timeout_s: float, watch: Watch | None = None) -> Collected:
         self._meet("collect", tag)
-        return self.inner.collect(tag, timeout_s=timeout_s)
+        return self.inner.collect(tag, timeout_s=timeout_s, watch=watch)
 
     @override
     def announce(self, tag: str, data: bytes, *, timeout_s: float) -> None:
@@ -165,9 +166,9 @@ class Breaking(Coordinator):
         self.inner.announce(tag, data, timeout_s=timeout_s)
 
     @override
-    def hear(self, tag: str, *, timeout_s: float) -> bytes:
+    def hear(self, tag: str, *, timeout_s: float, watch: Watch | None = None) -> bytes:
         self._meet("hear", tag)
-        return self.inner.hear(tag, timeout_s=timeout_s)
+        return self.inner.hear(tag, timeout_s=timeout_s, watch=watch)
 
     @override
     def exchange(self, *, timeout_s: float) -> Exchange:

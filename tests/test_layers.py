@@ -40,7 +40,8 @@ INNER: dict[str, tuple[tuple[str, ...], ...]] = {
         ("local", "memory", "remote"),
     ),
     "ranks": (
-        ("callthreads", "coordinator"),
+        ("callthreads", "waiting"),
+        ("coordinator",),
         ("alone", "exchange", "messages"),
         ("c10d",),
         ("chosen",),

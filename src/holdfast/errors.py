@@ -329,13 +329,17 @@ class RanksFailed(RanksError):
 
 
 class RanksSilent(RanksError, DeadlineExceeded):
-    """Some ranks did not answer by the deadline; `ranks` lists them."""
+    """Some ranks did not answer by the deadline, or have ended; `ranks` lists them."""
 
-    def __init__(self, what: str, ranks: Sequence[int]) -> None:
+    def __init__(self, what: str, ranks: Sequence[int], *, why: str = "") -> None:
         self.ranks = list(ranks)
+        if why:
+            super().__init__(f"{what}: nothing came from {name_ranks(ranks)}: {why}")
+            return
         super().__init__(
-            f"{what}: nothing came by the deadline from {name_ranks(ranks)}. Look in their logs "
-            "whether they have ended, hang or are late"
+            f"{what}: nothing came by the deadline from {name_ranks(ranks)}. Every rank must call "
+            "save, maybe_save, resume and load at the same points of the program. If they have "
+            "called it, look in their logs whether they have ended, hang or are late"
         )
 
 

@@ -24,6 +24,7 @@ from holdfast.engine.checkpoint import Checkpoint, CheckpointList, PendingSave, 
 from holdfast.engine.claims.marking import Marking
 from holdfast.engine.claims.notes import checked_metrics, checked_reasons, checked_tags
 from holdfast.engine.claims.owner import left_s
+from holdfast.engine.claims.process import liveness, this_process
 from holdfast.engine.control import exits
 from holdfast.engine.control.on_commit import CommitFunction, OnCommit, commands_of
 from holdfast.engine.control.outside import Asked, outside_of
@@ -81,8 +82,9 @@ from holdfast.policy.schedule import Schedule, together
 from holdfast.policy.texts import policy_of
 from holdfast.policy.triggers import Event as TriggerEvent
 from holdfast.policy.triggers import SaveFunction, Trigger
-from holdfast.ranks.chosen import coordinator_of
+from holdfast.ranks.chosen import GroupAlarm, coordinator_of
 from holdfast.ranks.coordinator import Coordinator
+from holdfast.ranks.waiting import Processes
 from holdfast.state.capture import Captured, Capturer
 from holdfast.state.components import RNG, check_state, marked, refuse_fsdp1, unwrapped
 from holdfast.state.edits import Edit, edited
@@ -215,7 +217,9 @@ class CheckpointManager(Marking):
         compressions = choices(checkpoints.compress, {*state, RNG})
         self._emit = Emitter((*checkpoints.sinks, *commands_of(checkpoints.on_commit)))
         length = None if max_duration is None else parse(max_duration, what="max_duration")
-        self._ranks = encrypted(coordinator_of(ranks, self._emit), checkpoints.encrypt)
+        processes = Processes(own=this_process(), has_ended=lambda one: liveness(one) == "dead")
+        self._ranks = encrypted(coordinator_of(ranks, self._emit, processes), checkpoints.encrypt)
+        self._group_alarm = GroupAlarm(ranks, self._emit)
         self._shares_ranks = isinstance(ranks, Coordinator)
         if not self._ranks.is_leader:
             self._emit.leave_reports()
@@ -247,6 +251,7 @@ class CheckpointManager(Marking):
             self._ranks,
             timeout_s=checkpoints.save_timeout_s,
             look=partial(look, self.store, self._ranks.rank, self._emit),
+            warn=partial(self._emit, "warning"),
             may_wait=isinstance(checkpoints.root, Tiered)
             and checkpoints.root.options.max_lag is not None,
         )
@@ -269,6 +274,7 @@ class CheckpointManager(Marking):
             stop,
             self._finish_at_stop,
             timeout_s=checkpoints.save_timeout_s,
+            warn=partial(self._emit, "warning"),
         )
         self._overlap = Overlap(
             checkpoints.overlap or False, state, self._emit, timeout_s=checkpoints.save_timeout_s
@@ -786,7 +792,8 @@ class CheckpointManager(Marking):
         self._quiet, self._is_unused = _NEVER_QUIET, False
         is_last = is_last or (self._stop is not None and self._stop.requested is not None)
         # Whatever fails from here on fails the save of all ranks, which count their saves alike.
-        with self._together.save(now.step) as joint:
+        call = (due.save_class, now.epoch, now.cycle, now.samples, now.tokens)
+        with self._together.save(now.step, *call) as joint:
             try:
                 due = replace(due, tags=(*due.tags, *checked_tags(tags)))
             finally:
@@ -943,6 +950,7 @@ class CheckpointManager(Marking):
                 f"{self.store.url}: this manager belongs to process {self._pid}; "
                 "make one of your own after a fork"
             )
+        self._group_alarm.look()
 
     def _check_usable(self) -> None:
         self._check_process()

@@ -16,15 +16,18 @@ from threading import Lock
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 from typing_extensions import override
 
 from allranks import Member
 from distributed.run import run_ranks
-from holdfast import errors
+from holdfast import CheckpointManager, errors
 from holdfast.care.verify import verify
 from holdfast.engine.control import exits
 from holdfast.engine.roots.catalog import Catalog
+from holdfast.events import Event
+from holdfast.ranks import c10d, waiting
 from holdfast.ranks.c10d import C10d
 from holdfast.store.base import BlockWriter, Buffer, WrappedStore
 from holdfast.store.local import LocalStore
@@ -222,3 +225,47 @@ def test_ranks_that_lose_another_in_a_load_have_their_state_or_say_that_it_is_mi
         assert is_half == (place == "apply"), found
         assert is_old or is_half, found
     assert run_ranks(2, partial(load_once_more, root)) == [1, 1]
+
+
+def save_beside_one_that_is(how: signal.Signals, odd: int, root: Path, rank: int) -> str:
+    """Save step 2, before which rank `odd` gets a signal; the limit is that of every manager.
+
+    A warning that names it lets it go on, if it is stopped.
+    """
+    c10d.LOOK_S, waiting.FIRST_S = 0.2, 0.5
+    pids = root.parent / f"pid{odd}"
+
+    def hear(event: Event) -> None:
+        if event.kind == "warning" and f"rank {odd} (process" in event.message:
+            os.kill(int(pids.read_text()), signal.SIGCONT)
+
+    manager = CheckpointManager(root, {"model": nn.Linear(2, 2)}, sinks=[hear])
+    manager.save(1).wait()
+    if rank == odd:
+        pids.write_text(f"{os.getpid()}")
+    torch.distributed.barrier()
+    if rank == odd:
+        os.kill(os.getpid(), how)
+    try:
+        manager.save(2).wait()
+    except errors.HoldfastError as error:
+        exits.unregister(manager)
+        return str(error).replace(pids.read_text(), "PID")
+    manager.close()
+    return "committed"
+
+
+@pytest.mark.parametrize("odd", [0, pytest.param(1, marks=pytest.mark.full)])
+def test_a_killed_rank_is_named_long_before_the_deadline(odd: int, tmp_path: Path) -> None:
+    save = partial(save_beside_one_that_is, signal.SIGKILL, odd, tmp_path / "run")
+    said = run_ranks(NUM_RANKS, save, lost=[odd])
+    for rank, one in enumerate(said):
+        if rank != odd:
+            assert f"rank {odd}" in str(one), said
+            assert "process PID on" in str(one), said
+
+
+@pytest.mark.parametrize("odd", [1, pytest.param(0, marks=pytest.mark.full)])
+def test_a_stopped_rank_is_named_and_waited_for(odd: int, tmp_path: Path) -> None:
+    save = partial(save_beside_one_that_is, signal.SIGSTOP, odd, tmp_path / "run")
+    assert run_ranks(NUM_RANKS, save) == ["committed"] * NUM_RANKS

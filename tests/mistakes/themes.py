@@ -11,6 +11,7 @@ from tests.mistakes import (
     names,
     order,
     paths,
+    ranks_order,
     times,
     training,
 )
@@ -27,6 +28,7 @@ THEMES = (
     clocks.THEME,
     commands.THEME,
     training.THEME,
+    ranks_order.THEME,
 )
 
 CASES = tuple(case for theme in THEMES for case in theme.cases)

@@ -40,6 +40,22 @@ MUTANTS: tuple[Mutant, ...] = (
         near=("tests/ranks/test_contract.py",),
     ),
     Mutant(
+        name="an-ended-rank-of-another-host-is-waited-for",
+        promise="R38: the leader learns from a neighbor that a rank has ended",
+        file="ranks/c10d.py",
+        before="        if self.is_leader and self._store.check([_NUM_ENDED]):\n",
+        after="        if not self.is_leader and self._store.check([_NUM_ENDED]):\n",
+        near=("tests/ranks/test_waiting.py",),
+    ),
+    Mutant(
+        name="a-late-rank-is-not-named",
+        promise="R38: who has not made a call is named while the others wait",
+        file="ranks/waiting.py",
+        before="        elif late:\n",
+        after="        elif len(late) > 99:\n",
+        near=("tests/ranks/test_waiting.py",),
+    ),
+    Mutant(
         name="deadline-left-to-the-store",
         promise="I9: no wait without a deadline",
         file="ranks/c10d.py",

@@ -6,6 +6,7 @@ from typing_extensions import override
 
 from holdfast.errors import UsageError
 from holdfast.ranks.coordinator import Collected, Coordinator, Failure
+from holdfast.ranks.waiting import Watch
 
 
 class Alone(Coordinator):
@@ -31,7 +32,7 @@ class Alone(Coordinator):
         """No-op: no other rank waits for this one."""
 
     @override
-    def collect(self, tag: str, *, timeout_s: float) -> Collected:
+    def collect(self, tag: str, *, timeout_s: float, watch: Watch | None = None) -> Collected:
         self.use("collect", tag)
         came = {0: self._posts.pop(tag)} if tag in self._posts else {}
         return Collected(came=came, failed={}, silent=[] if came else [0])
@@ -42,5 +43,5 @@ class Alone(Coordinator):
         self.use("announce", tag)
 
     @override
-    def hear(self, tag: str, *, timeout_s: float) -> bytes:
+    def hear(self, tag: str, *, timeout_s: float, watch: Watch | None = None) -> bytes:
         raise UsageError("a run of one process has no follower that could hear")

@@ -24,7 +24,7 @@ import os
 import secrets
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
@@ -33,6 +33,7 @@ from functools import partial
 from threading import Condition, Lock
 from typing import TYPE_CHECKING, TypeVar, cast
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
@@ -47,6 +48,8 @@ from holdfast.errors import (
     RanksSilent,
     UsageError,
 )
+from holdfast.format.records import Process
+from holdfast.launched import present_ranks
 from holdfast.ranks.callthreads import CallThreads
 from holdfast.ranks.coordinator import (
     GRACE_S,
@@ -57,9 +60,11 @@ from holdfast.ranks.coordinator import (
     Coordinator,
     Exchange,
     Failure,
+    decoded,
 )
 from holdfast.ranks.exchange import GroupExchange
 from holdfast.ranks.messages import Store, delete, get, has, put, take_present
+from holdfast.ranks.waiting import LOOK_S, Processes, Watch, described, named
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store as TorchStore
@@ -74,6 +79,8 @@ _MEET_S = 60.0
 """Limit on the meeting of ranks that make an exchange."""
 _EXIT_S = 1.0
 _SHORTEST_PAUSE_S = 0.001
+_NUM_ENDED = "ended"
+"""Key of the number of reports of ranks that have ended."""
 _PAUSE_A_RANK_S = 50e-6
 """Pause between two looks for each rank of the group, which spares the one server of the store."""
 _LONGEST_PAUSE_S = 1.0
@@ -135,6 +142,9 @@ class C10d(Coordinator):
         rank: number of this rank in the group.
         world_size: number of ranks of the group.
         timeout_s: seconds to wait until all ranks have come.
+        processes: lets ranks find out in a wait whose process has ended. A rank sees those of its
+            own host, and tells the leader.
+        warn: gets the warning of a long wait until all ranks have come.
 
     Raises:
         UsageError: torch is older than 2.8, whose stores have no `clone`.
@@ -143,7 +153,14 @@ class C10d(Coordinator):
     """
 
     def __init__(
-        self, store: TorchStore, rank: int, world_size: int, *, timeout_s: float = 60.0
+        self,
+        store: TorchStore,
+        rank: int,
+        world_size: int,
+        *,
+        timeout_s: float = 60.0,
+        processes: Processes | None = None,
+        warn: Callable[[str], object] | None = None,
     ) -> None:
         super().__init__(rank, world_size)
         if not hasattr(store, "clone"):
@@ -159,8 +176,15 @@ class C10d(Coordinator):
         self._rounds: dict[str, _Round] = {}
         """Rounds that may have keys left, by tag; the one used last is the last."""
         self._nonce = ""
+        self._processes = processes
+        self._known: dict[int, Process] = {}
+        """Processes of ranks, as far as they were read."""
+        self._suspects: set[int] = set()
+        """Ranks whose process had ended at the last look. Their last post may still arrive."""
+        self._reported: set[int] = set()
         absent = [*range(1, world_size)] if self.is_leader else [LEADER]
-        meet = partial(self._meet, store, absent, time.monotonic() + timeout_s)
+        watch = None if warn is None else Watch(warn, "making a manager", "meeting")
+        meet = partial(self._meet, store, absent, time.monotonic() + timeout_s, watch)
         try:
             self._store = self._within(timeout_s, meet)
         except DeadlineExceeded as error:
@@ -169,7 +193,13 @@ class C10d(Coordinator):
         self._is_of_default_group = False
 
     @classmethod
-    def of_default_group(cls, *, timeout_s: float = 60.0) -> C10d:
+    def of_default_group(
+        cls,
+        *,
+        timeout_s: float = 60.0,
+        processes: Processes | None = None,
+        warn: Callable[[str], object] | None = None,
+    ) -> C10d:
         """Make the coordinator of this rank in the default process group.
 
         Raises:
@@ -178,7 +208,14 @@ class C10d(Coordinator):
         group = dist.group.WORLD
         if group is None:
             raise UsageError("torch.distributed has no default process group: initialise it first")
-        made = cls(group.get_group_store(), group.rank(), group.size(), timeout_s=timeout_s)
+        made = cls(
+            group.get_group_store(),
+            group.rank(),
+            group.size(),
+            timeout_s=timeout_s,
+            processes=processes,
+            warn=warn,
+        )
         made._is_of_default_group = True
         return made
 
@@ -218,10 +255,10 @@ class C10d(Coordinator):
         self._within(timeout_s, partial(say, tag, failure))
 
     @override
-    def collect(self, tag: str, *, timeout_s: float) -> Collected:
+    def collect(self, tag: str, *, timeout_s: float, watch: Watch | None = None) -> Collected:
         self.expect_leader()
         self.use("collect", tag)
-        collect = partial(self._collect, tag, time.monotonic() + timeout_s)
+        collect = partial(self._collect, tag, time.monotonic() + timeout_s, watch)
         return self._within(timeout_s + READ_S, collect)
 
     @override
@@ -231,11 +268,13 @@ class C10d(Coordinator):
         self._within(timeout_s, partial(self._announce, tag, data))
 
     @override
-    def hear(self, tag: str, *, timeout_s: float) -> bytes:
+    def hear(self, tag: str, *, timeout_s: float, watch: Watch | None = None) -> bytes:
         self.expect_follower()
-        hear = partial(self._hear, tag, time.monotonic() + timeout_s)
+        hear = partial(self._hear, tag, time.monotonic() + timeout_s, watch)
         try:
             said = self._within(timeout_s, hear)
+        except _Ended as ended:
+            raise RanksSilent(tag, [LEADER], why=ended.why[LEADER]) from None
         except DeadlineExceeded as error:
             raise RanksSilent(tag, [LEADER]) from error
         if isinstance(said, Failure):
@@ -258,21 +297,104 @@ class C10d(Coordinator):
         put(self._store, _announcement_name(tag), said)
         self._retire(tag, 0)
 
-    def _hear(self, tag: str, end: float) -> bytes | Failure:
+    def _hear(self, tag: str, end: float, watch: Watch | None) -> bytes | Failure:
         name = _announcement_name(tag)
-        self._await(lambda: has(self._store, name), end)
+
+        def look(waited_s: float) -> None:
+            self._expect_running(lambda ranks: [rank for rank in ranks if rank == LEADER])
+            if watch is not None and watch.begins is not None and waited_s >= watch.next_s:
+                has_begun = has(self._store, _post_name(LEADER, watch.begins))
+                has_begun = has_begun or self._num_posts(watch.begins) == self.world_size
+                watch.tell(waited_s, [] if has_begun else [self._named(LEADER)])
+
+        self._await(lambda: has(self._store, name), end, None if watch is None else look)
         return get(self._store, name)
 
-    def _collect(self, tag: str, end: float) -> Collected:
-        with suppress(DeadlineExceeded):
-            self._await(lambda: self._store.check([_over_key(tag)]), end)
+    def _collect(self, tag: str, end: float, watch: Watch | None) -> Collected:
+        def lacking(ranks: Iterable[int]) -> list[int]:
+            return [rank for rank in ranks if not has(self._store, _post_name(rank, tag))]
+
+        def look(waited_s: float) -> None:
+            self._expect_running(lacking)
+            if watch is not None and waited_s >= watch.next_s:
+                late = lacking(range(self.world_size))
+                watch.tell(waited_s, [self._named(rank) for rank in late])
+
+        ended: Mapping[int, str] = {}
+        try:
+            over = _over_key(tag)
+            self._await(lambda: self._store.check([over]), end, None if watch is None else look)
+        except DeadlineExceeded:
+            pass
+        except _Ended as error:
+            ended = error.why
         posts = _take_posts(self._store, tag, self.world_size)
         self._retire(tag, len(posts))
+        failed = {rank: said for rank, said in posts.items() if isinstance(said, Failure)}
+        lost = {r: Failure("its script", why) for r, why in ended.items() if r not in posts}
         return Collected(
             came={rank: said for rank, said in posts.items() if isinstance(said, bytes)},
-            failed={rank: said for rank, said in posts.items() if isinstance(said, Failure)},
-            silent=[rank for rank in range(self.world_size) if rank not in posts],
+            failed={**failed, **lost},
+            silent=[r for r in range(self.world_size) if r not in posts and r not in lost],
         )
+
+    def _num_posts(self, tag: str) -> int:
+        return self._store.add(_count_key(tag), 0)
+
+    # Processes of other ranks, looked at in a wait
+
+    def _expect_running(self, needed: Callable[[Iterable[int]], list[int]]) -> None:
+        """Raise `_Ended` if the process of a rank has ended that is `needed`."""
+        if self._processes is None:
+            return
+        seen = {
+            rank
+            for rank, process in self._neighbors(self._processes).items()
+            if self._processes.has_ended(process)
+        }
+        ended, self._suspects = seen & self._suspects, seen
+        for rank in ended - self._reported:  # the leader may be on a host that cannot see it
+            number = self._store.add(_NUM_ENDED, 1)
+            self._store.set(f"ended/{number}", b"%d" % rank)
+            self._reported.add(rank)
+        if self.is_leader and self._store.check([_NUM_ENDED]):
+            for number in range(1, self._store.add(_NUM_ENDED, 0) + 1):
+                if self._store.check([f"ended/{number}"]):
+                    ended.add(int(self._store.get(f"ended/{number}")))
+        if lost := needed(sorted(ended)):
+            raise _Ended({rank: self._end_of(rank) for rank in lost})
+
+    def _end_of(self, rank: int) -> str:
+        process = self._process(rank)
+        which = "its process" if process is None else described(process)
+        return f"{which} has ended; look in its log for the reason"
+
+    def _neighbors(self, processes: Processes) -> Mapping[int, Process]:
+        """Return the processes of ranks that this rank looks at, which are on its host."""
+        if self.is_leader:
+            ranks = range(self.world_size)
+        else:
+            here = present_ranks()
+            first = self.rank - (here.local_rank or 0) if here.rank == self.rank else self.rank
+            ranks = range(first, min(first + (here.local_world_size or 1), self.world_size))
+        found = {rank: self._process(rank) for rank in {LEADER, *ranks} - {self.rank}}
+        own = processes.own
+        return {
+            rank: process
+            for rank, process in found.items()
+            if process is not None
+            and (process.boot_id, process.pid_namespace) == (own.boot_id, own.pid_namespace)
+        }
+
+    def _process(self, rank: int) -> Process | None:
+        """Return the process of a rank; None: it has not said it yet, or has not met to say it."""
+        if rank not in self._known and self._nonce and self._store.check([_process_key(rank)]):
+            data = self._store.get(_process_key(rank))
+            self._known[rank] = decoded(data, Process, f"process of rank {rank}")
+        return self._known.get(rank)
+
+    def _named(self, rank: int) -> str:
+        return named(rank, self._process(rank))
 
     def _retire(self, tag: str, num_taken: int) -> None:
         """Note a round and its taken posts; delete what is left of old ones."""
@@ -287,17 +409,29 @@ class C10d(Coordinator):
                 return
             _delete_round(self._store, old_tag, self._rounds.pop(old_tag), self.world_size)
 
-    def _meet(self, store: TorchStore, absent: list[int], end: float) -> Store:
+    def _meet(self, store: TorchStore, absent: list[int], end: float, watch: Watch | None) -> Store:
         """Agree on a nonce; return a clone of the store in which all keys begin with it."""
         own = _prefixed("holdfast", store).clone()
         own.set_timeout(timedelta(seconds=_GET_S))
-        if self.is_leader:
-            self._nonce = self._invite(own, absent, end)
-            self._delete_ended(own, end)
-            return _prefixed(self._nonce, own)
-        return _prefixed(self._join(own, end), own)
 
-    def _invite(self, store: Store, absent: list[int], end: float) -> str:
+        def look(waited_s: float) -> None:
+            if watch is not None and waited_s >= watch.next_s:
+                watch.tell(waited_s, [named(rank, None) for rank in absent])
+
+        if self.is_leader:
+            nonce = self._invite(own, absent, end, look)
+            self._delete_ended(own, end)
+        else:
+            nonce = self._join(own, end, look)
+        met = _prefixed(nonce, own)
+        if self._processes is not None:
+            met.set(_process_key(self.rank), msgspec.msgpack.encode(self._processes.own))
+        self._nonce = nonce
+        return met
+
+    def _invite(
+        self, store: Store, absent: list[int], end: float, look: Callable[[float], None]
+    ) -> str:
         """Give a new nonce to each follower that says hello, and take it off `absent`."""
         nonce = secrets.token_hex(16)
         store.set("leader", nonce.encode())
@@ -310,7 +444,7 @@ class C10d(Coordinator):
                 absent.remove(rank)
             return not absent
 
-        self._await(are_all_here, end)
+        self._await(are_all_here, end, look)
         return nonce
 
     def _delete_ended(self, store: Store, end: float) -> None:
@@ -322,8 +456,11 @@ class C10d(Coordinator):
                 if time.monotonic() > end:  # the meeting succeeded; cleanup must not fail it
                     return
                 _delete_round(former, tag, one, self.world_size)
+            if self._processes is not None:
+                for rank in range(self.world_size):
+                    former.delete_key(_process_key(rank))
 
-    def _join(self, store: Store, end: float) -> str:
+    def _join(self, store: Store, end: float, look: Callable[[float], None]) -> str:
         """Say hello to the leader, again to each newer one, until one answers with its nonce."""
         token, greeted = secrets.token_hex(16), b""
 
@@ -337,7 +474,7 @@ class C10d(Coordinator):
                 greeted = leader
             return store.check([f"welcome/{token}"])
 
-        self._await(is_welcome, end)
+        self._await(is_welcome, end, look)
         nonce = store.get(f"welcome/{token}").decode()
         store.delete_key(f"welcome/{token}")
         return nonce
@@ -355,8 +492,13 @@ class C10d(Coordinator):
                 f"process {self._pid} made this coordinator, and process {os.getpid()} is a fork "
                 "of it, which must not use its connection: leave the agreement to the former"
             )
+        if timeout_s <= 0:
+            raise DeadlineExceeded(
+                f"rank {self.rank}: the time for this call was over before it could say anything "
+                "to the other ranks: it has waited too long before"
+            )
         future: Future[T] = Future()
-        self._threads.run(partial(self._do, future, job, max(timeout_s, 0.0)))
+        self._threads.run(partial(self._do, future, job, timeout_s))
         if not wait([future], timeout_s).done:
             raise DeadlineExceeded(
                 f"the store of torch.distributed did not answer within {timeout_s:.1f} s: the "
@@ -383,17 +525,34 @@ class C10d(Coordinator):
         finally:
             self._turn.release()
 
-    def _await(self, is_so: Callable[[], bool], end: float) -> None:
+    def _await(
+        self,
+        is_so: Callable[[], bool],
+        end: float,
+        look: Callable[[float], None] | None = None,
+    ) -> None:
         """Look more and more rarely until it is so or the time is over; others use the store
-        between two looks."""
+        between two looks. `look` is called now and then with the seconds waited."""
         begin = time.monotonic()
+        next_look = begin + LOOK_S
         least_s = max(_SHORTEST_PAUSE_S, self.world_size * _PAUSE_A_RANK_S)
         while not is_so():
             now = time.monotonic()
             if now >= end:
                 raise DeadlineExceeded("nothing came by the deadline")
+            if look is not None and now >= next_look:
+                next_look = now + LOOK_S
+                look(now - begin)
             pause_s = min(max(least_s, (now - begin) / 8), _LONGEST_PAUSE_S)
             self._turn.wait(min(pause_s, end - now))
+
+
+class _Ended(Exception):
+    """Processes of ranks have ended that a wait needs; `why` says of each how that is known."""
+
+    def __init__(self, why: Mapping[int, str]) -> None:
+        super().__init__()
+        self.why = why
 
 
 def _stop_calls(turn: Condition, threads: CallThreads) -> None:
@@ -443,6 +602,11 @@ def _announcement_name(tag: str) -> str:
 def _count_key(tag: str) -> str:
     """Key of the number of posts."""
     return f"posted/{tag}"
+
+
+def _process_key(rank: int) -> str:
+    """Key of the process of a rank."""
+    return f"process/{rank}"
 
 
 def _over_key(tag: str) -> str:

@@ -13,6 +13,7 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from holdfast.errors import FormatError, RanksFailed, RanksSilent, UsageError
+from holdfast.ranks.waiting import Watch
 
 T = TypeVar("T")
 
@@ -163,8 +164,10 @@ class Coordinator(ABC):
         """
 
     @abstractmethod
-    def collect(self, tag: str, *, timeout_s: float) -> Collected:
+    def collect(self, tag: str, *, timeout_s: float, watch: Watch | None = None) -> Collected:
         """Wait, in the leader, until every rank has posted, one has failed, or the deadline.
+
+        With `watch` it warns of late ranks, and a rank whose process has ended counts as failed.
 
         Raises:
             DeadlineExceeded: the posts could not be read.
@@ -180,12 +183,14 @@ class Coordinator(ABC):
         """
 
     @abstractmethod
-    def hear(self, tag: str, *, timeout_s: float) -> bytes:
+    def hear(self, tag: str, *, timeout_s: float, watch: Watch | None = None) -> bytes:
         """Wait, in a follower, for what the leader announces.
+
+        With `watch` it warns of a late leader, and ends if the leader's process has.
 
         Raises:
             RanksFailed: the leader failed.
-            RanksSilent: the leader announced nothing by the deadline.
+            RanksSilent: the leader announced nothing by the deadline, or has ended.
             FormatError: the announcement is not a message of a coordinator.
         """
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from threading import Condition
 
 from typing_extensions import override
@@ -17,6 +18,7 @@ from holdfast.ranks.coordinator import (
     Failure,
     Transfer,
 )
+from holdfast.ranks.waiting import Watch, named
 
 
 class ThreadCoordinator(Coordinator):
@@ -51,10 +53,10 @@ class ThreadCoordinator(Coordinator):
             self._board.put_post(tag, self.rank, failure)
 
     @override
-    def collect(self, tag: str, *, timeout_s: float) -> Collected:
+    def collect(self, tag: str, *, timeout_s: float, watch: Watch | None = None) -> Collected:
         self.expect_leader()
         self.use("collect", tag)
-        posts = self._board.take_posts(tag, self.world_size, timeout_s)
+        posts = self._board.take_posts(tag, self.world_size, timeout_s, watch)
         return Collected(
             came={rank: said for rank, said in posts.items() if isinstance(said, bytes)},
             failed={rank: said for rank, said in posts.items() if isinstance(said, Failure)},
@@ -68,9 +70,9 @@ class ThreadCoordinator(Coordinator):
         self._board.put_announcement(tag, data)
 
     @override
-    def hear(self, tag: str, *, timeout_s: float) -> bytes:
+    def hear(self, tag: str, *, timeout_s: float, watch: Watch | None = None) -> bytes:
         self.expect_follower()
-        said = self._board.read_announcement(tag, timeout_s)
+        said = self._board.read_announcement(tag, timeout_s, watch)
         if said is None:
             raise RanksSilent(tag, [LEADER])
         if isinstance(said, Failure):
@@ -124,6 +126,8 @@ class _Board:
         self._changed = Condition()
         self._sent: defaultdict[tuple[int, int], deque[bytes]] = defaultdict(deque)
         self._posts: defaultdict[str, dict[int, bytes | Failure]] = defaultdict(dict)
+        self._begun: set[str] = set()
+        """Rounds in which the leader has posted."""
         self._announced: dict[str, bytes | Failure] = {}
 
     def send(self, rank: int, peer: int, data: bytes) -> None:
@@ -140,23 +144,51 @@ class _Board:
     def put_post(self, tag: str, rank: int, said: bytes | Failure) -> None:
         with self._changed:
             self._posts[tag][rank] = said
+            if rank == LEADER:
+                self._begun.add(tag)
             self._changed.notify_all()
 
-    def take_posts(self, tag: str, world_size: int, timeout_s: float) -> dict[int, bytes | Failure]:
+    def take_posts(
+        self, tag: str, world_size: int, timeout_s: float, watch: Watch | None
+    ) -> dict[int, bytes | Failure]:
         def is_over() -> bool:
             posts = self._posts[tag]
             return len(posts) == world_size or any(isinstance(p, Failure) for p in posts.values())
 
+        def late() -> list[str]:
+            return [named(rank, None) for rank in range(world_size) if rank not in self._posts[tag]]
+
         with self._changed:
-            self._changed.wait_for(is_over, timeout_s)
+            self._wait(is_over, timeout_s, watch, late)
             return dict(sorted(self._posts.pop(tag).items()))
+
+    def _wait(
+        self,
+        is_so: Callable[[], bool],
+        timeout_s: float,
+        watch: Watch | None,
+        late: Callable[[], list[str]],
+    ) -> None:
+        began, waited_s = time.monotonic(), 0.0
+        next_s = timeout_s if watch is None else min(timeout_s, watch.next_s)
+        while not self._changed.wait_for(is_so, next_s - waited_s) and waited_s < timeout_s:
+            waited_s = time.monotonic() - began
+            if watch is not None and waited_s >= watch.next_s:
+                watch.tell(waited_s, late())
+                next_s = min(timeout_s, watch.next_s)
 
     def put_announcement(self, tag: str, said: bytes | Failure) -> None:
         with self._changed:
             self._announced[tag] = said
             self._changed.notify_all()
 
-    def read_announcement(self, tag: str, timeout_s: float) -> bytes | Failure | None:
+    def read_announcement(
+        self, tag: str, timeout_s: float, watch: Watch | None
+    ) -> bytes | Failure | None:
+        def late() -> list[str]:
+            begins = None if watch is None else watch.begins
+            return [] if begins is None or begins in self._begun else [named(LEADER, None)]
+
         with self._changed:
-            self._changed.wait_for(lambda: tag in self._announced, timeout_s)
+            self._wait(lambda: tag in self._announced, timeout_s, watch, late)
             return self._announced.get(tag)

@@ -66,7 +66,7 @@ def test_all_ranks_get_each_wish_once_and_at_the_same_call(
     def looped(coordinator: Coordinator) -> Got:
         speed = random.Random(f"{seed} {coordinator.rank}")
         pauses = [0.0, 0.0, 0.0005, 0.003][: speed.randint(1, 4)]
-        agreed = AgreedSaves(coordinator, timeout_s=PATIENCE_S)
+        agreed = AgreedSaves(coordinator, timeout_s=PATIENCE_S, warn=print)
         waiting, got, count = list(wishes), [], 0
         while len(got) < len(wishes):
             count += 1
@@ -89,7 +89,7 @@ def test_all_ranks_get_each_wish_once_and_at_the_same_call(
 def test_a_rank_waits_for_a_slow_one_only_at_the_position_it_promised() -> None:
     """The slow one makes no call: its thread answers for it, and the leader goes on."""
     leader, follower = (
-        AgreedSaves(r, timeout_s=PATIENCE_S) for r in ThreadCoordinator.for_ranks(2)
+        AgreedSaves(r, timeout_s=PATIENCE_S, warn=print) for r in ThreadCoordinator.for_ranks(2)
     )
     follower.look()
     leader.look()
@@ -109,7 +109,7 @@ def silent(ranks: list[ThreadCoordinator]) -> None:
 
 def closed(ranks: list[ThreadCoordinator]) -> None:
     """The follower was closed before it was asked."""
-    agreed = AgreedSaves(ranks[1], timeout_s=PATIENCE_S)
+    agreed = AgreedSaves(ranks[1], timeout_s=PATIENCE_S, warn=print)
     agreed.look()
     agreed.close()
 
@@ -124,7 +124,7 @@ def test_a_lost_rank_is_named_in_all_others_at_the_deadline(
     def run(coordinator: Coordinator) -> Got:
         if coordinator.rank == 1:
             return []
-        agreed = AgreedSaves(coordinator, timeout_s=PATIENCE_S)
+        agreed = AgreedSaves(coordinator, timeout_s=PATIENCE_S, warn=print)
         agreed.look()
         if coordinator.is_leader:
             agreed.ask(b"wish", timeout_s=BRIEF_S)
@@ -139,7 +139,7 @@ def test_a_lost_rank_is_named_in_all_others_at_the_deadline(
 
 def test_a_follower_whose_leader_is_lost_raises_at_its_promise() -> None:
     leader, follower = ThreadCoordinator.for_ranks(2)
-    agreed = AgreedSaves(follower, timeout_s=BRIEF_S)
+    agreed = AgreedSaves(follower, timeout_s=BRIEF_S, warn=print)
     agreed.look()
     leader.announce(f"question 0 of agreement {leader.number()}", b"where", timeout_s=1)
     with pytest.raises(RanksSilent, match="rank 0"):
@@ -148,7 +148,10 @@ def test_a_follower_whose_leader_is_lost_raises_at_its_promise() -> None:
 
 
 def test_threads_end_when_the_leader_is_closed() -> None:
-    agreed = [AgreedSaves(rank, timeout_s=PATIENCE_S) for rank in ThreadCoordinator.for_ranks(3)]
+    agreed = [
+        AgreedSaves(rank, timeout_s=PATIENCE_S, warn=print)
+        for rank in ThreadCoordinator.for_ranks(3)
+    ]
     for each in agreed:
         each.look()
     for each in agreed:
@@ -162,5 +165,5 @@ def test_threads_end_when_the_leader_is_closed() -> None:
 def test_one_rank_starts_no_thread() -> None:
     (alone,) = ThreadCoordinator.for_ranks(1)
     before = threading.active_count()
-    assert AgreedSaves(alone, timeout_s=PATIENCE_S).look() is None
+    assert AgreedSaves(alone, timeout_s=PATIENCE_S, warn=print).look() is None
     assert threading.active_count() == before

@@ -29,6 +29,7 @@ from holdfast.format.manifest import Aborted
 from holdfast.keys import PrivateKey, SecretKey, ServiceKey
 from holdfast.ranks.alone import Alone
 from holdfast.ranks.coordinator import Collected, Coordinator, Failure
+from holdfast.ranks.waiting import Watch
 from holdfast.store.base import Store
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
@@ -69,16 +70,16 @@ class Recording(Coordinator):
         self.inner.fail(tag, failure, timeout_s=timeout_s)
 
     @override
-    def collect(self, tag: str, *, timeout_s: float) -> Collected:
-        return self.inner.collect(tag, timeout_s=timeout_s)
+    def collect(self, tag: str, *, timeout_s: float, watch: Watch | None = None) -> Collected:
+        return self.inner.collect(tag, timeout_s=timeout_s, watch=watch)
 
     @override
     def announce(self, tag: str, data: bytes, *, timeout_s: float) -> None:
         self.inner.announce(tag, self._carry(tag, data), timeout_s=timeout_s)
 
     @override
-    def hear(self, tag: str, *, timeout_s: float) -> bytes:
-        return self.inner.hear(tag, timeout_s=timeout_s)
+    def hear(self, tag: str, *, timeout_s: float, watch: Watch | None = None) -> bytes:
+        return self.inner.hear(tag, timeout_s=timeout_s, watch=watch)
 
 
 def recording(num_ranks: int) -> tuple[list[Recording], list[bytes]]:
@@ -245,8 +246,8 @@ def test_no_key_is_in_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
     keys: list[Any] = []
     opened = EncryptedRanks._share_key
 
-    def keeping(one: EncryptedRanks, timeout_s: float) -> float:
-        left = opened(one, timeout_s)
+    def keeping(one: EncryptedRanks, timeout_s: float, watch: Watch | None = None) -> float:
+        left = opened(one, timeout_s, watch)
         keys.append(one._key)
         return left
 
@@ -574,9 +575,9 @@ def test_a_thread_hears_within_its_own_limit_while_another_waits_for_the_key() -
     listens = threading.Event()
     hear = ways[1].inner.hear
 
-    def listening(tag: str, *, timeout_s: float) -> bytes:
+    def listening(tag: str, *, timeout_s: float, watch: Watch | None = None) -> bytes:
         listens.set()
-        return hear(tag, timeout_s=timeout_s)
+        return hear(tag, timeout_s=timeout_s, watch=watch)
 
     ways[1].inner.hear = listening  # type: ignore[method-assign]
     poster = threading.Thread(

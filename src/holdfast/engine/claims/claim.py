@@ -36,6 +36,7 @@ from holdfast.events import Emitter
 from holdfast.format import layout
 from holdfast.format.manifest import Manifest, Reference
 from holdfast.format.records import Alive, Closed, WriterRecord
+from holdfast.launched import present_ranks
 from holdfast.store.base import Store
 
 HEARTBEAT_S = 10.0
@@ -92,6 +93,13 @@ def check_owner(store: Store, *, takeover: bool, emit: Emitter, watch: Wait | No
         return epoch
     text = f"{store.url}: {who} owns this run (writer {epoch}, since {owner.created})"
     if not takeover:
+        ranks = present_ranks()
+        if ranks.world_size > 1:
+            how = (
+                f"This is rank {ranks.rank} of {ranks.world_size}: if the owner is another rank of "
+                "this run, each has made a manager for itself (ranks=None, or made before "
+                f"init_process_group); leave ranks out, and make it afterwards. Else {how.lower()}"
+            )
         raise OwnedElsewhere(f"{text}. {how}, or pass takeover=True")
     emit("warning", f"{text}; taking over", epoch=epoch)
     return epoch

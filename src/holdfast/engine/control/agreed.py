@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from math import inf
 from threading import Condition, Thread
@@ -16,6 +17,7 @@ import msgspec
 
 from holdfast.errors import HoldfastError, RanksError, RanksSilent
 from holdfast.ranks.coordinator import Coordinator, Failure, decoded
+from holdfast.ranks.waiting import Watch
 
 T = TypeVar("T")
 
@@ -46,11 +48,14 @@ class AgreedSaves:
     where its rank has reached the position it promised, and has heard nothing.
     """
 
-    def __init__(self, ranks: Coordinator, *, timeout_s: float) -> None:
+    def __init__(
+        self, ranks: Coordinator, *, timeout_s: float, warn: Callable[[str], object]
+    ) -> None:
         """Make the agreement; it starts a thread at the first `look`, if there are several ranks.
 
-        A rank waits no longer than `timeout_s` for the others.
+        A rank waits no longer than `timeout_s` for the others; `warn` gets the texts of warnings.
         """
+        self._warn = warn
         self._ranks = ranks
         self._timeout_s = timeout_s
         self._manager = ranks.number()
@@ -151,7 +156,9 @@ class AgreedSaves:
         try:
             self._ranks.announce(question, b"where", timeout_s=self._timeout_s)
             self._answer(answers)
-            posts = self._ranks.collect(answers, timeout_s=self._answer_s).expect_all(answers)
+            watch = Watch(self._warn, "maybe_save", answers)
+            found = self._ranks.collect(answers, timeout_s=self._answer_s, watch=watch)
+            posts = found.expect_all(answers)
             agreed = _Place(max(decoded(post, int, answers) for post in posts), wish)
         except HoldfastError as error:
             failure = Failure.of(error, phase="agreeing on a step to save at")
@@ -176,7 +183,8 @@ class AgreedSaves:
             except RanksSilent:
                 continue  # nothing is asked
         self._answer(answers)
-        said = self._ranks.hear(place, timeout_s=self._timeout_s)
+        watch = Watch(self._warn, "maybe_save")
+        said = self._ranks.hear(place, timeout_s=self._timeout_s, watch=watch)
         self._settle(decoded(said, _Place, place))
         return True
 

@@ -5,7 +5,7 @@ With several ranks, the leader sees them, and all ranks get them at the same cal
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -164,9 +164,10 @@ class SharedOutside(Outside):
         ranks: Coordinator,
         *,
         timeout_s: float,
+        warn: Callable[[str], object],
     ) -> None:
         super().__init__(requests, stop, promote)
-        self._agreed = AgreedSaves(ranks, timeout_s=timeout_s)
+        self._agreed = AgreedSaves(ranks, timeout_s=timeout_s, warn=warn)
         self._alarm = None if stop is None else SignalAlarm(ranks)
         self._held: tuple[Request, ...] = ()
         """Requests whose wish is on its way."""
@@ -274,9 +275,18 @@ def _checked(event: Event | Sequence[Event]) -> list[Event]:
 
 
 def outside_of(
-    ranks: Coordinator, requests: Requests, stop: Stop | None, promote: Promote, *, timeout_s: float
+    ranks: Coordinator,
+    requests: Requests,
+    stop: Stop | None,
+    promote: Promote,
+    *,
+    timeout_s: float,
+    warn: Callable[[str], object],
 ) -> Outside:
-    """Make the poller of one rank of a manager; no wait for other ranks takes over `timeout_s`."""
+    """Make the poller of one rank of a manager; no wait for other ranks takes over `timeout_s`.
+
+    `warn` gets the texts of warnings about ranks that are late.
+    """
     if ranks.world_size == 1:
         return Outside(requests, stop, promote)
-    return SharedOutside(requests, stop, promote, ranks, timeout_s=timeout_s)
+    return SharedOutside(requests, stop, promote, ranks, timeout_s=timeout_s, warn=warn)

@@ -6,7 +6,7 @@ decides which checkpoint is chosen, and how it is read.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -43,8 +43,8 @@ class Applying:
         return Reader(**parts)
 
     @contextmanager
-    def one_load(self) -> Iterator[None]:
-        """Count the load in the `with` block, with several ranks."""
+    def one_load(self, method: str, arguments: Mapping[str, str]) -> Iterator[None]:
+        """Count the load in the `with` block, with several ranks, and keep what was called."""
         yield
 
     def expect_whole(self) -> None:

@@ -7,9 +7,10 @@ misfit on any rank changes nothing anywhere (decision 0035).
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import msgspec
@@ -33,6 +34,7 @@ from holdfast.errors import (
 )
 from holdfast.events import Emitter
 from holdfast.ranks.coordinator import GRACE_S, Coordinator, Failure, decoded
+from holdfast.ranks.waiting import Watch
 from holdfast.store.base import Store
 
 _FAIL_S = 5.0
@@ -64,6 +66,13 @@ class _Apply(msgspec.Struct, frozen=True, tag="apply"):
     """(folder, reason) of each checkpoint that was skipped."""
     untaken: tuple[str, ...] = ()
     """Leaves of the checkpoint that no rank takes, as a load that is not strict allows."""
+
+
+class _Call(msgspec.Struct, frozen=True, tag="call"):
+    """First post of a rank in a load: what it calls, with the arguments that must be equal."""
+
+    method: str
+    arguments: dict[str, str]
 
 
 _Kind: TypeAlias = Literal["ready", "damaged", "unread", "misfit", "failed"]
@@ -137,6 +146,7 @@ class _RanksApplying(Applying):
         """When the last exchange of blocks of this load is over, in monotonic seconds; 0: none."""
         self._manager = ranks.number()
         self._num_loads = 0
+        self._call = _Call("load", {})
         self._has_begun = False
         """Whether `apply` was reached in this load."""
         self._num_messages = 0
@@ -166,8 +176,9 @@ class _RanksApplying(Applying):
 
     @override
     @contextmanager
-    def one_load(self) -> Iterator[None]:
+    def one_load(self, method: str, arguments: Mapping[str, str]) -> Iterator[None]:
         """Count the load in the `with` block; tell the others if it fails before it begins."""
+        self._call = _Call(method, dict(arguments))
         self._num_loads += 1
         self._num_messages = 0
         self._has_begun = False
@@ -176,7 +187,8 @@ class _RanksApplying(Applying):
             yield
         except BaseException as error:
             if not self._has_begun:
-                self._fail(self._tag_of(1), error, "beginning the load")
+                tag = self._tag_of(1 if self._ranks.is_leader else 0)
+                self._fail(tag, error, "beginning the load")
             if self._exchange_end > 0 and isinstance(error, RanksError):
                 self._leave_exchange()
             raise
@@ -209,7 +221,12 @@ class _RanksApplying(Applying):
             return max(self._exchange_end - time.monotonic(), 0.0)
         return self._timeout_s
 
-    def _post(self, said: _Answer | _Needs) -> None:
+    def _watch(self) -> Watch:
+        """Watch a wait for ranks, of which some may not have called it before message 1."""
+        begins = self._tag_of(0) if self._num_messages < 2 else None
+        return Watch(partial(self._emit, "warning"), f"{self._call.method}()", begins)
+
+    def _post(self, said: _Answer | _Needs | _Call) -> None:
         data = msgspec.msgpack.encode(said)
         self._ranks.post(self._tag, data, timeout_s=self._timeout_s)
 
@@ -238,6 +255,8 @@ class LeadingApplying(_RanksApplying):
     def apply(self, search: Search, *, claims: bool) -> LoadCandidate | None:
         self._has_begun = True
         try:
+            self._post(self._call)
+            self._expect_same_calls(self._collect(_Call))
             found = super().apply(search, claims=claims)
             if found is None:
                 self._say(self._apply_note(search))
@@ -245,6 +264,27 @@ class LeadingApplying(_RanksApplying):
             self._fail(self._tag_of(self._num_messages + 1), error, "loading")
             raise
         return found
+
+    def _expect_same_calls(self, calls: Sequence[_Call]) -> None:
+        """Raise `RanksFailed` if another rank has called something else than this one."""
+        own = self._call
+        odd: dict[int, Failure] = {}
+        for rank, call in enumerate(calls):
+            names = [
+                name
+                for name in own.arguments
+                if call.method == own.method and call.arguments.get(name) != own.arguments[name]
+            ]
+            if call.method == own.method and not names:
+                continue
+            theirs, ours = (
+                f"{of.method}({', '.join(f'{name}={of.arguments.get(name)}' for name in names)})"
+                for of in (call, own)
+            )
+            why = f"it calls {theirs}; the leader calls {ours}. All ranks must call the same"
+            odd[rank] = Failure("calling it", why)
+        if odd:
+            raise RanksFailed(f"{own.method}(), {self._tag}", odd)
 
     def ask_to_read(self, entry: Entry, *, is_remote: bool) -> None:
         """Let all followers read a candidate, from the same tier."""
@@ -344,9 +384,16 @@ class LeadingApplying(_RanksApplying):
         timeout_s = self._limit_s(error)
         if isinstance(error, Disconnected):
             timeout_s += GRACE_S / 2  # the others have ended by then, and still listen
-        posts = self._ranks.collect(self._tag, timeout_s=timeout_s).expect_all(self._tag)
         kind: Any = _Answer | _Needs
-        return [decoded(post, kind, self._tag) for post in posts]
+        return self._collect(kind, timeout_s)
+
+    def _collect(self, kind: Any, timeout_s: float | None = None) -> list[Any]:
+        tag = self._tag
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        posts = self._ranks.collect(tag, timeout_s=limit_s, watch=self._watch()).expect_all(
+            f"{self._call.method}(), {tag}"
+        )
+        return [decoded(post, kind, tag) for post in posts]
 
 
 @dataclass(slots=True)
@@ -381,6 +428,7 @@ class FollowingApplying(_RanksApplying):
         self._has_begun = True
         phase = "reading"
         try:
+            self._post(self._call)
             note, answer = self._hear(), _Answer("failed", "the leader has named no checkpoint")
             while not isinstance(note, _Apply):
                 try:
@@ -451,7 +499,7 @@ class FollowingApplying(_RanksApplying):
         self._num_messages += 1
         kind: Any = _Read | _Turns | _Apply
         note: _Read | _Turns | _Apply = decoded(
-            self._ranks.hear(self._tag, timeout_s=timeout_s + GRACE_S),
+            self._ranks.hear(self._tag, timeout_s=timeout_s + GRACE_S, watch=self._watch()),
             kind,
             self._tag,
         )

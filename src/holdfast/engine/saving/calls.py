@@ -6,6 +6,7 @@ that raises on one rank alone, for instance because of a wrong argument, must co
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -18,6 +19,10 @@ from holdfast.ranks.coordinator import Coordinator
 
 F = TypeVar("F", bound=Callable[..., Any])
 Kind = Literal["save", "maybe_save", "load"]
+_ALIKE = frozenset(
+    {"which", "unhealthy", "components", "strict", "in_place", "new", "without", "override"}
+)
+"""Arguments of loads that must be equal on all ranks."""
 
 
 def counted(kind: Kind) -> Callable[[F], F]:
@@ -29,7 +34,10 @@ def counted(kind: Kind) -> Callable[[F], F]:
             calls: Calls | None = manager.calls
             if calls is None:
                 return method(manager, *args, **named)
-            with calls.one(kind):
+            if kind != "load":
+                with calls.one(kind):
+                    return method(manager, *args, **named)
+            with calls.one_load(method, manager, *args, **named):
                 return method(manager, *args, **named)
 
         return cast(F, call)
@@ -58,10 +66,32 @@ class Calls:
         if kind == "save":
             with self._together.one_save():
                 yield
-        elif kind == "load":
-            self._together.count_anew()
-            with self._applying.one_load():
-                yield
         else:
             with self._outside.one_call(), self._together.one_call():
                 yield
+
+    @contextmanager
+    def one_load(self, method: Callable[..., Any], *args: Any, **named: Any) -> Iterator[None]:
+        """Count the call of a method that loads, with these arguments, in the `with` block."""
+        self._together.count_anew()
+        with self._applying.one_load(method.__name__, _arguments(method, *args, **named)):
+            yield
+
+
+def _arguments(method: Callable[..., Any], *args: Any, **named: Any) -> dict[str, str]:
+    """Return, as text, the arguments of a load that must be equal on all ranks.
+
+    Ranks may choose different leaves, as each may have its own.
+    """
+    signature = inspect.signature(method)
+    try:
+        bound = signature.bind(*args, **named)
+    except TypeError:
+        return {}  # the call raises it
+    bound.apply_defaults()
+    return {name: _text(value) for name, value in bound.arguments.items() if name in _ALIKE}
+
+
+def _text(value: object) -> str:
+    is_several = isinstance(value, list | tuple | set | frozenset)
+    return repr(sorted(map(str, value)) if is_several else value)  # type: ignore[call-overload]

@@ -57,6 +57,8 @@ class Share(msgspec.Struct, frozen=True, tag="share"):
     """Digest of a sample of each box; `UNKNOWN` if the rank may have its own values."""
     standing: str = ""
     """Folder of the checkpoint of this step that the rank knows."""
+    call: tuple[tuple[str, str], ...] = ()
+    """Arguments of the save, as text, that must be equal on all ranks."""
 
     def boxes(self, rank: int, numbers: Ints) -> BoxTable:
         """Return the boxes of a rank; `numbers` has those of its leaves among the leaves of all."""
@@ -77,6 +79,7 @@ class Unchanged(msgspec.Struct, frozen=True, tag="unchanged"):
     standing: str = ""
     digests: bytes = b""
     """Digest of a sample of each box that other ranks hold, too; empty: this save has none."""
+    call: tuple[tuple[str, str], ...] = ()
 
 
 class Assignment(msgspec.Struct, frozen=True):

@@ -39,6 +39,7 @@ from holdfast.engine.saving.shares import (
 )
 from holdfast.engine.staging.staged import Staged
 from holdfast.errors import (
+    DeadlineExceeded,
     FormatError,
     HoldfastError,
     NotShared,
@@ -52,6 +53,7 @@ from holdfast.errors import (
 from holdfast.format import blocks, layout
 from holdfast.format.manifest import Aborted, Manifest
 from holdfast.ranks.coordinator import GRACE_S, LEADER, Coordinator, Failure, decoded
+from holdfast.ranks.waiting import Watch
 from holdfast.state.byrank import difference, joined
 from holdfast.state.capture import Captured
 from holdfast.state.joining import JOINED, join_by_name
@@ -67,6 +69,8 @@ _COMPARED_EVERY = 10
 _NUM_EXPLAINED = 10
 """Most tensors whose differing values are collected for an error."""
 
+_CALL = ("save_class", "epoch", "cycle", "samples", "tokens")
+"""Arguments of a save, besides the step and the components, that must be equal on all ranks."""
 _PLAN_AFTER_WAIT = "plan after the wait"
 _PLAN_AFTER_PROBE = "plan after the probe"
 _PLAN_AFTER_VALUES = "plan after the values"
@@ -172,8 +176,9 @@ class _Known:
 class _RanksSave(JointSave):
     """Common part of a leader's and a follower's save."""
 
-    def __init__(self, together: Together, step: int) -> None:
+    def __init__(self, together: Together, step: int, call: Sequence[object]) -> None:
         super().__init__()
+        self._call = tuple((name, repr(value)) for name, value in zip(_CALL, call, strict=False))
         self._together = together
         self._ranks = together.ranks
         self.rank, self.world_size = self._ranks.rank, self._ranks.world_size
@@ -218,6 +223,11 @@ class _RanksSave(JointSave):
     def _left_s(self) -> float:
         return max(self._end - time.monotonic(), 0.0)
 
+    def _watch(self, *, begins: bool) -> Watch:
+        """Watch a wait for ranks; it `begins` the save if they may not have called it yet."""
+        tag = self._tag("shares") if begins else None
+        return Watch(self._together.warn, f"save of step {self._step}", tag)
+
     def _share(self, captured: Captured) -> Share | Unchanged:
         """Return this rank's share, or that it has not changed; sets what is known of it."""
         self._components, self._state = tuple(captured.components), captured.state
@@ -229,13 +239,14 @@ class _RanksSave(JointSave):
             if self._own.num_saves % _COMPARED_EVERY == 0:
                 rows = known.assignment.copied_by(self._ranks.rank).tolist()
                 digests = self._sampled(captured, rows)
-            return Unchanged(self._step, self._components, self._standing, digests)
+            return Unchanged(self._step, self._components, self._standing, digests, self._call)
         self._own = OwnShare(captured, self._ranks.rank, socket.gethostname())
         return msgspec.structs.replace(
             self._own.share,
             step=self._step,
             standing=self._standing,
             digests=self._sampled(captured, range(self._own.num_boxes)),
+            call=self._call,
         )
 
     def _sampled(self, captured: Captured, rows: Sequence[int]) -> bytes:
@@ -258,6 +269,12 @@ class _RanksSave(JointSave):
         self._post("values", answer)
 
     def _post(self, part: str, message: msgspec.Struct) -> None:
+        if self._left_s() == 0:
+            raise DeadlineExceeded(
+                f"{self._tag(part)} (step {self._step}): save_timeout_s="
+                f"{self._together.timeout_s:g} was over on rank {self.rank}, which has waited for "
+                "the other ranks before. All ranks must call the same saves in the same order"
+            )
         data = msgspec.msgpack.encode(message)
         self._ranks.post(self._tag(part), data, timeout_s=self._left_s())
 
@@ -340,8 +357,8 @@ class LeadingSave(_RanksSave):
 
     _plan: Plan
 
-    def __init__(self, together: Together, step: int) -> None:
-        super().__init__(together, step)
+    def __init__(self, together: Together, step: int, call: Sequence[object]) -> None:
+        super().__init__(together, step, call)
         self._said = "plan"
         self._uncollected = {"shares", "comparison", "files"}
         """Parts in which followers may post or fail unread."""
@@ -518,13 +535,27 @@ class LeadingSave(_RanksSave):
 
     def _collect_shares(self) -> None:
         shares: list[Share | Unchanged] = self._collect("shares", Share | Unchanged)
+        odd: dict[int, Failure] = {}
         for rank, share in enumerate(shares):
-            if (share.step, share.components) != (self._step, self._components):
-                why = (
-                    f"it saves step {share.step} with {', '.join(share.components)}; the leader "
-                    f"saves step {self._step} with {', '.join(self._components)}"
+            theirs, ours = (
+                {"step": f"{of_step}", "components": ", ".join(components), **dict(call)}
+                for of_step, components, call in (
+                    (share.step, share.components, share.call),
+                    (self._step, self._components, self._call),
                 )
-                raise RanksFailed(self._name, {rank: Failure("sharing what it holds", why)})
+            )
+            differing = [name for name in {**ours, **theirs} if theirs.get(name) != ours.get(name)]
+            if differing:
+                has, leader_has = (
+                    ", ".join(f"{name}={of.get(name)}" for name in differing)
+                    for of in (theirs, ours)
+                )
+                why = (
+                    f"it saves with {has}; the leader with {leader_has}. All ranks must save alike"
+                )
+                odd[rank] = Failure("sharing what it holds", why)
+        if odd:
+            raise RanksFailed(self._name, odd)
         # Else some would wait for a comparison that others do not begin.
         self.compares = all(share.standing == self._standing for share in shares)
         self._replan(shares)
@@ -625,7 +656,10 @@ class LeadingSave(_RanksSave):
     def _collect(self, part: str, kind: Any) -> list[Any]:
         tag = self._tag(part)
         self._uncollected.discard(part)
-        posts = self._ranks.collect(tag, timeout_s=self._left_s()).expect_all(tag)
+        watch = self._watch(begins=part == "shares")
+        posts = self._ranks.collect(tag, timeout_s=self._left_s(), watch=watch).expect_all(
+            f"{tag} (step {self._step})"
+        )
         return [decoded(post, kind, tag) for post in posts]
 
 
@@ -730,7 +764,9 @@ class FollowingSave(_RanksSave):
         """
         tag = self._tag("outcome")
         try:
-            heard = self._ranks.hear(tag, timeout_s=self._left_s() + GRACE_S)
+            heard = self._ranks.hear(
+                tag, timeout_s=self._left_s() + GRACE_S, watch=self._watch(begins=False)
+            )
         except RanksFailed:
             raise
         except RanksError as error:
@@ -774,7 +810,8 @@ class FollowingSave(_RanksSave):
 
     def _hear(self, part: str, kind: type[T]) -> T:
         tag = self._tag(part)
-        heard = self._ranks.hear(tag, timeout_s=self._left_s() + GRACE_S)
+        watch = self._watch(begins=part == "plan")
+        heard = self._ranks.hear(tag, timeout_s=self._left_s() + GRACE_S, watch=watch)
         return decoded(heard, kind, tag)
 
 
@@ -787,14 +824,17 @@ class Together:
         *,
         timeout_s: float,
         look: Callable[[str], Look],
+        warn: Callable[[str], object],
         may_wait: bool = False,
     ) -> None:
         """Set up; a follower calls `look` to try the root in a scratch folder.
 
-        `may_wait`: the leader may wait for uploads before a save, as long as for a save.
+        `warn` gets the texts of warnings. `may_wait`: the leader may wait for uploads before a
+        save, as long as for a save.
         """
         self.ranks = ranks
         self.look = look
+        self.warn = warn
         self.timeout_s = timeout_s
         self.may_wait = may_wait
         self.known: dict[tuple[str, ...], _Known] = {}
@@ -815,11 +855,15 @@ class Together:
         """Error of a `save` that raised on this rank before its step was recorded: this rank may
         find other saves due than the others."""
 
-    def save(self, step: int) -> JointSave:
-        """Begin a save; all ranks begin their n-th at the same point of the program."""
+    def save(self, step: int, *call: object) -> JointSave:
+        """Begin a save; all ranks begin their n-th at the same point of the program.
+
+        `call` has the class of the save, and `epoch`, `cycle`, `samples` and `tokens`.
+        """
         if self.ranks.world_size == 1:
             return JointSave()
-        return LeadingSave(self, step) if self.ranks.is_leader else FollowingSave(self, step)
+        kind = LeadingSave if self.ranks.is_leader else FollowingSave
+        return kind(self, step, call)
 
     def next_name(self) -> str:
         """Return the name of the next save, which all ranks count alike."""

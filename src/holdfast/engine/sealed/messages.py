@@ -35,6 +35,7 @@ from holdfast.ranks.coordinator import (
     Failure,
     decoded,
 )
+from holdfast.ranks.waiting import Watch
 
 _OPENING = "opening the key of the ranks' messages"
 _ENCRYPTED = "an encrypted message, which a rank without `encrypt` cannot read"
@@ -107,8 +108,8 @@ class EncryptedRanks(Coordinator):
         self._inner.fail(tag, said, timeout_s=left_s)
 
     @override
-    def collect(self, tag: str, *, timeout_s: float) -> Collected:
-        found = self._inner.collect(tag, timeout_s=self._share_key(timeout_s))
+    def collect(self, tag: str, *, timeout_s: float, watch: Watch | None = None) -> Collected:
+        found = self._inner.collect(tag, timeout_s=self._share_key(timeout_s), watch=watch)
         came: dict[int, bytes] = {}
         failed = {r: self._failure("post", r, tag, said) for r, said in found.failed.items()}
         for rank, data in found.came.items():
@@ -124,15 +125,15 @@ class EncryptedRanks(Coordinator):
         self._inner.announce(tag, self._sealed(self._way, self.rank, tag, data), timeout_s=left_s)
 
     @override
-    def hear(self, tag: str, *, timeout_s: float) -> bytes:
+    def hear(self, tag: str, *, timeout_s: float, watch: Watch | None = None) -> bytes:
         try:
-            left_s = self._share_key(timeout_s)
+            left_s = self._share_key(timeout_s, watch)
         except RanksSilent:
             raise
         except DeadlineExceeded as error:
             raise RanksSilent(tag, [LEADER]) from error
         try:
-            data = self._inner.hear(tag, timeout_s=left_s)
+            data = self._inner.hear(tag, timeout_s=left_s, watch=watch)
         except RanksFailed as error:
             said = Failure(*error.failed[LEADER])
             failure = self._failure("announcement", LEADER, tag, said)
@@ -144,7 +145,7 @@ class EncryptedRanks(Coordinator):
 
     # The key
 
-    def _share_key(self, timeout_s: float) -> float:
+    def _share_key(self, timeout_s: float, watch: Watch | None = None) -> float:
         """Make or open the key of the messages; returns the seconds that are left of `timeout_s`.
 
         Raises:
@@ -156,7 +157,7 @@ class EncryptedRanks(Coordinator):
         note = None
         if self._key is None and not self.is_leader:
             # Not under the lock: threads with a shorter limit would wait as long as this one.
-            note = self._inner.hear(self._tag, timeout_s=timeout_s)
+            note = self._inner.hear(self._tag, timeout_s=timeout_s, watch=watch)
         if not self._lock.acquire(timeout=max(end - time.monotonic(), 0)):
             raise DeadlineExceeded(f"{self._tag}: not opened after {timeout_s:.0f} s")
         try:

@@ -1,0 +1,78 @@
+"""Waits for other ranks that last: who is late, and whose process has ended. Sends nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from holdfast.format.records import Process
+
+FIRST_S = 10.0
+"""Seconds after which a wait warns of ranks that have not made the call; then at 3 times as many.
+"""
+ANSWER_S = 60.0
+"""The same for ranks that have made it: they may read or write for long."""
+GROWTH = 3
+LOOK_S = 2.0
+"""Seconds between two looks at processes in a wait."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Processes:
+    """Own process, and how to look at others."""
+
+    own: Process
+    has_ended: Callable[[Process], bool]
+    """Whether a process has certainly ended: False for one that this host cannot see."""
+
+
+class Watch:
+    """Watcher of one wait for other ranks; warns while it lasts."""
+
+    def __init__(self, warn: Callable[[str], object], call: str, begins: str | None = None) -> None:
+        """Set up.
+
+        Args:
+            warn: gets the text of a warning, in any thread.
+            call: the call that waits, such as "save of step 5".
+            begins: tag of the round in which every rank posts as soon as it makes the call; None:
+                all ranks have made it.
+        """
+        self._warn = warn
+        self._call = call
+        self.begins = begins
+        self.next_s = ANSWER_S if begins is None else FIRST_S
+        """Seconds of waiting after which the next warning is due."""
+
+    def tell(self, waited_s: float, late: Sequence[str]) -> None:
+        """Warn of ranks that are late, by name; none are late: only the next time is set."""
+        waited = f"{self._call}: waiting for {waited_s:.0f} s, as nothing has come from"
+        self.next_s = max(self.next_s, waited_s) * GROWTH
+        if late and self.begins is None:
+            self._warn(f"{waited} {listed(late)}. Look whether it is stopped or busy")
+        elif late:
+            self._warn(
+                f"{waited} {listed(late)}, which has not called it. Every rank must call save, "
+                "maybe_save, resume and load, at the same points of the program and with the same "
+                "steps and arguments"
+            )
+
+
+def listed(names: Sequence[str], limit: int = 10) -> str:
+    """Join names, the first `limit` of them, and count the others."""
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
+
+
+def named(rank: int, process: Process | None) -> str:
+    """Name a rank with its process.
+
+    >>> named(3, Process(host="node7", pid=41, start="", boot_id="", pid_namespace=""))
+    'rank 3 (process 41 on node7)'
+    """
+    return f"rank {rank}" + ("" if process is None else f" ({described(process)})")
+
+
+def described(process: Process) -> str:
+    """Name a process in words."""
+    return f"process {process.pid} on {process.host}"

@@ -1,0 +1,163 @@
+"""Waits for other ranks that last: late ranks are named, and a rank that has ended fails it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from holdfast.errors import DeadlineExceeded, RanksSilent
+from holdfast.events import Emitter, Event
+from holdfast.format.records import Process
+from holdfast.ranks import c10d, chosen, waiting
+from holdfast.ranks.c10d import C10d
+from holdfast.ranks.chosen import GroupAlarm
+from holdfast.ranks.waiting import Processes, Watch
+from ranks.together import PATIENCE_S, coordinators, in_thread
+
+KINDS = ("threads", "encrypted", "tcp")
+
+
+@pytest.fixture(autouse=True)
+def brief(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Look, and warn, after moments."""
+    monkeypatch.setattr(waiting, "FIRST_S", 0.05)
+    monkeypatch.setattr(c10d, "LOOK_S", 0.02)
+
+
+class Heard:
+    """Warnings, of which a test waits for the first."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self.came = threading.Event()
+
+    def __call__(self, text: str) -> None:
+        self.texts.append(text)
+        self.came.set()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_leader_names_the_ranks_that_have_not_called_and_still_waits(
+    kind: str, tmp_path: Path
+) -> None:
+    ranks, heard = coordinators(kind, 3, tmp_path), Heard()
+    for rank in ranks[:2]:
+        rank_post = in_thread(partial(rank.post, "begin", b"", timeout_s=PATIENCE_S))
+    watch = Watch(heard, "save of step 1", "begin")
+    waits = in_thread(partial(ranks[0].collect, "begin", timeout_s=PATIENCE_S, watch=watch))
+    assert heard.came.wait(PATIENCE_S)
+    assert "save of step 1: waiting for 0 s" in heard.texts[0]
+    assert "rank 2" in heard.texts[0]
+    assert "Every rank must call" in heard.texts[0]
+    ranks[2].post("begin", b"", timeout_s=PATIENCE_S)
+    assert sorted(waits.result(PATIENCE_S).came) == [0, 1, 2]
+    rank_post.result(PATIENCE_S)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_follower_names_the_leader_only_if_it_has_not_called(kind: str, tmp_path: Path) -> None:
+    leader, follower = coordinators(kind, 2, tmp_path)
+    heard, quiet = Heard(), Heard()
+    watch = Watch(heard, "resume()", "begin")
+    first = in_thread(partial(follower.hear, "first", timeout_s=PATIENCE_S, watch=watch))
+    if kind != "encrypted":  # there it waits for the leader's key, which is a call as well
+        assert heard.came.wait(PATIENCE_S)
+        assert "rank 0" in heard.texts[0]
+    leader.post("begin", b"", timeout_s=PATIENCE_S)
+    watch = Watch(quiet, "resume()", "begin")
+    second = in_thread(partial(follower.hear, "second", timeout_s=PATIENCE_S, watch=watch))
+    assert not quiet.came.wait(0.3)
+    for tag, hearing in (("first", first), ("second", second)):
+        leader.announce(tag, b"said", timeout_s=PATIENCE_S)
+        assert hearing.result(PATIENCE_S) == b"said"
+
+
+def test_warnings_come_at_growing_intervals() -> None:
+    heard = Heard()
+    watch = Watch(heard, "save of step 1", "begin")
+    due = []
+    for _ in range(3):
+        due.append(round(watch.next_s, 2))
+        watch.tell(watch.next_s, ["rank 1"])
+    assert due == [0.05, 0.15, 0.45]
+    assert len(heard.texts) == 3
+    assert Watch(heard, "save of step 1").next_s == waiting.ANSWER_S
+
+
+def met(hosts: Sequence[str], ended: set[int]) -> list[C10d]:
+    """Ranks on these hosts; the process of a rank has its number, and those of `ended` are gone."""
+    store = dist.HashStore()
+
+    def make(rank: int) -> C10d:
+        own = Process(
+            host=hosts[rank], pid=rank, start="", boot_id=hosts[rank], pid_namespace="one"
+        )
+        processes = Processes(own=own, has_ended=lambda process: process.pid in ended)
+        return C10d(store, rank, len(hosts), timeout_s=PATIENCE_S, processes=processes)
+
+    futures = [in_thread(make, rank) for rank in range(len(hosts))]
+    return [future.result(PATIENCE_S) for future in futures]
+
+
+def test_a_rank_whose_process_has_ended_fails_the_round_long_before_the_deadline() -> None:
+    ended: set[int] = set()
+    ranks = met(["a", "a", "a"], ended)
+    for rank in (ranks[0], ranks[2]):
+        rank.post("files", b"", timeout_s=PATIENCE_S)
+    ended |= {1, 2}  # rank 2 has posted before its end
+    found = ranks[0].collect("files", timeout_s=1800, watch=Watch(print, "save of step 1"))
+    assert (sorted(found.came), found.silent) == ([0, 2], [])
+    assert found.failed[1].reason.startswith("process 1 on a has ended")
+
+
+def test_followers_of_a_leader_that_has_ended_do_not_wait_for_it() -> None:
+    ended: set[int] = set()
+    ranks = met(["a", "a"], ended)
+    ended.add(0)
+    with pytest.raises(RanksSilent, match="from rank 0: process 0 on a has ended"):
+        ranks[1].hear("outcome", timeout_s=1800, watch=Watch(print, "save of step 1"))
+
+
+def test_a_rank_on_another_host_is_reported_by_its_neighbor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in (("RANK", 2), ("WORLD_SIZE", 3), ("LOCAL_RANK", 1), ("LOCAL_WORLD_SIZE", 2)):
+        monkeypatch.setenv(name, f"{value}")
+    ended: set[int] = set()
+    ranks = met(["a", "b", "b"], ended)
+    ended.add(1)
+    hearing = in_thread(
+        partial(ranks[2].hear, "plan", timeout_s=1800, watch=Watch(print, "save of step 1"))
+    )
+    found = ranks[0].collect("shares", timeout_s=1800, watch=Watch(print, "save of step 1"))
+    assert "process 1 on b has ended" in found.failed[1].reason
+    ranks[0].announce("plan", b"", timeout_s=PATIENCE_S)
+    assert hearing.result(PATIENCE_S) == b""
+
+
+def test_a_call_whose_time_is_over_does_not_blame_the_store() -> None:
+    (rank, _) = met(["a", "a"], set())
+    with pytest.raises(DeadlineExceeded, match="the time for this call was over"):
+        rank.post("files", b"", timeout_s=0.0)
+
+
+def test_a_group_that_comes_after_the_manager_is_said_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[Event] = []
+    alarm = GroupAlarm("group", Emitter((seen.append,)))
+    alone = GroupAlarm(None, Emitter((seen.append,)))
+    alarm.look()
+    assert seen == []
+    monkeypatch.setattr(chosen, "has_group", lambda: True)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    for one in (alarm, alarm, alone):
+        one.look()
+    (event,) = seen
+    assert (event.kind, "made before it" in event.message) == ("warning", True)
