@@ -44,6 +44,7 @@ from holdfast.engine.loading.sides import Sides
 from holdfast.engine.loading.together import applying
 from holdfast.engine.moments import Counters, Moments
 from holdfast.engine.options import Checkpoints, OnExisting
+from holdfast.engine.options import best_rules as best_saves_of
 from holdfast.engine.pause import collector_paused
 from holdfast.engine.roots.catalog import Entry
 from holdfast.engine.saving.boundary import StepBoundary
@@ -56,6 +57,7 @@ from holdfast.engine.saving.joint import JointSave
 from holdfast.engine.saving.save import SaveRequest
 from holdfast.engine.saving.saver import Saver
 from holdfast.engine.saving.together import Together
+from holdfast.engine.saving.validated import ValidatedSaves
 from holdfast.engine.saving.warnings import ScriptWarnings
 from holdfast.engine.sealed.messages import encrypted
 from holdfast.engine.staging.device import refuse_capture
@@ -300,6 +302,13 @@ class CheckpointManager(Marking):
         self._is_rollback = False
         self._newest: tuple[Due, int] | None = None
         """Last save of several ranks, and its step; it may have failed to begin on this one."""
+        self._validated = ValidatedSaves(
+            best_saves_of(checkpoints),
+            self._catalog,
+            self._emit,
+            is_alone=not is_shared,
+            is_leader=self._ranks.is_leader,
+        )
         self._best = tuple(
             Watched(metric=rule.metric, mode=rule.mode)
             for rule in best_rules(rules.remote, rules.local)
@@ -393,9 +402,10 @@ class CheckpointManager(Marking):
     ) -> PendingSave | None:
         """Save if `every` or a saver is due, a signal has arrived, or a save was requested.
 
-        Call it after each completed step. `event` says what has just happened, for triggers that
-        look at more than steps; `vetoes` names what forbids ephemeral saves at present; `wanted`
-        is saved in any case, together with what is due.
+        Call it after each completed step. A step is also saved if a rule `Best` keeps the
+        `metrics` that a validation has measured at it (docs/keeping.md). `event` is what has just
+        happened, for triggers that look at more than steps; `vetoes` names what forbids ephemeral
+        saves at present; `wanted` is saved in any case, together with what is due.
 
         Raises:
             SaveFailed: an earlier background save failed.
@@ -421,7 +431,10 @@ class CheckpointManager(Marking):
             again = asked.failed
             if again is not None and self._newest and again.is_replaced_by(*self._newest):
                 again = None
-            wishes = [wanted, asked.due, None if again is None else again.due]
+            best = None
+            if isinstance(event, str) and self._validated:
+                best = self._validated.due(now.step, metrics or {}, event)
+            wishes = [wanted, best, asked.due, None if again is None else again.due]
             wanted = together([wish for wish in wishes if wish is not None])
             due = self._schedule.due(now, metrics or {}, events, vetoes=vetoes, wanted=wanted)
             if due is None and asked.is_needed:
@@ -453,7 +466,8 @@ class CheckpointManager(Marking):
             self._raise_failure()
             return None
         self._uploads.raise_failure()
-        if pending is None or pending.done():
+        is_watching = isinstance(event, str) and bool(self._validated)
+        if not is_watching and (pending is None or pending.done()):
             self._quiet = (self._schedule.quiet_until(now), time.monotonic() + POLL_S)
         return None
 
@@ -812,6 +826,7 @@ class CheckpointManager(Marking):
             if not is_last:
                 self._wait_for_uploads(now, joint)
             pending = self._save_jointly(now, due, measured, unhealthy, joint, is_awaited)
+            self._validated.began(pending, measured)
         pending.stall_s = time.perf_counter() - joint.began_s
         text = f"the save of step {now.step} stopped training for {pending.stall_s:.3f} s"
         self._emit("stalled", text, step=now.step, stall_s=pending.stall_s)
@@ -1009,6 +1024,7 @@ class CheckpointManager(Marking):
         self._quiet = _NEVER_QUIET
         self._saver.standing, self._is_rollback = found.entry, is_rollback
         self._moments.stand_on(found.entry)
+        self._validated.begin(found.entry)
         if found.is_proof:
             self._housekeeper.trust(found.entry)
         return replaced

@@ -28,7 +28,7 @@ from holdfast.errors import (
 from holdfast.events import Emitter
 from holdfast.format.manifest import Deleted, Manifest, encode_manifest
 from holdfast.format.records import WriterRecord
-from holdfast.policy.retention import Decision, judge, may_rest_on, unmet
+from holdfast.policy.retention import Decision, judge, may_rest_on, renamed, unmet
 from holdfast.policy.rule import Candidate, Rule
 from holdfast.store.base import Store, is_one_file
 
@@ -235,6 +235,15 @@ class Deleter:
         newest = max((item.entry.step for item in planned), default=0)
         entries = [item.decision.entry for item in planned]
         lacks = unmet(entries, self._rule, of_metrics=newest > self._emit.first_metrics_at)
+        for best, new in renamed([item.decision for item in planned], self._rule):
+            if self._is_first_time(f"renamed {best}"):
+                names = f" New are {', '.join(map(repr, new[:10]))}: was it renamed?" if new else ""
+                self._emit(
+                    "warning",
+                    f"the rule {str(best)!r} needs the metric {best.metric!r}, which no checkpoint "
+                    f"since the last resume has, and keeps all of these.{names} Correct the rule, "
+                    "or pass the metric to a save",
+                )
         for part, what in lacks.items():
             if self._is_first_time(part):
                 self._emit(

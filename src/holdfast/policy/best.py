@@ -7,9 +7,11 @@ metric in no checkpoint.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 
+from holdfast.policy.direction import VALIDATION, words_of
 from holdfast.policy.rule import MAIN, Rule, flat
 from holdfast.policy.rules import Best
 from holdfast.policy.savers import Due, SideSaver
@@ -52,6 +54,67 @@ def best_rules_of(rules: Sequence[Rule], savers: Sequence[SideSaver]) -> tuple[B
     return tuple(dict.fromkeys(found))
 
 
+_MAX_REPEATS = 5
+"""Steps in a row at which a metric may have one value: a validation of each step may repeat it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewValues:
+    """Names of the metrics with new values at a step."""
+
+    validated: frozenset[str]
+    """Those that a validation measured."""
+    others: frozenset[str]
+    """Those that are new at each step, as of training."""
+    repeated: frozenset[str]
+    """Those that are not new for the `_MAX_REPEATS`th step in a row."""
+
+
+class Measured:
+    """Finds the metrics that a loop has just measured among those that it passes at each step.
+
+    A value is new if the call before had none or another one: some loops pass on the last value
+    that they know. A new value at two steps in a row is one of training, such as a batch's loss,
+    unless the name says that a validation measures it. Values are not read, only compared.
+    """
+
+    def __init__(self, names: Collection[str]) -> None:
+        """Watch these metrics."""
+        self._names = {name: bool(VALIDATION.intersection(words_of(name))) for name in names}
+        self.begin(0)
+
+    def begin(self, step: int) -> None:
+        """Start after a step, of which nothing is known: its metrics may be those of training."""
+        self._step, self._before = step, dict[str, object]()
+        self._were_new = {*self._names}
+        self._num_repeats = dict.fromkeys(self._names, 0)
+
+    def look(self, step: int, metrics: Mapping[str, object], event: str) -> NewValues:
+        """Return which metrics of a step are new; `event` is "evaluation" after a validation."""
+        now = {name: metrics[name] for name in self._names if name in metrics}
+        new = {name for name, value in now.items() if not _is_same(value, self._before.get(name))}
+        each_step = self._were_new if step <= self._step + 1 else set()
+        measured = {
+            name
+            for name in new
+            if event == "evaluation" or self._names[name] or name not in each_step
+        }
+        for name in self._names:
+            is_repeat = name in now and name not in new and step == self._step + 1
+            self._num_repeats[name] = self._num_repeats[name] + 1 if is_repeat else 0
+        self._step, self._before, self._were_new = step, now, new
+        repeated = (n for n, number in self._num_repeats.items() if number == _MAX_REPEATS - 1)
+        return NewValues(
+            validated=frozenset(measured),
+            others=frozenset(new - measured),
+            repeated=frozenset(repeated),
+        )
+
+
+def _is_same(value: object, before: object) -> bool:
+    return value is before or (isinstance(value, Real) and value == before)
+
+
 class BestSaves:
     """Decides whether the state of a validation is saved: where a rule `Best` would keep it."""
 
@@ -65,6 +128,11 @@ class BestSaves:
     def __bool__(self) -> bool:
         """Whether there is any rule to decide for."""
         return bool(self._rules)
+
+    @property
+    def names(self) -> Collection[str]:
+        """The metrics that a rule is about."""
+        return self._names
 
     def begin(self, known: Mapping[int, Metrics]) -> None:
         """Set the metrics of existing checkpoints, by step."""

@@ -61,6 +61,8 @@ def direction(metric: str) -> Mode | None:
     found += [mode for pair, mode in _PAIRS.items() if pair in "".join(words)]
     if "min" in found[-1:]:  # as of a loss: "dice_loss"
         return "min"
+    if words and VALIDATION.issuperset(words):  # as "train" and "val" name two losses
+        return "min"
     return "max" if found and "min" not in found else None
 
 

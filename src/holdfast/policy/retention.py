@@ -18,12 +18,15 @@ from holdfast.policy.rule import (
     join_reasons,
     picks_of,
     picks_of_others,
+    positions_of,
     savers_of,
 )
 from holdfast.policy.rules import Best
 
 _Order = tuple[int, int]
 _NOTHING: frozenset[str] = frozenset()
+_MANY = 10
+"""Number of checkpoints kept for want of a metric for which a warning is due."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,6 +141,38 @@ def unmet(entries: Sequence[Candidate], rule: Rule, *, of_metrics: bool = True) 
     }
 
 
+def renamed(decisions: Sequence[Decision], rule: Rule) -> Iterator[tuple[Best, list[str]]]:
+    """Yield rules `Best` that keep checkpoints of the newest session only because none has the
+    metric, with the names of new metrics; or without names, if there are `_MANY` of them.
+
+    For messages to the user, who may have renamed the metric.
+    """
+    for part, _, _ in flat(rule):
+        if not isinstance(part, Best):
+            continue
+        why = _unmeasured_reason(part)
+        concerned = [made for made in decisions if made.keep and why in made.reason]
+        known = {name for d in decisions if d not in concerned for name in d.entry.metrics}
+        new = {name for made in concerned for name in made.entry.metrics} - known
+        alone = sum(made.reason == why for made in concerned)
+        if alone and (new or alone >= _MANY):
+            yield part, sorted(new)
+
+
+def _unmeasured_reason(rule: Best) -> str:
+    return f"{rule} keeps all, as none since the last resume has the metric {rule.metric!r}"
+
+
+def _unmeasured(rule: Best, saver: str, newest_first: Sequence[Candidate]) -> list[int]:
+    """Return the positions in the newest writer's epoch if none there has the metric of a rule.
+
+    It may be measured later, or under another name since the run was resumed.
+    """
+    newest = max((entry.order[0] for entry in newest_first), default=0)
+    own = [p for p in positions_of(saver, newest_first) if newest_first[p].order[0] == newest]
+    return [] if any(rule.metric in newest_first[p].metrics for p in own) else own
+
+
 def stands_in(base: Candidate, entry: Candidate, *, drop: Collection[str] = ()) -> bool:
     """Whether `base` without `drop` replaces `entry`, so that `entry` may be deleted.
 
@@ -232,6 +267,9 @@ def _picks(newest_first: Sequence[Candidate], rule: Rule) -> dict[int, _Pick]:
             for lack, positions in _lacking(part, saver, newest_first)
             for position in positions
         }
+        if isinstance(part, Best) and not spared:
+            why = _unmeasured_reason(part)
+            spared = dict.fromkeys(_unmeasured(part, saver, newest_first), why)
         picked = picks_of(part, saver, newest_first)
         reasons_and_drops.append((spared, _NOTHING))
         unspared = {p: why for p, why in picked.items() if p not in spared}
