@@ -100,14 +100,15 @@ def test_a_second_checkpoint_of_a_step(tmp_path: Path, on_existing: str) -> None
             manager.save(step, tags=["mine"] if step == 3 else []).wait()
     again = new_run()
     with again.manager(tmp_path, on_existing=on_existing) as manager:
+        if on_existing == "error":
+            with pytest.raises(UsageError, match="steps 2, 3 already"):
+                manager.resume(1)
+            assert not manager.is_owner
+            assert len(manager.list()) == 3
+            return
         manager.resume(1)
         again.train()
         torch.rand(1)  # another history than the one before
-        if on_existing == "error":
-            with pytest.raises(UsageError, match="step 2 already"):
-                manager.save(2)
-            assert len(manager.list()) == 3
-            return
         manager.save(2).wait()
         manager.save(3).wait()
         manager.wait()

@@ -300,7 +300,7 @@ class PreflightFailed(HoldfastError):
 
 
 class ManagerUnusable(HoldfastError):
-    """The manager was closed, was inherited by a fork, or was left half-loaded."""
+    """The manager is closed, of a process before a fork, half-loaded, or used by another thread."""
 
 
 class DeadlineExceeded(HoldfastError, TimeoutError):

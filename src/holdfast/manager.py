@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -151,7 +152,8 @@ class CheckpointManager(Marking):
         ranks: the ranks that save and load together (docs/ranks.md): those of torch's default
             process "group", if there is one; a `Coordinator`; or None, for this process alone.
 
-    Use a manager in one process, from one thread. Reading (`list`, `load`) claims nothing;
+    Use a manager in one process, from one thread at a time: otherwise saves and loads raise
+    `ManagerUnusable`. Reading (`list`, `load`) claims nothing;
     `resume` and the first save claim the run.
 
     Raises:
@@ -294,12 +296,15 @@ class CheckpointManager(Marking):
                 self, self._owner, self._housekeeper, self._uploads, self._tuning
             ),
         )
+        self.one_thread = threading.RLock()
         self.calls = Calls.of(self._ranks, self._together, self._outside, self._applying)
         self._pid = os.getpid()
         self._closed = False
         self._is_unused = True
         """Whether this manager has neither loaded nor saved, so that a resume may load in place."""
         self._is_rollback = False
+        self._untrained: tuple[int, tuple[str, ...]] = (0, ())
+        """The step that was resumed, and the settings that have changed since its save."""
         self._newest: tuple[Due, int] | None = None
         """Last save of several ranks, and its step; it may have failed to begin on this one."""
         self._validated = ValidatedSaves(
@@ -563,7 +568,7 @@ class CheckpointManager(Marking):
             OpaqueLoadFailed: the state was replaced in part when something failed.
             UsageError: a CUDA graph is being captured, nothing has what `override` names, or
                 the checkpoint has a component that `new` names, or lacks one that `without` names;
-                or with `on_existing="error"` there are checkpoints of later steps than the latest.
+                or with `on_existing="error"` there are checkpoints of later steps.
         """
         began = time.perf_counter()
         self._check_process()
@@ -585,6 +590,7 @@ class CheckpointManager(Marking):
             options=options,
             unhealthy=unhealthy,
             seen=parse_seen(seen),
+            refuse=self._beginning.refuse_later if self._refuses_existing else None,
         )
         found = self._applying.apply(search, claims=True)
         self._is_unused = found is None
@@ -596,8 +602,7 @@ class CheckpointManager(Marking):
         else:
             self._history.origins = script.origins()
             self._beginning.look_around()
-        if self._refuses_existing and which == "latest":
-            self._beginning.refuse_later(None if found is None else found.entry)
+            self._emit("started", f"starting a new run in {self.store.url}")
         self._saver.after_claim()
         if found is None:
             return None
@@ -738,6 +743,7 @@ class CheckpointManager(Marking):
         if error is None:
             self.close()
             return
+        self._untrained = (0, ())  # the loop may have failed at its first step
         try:
             self.close()
         except HoldfastError as closing:
@@ -769,6 +775,7 @@ class CheckpointManager(Marking):
     def _close(self, timeout_s: float) -> None:
         if self._closed or os.getpid() != self._pid:
             return
+        self._warnings.of_untrained(*self._untrained, self._moments.step)
         upload_failure: HoldfastError | None = None
         end = time.monotonic() + timeout_s
         try:
@@ -1002,6 +1009,7 @@ class CheckpointManager(Marking):
         claim = self._owner.claim
         if claim is None or not self._ranks.is_leader:
             return
+        self._untrained = (entry.step, self._history.changed_settings(entry.manifest))
         what = self._history.stand_on(entry.manifest, claim.epoch)
         if what:
             text = "\n".join(f"  {line}" for line in what)

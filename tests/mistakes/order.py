@@ -88,12 +88,9 @@ def _(user: User) -> None:
         manager.save(4)
 
 
-@case('`on_existing="error"`, and the run went back to step 2', names="of step 3")
+@case('`on_existing="error"`, and the run went back to step 2', names="of the steps 3")
 def _(user: User) -> None:
-    manager = user.manager(on_existing="error")
-    manager.resume("step=2")
-    user.train()
-    manager.save(3)
+    user.manager(on_existing="error").resume("step=2")
 
 
 @case("the folder of the run is moved while the run goes on", names="moved, deleted or unmounted")

@@ -101,7 +101,7 @@ def say_start(
     if not is_leader() or log_event not in tuple(checkpoints.sinks):
         return
     is_logged = logger.isEnabledFor(logging.INFO) and logger.hasHandlers()
-    if resumed is not None and is_logged:
+    if is_logged and not (resumed is None and begun_with):
         return  # the manager has logged it
     if resumed is not None:
         text = f"goes on at step {resumed.step}: resumed {resumed.path}"

@@ -94,8 +94,12 @@ def standing(store: Store, *, without: str = "") -> Choice:
     """Find the newest checkpoint of the lineage from which the run would resume.
 
     `without`: the folder of a checkpoint to pass over, as if it were deleted.
+
+    Raises:
+        NoUsableCheckpoint: the checkpoint that the run was rolled back to is gone.
     """
     catalog = Catalog(store)
+    catalog.expect_rollback_target()
     passed_over: set[str] = set()
     unhealthy: Entry | None = None
     for name in catalog.lineage():

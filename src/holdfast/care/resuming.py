@@ -84,6 +84,7 @@ def resume_steps(store: Store, check: Check | None = None) -> list[Step]:
     until one is whole; without it, damage inside of files stays unseen.
     """
     catalog = Catalog(store)
+    catalog.expect_rollback_target()
     steps: list[Step] = []
     is_decided = False
     for name in catalog.lineage():

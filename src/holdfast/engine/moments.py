@@ -36,6 +36,11 @@ class Moments:
         self._wall_before_s = 0.0
         self._started = time.monotonic()
 
+    @property
+    def step(self) -> int:
+        """The newest step that was given to `now` or resumed."""
+        return 0 if self._before is None else self._before.step
+
     def now(
         self,
         step: int,

@@ -7,8 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from holdfast import CheckpointManager
+from holdfast import CheckpointManager, Last, load_weights
+from holdfast.care.prune import preview
+from holdfast.care.resuming import resume_steps
 from holdfast.engine.roots.catalog import Catalog
+from holdfast.errors import NoUsableCheckpoint
 from holdfast.format import layout
 from holdfast.store.local import LocalStore
 from holdfast.testing.faulty import FaultyStore
@@ -100,6 +103,30 @@ def test_what_was_saved_tells_where_its_lost_claim_had_gone_back_to(tmp_path: Pa
     assert resumed_step(tmp_path) == 1
 
 
+def test_a_lost_checkpoint_that_the_run_went_back_to_is_an_error_with_the_choices(
+    tmp_path: Path,
+) -> None:
+    """What the person has left behind on purpose is not taken in its place."""
+    saved(tmp_path, 1, 2, 3)
+    went_back(tmp_path, 2)
+    [folder] = tmp_path.glob("step-00000002.*")
+    folder.rename(tmp_path.parent / folder.name)
+    store = LocalStore(tmp_path)
+    for act in (
+        lambda: resumed_step(tmp_path),
+        lambda: load_weights(tmp_path),
+        lambda: resume_steps(store),
+        lambda: preview(store, Last(1)),
+    ):
+        with pytest.raises(NoUsableCheckpoint, match=r"step=3 .*left behind\n.*step=1 "):
+            act()
+    assert [entry.step for entry in Catalog(store).checkpoints()] == [3, 1]
+    with CheckpointManager(tmp_path, {"model": {"w": torch.zeros(4)}}) as manager:
+        found = manager.resume("step=1")
+    assert found is not None
+    assert resumed_step(tmp_path) == 1
+
+
 def test_a_run_that_went_back_finds_the_checkpoint_under_another_label(tmp_path: Path) -> None:
     """A person has renamed the folder, which keeps its number: it is that checkpoint still."""
     saved(tmp_path, 1, 2, 3)
@@ -107,15 +134,3 @@ def test_a_run_that_went_back_finds_the_checkpoint_under_another_label(tmp_path:
     [folder] = tmp_path.glob("step-00000002.*")
     folder.rename(tmp_path / folder.name.replace("step-00000002", "before-the-spike"))
     assert resumed_step(tmp_path) == 2
-
-
-def test_a_run_that_went_back_to_what_is_gone_says_so(tmp_path: Path) -> None:
-    """The run goes on from what had been left behind: never in silence."""
-    saved(tmp_path, 1, 2, 3)
-    went_back(tmp_path, 2)
-    [folder] = tmp_path.glob("step-00000002.*")
-    folder.rename(tmp_path / "old")
-    noted = Noted()
-    assert resumed_step(tmp_path, noted) == 3
-    [warning] = noted.of("warning")
-    assert folder.name in warning.message

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import re
+from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from holdfast import CheckpointManager
+from holdfast.engine.hooks import StateHooks
 from holdfast.engine.saving.history import MAX_LIVES, History, as_text
-from holdfast.format.manifest import Change
+from holdfast.errors import ManagerUnusable
+from holdfast.format.manifest import Change, Timestamp
+from holdfast.policy.triggers import Metrics
 from holdfast.store.memory import MemoryStore
 from runs import Recorder, new_run
 
@@ -34,11 +41,90 @@ class Plan:
         (nn.Linear, "Linear"),
         (nn.Linear(1, 1), "Linear"),
         (test := lambda: None, test.__qualname__),
-        ("x" * 999, "x" * 200),
+        ("caf\udce9", r"caf\udce9"),
     ],
 )
 def test_a_setting_is_a_text(value: object, text: str) -> None:
     assert as_text(value) == text
+
+
+def test_a_long_setting_is_compared_to_its_end() -> None:
+    one, other = as_text("x" * 999 + "a"), as_text("x" * 999 + "b")
+    assert one != other
+    assert max(len(one), len(other)) <= 200
+
+
+def test_nested_settings_have_dotted_names() -> None:
+    config = {"data": {"mask": 0.1, "files": {}, "more": Namespace(seed=1)}, "run": Plan("1ep", 2)}
+    assert History(config, world_size=1).config == {
+        "data.mask": "0.1",
+        "data.files": "{}",
+        "data.more.seed": "1",
+        "run.every": "1ep",
+        "run.loader": "2",
+    }
+
+
+def test_a_setting_that_is_not_unicode_is_saved_escaped() -> None:
+    store = MemoryStore()
+    with new_run().manager(store, config={"data": {"path": "/caf\udce9"}}) as manager:
+        checkpoint = manager.save(1, wait=True).committed.result()
+    from holdfast.engine.roots.catalog import Catalog
+
+    entry = Catalog(store).resolve(checkpoint.path.rpartition("/")[2])
+    assert entry.manifest.config["data.path"] == r"/caf\udce9"
+
+
+@pytest.mark.parametrize(("dropout", "trains", "warns"), [(0.5, 0, 1), (0.5, 1, 0), (0.1, 0, 0)])
+def test_a_finished_run_under_other_settings_is_warned_of(
+    dropout: float, trains: int, warns: int
+) -> None:
+    """As a second trial in the root of the first one, which would train nothing."""
+    store, run = MemoryStore(), new_run()
+    with run.manager(store, config={"model": {"dropout": 0.1}}) as manager:
+        manager.save(1, wait=True)
+    with new_run().manager(
+        store, config={"model": {"dropout": dropout}}, sinks=[sink := Recorder()]
+    ) as manager:
+        manager.resume()
+        for step in range(2, 2 + trains):
+            manager.maybe_save(step)
+    warnings = [e.message for e in sink.events if "no step was trained" in e.message]
+    assert len(warnings) == warns
+    assert all("model.dropout: 0.1 → 0.5" in text for text in warnings)
+
+
+def test_a_new_run_and_each_save_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "holdfast")
+    with new_run().manager(MemoryStore()) as manager:
+        manager.resume()
+        for step in (1, 2):
+            manager.save(step, wait=True)
+    lines = [line for line in caplog.messages if re.match("starting a new run|saved step", line)]
+    assert [line[:12] for line in lines] == ["starting a n", "saved step 1", "saved step 2"]
+
+
+def test_a_manager_is_for_one_thread_at_a_time() -> None:
+    """Its first saves from two threads would claim the run twice, each against the other."""
+    refused: list[Exception] = []
+
+    def save(manager: CheckpointManager) -> None:
+        try:
+            manager.save(2)
+        except ManagerUnusable as error:
+            refused.append(error)
+
+    def before_save(now: Timestamp, metrics: Metrics) -> list[str]:
+        other = Thread(target=save, args=(manager,))
+        other.start()
+        other.join()
+        return []
+
+    with new_run().manager(MemoryStore(), hooks=StateHooks(before_save=before_save)) as manager:
+        manager.save(1, wait=True)
+        assert [checkpoint.step for checkpoint in manager.list()] == [1]
+    [error] = refused
+    assert "thread" in str(error)
 
 
 def test_equal_settings_of_two_processes_have_one_text() -> None:

@@ -414,6 +414,7 @@ class Reader:
         catalog = self.catalog
         for _ in range(_MAX_RELISTS):
             self.passed_over.clear()
+            catalog.expect_rollback_target()
             names = [*catalog.lineage()]
             self.doubles = _doubles(names)
             before: list[tuple[AttemptName, str]] = []
@@ -594,8 +595,11 @@ class Search:
         options: LoadOptions | None = None,
         unhealthy: Unhealthy = "avoid",
         seen: Seen | None = None,
+        refuse: Callable[[Entry | None], None] | None = None,
     ) -> None:
+        """`refuse` raises an error for a choice that the run must not continue from."""
         self._seen = seen
+        self._refuse = refuse
         self._reader = reader
         self._which = which
         self._walks = walks and which == "latest"
@@ -658,6 +662,8 @@ class Search:
         if self._walks and self._seen is not None:
             entry = self.candidate.entry if self.candidate is not None else None
             self._seen.expect(entry, where=self._reader.catalog.store.url)
+        if self._refuse is not None:
+            self._refuse(self.candidate.entry if self.candidate is not None else None)
         return Choice(
             point=self.candidate.entry.reference if self.candidate is not None else None,
             passed_over=frozenset(self._reader.passed_over),
@@ -746,12 +752,4 @@ class Search:
                 "name, the run stands there, and only later claims show it. It goes on from "
                 f"{start}; if that is wrong, resume the right one by name",
                 epoch=unread,
-            )
-        vanished = self._reader.catalog.vanished
-        if self._walks and vanished:
-            emit(
-                "warning",
-                f"the run had gone back to {vanished}, which is not there any more; it stands on "
-                "what had been left behind then",
-                folder=vanished,
             )

@@ -22,6 +22,7 @@ from holdfast.errors import (
     HoldfastError,
     NoCheckpoint,
     NotSealed,
+    NoUsableCheckpoint,
     SealError,
     UnsupportedVersion,
     UsageError,
@@ -123,7 +124,8 @@ class Catalog:
         self.vanished = ""
         """Folder of the newest rollback's checkpoint, if `lineage` found that it no longer exists.
 
-        The run then continues from what that rollback had left behind. Otherwise empty.
+        The lineage is then what that rollback had left behind; see `expect_rollback_target`.
+        Otherwise empty.
         """
         self.files: Mapping[str, Sequence[ObjectInfo]] = {}
         """Files of each checkpoint as the last `survey` of a store without folders listed them."""
@@ -382,6 +384,28 @@ class Catalog:
             else:
                 epoch, last = point.order
 
+    def expect_rollback_target(self) -> None:
+        """Check that the checkpoint exists to which the run was last rolled back by name.
+
+        Raises:
+            NoUsableCheckpoint: it is gone, and the newest others are those that a person has left
+                behind; the message lists which may be chosen.
+        """
+        next(self.lineage(), None)
+        if not self.vanished:
+            return
+        target = layout.parse_attempt(self.vanished)
+        lines = [
+            f"step={entry.step} ({entry.folder})"
+            + (", which was left behind" if target and entry.order > target.order else "")
+            for entry in self.checkpoints()
+        ]
+        raise NoUsableCheckpoint(
+            f"{self.store.url}: the run was rolled back to {self.vanished} by name, and that is "
+            "not there any more: it was moved, renamed or deleted. Nothing was changed. Put it "
+            "back, or choose another one with resume(…):\n" + listing(lines)
+        )
+
     def head(self) -> Entry | None:
         """Return the newest committed checkpoint of the lineage with a sound manifest, or None."""
         return next(self.lineage_entries(), None)
@@ -434,9 +458,11 @@ class Catalog:
         """Find the `latest` outside the folders `but`; raise if a newer manifest is damaged.
 
         Raises:
+            NoUsableCheckpoint: the checkpoint that the run was rolled back to is gone.
             SealError: a newer one is encrypted with other keys.
             FormatError: the manifest of a newer one is damaged or lost.
         """
+        self.expect_rollback_target()
         entry = self.latest(entry for entry in self.lineage_entries() if entry.folder not in but)
         self._expect_readable_after(entry)
         return entry
@@ -571,7 +597,8 @@ class Catalog:
                 continue
             if any(map(self._has_manifest, _named_by(point, attempts.get(point.epoch, ())))):
                 return later.epoch, None
-            self.vanished = self.vanished or point.folder
+            if claim is not None:  # else the claim is damaged, and a warning says so
+                self.vanished = self.vanished or point.folder
         return 0, None
 
     def _parent(self, attempts: Iterable[AttemptName]) -> Reference | None:

@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar, cast
 from holdfast.engine.control.outside import Outside
 from holdfast.engine.loading.applying import Applying
 from holdfast.engine.saving.together import Together
+from holdfast.errors import ManagerUnusable
 from holdfast.ranks.coordinator import Coordinator
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -26,19 +27,31 @@ _ALIKE = frozenset(
 
 
 def counted(kind: Kind) -> Callable[[F], F]:
-    """Decorator of a manager's method: its calls count on this rank, also if they raise at once."""
+    """Decorator of a manager's method: its calls count on this rank, also if they raise at once.
+
+    A call while another thread is in one raises `ManagerUnusable`: both would claim the run.
+    """
 
     def decorated(method: F) -> F:
         @wraps(method)
         def call(manager: Any, *args: Any, **named: Any) -> Any:
             calls: Calls | None = manager.calls
-            if calls is None:
-                return method(manager, *args, **named)
-            if kind != "load":
-                with calls.one(kind):
+            if not manager.one_thread.acquire(blocking=False):
+                raise ManagerUnusable(
+                    f"{method.__name__}(): another thread is in a call of this manager. A manager "
+                    "is for one thread at a time: put a lock around the calls, or save in one "
+                    "thread"
+                )
+            try:
+                if calls is None:
                     return method(manager, *args, **named)
-            with calls.one_load(method, manager, *args, **named):
-                return method(manager, *args, **named)
+                if kind != "load":
+                    with calls.one(kind):
+                        return method(manager, *args, **named)
+                with calls.one_load(method, manager, *args, **named):
+                    return method(manager, *args, **named)
+            finally:
+                manager.one_thread.release()
 
         return cast(F, call)
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
-from collections.abc import Mapping
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
 from itertools import chain
+from types import SimpleNamespace
 from typing import Any
 
 from holdfast.arguments import shown
@@ -19,6 +23,10 @@ MAX_LIVES = 100
 """Most lives with changes that a manifest lists: the newest."""
 _MAX_CHANGES = 50
 _MAX_LENGTH = 200
+"""Longest text of a setting that is recorded whole; of a longer one the beginning and a digest."""
+_MAX_DEPTH = 8
+_MAX_LEAVES = 1000
+"""Most settings in a mapping that are recorded one by one."""
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
@@ -27,7 +35,9 @@ class History:
 
     def __init__(self, config: Mapping[str, object] | None, *, world_size: int) -> None:
         """Begin with settings of the script by name, such as `vars(args)`."""
-        self._given = {str(name): as_text(value) for name, value in (config or {}).items()}
+        self._given = dict(
+            leaf for name, value in (config or {}).items() for leaf in _leaves(str(name), value)
+        )
         self._world_size = world_size
         self.origins: Mapping[str, str] | None = None
         """Options of optimizers, as `OptimizerOptions` settles them; None: not settled yet."""
@@ -43,6 +53,15 @@ class History:
         if self.origins is None:
             self.origins = OptimizerOptions(state).origins(is_start=False)
         return self.config
+
+    def changed_settings(self, manifest: Manifest) -> tuple[str, ...]:
+        """Return which settings of the script are others than those of a checkpoint."""
+        before = {name: text for name, text in manifest.config.items() if name in self._given}
+        return tuple(
+            f"{name}: {text} → {self._given[name]}"
+            for name, text in before.items()
+            if text != self._given[name]
+        )
 
     def stand_on(self, manifest: Manifest, epoch: int) -> tuple[str, ...]:
         """Compare with the checkpoint that the life `epoch` goes on from; return the changes."""
@@ -66,8 +85,37 @@ class History:
 
 
 def as_text(value: object) -> str:
-    """Format a setting so that equal ones of two processes have one text, of bounded length."""
-    return value[:_MAX_LENGTH] if isinstance(value, str) else _stable(value)[:_MAX_LENGTH]
+    """Format a setting so that equal ones of two processes have one text, of bounded length.
+
+    What is no Unicode, such as a path in another encoding, is escaped.
+    """
+    text = _unicode(value if isinstance(value, str) else _stable(value))
+    if len(text) <= _MAX_LENGTH:
+        return text
+    digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+    return f"{text[: _MAX_LENGTH - 50]}… ({len(text)} characters, sha256 {digest})"
+
+
+def _leaves(name: str, value: object, depth: int = 0) -> Iterator[tuple[str, str]]:
+    """Yield a setting and its text; of nested settings each one, under dotted names."""
+    inner = _children(value) if depth < _MAX_DEPTH else {}
+    if not inner or len(inner) > _MAX_LEAVES:
+        yield _unicode(name), as_text(value)
+    for key, item in inner.items() if len(inner) <= _MAX_LEAVES else ():
+        yield from _leaves(f"{name}.{key}", item, depth + 1)
+
+
+def _children(value: object) -> Mapping[Any, Any]:
+    """Return the settings in a setting; none of a plain value."""
+    if isinstance(value, Namespace | SimpleNamespace):
+        return vars(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name, None) for field in fields(value)}
+    return value if isinstance(value, Mapping) else {}
+
+
+def _unicode(text: str) -> str:
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _stable(value: object) -> str:

@@ -288,7 +288,7 @@ class Saver:
         checkpoint = describe(self._store, entry)
         self._emit(
             "committed",
-            f"committed {entry.folder}",
+            f"saved step {step}: {entry.folder}" if is_new else f"unchanged: {entry.folder}",
             step=step,
             folder=entry.folder,
             nbytes=entry.manifest.nbytes,

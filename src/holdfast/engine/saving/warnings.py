@@ -67,6 +67,19 @@ class ScriptWarnings:
                 f"step {entry.step}",
             )
 
+    def of_untrained(self, resumed: int, changed: Sequence[str], step: int) -> None:
+        """Warn, at the end, if a run was resumed with other settings and trained no step."""
+        if changed and step == resumed:
+            more = f"\n  and {len(changed) - 10} more" if len(changed) > 10 else ""
+            self._emit(
+                "warning",
+                f"{self._url}: step {step} was resumed and no step was trained, with other "
+                "settings in `config` than it was saved with. For a new run, use a new root:\n  "
+                + "\n  ".join(changed[:10])
+                + more,
+                step=step,
+            )
+
     def _of_unheld(self, captured: Captured) -> None:
         if captured.stepping == self._stepping:
             return
