@@ -71,19 +71,43 @@ def text(root: Path) -> str:
     return (root / "log" / "metrics.csv").read_text("utf-8")
 
 
-def test_a_row_for_each_log_and_a_column_for_each_metric(tmp_path: Path) -> None:
+def test_a_row_for_each_step_and_a_column_for_each_metric(tmp_path: Path) -> None:
     run(tmp_path, Late(), until=4)
     rows = table(tmp_path)
     names = ["step", "epoch", "loss", "draw", "lr/0", "val/loss", "val/draw", "late"]
     assert [*rows[0]] == [*names, "metrics/step"]
-    assert [row["step"] for row in rows] == ["1", "2", "3", "4", "4"]
-    assert [bool(row["val/loss"]) for row in rows] == [False, False, True, False, True]
-    assert [row["late"] for row in rows] == ["", "", "", "0.5", ""]
+    assert [row["step"] for row in rows] == ["1", "2", "3", "4"]
+    assert [bool(row["val/loss"]) for row in rows] == [False, False, True, True]
+    assert [row["late"] for row in rows] == ["", "", "", "0.5"]
+    assert all(row["loss"] for row in rows)
     assert rows[3]["metrics/step"] == "7.0"
     log = (tmp_path / "run" / "log" / "train.jsonl").read_text().splitlines()
     of_three = next(line for line in map(json.loads, log) if line["step"] == 3)
     assert float(rows[2]["loss"]) == of_three["metrics"]["loss"]
     assert float(rows[2]["lr/0"]) == of_three["lr"]["0"]
+
+
+class Monitors(Callback):
+    """Logs by itself in several hooks of each step, also after the step's save."""
+
+    def after_backward(self, training: Training) -> None:
+        training.log({"grad": 1.0})
+
+    def step_end(self, training: Training, metrics: Metrics) -> None:
+        training.log({"speed": 2.0})
+
+    def checkpoint_saved(self, training: Training, checkpoint: Any, cost: Metrics) -> None:
+        training.log({"saved": 3.0})
+
+
+def test_what_several_callbacks_log_of_a_step_is_one_row(tmp_path: Path) -> None:
+    """Also a metric that is logged when the row was flushed for a save."""
+    run(tmp_path, Monitors(), until=4)
+    run(tmp_path, Monitors(), until=6)
+    rows = table(tmp_path)
+    assert [row["step"] for row in rows] == ["1", "2", "3", "4", "5", "6"]
+    assert all(row["loss"] and row["grad"] == "1.0" and row["speed"] == "2.0" for row in rows)
+    assert rows[3]["saved"] == "3.0"
 
 
 def test_the_file_of_a_killed_run_is_that_of_an_undisturbed_one(tmp_path: Path) -> None:
@@ -126,7 +150,7 @@ def test_values_that_are_not_finite_are_told_from_missing_ones(tmp_path: Path) -
             training.log({"odd": math.inf if training.counters.step == 1 else math.nan})
 
     run(tmp_path, Odd(), until=2)
-    assert [row["odd"] for row in table(tmp_path)] == ["inf", "", "nan", ""]
+    assert [row["odd"] for row in table(tmp_path)] == ["inf", "nan"]
 
 
 def test_learning_rates_beside_the_own_ones_add_no_line(tmp_path: Path) -> None:
@@ -150,14 +174,14 @@ def test_a_test_is_logged_once_at_the_step_of_its_weights(tmp_path: Path) -> Non
     found = again.test(data, which="step=2")
     rows = [row for row in table(tmp_path) if any(row[name] for name in row if "test/" in name)]
     assert [(row["step"], row["test/loss"]) for row in rows] == [
-        ("5", ""),
         ("2", repr(found["test/loss"])),
+        ("5", ""),
     ]
     log = (tmp_path / "run" / "log" / "train.jsonl").read_text().splitlines()
     lines = [line for line in map(json.loads, log) if "test/loss" in line["metrics"]]
     assert [(line["step"], line["metrics"]) for line in lines] == [(2, found)]
     run(tmp_path, until=6)  # goes on, and keeps them
-    assert [row["step"] for row in table(tmp_path)] == ["1", "2", "3", "4", "5", "5", "2", "6"]
+    assert [row["step"] for row in table(tmp_path)] == ["1", "2", "3", "4", "5", "6"]
 
 
 def test_a_trainer_that_never_called_fit_logs_no_test(tmp_path: Path) -> None:
