@@ -422,6 +422,7 @@ class CheckpointManager(Marking):
         self._check_usable()
         if isinstance(event, str):
             self._warnings.of_setup(self._stop, has_interval=bool(self._schedule.policies))
+            self._warnings.positions.begin_step(step)
         pending = self._saver.pending
         is_alone = self._ranks.world_size == 1
         if is_alone:
@@ -604,6 +605,7 @@ class CheckpointManager(Marking):
             self._beginning.look_around()
             self._emit("started", f"starting a new run in {self.store.url}")
         self._saver.after_claim()
+        self._warnings.of_workers()
         if found is None:
             return None
         self._warnings.of_lacks()
@@ -693,6 +695,7 @@ class CheckpointManager(Marking):
         """
         self._quiet = _NEVER_QUIET
         self._moments.count_from(timestamp)
+        self._warnings.positions.start(timestamp.step)
 
     @checked()
     def expect_metrics(self, until: float = math.inf) -> None:
@@ -890,6 +893,7 @@ class CheckpointManager(Marking):
         self._beginning.compare_clocks(self._saver.standing)
         self._warnings.of_capture(captured, is_whole=due.components is None)
         unhealthy = (*unhealthy, *self._boundary.check(captured, now.step))
+        self._warnings.of_position(now.step)
         standing = self._saver.standing
         if standing is not None and standing.step == now.step:
             joint.stand_on(standing.folder)
@@ -1033,6 +1037,7 @@ class CheckpointManager(Marking):
         self._saver.standing, self._is_rollback = found.entry, is_rollback
         self._moments.stand_on(found.entry)
         self._validated.begin(found.entry)
+        self._warnings.positions.start(found.entry.step)
         if found.is_proof:
             self._housekeeper.trust(found.entry)
         return replaced

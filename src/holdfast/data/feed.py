@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from holdfast.data import identity
 from holdfast.data.options import check_whole
 from holdfast.data.ranks import ALONE, DataRanks, HasRank, check_group, data_ranks
+from holdfast.data.taking import Taking
 from holdfast.data.workers import begin_worker
 from holdfast.errors import UsageError
 
@@ -60,6 +61,7 @@ class Feed(ABC):
         self._data, self._fingerprint = identity.describe(data), fingerprint
         self._seed, self._epoch, self._batch = seed, 0, 0
         self._num_own: int | None = None
+        self._taking = Taking()
         self._generation = 0
         """Number of the iterator that is alive."""
         self._begun_epoch = -1
@@ -125,6 +127,11 @@ class Feed(ABC):
         """Whether the loop has taken the epoch's last batch and has not requested another."""
 
     @property
+    def batches_taken(self) -> Taking:
+        """Counts of the batches that were taken since the position was loaded."""
+        return self._taking
+
+    @property
     def ranks(self) -> DataRanks:
         """Rank of this process among those that share the data, and their number."""
         return self._ranks
@@ -185,6 +192,7 @@ class Feed(ABC):
     def _begin(self) -> int:
         """End the iterator that is alive; return the number of the one that begins."""
         self._generation += 1
+        self._taking.begin()
         return self._generation
 
     def _expect_alive(self, generation: int) -> None:
@@ -210,6 +218,7 @@ class Feed(ABC):
                 stored["seed"],
             )
         self._seed, self._epoch, self._batch = stored["seed"], stored["epoch"], batch
+        self._taking = Taking()
         self._generation += 1
         self._begun_epoch = -1
 

@@ -287,8 +287,10 @@ class Loader(Feed):
         watch(batches)
         for epoch, batch, num_own, samples in batches:
             self._epoch, self._batch, self._num_own = epoch, batch + 1, num_own
+            self._taking.add()
             yield samples
             self._expect_alive(generation)
+        self._taking.end()
 
     def _planned(self) -> Iterator[Sequence[int]]:
         """Yield this rank's indices in each batch of the present epoch."""

@@ -286,9 +286,11 @@ class Stream(Feed):
             self._batch += 1
             self._num_own = num_own
             self._at_end = following is None
+            self._taking.add()
             yield samples
             self._expect_alive(generation)
             item = following
+        self._taking.end()
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ first value after a resume. Knows no loader but torch's own; `holdfast.data` is 
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
 
 from holdfast.state import optimizers
 from holdfast.state.components import ParameterNames, parameter_names
@@ -29,13 +31,31 @@ OUTSIDE = (
     "holdfast.data.Loader and put it into the state; where the loop does find its place, say so "
     'with a component called "data", such as {"data": {"batches": 0}} (docs/data.md)'
 )
-
+PERSISTENT = (
+    "a torch DataLoader with persistent_workers draws a seed from torch's global generator once in "
+    "a process, at its first epoch. A resumed process draws it again, so the random numbers of the "
+    "training differ from then on. Give it a generator of its own: DataLoader(…, "
+    "generator=torch.Generator())"
+)
 
 NO_OPTIMIZER = (
     "the state has a model that is trained, and no optimizer: a resumed run begins with a new one, "
     "without its momenta and step counts. Put it into the state, as in "
     '{"model": model, "optimizer": optimizer}'
 )
+
+
+def draws_once() -> bool:
+    """Whether a torch DataLoader of this process would draw from the global generator only once."""
+    left: list[type[Any]] = [DataLoader]
+    kinds = {*left}
+    while left:
+        subclasses = left.pop().__subclasses__()
+        kinds.update(subclasses)
+        left += subclasses
+    # The only list of them is that of the garbage collector: 30 ms for 200,000 objects.
+    loaders = [each for each in gc.get_objects() if type(each) in kinds]
+    return any(each.persistent_workers and each.generator is None for each in loaders)
 
 
 def homeless(state: Mapping[str, Any], names: ParameterNames) -> dict[str, dict[str, Tensor]]:

@@ -7,9 +7,19 @@ from typing import Any
 
 from holdfast.engine.control.stop import Stop
 from holdfast.engine.roots.catalog import Entry
+from holdfast.engine.saving.positions import PositionChecks
 from holdfast.events import Emitter
 from holdfast.state.capture import Captured
-from holdfast.state.lacking import NO_OPTIMIZER, OUTSIDE, describe, is_outside, lacks_optimizer
+from holdfast.state.components import OF_TRAINERS
+from holdfast.state.lacking import (
+    NO_OPTIMIZER,
+    OUTSIDE,
+    PERSISTENT,
+    describe,
+    draws_once,
+    is_outside,
+    lacks_optimizer,
+)
 
 
 class ScriptWarnings:
@@ -19,7 +29,8 @@ class ScriptWarnings:
         self._url = url
         self._state = state
         self._emit = emit
-        self._not_saved_due = self._lacks_due = self._setup_due = True
+        self._not_saved_due = self._lacks_due = self._setup_due = self._workers_due = True
+        self.positions = PositionChecks(state)
         self._stepping: Sequence[int] | None = None
         """Ids of the optimizers' parameters at the last search for parameters in no component."""
 
@@ -31,6 +42,7 @@ class ScriptWarnings:
         if is_whole:
             self._of_unheld(captured)
             self.of_lacks()
+            self.of_workers()
 
     def of_lacks(self) -> None:
         """Warn if no component is a position in the data, or none an optimizer."""
@@ -39,6 +51,18 @@ class ScriptWarnings:
         if self._lacks_due and lacks_optimizer(self._state):
             self._emit("warning", NO_OPTIMIZER)
         self._lacks_due = False
+
+    def of_workers(self) -> None:
+        """Warn, once, of workers whose seed is drawn in each process anew."""
+        # Trainers put the generators back after a validation.
+        if self._workers_due and not OF_TRAINERS & self._state.keys() and draws_once():
+            self._emit("warning", PERSISTENT)
+        self._workers_due = False
+
+    def of_position(self, step: int) -> None:
+        """Warn, at a save, of batches that the position counts and no step was trained on."""
+        for text in self.positions.look(step):
+            self._emit("warning", text, step=step)
 
     def of_setup(self, stop: Stop | None, *, has_interval: bool) -> None:
         """Warn, at the first `maybe_save`, if no interval is set or signals are not handled."""

@@ -1,0 +1,60 @@
+"""Who takes the batches of a Loader or Stream, to detect read-ahead and evaluations.
+
+The position counts batches that were taken. A wrapper that holds one in hand has taken it too soon,
+and an evaluation takes batches on which nothing is trained.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+
+import torch
+
+
+class Taking:
+    """Counts of the batches that were taken since the position was loaded, and by whom."""
+
+    def __init__(self) -> None:
+        self.num_taken = 0
+        self.num_evaluated = 0
+        """Batches taken with gradients switched off, after others with them."""
+        self.is_interrupted = False
+        """Whether an iterator was left before its end."""
+        self._is_open = False
+        self._caller: tuple[int, object] | None = None
+        """Id and code of the frame that has asked for the last batch."""
+
+    def begin(self) -> None:
+        """Note that an iterator begins."""
+        self.is_interrupted = self.is_interrupted or self._is_open
+        self._is_open = False
+
+    def add(self) -> None:
+        """Note that a batch is taken; call it from the generator that yields it."""
+        self._is_open = True
+        if torch.is_grad_enabled():
+            self.num_taken += 1
+        elif self.num_taken:
+            self.num_evaluated += 1
+        frame = sys._getframe(1)
+        while frame.f_back is not None and frame.f_globals["__name__"].startswith(__package__):
+            frame = frame.f_back
+        self._caller = id(frame), frame.f_code
+
+    def end(self) -> None:
+        """Note that an iterator has given all of its batches."""
+        self._is_open = False
+
+    @property
+    def is_by_loop(self) -> bool:
+        """Whether the last batch was taken by a function that has not returned or yielded since.
+
+        Otherwise something between the loop and the data has taken it.
+        """
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            if (id(frame), frame.f_code) == self._caller:
+                return True
+            frame = frame.f_back
+        return False

@@ -1,0 +1,118 @@
+"""Checks of positions in the data against the steps that were trained, at each save."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+from holdfast.state.components import OF_TRAINERS
+
+
+class Taking(Protocol):
+    """Counts of the batches that were taken from a loader."""
+
+    num_taken: int
+    num_evaluated: int
+    is_interrupted: bool
+
+    @property
+    def is_by_loop(self) -> bool:
+        """Whether the loop itself has taken the last batch, and not a wrapper."""
+
+
+class HasTaking(Protocol):
+    """A loader whose position counts the batches that were taken."""
+
+    @property
+    def batches_taken(self) -> Taking:
+        """The counts since its position was loaded."""
+
+
+class PositionChecks:
+    """Finds batches that a position counts, and that no step was trained on."""
+
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        # A trainer counts its steps and batches itself.
+        loaders = () if OF_TRAINERS & state.keys() else _loaders(state)
+        self._checks = [_Check(name, loader) for name, loader in loaders]
+        self._has_begun = False
+
+    def start(self, step: int) -> None:
+        """Count steps from `step`, whose state was loaded."""
+        self._has_begun = False
+        for check in self._checks:
+            check.start(step)
+
+    def begin_step(self, step: int) -> None:
+        """Note the first step that is reported."""
+        if not self._has_begun:
+            for check in self._checks:
+                check.begin(step)
+        self._has_begun = True
+
+    def look(self, step: int) -> Iterator[str]:
+        """Yield warnings, each once."""
+        self.begin_step(step)
+        for check in self._checks:
+            yield from check.look(step)
+
+
+class _Check:
+    def __init__(self, name: str, loader: HasTaking) -> None:
+        self._name, self._loader = name, loader
+        self._first = 0
+        self._taking, self._base = loader.batches_taken, loader.batches_taken.num_taken
+        self._last: tuple[int, int] | None = None
+        self._is_counting = self._is_watching = True
+
+    def start(self, step: int) -> None:
+        self._taking, self._base = self._loader.batches_taken, self._loader.batches_taken.num_taken
+        self._first, self._last = step, None
+
+    def begin(self, step: int) -> None:
+        if step == self._first and self._loader.batches_taken.num_taken > self._base:
+            self._first -= 1  # the script counts its steps from zero
+
+    def look(self, step: int) -> Iterator[str]:
+        taking = self._loader.batches_taken
+        if self._is_watching and taking.num_evaluated:
+            self._is_watching = False
+            yield (
+                f"{self._name}: {taking.num_evaluated} batches were taken with gradients off, as "
+                "by an evaluation, and the position counts them as trained. Give the evaluation a "
+                "loader of its own"
+            )
+        if taking is not self._taking or taking.is_interrupted:
+            self._is_counting = False  # its position was loaded, or batches were left out
+        if self._is_counting:
+            yield from self._compare(step - self._first, taking)
+
+    def _compare(self, steps: int, taking: Taking) -> Iterator[str]:
+        """Compare the batches of a step, by two saves, with all that was taken."""
+        taken = taking.num_taken - self._base
+        last, self._last = self._last, (steps, taken)
+        if last is None or steps <= last[0]:
+            return
+        of_step, rest = divmod(taken - last[1], steps - last[0])
+        ahead = taken - of_step * steps
+        if rest or of_step < 1:
+            return
+        self._is_counting = False
+        if ahead > 0 and not taking.is_by_loop:
+            yield (
+                f"{self._name}: {taken} batches were taken for {steps} steps of {of_step}, so "
+                f"{ahead} more than were trained on, at the last save, too. A wrapper around the "
+                "loader, such as a prefetcher, holds them in hand, and a resume leaves them out. "
+                "Iterate over the loader itself; its workers read ahead (num_workers=, "
+                "prefetch_factor=)"
+            )
+
+
+def _loaders(state: Mapping[str, Any]) -> Iterator[tuple[str, HasTaking]]:
+    """Yield the loaders that are components, or attributes of components, with their names."""
+    for name, component in state.items():
+        inside = getattr(component, "__dict__", {})
+        for each in (component, *inside.values()):
+            if isinstance(getattr(type(each), "batches_taken", None), property):
+                yield name, each
+                break
