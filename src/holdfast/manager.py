@@ -91,6 +91,7 @@ from holdfast.ranks.waiting import Processes
 from holdfast.state.capture import Captured, Capturer
 from holdfast.state.components import RNG, check_state, marked, refuse_fsdp1, unwrapped
 from holdfast.state.edits import Edit, edited
+from holdfast.state.modules import is_loaded
 from holdfast.state.patterns import listed
 from holdfast.store.base import Store
 
@@ -327,6 +328,8 @@ class CheckpointManager(Marking):
         self._history = History(config, world_size=self._ranks.world_size)
         self._warnings = ScriptWarnings(self.store.url, state, self._emit)
         self._boundary = StepBoundary(state, self._emit)
+        self._knows_exceptions = not self._schedule.asks_for("exception")
+        """Whether the caller reports errors to `maybe_save`, or no trigger is for them."""
         self._stop = stop
         self._quiet = _NEVER_QUIET
         self._upload_error: HoldfastError | None = None
@@ -418,18 +421,22 @@ class CheckpointManager(Marking):
                 captured when a save is due.
         """
         self._quiet, self._is_unused = _NEVER_QUIET, False
+        is_alone = self._ranks.world_size == 1
+        if event == "start" and is_alone and any(map(is_loaded, self.state.values())):
+            # Ranks would decide otherwise than each other if one loads and sends the weights.
+            self._moments.loaded()
         now = self._moments.now(step, epoch=epoch, cycle=cycle, samples=samples, tokens=tokens)
         self._check_usable()
         if isinstance(event, str):
             self._warnings.of_setup(self._stop, has_interval=bool(self._schedule.policies))
             self._warnings.positions.begin_step(step)
         pending = self._saver.pending
-        is_alone = self._ranks.world_size == 1
         if is_alone:
             if pending is not None and pending.failure() is not None:
                 self._schedule.failed()
             self._raise_failure()
         self._tuning.look(now, is_writing=pending is not None and not pending.done())
+        self._knows_exceptions |= "exception" in ((event,) if isinstance(event, str) else event)
         events, asked = self._outside.look(event, is_owner=self.is_owner)
         due: Due | None = None
         try:
@@ -747,6 +754,8 @@ class CheckpointManager(Marking):
             self.close()
             return
         self._untrained = (0, ())  # the loop may have failed at its first step
+        if self._moments.unsaved is not None and not self._knows_exceptions:
+            self._warnings.of_exception(error, self._moments.unsaved)
         try:
             self.close()
         except HoldfastError as closing:

@@ -12,6 +12,7 @@ from tests.mistakes import (
     order,
     paths,
     ranks_order,
+    rules,
     times,
     training,
 )
@@ -29,6 +30,7 @@ THEMES = (
     commands.THEME,
     training.THEME,
     ranks_order.THEME,
+    rules.RULES,
 )
 
 CASES = tuple(case for theme in THEMES for case in theme.cases)

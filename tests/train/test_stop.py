@@ -949,14 +949,16 @@ def test_an_error_in_a_validation_is_not_masked_by_a_callback_that_cannot_go_bac
     assert saved(tmp_path)[0].step == 3
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, OwnedElsewhere])
-def test_what_is_no_failure_of_the_training_is_not_saved(
-    tmp_path: Path, error: type[BaseException]
+@pytest.mark.parametrize(
+    ("error", "step"), [(KeyboardInterrupt, 4), (SystemExit, 4), (OwnedElsewhere, 3)]
+)
+def test_an_interruption_saves_as_an_error_does_and_a_lost_run_does_not(
+    tmp_path: Path, error: type[BaseException], step: int
 ) -> None:
     failing: Any = Fails("train", 9, error)
     with pytest.raises(error):
         trainer(tmp_path / "run", failing, every=FAILING).fit(STEPS)
-    assert saved(tmp_path / "run")[0].step == 3
+    assert saved(tmp_path / "run")[0].step == step
 
 
 def test_without_a_trigger_for_it_an_error_saves_nothing(tmp_path: Path) -> None:

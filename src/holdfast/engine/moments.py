@@ -107,6 +107,11 @@ class Moments:
             self._odometer.stand_on(now)
         self._continue_from(now, ())
 
+    def loaded(self) -> None:
+        """Note that weights were loaded, so that a run without a checkpoint is no fresh one."""
+        if self._before is None:
+            self._continue_from(Timestamp(step=0), ())
+
     def _continue_from(self, now: Timestamp, saves: Iterable[Manifest]) -> None:
         self._before, self.unsaved = now, None
         self._schedule.stand_on(now, saves)

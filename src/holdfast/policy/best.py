@@ -151,6 +151,10 @@ class BestSaves:
         """Return the save that rules ask for, given their numbers."""
         return together([self._rules[number].due for number in numbers])
 
+    def knows(self, name: str) -> bool:
+        """Whether a checkpoint that exists or is being saved has a metric."""
+        return any(name in found for found in self._known.values())
+
     def begun(self, step: int, metrics: Metrics) -> None:
         """Note that a checkpoint with these metrics is being saved."""
         if found := self.of(metrics):

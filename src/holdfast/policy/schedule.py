@@ -186,6 +186,12 @@ class Schedule:
         """Whether the schedule needs records of saves before the checkpoint that is resumed."""
         return self.has_sides or any(p.ephemeral is not None for p in self.policies.values())
 
+    def asks_for(self, event: Event) -> bool:
+        """Whether a trigger `On` of the event is in a policy."""
+        triggers = [t for p in self.policies.values() for t in (p.permanent, p.ephemeral) if t]
+        parts = (part for trigger in triggers for part in parts_of(trigger))
+        return any(isinstance(part, On) and event in part.events for part in parts)
+
     def is_saved(self, now: Timestamp) -> bool:
         """Whether a save of the whole state was begun at this very step."""
         latest = self._of(MAIN).latest

@@ -107,6 +107,9 @@ class ValidatedSaves:
             names = {name for name in names if not _OF_TRAINING.intersection(words_of(name))}
         if not names or not self._keeping(step, metrics, names):
             return
+        names = {name for name in names if self._best.knows(name)}
+        if not names:
+            return  # nothing is saved yet, and so nothing lost
         self._has_warned = True
         which = ", ".join(f"{name}={float(metrics[name]):g}" for name in sorted(names))
         why = (

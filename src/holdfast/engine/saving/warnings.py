@@ -91,6 +91,17 @@ class ScriptWarnings:
                 f"step {entry.step}",
             )
 
+    def of_exception(self, error: BaseException, step: int) -> None:
+        """Warn that an error has ended the loop, and that the trigger for it saved nothing."""
+        self._emit(
+            "warning",
+            f'{self._url}: every has On("exception"), and step {step} was not saved when '
+            f"{type(error).__name__} ended the loop: nothing shows whether the state is that of a "
+            'whole step. Catch the error and call maybe_save(step, event="exception"), or use the '
+            "Trainer, which goes back to the last step",
+            step=step,
+        )
+
     def of_untrained(self, resumed: int, changed: Sequence[str], step: int) -> None:
         """Warn, at the end, if a run was resumed with other settings and trained no step."""
         if changed and step == resumed:

@@ -185,7 +185,7 @@ class Fit:
             saver.at(["start"], {})
         try:
             self._train(saver, found)
-        except Exception as error:
+        except (Exception, KeyboardInterrupt, SystemExit) as error:
             if self._way_back.allows_save and not isinstance(error, OwnershipError):
                 self._save_after(error, saver)
             raise
@@ -476,7 +476,7 @@ class Fit:
             saver.again(Due(save_class, found.reason), metrics)
         return metrics
 
-    def _save_after(self, error: Exception, saver: StepSaver) -> None:
+    def _save_after(self, error: BaseException, saver: StepSaver) -> None:
         """Save the state of the last step boundary after an error, which is raised anyway."""
         try:
             lost = "" if self._place.is_between else self._undo_step()
