@@ -18,7 +18,7 @@ from holdfast.train.evaluation.predicting import Predictions
 from holdfast.train.evaluation.targets import Validated
 from holdfast.train.evaluation.validation import Downstream, Validation
 from holdfast.train.fit.ending import Outcome
-from holdfast.train.fit.finding import BatchSizes, LearningRateCurve
+from holdfast.train.fit.finding import LearningRateCurve
 from holdfast.train.fit.saving import UnhealthyState
 from holdfast.train.loggers.csv import Csv
 from holdfast.train.loggers.default import JsonLines
@@ -45,7 +45,6 @@ __all__ = [
     "HOOKS",
     "REQUEUE_EXIT_CODE",
     "SWA",
-    "BatchSizes",
     "Callback",
     "Clip",
     "Control",

@@ -56,10 +56,8 @@ from holdfast.train.fit.best import check_load_best, finder, saves_of_validation
 from holdfast.train.fit.config import config_of, config_of_data
 from holdfast.train.fit.ending import FitEnding, Outcome
 from holdfast.train.fit.finding import (
-    BatchSizes,
     LearningRateCurve,
     Trial,
-    find_batch_size,
     find_learning_rate,
 )
 from holdfast.train.fit.fitting import Fit, Gear
@@ -666,24 +664,6 @@ class Trainer:
         """
         with self._trying("find_learning_rate"):
             return find_learning_rate(self._trial, lowest=lowest, highest=highest, steps=steps)
-
-    def find_batch_size(
-        self, make: Callable[[int], Any], *, start: int = 1, highest: int = 2**16, steps: int = 2
-    ) -> BatchSizes:
-        """Train with growing batches until memory is exhausted; restores everything.
-
-        Args:
-            make: makes a loader with a batch size, such as
-                `lambda size: Loader(dataset, batch_size=size)`.
-            start: the first size that is tried; it doubles, and is then halved into place.
-            highest: the largest size that is tried.
-            steps: steps at each size.
-
-        Raises:
-            UsageError: an argument is wrong, `fit` runs, or not even `start` fits.
-        """
-        with self._trying("find_batch_size"):
-            return find_batch_size(self._trial, make, start=start, highest=highest, steps=steps)
 
     def validate_all(self, which: Which | Iterable[Which] | None = None) -> tuple[Validated, ...]:
         """Validate checkpoints one after the other, with all loaders and checks.

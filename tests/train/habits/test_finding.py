@@ -1,8 +1,7 @@
-"""Finders of a learning rate and a batch size: they find it, and nothing is changed by that."""
+"""The finder of a learning rate finds it, and changes nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,15 +16,7 @@ from holdfast.errors import UsageError
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.resume import leaf_digests
 from holdfast.train import SWA, Callback, Perplexity, StepOutput, Training
-from train.small import Noisy, make, mean_square
-
-
-def loader(size: int) -> Loader:
-    return Loader(Noisy(), batch_size=size)
-
-
-def _of_the_host(said: str) -> Exception:
-    return RuntimeError(f"[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: {said}")
+from train.small import make, mean_square
 
 
 class Never(Callback):
@@ -65,12 +56,9 @@ def test_finders_leave_no_trace(name: str, steps_before: int, tmp_path: Path) ->
         trainer.fit(steps_before)
     before, files = everything(trainer), sorted(root.rglob("*"))
     found = trainer.find_learning_rate(steps=12)
-    sizes = trainer.find_batch_size(loader, start=2, highest=8)
     assert everything(trainer) == before
     assert sorted(root.rglob("*")) == files
     assert len(found.rates) == len(found.losses) > 1
-    assert sizes.suggestion == 8
-    assert sizes.fits == {2: True, 4: True, 8: True}
 
 
 def test_a_run_that_goes_on_after_finders_is_the_same(tmp_path: Path) -> None:
@@ -78,7 +66,6 @@ def test_a_run_that_goes_on_after_finders_is_the_same(tmp_path: Path) -> None:
     for trainer in (plain, tried):
         trainer.fit(3)
     tried.find_learning_rate(steps=7)
-    tried.find_batch_size(loader, highest=4)
     for trainer in (plain, tried):
         trainer.fit(7)
     assert dict(leaf_digests(plain.state)) == dict(leaf_digests(tried.state))
@@ -95,21 +82,7 @@ def test_finders_do_not_count_in_metrics_of_the_training() -> None:
     )
     before = metric.state_dict()
     trainer.find_learning_rate(steps=7)
-    trainer.find_batch_size(loader, highest=4)
     assert metric.state_dict() == before
-
-
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError, MemoryError, _of_the_host])
-def test_batches_are_not_split_while_their_size_is_tried(error: Callable[[str], Exception]) -> None:
-    def hungry(model: nn.Module, batch: Tensor) -> Any:
-        if len(batch) > 4:
-            raise error("out of memory")
-        return mean_square(model, batch)
-
-    trainer = make(MemoryStore(), loss=hungry, data=loader(2), micro_batch="auto")
-    found = trainer.find_batch_size(loader, highest=10)
-    assert (found.suggestion, found.fits[8]) == (4, False)
-    assert trainer.state["micro_batch"].size is None
 
 
 def test_a_size_of_micro_batches_that_a_finder_has_halved_is_restored() -> None:
@@ -140,28 +113,6 @@ def test_the_suggested_rate_is_where_the_loss_falls() -> None:
     assert found.suggestion is not None
     assert 1e-3 < found.suggestion < 3
     assert found.rates[-1] < 100  # it ended when the loss had diverged
-
-
-def test_the_largest_batch_that_fits_is_found() -> None:
-    def hungry(model: nn.Module, batch: Tensor) -> Any:
-        if len(batch) > 11:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return mean_square(model, batch)
-
-    class Many(Noisy):
-        def __len__(self) -> int:
-            return 64
-
-    def many(size: int) -> Loader:
-        return Loader(Many(), batch_size=size)
-
-    trainer = make(MemoryStore(), loss=hungry, data=many(2))
-    found = trainer.find_batch_size(many)
-    assert found.suggestion == 11
-    assert found.fits[16] is False
-    assert found.fits[8] is True
-    with pytest.raises(UsageError, match="not enough for batches of 12"):
-        trainer.find_batch_size(many, start=12)
 
 
 def _find(options: dict[str, Any], rank: int) -> Any:

@@ -1,11 +1,10 @@
-"""Finders of a learning rate and of a batch size: they train some steps, and undo all of it."""
+"""Finder of a learning rate: it trains some steps, and undoes all of it."""
 
 from __future__ import annotations
 
 import copy
-import gc
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -21,7 +20,6 @@ from holdfast.train.asked import check_range
 from holdfast.train.parallel.strategies import local
 from holdfast.train.window.loop import Update
 from holdfast.train.window.metrics import RankMeans
-from holdfast.train.window.splitting import MicroBatches, is_out_of_memory
 from holdfast.train.window.wayback import Boundary, small
 
 _DIVERGED = 4.0
@@ -39,16 +37,6 @@ class LearningRateCurve:
     """Loss of the step with each rate, smoothed."""
     suggestion: float | None
     """The rate at which the loss falls most steeply; None: it never fell."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchSizes:
-    """Batch sizes that `find_batch_size` has tried."""
-
-    fits: Mapping[int, bool]
-    """Whether memory was enough, by batch size in the order of the tries."""
-    suggestion: int
-    """The largest one for which it was."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,69 +111,6 @@ def find_learning_rate(
     return LearningRateCurve(
         rates=tuple(rates), losses=tuple(losses), suggestion=_steepest(rates, losses)
     )
-
-
-def find_batch_size(
-    trial: Trial, make: Callable[[int], Any], *, start: int, highest: int, steps: int
-) -> BatchSizes:
-    """Try growing batch sizes: doubled while they fit, then halved into place; undone afterwards.
-
-    Raises:
-        UsageError: an argument is wrong, or not even `start` fits.
-    """
-    check_range("start", start, 1, 2**31)
-    check_range("highest", highest, start, 2**31)
-    check_range("steps", steps, 1, 2**31)
-    if not trial.update.parallel.group.is_alone:
-        raise UsageError(
-            "find_batch_size: on one rank only, since the others would wait for one without memory"
-        )
-    if not callable(make):
-        raise UsageError(f"make={make!r}: must make a loader of a batch size")
-    # Whole batches are tried: split ones would all fit.
-    group = trial.update.parallel.group
-    trial = replace(trial, update=replace(trial.update, micro_batches=MicroBatches(None, group)))
-    fits: dict[int, bool] = {}
-
-    def does_fit(size: int) -> bool:
-        fits[size] = _fits(trial, make(size), steps)
-        return fits[size]
-
-    largest, too_large = 0, highest + 1
-    size = start
-    while size < too_large:
-        if does_fit(size):
-            largest, size = size, min(2 * size, highest) if size < highest else too_large
-        else:
-            too_large = size
-    while largest and too_large - largest > max(1, largest // 8) and largest < highest:
-        middle = (largest + too_large) // 2
-        if does_fit(middle):
-            largest = middle
-        else:
-            too_large = middle
-    if not largest:
-        raise UsageError(f"find_batch_size: memory is not enough for batches of {start}")
-    return BatchSizes(fits=fits, suggestion=largest)
-
-
-def _fits(trial: Trial, data: Any, steps: int) -> bool:
-    """Whether memory is enough for some steps on this data, on every rank."""
-    is_out = False
-    try:
-        with trial.undone() as update:
-            for _, window in zip(range(steps), trial.windows(data), strict=False):
-                update(window)
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        is_out = True
-    # Not in the handler: the error holds the tensors of the failed step.
-    if is_out:
-        gc.collect()
-        if torch.accelerator.is_available():
-            torch.get_device_module(torch.accelerator.current_accelerator()).empty_cache()
-    return not is_out
 
 
 def _set_rate(group: dict[str, Any], rate: float) -> None:
