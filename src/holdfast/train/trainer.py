@@ -611,11 +611,11 @@ class Trainer:
         outputs: Callable[[nn.Module, Any], Any] | None = None,
         use_ema: bool = True,
         batches_per_part: int = 100,
+        overwrite: bool = False,
     ) -> Predictions:
         """Write the model's outputs for all samples into a folder, in the order of the samples.
 
-        They are written by parts, each as soon as it is complete. When it was killed, the same
-        call goes on after the last complete part. Several ranks share the work.
+        They are written by parts, each as soon as it is complete. Several ranks share the work.
 
         Args:
             data: a loader that does not shuffle.
@@ -625,9 +625,10 @@ class Trainer:
                 first dimension is the samples of the batch. None: `model(batch)`.
             use_ema: whether the averaged weights predict, if the Trainer keeps an average.
             batches_per_part: batches of a part, which are kept in memory until it is written.
+            overwrite: whether to delete predictions that the folder has, complete or not.
 
         Raises:
-            UsageError: an argument is wrong, or the folder has predictions of other weights.
+            UsageError: an argument is wrong, or the folder has predictions already.
             NoCheckpoint: no checkpoint matches `which`.
         """
         making.check_loader(data)
@@ -648,6 +649,7 @@ class Trainer:
                 outputs=outputs,
                 update=self._update,
                 batches_per_part=batches_per_part,
+                overwrite=overwrite,
             )
 
     def find_learning_rate(

@@ -1,4 +1,4 @@
-"""Predictions: in the order of the samples, by parts, and after a kill from the next part on."""
+"""Predictions: in the order of the samples, by parts, and never those of an earlier call."""
 
 from __future__ import annotations
 
@@ -113,46 +113,53 @@ class Killed(BaseException):
     pass
 
 
-def test_a_killed_prediction_goes_on_after_its_last_part(tmp_path: Path) -> None:
-    seen: list[float] = []
+def dies(model: nn.Module, batch: Tensor) -> Tensor:
+    if batch[0, 0] >= 12:
+        raise Killed
+    return model(batch)  # type: ignore[no-any-return]
 
-    def outputs(model: nn.Module, batch: Tensor, last: float) -> dict[str, Tensor]:
-        if batch[0, 0] >= last:
-            raise Killed
-        seen.append(float(batch[0, 0]))
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_a_folder_with_predictions_is_refused_unless_they_are_to_be_replaced(
+    is_killed: bool, tmp_path: Path
+) -> None:
+    """They may be of other data, weights or outputs, and those of a killed call are not all."""
+    trainer, folder = reader(), tmp_path / "out"
+    if is_killed:
+        with pytest.raises(Killed):
+            trainer.predict(loader(), to=folder, outputs=dies, batches_per_part=1)
+        with pytest.raises(UsageError, match="no complete predictions"):
+            Predictions.of(folder)
+    else:
+        trainer.predict(loader(), to=folder, batches_per_part=1)
+    (folder / "notes.txt").write_text("mine")
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    with pytest.raises(UsageError, match="overwrite=True"):
+        trainer.predict(loader(), to=folder)
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+    negative = Loader([-sample for sample in samples()], batch_size=8, shuffle=False)
+    found = trainer.predict(negative, to=folder, outputs=lambda _, batch: batch, overwrite=True)
+    assert torch.equal(found.load()["output"], -torch.stack(samples()))
+    assert len(found.files) == 1
+    names = {"notes.txt", "predictions.json", found.files[0].name}
+    assert {path.name for path in folder.iterdir()} == names
+
+
+def test_parts_of_unknown_origin_are_not_deleted(tmp_path: Path) -> None:
+    stray = tmp_path / "predictions-00000.safetensors"
+    stray.write_bytes(b"mine")
+    with pytest.raises(UsageError, match="without their"):
+        reader().predict(loader(), to=tmp_path, overwrite=True)
+    assert stray.read_bytes() == b"mine"
+
+
+def test_names_and_dtypes_of_outputs_are_kept(tmp_path: Path) -> None:
+    def outputs(model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
         return {"sum": batch.sum(1).bfloat16(), "half": model(batch).half()}
 
-    trainer = reader()
-    with pytest.raises(Killed):
-        trainer.predict(
-            loader(), to=tmp_path / "out", outputs=partial(outputs, last=12), batches_per_part=2
-        )
-    with pytest.raises(UsageError, match="no complete predictions"):
-        Predictions.of(tmp_path / "out")
-    assert seen == [0, 4, 8]
-    seen.clear()
-    again = partial(outputs, last=99)
-    found = trainer.predict(loader(), to=tmp_path / "out", outputs=again, batches_per_part=2)
-    assert seen == [8, 12, 16, 20]
-    assert found.load()["sum"].tolist() == [4.0 * number for number in range(COUNT)]
-    assert found.load()["half"].dtype == torch.float16
-    seen.clear()
-    assert (
-        trainer.predict(loader(), to=tmp_path / "out", outputs=again, batches_per_part=2).files
-        == found.files
-    )
-    assert not seen
-
-
-def test_predictions_of_other_weights_are_not_mixed(tmp_path: Path) -> None:
-    trainer = reader()
-    trainer.predict(loader(), to=tmp_path / "out")
-    with pytest.raises(UsageError, match="batches_per_part"):
-        trainer.predict(loader(), to=tmp_path / "out", batches_per_part=1)
-    with torch.no_grad():
-        trainer.model[0].bias.add_(1)  # type: ignore[index]
-    with pytest.raises(UsageError, match=r"predictions with other weights; choose"):
-        trainer.predict(loader(), to=tmp_path / "out")
+    found = reader().predict(loader(), to=tmp_path, outputs=outputs, batches_per_part=2).load()
+    assert found["sum"].tolist() == [4.0 * number for number in range(COUNT)]
+    assert found["half"].dtype == torch.float16
 
 
 def test_a_checkpoint_predicts_with_its_average(tmp_path: Path) -> None:
@@ -248,5 +255,5 @@ def test_a_leader_that_cannot_write_says_so_to_all(tmp_path: Path) -> None:
     """Else the others would wait for it until the timeout of the group."""
     (tmp_path / "file").touch()
     leader, follower = run_ranks(2, partial(_predict_nowhere, tmp_path / "file" / "out"))
-    what = "looking at the folder of predictions"
+    what = "preparing the folder of predictions"
     assert f"rank 0, in {what}: NotADirectoryError: {leader}" in follower

@@ -1,7 +1,7 @@
-"""Predictions for all samples of a loader, written by parts into a folder, resumable after a kill.
+"""Predictions for all samples of a loader, written by parts into a folder.
 
 The folder has safetensors files, each with the outputs of some batches in the order of the samples,
-and `predictions.json`, which says what they are of. A part is complete when its file exists.
+and `predictions.json`, which lists them when all are written.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from blake3 import blake3
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
@@ -27,10 +26,11 @@ from holdfast.system import sync
 from holdfast.train.asked import check_range
 from holdfast.train.evaluation.validation import evaluating, undisturbed
 from holdfast.train.parallel.group import Group
-from holdfast.train.parallel.strategies import is_sharded, local
+from holdfast.train.parallel.strategies import is_sharded
 from holdfast.train.window.loop import Update, moved
 
 _INDEX = "predictions.json"
+_PARTS = "predictions-[0-9][0-9][0-9][0-9][0-9].safetensors"
 _ONLY = "output"
 """Name of the tensor, where the outputs are one."""
 _NOT_IN_ORDER = (
@@ -88,27 +88,20 @@ def predict(
     outputs: Outputs | None,
     update: Update,
     batches_per_part: int,
+    overwrite: bool,
 ) -> Predictions:
-    """Write the outputs for all batches of a loader; goes on where a killed call has ended.
+    """Write the outputs for all batches of a loader.
 
     Raises:
         UsageError: the loader's order is not that of the samples, an output has another number of
-            rows than others, or the folder has predictions of other weights or another loader.
+            rows than others, or the folder has predictions, and `overwrite` is False.
     """
     check_range("batches_per_part", batches_per_part, 1, 2**31)
     source = _Source(data, update.parallel.group, is_sharded=is_sharded(model))
     whole = _Folder(folder, update.parallel.group)
     with undisturbed(), evaluating(model), torch.no_grad():
-        identity = {
-            "weights": _digest(model, update.parallel.group),
-            "batches": source.num_batches,
-            "batches_per_part": batches_per_part,
-        }
-        done = whole.begin(identity)
-        if done is None:
-            return Predictions.of(folder)
-        batches = source.batches(done * batches_per_part)
-        at = done * batches_per_part
+        whole.begin(overwrite=overwrite)
+        batches, at = source.batches(), 0
         while True:
             own: list[Batch] = []
             count = 0
@@ -132,23 +125,14 @@ class _Source:
         self._data = data
         self._group = group
         self._is_split = isinstance(data, Loader) and data.ranks.world_size > 1
-        self._state: Mapping[str, Any] = {}
         if isinstance(data, Loader | Stream):
-            self._state = _rewound(data)
+            _rewind(data)
         else:
             _check_foreign(data)
         if self._is_split and tuple(data.ranks) != (group.rank, group.world_size):
             raise UsageError("predict: the Loader was made for other ranks than those that predict")
         if is_sharded and not group.is_alone and not self._is_split:
             raise UsageError(_OF_RANKS)
-
-    @property
-    def num_batches(self) -> int | None:
-        """Batches of all ranks; None where the loader does not know."""
-        try:
-            return len(self._data)
-        except (TypeError, NotImplementedError):
-            return None
 
     @property
     def rank_in_batch(self) -> int:
@@ -165,18 +149,13 @@ class _Source:
             return found
         return {name: value[: self._data.own_samples] for name, value in found.items()}
 
-    def batches(self, start: int) -> Iterator[Any]:
-        """Iterate over the batches from number `start` on, from the beginning of the data."""
-        if isinstance(self._data, Loader):
-            self._data.load_state_dict({**self._state, "batch": start})
-            if start == len(self._data):
-                return iter(())
-            return iter(self._data)
-        return islice(iter(self._data), start, None)
+    def batches(self) -> Iterator[Any]:
+        """Iterate over all batches from the beginning of the data."""
+        return iter(self._data)
 
 
-def _rewound(data: Loader | Stream) -> Mapping[str, Any]:
-    """Set a Loader or Stream to its first position, and return that.
+def _rewind(data: Loader | Stream) -> None:
+    """Set a Loader or Stream to its first position.
 
     Raises:
         UsageError: its epoch is not all samples in their order.
@@ -195,7 +174,6 @@ def _rewound(data: Loader | Stream) -> Mapping[str, Any]:
         isinstance(data, Stream) or begin["num_samples"] % begin["batch_size"]
     ):
         raise UsageError(_DROPS)
-    return begin
 
 
 def _check_foreign(data: Any) -> None:
@@ -218,57 +196,41 @@ class _Folder:
     def __init__(self, folder: Path, group: Group) -> None:
         self._folder = folder
         self._group = group
-        self._index: dict[str, Any] = {}
         self._files: list[str] = []
         self._num_samples = 0
 
-    def begin(self, identity: Mapping[str, Any]) -> int | None:
-        """Return how many parts are complete already; None: all.
+    def begin(self, *, overwrite: bool) -> None:
+        """Make the folder, and delete earlier predictions in it if `overwrite`.
 
         Raises:
-            UsageError: the folder has predictions of something else.
+            UsageError: the folder has predictions, and `overwrite` is False, or it has parts
+                without the record that proves where they come from.
         """
-        done, self._files, self._num_samples, problem = self._group.from_leader(
-            "looking at the folder of predictions", lambda: self._look(identity)
+        problem = self._group.from_leader(
+            "preparing the folder of predictions", lambda: self._prepare(overwrite=overwrite)
         )
         if problem:
             raise UsageError(problem)
-        self._index = {"format": 1, **identity}
-        if done == 0:
-            self._group.from_leader("making the folder of predictions", self._make)
-        return done
 
-    def _make(self) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        self._write_index(is_complete=False)
-
-    def _look(self, identity: Mapping[str, Any]) -> tuple[int | None, list[str], int, str]:
-        index = _read_index(self._folder)
-        if index is None:
-            parts = [*self._folder.glob(_file_name(0))]
-            stray = (
-                f"{self._folder}: has parts of predictions without their {_INDEX}; choose another"
-            )
-            return 0, [], 0, f"{stray} folder, or delete this one" if parts else ""
-        differing = [name for name, value in identity.items() if index.get(name) != value]
-        if differing:
+    def _prepare(self, *, overwrite: bool) -> str:
+        index, parts = _read_index(self._folder), [*self._folder.glob(_PARTS)]
+        if index is None and parts:
             return (
-                0,
-                [],
-                0,
-                (
-                    f"{self._folder}: has predictions with other {', '.join(differing)}; choose "
-                    "another folder, or delete this one"
-                ),
+                f"{self._folder}: has parts of predictions without their {_INDEX}; choose another "
+                "folder, or delete this one"
             )
-        if index["complete"]:
-            return None, index["files"], index["num_samples"], ""
-        files: list[str] = []
-        num_samples = 0
-        while (path := self._folder / _file_name(len(files))).exists():
-            files.append(path.name)
-            num_samples += _num_rows(path)
-        return len(files), files, num_samples, ""
+        if index is not None and not overwrite:
+            state = "predictions" if index["complete"] else "incomplete predictions"
+            return (
+                f"{self._folder}: has {state} of an earlier call, which may be of other data, "
+                "weights or outputs; open them with Predictions.of, choose another folder, or "
+                "replace them with overwrite=True"
+            )
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._write_index(is_complete=False)  # first, as it proves whose the parts are
+        for path in parts:
+            path.unlink()
+        return ""
 
     def write(self, own: Sequence[Batch]) -> None:
         """Write the next part from the outputs of all ranks."""
@@ -302,7 +264,7 @@ class _Folder:
 
     def _write_index(self, *, is_complete: bool) -> None:
         index = {
-            **self._index,
+            "format": 1,
             "complete": is_complete,
             "files": self._files,
             "num_samples": self._num_samples,
@@ -340,19 +302,6 @@ def _joined(batches: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         return {name: torch.cat([found[name] for found in batches]) for name in batches[0]}
     except RuntimeError as error:
         raise UsageError(f"outputs of different shapes cannot be joined: {error}") from error
-
-
-def _digest(model: nn.Module, group: Group) -> str:
-    """Digest of the weights: those of the leader, or of all ranks where they are sharded."""
-    digest = blake3()
-    for name, value in model.state_dict().items():
-        digest.update(name.encode())
-        if isinstance(value, Tensor):
-            flat = local(value).detach().to("cpu").contiguous().reshape(-1)
-            digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
-            digest.update(flat.view(torch.uint8).numpy().data)
-    found = group.gather(digest.hexdigest())
-    return blake3("".join(found).encode()).hexdigest() if is_sharded(model) else found[0]
 
 
 def _file_name(number: int) -> str:
@@ -398,10 +347,6 @@ def _read(path: Path) -> dict[str, Tensor]:
         )
         found[name] = tensor.view(TORCH_DTYPES[dtype]).view(shape)
     return found
-
-
-def _num_rows(path: Path) -> int:
-    return len(next(iter(_read(path).values())))
 
 
 def _read_index(folder: Path) -> dict[str, Any] | None:
