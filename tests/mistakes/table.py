@@ -168,6 +168,7 @@ def _plain(text: str, folder: Path) -> str:
     text = re.sub(rf"\bon {re.escape(socket.gethostname())}\b", "on HOST", text)
     text = re.sub(r"\d+ bytes, expected \d+", "N bytes, expected N", text)
     text = re.sub(r"the smallest: \d+", "the smallest: N", text)
+    text = re.sub(r"\(\d+ bytes\)", "(N bytes)", text)
     text = re.sub(r"(Expected one of) .* (device type)", r"\1 … \2", text)
     text = re.sub(r"(\.\d{4}-\d{6})-[0-9a-f]{8}\b", r"\1-…", text)
     text = re.sub(r"\((\d+-\d+)-[0-9a-f]{8}\)", r"(\1-…)", text)

@@ -14,6 +14,7 @@ from tests.mistakes import (
     ranks_order,
     rules,
     times,
+    trainer_ends,
     training,
 )
 
@@ -29,6 +30,7 @@ THEMES = (
     clocks.THEME,
     commands.THEME,
     training.THEME,
+    trainer_ends.THEME,
     ranks_order.THEME,
     rules.RULES,
 )

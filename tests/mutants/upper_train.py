@@ -6,6 +6,22 @@ from tests.mutants.mutant import Mutant
 
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
+        name="an-average-stays-in-half-precision",
+        promise="an average of a bfloat16 model moves",
+        file="train/training.py",
+        before="tensor.dtype.itemsize < 4:",
+        after="tensor.dtype.itemsize < 1:",
+        near=("tests/train/test_ema.py",),
+    ),
+    Mutant(
+        name="an-overridden-schedule-is-not-stepped-again",
+        promise="a schedule of the script has its rates as if it had been there from the beginning",
+        file="state/schedulesettings.py",
+        before="for _ in range(num_steps):",
+        after="for _ in range(0):",
+        near=("tests/train/fit/test_longer_schedules.py",),
+    ),
+    Mutant(
         name="the-last-save-waits-for-uploads",
         promise="I9: a remote tier that is away costs no step of the local one",
         file="train/fit/saving.py",
