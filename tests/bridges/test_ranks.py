@@ -46,10 +46,11 @@ def as_launched(rank: int) -> None:
 def begin(root: Path) -> None:
     """Train two steps without a bridge."""
     own = trainers.Parts()
+    model = trainers.on_all_ranks(own.model)
     state = {**own.state, "trainer": Foreign()}
     with holdfast.CheckpointManager(root, state, sinks=()) as manager:
         for batch in own.data.until(2):
-            own.model(**batch)["loss"].backward()
+            model(**batch)["loss"].backward()
             own.optimizer.step()
             own.scheduler.step()
             own.optimizer.zero_grad()

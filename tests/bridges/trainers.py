@@ -27,6 +27,13 @@ GOAL = EPOCHS * BATCHES
 WARMUP = 20
 
 
+def on_all_ranks(model: nn.Module) -> nn.Module:
+    """Return the model as it is trained: in DDP if there are several ranks."""
+    if not (torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1):
+        return model
+    return nn.parallel.DistributedDataParallel(model)
+
+
 class Rows(Dataset[Any]):
     """Rows with noise that is drawn anew each time."""
 
@@ -215,11 +222,12 @@ def ignite(root: Path, until: int) -> None:
     from holdfast.bridges.ignite import HoldfastRun
 
     own = Parts()
+    model = on_all_ranks(own.model)
 
     def update(engine: Engine, batch: Any) -> None:
         if engine.state.iteration > until:
             raise _Enough
-        own.model(**batch)["loss"].backward()
+        model(**batch)["loss"].backward()
         own.optimizer.step()
         own.optimizer.zero_grad()
 
@@ -269,10 +277,11 @@ class TitanTrain:
 
     def train(self) -> None:
         self.checkpointer.load(step=-1)
+        model = on_all_ranks(self.model)
         for batch in self.data.until(self.goal, start=self.step):
             self.step += 1
             self.ntokens_seen += 16  # as many on each rank: torchtitan's batches are whole
-            self.model(**batch)["loss"].backward()
+            model(**batch)["loss"].backward()
             self.checkpointer.maybe_wait_for_staging()
             self.optimizers.step()
             self.schedulers.step()

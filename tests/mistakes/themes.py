@@ -12,6 +12,7 @@ from tests.mistakes import (
     order,
     paths,
     ranks_order,
+    replicas,
     rules,
     times,
     trainer_ends,
@@ -33,6 +34,7 @@ THEMES = (
     trainer_ends.THEME,
     ranks_order.THEME,
     rules.RULES,
+    replicas.THEME,
 )
 
 CASES = tuple(case for theme in THEMES for case in theme.cases)

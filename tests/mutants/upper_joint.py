@@ -287,7 +287,7 @@ MUTANTS: tuple[Mutant, ...] = (
         name="two-values-of-one-name-joined",
         promise="R38: what several ranks have under one name is equal, or the save is refused",
         file="state/joining.py",
-        before="elif not _are_equal(joined[name], value):",
+        before="elif not are_equal(joined[name], value):",
         after="elif type(joined[name]) is not type(value):",
         near=_JOINED,
     ),

@@ -6,6 +6,22 @@ from tests.mutants.mutant import Mutant
 
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
+        name="copies-are-compared-once",
+        promise="R38: what several ranks hold is compared again in every tenth save",
+        file="engine/saving/together.py",
+        before="if self._own.num_saves % _COMPARED_EVERY == 0:",
+        after="if self._own.num_saves == 0:",
+        near=("tests/engine/saving/test_replicas.py",),
+    ),
+    Mutant(
+        name="buffers-come-from-any-rank",
+        promise="R38: buffers of any size are those of rank 0, as under DDP",
+        file="engine/saving/shares.py",
+        before="and (component, key) not in self._buffers",
+        after="and True",
+        near=("tests/engine/saving/test_replicas.py",),
+    ),
+    Mutant(
         name="all-lives-of-a-group-share-their-keys",
         promise="R38: nothing of an earlier life of a group is read",
         file="ranks/c10d.py",

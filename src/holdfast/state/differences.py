@@ -45,7 +45,9 @@ def _entries(one: Any, other: Any) -> Iterator[tuple[object, Any, Any]]:
 
 def _shown(one: Any, other: Any) -> tuple[str, str]:
     """Show two values; of long texts the part around their first difference."""
-    texts = ["absent" if value is ABSENT else repr(value) for value in (one, other)]
+    texts = [repr(value) for value in (one, other)]
+    if one is ABSENT or other is ABSENT:
+        texts = ["absent" if value is ABSENT else _named(value) for value in (one, other)]
     if texts[0] == texts[1]:
         texts = [
             f"{text} ({type(value).__name__})"
@@ -57,6 +59,10 @@ def _shown(one: Any, other: Any) -> tuple[str, str]:
     start = max(0, same - _NUM_BEFORE) if same > _NUM_SHOWN - _NUM_BEFORE else 0
     cut = [_cut(text, start) for text in texts]
     return cut[0], cut[1]
+
+
+def _named(value: Any) -> str:
+    return "present" if isinstance(value, dict | list | TensorRef) else repr(value)
 
 
 def _cut(text: str, start: int) -> str:

@@ -317,6 +317,15 @@ class Written:
     start: Ints
 
 
+def _leaves_of(share: Share) -> list[Leaf]:
+    return msgspec.msgpack.decode(share.leaves, type=list[Leaf])
+
+
+def _holder_of(leaf: Leaf, shares: Sequence[Share]) -> int:
+    """Return the first rank that has a leaf."""
+    return next(rank for rank, share in enumerate(shares) if leaf in _leaves_of(share))
+
+
 def _kind(part: CapturedComponent) -> str:
     return f"{part.kind}, per rank" if part.by_rank else part.kind
 
@@ -367,9 +376,9 @@ class Plan:
         self._leaves: dict[tuple[str, str], Leaf] = {}
         self._buffers: set[tuple[str, str]] = set()
         known: dict[bytes, Ints] = {}
-        for share in shares:
+        for rank, share in enumerate(shares):
             if share.leaves not in known:
-                numbers = known[share.leaves] = self._numbered(share.leaves)
+                numbers = known[share.leaves] = self._numbered(rank, shares)
                 keys = [*self._leaves]
                 of_all = numbers[np.frombuffer(share.buffers, "<i4")]
                 self._buffers.update(keys[number] for number in of_all.tolist())
@@ -533,22 +542,21 @@ class Plan:
                 )
                 raise RanksFailed("the save", {rank: failure})
 
-    def _numbered(self, leaves: bytes) -> Ints:
+    def _numbered(self, rank: int, shares: Sequence[Share]) -> Ints:
         """Number the leaves of one rank among those of all, adding those that are new."""
         numbers = {key: number for number, key in enumerate(self._leaves)}
         found = []
         odd: list[tuple[str, str]] = []
-        for component, key, dtype, shape in msgspec.msgpack.decode(leaves, type=list[Leaf]):
+        for component, key, dtype, shape in _leaves_of(shares[rank]):
             leaf = (component, key, dtype, shape)
             known = self._leaves.setdefault((component, key), leaf)
             if known != leaf:
-                odd.append(
-                    (
-                        f"{component}.{key}",
-                        f"on one rank {known[2]} {list(known[3])}, on another {dtype} "
-                        f"{list(shape)}; what several ranks have must be equal",
-                    )
+                first = _holder_of(known, shares)
+                reason = (
+                    f"on rank {first} it is {known[2]} {list(known[3])}, on rank {rank} {dtype} "
+                    f"{list(shape)}; what several ranks have must be equal"
                 )
+                odd.append((f"{component}.{key}", reason))
             found.append(numbers.setdefault((component, key), len(numbers)))
         if odd:
             raise UnsupportedState(odd)
