@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -35,6 +36,8 @@ from holdfast.store.base import Store
 
 AVERAGES = ("ema", "swa")
 """Components of averages, which are kept in float32 and are loaded into models of any dtype."""
+logger = logging.getLogger("holdfast")
+
 READ_TIMEOUT_S = 1800.0
 """Longest time that reading one checkpoint may take."""
 
@@ -143,6 +146,8 @@ def load_weights(
                 )
             loaded.prepared.apply(loaded.tensors)
             note_loaded([model])
+            for note in loaded.prepared.lost:
+                logger.warning("%s: %s", kept.entry.folder, note)
     finally:
         threads.close()
     notes = [f"{component}: {len(narrowed)} tensors were cast to the model's dtypes"]

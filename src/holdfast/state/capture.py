@@ -32,6 +32,7 @@ from holdfast.state.generators import global_generators
 from holdfast.state.leaves import local_of
 from holdfast.state.recall import Foreseen, Irregular, Recollection, foresee
 from holdfast.state.trees import encoded
+from holdfast.state.unsaved import UnsavedBuffers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +90,11 @@ class Capturer:
         self._foreseen: dict[str, Foreseen | None] = {}
         """Predicted module states of this capture; discarded once code outside torch has run."""
         self._modules: dict[str, _KnownModule] = {}
+        self._unsaved = {
+            name: UnsavedBuffers(value)
+            for name, value in state.items()
+            if isinstance(value, nn.Module) and name not in per_rank
+        }
         self._accepted: dict[str, Any] = {}
         """Stamps of modules whose own loading code accepts what they save."""
         self._stepping: list[int] = []
@@ -160,6 +166,8 @@ class Capturer:
             self._names = parameter_names(live.items())
             self._structures = structures
             self._modules.clear()  # parameters may belong to other modules now
+            for unsaved in self._unsaved.values():
+                unsaved.look_again()
         optimizers_ = (value for value in self._state.values() if isinstance(value, Optimizer))
         groups = (group for optimizer in optimizers_ for group in optimizer.param_groups)
         self._stepping = [id(parameter) for group in groups for parameter in group["params"]]
@@ -185,25 +193,32 @@ class Capturer:
         if name not in self._foreseen:
             self._foreseen[name] = foresee(module)
         foreseen, known = self._foreseen[name], self._modules.get(name)
+        unsaved = self._unsaved[name].record() if name in self._unsaved else {}
+        if known is not None and known.unsaved is not unsaved:
+            known = None
         if foreseen is not None and known is not None and known.fits(foreseen, self._stepping):
             component = self._recalled(name, "module", foreseen.detached(), known.stamp)
             if component is not None:
                 return replace(component, may_overlap=known.may_overlap)
-        return self._module_by_state_dict(name, module, foreseen)
+        return self._module_by_state_dict(name, module, foreseen, unsaved)
 
     def _module_by_state_dict(
-        self, name: str, module: nn.Module, foreseen: Foreseen | None
+        self,
+        name: str,
+        module: nn.Module,
+        foreseen: Foreseen | None,
+        unsaved: Mapping[str, str],
     ) -> CapturedComponent:
         """Capture a module by calling its `state_dict`, and cache the result where possible."""
         refuse_fsdp1({name: module})  # it may have been wrapped since the manager was made
         state = modules.state_of(name, module)
         tensors = list(state.values())
         walked = tensors if all(isinstance(tensor, Tensor) for tensor in tensors) else None
-        stamp = (self._structures[name], modules.stamp(state))
+        stamp = (self._structures[name], modules.stamp(state), unsaved)
         component = self._recalled(name, "module", walked, stamp)
         if component is None:
             leaves = Leaves(component=name, is_shared=self._is_shared)
-            document = modules.capture_module(module, state, leaves)
+            document = modules.capture_module(module, state, leaves, unsaved)
             if not leaves.offenders and self._accepted.get(name) != stamp:
                 for entry, reason in modules.not_loadable(module, state):
                     leaves.refuse(entry, reason)
@@ -219,6 +234,7 @@ class Capturer:
                 stepping=self._stepping,
                 stamp=stamp,
                 may_overlap=may_overlap,
+                unsaved=unsaved,
             )
         return replace(component, may_overlap=may_overlap)
 
@@ -298,6 +314,7 @@ class _KnownModule:
     stepping: list[int]
     stamp: Any
     may_overlap: frozenset[str]
+    unsaved: Mapping[str, str]
 
     def fits(self, foreseen: Foreseen, stepping: list[int]) -> bool:
         """Whether the facts still hold: the same names and the same parameters in optimizers."""

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 from holdfast.errors import UnsupportedState
 from holdfast.format.objects import decode_beside, decode_tree, document, join
 from holdfast.state.differences import ABSENT, are_equal, first_difference
+from holdfast.state.trees import UNSAVED
 
 JOINED = frozenset({"module", "optimizer"})
 """Kinds of components that are joined."""
@@ -45,9 +46,23 @@ def join_by_name(component: str, kind: str, trees: Sequence[bytes]) -> bytes:
         joined = joining.by_name("", parts)
         versions = [(rank, decode_beside(tree, _VERSIONS, what=what) or {}) for rank, tree in ranks]
         beside = {_VERSIONS: found} if (found := joining.by_name(_VERSIONS, versions)) else {}
+        unsaved = [decode_beside(tree, UNSAVED, what=what) or {} for _, tree in ranks]
+        beside |= {UNSAVED: equal} if (equal := _equal_in_all(unsaved)) else {}
     if joining.conflicts:
         raise UnsupportedState(joining.conflicts)
     return document(joined, beside=beside).data
+
+
+def _equal_in_all(parts: Sequence[dict[str, str]]) -> dict[str, str]:
+    """Join dicts by name, without the names that have two values."""
+    joined: dict[str, str] = {}
+    for part in parts:
+        joined |= part
+    return {
+        name: value
+        for name, value in joined.items()
+        if all(part.get(name, value) == value for part in parts)
+    }
 
 
 class _Joining:

@@ -33,6 +33,7 @@ from holdfast.state.prefixes import proposal
 from holdfast.state.selection import NOT_LOADED, Problems, Wishes
 from holdfast.state.trees import Lifting, Skeleton, encoded, keys_in, owned
 from holdfast.state.trial import put_back
+from holdfast.state.unsaved import buffers_of, difference, other_size
 
 # Their own loading only converts older forms, which then have other names.
 _LOADS_PLAINLY = frozenset(
@@ -356,9 +357,12 @@ def stamp(state: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def capture_module(
-    module: nn.Module, state: Mapping[str, Any], leaves: Leaves
+    module: nn.Module, state: Mapping[str, Any], leaves: Leaves, unsaved: Mapping[str, str]
 ) -> TreeDocument | None:
-    """Encode a module's tree: clean name -> tensor or extra state. `state` is its state dict."""
+    """Encode a module's tree: clean name -> tensor or extra state. `state` is its state dict.
+
+    `unsaved` describes its non-persistent buffers.
+    """
     live = inspect(module, state)
     for name in live.collisions:
         leaves.refuse(name, _COLLISION)
@@ -369,7 +373,7 @@ def capture_module(
         for path, version in (live.versions or {}).items()
         if version != 1 and path not in live.of_torch
     }
-    return encoded(dict(live.entries), leaves, versions=versions)
+    return encoded(dict(live.entries), leaves, versions=versions, unsaved=unsaved)
 
 
 class ModulePlan(LoadPlan):
@@ -427,6 +431,35 @@ class ModulePlan(LoadPlan):
         known = {*loaded, *self._unexpected}
         self._wanted = {name: value for name, value in wanted.items() if name in known}
         self._check_values(problems)
+        self._compare_unsaved(stored.unsaved, wishes, problems)
+
+    def _compare_unsaved(
+        self, stored: Mapping[str, str], wishes: Wishes, problems: Problems
+    ) -> None:
+        """Record non-persistent buffers that are not those of the saved model."""
+        if not stored:
+            return
+        live = {path: buffer for path, _, _, buffer in buffers_of(self._live.module)}
+        for old, new in wishes.rename.apply(stored, self._component).items():
+            if new not in live or self._is_left(wishes, new, old):
+                continue
+            grown = other_size(stored[old], live[new])
+            found = None if grown else difference(stored[old], live[new])
+            if grown:
+                problems.notes.append(
+                    f"{self._component}.{new}: this buffer is not persistent: {grown}"
+                )
+            elif found is not None:
+                problems.lost.append(
+                    f"{self._component}.{new}: this buffer is not persistent, so it is not "
+                    f"loaded, and it is not as it was: {found}. Compute it anew after "
+                    "`to_empty`, or register it as persistent"
+                )
+
+    def _is_left(self, wishes: Wishes, *names: str) -> bool:
+        selection, component = wishes.selection, self._component
+        is_skipped = any(selection.skips(component, name) for name in names)
+        return is_skipped or not any(selection.includes(component, name) for name in names)
 
     def _is_own(self, name: str) -> bool:
         """Whether loading code of the module's own may convert the entry."""

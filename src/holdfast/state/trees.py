@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property, lru_cache
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -42,17 +42,24 @@ from holdfast.state.leaves import (
     plain_name,
 )
 
+T = TypeVar("T")
+
 
 def encoded(
-    tree: Any, leaves: Leaves, *, versions: Mapping[str, int] | None = None
+    tree: Any,
+    leaves: Leaves,
+    *,
+    versions: Mapping[str, int] | None = None,
+    unsaved: Mapping[str, str] | None = None,
 ) -> TreeDocument | None:
     """Encode `tree`; its tensors, and values that cannot be saved, are added to `leaves`.
 
-    `versions` are stored beside the tree of a module (see `Skeleton`). None where something cannot
-    be saved.
+    `versions` and `unsaved` are stored beside the tree of a module (see `Skeleton`). None where
+    something cannot be saved.
     """
     lowering = _Lowering(leaves)
-    beside = {_VERSIONS: versions} if versions else {}
+    parts = {_VERSIONS: versions, UNSAVED: unsaved}
+    beside = {name: part for name, part in parts.items() if part}
     try:
         return document(tree, lower=lowering.lower, beside=beside)
     except UnsupportedState as err:
@@ -65,6 +72,8 @@ def encoded(
 _WHOLE = "the tree"
 _KEY, _DEVICE, _DTYPE = map(attrgetter, ("key", "device", "dtype"))
 _VERSIONS = "versions"
+UNSAVED = "unsaved"
+"""Name of the record of non-persistent buffers beside the tree of a module."""
 
 
 class _Lowering:
@@ -178,6 +187,9 @@ class Skeleton:
     versions: Mapping[str, int] = field(default_factory=dict)
     """Path of a submodule -> its `_version` when saved, where it was not 1."""
 
+    unsaved: Mapping[str, str] = field(default_factory=dict)
+    """Path of a non-persistent buffer -> some of its values when saved (see `state.unsaved`)."""
+
     def notes(self, component: str) -> list[str]:
         """List a message for each absent device that tensors were saved from."""
         return [
@@ -198,19 +210,21 @@ def decode_skeleton(data: bytes, specs: Mapping[str, TensorSpec], *, what: str) 
         value=value,
         absent_devices=tuple(checking.absent_devices),
         has_enums=checking.has_enums,
-        versions=_versions(data, what),
+        versions=_beside(data, _VERSIONS, int, what),
+        unsaved=_beside(data, UNSAVED, str, what),
     )
 
 
-def _versions(data: bytes, what: str) -> dict[str, int]:
-    if f'"{_VERSIONS}"'.encode() not in data:
+def _beside(data: bytes, name: str, kind: type[T], what: str) -> dict[str, T]:
+    """Read a dict of values of one type that is beside a tree; empty if it is not there."""
+    if f'"{name}"'.encode() not in data:
         return {}
-    versions = decode_beside(data, _VERSIONS, what=what)
-    if versions is None:
+    found = decode_beside(data, name, what=what)
+    if found is None:
         return {}
-    if not isinstance(versions, dict) or not all(type(v) is int for v in versions.values()):
-        raise FormatError(f"{what}: versions is not a dict of numbers")
-    return versions
+    if not isinstance(found, dict) or not all(type(value) is kind for value in found.values()):
+        raise FormatError(f"{what}: {name} is not a dict of {kind.__name__}")
+    return found
 
 
 class _Checking:

@@ -170,7 +170,9 @@ class ComponentView(MutableMapping[str, Any]):
         """
         source, (tree, skeleton) = self._source, self._decoded()
         leaves = Leaves(component=source.name)
-        document = encoded(tree[_WHOLE], leaves, versions=skeleton.versions)
+        document = encoded(
+            tree[_WHOLE], leaves, versions=skeleton.versions, unsaved=skeleton.unsaved
+        )
         if document is None:
             raise UnsupportedState(leaves.offenders)
         order: dict[str, None] = {}
