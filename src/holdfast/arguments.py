@@ -91,6 +91,15 @@ def _checking(target: F, but: Collection[str], removed: Mapping[str, str]) -> F:
     return checking  # type: ignore[return-value]
 
 
+def escaped(text: str) -> str:
+    """Escape what is no Unicode in a text, such as a path in another encoding.
+
+    >>> escaped("caf\\udce9")
+    'caf\\\\udce9'
+    """
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 def shown(value: object) -> str:
     """Format a value for an error message: its `repr`, shortened."""
     return _short.repr(value)

@@ -17,7 +17,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Literal
 
-from holdfast.arguments import checked
+from holdfast.arguments import checked, escaped
 from holdfast.care.housekeeping import FollowingChores, ManagerChores, Tuning
 from holdfast.care.mirror import ownership
 from holdfast.care.preflight import Beginning, look
@@ -929,7 +929,7 @@ class CheckpointManager(Marking):
             sequence=self._owner.next_sequence(),
             timestamp=now,
             save_class=due.save_class,
-            reason=due.reason,
+            reason=escaped(due.reason),
             tags=due.tags,
             metrics=measured,
             numerics=numerics(self._ranks.world_size),

@@ -165,7 +165,8 @@ class Best(Rule):
             return ""
         known = sorted({name for entry in counting for name in entry.metrics})
         recorded = f" (recorded: {', '.join(map(repr, known[:10]))})" if known else ""
-        return f"the metric {self.metric!r}{recorded}"
+        what = "a finite value of the metric" if self.metric in known else "the metric"
+        return f"{what} {self.metric!r}{recorded}"
 
     def quota(self) -> int | None:
         """Return `n`."""

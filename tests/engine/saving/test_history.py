@@ -16,7 +16,7 @@ from torch import nn
 from holdfast import CheckpointManager
 from holdfast.engine.hooks import StateHooks
 from holdfast.engine.saving.history import MAX_LIVES, History, as_text
-from holdfast.errors import ManagerUnusable
+from holdfast.errors import ManagerUnusable, UsageError
 from holdfast.format.manifest import Change, Timestamp
 from holdfast.policy.triggers import Metrics
 from holdfast.store.memory import MemoryStore
@@ -65,14 +65,19 @@ def test_nested_settings_have_dotted_names() -> None:
     }
 
 
-def test_a_setting_that_is_not_unicode_is_saved_escaped() -> None:
+def test_text_that_is_not_unicode_is_saved_escaped_or_refused_by_name() -> None:
     store = MemoryStore()
-    with new_run().manager(store, config={"data": {"path": "/caf\udce9"}}) as manager:
-        checkpoint = manager.save(1, wait=True).committed.result()
+    hooks = StateHooks(before_save=lambda now, metrics: ["caf\udce9"])
+    config = {"data": {"path": "/caf\udce9"}}
+    with new_run().manager(store, config=config, hooks=hooks) as manager:
+        checkpoint = manager.save(1, reason="caf\udce9", wait=True).committed.result()
+        with pytest.raises(UsageError, match=r"metrics.*caf"):
+            manager.save(2, metrics={"caf\udce9": 1.0})
     from holdfast.engine.roots.catalog import Catalog
 
     entry = Catalog(store).resolve(checkpoint.path.rpartition("/")[2])
     assert entry.manifest.config["data.path"] == r"/caf\udce9"
+    assert entry.manifest.unhealthy == (r"caf\udce9",)
 
 
 @pytest.mark.parametrize(("dropout", "trains", "warns"), [(0.5, 0, 1), (0.5, 1, 0), (0.1, 0, 0)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from holdfast.arguments import escaped
 from holdfast.engine.claims.claim import dropped, is_being_deleted
 from holdfast.engine.roots.catalog import Catalog, Entry
 from holdfast.errors import AlreadyExists, CommitConflict, NoCheckpoint, NotFound, UsageError
@@ -114,7 +115,7 @@ def checked_reasons(reasons: Any) -> tuple[str, ...]:
     """
     given = () if reasons is None else reasons
     if isinstance(given, list | tuple) and all(isinstance(reason, str) for reason in given):
-        return tuple(given)
+        return tuple(map(escaped, given))
     raise UsageError(
         f"before_save returned {reasons!r}: return a list of reasons, each a text, why the state "
         "should not be gone on from, or None"
@@ -133,6 +134,8 @@ def checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
     for name, value in (metrics or {}).items():
         if not isinstance(name, str):
             raise UsageError(f"metrics: the name {name!r} is not text")
+        if name != escaped(name):
+            raise UsageError(f"metrics: the name {name!r} is not Unicode")
         try:
             # torch warns of a tensor with a graph, which the loss of a training loop is.
             checked[name] = float(value.detach() if hasattr(value, "detach") else value)

@@ -11,7 +11,7 @@ from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
-from holdfast.arguments import shown
+from holdfast.arguments import escaped, shown
 from holdfast.engine.saving.environment import environment
 from holdfast.engine.saving.fingerprint import numerics
 from holdfast.format.manifest import Change, Manifest
@@ -89,7 +89,7 @@ def as_text(value: object) -> str:
 
     What is no Unicode, such as a path in another encoding, is escaped.
     """
-    text = _unicode(value if isinstance(value, str) else _stable(value))
+    text = escaped(value if isinstance(value, str) else _stable(value))
     if len(text) <= _MAX_LENGTH:
         return text
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]
@@ -100,7 +100,7 @@ def _leaves(name: str, value: object, depth: int = 0) -> Iterator[tuple[str, str
     """Yield a setting and its text; of nested settings each one, under dotted names."""
     inner = _children(value) if depth < _MAX_DEPTH else {}
     if not inner or len(inner) > _MAX_LEAVES:
-        yield _unicode(name), as_text(value)
+        yield escaped(name), as_text(value)
     for key, item in inner.items() if len(inner) <= _MAX_LEAVES else ():
         yield from _leaves(f"{name}.{key}", item, depth + 1)
 
@@ -112,10 +112,6 @@ def _children(value: object) -> Mapping[Any, Any]:
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: getattr(value, field.name, None) for field in fields(value)}
     return value if isinstance(value, Mapping) else {}
-
-
-def _unicode(text: str) -> str:
-    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _stable(value: object) -> str:
