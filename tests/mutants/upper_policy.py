@@ -14,6 +14,22 @@ MUTANTS: tuple[Mutant, ...] = (
         near=("tests/policy/test_retention.py",),
     ),
     Mutant(
+        name="direction-is-guessed",
+        promise="40.2: a direction is given or well known, never guessed",
+        file="policy/direction.py",
+        before='return "max" if found and "min" not in found else None',
+        after='return "max" if found and "min" not in found else "min"',
+        near=("tests/policy/test_direction.py",),
+    ),
+    Mutant(
+        name="end-of-an-epoch-is-its-newest",
+        promise="40.3: every epoch keeps the ends of epochs",
+        file="policy/rules.py",
+        before="place = (count, timestamp.step, position)",
+        after="place = (count, 0, position)",
+        near=("tests/policy/test_retention.py",),
+    ),
+    Mutant(
         name="last-keeps-one-fewer",
         promise="D48: Last(n) keeps exactly n",
         file="policy/rules.py",
@@ -25,8 +41,8 @@ MUTANTS: tuple[Mutant, ...] = (
         name="milestone-moves-to-the-newest-of-its-interval",
         promise="D12: a milestone stays the same checkpoint as later ones are saved",
         file="policy/rules.py",
-        before="first[multiple] = min(first.get(multiple, (count, position)), (count, position))",
-        after="first[multiple] = max(first.get(multiple, (count, position)), (count, position))",
+        before="first[multiple] = min(first.get(multiple, place), place)",
+        after="first[multiple] = max(first.get(multiple, place), place)",
         near=("tests/policy/test_retention.py",),
     ),
     Mutant(
