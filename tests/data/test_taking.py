@@ -131,7 +131,7 @@ def test_batches_that_are_not_trained_on_are_named_once(
     loop: Any, said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     data = Loader(range(20), 2)
-    with CheckpointManager(tmp_path, {"data": data}, every="2step") as manager:
+    with CheckpointManager(tmp_path, {"data": data, "progress": {}}, every="2step") as manager:
         loop(data, manager.maybe_save)
     assert [said in text for text in caplog.messages] == ([True] if said else [])
 

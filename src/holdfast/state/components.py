@@ -113,6 +113,11 @@ class CapturedComponent:
         return StoredComponent(name=self.name, kind=self.kind, tree=self.tree, tensors=tensors)
 
 
+def is_of_trainer(state: Mapping[str, Any]) -> bool:
+    """Whether the state is that of a trainer, and not of a loop with a dict of such a name."""
+    return any(not isinstance(state.get(name, {}), dict | list) for name in OF_TRAINERS)
+
+
 def kind_of(value: Any) -> Kind:
     """Return the kind of a component, which decides how it is saved.
 

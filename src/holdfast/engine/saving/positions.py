@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
-from holdfast.state.components import OF_TRAINERS
+from holdfast.state.components import is_of_trainer
 
 
 class Taking(Protocol):
@@ -33,7 +33,7 @@ class PositionChecks:
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         # A trainer counts its steps and batches itself.
-        loaders = () if OF_TRAINERS & state.keys() else _loaders(state)
+        loaders = () if is_of_trainer(state) else _loaders(state)
         self._checks = [_Check(name, loader) for name, loader in loaders]
         self._has_begun = False
 

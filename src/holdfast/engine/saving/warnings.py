@@ -10,7 +10,7 @@ from holdfast.engine.roots.catalog import Entry
 from holdfast.engine.saving.positions import PositionChecks
 from holdfast.events import Emitter
 from holdfast.state.capture import Captured
-from holdfast.state.components import OF_TRAINERS
+from holdfast.state.components import is_of_trainer
 from holdfast.state.lacking import (
     NO_OPTIMIZER,
     OUTSIDE,
@@ -55,7 +55,7 @@ class ScriptWarnings:
     def of_workers(self) -> None:
         """Warn, once, of workers whose seed is drawn in each process anew."""
         # Trainers put the generators back after a validation.
-        if self._workers_due and not OF_TRAINERS & self._state.keys() and draws_once():
+        if self._workers_due and not is_of_trainer(self._state) and draws_once():
             self._emit("warning", PERSISTENT)
         self._workers_due = False
 
