@@ -192,7 +192,10 @@ class Fit:
         finally:
             self._batches.drop()
             self._interruption = None
-        return self._ending.outcome(notes)
+        outcome = self._ending.outcome(notes)
+        if outcome.reason == "stopped":
+            logger.info("training ended at step %d: %s", outcome.step, outcome.detail)
+        return outcome
 
     def _load_start(self) -> Checkpoint | None:
         """Load the checkpoint of another root that this run starts from, if any."""
