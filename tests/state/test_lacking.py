@@ -167,3 +167,17 @@ def test_a_training_without_its_optimizer_is_told(more: dict[str, Any], is_lacki
         more = {**more, "optimizer": torch.optim.SGD(model.parameters())}
     assert lacks_optimizer({"model": model, **more}) == is_lacking
     assert not lacks_optimizer({"model": model.requires_grad_(False), **more})
+
+
+def test_a_layer_that_is_replaced_between_two_saves_is_missed_by_the_optimizer(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    state = {**training(), "data": {}}
+    with caplog.at_level(logging.WARNING), CheckpointManager(MemoryStore(), state) as manager:
+        manager.save(1, wait=True)
+        assert caplog.messages == []
+        state["model"][0] = nn.Linear(1, 1)
+        manager.save(2, wait=True)
+        manager.save(3, wait=True)
+    assert [text for text in caplog.messages if "trained and not saved" in text] != []
+    assert len(caplog.messages) == 1

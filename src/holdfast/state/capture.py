@@ -50,6 +50,9 @@ class Captured:
     stepping: Sequence[int] = ()
     """`id()` of each parameter that an optimizer of the state updates."""
 
+    names: ParameterNames | None = None
+    """Homes of the parameters; another object once the structure of a module has changed."""
+
     left_out: tuple[str, ...] = ()
     """Names of components that a `before_save` hook removed from this save."""
 
@@ -142,6 +145,7 @@ class Capturer:
             state=self._state,
             look_for_unheld=partial(_unheld, self._state, self._names, components),
             stepping=self._stepping,
+            names=self._names,
         )
 
     def _marked(self, component: CapturedComponent) -> CapturedComponent:

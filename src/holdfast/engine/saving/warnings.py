@@ -10,7 +10,7 @@ from holdfast.engine.roots.catalog import Entry
 from holdfast.engine.saving.positions import PositionChecks
 from holdfast.events import Emitter
 from holdfast.state.capture import Captured
-from holdfast.state.components import is_of_trainer
+from holdfast.state.components import ParameterNames, is_of_trainer
 from holdfast.state.lacking import (
     NO_OPTIMIZER,
     OUTSIDE,
@@ -33,6 +33,8 @@ class ScriptWarnings:
         self.positions = PositionChecks(state)
         self._stepping: Sequence[int] | None = None
         """Ids of the optimizers' parameters at the last search for parameters in no component."""
+        self._names: ParameterNames | None = None
+        """Homes of the parameters at that search."""
 
     def of_capture(self, captured: Captured, *, is_whole: bool) -> None:
         """Warn of values that a save leaves out, and of a state that lacks something."""
@@ -116,9 +118,9 @@ class ScriptWarnings:
             )
 
     def _of_unheld(self, captured: Captured) -> None:
-        if captured.stepping == self._stepping:
+        if captured.stepping == self._stepping and captured.names is self._names:
             return
-        self._stepping = captured.stepping
+        self._stepping, self._names = captured.stepping, captured.names
         unheld = captured.look_for_unheld()
         if unheld:
             self._emit(
