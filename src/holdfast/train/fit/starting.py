@@ -145,6 +145,9 @@ class Unsaved(CheckpointManager):
     def close(self) -> None:
         """No-op: nothing was opened."""
 
+    def __exit__(self, *_error: object) -> None:
+        """No-op: an error goes through."""
+
 
 class Tried(Unsaved):
     """Manager of a `fast_dev_run`: a save is checked like any other, and writes nothing.
