@@ -7,7 +7,7 @@ from tests.mutants.mutant import Mutant
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="an-average-stays-in-half-precision",
-        promise="an average of a bfloat16 model moves",
+        promise="I7: an average of a bfloat16 model moves",
         file="train/training.py",
         before="tensor.dtype.itemsize < 4:",
         after="tensor.dtype.itemsize < 1:",
@@ -15,7 +15,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="an-overridden-schedule-is-not-stepped-again",
-        promise="a schedule of the script has its rates as if it had been there from the beginning",
+        promise="I7: a schedule that is taken from the script has the rates of a run with it",
         file="state/schedulesettings.py",
         before="for _ in range(num_steps):",
         after="for _ in range(0):",
