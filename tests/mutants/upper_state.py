@@ -49,9 +49,8 @@ MUTANTS: tuple[Mutant, ...] = (
         name="buffers-are-not-loaded",
         promise="I7: buffers and frozen parameters are restored",
         file="state/modules.py",
-        before="                self._pairs.append((live, image))\n",
-        after="                if live.requires_grad:\n"
-        "                    self._pairs.append((live, image))\n",
+        before="                if not self._is_opaque:\n",
+        after="                if not self._is_opaque and leaf.requires_grad:\n",
         near=("tests/state/test_modules.py",),
     ),
     Mutant(
@@ -63,11 +62,19 @@ MUTANTS: tuple[Mutant, ...] = (
         near=("tests/state/test_modules.py",),
     ),
     Mutant(
+        name="a-trial-load-is-not-undone",
+        promise="I6: loading code that refuses a state leaves no trace",
+        file="state/trial.py",
+        before="            undoing.callback(_Values(tensor).put_back)\n",
+        after="            _Values(tensor)\n",
+        near=("tests/state/test_modules.py",),
+    ),
+    Mutant(
         name="fsdp2-loads-by-its-own-code",
         promise="I6: a misfit of a sharded module is found before anything changes",
         file="state/modules.py",
-        before="not all(map(is_of_fsdp, inner._load_state_dict_post_hooks.values()))",
-        after="inner._load_state_dict_post_hooks",
+        before="    return is_of_fsdp(hook) or is_checkpointing\n",
+        after="    return is_checkpointing\n",
         near=("tests/state/test_dtensors.py",),
     ),
     Mutant(
