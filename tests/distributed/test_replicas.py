@@ -19,9 +19,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 from distributed.run import run_ranks
-from holdfast import CheckpointManager
+from holdfast import CheckpointManager, Checkpoints
+from holdfast.data import Loader
 from holdfast.engine.saving.together import _COMPARED_EVERY
 from holdfast.errors import HoldfastError, UnsupportedState
+from holdfast.train import Trainer
 from stages import Stage
 
 State = dict[str, Any]
@@ -103,6 +105,16 @@ def on_two_ranks(root: Path, rank: int) -> dict[str, str]:
         found["fsdp1"] = saves(root / "fsdp1", {"model": nn.Sequential(wrapped)}, lambda: None, 1)
     except UnsupportedState as error:
         found["fsdp1"] = str(error)
+    try:
+        Trainer(
+            wrapped,
+            optimizer=torch.optim.SGD(wrapped.parameters()),
+            data=Loader(torch.ones(8, 8), batch_size=2),
+            loss=lambda model, batch: model(batch).sum(),
+            checkpoints=Checkpoints(root / "trainer"),
+        )
+    except UnsupportedState as error:
+        found["trainer"] = str(error)
     return found
 
 
@@ -116,7 +128,8 @@ def test_buffers_come_from_rank_0_under_ddp_and_fsdp1_is_refused(tmp_path: Path)
     for name in ("forgotten", "apart"):
         assert "hold different values" in first[name]
     assert "model.norm.running_mean: rank 0 and rank 1" in first["apart"]
-    assert "model: FullyShardedDataParallel (FSDP1) is not supported" in first["fsdp1"]
+    for name in ("fsdp1", "trainer"):
+        assert "model: FullyShardedDataParallel (FSDP1) is not supported" in first[name]
 
 
 def ddp(rank: int) -> tuple[State, nn.Module]:

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from holdfast.arguments import shown
 from holdfast.errors import UsageError, listing
+from holdfast.state.components import refuse_fsdp1
 from holdfast.train.parallel.buckets import settle_buckets
 from holdfast.train.parallel.group import Group
 from holdfast.train.parallel.options import DDP, FSDP2, Name, Strategy
@@ -256,7 +257,9 @@ def chosen_strategy(
 
     Raises:
         UsageError: it is none, or the model is wrapped already.
+        UnsupportedState: the model is in FSDP1.
     """
+    refuse_fsdp1({"model": model})
     if isinstance(model, DistributedDataParallel):
         raise UsageError(
             "model: pass the module itself, not a DistributedDataParallel: the Trainer wraps it"
