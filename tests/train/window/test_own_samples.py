@@ -1,13 +1,14 @@
-"""Batch norm of averaged weights on a rank that gets a neighbor's sample."""
+"""Samples that several ranks get: batch norm of averaged weights, samplers that repeat some."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from holdfast.data import DataRanks, Loader
-from holdfast.train import SWA
+from holdfast.train import SWA, Trainer
 from holdfast.train.evaluation.validation import Restarting
 from holdfast.train.window.swa import EqualAverage
 
@@ -30,3 +31,21 @@ def test_statistics_of_batch_norm_leave_out_a_neighbors_sample() -> None:
     assert taken == [[0.0, 1.0], [6.0]]
     assert average.model.running_mean.tolist() == [0.5]  # type: ignore[union-attr]
     assert not any(module.training for module in average.model.modules())
+
+
+@pytest.mark.parametrize(("size", "is_said"), [(5, True), (4, False)])
+def test_a_validation_whose_sampler_repeats_samples_says_so(
+    size: int, is_said: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = TensorDataset(torch.arange(float(size)).view(size, 1))
+    sampler: DistributedSampler[object] = DistributedSampler(rows, 2, 0, shuffle=False)
+    Trainer(
+        nn.Linear(1, 1),
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        data=Loader(rows, batch_size=1),
+        loss=lambda model, batch: model(batch[0]).mean(),
+        validate=DataLoader(rows, sampler=sampler),
+        checkpoints=None,
+        progress=False,
+    )
+    assert ("gives 1 samples twice" in caplog.text) == is_said

@@ -6,6 +6,7 @@ its own loaders, to their beginning.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -32,6 +33,8 @@ from holdfast.train.training import Metrics
 from holdfast.train.window.loop import LossFunction, Update, evaluate, moved
 from holdfast.train.window.metrics import LazyMetrics, Mean, mean_of_ranks, number
 from holdfast.train.window.scores import Scores
+
+logger = logging.getLogger("holdfast")
 
 _END = object()
 
@@ -189,6 +192,8 @@ class Validator:
             raise UsageError("validation data: give a loader, or some by name")
         loaders = {self._name(name): Restarting(loader) for name, loader in named.items()}
         object.__setattr__(self, "_loaders", loaders)
+        for name, loader in named.items():
+            _warn_of_repeated(name, loader)
         what = f"validation {self.plan.name!r}: metrics" if self.plan.name else "validation metrics"
         scores = Scores(self.plan.metrics, self.update.parallel.group, what=what)
         object.__setattr__(self, "_scores", scores)
@@ -404,6 +409,22 @@ class Validations:
 
 def _prefix(name: str, kind: str = "val") -> str:
     return f"{kind}/{name}/" if name else f"{kind}/"
+
+
+def _warn_of_repeated(name: str, loader: Any) -> None:
+    """Log a warning if a sampler of torch repeats samples, so that ranks have equally many."""
+    sampler: Any = getattr(loader, "sampler", None)
+    if not hasattr(sampler, "num_replicas") or not hasattr(sampler, "total_size"):
+        return
+    num_repeated = sampler.total_size - len(sampler.dataset)
+    if num_repeated > 0:
+        logger.warning(
+            "validation data %r: its DistributedSampler gives %d samples twice, and means and "
+            "metrics count them twice. Give a holdfast.data.Loader, which divides the data itself "
+            "and counts each sample once",
+            name,
+            num_repeated,
+        )
 
 
 class Restarting:
