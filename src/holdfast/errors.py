@@ -357,6 +357,17 @@ def is_damage(error: BaseException) -> bool:
     return isinstance(error, FormatError | StoreError)
 
 
+def time_limit(timeout_s: float) -> str:
+    """Name a limit in words; one of nearly zero is what was left of a longer one.
+
+    >>> time_limit(90), time_limit(0.5), time_limit(0.0)
+    ('90 s', '0.5 s', 'the time that was left')
+    """
+    if timeout_s < 0.05:
+        return "the time that was left"
+    return f"{timeout_s:.0f} s" if timeout_s >= 1 else f"{timeout_s:.1f} s"
+
+
 def name_ranks(ranks: Iterable[int], limit: int = 10) -> str:
     """Name ranks in words: the first `limit` of them or runs of them, and how many more.
 

@@ -89,9 +89,9 @@ def test_warnings_come_at_growing_intervals() -> None:
     assert Watch(heard, "save of step 1").next_s == waiting.ANSWER_S
 
 
-def met(hosts: Sequence[str], ended: set[int]) -> list[C10d]:
+def met(hosts: Sequence[str], ended: set[int], store: dist.Store | None = None) -> list[C10d]:
     """Ranks on these hosts; the process of a rank has its number, and those of `ended` are gone."""
-    store = dist.HashStore()
+    store = dist.HashStore() if store is None else store
 
     def make(rank: int) -> C10d:
         own = Process(
@@ -138,6 +138,16 @@ def test_a_rank_on_another_host_is_reported_by_its_neighbor(
     assert "process 1 on b has ended" in found.failed[1].reason
     ranks[0].announce("plan", b"", timeout_s=PATIENCE_S)
     assert hearing.result(PATIENCE_S) == b""
+
+
+def test_processes_of_closed_managers_leave_no_keys() -> None:
+    store, numbers = dist.HashStore(), []
+    for _ in range(3):
+        ranks = met(["a", "a"], set(), store)
+        for rank in ranks:
+            rank.close()
+        numbers.append(store.num_keys())
+    assert len({*numbers}) == 1
 
 
 def test_a_call_whose_time_is_over_does_not_blame_the_store() -> None:

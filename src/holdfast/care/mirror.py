@@ -23,7 +23,7 @@ from holdfast.engine.roots.catalog import Catalog, Entry
 from holdfast.engine.tiers.catalog import TieredCatalog
 from holdfast.engine.tiers.claims import TieredOwnership
 from holdfast.engine.tiers.tiered import Rules, Tiered, TieredOptions
-from holdfast.errors import DeadlineExceeded, UploadFailed
+from holdfast.errors import DeadlineExceeded, UploadFailed, time_limit
 from holdfast.events import Emitter
 from holdfast.format.manifest import Timestamp
 
@@ -102,7 +102,7 @@ class Mirror(Uploads):
                 if left_s <= 0:
                     raise DeadlineExceeded(
                         f"{self._remote_url} is further behind than max_lag allows, and did not "
-                        f"catch up in {self._timeout_s:.0f} s: {self._backlog}"
+                        f"catch up in {time_limit(self._timeout_s)}: {self._backlog}"
                     ) from sending.failures.last
                 if not has_told:
                     has_told = True
@@ -126,7 +126,8 @@ class Mirror(Uploads):
         with self._locked(timeout_s):
             if not self._changed.wait_for(self._is_settled, max(end - time.monotonic(), 0)):
                 raise DeadlineExceeded(
-                    f"{self._remote_url}: not all was sent after {timeout_s:.0f} s: {self._backlog}"
+                    f"{self._remote_url}: not all was sent after {time_limit(timeout_s)}: "
+                    f"{self._backlog}"
                 ) from self._sending.failures.last
             job = self._job
         if job is not None and job.done():
@@ -142,7 +143,7 @@ class Mirror(Uploads):
         if not self._changed.acquire(timeout=timeout_s):
             raise DeadlineExceeded(
                 f"{self._local_url}: the queue of uploads is still being read after "
-                f"{timeout_s:.0f} s; its storage, or what opens its keys, hangs"
+                f"{time_limit(timeout_s)}; its storage, or what opens its keys, hangs"
             )
         try:
             yield
@@ -215,7 +216,7 @@ class Mirror(Uploads):
         if not self._background.stop(jobs, timeout_s=limit_s):
             self._owner.remote_is_clean = False
             raise DeadlineExceeded(
-                f"{self._remote_url}: an upload does not end after {limit_s:.0f} s"
+                f"{self._remote_url}: an upload does not end after {time_limit(limit_s)}"
             )
         if not self._backlog.is_sure or any(map(self._is_ours, self._backlog.waiting)):
             # A later upload commits in this epoch, so the epoch must not be recorded as ended.

@@ -13,7 +13,7 @@ from typing import Literal
 from holdfast.engine.bars import watch_one
 from holdfast.engine.roots.catalog import Entry
 from holdfast.engine.roots.parts import parts_of
-from holdfast.errors import DeadlineExceeded, RolledBack, SaveSkipped, UsageError
+from holdfast.errors import DeadlineExceeded, RolledBack, SaveSkipped, UsageError, time_limit
 from holdfast.format.manifest import Timestamp
 from holdfast.policy.savers import Due
 from holdfast.store.base import Store
@@ -252,7 +252,8 @@ class PendingSave:
         _, running = wait([self.committed], timeout=max(end_s - time.monotonic(), 0.0))
         if running:
             raise DeadlineExceeded(
-                f"save of step {self.step}: not done after {limit_s:.0f} s; it is {self.phase.text}"
+                f"save of step {self.step}: not done after {time_limit(limit_s)}; it is "
+                f"{self.phase.text}"
             )
         self.delivered = self.committed.exception() is not None
         return self.committed.result()

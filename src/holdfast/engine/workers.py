@@ -17,7 +17,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeAlias, TypeVar
 
-from holdfast.errors import DeadlineExceeded, ManagerUnusable
+from holdfast.errors import DeadlineExceeded, ManagerUnusable, time_limit
 from holdfast.launched import ranks_on_host
 
 T = TypeVar("T")
@@ -183,7 +183,7 @@ def gather(futures: Sequence[Future[T]], *, timeout_s: float, what: str) -> list
     if failed is not None:
         raise_from(failed)
     if running:
-        raise DeadlineExceeded(f"{what}: not done after {timeout_s:.0f} s")
+        raise DeadlineExceeded(f"{what}: not done after {time_limit(timeout_s)}")
     return [future.result() for future in futures]
 
 

@@ -47,6 +47,7 @@ from holdfast.errors import (
     RanksFailed,
     RanksSilent,
     UsageError,
+    time_limit,
 )
 from holdfast.format.records import Process
 from holdfast.launched import present_ranks
@@ -501,8 +502,8 @@ class C10d(Coordinator):
         self._threads.run(partial(self._do, future, job, timeout_s))
         if not wait([future], timeout_s).done:
             raise DeadlineExceeded(
-                f"the store of torch.distributed did not answer within {timeout_s:.1f} s: the "
-                "process that hosts it, rank 0 or torchrun, is stopped or busy"
+                f"the store of torch.distributed did not answer within {time_limit(timeout_s)}: "
+                "the process that hosts it, rank 0 or torchrun, is stopped or busy"
             )
         return future.result()
 

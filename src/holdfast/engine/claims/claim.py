@@ -31,6 +31,7 @@ from holdfast.errors import (
     SealError,
     StoreError,
     UsageError,
+    time_limit,
 )
 from holdfast.events import Emitter
 from holdfast.format import layout
@@ -424,7 +425,8 @@ class Heartbeat:
         if not self._background.end([last], timeout_s=timeout_s):
             what = "recording the close" if self._beats.done() else "a heartbeat"
             raise DeadlineExceeded(
-                f"{self._store.url}: {what} hangs in the storage: not done after {timeout_s:.0f} s"
+                f"{self._store.url}: {what} hangs in the storage: not done after "
+                f"{time_limit(timeout_s)}"
             )
         if is_over:
             last.result()

@@ -156,7 +156,8 @@ class AgreedSaves:
         try:
             self._ranks.announce(question, b"where", timeout_s=self._timeout_s)
             self._answer(answers)
-            watch = Watch(self._warn, "maybe_save", answers)
+            # Later answers may be late for another reason: a wish that is not reached yet.
+            watch = Watch(self._warn, "maybe_save", answers if number == 0 else None)
             found = self._ranks.collect(answers, timeout_s=self._answer_s, watch=watch)
             posts = found.expect_all(answers)
             agreed = _Place(max(decoded(post, int, answers) for post in posts), wish)

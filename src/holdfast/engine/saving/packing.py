@@ -13,7 +13,7 @@ from queue import Empty, SimpleQueue
 import numpy as np
 
 from holdfast.engine.memory import take
-from holdfast.errors import DeadlineExceeded
+from holdfast.errors import DeadlineExceeded, time_limit
 from holdfast.format.index import StoredBlocks
 from holdfast.format.layout import BLOCK_NBYTES
 from holdfast.store.base import Buffer
@@ -41,7 +41,7 @@ class Pieces:
             return self._free.get(timeout=timeout_s) or memoryview(take(BLOCK_NBYTES))
         except Empty:
             raise DeadlineExceeded(
-                f"memory for stored blocks: no piece was written within {timeout_s:.0f} s"
+                f"memory for stored blocks: no piece was written within {time_limit(timeout_s)}"
             ) from None
 
     def give_back(self, piece: memoryview) -> None:

@@ -35,6 +35,7 @@ from holdfast.errors import (
     OwnershipError,
     SaveFailed,
     Superseded,
+    time_limit,
 )
 from holdfast.events import Emitter
 from holdfast.format import blocks, layout
@@ -238,7 +239,7 @@ class Saver:
     def _deadline_error(self, timeout_s: float) -> DeadlineExceeded:
         doing = self.pending.phase.text if self.pending is not None else "housekeeping"
         return DeadlineExceeded(
-            f"{self._store.url}: not done after {timeout_s:.0f} s; it is {doing}"
+            f"{self._store.url}: not done after {time_limit(timeout_s)}; it is {doing}"
         )
 
     def close(self) -> None:

@@ -24,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from holdfast.engine.staging.device import DeviceCopy, is_capturing
 from holdfast.engine.workers import Job, Workers, hand_over
-from holdfast.errors import DeadlineExceeded, UsageError, listing
+from holdfast.errors import DeadlineExceeded, UsageError, listing, time_limit
 
 Place: TypeAlias = tuple[str, str]
 """Component and key of a tensor."""
@@ -201,7 +201,7 @@ class Overlapped:
         if wait([self.copied], timeout=timeout_s).not_done:
             raise DeadlineExceeded(
                 f"{who} waits for the copy of {self._num_guarded} tensors that the save of step "
-                f"{self.step} overlaps with training: not done after {timeout_s:.0f} s"
+                f"{self.step} overlaps with training: not done after {time_limit(timeout_s)}"
             )
 
     def expect_copied(self, who: str, timeout_s: float) -> None:

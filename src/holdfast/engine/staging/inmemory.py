@@ -20,7 +20,7 @@ from holdfast.engine.staging.image import Image
 from holdfast.engine.staging.known import KnownFile
 from holdfast.engine.staging.staged import StagedContent, Transfer
 from holdfast.engine.workers import Workers
-from holdfast.errors import DeadlineExceeded
+from holdfast.errors import DeadlineExceeded, time_limit
 from holdfast.state.copying import Shared
 
 _Block: TypeAlias = tuple[str, int]
@@ -76,7 +76,7 @@ class ImageTransfer(Transfer):
     @override
     def settle(self, timeout_s: float) -> None:
         if wait(self._helpers, timeout=timeout_s).not_done:
-            raise DeadlineExceeded(f"staging: a thread still copies after {timeout_s:.0f} s")
+            raise DeadlineExceeded(f"staging: a thread still copies after {time_limit(timeout_s)}")
 
     @override
     def finish(self) -> None:
@@ -95,7 +95,7 @@ class ImageTransfer(Transfer):
             if self._error is not None:
                 raise self._error
         if self._num_now:
-            late = DeadlineExceeded(f"staging: not done after {timeout_s:.0f} s")
+            late = DeadlineExceeded(f"staging: not done after {time_limit(timeout_s)}")
             self.fail(late)
             raise late
         self._held = ()
@@ -113,7 +113,7 @@ class ImageTransfer(Transfer):
             DeadlineExceeded: they were not made in time.
         """
         if not self._is_staged.wait(timeout_s):
-            raise DeadlineExceeded(f"staging: not done after {timeout_s:.0f} s")
+            raise DeadlineExceeded(f"staging: not done after {time_limit(timeout_s)}")
 
     def run_later(self) -> None:
         """Make the `later` copies, during training, except those that other threads make."""
@@ -141,7 +141,8 @@ class ImageTransfer(Transfer):
                 raise self._error
         if not is_known:
             raise DeadlineExceeded(
-                f"staging block {number} of {image.file.name}: not done after {timeout_s:.0f} s"
+                f"staging block {number} of {image.file.name}: not done after "
+                f"{time_limit(timeout_s)}"
             )
 
     def _run(self, tasks: Iterator[CopyTask], *, is_later: bool = False) -> None:

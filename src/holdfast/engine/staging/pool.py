@@ -10,7 +10,7 @@ from typing_extensions import override
 from holdfast.engine.memory import take
 from holdfast.engine.staging.known import KnownFile
 from holdfast.engine.staging.staged import StagedContent
-from holdfast.errors import DeadlineExceeded
+from holdfast.errors import DeadlineExceeded, time_limit
 from holdfast.format.blocks import block_digest
 from holdfast.format.layout import BLOCK_NBYTES
 
@@ -39,7 +39,7 @@ class Pool:
             return self._free.get(timeout=timeout_s)
         except Empty:
             raise DeadlineExceeded(
-                f"memory for a wave: no block was written within {timeout_s:.0f} s"
+                f"memory for a wave: no block was written within {time_limit(timeout_s)}"
             ) from None
 
     def give_back(self, buffer: int) -> None:

@@ -21,7 +21,7 @@ from holdfast.engine.staging.known import KnownFile
 from holdfast.engine.staging.pool import Pool, PooledContent
 from holdfast.engine.staging.staged import Transfer
 from holdfast.engine.workers import Workers
-from holdfast.errors import DeadlineExceeded
+from holdfast.errors import DeadlineExceeded, time_limit
 from holdfast.format.layout import BLOCK_NBYTES
 
 
@@ -45,7 +45,7 @@ class WaveTransfer(Transfer):
         # The thread that writes copies each block when it needs it; training only waits.
         began = time.perf_counter()
         if not self._is_finished.wait(timeout_s):
-            raise DeadlineExceeded(f"staging in waves: not done after {timeout_s:.0f} s")
+            raise DeadlineExceeded(f"staging in waves: not done after {time_limit(timeout_s)}")
         self.waited_s = time.perf_counter() - began
 
     @override

@@ -48,6 +48,7 @@ from holdfast.errors import (
     NotSealed,
     StoreError,
     UnsupportedStore,
+    time_limit,
 )
 from holdfast.format import layout
 from holdfast.format.blocks import block_digest, digest_blocks, file_digest, split
@@ -392,7 +393,7 @@ class Sender:
         except FutureTimeout:
             raise DeadlineExceeded(
                 f"{self._remote.url}/{key}: sending one block took longer than "
-                f"{self._timeout_s:.0f} s"
+                f"{time_limit(self._timeout_s)}"
             ) from None
 
     # The commit
