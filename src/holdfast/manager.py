@@ -1037,6 +1037,7 @@ class CheckpointManager(Marking):
         """
         replaced, origins = script.settle(found)
         self._boundary.reset()
+        self._warnings.loaded()
         for note in (*found.one_sided.notes, *found.prepared.lost, *replaced):
             self._emit("warning", f"{found.entry.folder}: {note}", folder=found.entry.folder)
         if not found.options.is_full:

@@ -20,6 +20,7 @@ from holdfast.state.lacking import (
     is_outside,
     lacks_optimizer,
 )
+from holdfast.state.outside import OutsideState, described
 
 
 class ScriptWarnings:
@@ -31,6 +32,7 @@ class ScriptWarnings:
         self._emit = emit
         self._not_saved_due = self._lacks_due = self._setup_due = self._workers_due = True
         self.positions = PositionChecks(state)
+        self._outside = OutsideState(state)
         self._stepping: Sequence[int] | None = None
         """Ids of the optimizers' parameters at the last search for parameters in no component."""
         self._names: ParameterNames | None = None
@@ -43,6 +45,7 @@ class ScriptWarnings:
         self._not_saved_due = False
         if is_whole:
             self._of_unheld(captured)
+            self._of_outside(captured)
             self.of_lacks()
             self.of_workers()
 
@@ -116,6 +119,15 @@ class ScriptWarnings:
                 + more,
                 step=step,
             )
+
+    def loaded(self) -> None:
+        """Compare the next save with the state as it is now, after a load."""
+        self._outside.reset()
+
+    def _of_outside(self, captured: Captured) -> None:
+        names = self._outside.changed(captured)
+        if names:
+            self._emit("warning", f"{self._url}: {described(names)}")
 
     def _of_unheld(self, captured: Captured) -> None:
         if captured.stepping == self._stepping and captured.names is self._names:

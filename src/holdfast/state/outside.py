@@ -1,0 +1,227 @@
+"""State that training keeps outside of every `state_dict`, found by comparing saves.
+
+Plain attributes of modules, optimizers and other objects are compared: numbers, tensors, arrays,
+and containers of these. Values that a forward pass writes anew, such as sizes, losses and attention
+maps, change too, and are no state. So only changes count that such values do not show: counters
+that grow, changes in place, lists that grow.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from holdfast.state.capture import Captured
+from holdfast.state.components import cleaner_of, is_of_fsdp, unwrap
+from holdfast.state.leaves import PLAIN_TYPES, refusal
+
+NUM_COMPARISONS = 4
+"""Saves at which attributes are compared: state changes from the first steps on."""
+
+_LIBRARIES = ("torch.", "holdfast.")
+_FRAMEWORKS = ("transformers.", "lightning.", "pytorch_lightning.", "accelerate.", "torchmetrics.")
+_OF_TORCH = frozenset({*vars(nn.Module())}) | {
+    *("defaults", "state", "param_groups", "grad_scale", "found_inf", "step"),
+    *("_step_count", "_opt_called", "_zero_grad_profile_name"),
+    *("_warned_capturable_if_run_uncaptured", "_need_device_dtype_check_for_fused"),
+}
+"""Attributes that torch gives to modules and optimizers."""
+_MAX_ITEMS, _MAX_DEPTH = 64, 2
+_MAX_DIGESTED_NBYTES = 2**16
+
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    """What is known of an attribute at one time."""
+
+    kind: str
+    value: Any
+    is_sure: bool
+    """Whether each change is one of state: in optimizers, which cache nothing."""
+
+
+class OutsideState:
+    """Compares the attributes of a state's objects between saves."""
+
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        """Note the attributes as they are."""
+        self._state = state
+        self._num_left = NUM_COMPARISONS
+        self._before = self._marks()
+        self._rising: set[str] = set()
+
+    def reset(self) -> None:
+        """Note the attributes again, as a load has changed the state."""
+        if self._num_left:
+            self._before, self._rising = self._marks(), set()
+
+    def changed(self, captured: Captured) -> list[str]:
+        """Name the attributes that are state, and that no captured component holds."""
+        if not self._num_left:
+            return []
+        self._num_left -= 1
+        before, now = self._before, self._marks()
+        saved = {
+            tensor.data_ptr()
+            for component in captured.components.values()
+            for tensor in component.tensors.values()
+        }
+        names = [
+            name
+            for name, mark in now.items()
+            if self._is_state(name, before.get(name), mark)
+            and not _is_saved(name, mark, captured, saved)
+        ]
+        self._before = now
+        if names:
+            self._num_left = 0
+        return names
+
+    def _is_state(self, name: str, before: _Mark | None, now: _Mark) -> bool:
+        """Whether an attribute has changed as state does."""
+        if before is None:
+            return now.is_sure and now.kind == "tensor"
+        if before.kind != now.kind or before.value == now.value:
+            return False
+        if now.is_sure or now.kind == "flag":
+            return True
+        if now.kind in ("tensor", "array"):
+            # In place: a cache is made anew.
+            return bool(before.value[:2] == now.value[:2])
+        if now.kind == "number" and (has_risen := now.value > before.value):
+            # From 0, or twice in a row: a size that a forward pass notes goes up and down.
+            is_counter = before.value == 0 or name in self._rising
+            self._rising.add(name)
+            return is_counter and type(now.value) is int and has_risen
+        self._rising.discard(name)
+        return now.kind == "length" and bool(now.value > before.value)
+
+    def _marks(self) -> dict[str, _Mark]:
+        components = {id(value) for value in self._state.values()}
+        return {
+            name: mark
+            for component, value in self._state.items()
+            for name, mark in _marks_of(component, value, components)
+        }
+
+
+def _marks_of(
+    component: str, value: Any, components: Collection[int]
+) -> Iterator[tuple[str, _Mark]]:
+    if isinstance(value, nn.Module):
+        module = unwrap(value)
+        cleaner = cleaner_of(module)
+        for raw, inner in module.named_modules():
+            if not _saves_more(inner):
+                path = f"{component}.{cleaner.clean(raw)}".rstrip(".")
+                yield from _attributes(path, inner, components, is_sure=False)
+    elif isinstance(value, Optimizer):
+        if not type(value).__module__.startswith("torch."):
+            yield from _attributes(component, value, components, is_sure=True)
+    elif hasattr(value, "state_dict") and not hasattr(value, "__iter__") and _is_of_user(value):
+        yield from _attributes(component, value, components, is_sure=False)
+
+
+def _is_of_user(value: Any) -> bool:
+    kinds = type(value).__mro__
+    return not any(kind.__module__.startswith((*_LIBRARIES, *_FRAMEWORKS)) for kind in kinds)
+
+
+def _saves_more(inner: nn.Module) -> bool:
+    """Whether a submodule is torch's own, or saves by code of its own."""
+    kind = type(inner)
+    return (
+        kind.__module__.startswith((*_LIBRARIES, *_FRAMEWORKS))
+        or kind.get_extra_state is not nn.Module.get_extra_state
+        or kind.state_dict is not nn.Module.state_dict
+        or kind._save_to_state_dict is not nn.Module._save_to_state_dict
+        or bool(inner._state_dict_hooks)
+        or not all(map(is_of_fsdp, inner._state_dict_pre_hooks.values()))
+    )
+
+
+def _attributes(
+    path: str, owner: Any, components: Collection[int], *, is_sure: bool
+) -> Iterator[tuple[str, _Mark]]:
+    is_framework = any(kind.__module__.startswith(_FRAMEWORKS) for kind in type(owner).__mro__)
+    for name, value in getattr(owner, "__dict__", {}).items():
+        is_private = is_framework and name.startswith("_")
+        if name not in _OF_TORCH and not is_private and id(value) not in components:
+            yield from _marks_in(f"{path}.{name}", value, is_sure, 0)
+
+
+def _marks_in(path: str, value: Any, is_sure: bool, depth: int) -> Iterator[tuple[str, _Mark]]:
+    kind = type(value)
+    if kind is bool:
+        yield path, _Mark("flag", value, is_sure)
+    elif kind is int or kind is float:
+        yield path, _Mark("number", value, is_sure)
+    elif kind in PLAIN_TYPES:
+        if value.is_leaf and refusal(value) is None and not value.is_inference():
+            yield path, _Mark("tensor", (value.data_ptr(), value.shape, value._version), is_sure)
+    elif kind is np.ndarray:
+        if value.dtype != object:
+            yield path, _Mark("array", (value.ctypes.data, value.shape, _digest(value)), is_sure)
+    elif isinstance(value, Optimizer):
+        slots = [slot for held in value.state.values() for slot in _tensors_in(held)]
+        for number, slot in enumerate(slots[:1]):
+            yield (
+                f"{path}.state.{number}",
+                _Mark("tensor", (slot.data_ptr(), slot.shape, slot._version), True),
+            )
+    elif kind in (list, tuple, deque, set, frozenset, dict) and depth < _MAX_DEPTH:
+        if kind is not dict:
+            yield f"{path} (its length)", _Mark("length", len(value), is_sure)
+        if kind in (set, frozenset) or len(value) > _MAX_ITEMS:
+            return
+        for name, item in value.items() if kind is dict else enumerate(value):
+            shown = name if isinstance(name, str | int) else type(name).__name__
+            yield from _marks_in(f"{path}.{shown}", item, is_sure, depth + 1)
+
+
+def _tensors_in(held: Any) -> list[Tensor]:
+    values = held.values() if isinstance(held, Mapping) else ()
+    return [one for one in values if isinstance(one, Tensor) and one.dim()]
+
+
+def _digest(array: np.ndarray[Any, Any]) -> int:
+    return zlib.crc32(array.reshape(-1)[: _MAX_DIGESTED_NBYTES // max(1, array.itemsize)].tobytes())
+
+
+def _is_saved(name: str, mark: _Mark, captured: Captured, saved: Collection[int]) -> bool:
+    """Whether a component holds an attribute: by its memory or name, or in an object its value."""
+    if mark.kind == "tensor" and mark.value[0] in saved:
+        return True
+    component, _, rest = name.partition(".")
+    part = captured.components.get(component)
+    attribute = rest.split(".")[0].split(" ")[0].lstrip("_")
+    # Of any component: a trainer's hook may save the attributes of a module.
+    trees = [held.tree for held in captured.components.values()]
+    if part is None or any(f'"{attribute}"'.encode() in tree for tree in trees):
+        return True
+    if part.kind != "object":
+        return False
+    if mark.kind in ("tensor", "array"):
+        return any(spec.shape == tuple(mark.value[1]) for spec in part.specs)
+    return (
+        re.search(rf"(?<![\d.]){re.escape(repr(mark.value))}(?![\d.])".encode(), part.tree)
+        is not None
+    )
+
+
+def described(names: Sequence[str]) -> str:
+    """Format the warning of state outside of the components."""
+    shown = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
+    return (
+        f"attributes that change in training are in no component: {shown}. A resume begins with "
+        "their first values. Make them buffers of a module, save them with get_extra_state() or "
+        "state_dict(), or put their owner into the state as a component"
+    )
