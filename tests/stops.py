@@ -14,7 +14,7 @@ CHANGES: tuple[OpName, ...] = (
 )
 """The operations that change which objects a store holds, or what is in them."""
 OTHERS: tuple[OpName, ...] = (
-    *("get", "read_into", "head", "list", "children", "uploads"),
+    *("get", "read_into", "head", "list", "children", "unlisted", "uploads"),
     *("free_space", "pointed", "probe", "refresh_folder", "sync_folder"),
 )
 """All others. A stop at one of them leaves the objects that a stop before the next change leaves,

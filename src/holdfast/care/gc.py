@@ -18,6 +18,7 @@ from holdfast.engine.roots.catalog import Catalog, Register
 from holdfast.engine.roots.commit import kept_of_others, mark_aborted, remove_files, remove_scratch
 from holdfast.engine.roots.documents import is_there, read_if_there
 from holdfast.engine.roots.ended import EndedAttempts, known_ended
+from holdfast.engine.roots.proof import was_made_by
 from holdfast.errors import (
     AccessDenied,
     FormatError,
@@ -190,10 +191,7 @@ class _Judge:
             with suppress(FormatError):
                 writer = Catalog(self._store).writer(name.epoch)
             self._nonces[name.epoch] = None if writer is None else writer.nonce
-        nonce = self._nonces[name.epoch]
-        if nonce is None:
-            return False
-        return name.id8 == layout.first_digits(name.label, name.epoch, name.sequence, nonce)
+        return was_made_by(name, self._nonces[name.epoch])
 
     def is_live(self, epoch: int) -> bool:
         """Whether the epoch owns the run and its process is alive."""

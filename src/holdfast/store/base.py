@@ -352,6 +352,10 @@ class Store(ABC):
             return None
         return data.decode(errors="replace").strip()
 
+    def outer(self) -> Iterator[Store]:
+        """Yield stores of the folders that the root is in, from the inside out."""
+        return iter(())
+
     def free_space(self) -> FreeSpace:
         """Return the free space for this process, in bytes and inodes."""
         return FreeSpace(None, None)
@@ -459,6 +463,10 @@ class WrappedStore(Store):
     @override
     def pointed(self, name: str) -> str | None:
         return self.inner.pointed(name)
+
+    @override
+    def outer(self) -> Iterator[Store]:
+        return self.inner.outer()
 
     @override
     def free_space(self) -> FreeSpace:

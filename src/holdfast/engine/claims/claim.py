@@ -18,6 +18,7 @@ from holdfast.engine.claims.process import is_this_process, liveness, this_proce
 from holdfast.engine.roots.catalog import Catalog, Entry, Marks
 from holdfast.engine.roots.commit import put_once, settle
 from holdfast.engine.roots.documents import read_if_there
+from holdfast.engine.roots.nesting import expect_apart
 from holdfast.engine.roots.parts import parts_of
 from holdfast.engine.workers import Background
 from holdfast.errors import (
@@ -35,6 +36,7 @@ from holdfast.errors import (
 )
 from holdfast.events import Emitter
 from holdfast.format import layout
+from holdfast.format.layout import AttemptName
 from holdfast.format.manifest import Manifest, Reference
 from holdfast.format.records import Alive, Closed, WriterRecord
 from holdfast.launched import present_ranks
@@ -73,9 +75,11 @@ def check_owner(store: Store, *, takeover: bool, emit: Emitter, watch: Wait | No
 
     Raises:
         OwnedElsewhere: a live process owns the run.
+        UsageError: the root is new, and inside another one or around one.
     """
     epoch = Catalog(store).highest_epoch()
     if epoch == 0:
+        expect_apart(store)
         return 0
     try:
         owner = Catalog(store).writer(epoch)
@@ -283,7 +287,7 @@ def epoch_after(catalog: Catalog, after: int, point: Reference | None) -> int | 
     newest = after
     if after == 0:
         # Attempts that were copied into this root without their claims must sort below ours.
-        newest = max((name.epoch for name in catalog.attempts()), default=0)
+        newest = max((name.epoch for name in _with_registers(catalog)), default=0)
     point_epoch = 0 if point is None else point.epoch
     if max(newest, point_epoch) > after and catalog.highest_epoch() > after:
         return None
@@ -294,6 +298,16 @@ def epoch_after(catalog: Catalog, after: int, point: Reference | None) -> int | 
             "its own"
         )
     return newest + 1
+
+
+def _with_registers(catalog: Catalog) -> Iterator[AttemptName]:
+    """Yield the attempts that have a register; a folder without one may be a user's own."""
+    for name in catalog.attempts():
+        try:
+            if catalog.read(str(name)) is not None:
+                yield name
+        except (FormatError, SealError):
+            yield name
 
 
 def is_settled(catalog: Catalog, point: Reference | None) -> bool:

@@ -16,6 +16,7 @@ from holdfast.engine.roots.best import best_of, means_best
 from holdfast.engine.roots.documents import read_if_there
 from holdfast.engine.roots.ended import known_ended
 from holdfast.engine.roots.lost import Evidence, latest_of
+from holdfast.engine.roots.proof import holds_own_files, was_made_by
 from holdfast.errors import (
     CorruptData,
     FormatError,
@@ -178,10 +179,28 @@ class Catalog:
     def read(self, folder: str) -> Register | None:
         """Read an attempt's register: its manifest, marker or tombstone; None if it is absent.
 
+        None also for a folder that nothing shows to be Holdfast's.
+
         Raises:
             FormatError: it is not a valid document; or it is missing, and other records show that
                 a manifest was committed.
         """
+        try:
+            return self._read_own(folder)
+        except UnsupportedVersion:
+            raise
+        except FormatError:
+            name = layout.parse_attempt(folder)
+            if name is None or self._is_own(name):
+                raise
+            return None
+
+    def _is_own(self, name: AttemptName) -> bool:
+        claim = self._claim_or_none(name.epoch)
+        is_made = claim is not None and was_made_by(name, claim.nonce)
+        return is_made or holds_own_files(self.store, str(name))
+
+    def _read_own(self, folder: str) -> Register | None:
         register = self._register(folder)
         name = layout.parse_attempt(folder) if register is None else None
         why = self._evidence().of_commit(name) if name is not None else ""

@@ -13,7 +13,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from holdfast.engine.roots.catalog import Catalog
-from holdfast.engine.roots.documents import is_own_json, read_document, read_if_there
+from holdfast.engine.roots.documents import read_document, read_if_there
+from holdfast.engine.roots.proof import is_own_file
 from holdfast.errors import (
     AccessDenied,
     AlreadyExists,
@@ -39,7 +40,7 @@ from holdfast.format.manifest import (
     encode_manifest,
 )
 from holdfast.format.records import WriterRecord
-from holdfast.store.base import ObjectInfo, Store, is_key
+from holdfast.store.base import Store, is_key
 
 _MAX_PUTS = 5
 _PAUSE_S = 0.1
@@ -324,8 +325,8 @@ def remove_files(
         name = info.key.removeprefix(f"{folder}/")
         if name == layout.MANIFEST:
             continue
-        if not is_key(info.key) or not _is_ours(store, info, name, listed):
-            others.append(name)
+        if not is_key(info.key) or not is_own_file(store, info, name, listed):
+            others.append(name.partition("/")[0])
         else:
             # As long as the index exists, so do the marks of its deleters (`Catalog.entry`).
             (marks if layout.is_sidecar(name) else files).append(info.key)
@@ -361,29 +362,7 @@ def remove_scratch(store: Store, folder: str) -> None:
     store.delete(f"{folder}/")
 
 
-_OWN_HEADER = b'{"__metadata__":{"format":"holdfast"'
-_HEAD_NBYTES = 64
 _NFS_PREFIX = ".nfs"
-
-
-def _is_ours(store: Store, info: ObjectInfo, name: str, listed: Collection[str] | None) -> bool:
-    """Whether a file in an attempt's folder is one that Holdfast has written."""
-    if layout.is_stored_name(name):
-        return True
-    is_document = layout.is_sidecar(name) or layout.parse_keys(name) is not None
-    if not is_document and listed is not None:
-        return name in listed
-    if not is_document and not layout.is_listed_name(name):
-        return layout.is_data_name(name)  # compressed
-    try:
-        head = store.get(info.key, 0, min(info.nbytes, _HEAD_NBYTES))
-    except NotFound:
-        return True
-    except SealError:
-        return is_document
-    if not head.strip(b"\0"):
-        return not is_document  # a killed writer has not come to the first block
-    return head[8:].startswith(_OWN_HEADER) or is_own_json(head)
 
 
 def name_latest(store: Store, folder: str | None) -> str:

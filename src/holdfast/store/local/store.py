@@ -327,6 +327,14 @@ class LocalStore(Store):
         return None
 
     @override
+    def outer(self) -> Iterator[Store]:
+        """Yield stores of the parent folders, symbolic links resolved."""
+        path = os.path.realpath(self._root)
+        while (parent := os.path.dirname(path)) != path:
+            path = parent
+            yield LocalStore(path)
+
+    @override
     def free_space(self) -> FreeSpace:
         """Return the free space of the file system; the root need not exist yet."""
         with Reporting("free space of", self._root):

@@ -27,6 +27,7 @@ from holdfast.store.base import (
     BlockWriter,
     Buffer,
     ObjectInfo,
+    Store,
     check_folder,
     check_key,
     expect_positive,
@@ -71,6 +72,16 @@ class RemoteStore(ReadByRequests):
         """Pickle the constructor's arguments: another process opens its own connections."""
         url, endpoint, options = self._given
         return partial(RemoteStore, url, endpoint=endpoint, options=options), ()
+
+    @override
+    def outer(self) -> Iterator[Store]:
+        """Yield stores of the shorter prefixes, without the bucket itself."""
+        url, endpoint, options = self._given
+        scheme, _, path = url.rstrip("/").partition("://")
+        parts = path.split("/")
+        for number in range(len(parts) - 1, 1, -1):
+            outer = "/".join(parts[:number])
+            yield RemoteStore(f"{scheme}://{outer}", endpoint=endpoint, options=options)
 
     @override
     def put(self, key: str, data: Buffer, *, if_absent: bool = False) -> None:
