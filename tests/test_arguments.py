@@ -230,6 +230,7 @@ CASES: dict[str, Case] = {
             "load_best": NOT_TRUE_OR_FALSE,
             "override": (*NO_NAMES, [3], ["lrr"]),
             "without": (*NO_NAMES, [3]),
+            "resume": (3, "alwyas", True),
         },
     ),
     "CheckpointManager": Case(
@@ -283,6 +284,7 @@ CASES: dict[str, Case] = {
             "in_place": no(*NOT_TRUE_OR_FALSE, but=(None,)),
             "unhealthy": ("x", 3, None),
             "seen": (3, "x"),
+            "required": NOT_TRUE_OR_FALSE,
         },
     ),
     "load": Case(

@@ -69,6 +69,7 @@ from holdfast.errors import (
     DeadlineExceeded,
     HoldfastError,
     ManagerUnusable,
+    NoCheckpoint,
     SaveSkipped,
     UploadFailed,
     UsageError,
@@ -540,6 +541,7 @@ class CheckpointManager(Marking):
         new: Iterable[str] = (),
         without: Iterable[str] = (),
         override: Iterable[str] = (),
+        required: bool = False,
     ) -> Checkpoint | None:
         """Claim the run and load its newest usable checkpoint; None if no whole state was saved.
 
@@ -566,8 +568,11 @@ class CheckpointManager(Marking):
         "scheduler.total_steps". All others are the checkpoint's, and a warning names those that the
         script has changed (docs/loading.md).
 
+        With `required`, having nothing to resume from is an error, and no new run is started.
+
         Raises:
             OwnedElsewhere: a live process owns the run.
+            NoCheckpoint: nothing matches `which`, or `required` and there is no checkpoint.
             RolledBack: what was seen before is gone; nothing was claimed or changed.
             SealError: the newest is encrypted for other keys, or not encrypted.
             NoUsableCheckpoint: checkpoints exist, but none is both whole and usable.
@@ -598,7 +603,7 @@ class CheckpointManager(Marking):
             options=options,
             unhealthy=unhealthy,
             seen=parse_seen(seen),
-            refuse=self._beginning.refuse_later if self._refuses_existing else None,
+            refuse=partial(self._check_start, required=required),
         )
         found = self._applying.apply(search, claims=True)
         self._is_unused = found is None
@@ -608,9 +613,7 @@ class CheckpointManager(Marking):
             replaced = self._continue_from(found, script, is_rollback=search.is_rollback)
             self._compare_lives(found.entry)
         else:
-            self._history.origins = script.origins()
-            self._beginning.look_around()
-            self._emit("started", f"starting a new run in {self.store.url}")
+            self._start(script)
         self._saver.after_claim()
         self._warnings.of_workers()
         if found is None:
@@ -625,6 +628,35 @@ class CheckpointManager(Marking):
             rejected=reader.rejected,
         )
         return loaded(found, reader, (*replaced, *self._numeric_notes(found.entry)))
+
+    @counted("load")
+    @checked()
+    def start_new(self) -> None:
+        """Claim the run and start a new one here, beside the checkpoints of the run before.
+
+        Takes the place of `resume`. The state stays as it is. Earlier checkpoints stay, whatever
+        `keep` says; `resume` and `"latest"` no longer find them, and `load` takes one by its
+        folder's name. A script that always calls this starts from the beginning at each restart.
+
+        Raises:
+            OwnedElsewhere: a live process owns the run.
+            UsageError: this manager has resumed, saved or loaded a whole state before; or with
+                `on_existing="error"` there are checkpoints.
+        """
+        self._check_process()
+        self._drain()
+        if self._owner.claim is not None or self._saver.standing is not None:
+            raise UsageError(
+                f"{self.store.url}: start_new() comes before resume(), a load of the whole state "
+                "and the first save; this manager has made one of these calls. Make a new manager"
+            )
+        search = Search(
+            self._reader(), None, walks=False, refuse=partial(self._check_start, required=False)
+        )
+        self._applying.apply(search, claims=True)
+        self._start(ScriptSettings(self.state, ()))
+        self._saver.after_claim()
+        self._warnings.of_workers()
 
     @counted("load")
     @checked()
@@ -1001,6 +1033,22 @@ class CheckpointManager(Marking):
     def _raise_failure(self) -> None:
         if self._raises_failures:
             self._saver.raise_failure()
+
+    def _check_start(self, entry: Entry | None, *, required: bool) -> None:
+        """Raise an error if the run must not start from `entry`, or anew without one."""
+        if required and entry is None:
+            raise NoCheckpoint(
+                f"{self.store.url}: a checkpoint is required, and there is none to resume from. "
+                "Check the root"
+            )
+        if self._refuses_existing:
+            self._beginning.refuse_later(entry)
+
+    def _start(self, script: ScriptSettings) -> None:
+        """Log the start of a run that loaded nothing."""
+        self._history.origins = script.origins()
+        self._beginning.look_around()
+        self._emit("started", f"starting a new run in {self.store.url}")
 
     def _home(self, entry: Entry) -> Store:
         return self._catalog.home(entry.folder)

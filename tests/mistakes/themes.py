@@ -15,6 +15,7 @@ from tests.mistakes import (
     positions,
     ranks_order,
     replicas,
+    rows,
     rules,
     times,
     trainer_ends,
@@ -39,6 +40,7 @@ THEMES = (
     ranks_order.THEME,
     rules.RULES,
     replicas.THEME,
+    rows.THEME,
 )
 
 CASES = tuple(case for theme in THEMES for case in theme.cases)

@@ -6,6 +6,14 @@ from tests.mutants.mutant import Mutant
 
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
+        name="retention-takes-the-run-before-a-fresh-start",
+        promise="a fresh start leaves the checkpoints of the run before, whatever the rule says",
+        file="care/retention.py",
+        before="    first = catalog.fresh_epoch()\n",
+        after="    first = 0\n",
+        near=("tests/engine/loading/test_fresh_start.py",),
+    ),
+    Mutant(
         name="ended-lists-what-holds-files",
         promise="R22: what is listed as ended holds nothing but its marker",
         file="care/gc.py",

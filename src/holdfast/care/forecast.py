@@ -163,7 +163,7 @@ def _view(store: Store, catalog: Catalog, entries: Sequence[Entry]) -> _View:
     attempts = catalog.attempts()
     epoch = catalog.highest_epoch() or max((name.epoch for name in attempts), default=0)
     claim = _claim(catalog, epoch)
-    names = [*catalog.lineage()]
+    names, first = [*catalog.lineage()], catalog.fresh_epoch()
     known = {entry.order: entry for entry in entries}
     if claim is not None and not claim.purpose and _may_live(store, claim):
         lineage = {name.order for name in names}
@@ -187,7 +187,7 @@ def _view(store: Store, catalog: Catalog, entries: Sequence[Entry]) -> _View:
         raise NoCheckpoint(f"{store.url}: no checkpoint from which the run could go on")
     return _View(
         is_running=is_running,
-        entries=[entry for entry in entries if entry.order[0] <= after[0]],
+        entries=[entry for entry in entries if first <= entry.order[0] <= after[0]],
         history=history,
         lineage=lineage,
         after=after,

@@ -60,8 +60,10 @@ def plan(
 ) -> tuple[Planned, ...]:
     """Decide for each committed checkpoint of this run whether it stays, newest first.
     Leaves out checkpoints of epochs after `epoch`, the caller's: a later writer decides on them.
+    Those from before a fresh start are left out too, and so stay.
     """
-    by_order = {entry.order: entry for entry in entries if entry.name.epoch <= epoch}
+    first = catalog.fresh_epoch()
+    by_order = {entry.order: entry for entry in entries if first <= entry.name.epoch <= epoch}
     decisions = judge(
         [candidate(catalog.store, entry) for entry in by_order.values()],
         rule,

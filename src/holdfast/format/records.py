@@ -29,7 +29,8 @@ class WriterRecord(Record, frozen=True, kw_only=True, omit_defaults=True):
     """Record of a writer's claim to the run; `epoch` numbers the claims.
 
     The run continues from `resumed_from`: with `rollback` a checkpoint that a person chose by name,
-    else the latest one, and then the claim counts only once it has committed.
+    or a fresh start if there is none; else the latest one, and then the claim counts only once it
+    has committed.
     """
 
     kind: ClassVar[str] = "writer"

@@ -60,7 +60,7 @@ from holdfast.train.fit.finding import (
     Trial,
     find_learning_rate,
 )
-from holdfast.train.fit.fitting import Fit, Gear
+from holdfast.train.fit.fitting import Fit, Gear, Resuming
 from holdfast.train.fit.saving import Policy, Saves, StepPosition, check_health
 from holdfast.train.fit.starting import StartingPoint, Tried, Unsaved
 from holdfast.train.loggers.notebook import card
@@ -404,6 +404,7 @@ class Trainer:
         start_from: str | os.PathLike[str] | None = None,
         load_best: bool = False,
         override: Collection[str] = (),
+        resume: Resuming = "if_available",
     ) -> Outcome:
         """Train the run until it reaches `until`; the steps of earlier processes count.
 
@@ -434,13 +435,17 @@ class Trainer:
                 the optimizer, such as "lr", or "optimizer.param_groups.0.lr" of one group, and of
                 schedulers, such as "scheduler.total_steps". All others stay as in the checkpoint,
                 with a warning.
+            resume: "always" requires a checkpoint, in the root or by `start_from`. "never" starts
+                a new run beside the checkpoints of the root, which stay, as
+                `CheckpointManager.start_new` does: at each start of the script.
 
         Raises:
             UsageError: `until` is not a goal, or counts what is not counted here; `without` names
                 what this Trainer has; `start_from` does not name another root; nothing has
                 what `override` names; nobody logs a metric that is watched; or the Trainer has
                 trained before and nothing of that was saved.
-            NoCheckpoint: `start_from` names no checkpoint, or there is no best one to load.
+            NoCheckpoint: `start_from` names no checkpoint, there is no best one to load, or none
+                to resume from with `resume="always"`.
             MismatchError: the checkpoint does not fit; nothing was changed.
             SaveFailed: saving failed three times in a row.
             OwnershipError: another process trains this run.
@@ -464,6 +469,8 @@ class Trainer:
         if self._limits.fast_dev_run and (start_from is not None or load_best):
             logger.info("limits: fast_dev_run: start_from and load_best are ignored")
             start_from, load_best = None, False
+        if resume == "always" and self.root is None and start_from is None:
+            raise UsageError('resume="always": this Trainer has no root (checkpoints=None)')
         start = StartingPoint.of(start_from, self.root)
         if load_best:
             check_load_best(self.checkpoints, validates=bool(self._validations))
@@ -481,7 +488,7 @@ class Trainer:
         self._place.is_under_way = False
         watch = torch.autograd.set_detect_anomaly(True) if self._detects_anomaly else nullcontext()
         with self._stop or nullcontext(), watch:
-            return self._fit_to(ending, without, start, override, load_best)
+            return self._fit_to(ending, without, start, override, load_best, resume)
 
     @property
     def root(self) -> str | os.PathLike[str] | Store | Tiered | None:
@@ -745,6 +752,7 @@ class Trainer:
         start: StartingPoint | None,
         override: Collection[str],
         load_best: bool,
+        resume: Resuming,
     ) -> Outcome:
         saves = Saves()
         may_be_new = self.state.keys() - _IN_EVERY_RUN
@@ -762,7 +770,8 @@ class Trainer:
             manager = self._make_manager(ending.goal, hooks, saves)
             begin = None if start is None else partial(self._begin_from, start, hooks, override)
             with manager, self._managed(manager):
-                outcome = Fit(self._gear, ending, manager, saves, begin, override).run()
+                fit = Fit(self._gear, ending, manager, saves, begin, override, resume)
+                outcome = fit.run()
             # A signal ends the program, and leaves it little time.
             return self._with_best(outcome) if load_best and outcome.reason != "signal" else outcome
 

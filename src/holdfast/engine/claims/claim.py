@@ -199,7 +199,7 @@ class Choice:
     passed_over: frozenset[str] = frozenset()
     """Folders of newer checkpoints that cannot be used."""
     is_rollback: bool = False
-    """Whether the user chose it by name, so that newer checkpoints are left behind on purpose."""
+    """Whether the user chose it by name, or chose to start anew: others are left on purpose."""
     purpose: str = ""
     """What the claim is for, if not for a training: recorded in it."""
 

@@ -583,13 +583,14 @@ class Search:
     """Chooses the checkpoint of a load, and chooses again for each retry of a claim.
 
     For "latest", a search that `walks` takes an older checkpoint where the newest cannot be used,
-    as a resume does; any other takes the named one, or raises its error.
+    as a resume does; any other takes the named one, or raises its error. None chooses nothing: a
+    fresh start.
     """
 
     def __init__(
         self,
         reader: Reader,
-        which: str | int,
+        which: str | int | None,
         *,
         walks: bool,
         options: LoadOptions | None = None,
@@ -672,6 +673,8 @@ class Search:
 
     def _try_choose(self) -> bool:
         """Choose and prepare a candidate; False if that failed and the caller should retry."""
+        if self._which is None:
+            return True
         self.candidate = (
             self._reader.walk(self._options, unhealthy=self._unhealthy)
             if self._walks

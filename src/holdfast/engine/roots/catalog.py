@@ -132,6 +132,7 @@ class Catalog:
         """Files of each checkpoint as the last `survey` of a store without folders listed them."""
         self.unread = 0
         """The newest epoch without a commit whose claim `lineage` could not read; otherwise 0."""
+        self._fresh_epoch = 0
 
     def home(self, folder: str) -> Store:
         """Return the store that a checkpoint is read from: one of the tiers, if there are two."""
@@ -397,11 +398,32 @@ class Catalog:
             claim = self._claim_or_none(epoch)
             point = self._parent(by_epoch.get(epoch, ())) if claim is None else claim.resumed_from
             if claim is not None and point is None:
+                self._fresh_epoch = self._fresh_start(e for e in epochs if oldest <= e <= epoch)
                 return
             if point is None or point.epoch >= epoch:
                 epoch, last = max((e for e in epochs if e < epoch), default=0), None
             else:
                 epoch, last = point.order
+
+    def fresh_epoch(self) -> int:
+        """Return the epoch of the fresh start with which the lineage begins; 0 if there was none.
+
+        A fresh start is a rollback to nothing. Checkpoints of earlier epochs are of another run,
+        which stays: they count neither for a resume nor for retention.
+        """
+        for _ in self.lineage():
+            pass
+        return self._fresh_epoch
+
+    def _fresh_start(self, epochs: Iterable[int]) -> int:
+        """Return the first of `epochs` that is a fresh start, if only claims of nothing precede."""
+        for epoch in epochs:
+            claim = self._claim_or_none(epoch)
+            if claim is None or claim.resumed_from is not None:
+                return 0
+            if claim.rollback:
+                return epoch
+        return 0
 
     def expect_rollback_target(self) -> None:
         """Check that the checkpoint exists to which the run was last rolled back by name.
@@ -538,7 +560,7 @@ class Catalog:
         return entry
 
     def ever_committed(self, *, by_main: bool = False) -> bool:
-        """Whether anything was ever committed in this root, so that a fresh start would be wrong.
+        """Whether anything was committed since the last fresh start, so that another is a mistake.
 
         With `by_main`, saves of side savers do not count: neither manifests of parts, nor deleted
         checkpoints, whose saver is unknown; a run that resumed from a checkpoint is known by its
@@ -549,7 +571,10 @@ class Catalog:
                 unencrypted ones, with encryption on.
         """
         unsealed: NotSealed | None = None
+        first = self.fresh_epoch()
         for name in self.open_attempts():
+            if name.epoch < first:
+                continue
             try:
                 register = self.read(str(name))
             except FormatError:
@@ -561,18 +586,19 @@ class Catalog:
                 continue
             if isinstance(register, Manifest):
                 return True
-        if self._has_deleted() and not by_main:
+        if self._has_deleted(since=first) and not by_main:
             return True
-        claims = (self._claim_or_none(epoch) for epoch in self.claims())
+        claims = (self._claim_or_none(epoch) for epoch in self.claims() if epoch >= first)
         if any(claim is not None and claim.resumed_from is not None for claim in claims):
             return True
         if unsealed is not None:
             raise unsealed
         return False
 
-    def _has_deleted(self) -> bool:
-        """Whether any attempt is known to have been deleted."""
-        return bool(known_ended(self.store).deleted)
+    def _has_deleted(self, *, since: int) -> bool:
+        """Whether any attempt of epoch `since` or later is known to have been deleted."""
+        names = map(layout.parse_attempt, known_ended(self.store).deleted)
+        return any(name is not None and name.epoch >= since for name in names)
 
     def _epochs(
         self, attempts: tuple[AttemptName, ...], below: int | None
@@ -596,9 +622,10 @@ class Catalog:
 
         It is the newest with a commit, or with a rollback to a checkpoint that exists; then the
         sequence is None. A claim that cannot be read may have been a rollback: then the next
-        writer's starting point decides. Claims begin with epoch `first`. (0, None) if none fits.
+        writer's starting point decides. Claims begin with epoch `first`. (0, None) if none fits,
+        or if a fresh start is newer than all commits.
         """
-        self.vanished, self.unread = "", 0
+        self.vanished, self.unread, self._fresh_epoch = "", 0, 0
         later: WriterRecord | None = None
         for epoch in epochs:
             newest = next(filter(self._has_manifest, attempts.get(epoch, ())), None)
@@ -609,6 +636,9 @@ class Catalog:
                 continue
             if claim is None:
                 self.unread = self.unread or epoch
+            elif claim.rollback and claim.resumed_from is None:
+                self._fresh_epoch = epoch
+                return 0, None
             is_rollback = claim is None or claim.rollback
             later = claim or later
             point = later.resumed_from if later is not None and is_rollback else None

@@ -21,7 +21,17 @@ from holdfast.ranks.coordinator import Coordinator
 F = TypeVar("F", bound=Callable[..., Any])
 Kind = Literal["save", "maybe_save", "load"]
 _ALIKE = frozenset(
-    {"which", "unhealthy", "components", "strict", "in_place", "new", "without", "override"}
+    {
+        "which",
+        "unhealthy",
+        "components",
+        "strict",
+        "in_place",
+        "new",
+        "without",
+        "override",
+        "required",
+    }
 )
 """Arguments of loads that must be equal on all ranks."""
 

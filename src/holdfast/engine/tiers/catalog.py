@@ -60,9 +60,10 @@ def catalog_of(
 
 
 def holds_a_run(store: Store) -> bool:
-    """Whether anything was ever committed in a root; True if its checkpoints do not decrypt."""
+    """Whether a run was saved in a root, or left by a fresh start; True if it does not decrypt."""
     try:
-        return Catalog(store).ever_committed()
+        catalog = Catalog(store)
+        return catalog.ever_committed() or catalog.fresh_epoch() > 0
     except SealError:
         return True
 
@@ -204,8 +205,9 @@ class TieredCatalog(Catalog):
         return tuple(sorted({*self._local.epochs(attempts), *there}, reverse=True))
 
     @override
-    def _has_deleted(self) -> bool:
-        return self._local._has_deleted() or self.remote._has_deleted()
+    def _has_deleted(self, *, since: int) -> bool:
+        tiers = (self._local, self.remote)
+        return any(tier._has_deleted(since=since) for tier in tiers)
 
     def _read_remote(self, folder: str) -> Register | None:
         return self._ask_remote(lambda: self.remote.read(folder), None)

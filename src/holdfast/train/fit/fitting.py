@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -43,6 +43,9 @@ from holdfast.train.window.loop import Update
 from holdfast.train.window.metrics import LazyMetrics
 from holdfast.train.window.swa import EqualAverage
 from holdfast.train.window.wayback import WayBack
+
+Resuming = Literal["if_available", "always", "never"]
+"""Whether a `fit` resumes: if there is a checkpoint, or else not at all, or never."""
 
 logger = logging.getLogger("holdfast")
 
@@ -90,6 +93,7 @@ class Fit:
         saves: Saves,
         start: Callable[[], Checkpoint] | None = None,
         override: Collection[str] = (),
+        resume: Resuming = "if_available",
     ) -> None:
         """Prepare a call of `fit`; `saves` collects the saves that `manager` begins.
 
@@ -99,6 +103,7 @@ class Fit:
         self._gear = gear
         self._start = start
         self._override = override
+        self._resuming = resume
         self._ending = ending
         self._group = gear.update.parallel.group
         self._manager = manager
@@ -129,7 +134,7 @@ class Fit:
         """Resume, train and save, as `Trainer.fit` does."""
         self._tell(Callback.before_load)
         began_s = time.monotonic()
-        found = self._manager.resume(override=self._override)
+        found = self._resume()
         is_resumed = found is not None
         if found is None:
             found = self._load_start()
@@ -196,6 +201,21 @@ class Fit:
         if outcome.reason == "stopped":
             logger.info("training ended at step %d: %s", outcome.step, outcome.detail)
         return outcome
+
+    def _resume(self) -> Checkpoint | None:
+        if self._resuming == "never":
+            self._expect_untrained()
+            self._manager.start_new()
+            return None
+        required = self._resuming == "always" and self._start is None
+        return self._manager.resume(override=self._override, required=required)
+
+    def _expect_untrained(self) -> None:
+        if self._place.has_begun:
+            raise UsageError(
+                f"this Trainer has trained before, to step {self._counters.step}, and a new run "
+                "needs a new model. Make a new Trainer"
+            )
 
     def _load_start(self) -> Checkpoint | None:
         """Load the checkpoint of another root that this run starts from, if any."""

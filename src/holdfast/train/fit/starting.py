@@ -117,6 +117,9 @@ class Unsaved(CheckpointManager):
     def resume(self, *_args: Any, **_options: Any) -> None:
         """No-op: there is nothing to resume."""
 
+    def start_new(self) -> None:
+        """No-op: there is nothing to leave behind."""
+
     def count_from(self, timestamp: Timestamp) -> None:
         """No-op: there are no intervals between saves."""
 
