@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset, SequentialSampler
@@ -402,7 +404,7 @@ def test_a_run_of_the_trainers_own_goes_on_here(
     ours.train(resume_from_checkpoint=str(tmp_path / "own" / "checkpoint-6"))
     [last] = manager_of(tmp_path / "ours").list()
     assert last.step == 9
-    assert (ours._data.epoch, ours._data.batch) == (0, 9)
+    assert (ours._holdfast.data.epoch, ours._holdfast.data.batch) == (0, 9)
     assert "goes on, and not" not in caplog.text
     ours.train(resume_from_checkpoint=str(tmp_path / "own" / "checkpoint-6"))
     assert "goes on, and not resume_from_checkpoint" in caplog.text
@@ -498,7 +500,7 @@ def test_a_loop_of_ones_own_can_begin_what_the_trainer_ends(tmp_path: Path) -> N
     told = [event.message for event in events if event.kind == "warning"]
     assert any("trainer" in text for text in told), told
     assert any("scheduler" in text for text in told), told
-    assert (one.state.global_step, one._data.batch) == (7, 7)
+    assert (one.state.global_step, one._holdfast.data.batch) == (7, 7)
 
 
 def test_another_batch_size_is_refused_before_training(tmp_path: Path) -> None:
@@ -540,6 +542,146 @@ def test_a_direction_other_than_that_of_the_rule_is_refused(tmp_path: Path) -> N
         trainer(tmp_path, keep="last:1,best:eval_loss", **options)
 
 
+REPLACED = {
+    "__init__",
+    "get_train_dataloader",
+    "log",
+    "train",
+    "training_step",
+    "_load_from_checkpoint",
+    "_load_optimizer_and_scheduler",
+    "_load_rng_state",
+    "_load_scaler",
+    "_maybe_log_save_evaluate",
+    "_save_checkpoint",
+}
+"""Methods of the Trainer that the mixin replaces on purpose."""
+
+
+def names_of(one: Any) -> set[str]:
+    return {name for name in dir(one) if name == "__init__" or not name.startswith("__")}
+
+
+def test_the_mixin_replaces_only_what_it_means_to(tmp_path: Path) -> None:
+    """Neither methods of the Trainer, nor what its instances and its subclasses have."""
+    plain = transformers.Trainer(Net(), arguments(tmp_path), train_dataset=Rows())
+    mixin = {name for name in vars(bridge.CheckpointedMixin) if name in names_of(plain)}
+    assert mixin - {"__module__", "__doc__"} == REPLACED & names_of(plain)
+    ours = trainer(tmp_path / "run")
+    more = {name for name in names_of(ours) - names_of(plain) if "holdfast" not in name}
+    assert more <= {"checkpoints", "manager"} | (REPLACED - names_of(plain))
+
+
+@pytest.mark.parametrize("name", sorted(REPLACED))
+def test_what_the_mixin_replaces_takes_the_arguments_of_the_trainer(name: str) -> None:
+    theirs = getattr(transformers.Trainer, name, None)
+    if theirs is None:
+        pytest.skip("this version of transformers has no such method")
+    ours = inspect.signature(vars(bridge.CheckpointedMixin)[name])
+    given = list(inspect.signature(theirs).parameters)
+    more = {"checkpoints": None} if name == "__init__" else {}
+    ours.bind(*given, **more)
+    ours.bind(given[0], **dict.fromkeys(given[1:]), **more)
+
+
+def test_the_model_is_saved_as_by_the_trainer(tmp_path: Path) -> None:
+    """`save_model` in the middle of a run and after it, and `save_state`."""
+
+    class Saves(callbacks.TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
+            one.save_model(str(tmp_path / f"step{state.global_step}"))
+
+    one = trainer(tmp_path / "run", max_steps=2, more=[Saves()])
+    one.train()
+    one.save_model(str(tmp_path / "end"))
+    one.save_state()
+    for folder in ("step1", "step2", "end"):
+        weights = safetensors.torch.load_file(tmp_path / folder / "model.safetensors")
+        assert weights.keys() == dict(one.model.state_dict()).keys()
+    forks.assert_equal(weights, dict(one.model.state_dict()))
+    assert (tmp_path / "run" / "trainer_state.json").exists()
+
+
+class Scored(Told):
+    """A Trainer whose evaluations stop to improve."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.losses = [2.0] * STEPS
+
+
+class OursScored(bridge.CheckpointedMixin, Scored):
+    """The same with checkpoints of its own."""
+
+
+def scored(root: Path, said: list[str], *, patience: int = 2, **options: Any) -> Any:
+    transformers.logging.set_verbosity_error()
+    given = {"max_steps": 14, "eval_strategy": "steps", "eval_steps": 2, **options}
+    given |= {"metric_for_best_model": "eval_loss", "greater_is_better": False}
+    return OursScored(
+        Net(),
+        arguments(root, **given),
+        train_dataset=Rows(),
+        eval_dataset=Rows(8),
+        callbacks=[transformers.EarlyStoppingCallback(patience)],
+        checkpoints=holdfast.Checkpoints(
+            root,
+            every="3step",
+            sinks=[lambda event: said.append(event.message) if event.kind == "warning" else None],
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"max_steps": -1, "num_train_epochs": 3}, {"max_steps": 30}]
+)
+def test_a_run_that_a_callback_ended_stays_ended(options: dict[str, Any], tmp_path: Path) -> None:
+    """Also with a longer goal, until a person names the checkpoint to go on from."""
+    said: list[str] = []
+    first = scored(tmp_path, said)
+    first.train()
+    assert (first.state.global_step, said) == (6, [])
+    again = scored(tmp_path, said, **options)
+    again.train()
+    assert again.state.global_step == 6
+    forks.assert_equal(dict(again.model.state_dict()), dict(first.model.state_dict()))
+    assert any("train(resume_from_checkpoint=6)" in text for text in said)
+    assert [one.step for one in manager_of(tmp_path).list()] == [6, 3]
+    more = scored(tmp_path, said, patience=4, **options)
+    more.train(resume_from_checkpoint=6)
+    assert more.state.global_step == 10
+
+
+def test_a_run_that_a_signal_ended_goes_on(tmp_path: Path) -> None:
+    class Signals(callbacks.TrainerCallback):  # type: ignore[misc]
+        def on_step_begin(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
+            if state.global_step == 1:
+                signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(SystemExit):
+        trainer(tmp_path, more=[Signals()]).train()
+    again = trainer(tmp_path, max_steps=4)
+    again.train()
+    assert again.state.global_step == 4
+
+
+@pytest.mark.parametrize("given", [True, 5, "step-5", "out/checkpoint-5"])
+def test_to_resume_where_nothing_is_is_an_error(given: Any, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="has no checkpoint; leave it out for a new run"):
+        trainer(tmp_path / "run").train(resume_from_checkpoint=given)
+
+
+@pytest.mark.parametrize("given", ["the root", True])
+def test_the_root_itself_can_be_named(
+    given: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer(tmp_path, max_steps=2).train()
+    again = trainer(tmp_path, max_steps=3, sinks=(holdfast.events.log_event,))
+    again.train(resume_from_checkpoint=str(tmp_path) if given == "the root" else given)
+    assert again.state.global_step == 3
+    assert "goes on, and not" not in caplog.text
+
+
 def test_data_without_a_length_is_refused_with_what_to_give(tmp_path: Path) -> None:
     class Endless(IterableDataset[Any]):
         def __iter__(self) -> Any:
@@ -553,7 +695,7 @@ def test_a_loader_of_ones_own_is_used(tmp_path: Path) -> None:
     data = holdfast.data.Loader(Rows(), batch_size=4, batches_per_epoch=3, seed=5)
     one = trainer(tmp_path / "run", data=data, max_steps=7)
     one.train()
-    assert one._data is data
+    assert one._holdfast.data is data
     assert (data.epoch, data.batch) == (2, 1)
 
 

@@ -119,6 +119,11 @@ def say_start(
             write(line)
 
 
+def stays_ended(step: int, how: str) -> str:
+    """Return the warning of a run that was ended before its goal, and is not trained on."""
+    return f"this run was ended at step {step}, before its goal, and stays so; to train on: {how}"
+
+
 class Generators:
     """States of all global generators, to set them again after a trainer's preparations."""
 

@@ -25,19 +25,27 @@ _PROGRESS = (
 
 
 class Counters:
-    """Component `trainer`: counters, logs, callbacks and losses that were not logged yet."""
+    """Component `trainer`: counters, logs, callbacks and losses that were not logged yet.
 
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
+    They are those of a `Run`.
+    """
+
+    def __init__(self, run: Any) -> None:
+        self._run, self._trainer = run, run.trainer
         self.loaded: Mapping[str, Any] | None = None
         """What the last resume found; None if the checkpoint has none of this trainer."""
         self.losses_since = 0
         """Step from which on the losses are summed up, for their mean at the end."""
 
+    @property
+    def has_stopped(self) -> bool:
+        """Whether a callback had ended the run whose state was loaded."""
+        return self.loaded is not None and bool(self.loaded.get("has_stopped"))
+
     def state_dict(self) -> dict[str, Any]:
         """Return them as plain values."""
         trainer = self._trainer
-        pending = trainer._pending_loss
+        pending = self._run.pending_loss
         return {
             "of": FRAMEWORK,
             "state": {
@@ -57,6 +65,7 @@ class Counters:
             "logged_loss": trainer._total_loss_scalar,
             "losses_since": self.losses_since,
             "last_logged_step": trainer._globalstep_last_logged,
+            "has_stopped": self._run.has_stopped,
         }
 
     def check_state_dict(self, state: Mapping[str, Any]) -> list[str]:
@@ -68,7 +77,7 @@ class Counters:
         """Keep a stored state until `apply`."""
         note = left_out(state, FRAMEWORK)
         if note is not None:
-            self._trainer._emit("warning", note)
+            self._run.emit("warning", note)
         self.loaded = state if note is None else None
 
     def apply(self, found: Checkpoint) -> None:
@@ -89,7 +98,7 @@ class Counters:
         if left:
             names = ", ".join(name for name, _ in left)
             text = f"{found.folder}: left out, as there are no such callbacks: {names}"
-            trainer._emit("warning", text)
+            self._run.emit("warning", text)
         if hasattr(trainer, "_initial_num_input_tokens_seen"):  # for tokens per second
             trainer._initial_num_input_tokens_seen = trainer.state.num_input_tokens_seen
         trainer._globalstep_last_logged = loaded["last_logged_step"]
@@ -99,8 +108,8 @@ class Counters:
         if hasattr(trainer, "_tr_loss"):
             trainer._tr_loss += pending
         else:  # before transformers 5: a local variable
-            trainer._carried_loss = pending
-            if trainer._was_done:
+            self._run.carried_loss = pending
+            if self._run.was_done:
                 trainer._total_loss_scalar += pending
 
     def mean_loss(self) -> float:

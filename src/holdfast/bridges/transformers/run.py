@@ -1,0 +1,263 @@
+"""A training of transformers' Trainer: resumes its state, saves it, and remembers its end.
+
+The Trainer has no seam that replaces saving, and fixes its place in the epoch before its first
+callback. So it is given a folder with nothing but a step, takes its place from that, and gets the
+state itself from the checkpoint when its optimizer and scheduler exist. Saves come after the
+logs and evaluations of a step, so none of them is lost by a resume.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import transformers.trainer as theirs
+from transformers.trainer_callback import TrainerCallback, TrainerState
+
+from holdfast.bridges.parts import reporting, say_start, stays_ended, taking_over
+from holdfast.bridges.transformers.counters import INTERVALS, Counters
+from holdfast.bridges.transformers.epochs import Epochs, check_place
+from holdfast.bridges.transformers.seams import STATE_FILE, beside_bar, leaders, measured_at
+from holdfast.bridges.validations import Validations
+from holdfast.data.loader import Loader
+from holdfast.data.stream import Stream
+from holdfast.engine.control.stop import Stop
+from holdfast.engine.hooks import StateHooks
+from holdfast.engine.options import Checkpoints
+from holdfast.engine.roots.sources import split_folder
+from holdfast.errors import UsageError
+from holdfast.manager import CheckpointManager
+from holdfast.policy.savers import Due
+from holdfast.policy.triggers import Event
+from holdfast.state.components import PerRank
+
+_ONE_SIDED = ("scheduler", "scaler")
+
+
+class Elsewhere(Exception):
+    """Raised in the Trainer's loop: the resume has used a checkpoint of another step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+
+class Run(TrainerCallback):
+    """A training of a Trainer: its data, its manager, and the place of its loop.
+
+    The Trainer holds it under one name, so that no name of ours can be one of a subclass.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        checkpoints: Checkpoints,
+        data: Loader | Stream | None,
+        stop: Stop | None,
+    ) -> None:
+        self.trainer, self.checkpoints = trainer, checkpoints
+        self.emit = reporting(checkpoints)
+        self.data = cast("Loader | Stream", data)
+        self.has_own_data = data is not None
+        self.manager: CheckpointManager | None = None
+        self.given_stop, self.stop = stop, stop or Stop()
+        self.epochs: Epochs
+        self.counters = Counters(self)
+        self.is_asked = False
+        """Whether the Trainer wants a save."""
+        self.was_done = False
+        """Whether the run had ended when it was resumed."""
+        self.has_stopped = False
+        """Whether a callback has ended the run before its goal."""
+        self._is_signaled = False
+        self.pending_loss: torch.Tensor | None = None
+        self.carried_loss: float | None = None
+        self.own_begin = ""
+        """The folder of the Trainer's own that the run begins with."""
+        self._event = "step"
+        self._which: str | int = "latest"
+        self._folder: Path | None = None
+        self._validations: Validations | None = None
+
+    # What the Trainer calls
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Resume, with the intervals of the arguments, which a resume by the Trainer would set."""
+        for name in INTERVALS:
+            number = getattr(args, name)
+            if number is not None:
+                setattr(state, name, math.ceil(state.max_steps * number) if number < 1 else number)
+        self._begin()
+        control.should_training_stop |= self.was_done
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Note that logs and evaluations of a step follow."""
+        self._event = "step"
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Note that logs and evaluations of an epoch follow."""
+        self._event = "epoch"
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Note an evaluation, for saves of its step."""
+        if self._validations is not None:
+            metrics = kwargs.get("metrics") or {}
+            found = {k: float(v) for k, v in metrics.items() if isinstance(v, int | float)}
+            self._validations.ended(state.global_step, found)
+
+    # What the mixin calls
+
+    def choose(self, given: str | int | bool | None, step: int | None) -> str | None:
+        """Note which checkpoint to resume; return a folder of the Trainer's own to begin with.
+
+        Raises:
+            UsageError: there is nothing to resume, or something that must not be.
+        """
+        root, self._which = self.checkpoints.root, "latest"
+        if step is not None and given is False:
+            raise UsageError(
+                f"resume_from_checkpoint=False: {root} has checkpoints, the newest of step {step}; "
+                "to begin anew give another root"
+            )
+        if given is None or given is False:
+            return None
+        if not isinstance(given, str) or not os.path.isdir(given):
+            if step is None:
+                raise UsageError(
+                    f"resume_from_checkpoint={given!r}: {root} has no checkpoint; leave it out for "
+                    "a new run, or give the path of a folder that the Trainer itself has saved"
+                )
+            self._which = "latest" if given is True else given
+            return None
+        _, folder = split_folder(given)
+        if not folder and step is None:
+            return given
+        is_root = isinstance(root, str | os.PathLike) and Path(given).samefile(root)
+        if not folder and not is_root:
+            self.emit("warning", f"{root} goes on, and not resume_from_checkpoint={given!r}")
+        self._which = folder or "latest"
+        return None
+
+    def stand_at(self, step: int | None, folder: str | None) -> None:
+        """Write the step that the Trainer's loop is to begin at into a folder for it."""
+        self._folder = None if step is None else Path(str(folder))
+        if self._folder is not None:
+            self._write_step(self._folder, step or 0)
+
+    def _begin(self) -> None:
+        """Resume from the newest checkpoint, with all that the Trainer has made of its arguments.
+
+        Raises:
+            Elsewhere: the checkpoint that was used is not of the step that the loop begins at.
+        """
+        counters = self.counters
+        state: dict[str, Any] = {
+            "model": self.trainer.model,
+            "optimizer": self.trainer.optimizer,
+            "scheduler": self.trainer.lr_scheduler,
+            "data": self.data,
+            # Each rank has its own losses that were not logged yet.
+            "trainer": PerRank(counters) if self.trainer.args.world_size > 1 else counters,
+        }
+        scaler = self.trainer.accelerator.scaler
+        if scaler is not None:
+            state["scaler"] = scaler
+        self.manager = CheckpointManager(
+            self.checkpoints,
+            state,
+            hooks=taking_over(StateHooks(one_sided=_ONE_SIDED.__contains__)),
+            stop=self.stop,
+            max_duration=f"{self.trainer.state.max_steps}step",
+            config=self.trainer.args.to_dict(),
+        )
+        self.carried_loss = None
+        counters.loaded = None
+        found = self.manager.resume(self._which)
+        begins_at = counters.losses_since = self.trainer.state.global_step
+        self._is_signaled = False
+        self.has_stopped = self._which == "latest" and counters.has_stopped
+        self.was_done = found is not None and (self.has_stopped or self.is_done())
+        step = 0 if found is None else found.step
+        if (found is not None or self._folder is not None) and step != begins_at:
+            raise Elsewhere(step)
+        validates = str(getattr(self.trainer.args.eval_strategy, "value", "no")) != "no"
+        self._validations = Validations(
+            self.checkpoints, self.manager, leaders, resumed=found, to_come=validates
+        )
+        say_start(
+            self.checkpoints, self.manager, found, begun_with=self.own_begin, write=beside_bar
+        )
+        if found is None:
+            return
+        self.trainer.args.eval_on_start = False  # it was evaluated when the run began
+        if self.has_stopped and not self.is_done():
+            self.emit("warning", stays_ended(step, f"train(resume_from_checkpoint={step})"))
+        counters.apply(found)
+        check_place(self.data, found, self.trainer.args)
+        self.epochs.keep_generators()
+
+    def _save(self) -> None:
+        """Save what is due, after all that belongs to a step; and at the end in any case."""
+        assert self.manager is not None
+        assert self._validations is not None
+        step, control = self.trainer.state.global_step, self.trainer.control
+        is_asked_to_end = control.should_training_stop and not self._is_signaled
+        self.has_stopped = is_asked_to_end and not self.is_done()
+        is_epoch = self._event == "epoch" and self.data.at_epoch_end
+        self.trainer.store_flos()
+        wanted = Due("permanent", "trainer") if self.is_asked else None
+        self.is_asked = False
+        epochs = self.data.epoch + is_epoch
+        metrics = measured_at(step, self.trainer.state.log_history)
+        events: list[Event] = ["step", "epoch"] if is_epoch else ["step"]
+        self._validations.maybe_save(
+            step, events=events, metrics=metrics, wanted=wanted, epoch=epochs
+        )
+        if self.stop.requested:
+            control.should_training_stop = self._is_signaled = True
+        if self._event == "epoch" and control.should_training_stop:
+            self.manager.save(step, epoch=epochs, metrics=metrics, reason="final")
+
+    def step_ended(self, *, is_last: bool) -> None:
+        """Save, unless the logs and evaluations of the epoch's end come next."""
+        if self._event == "epoch" or not (is_last or self.data.at_epoch_end):
+            self._save()
+
+    def is_over(self) -> bool:
+        """Whether nothing is left to train."""
+        return self.was_done or self.is_done()
+
+    def is_done(self) -> bool:
+        """Whether the training has reached its goal."""
+        return bool(self.trainer.state.global_step >= self.trainer.state.max_steps)
+
+    def is_ours(self, checkpoint: str | None) -> bool:
+        """Whether the Trainer is to load nothing of a folder, as the state is resumed here."""
+        return self._folder is not None and checkpoint is not None
+
+    def _write_step(self, folder: Path, step: int) -> None:
+        args = self.trainer.args
+        TrainerState(
+            global_step=step,
+            train_batch_size=args.train_batch_size,
+            **{name: getattr(args, name) for name in INTERVALS if getattr(args, name) is not None},
+        ).save_to_json(str(folder / getattr(theirs, STATE_FILE)))
+
+    def close(self, *error: Any) -> None:
+        """End the manager, with the error of the training if there is one."""
+        manager, self.manager, self._validations = self.manager, None, None
+        if manager is not None:
+            manager.__exit__(*error)
+
+    def forget(self) -> None:
+        """Let the Trainer load its own folders again."""
+        self._folder = None
+
+
+def newest_step(checkpoints: Checkpoints) -> int | None:
+    """Return the step of the newest whole checkpoint of a root; None if there is none."""
+    reading = Checkpoints(checkpoints.root, encrypt=checkpoints.encrypt, sinks=())
+    with CheckpointManager(reading, {"trainer": {}}, ranks=None) as manager:
+        return next((one.step for one in manager.list() if not one.left_out), None)
