@@ -10,7 +10,8 @@ import gc
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,6 +25,8 @@ from holdfast.state.leaves import TORCH_DTYPES
 NUM_SAMPLED = 128
 """Most elements of a tensor that are compared at a time. Each is a cache miss."""
 DIGEST_NBYTES = 8
+_NUM_LEVELS = 9
+"""References that are followed from a module to wrappers: up to three for each module around it."""
 UNKNOWN = bytes(DIGEST_NBYTES)
 """In place of the digest of a tensor that was not sampled."""
 
@@ -132,15 +135,14 @@ def _shown(data: bytes, dtype: torch.dtype) -> str:
 def synchronized_names(modules: Iterable[nn.Module]) -> list[str]:
     """List the buffers that DDP copies from rank 0 to all ranks before each forward pass.
 
-    Batch norm changes each rank's own in that pass. Found are the wrappers in `modules`, and all
-    others of this process: no reference leads from a module to its wrapper.
+    Batch norm changes each rank's own in that pass. Found are the wrappers inside and around
+    `modules`.
     """
-    inside = (item for module in modules for item in module.modules())
-    # By type, as `isinstance` would call proxies among all objects.
     wrappers = {
         id(item): item
-        for item in chain(inside, gc.get_objects())
-        if issubclass(type(item), DistributedDataParallel) and item.broadcast_buffers
+        for top in _with_outer(modules)
+        for item in top.modules()
+        if isinstance(item, DistributedDataParallel) and item.broadcast_buffers
     }
     return [
         name
@@ -148,6 +150,35 @@ def synchronized_names(modules: Iterable[nn.Module]) -> list[str]:
         for name, _ in ddp.module.named_buffers()
         if name not in ddp.parameters_to_ignore
     ]
+
+
+def _with_outer(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return modules and all those around them, which no attribute of theirs leads to.
+
+    Not by `gc.get_objects`: its references break tuples that other threads are making.
+    """
+    level: list[Any] = list(modules)
+    found = level
+    for _ in range(_NUM_LEVELS):
+        known = {*map(id, found)}
+        level = [
+            item
+            for item in gc.get_referrers(*level)
+            if _leads_outwards(item) and id(item) not in known
+        ]
+        if not level:
+            break
+        found = [*found, *level]
+    return [item for item in found if isinstance(item, nn.Module)]
+
+
+def _leads_outwards(item: Any) -> bool:
+    """Whether an object is a module, its attributes, or its submodules by name."""
+    if type(item) is not dict:
+        return issubclass(type(item), nn.Module)
+    return "_modules" in item or all(
+        value is None or issubclass(type(value), nn.Module) for value in list(item.values())
+    )
 
 
 def has_name(key: str, names: Iterable[str]) -> bool:
