@@ -89,7 +89,6 @@ class Run:
             "rates": self.scheduler.get_last_lr(),
             "sum": self.sum.total,
             "generator": torch.get_rng_state(),
-            "counted": self.accelerator.step,
         }
 
 
@@ -121,6 +120,28 @@ def test_a_save_inside_of_a_window_is_refused(tmp_path: Path) -> None:
             run.accelerator.backward(run.model(torch.ones(1, 4)).sum())
         with pytest.raises(UsageError, match=r"if accelerator\.sync_gradients"):
             manager.save(1)
+
+
+@pytest.mark.parametrize("windows", [(4, 3), (2, 5), (1, 2)], ids=str)
+def test_windows_begin_anew_at_a_resume_whatever_their_size(
+    windows: tuple[int, int], tmp_path: Path
+) -> None:
+    Run(gradient_accumulation_steps=windows[0]).train(tmp_path, 2)
+    again = Run(gradient_accumulation_steps=windows[1])
+    sizes, num_batches = [], 0
+    optimizer_step = again.optimizer.step
+
+    def step() -> None:
+        nonlocal num_batches
+        num_batches += 1
+        optimizer_step()
+        if again.accelerator.sync_gradients:
+            sizes.append(num_batches)
+            num_batches = 0
+
+    again.optimizer.step = step
+    again.train(tmp_path, 5)
+    assert (sizes, num_batches) == ([windows[1]] * 3, 0)
 
 
 def test_nothing_prepared_a_taken_name_and_a_missing_one_are_refused() -> None:

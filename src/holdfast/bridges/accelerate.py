@@ -38,7 +38,7 @@ def state(accelerator: Accelerator, *, data: Any = None, **others: Any) -> dict[
         manager = CheckpointManager("runs/x", state(accelerator, data=loader), every="500step")
 
     They are `model`, `optimizer` and `scheduler` (of several, the second is `model1`), `scaler`
-    with fp16, `trainer` (how far the window of gradient accumulation is), and what
+    with fp16, `trainer` (windows of gradient accumulation), and what
     `register_for_checkpointing` got, as `custom`.
 
     Args:
@@ -87,13 +87,16 @@ def _check(accelerator: Accelerator) -> None:
 
 
 class _Window:
-    """Component `trainer`: how many batches the accelerator has counted, for its windows."""
+    """Component `trainer`: lets windows of gradient accumulation begin with the first batch.
+
+    Checkpoints are made between two windows, so none has a count of batches.
+    """
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the count.
+        """Return whose state it is.
 
         Raises:
             UsageError: a window is open, whose gradients would be lost.
@@ -103,7 +106,7 @@ class _Window:
                 "gradient accumulation: the save is inside of a window, whose gradients would be "
                 "lost; save `if accelerator.sync_gradients:`"
             )
-        return {"of": _FRAMEWORK, "step": self._accelerator.step}
+        return {"of": _FRAMEWORK}
 
     def check_state_dict(self, state: Mapping[str, Any]) -> list[str]:
         """Return notes on what cannot be taken over."""
@@ -111,8 +114,8 @@ class _Window:
         return [] if note is None else [note]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Set the count; to zero, where a window begins, if another trainer has saved the state."""
+        """Begin a window with the next batch, of the size that the accelerator has now."""
         note = left_out(state, _FRAMEWORK)
         if note is not None and is_leader():
             logger.warning("%s", note)
-        self._accelerator.step = state["step"] if note is None else 0
+        self._accelerator.step = 0
