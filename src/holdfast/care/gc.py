@@ -22,6 +22,7 @@ from holdfast.engine.roots.proof import was_made_by
 from holdfast.errors import (
     AccessDenied,
     FormatError,
+    HoldfastError,
     SealError,
     StoreError,
     UnsupportedStore,
@@ -83,16 +84,23 @@ def collect(
     attempts = catalog.attempts()
     ended = known_ended(store)
     unproven: list[str] = []
+    visited: list[AttemptName] = []
     for name in dict.fromkeys((*attempts, *with_uploads)):
         folder = str(name)
         if own_epoch is not None and ended.is_listed(folder) and name not in with_uploads:
             continue  # an earlier owner found only its marker; `holdfast gc` looks again
         if folder in spared:
             report.kept.append((folder, "it is being sent"))
-            continue
+        else:
+            visited.append(name)
+    registers = catalog.read_each([str(name) for name in visited])
+    for name, register in zip(visited, registers, strict=True):
+        folder = str(name)
         try:
             has_uploads = name in with_uploads
-            if not _visit(catalog, name, judge, report, has_uploads=has_uploads, dry_run=dry_run):
+            if not _visit(
+                store, name, register, judge, report, has_uploads=has_uploads, dry_run=dry_run
+            ):
                 unproven.append(folder)
             if has_uploads and not dry_run and _is_committed(store, folder):
                 with suppress(AccessDenied, UnsupportedStore):
@@ -215,8 +223,9 @@ class _Judge:
 
 
 def _visit(
-    catalog: Catalog,
+    store: Store,
     name: AttemptName,
+    found: Register | HoldfastError | None,
     judge: _Judge,
     report: GcReport,
     *,
@@ -224,12 +233,11 @@ def _visit(
     dry_run: bool,
 ) -> bool:
     """Visit one attempt; return False, without a change, if no record shows that it is one."""
-    store, folder = catalog.store, str(name)
-    try:
-        register = catalog.read(folder)
-        is_committed = isinstance(register, Manifest)
-    except SealError:
-        register, is_committed = None, True  # encrypted for other keys
+    folder = str(name)
+    register = None if isinstance(found, HoldfastError) else found
+    if isinstance(found, HoldfastError) and not isinstance(found, SealError):
+        raise found
+    is_committed = isinstance(found, Manifest | SealError)  # that: encrypted for other keys
     if is_committed:
         for key in _marks_of_dead(store, folder, register, judge.named):
             if not dry_run:

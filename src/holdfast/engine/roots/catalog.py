@@ -9,8 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from holdfast.engine.roots.best import best_of, means_best
 from holdfast.engine.roots.documents import read_if_there
@@ -25,6 +26,7 @@ from holdfast.errors import (
     NotSealed,
     NoUsableCheckpoint,
     SealError,
+    StoreError,
     UnsupportedVersion,
     UsageError,
     listing,
@@ -44,6 +46,8 @@ from holdfast.policy.rule import MAIN
 from holdfast.store.base import ObjectInfo, Store
 
 Register = Manifest | Aborted | Deleted
+T = TypeVar("T")
+U = TypeVar("U")
 _MAX_LOST = 1000
 """Largest number of missing claims between existing ones; more mean a forged epoch number."""
 _READERS = 16
@@ -308,12 +312,35 @@ class Catalog:
             except (FormatError, SealError) as error:
                 return folder, error
 
-        is_many = bool(files) and any(str(name) not in manifests for name in attempts)
-        with ThreadPoolExecutor(_READERS, "holdfast-catalog") if is_many else nullcontext() as pool:
-            found = [*(pool.map(read, attempts) if pool else map(read, attempts))]
+        found = [*self._map(read, attempts)]
         entries = tuple(one for one in found if isinstance(one, Entry))
         self.files = {entry.folder: files[entry.folder] for entry in entries if files}
         return entries, tuple(one for one in found if isinstance(one, tuple))
+
+    def read_each(self, folders: Sequence[str]) -> Iterator[Register | HoldfastError | None]:
+        """Read the registers of many attempts in order, each as `read`, or yield its error."""
+
+        def read(folder: str) -> Register | HoldfastError | None:
+            try:
+                return self.read(folder)
+            except (StoreError, FormatError, SealError) as error:
+                return error
+
+        return self._map(read, folders)
+
+    def _map(self, read: Callable[[T], U], items: Sequence[T]) -> Iterator[U]:
+        """Call `read` for each item, in threads if reads of the store wait for a network."""
+        if self.store.has_folders or len(items) < 2:
+            yield from map(read, items)
+            return
+        with ThreadPoolExecutor(_READERS, "holdfast-catalog") as pool:
+            try:
+                futures = [pool.submit(read, item) for item in items]
+            except RuntimeError:  # the interpreter is shutting down and takes no more jobs
+                pool.shutdown(cancel_futures=True)
+                yield from map(read, items)
+                return
+            yield from (future.result() for future in futures)
 
     def _list_together(self, attempts: Sequence[AttemptName]) -> dict[str, list[ObjectInfo]]:
         """List the files of these attempts by folder, each named inside its folder.
