@@ -18,7 +18,7 @@ from holdfast.engine.roots.catalog import Catalog, Register
 from holdfast.engine.roots.commit import kept_of_others, mark_aborted, remove_files, remove_scratch
 from holdfast.engine.roots.documents import is_there, read_if_there
 from holdfast.engine.roots.ended import EndedAttempts, known_ended
-from holdfast.engine.roots.proof import was_made_by
+from holdfast.engine.roots.proof import holds_own_files, was_made_by
 from holdfast.errors import (
     AccessDenied,
     FormatError,
@@ -247,7 +247,11 @@ def _visit(
     if register is None and judge.is_live(name.epoch):
         report.kept.append((folder, f"writer {name.epoch} is alive"))
         return True
-    if register is None and not judge.is_made_by_its_writer(name):
+    is_proven = judge.is_made_by_its_writer(name) or (
+        # A person named the writer, whose claim may be lost: then the content is the proof.
+        name.epoch in judge.named and holds_own_files(store, folder)
+    )
+    if register is None and not is_proven:
         report.kept.append((folder, f"writer {name.epoch} is not known to have made it"))
         return False
     there = [*store.list(f"{folder}/")]
