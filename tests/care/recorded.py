@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
@@ -96,12 +95,14 @@ class RecordedRun:
     ) -> Reference:
         """A committed checkpoint; its save stopped training for 2 seconds, unless `timings` say."""
         self.sequence += 1
-        save_id = hashlib.sha256(f"{self.epoch}-{self.sequence}".encode()).hexdigest()[:32]
+        label = f"step-{step:08d}"
+        first = layout.first_digits(label, self.epoch, self.sequence, f"{self.epoch:032x}")
+        save_id = first.ljust(32, "0")
         files = (layout.tree_file("state"), layout.tensor_file("state", 0))
         digest = f"blake3:{'0' * 64}"
         manifest = Manifest(
             save_id=save_id,
-            label=f"step-{step:08d}",
+            label=label,
             epoch=self.epoch,
             sequence=self.sequence,
             parent=self.point,

@@ -80,6 +80,7 @@ def test_json_has_every_member_that_the_page_promises(
         "kept",
         "failed",
         "markers",
+        "warnings",
         "nbytes",
     ]
     (removed,) = document["removed"]

@@ -103,6 +103,7 @@ def test_json_has_every_member_that_the_page_promises(holdfast: Command, root: P
         "postponed",
         "damaged",
         "unopened",
+        "warnings",
         "nbytes",
     ]
     for entry in document["checkpoints"]:

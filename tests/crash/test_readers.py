@@ -130,7 +130,7 @@ def test_a_hundred_saves_hold_the_state_of_their_call(
 ) -> None:
     """R14: every tensor is changed right after save() returned."""
     changed = threading.Event()
-    assert save_and_change(ram_path, 100, changed) == 0
+    assert save_and_change(ram_path / "right", 100, changed) == 0
     # The mutant copies in the background, when the tensors have changed already.
     late: list[Callable[[], object]] = []
     prepare, write_files = Stager.prepare, save_module._write_own

@@ -79,17 +79,13 @@ def test_the_picture_and_the_roots_are_left_to_look_at(told: Told) -> None:
             assert manager.load("final").step == fast_plan(11).num_steps
 
 
-@pytest.mark.full
-def test_a_second_demo_replaces_the_first_and_nothing_else(told: Told, tmp_path: Path) -> None:
+def test_a_demo_takes_only_a_new_or_empty_folder(tmp_path: Path) -> None:
     story.prepare(tmp_path / "new" / "out")
-    (tmp_path / "new" / "out" / "left").touch()
     story.prepare(tmp_path / "new" / "out")
-    assert [path.name for path in (tmp_path / "new" / "out").iterdir()] == ["demo.json"]
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "thesis.txt").touch()
-    with pytest.raises(UsageError, match="not a demo's"):
-        story.prepare(tmp_path / "mine")
-    assert (tmp_path / "mine" / "thesis.txt").exists()
+    (tmp_path / "new" / "out" / "demo.json").touch()
+    with pytest.raises(UsageError, match="exists"):
+        story.prepare(tmp_path / "new" / "out")
+    assert (tmp_path / "new" / "out" / "demo.json").exists()
 
 
 @pytest.mark.full

@@ -117,8 +117,9 @@ class Watch:
             return flags & (os.O_WRONLY | os.O_RDWR) == 0
         # A name alone is looked up in a folder that is open; the last link must not be followed.
         is_safe = flags & (os.O_NOFOLLOW | getattr(os, "O_TMPFILE", 0)) != 0
-        if path == os.path.dirname(self.root):
-            return flags & os.O_DIRECTORY != 0  # to make the root's own name durable
+        if isinstance(path, str) and self.root.startswith(path.rstrip("/") + "/"):
+            # To make the root's own name durable, and to see whether it lies in another root.
+            return flags & os.O_DIRECTORY != 0
         return self._is_inside(path) and (path in (self.root, 0) or is_safe)
 
     def _is_inside(self, path: Any) -> bool:

@@ -27,6 +27,7 @@ from holdfast.interop import export_checkpoint
 from holdfast.interop.exporting.export import Export, ExportOptions
 from holdfast.interop.renaming import Rules
 from holdfast.interop.source import Part
+from holdfast.store.base import proof_of
 
 EVERY_DTYPE = (
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn),
@@ -239,9 +240,10 @@ class Failing(GivenSource):
 def test_a_failed_export_leaves_nothing_and_clears_what_a_killed_one_left(
     tmp_path: Path, to: str
 ) -> None:
-    (tmp_path / ".out.part-0123abcd").mkdir()
-    (tmp_path / ".out.part-0123abcd" / "model.safetensors").write_bytes(b"half")
-    others = {".out2.part-0123abcd", ".out.part-of-mine"}
+    left = f".out.part-0123abcd-{proof_of('.out.part-0123abcd')}"
+    (tmp_path / left).mkdir()
+    (tmp_path / left / "model.safetensors").write_bytes(b"half")
+    others = {left.replace("out", "out2"), ".out.part-0123abcd", ".out.part-of-mine"}
     for name in others:
         (tmp_path / name).write_bytes(b"of another export")
     source = Failing({"model": ("module", {**tensors(), "empty.not": torch.ones(1)})}, step=1)

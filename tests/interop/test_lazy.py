@@ -133,7 +133,7 @@ def test_a_store_is_opened_with_which(tmp_path: Path) -> None:
         ("runs/gpt", "step=3", "write 'runs/gpt@step=3'"),
         ("runs/gpt", 3, "write 'runs/gpt@step=3'"),
         ("runs/gpt@paper", "step=3", "write 'runs/gpt@step=3'"),
-        ("s3://me:secret@bucket/gpt", "best", "write 's3://***@bucket/gpt@best'"),
+        ("s3://me:secret@bucket/gpt", "best", "'s3://***@bucket/gpt': must have no credentials"),
         (
             "https://host/runs/gpt?sig=secret",
             3,

@@ -218,10 +218,16 @@ def copy(
     claim = owner.claim
     assert claim is not None
     sender = Sender(source, target, num_threads=NUM_THREADS, timeout_s=_BLOCK_TIMEOUT_S)
+    warned = ""
     try:
         for item in planned:
             with leased(source, item.folder, emit=emit):
-                yield _send(sender, source, target, item, owner, claim, told)
+                copied = _send(sender, source, target, item, owner, claim, told)
+                warning = _point_latest(target)
+                if warning and not warned:
+                    warned = warning
+                    emit("warning", warning)
+                yield copied
     except (OutcomeUnknown, DeadlineExceeded):
         owner.is_clean = False
         raise
@@ -247,7 +253,6 @@ def _send(
 
     cost = sender.send(folder, epoch=claim.epoch, told=tell, unclear=owner.unclear)
     _copy_marks(source, target, item.name)
-    _point_latest(target)
     return Copied(
         folder=folder,
         step=item.step,
@@ -269,13 +274,17 @@ def _copy_marks(source: Store, target: Store, name: AttemptName) -> None:
         annotate(target, copy_, add_tags=marks.tags, pinned=marks.pinned or None)
 
 
-def _point_latest(target: Store) -> None:
-    """Point `latest` to the checkpoint from which the run would resume there, if it can be read."""
+def _point_latest(target: Store) -> str:
+    """Point `latest` to the checkpoint from which the run would resume there, if it can be read.
+
+    Returns a warning if something of others has that name.
+    """
     with suppress(SealError):
         point = standing(target).point
         if point is not None and latest_of(target) != point.folder:
             settle(target, point.folder)
-            name_latest(target, point.folder)
+            return name_latest(target, point.folder)
+    return ""
 
 
 # The claims

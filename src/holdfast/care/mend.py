@@ -10,7 +10,7 @@ from holdfast.care.rekey import put_box
 from holdfast.care.verify import verify
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.roots.commit import check_ownership, remove_scratch
-from holdfast.engine.roots.documents import read_document
+from holdfast.engine.roots.documents import is_of_others, read_document
 from holdfast.engine.sealed.sealing import bare, sealed, vouched
 from holdfast.engine.sealed.unsealing import boxes_of
 from holdfast.engine.tiers.pieces import (
@@ -62,8 +62,13 @@ def mend(local: Store, remote: Store, folder: str, *, epoch: int) -> tuple[str, 
         mended.append(name)
     if mended:
         # The rejection was because of the damage.
-        bare_local.delete(f"{folder}/{layout.REJECTED}")
+        _delete_own(bare_local, f"{folder}/{layout.REJECTED}")
     return tuple(mended)
+
+
+def _delete_own(local: Store, key: str) -> None:
+    if not is_of_others(local, key):
+        local.delete(key)
 
 
 def _expect_same(listing: Listing, folder: str, *, where: str) -> None:
@@ -112,7 +117,7 @@ def _mend_keys(local: Store, remote: Store, folder: str, listing: Listing, epoch
         newest = max((layout.parse_keys(name) or 0 for name in unreadable), default=0)
         number = put_box(bare_local, folder, newest, box)
         for name in unreadable:
-            bare_local.delete(f"{folder}/{name}")
+            _delete_own(bare_local, f"{folder}/{name}")
         return [layout.keys_name(number)]
     return []
 

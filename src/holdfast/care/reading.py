@@ -103,6 +103,11 @@ class VerifyReport:
         """Whether every byte is as it was written."""
         return not self.problems
 
+    @property
+    def of_state(self) -> tuple[Problem, ...]:
+        """Problems of the saved state: not those of sidecars, whose names others may use, too."""
+        return tuple(one for one in self.problems if not layout.is_sidecar(one.file))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RootReport:

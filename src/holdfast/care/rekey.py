@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from holdfast.engine.roots.catalog import Catalog
-from holdfast.engine.roots.documents import read_document
+from holdfast.engine.roots.documents import is_of_others, read_document
 from holdfast.engine.sealed.unsealing import boxes_of
 from holdfast.errors import (
     AlreadyExists,
@@ -24,6 +24,7 @@ from holdfast.errors import (
     StoreError,
     Tampered,
     WrongKey,
+    some_of,
 )
 from holdfast.format import layout
 from holdfast.format.envelope import KeyBox, Visible, decode_visible, encode_box
@@ -135,9 +136,19 @@ def _rotate_one(
     if keeps_old:
         return is_new
     # Delete unreadable boxes too: they may hold the old keys.
+    others: list[str] = []
     for old in sorted(found.numbers - {number}):
-        store.delete(f"{found.folder}/{layout.keys_name(old)}")
+        key = f"{found.folder}/{layout.keys_name(old)}"
+        if old not in found.boxes and is_of_others(store, key):
+            others.append(key)
+            continue
+        store.delete(key)
         is_new = True
+    if others:
+        raise FormatError(
+            f"{store.url}: {some_of(others)}: not known to be keys of Holdfast, so left alone. If "
+            "it was a box of the old keys, and is damaged, delete it; else move it elsewhere"
+        )
     return is_new
 
 

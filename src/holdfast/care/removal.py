@@ -19,7 +19,7 @@ from holdfast.engine.claims.deletion import Removal, retract, thin
 from holdfast.engine.claims.leases import Readers
 from holdfast.engine.claims.owner import Ownership
 from holdfast.engine.roots.catalog import Catalog, Entry
-from holdfast.engine.roots.commit import check_ownership, name_latest, settle
+from holdfast.engine.roots.commit import check_ownership, kept_of_others, name_latest, settle
 from holdfast.engine.roots.lost import latest_of
 from holdfast.engine.roots.parts import parts_of
 from holdfast.engine.sealed.redaction import REDACTED
@@ -135,6 +135,8 @@ def remove(
         who = removal.leases[0].who if removal.leases else ""
         why = f"{who} reads it" if who else "it was pinned, tagged or deleted meanwhile"
         return why + _moved(asked)
+    if removal.left:
+        emit("warning", kept_of_others(store, folder, removal.left))
     if not asked.components:
         readers.tidy(folder)
     return ""
@@ -177,7 +179,9 @@ def finish(store: Store, folder: str, *, emit: Emitter) -> None:
     owner.take(_standings(store))
     assert owner.claim is not None
     try:
-        retract(store, folder, claim=owner.claim, reason="", readers=Readers(store))
+        removal = retract(store, folder, claim=owner.claim, reason="", readers=Readers(store))
+        if removal.left:
+            emit("warning", kept_of_others(store, folder, removal.left))
     finally:
         owner.release()
 
@@ -197,10 +201,10 @@ def _expect_nothing_new(store: Store, asked: Asked) -> None:
 def _expect_whole(store: Store, base: Entry) -> None:
     """Raise `CorruptData` unless a checkpoint is whole, read back in full."""
     report = verify(store, base.folder)
-    if not report.ok:
+    if report.of_state:
         raise CorruptData(
             f"nothing was deleted, for {base.folder}, from which the run would go on, cannot be "
-            "read back:\n" + listing([str(problem) for problem in report.problems])
+            "read back:\n" + listing([str(problem) for problem in report.of_state])
         )
 
 

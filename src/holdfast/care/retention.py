@@ -308,11 +308,11 @@ class Deleter:
             report = verify(self._store, entry.folder)
         except NoCheckpoint:
             return False  # a writer that took the run over has deleted it
-        if report.ok:
+        if not report.of_state:
             self.trust(entry)
             return True
-        problems = "; ".join(str(problem) for problem in report.problems[:3])
-        if not any(problem.is_damage for problem in report.problems):
+        problems = "; ".join(str(problem) for problem in report.of_state[:3])
+        if not any(problem.is_damage for problem in report.of_state):
             # A mark would stay; what could not be read may well be read the next time.
             self._report_failure(entry, StoreError(f"it cannot be read back now: {problems}"))
             return False

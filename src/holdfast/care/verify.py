@@ -34,6 +34,7 @@ from holdfast.engine.claims.leases import leased
 from holdfast.engine.loading.blockreading import FileBlocks
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.roots.parts import Parts, parts_of
+from holdfast.engine.sealed.sealing import sealed
 from holdfast.errors import (
     CorruptData,
     FormatError,
@@ -521,7 +522,8 @@ class _Inspection:
         """Check the sidecars, and note files that the manifest does not list."""
         for name in self._reader.names():
             decode = _sidecar_decoder(name)
-            if decode is not None:
+            is_box = layout.parse_keys(name) is not None
+            if decode is not None and not (is_box and sealed(self._store) is None):
                 check = partial(_unless_mark, decode)
                 self._problems += self._reader.problems(name, MAX_MARK_NBYTES, check)
             elif manifest is not None and name not in (layout.MANIFEST, *manifest.files):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from holdfast.care.copying import Copied, Planned, copy, plan
-from holdfast.cli.output import Answer, Code, TextTable, progress_bar, say_event, size
+from holdfast.cli.output import Answer, Code, TextTable, emitter, progress_bar, size
 from holdfast.cli.target import open_root, open_target, opened, unlocked
 from holdfast.engine.roots.catalog import Catalog, is_root
 from holdfast.engine.roots.sources import expect_writable, split_folder, split_source
@@ -46,6 +46,8 @@ class CopyAnswer(msgspec.Struct, frozen=True, kw_only=True):
     checkpoints: tuple[CopiedCheckpoint, ...]
     """The checkpoints in the order in which they are copied; none after a failure other than
     damage. With `--all`, what cannot be read or is left out comes first."""
+    warnings: tuple[str, ...]
+    """Warnings, such as of a foreign `latest` that was left; they go to standard error, too."""
 
 
 def copy_all(sources: Sequence[str], to: str, *, whole: bool, dry_run: bool) -> Answer:
@@ -64,12 +66,14 @@ def copy_all(sources: Sequence[str], to: str, *, whole: bool, dry_run: bool) -> 
         (store, _plan(store, target, folders, done if whole else None))
         for store, folders in _grouped(found, target)
     ]
+    warnings: list[str] = []
+    emit = emitter(warnings)
     for store, planned in plans:
         if dry_run:
             done += [_to_copy(store, item) for item in planned]
-        elif not _copied(store, target, planned, done):
+        elif not _copied(store, target, planned, done, emit):
             break
-    return _answer(target, done, dry_run=dry_run)
+    return _answer(target, done, warnings, dry_run=dry_run)
 
 
 def _open_target_root(to: str) -> Store:
@@ -168,7 +172,11 @@ def _plan(
 
 
 def _copied(
-    store: Store, target: Store, planned: Sequence[Planned], done: list[CopiedCheckpoint]
+    store: Store,
+    target: Store,
+    planned: Sequence[Planned],
+    done: list[CopiedCheckpoint],
+    emit: Emitter,
 ) -> bool:
     """Copy the checkpoints of one root; add the outcomes to `done`.
 
@@ -179,7 +187,7 @@ def _copied(
         while planned:
             before = len(done)
             try:
-                for item in copy(store, target, planned, emit=Emitter((say_event,)), told=told):
+                for item in copy(store, target, planned, emit=emit, told=told):
                     done.append(_document(store, item))
                 return True
             except HoldfastError as error:
@@ -219,7 +227,9 @@ def _to_copy(store: Store, item: Planned) -> CopiedCheckpoint:
     )
 
 
-def _answer(target: Store, done: Sequence[CopiedCheckpoint], *, dry_run: bool) -> Answer:
+def _answer(
+    target: Store, done: Sequence[CopiedCheckpoint], warnings: Sequence[str], *, dry_run: bool
+) -> Answer:
     table = TextTable(
         columns=("step", "folder", "size", "sent", "outcome"),
         rows=[
@@ -242,7 +252,9 @@ def _answer(target: Store, done: Sequence[CopiedCheckpoint], *, dry_run: bool) -
     ]
     sent = size(sum(item.sent_nbytes for item in done))
     lines.append(f"{sent} {'to send' if dry_run else 'sent'} to {target.url}")
-    document = CopyAnswer(root=target.url, dry_run=dry_run, checkpoints=tuple(done))
+    document = CopyAnswer(
+        root=target.url, dry_run=dry_run, checkpoints=tuple(done), warnings=tuple(warnings)
+    )
     is_failed = any(item.outcome == "failed" for item in done)
     return Answer(
         document=document, parts=[table, *lines], code=Code.FOUND if is_failed else Code.OK

@@ -7,7 +7,7 @@ from contextlib import suppress
 from holdfast.care.damaged import Damaged, delete, examine
 from holdfast.cli.answers.base import of
 from holdfast.cli.answers.health import GcDamaged
-from holdfast.cli.output import Answer, Code, say_event, size
+from holdfast.cli.output import Answer, Code, emitter, size
 from holdfast.cli.target import open_root, opened
 from holdfast.engine.roots.catalog import Catalog, is_root
 from holdfast.engine.roots.documents import read_if_there
@@ -21,7 +21,6 @@ from holdfast.errors import (
     UnsupportedVersion,
     UsageError,
 )
-from holdfast.events import Emitter
 from holdfast.format import layout
 from holdfast.format.envelope import Visible
 from holdfast.format.manifest import Manifest
@@ -44,7 +43,8 @@ def remove(root: str, folder: str, *, is_sure: bool) -> Answer:
     store = open_root(root)
     damaged = examine(store, folder)
     warnings = _other_tier(bare(store), folder)
-    why = delete(store, folder, emit=Emitter((say_event,))) if is_sure else None
+    said: list[str] = []
+    why = delete(store, folder, emit=emitter(said)) if is_sure else None
     has_marker = bool(store.children(folder)) and why == ""
     document = {
         "root": store.url,
@@ -56,7 +56,7 @@ def remove(root: str, folder: str, *, is_sure: bool) -> Answer:
         "tags": list(damaged.tags),
         "is_latest": damaged.is_latest,
         "goes_on_from": damaged.goes_on_from,
-        "warnings": warnings,
+        "warnings": [*warnings, *said],
         "deleted": why == "",
         "kept_because": why or None,
         "marker": has_marker,

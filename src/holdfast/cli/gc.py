@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from holdfast.care.gc import GcReport, collect
 from holdfast.cli.answers.base import of
 from holdfast.cli.answers.health import Gc
-from holdfast.cli.output import Answer, Code, say_event, size
+from holdfast.cli.output import Answer, Code, emitter, say_event, size
 from holdfast.cli.target import open_root
 from holdfast.engine.claims.claim import is_closed, is_live
 from holdfast.engine.claims.process import liveness
@@ -28,7 +28,11 @@ def clean(root: str, *, dry_run: bool, dead_epochs: Collection[int]) -> Answer:
     store = bare(open_root(root))  # gc needs no key
     for epoch in dead_epochs:
         _check_dead(store, epoch)
-    report = collect(store, dry_run=dry_run, dead_epochs=dead_epochs, emit=Emitter((say_event,)))
+    warnings: list[str] = []
+    emit = emitter(warnings)
+    report = collect(store, dry_run=dry_run, dead_epochs=dead_epochs, emit=emit)
+    for text in report.foreign:
+        emit("warning", text)
     document = {
         "root": store.url,
         "dry_run": dry_run,
@@ -37,6 +41,7 @@ def clean(root: str, *, dry_run: bool, dead_epochs: Collection[int]) -> Answer:
         "kept": _pairs(report.kept),
         "failed": _pairs(report.failed),
         "markers": [{"epoch": e, "number": number} for e, number in sorted(report.markers.items())],
+        "warnings": warnings,
         "nbytes": report.nbytes,
     }
     code = Code.FOUND if report.failed else Code.OK

@@ -435,7 +435,7 @@ max_time = option("--max-time", "TIME", "End after this time, with the code for 
 out = option(
     "--out",
     "FOLDER",
-    "Where to work; an earlier demo there is removed.",
+    "A new folder to work in.",
     type=_PATH,
     default=Path("demo-output"),
 )

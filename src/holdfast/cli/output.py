@@ -21,7 +21,7 @@ import click
 import msgspec
 
 from holdfast.errors import DeadlineExceeded, HoldfastError, NoCheckpoint, NotOwned, UsageError
-from holdfast.events import Event, without_secrets
+from holdfast.events import Emitter, Event, without_secrets
 
 SCHEMA = 1
 """Value of the member `holdfast` of every JSON answer; grows when a member changes its meaning."""
@@ -146,6 +146,16 @@ def say_event(event: Event) -> None:
     """Write the message of an event to standard error; skip `claimed` events."""
     if event.kind != "claimed":
         click.echo(printable(event.message), err=True)
+
+
+def emitter(warnings: list[str]) -> Emitter:
+    """Make an emitter that calls `say_event`, and adds the warnings to a list for the answer."""
+
+    def keep(event: Event) -> None:
+        if event.kind == "warning":
+            warnings.append(event.message)
+
+    return Emitter((say_event, keep))
 
 
 def printable(text: str) -> str:

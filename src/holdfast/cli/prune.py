@@ -17,11 +17,10 @@ from holdfast.cli.documents import (
     unread_documents,
     unread_line,
 )
-from holdfast.cli.output import Answer, Code, TextTable, say_event, size
+from holdfast.cli.output import Answer, Code, TextTable, emitter, size
 from holdfast.cli.target import open_root
 from holdfast.engine.roots.catalog import Catalog, Entry
 from holdfast.errors import NoCheckpoint
-from holdfast.events import Emitter
 from holdfast.policy.rules import parse_rule
 
 _OTHER_RUN = "copied here from another run, which this one does not judge"
@@ -42,10 +41,11 @@ def clean(root: str, *, keep: str, dry_run: bool) -> Answer:
     expect_something_opened(entries, unread)
     if not entries and not unread:
         raise NoCheckpoint(f"{store.url}: no checkpoints yet")
+    warnings: list[str] = []
     report = (
         Pruned(planned=preview(store, rule, known={e.folder: e.manifest for e in entries}))
         if dry_run
-        else prune(store, rule, emit=Emitter((say_event,)))
+        else prune(store, rule, emit=emitter(warnings))
     )
     judged = {item.entry.folder for item in report.planned}
     checkpoints = []
@@ -69,6 +69,7 @@ def clean(root: str, *, keep: str, dry_run: bool) -> Answer:
         "failed": [{"folder": folder, "why": why} for folder, why in report.failed],
         "postponed": [{"folder": folder, "why": why} for folder, why in report.postponed],
         **unread_documents(unread),
+        "warnings": warnings,
         "nbytes": nbytes,
     }
     table = TextTable(

@@ -12,12 +12,11 @@ import msgspec
 
 from holdfast.care.removal import Asked, already_dropped, examine, finish, remove
 from holdfast.cli.documents import expect_something_opened
-from holdfast.cli.output import Answer, Code, printable, say_event, size
+from holdfast.cli.output import Answer, Code, emitter, printable, size
 from holdfast.cli.target import open_root, opened, unlocked
 from holdfast.engine.roots.catalog import Catalog, Entry
 from holdfast.engine.roots.sources import split_folder, split_source
 from holdfast.errors import FormatError, NoCheckpoint, SealError, UsageError, listing
-from holdfast.events import Emitter
 from holdfast.format import layout
 from holdfast.format.layout import AttemptName
 from holdfast.format.manifest import Deleted
@@ -51,6 +50,8 @@ class RemovedAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """The reason, which is recorded in the claim and told by `log`, unless it is encrypted."""
     goes_on_from: str | None
     """Folder of the checkpoint from which the run resumes afterwards; null: there is none."""
+    warnings: tuple[str, ...] = ()
+    """Warnings, such as of files of others that were left; they go to standard error, too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,9 +87,10 @@ def rm(target: str, leave: Leave) -> Answer:
         left = _tombstone(store, which)
         if left is None:
             raise
+        warnings: list[str] = []
         if not leave.dry_run:
-            finish(store, left, emit=Emitter((say_event,)))
-        return _finished(store, left, dry_run=leave.dry_run)
+            finish(store, left, emit=emitter(warnings))
+        return _finished(store, left, warnings, dry_run=leave.dry_run)
     return _carried_out(store, examine(store, entry), leave, command="rm")
 
 
@@ -185,7 +187,7 @@ def _tombstone(store: Store, which: str) -> str | None:
     return None
 
 
-def _finished(store: Store, folder: str, *, dry_run: bool) -> Answer:
+def _finished(store: Store, folder: str, warnings: Sequence[str], *, dry_run: bool) -> Answer:
     document = RemovedAnswer(
         root=store.url,
         folder=folder,
@@ -197,8 +199,10 @@ def _finished(store: Store, folder: str, *, dry_run: bool) -> Answer:
         nbytes=0,
         reason="",
         goes_on_from=None,
+        warnings=tuple(warnings),
     )
-    return Answer(document=document, parts=[f"{folder}: deleted before; nothing of it is left"])
+    what = "only the files of others are" if warnings else "nothing of it is"
+    return Answer(document=document, parts=[f"{folder}: deleted before; {what} left"])
 
 
 def _carried_out(store: Store, asked: Asked, leave: Leave, *, command: str) -> Answer:
@@ -216,8 +220,9 @@ def _carried_out(store: Store, asked: Asked, leave: Leave, *, command: str) -> A
             dry_run=False,
             yes=True,
         )
-        why = remove(store, asked, reason=reason, emit=Emitter((say_event,)))
-        return _answer(store, asked, leave, kept_because=why or None)
+        warnings: list[str] = []
+        why = remove(store, asked, reason=reason, emit=emitter(warnings))
+        return _answer(store, asked, leave, kept_because=why or None, warnings=warnings)
     why = "; ".join(_objections(asked, leave)) or asked.waits_for
     return _answer(store, asked, leave, kept_because=why or None)
 
@@ -278,7 +283,14 @@ def _lines(asked: Asked) -> list[str]:
     return lines
 
 
-def _answer(store: Store, asked: Asked, leave: Leave, *, kept_because: str | None) -> Answer:
+def _answer(
+    store: Store,
+    asked: Asked,
+    leave: Leave,
+    *,
+    kept_because: str | None,
+    warnings: Sequence[str] = (),
+) -> Answer:
     entry, after = asked.entry, asked.goes_on_from
     is_done = not leave.dry_run and kept_because is None
     document = RemovedAnswer(
@@ -292,6 +304,7 @@ def _answer(store: Store, asked: Asked, leave: Leave, *, kept_because: str | Non
         nbytes=asked.nbytes if is_done or leave.dry_run else 0,
         reason=leave.reason,
         goes_on_from=None if after is None else after.folder,
+        warnings=tuple(warnings),
     )
     if is_done:
         end = f"done; {size(asked.nbytes)} given back"

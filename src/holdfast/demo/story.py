@@ -11,7 +11,6 @@ import os
 import random
 import secrets
 import selectors
-import shutil
 import signal
 import subprocess
 import sys
@@ -40,7 +39,7 @@ from holdfast.store import open_store
 
 SILENCE_S = 120.0
 MAX_TRIES = 4
-MARKER = "demo.json"
+RECORD = "demo.json"
 PICTURE = "demo.png"
 
 Watch = Callable[[RunRecord, Line], None]
@@ -50,11 +49,11 @@ def run(out: Path, *, seed: int | None = None, fast: bool = False, as_json: bool
     """Run the demo in the folder `out`; returns 0 if both runs are the same, bit for bit, else 1.
 
     Writes `demo.json` (the record), `demo.png` (the plot), and the roots and logs of both
-    runs. An earlier demo in `out` is removed. With `as_json` the record also goes to standard
+    runs. With `as_json` the record also goes to standard
     output, and all else to standard error. A seed of None is drawn; `fast` takes a tiny model.
 
     Raises:
-        UsageError: `out` holds something else, or matplotlib is not installed.
+        UsageError: `out` exists and is not empty, or matplotlib is not installed.
         WorkerFailed: a training process failed without being killed.
         DeadlineExceeded: a training process reported nothing for two minutes.
     """
@@ -80,17 +79,17 @@ def run(out: Path, *, seed: int | None = None, fast: bool = False, as_json: bool
 
 
 def prepare(out: Path) -> None:
-    """Make the folder `out`, and empty it if an earlier demo made it.
+    """Make the folder `out`.
 
     Raises:
-        UsageError: `out` holds something else.
+        UsageError: `out` exists and is not an empty folder.
     """
-    if out.exists():
-        if not out.is_dir() or (any(out.iterdir()) and not (out / MARKER).exists()):
-            raise UsageError(f"{out} holds something that is not a demo's; name another folder")
-        shutil.rmtree(out)
-    out.mkdir(parents=True)
-    (out / MARKER).write_text("{}\n", "utf-8")
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise UsageError(
+            f"{out}: exists already, perhaps from an earlier demo. Delete it, or name another "
+            "folder: holdfast demo --out FOLDER"
+        )
+    out.mkdir(parents=True, exist_ok=True)
 
 
 def tell(out: Path, plan: DemoPlan, watch: Watch) -> DemoRecord:
@@ -119,7 +118,7 @@ def tell(out: Path, plan: DemoPlan, watch: Watch) -> DemoRecord:
         flipped = flip_one_bit(root, chance) if kill.flip_bit else None
     live(killed, root, plan, flipped=flipped, watch=watch)
     record.took_s = time.monotonic() - began_s
-    (out / MARKER).write_text(json.dumps(record.to_json(), indent=1) + "\n", "utf-8")
+    (out / RECORD).write_text(json.dumps(record.to_json(), indent=1) + "\n", "utf-8")
     return record
 
 

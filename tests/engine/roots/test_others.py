@@ -12,9 +12,18 @@ import pytest
 
 import warm
 from holdfast.care.gc import collect
+from holdfast.care.prune import prune
+from holdfast.care.removal import examine, remove
 from holdfast.engine.roots.catalog import Catalog
+from holdfast.engine.tiers.tiered import Tiered
+from holdfast.events import Emitter
+from holdfast.policy.rules import EveryNth, Last
+from holdfast.store import open_store
+from holdfast.store.base import Store, is_key
 from holdfast.store.local import LocalStore
+from holdfast.store.memory import MemoryStore
 from runs import Recorder, new_run
+from servers.fixtures import on
 
 HEX = "0123456789abcdef"
 
@@ -170,3 +179,103 @@ def test_what_a_user_keeps_in_a_root_survives_all_that_is_done_there(
     assert left_of(users, root) == users
     assert [entry.step for entry in Catalog(LocalStore(root)).checkpoints()] == [60]
     assert not [name for name in os.listdir(root) if name.startswith("step-00000050")]
+
+
+def a_bucket(store: Store, draw: random.Random, number: int) -> dict[str, bytes]:
+    """Put objects of a user into a root, also in the places that Holdfast uses."""
+    folders = [a_name(draw) for _ in range(number)] + ["requests", "readers", "uploads"] * 6
+    keys = [f"{folder}/{a_file(draw)}" for folder in folders]
+    keys += [f"{folder}/deep/{a_file(draw)}" for folder in folders[::7]]
+    keys += [a_name(draw) for _ in range(number)]
+    users = {key: draw.choice([b"", b"{}", draw.randbytes(99)]) for key in keys if is_key(key)}
+    for key, data in users.items():
+        store.put(key, data)
+    return users
+
+
+def among_files(store: Store, folder: str, draw: random.Random) -> dict[str, bytes]:
+    """Put files of a user into a checkpoint's folder."""
+    taken = {*store.children(folder)}
+    users = {}
+    for name in {a_file(draw) for _ in range(4)} - taken:
+        # Notes that cannot be read are a pin, and a mark of a deletion keeps the older ones.
+        if is_key(name) and not name.startswith(("notes-", "retired-")):
+            users[f"{folder}/{name}"] = draw.randbytes(9)
+            store.put(f"{folder}/{name}", users[f"{folder}/{name}"])
+    return users
+
+
+def do_all_that_deletes(store: Store) -> None:
+    """Thin, delete by name, prune and collect; of several checkpoints the newest is left."""
+    emit = Emitter(())
+
+    def take(number: int, *components: str) -> None:
+        asked = examine(store, Catalog(store).checkpoints()[number], components)
+        assert remove(store, asked, reason="test", emit=emit) == ""
+
+    assert len(Catalog(store).checkpoints()) >= 3
+    take(1, "scheduler")
+    take(-1)
+    prune(store, Last(1), emit=emit)
+    collect(store)
+    assert len(Catalog(store).checkpoints()) == 1
+
+
+def live(
+    root: Tiered | Store, stores: tuple[Store, ...], draw: random.Random
+) -> list[dict[str, bytes]]:
+    """Train with retention and thinning, while a user puts files into the checkpoints' folders.
+
+    Returns these for each store.
+    """
+    run = new_run()
+    users: list[dict[str, bytes]] = [{} for _ in stores]
+    keep = Last(2) | EveryNth("2step").then_drop("optimizer")
+    with run.manager(root, keep=keep, sinks=()) as manager:
+        manager.resume()
+        for step in range(1, 7):
+            run.train()
+            folder = manager.save(step).wait().folder
+            manager.wait()
+            for store, inside in zip(stores, users, strict=True):
+                if store.children(folder):
+                    inside |= among_files(store, folder, draw)
+    for store in stores:
+        do_all_that_deletes(store)
+    return users
+
+
+def left_of_keys(users: dict[str, bytes], store: Store) -> dict[str, bytes | None]:
+    there = {info.key for info in store.list()}
+    return {key: store.get(key) if key in there else None for key in users}
+
+
+def expect_all_left_in_a_bucket(store: Store, seed: int) -> None:
+    draw = random.Random(seed)
+    users = a_bucket(store, draw, 50)
+    (inside,) = live(store, (store,), draw)
+    users |= inside
+    assert left_of_keys(users, store) == users
+
+
+def test_what_a_user_keeps_in_an_object_store_survives_all_that_is_done_there() -> None:
+    expect_all_left_in_a_bucket(MemoryStore(), 2)
+
+
+@pytest.mark.full
+@on("moto")
+def test_what_a_user_keeps_in_a_bucket_survives_all_that_is_done_there(root: str) -> None:
+    expect_all_left_in_a_bucket(open_store(root), 3)
+
+
+def test_what_a_user_keeps_in_two_tiers_survives_all_that_is_done_there(ram_path: Path) -> None:
+    draw, place = random.Random(4), ram_path / "run"
+    a_crowd(place, draw, 50)
+    (place / "uploads" / "tiers.json").write_bytes(b"mine")
+    things = all_in(place, place)
+    local, remote = LocalStore(place), MemoryStore("others")
+    users = a_bucket(remote, draw, 50)
+    here, there = live(Tiered(local, remote), (local, remote), draw)
+    assert left_of(things, place) == things
+    assert left_of_keys(here, local) == here
+    assert left_of_keys(users | there, remote) == users | there

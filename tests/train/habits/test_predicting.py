@@ -145,12 +145,16 @@ def test_a_folder_with_predictions_is_refused_unless_they_are_to_be_replaced(
     assert {path.name for path in folder.iterdir()} == names
 
 
-def test_parts_of_unknown_origin_are_not_deleted(tmp_path: Path) -> None:
-    stray = tmp_path / "predictions-00000.safetensors"
+@pytest.mark.parametrize("has_own", [False, True])
+def test_parts_that_no_record_lists_are_not_deleted(tmp_path: Path, has_own: bool) -> None:
+    if has_own:
+        reader().predict(loader(), to=tmp_path)
+    stray = tmp_path / "predictions-00007.safetensors"
     stray.write_bytes(b"mine")
-    with pytest.raises(UsageError, match="without their"):
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(UsageError, match="lists"):
         reader().predict(loader(), to=tmp_path, overwrite=True)
-    assert stray.read_bytes() == b"mine"
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def test_names_and_dtypes_of_outputs_are_kept(tmp_path: Path) -> None:

@@ -90,6 +90,8 @@ class Gc(Document, frozen=True):
     """What could not be removed."""
     markers: list[Markers]
     """Markers that stay."""
+    warnings: list[str]
+    """Warnings, such as of folders of others that were left; they go to standard error, too."""
     nbytes: int
     """Bytes given back."""
 

@@ -53,6 +53,8 @@ class Prune(Document, frozen=True):
     """As for `ls`."""
     unopened: list[Unopened]
     """As for `ls`."""
+    warnings: list[str]
+    """Warnings, such as of files of others that were left; they go to standard error, too."""
     nbytes: int
     """Bytes given back, or to give back."""
 

@@ -414,8 +414,8 @@ class Reader:
         catalog = self.catalog
         for _ in range(_MAX_RELISTS):
             self.passed_over.clear()
-            catalog.expect_rollback_target()
             names = [*catalog.lineage()]
+            catalog.expect_rollback_target(anew=False)
             self.doubles = _doubles(names)
             before: list[tuple[AttemptName, str]] = []
             candidate = self._first(catalog, names, options, unhealthy, seen=before)

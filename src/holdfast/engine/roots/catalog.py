@@ -452,14 +452,17 @@ class Catalog:
                 return epoch
         return 0
 
-    def expect_rollback_target(self) -> None:
+    def expect_rollback_target(self, *, anew: bool = True) -> None:
         """Check that the checkpoint exists to which the run was last rolled back by name.
+
+        Without `anew`, only evaluate what the last `lineage` found.
 
         Raises:
             NoUsableCheckpoint: it is gone, and the newest others are those that a person has left
                 behind; the message lists which may be chosen.
         """
-        next(self.lineage(), None)
+        if anew:
+            next(self.lineage(), None)
         if not self.vanished:
             return
         target = layout.parse_attempt(self.vanished)

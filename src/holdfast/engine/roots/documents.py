@@ -6,7 +6,8 @@ import re
 from collections.abc import Callable
 from typing import TypeVar
 
-from holdfast.errors import CorruptData, NotFound, StoreError
+from holdfast.errors import CorruptData, FormatError, NotFound, StoreError
+from holdfast.format.strictjson import MAX_CHECKED_NBYTES
 from holdfast.store.base import Buffer, Store
 
 T = TypeVar("T")
@@ -36,6 +37,16 @@ _OWN_JSON = re.compile(rb'\s*\{\s*"holdfast"\s*:\s*1\b')
 def is_own_json(head: bytes) -> bool:
     """Whether a file that begins with these bytes is a JSON document of Holdfast."""
     return _OWN_JSON.match(head) is not None
+
+
+def is_of_others(store: Store, key: str) -> bool:
+    """Whether something is at this key that does not begin as a JSON document of Holdfast."""
+    try:
+        return not is_own_json(read_document(store, key, max_nbytes=MAX_CHECKED_NBYTES))
+    except NotFound:
+        return False
+    except FormatError:
+        return True
 
 
 def is_there(store: Store, key: str) -> bool:

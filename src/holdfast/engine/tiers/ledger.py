@@ -8,8 +8,8 @@ again after a remote deletion; and the progress, for people.
 from __future__ import annotations
 
 from holdfast.engine.roots.catalog import Entry
-from holdfast.engine.roots.documents import read_if_there
-from holdfast.errors import FormatError
+from holdfast.engine.roots.documents import is_of_others, read_if_there
+from holdfast.errors import FormatError, StoreError
 from holdfast.format import layout
 from holdfast.format.records import TiersRecord, UploadRecord
 from holdfast.store.base import Store
@@ -48,7 +48,9 @@ class Ledger:
 
     def forget(self, folder: str) -> None:
         """Remove the note on a checkpoint that will not be uploaded, or has no local copy."""
-        self._local.delete(layout.upload_key(folder))
+        key = layout.upload_key(folder)
+        if not is_of_others(self._local, key):
+            self._local.delete(key)
 
     def note_tiers(self, record: TiersRecord) -> None:
         """Put or replace the record of the remote tier of this root."""
@@ -56,6 +58,11 @@ class Ledger:
 
     def _put(self, key: str, data: bytes) -> None:
         self._local.make_folder(layout.UPLOADS)
+        if is_of_others(self._local, key):
+            raise StoreError(
+                f"{self._local.url}/{key}: not written by Holdfast, so it is left alone, and "
+                "nothing is recorded here. Move it out of the root"
+            )
         self._local.put(key, data)
 
     def _read(self, folder: str) -> tuple[bool, UploadRecord | None]:

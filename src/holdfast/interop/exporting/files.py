@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +13,7 @@ from typing import BinaryIO
 
 from holdfast.errors import StoreError, UsageError
 from holdfast.interop.source import LeftOut
+from holdfast.store.base import proof_of
 from holdfast.system import CLOSED_ON_EXEC, sync, sync_folder, try_lock
 
 _PART = ".part-"
@@ -87,7 +87,8 @@ def new_output(out: Path, *, is_folder: bool) -> Iterator[Path]:
     """
     _expect_free(out, is_folder=is_folder)
     remove_leftovers(out)
-    path = out.with_name(f".{out.name}{_PART}{secrets.token_hex(_PART_NBYTES)}")
+    name = f".{out.name}{_PART}{secrets.token_hex(_PART_NBYTES)}"
+    path = out.with_name(f"{name}-{proof_of(name)}")
     try:
         path.mkdir() if is_folder else path.touch(exist_ok=False)
         with _held(path):
@@ -122,9 +123,9 @@ def remove_leftovers(out: Path) -> None:
     Raises:
         UsageError: another process is writing this output.
     """
-    pattern = re.compile(rf"\.{re.escape(out.name + _PART)}[0-9a-f]{{{2 * _PART_NBYTES}}}")
     for path in out.parent.iterdir():
-        if pattern.fullmatch(path.name) is None:
+        name, _, proof = path.name.rpartition("-")
+        if not name.startswith(f".{out.name}{_PART}") or proof != proof_of(name):
             continue
         with _held(path) as is_ours:
             if not is_ours:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from holdfast.data import Loader, Stream
-from holdfast.errors import FormatError, UsageError
+from holdfast.errors import FormatError, UsageError, some_of
 from holdfast.format.tensors import TensorSpec, lay_out, parse_header
 from holdfast.state.leaves import DTYPE_NAMES, TORCH_DTYPES
 from holdfast.system import sync
@@ -203,8 +203,8 @@ class _Folder:
         """Make the folder, and delete earlier predictions in it if `overwrite`.
 
         Raises:
-            UsageError: the folder has predictions, and `overwrite` is False, or it has parts
-                without the record that proves where they come from.
+            UsageError: the folder has predictions, and `overwrite` is False; or it has parts that
+                its record does not list.
         """
         problem = self._group.from_leader(
             "preparing the folder of predictions", lambda: self._prepare(overwrite=overwrite)
@@ -213,11 +213,13 @@ class _Folder:
             raise UsageError(problem)
 
     def _prepare(self, *, overwrite: bool) -> str:
-        index, parts = _read_index(self._folder), [*self._folder.glob(_PARTS)]
-        if index is None and parts:
+        index = _read_index(self._folder)
+        listed = [] if index is None else index["files"]
+        parts = sorted(self._folder.glob(_PARTS))
+        if unlisted := [path.name for path in parts if path.name not in listed]:
             return (
-                f"{self._folder}: has parts of predictions without their {_INDEX}; choose another "
-                "folder, or delete this one"
+                f"{self._folder}: no {_INDEX} lists {some_of(unlisted)}, so nothing was deleted. "
+                "Move your own files elsewhere, or choose another folder"
             )
         if index is not None and not overwrite:
             state = "predictions" if index["complete"] else "incomplete predictions"
@@ -227,9 +229,11 @@ class _Folder:
                 "replace them with overwrite=True"
             )
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._write_index(is_complete=False)  # first, as it proves whose the parts are
+        self._files = [*listed]
+        self._write_index(is_complete=False)
         for path in parts:
             path.unlink()
+        self._files = []
         return ""
 
     def write(self, own: Sequence[Batch]) -> None:
@@ -243,8 +247,9 @@ class _Folder:
             try:
                 joined = _joined([found for _, _, found in batches])
                 path = self._folder / _file_name(len(self._files))
-                _write(path, joined, len(self._files))
                 self._files.append(path.name)
+                self._write_index(is_complete=False)  # first, as it proves whose the part is
+                _write(path, joined, len(self._files) - 1)
                 self._num_samples += len(next(iter(joined.values())))
             except (UsageError, OSError) as error:
                 problem = f"predict: {error}"
@@ -356,6 +361,6 @@ def _read_index(folder: Path) -> dict[str, Any] | None:
         return None
     except ValueError as error:
         raise FormatError(f"{folder / _INDEX}: {error}") from error
-    if not isinstance(found, dict) or found.get("format") != 1:
+    if not isinstance(found, dict) or found.get("format") != 1 or "files" not in found:
         raise FormatError(f"{folder / _INDEX}: not an index of predictions of this version")
     return found
