@@ -27,6 +27,7 @@ from holdfast.engine.options import Checkpoints
 from holdfast.engine.staging.overlap import Mode
 from holdfast.engine.tiers.tiered import Tiered
 from holdfast.errors import UsageError
+from holdfast.format.layout import LOG
 from holdfast.launched import present_ranks
 from holdfast.policy.clock import Time, Unit, parse_goal, parse_limit_s
 from holdfast.policy.savers import SavePolicy
@@ -395,7 +396,7 @@ def own_loggers(
             raise UsageError(
                 "log=True needs a local root without encryption: name a file, or pass log=False"
             )
-        loggers.append(JsonLines(Path(root) / "log" / "train.jsonl"))
+        loggers.append(JsonLines(Path(root) / LOG / "train.jsonl"))
     elif log is not False:
         loggers.append(JsonLines(log))
     if progress:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 from typing_extensions import override
 
 from holdfast.engine.claims.claim import Choice, Claim, Heartbeat, check_owner, claim_run, held
-from holdfast.errors import HoldfastError
+from holdfast.engine.roots.nesting import others_in
+from holdfast.errors import HoldfastError, StoreError
 from holdfast.events import Emitter
 from holdfast.store.base import Store
 
@@ -66,6 +68,10 @@ class Ownership:
         self.claim, self._sequence, self.has_committed = claim, 0, False
         self.is_clean, self.unclear = True, set()
         self._emit("claimed", f"{self._store.url}: writer {claim.epoch}", epoch=claim.epoch)
+        if claim.epoch == 1:
+            with suppress(StoreError):  # only for people
+                if text := others_in(self._store):
+                    self._emit("preflight", text)
 
     def adopt(self, claim: Claim) -> None:
         """Go by the leader's claim; only a follower does."""

@@ -1,4 +1,4 @@
-"""Refusal of a new root that lies in another root, or that has another root in it."""
+"""The place of a new root: in or around no other root, and perhaps with things of others in it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import suppress
 from itertools import islice
 
 from holdfast.engine.roots.documents import read_if_there
-from holdfast.errors import FormatError, SealError, StoreError, UsageError
+from holdfast.errors import FormatError, SealError, StoreError, UsageError, some_of
 from holdfast.format import layout
 from holdfast.format.manifest import MAX_MANIFEST_NBYTES, decode_register
 from holdfast.store.base import Store
@@ -37,6 +37,24 @@ def expect_apart(store: Store) -> None:
         )
 
 
+def others_in(store: Store) -> str:
+    """Return a text on the things of others in a new root; empty if there are none.
+
+    Folders with the names of attempts are left to gc.
+    """
+    names = [
+        name
+        for name in store.children()
+        if name.rstrip("/") not in _OWN
+        and layout.parse_attempt(name.rstrip("/")) is None
+        and not layout.is_scratch(name.rstrip("/"))
+    ]
+    if not names:
+        return ""
+    return f"{store.url}: {some_of(names)}: not of this run, and left alone"
+
+
+_OWN = layout.FOLDERS | {layout.LATEST, layout.LOG}
 _HINT = "A run needs a folder of its own; put the two next to each other"
 
 
