@@ -13,6 +13,7 @@ MANAGER = "tests/test_manager.py"
 SEALING = "tests/engine/sealed/test_sealing.py"
 TENSORS = "tests/engine/loading/test_tensors.py"
 DAMAGE = "tests/crash/test_damage.py"
+OTHERS = "tests/engine/roots/test_others.py"
 
 ROOTS = (
     Mutant(
@@ -56,6 +57,30 @@ ROOTS = (
         before="    if attempt.put_sent:\n        return False\n",
         after="    if attempt.put_sent and not attempt.is_unclear:\n        return False\n",
         near=(COMMIT, "tests/crash/test_os_errors.py"),
+    ),
+    Mutant(
+        name="folder-of-a-user-taken-for-an-attempt",
+        promise="D5: only folders that a claim made are deleted",
+        file="engine/roots/proof.py",
+        before="    if nonce is None:\n        return False\n",
+        after="    if nonce is None or name.label:\n        return True\n",
+        near=(OTHERS,),
+    ),
+    Mutant(
+        name="file-of-a-user-taken-for-a-tensor-file",
+        promise="D5: of a checkpoint only listed files are deleted",
+        file="engine/roots/proof.py",
+        before="    if not is_document and listed is not None:\n        return False\n",
+        after="    if not is_document and listed is not None:\n        return True\n",
+        near=(OTHERS,),
+    ),
+    Mutant(
+        name="pointer-of-another-program-replaced",
+        promise="D5: a latest of another program stays",
+        file="engine/roots/commit.py",
+        before="    if is_other or (found is not None and layout.parse_attempt(found) is None):\n",
+        after="    if is_other:\n",
+        near=(OTHERS,),
     ),
     Mutant(
         name="deletion-without-fence",

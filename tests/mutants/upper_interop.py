@@ -310,7 +310,7 @@ MUTANTS: tuple[Mutant, ...] = (
         name="export-written-in-place",
         promise="R2: a killed export leaves nothing that looks whole",
         file="interop/exporting/files.py",
-        before='    path = out.with_name(f".{out.name}{_PART}{secrets.token_hex(_PART_NBYTES)}")',
+        before='    path = out.with_name(f"{name}-{proof_of(name)}")',
         after="    path = out",
         near=_EXPORTS,
     ),

@@ -15,6 +15,7 @@ from torch import nn
 
 from holdfast import CheckpointManager
 from holdfast.engine.hooks import StateHooks
+from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.saving.history import MAX_LIVES, History, as_text
 from holdfast.errors import ManagerUnusable, UsageError
 from holdfast.format.manifest import Change, Timestamp
@@ -170,3 +171,23 @@ def test_versions_and_the_world_size_are_compared(monkeypatch: pytest.MonkeyPatc
     with new_run().manager(store, sinks=[again := Recorder()]) as manager:
         manager.resume()
     assert not [event for event in again.events if event.kind == "changed"]
+
+
+def test_settings_are_merged_once_however_many_there_are() -> None:
+    """They were merged for each setting, which took seconds for some thousands."""
+    store, run, reads = MemoryStore(), new_run(), 0
+
+    class Counted(History):
+        @property
+        def config(self) -> dict[str, str]:
+            nonlocal reads
+            reads += 1
+            return super().config
+
+    settings = {f"layer{number}": number for number in range(100)}
+    with run.manager(store, config=settings, sinks=()) as manager:
+        manager.save(1).wait()
+    (entry,) = Catalog(store).checkpoints()
+    changes = Counted({**settings, "layer7": 0}, world_size=1).stand_on(entry.manifest, 2)
+    assert "layer7: 7 → 0" in changes
+    assert reads <= 2

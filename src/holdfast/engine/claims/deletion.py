@@ -61,10 +61,11 @@ def retract(
     """
     by = f"writer {claim.epoch}"
     try:
-        if not _mark_retired(store, folder, claim.epoch, Retired(by=by, reason=reason)):
-            reason = f"{reason} (marked before)"
+        is_ours = _mark_retired(store, folder, claim.epoch, Retired(by=by, reason=reason))
     except NotFound:
         return _NOT_REMOVED
+    if not is_ours:
+        reason = f"{reason} (marked before)"
     catalog = Catalog(store)
     marks, register = catalog.marks(folder), catalog.read(folder)
     if isinstance(register, Manifest):
@@ -78,6 +79,8 @@ def retract(
     whole = False
     if name is not None and folder not in unclear:
         whole = may_remove_whole(store, claim, name.epoch, is_sent_to=is_sent_to)
+    if listed is not None and is_ours:
+        listed = {*listed, layout.retired_name(claim.epoch)}
     left = remove_files(store, folder, whole=whole, listed=listed)
     return Removal(is_done=True, left=left)
 

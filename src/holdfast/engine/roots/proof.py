@@ -47,11 +47,11 @@ def is_own_file(
     By its name if the manifest `listed` names, else by its first bytes. `may_be_unwritten`: a data
     file may have none yet, as a killed save leaves it.
     """
-    if layout.is_stored_name(name):
+    if layout.is_stored_name(name) or (listed is not None and name in listed):
         return True
     is_document = layout.is_sidecar(name) or layout.parse_keys(name) is not None
     if not is_document and listed is not None:
-        return name in listed
+        return False
     if not is_document and name != layout.MANIFEST and not layout.is_listed_name(name):
         return layout.is_data_name(name)  # compressed
     try:

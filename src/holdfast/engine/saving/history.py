@@ -69,11 +69,9 @@ class History:
         before = _versions(manifest.numerics, manifest.environment)
         both = {name: (text, now[name]) for name, text in before.items() if name in now}
         if manifest.config:  # older versions recorded none
-            names = dict.fromkeys(chain(self.config, manifest.config))
-            config = {
-                n: (manifest.config.get(n, "none"), self.config.get(n, "none")) for n in names
-            }
-            both |= config
+            config = self.config
+            for name in dict.fromkeys(chain(config, manifest.config)):
+                both[name] = (manifest.config.get(name, "none"), config.get(name, "none"))
         what = [f"{name}: {was} → {is_}" for name, (was, is_) in both.items() if was != is_]
         if len(what) > _MAX_CHANGES:
             what[_MAX_CHANGES - 1 :] = [f"and {len(what) - _MAX_CHANGES + 1} more"]
