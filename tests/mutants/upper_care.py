@@ -7,7 +7,7 @@ from tests.mutants.mutant import Mutant
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="retention-takes-the-run-before-a-fresh-start",
-        promise="a fresh start leaves the checkpoints of the run before, whatever the rule says",
+        promise="I4: a fresh start leaves the checkpoints of the run before, whatever the rule",
         file="care/retention.py",
         before="    first = catalog.fresh_epoch()\n",
         after="    first = 0\n",
@@ -82,8 +82,8 @@ MUTANTS: tuple[Mutant, ...] = (
         name="retention-judges-later-epochs",
         promise="D5: a writer does not delete checkpoints of later writers",
         file="care/retention.py",
-        before="by_order = {entry.order: entry for entry in entries if entry.name.epoch <= epoch}",
-        after="by_order = {entry.order: entry for entry in entries}",
+        before=" for entry in entries if first <= entry.name.epoch <= epoch}",
+        after=" for entry in entries}",
         near=("tests/cli/test_prune_command.py",),
     ),
     Mutant(

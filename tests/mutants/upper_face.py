@@ -18,8 +18,8 @@ MUTANTS: tuple[Mutant, ...] = (
         name="loader-position-is-one-behind",
         promise="I7: the position counts the batches that the loop has taken",
         file="data/loader.py",
-        before="self._epoch, self._batch = epoch, batch + 1",
-        after="self._epoch, self._batch = epoch, batch",
+        before="self._epoch, self._batch, self._num_own = epoch, batch + 1, num_own",
+        after="self._epoch, self._batch, self._num_own = epoch, batch, num_own",
         near=("tests/data/test_loader.py",),
     ),
     Mutant(
@@ -82,8 +82,8 @@ MUTANTS: tuple[Mutant, ...] = (
         name="rank-gets-no-sample-of-a-small-batch",
         promise="I7: all ranks take as many steps",
         file="data/ranks.py",
-        before="return batch[begin : max(end, begin + 1)]",
-        after="return batch[begin:end]",
+        before="return batch[begin : begin + max(self.num_own(len(batch)), 1)]",
+        after="return batch[begin : begin + self.num_own(len(batch))]",
         near=("tests/data/test_ranks.py",),
     ),
     Mutant(
@@ -295,8 +295,8 @@ MUTANTS: tuple[Mutant, ...] = (
         name="weights-of-the-newest-instead-of-the-named",
         promise="R19: a checkpoint that was named is the one that is loaded",
         file="weights.py",
-        before="with located(source, which=which, encrypt=encrypt) as (store, kept):",
-        after="with located(source, which=None, encrypt=encrypt) as (store, kept):",
+        before="found = stack.enter_context(located(source, which=which, encrypt=encrypt))",
+        after="found = stack.enter_context(located(source, which=None, encrypt=encrypt))",
         near=("tests/engine/loading/test_load_options.py",),
     ),
     Mutant(

@@ -279,7 +279,7 @@ MUTANTS: tuple[Mutant, ...] = (
         promise="I5: what an extension has transformed is left out",
         file="interop/sources/dcpmetadata.py",
         before="        if place.refusal:\n            self",
-        after="        if False:\n            self",
+        after="        elif False:\n            self",
         near=_CHUNKS,
     ),
     Mutant(
@@ -302,8 +302,8 @@ MUTANTS: tuple[Mutant, ...] = (
         name="sorted-names-taken-for-the-models-order",
         promise="I7: parameters get names only where nothing else fits",
         file="interop/optimizers.py",
-        before="        if not (hints.is_ordered or hints.order):",
-        after="        if False:",
+        before="        elif not (hints.is_ordered or hints.order):",
+        after="        elif False:",
         near=_IMPORTS,
     ),
     Mutant(

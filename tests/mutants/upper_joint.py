@@ -20,8 +20,8 @@ MUTANTS: tuple[Mutant, ...] = (
         name="a-commit-without-the-post-of-each-rank",
         promise="I2: the leader commits when every rank has said that its files are durable",
         file="engine/saving/together.py",
-        before="posts = self._ranks.collect(tag, timeout_s=self._left_s()).expect_all(tag)",
-        after="posts = [*self._ranks.collect(tag, timeout_s=self._left_s()).came.values()]",
+        before='watch=watch).expect_all(\n            f"{tag} (step {self._step})"\n        )',
+        after="watch=watch).came.values()",
         near=_SAVES[1:],
     ),
     Mutant(
@@ -60,8 +60,8 @@ MUTANTS: tuple[Mutant, ...] = (
         name="step-of-other-ranks-not-compared",
         promise="R38: ranks that save different steps are told so",
         file="engine/saving/together.py",
-        before="if (share.step, share.components) != (self._step, self._components):",
-        after="if share.components != self._components:",
+        before='{"step": f"{of_step}", "components"',
+        after='{"components"',
         near=_SAVES,
     ),
     Mutant(
@@ -140,8 +140,8 @@ MUTANTS: tuple[Mutant, ...] = (
         name="a-follower-listens-no-longer-than-the-leader",
         promise="R38: who is silent is named, and not the leader that waits for it",
         file="engine/saving/together.py",
-        before="self._ranks.hear(tag, timeout_s=self._left_s() + GRACE_S)\n        return",
-        after="self._ranks.hear(tag, timeout_s=self._left_s() - 1)\n        return",
+        before="self._ranks.hear(tag, timeout_s=self._left_s() + GRACE_S, watch=watch)",
+        after="self._ranks.hear(tag, timeout_s=self._left_s() - 1, watch=watch)",
         near=_SAVES,
     ),
     Mutant(

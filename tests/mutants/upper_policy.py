@@ -15,7 +15,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="direction-is-guessed",
-        promise="40.2: a direction is given or well known, never guessed",
+        promise="I4: a direction is given or well known, never guessed",
         file="policy/direction.py",
         before='return "max" if found and "min" not in found else None',
         after='return "max" if found and "min" not in found else "min"',
@@ -23,7 +23,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="end-of-an-epoch-is-its-newest",
-        promise="40.3: every epoch keeps the ends of epochs",
+        promise="I4: every epoch keeps the ends of epochs",
         file="policy/rules.py",
         before="place = (count, timestamp.step, position)",
         after="place = (count, 0, position)",
