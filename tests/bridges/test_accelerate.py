@@ -144,6 +144,17 @@ def test_windows_begin_anew_at_a_resume_whatever_their_size(
     assert (sizes, num_batches) == ([windows[1]] * 3, 0)
 
 
+def test_batches_that_are_skipped_by_a_loader_of_accelerates_own_are_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run()
+    state = bridge.state(run.accelerator, data=run.loader)
+    with holdfast.CheckpointManager(tmp_path, state, every="2step") as manager:
+        for step, _ in enumerate(accelerate.skip_first_batches(run.loader, 2), 1):
+            manager.maybe_save(step)
+    assert len([text for text in caplog.messages if "skip_first_batches" in text]) == 1
+
+
 def test_nothing_prepared_a_taken_name_and_a_missing_one_are_refused() -> None:
     accelerate.state.AcceleratorState._reset_state(True)
     accelerator = accelerate.Accelerator(cpu=True)

@@ -111,11 +111,29 @@ def initializing(data: Any, save: Save) -> None:
     train(data, save)
 
 
+def copied(data: Any, save: Save) -> None:
+    train(DataLoader(data.dataset, batch_sampler=data.batch_sampler), save)
+
+
+def without_gradients(data: Any, save: Save) -> None:
+    with torch.no_grad():
+        train(data, save)
+
+
+def late(data: Any, save: Save) -> None:
+    save(2)
+    for step, _ in enumerate(data, 3):
+        save(step)
+
+
 LOOPS: list[tuple[Any, str]] = [
     (lambda data, save: train(data, save, ahead), "1 more than were trained on"),
     (lambda data, save: train(data, save, Peekable), "1 more than were trained on"),
     (evaluating, "4 batches were taken with gradients off"),
+    (copied, "steps 2 to 4 were trained, and no batch was taken"),
     (train, ""),
+    (without_gradients, ""),
+    (late, ""),
     (lambda data, save: train(data, save, shown), ""),
     (accumulated, ""),
     (from_zero, ""),

@@ -135,6 +135,12 @@ def _(user: User) -> None:
     manager.save(1, wait=True)
 
 
+@case("a loop over a DataLoader made of the `Loader`'s parts", names="does not move", state=None)
+def _(user: User) -> None:
+    data = Loader(torch.zeros(20, 4), 2)
+    saved(user, data, DataLoader(data.dataset, batch_sampler=data.batch_sampler))  # type: ignore[arg-type]
+
+
 @case("a validation with `persistent_workers=True`", names="persistent_workers", state=3)
 def _(user: User) -> None:
     held_out = DataLoader(range(4), num_workers=1, persistent_workers=True)  # type: ignore[arg-type]

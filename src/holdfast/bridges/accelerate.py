@@ -92,6 +92,9 @@ class _Window:
     Checkpoints are made between two windows, so none has a count of batches.
     """
 
+    is_of_loop = True
+    """The loop is the user's, so a manager compares its steps with the position in the data."""
+
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
 

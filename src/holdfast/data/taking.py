@@ -21,12 +21,15 @@ class Taking:
         """Batches taken with gradients switched off, after others with them."""
         self.is_interrupted = False
         """Whether an iterator was left before its end."""
+        self.has_begun = False
+        """Whether any batch was asked for."""
         self._is_open = False
         self._caller: tuple[int, object] | None = None
         """Id and code of the frame that has asked for the last batch."""
 
     def begin(self) -> None:
         """Note that an iterator begins."""
+        self.has_begun = True
         self.is_interrupted = self.is_interrupted or self._is_open
         self._is_open = False
 

@@ -114,8 +114,14 @@ class CapturedComponent:
 
 
 def is_of_trainer(state: Mapping[str, Any]) -> bool:
-    """Whether the state is that of a trainer, and not of a loop with a dict of such a name."""
-    return any(not isinstance(state.get(name, {}), dict | list) for name in OF_TRAINERS)
+    """Whether the state is that of a trainer, which counts its steps and batches itself.
+
+    A loop may have a dict of such a name, or an object with `is_of_loop`.
+    """
+    found = [state.get(name, {}) for name in OF_TRAINERS]
+    return any(
+        not isinstance(one, dict | list) and not getattr(one, "is_of_loop", False) for one in found
+    )
 
 
 def kind_of(value: Any) -> Kind:

@@ -14,6 +14,7 @@ class Taking(Protocol):
     num_taken: int
     num_evaluated: int
     is_interrupted: bool
+    has_begun: bool
 
     @property
     def is_by_loop(self) -> bool:
@@ -36,10 +37,13 @@ class PositionChecks:
         loaders = () if is_of_trainer(state) else _loaders(state)
         self._checks = [_Check(name, loader) for name, loader in loaders]
         self._has_begun = False
+        self._unmoved_at: int | None = None
+        """Step of a save until which nothing was taken from any loader."""
+        self._is_watching = True
 
     def start(self, step: int) -> None:
         """Count steps from `step`, whose state was loaded."""
-        self._has_begun = False
+        self._has_begun, self._unmoved_at = False, None
         for check in self._checks:
             check.start(step)
 
@@ -55,11 +59,29 @@ class PositionChecks:
         self.begin_step(step)
         for check in self._checks:
             yield from check.look(step)
+        if self._is_watching:
+            yield from self._find_unmoved(step)
+
+    def _find_unmoved(self, step: int) -> Iterator[str]:
+        """Yield a warning if steps are trained, by two saves, and no loader was read from."""
+        if not self._checks or any(check.is_read for check in self._checks):
+            self._is_watching = False
+        elif self._unmoved_at is not None and step > self._unmoved_at:
+            self._is_watching = False
+            names = ", ".join(check.name for check in self._checks)
+            yield (
+                f"{names}: steps {self._unmoved_at} to {step} were trained, and no batch was taken "
+                "from it, so the position that is saved does not move. Iterate over the loader "
+                "itself, and not over a DataLoader made of its dataset or sampler, such as that of "
+                "accelerate.skip_first_batches; a resume skips nothing by reading it"
+            )
+        else:
+            self._unmoved_at = step
 
 
 class _Check:
     def __init__(self, name: str, loader: HasTaking) -> None:
-        self._name, self._loader = name, loader
+        self.name, self._loader = name, loader
         self._first = 0
         self._taking, self._base = loader.batches_taken, loader.batches_taken.num_taken
         self._last: tuple[int, int] | None = None
@@ -68,6 +90,12 @@ class _Check:
     def start(self, step: int) -> None:
         self._taking, self._base = self._loader.batches_taken, self._loader.batches_taken.num_taken
         self._first, self._last = step, None
+
+    @property
+    def is_read(self) -> bool:
+        """Whether a batch was asked for, or the position was set, since counting started."""
+        taking = self._loader.batches_taken
+        return taking is not self._taking or taking.has_begun
 
     def begin(self, step: int) -> None:
         if step == self._first and self._loader.batches_taken.num_taken > self._base:
@@ -78,7 +106,7 @@ class _Check:
         if self._is_watching and taking.num_evaluated:
             self._is_watching = False
             yield (
-                f"{self._name}: {taking.num_evaluated} batches were taken with gradients off, as "
+                f"{self.name}: {taking.num_evaluated} batches were taken with gradients off, as "
                 "by an evaluation, and the position counts them as trained. Give the evaluation a "
                 "loader of its own"
             )
@@ -100,7 +128,7 @@ class _Check:
         self._is_counting = False
         if ahead > 0 and not taking.is_by_loop:
             yield (
-                f"{self._name}: {taken} batches were taken for {steps} steps of {of_step}, so "
+                f"{self.name}: {taken} batches were taken for {steps} steps of {of_step}, so "
                 f"{ahead} more than were trained on, at the last save, too. A wrapper around the "
                 "loader, such as a prefetcher, holds them in hand, and a resume leaves them out. "
                 "Iterate over the loader itself; its workers read ahead (num_workers=, "
