@@ -86,11 +86,12 @@ class InvalidKey(UsageError):
 class UnsupportedState(UsageError):
     """Something in the state cannot be saved. `offenders` lists every (path, reason)."""
 
-    def __init__(self, offenders: Sequence[tuple[str, str]]) -> None:
+    def __init__(self, offenders: Sequence[tuple[str, str]], *, hint: str = "") -> None:
         self.offenders = list(offenders)
         self.paths = [path for path, _ in offenders]
         lines = [f"{path}: {reason}" for path, reason in offenders]
-        super().__init__("this state cannot be saved:\n" + listing(lines))
+        end = f"\n{hint}" if hint else ""
+        super().__init__("this state cannot be saved:\n" + listing(lines) + end)
 
 
 class MismatchError(UsageError):

@@ -71,6 +71,7 @@ from holdfast.errors import (
     ManagerUnusable,
     NoCheckpoint,
     SaveSkipped,
+    UnsupportedState,
     UploadFailed,
     UsageError,
 )
@@ -94,10 +95,15 @@ from holdfast.state.components import RNG, check_state, marked, refuse_fsdp1, un
 from holdfast.state.edits import Edit, edited
 from holdfast.state.modules import is_loaded
 from holdfast.state.patterns import listed
+from holdfast.state.refusals import refusals, slots_stamp
 from holdfast.store.base import Store
 
 _UPLOADS_END_S = 6.0
 """Time that a stop's grace keeps for ending the uploads under way, and for releasing the run."""
+_OMITTED = (
+    "Keep it out of the state, or, if the script makes it anew, let StateHooks(edit_save=…) leave "
+    "it out of each save (docs/saving.md)"
+)
 _NEVER_QUIET = (0, 0.0)  # (step, monotonic seconds) until which `maybe_save` is a no-op
 
 
@@ -160,6 +166,7 @@ class CheckpointManager(Marking):
 
     Raises:
         UsageError: an argument is wrong.
+        UnsupportedState: something in `state` can never be saved; every path is listed.
     """
 
     @checked(but=("every", "max_duration", "keep"))
@@ -196,7 +203,12 @@ class CheckpointManager(Marking):
         state, per_rank = marked(state)
         check_state(state)
         refuse_fsdp1(state)
-        state = unwrapped(state)
+        self.state = state = unwrapped(state)
+        self._hooks = hooks if hooks is not None else StateHooks()
+        self._judged: object = None
+        """Stamp of the optimizer slots that were last looked at."""
+        if self._hooks.edit_save is None:  # else the first `maybe_save` looks at what it leaves
+            self._expect_savable()
         options = {
             "every": every,
             "keep": keep,
@@ -235,9 +247,12 @@ class CheckpointManager(Marking):
         )
         self._catalog = catalog_of(checkpoints.root, self._emit, checkpoints.encrypt)
         self.store = self._catalog.store
-        self.state = state
-        self._capturer = Capturer(state, is_shared=is_shared, per_rank=per_rank)
-        self._hooks = hooks if hooks is not None else StateHooks()
+        self._capturer = Capturer(
+            state,
+            is_shared=is_shared,
+            per_rank=per_rank,
+            is_edited=self._hooks.edit_save is not None,
+        )
         self._refuses_existing = checkpoints.on_existing == "error"
         self._raises_failures = on_failure == "raise"
         self._label = compile_label(checkpoints.label, run_name=checkpoints.run_name)
@@ -418,6 +433,7 @@ class CheckpointManager(Marking):
 
         Raises:
             SaveFailed: an earlier background save failed.
+            UnsupportedState: an optimizer has made a slot that cannot be saved.
             UsageError: `every` counts something that is not given here, or a CUDA graph is being
                 captured when a save is due.
         """
@@ -428,6 +444,7 @@ class CheckpointManager(Marking):
             self._moments.loaded()
         now = self._moments.now(step, epoch=epoch, cycle=cycle, samples=samples, tokens=tokens)
         self._check_usable()
+        self._expect_savable()
         if isinstance(event, str):
             self._warnings.of_setup(self._stop, has_interval=bool(self._schedule.policies))
             self._warnings.positions.begin_step(step)
@@ -929,7 +946,7 @@ class CheckpointManager(Marking):
         self._drain(but_housekeeping=not self._beginning.preflight_due)
         if self._refuses_existing and self._ranks.is_leader:
             self._beginning.refuse_existing(now.step, self._saver.standing)
-        captured = self._capture(due)
+        captured = self._capture(due.components)
         captured_s = time.perf_counter() - joint.began_s
         self._beginning.compare_clocks(self._saver.standing)
         self._warnings.of_capture(captured, is_whole=due.components is None)
@@ -990,9 +1007,9 @@ class CheckpointManager(Marking):
             raise UsageError(f"components={components!r}: must be some of {[*self.state, RNG]}")
         return names
 
-    def _capture(self, due: Due) -> Captured:
+    def _capture(self, only: Collection[str] | None) -> Captured:
         with collector_paused():
-            captured = self._capturer.capture(due.components)
+            captured = self._capturer.capture(only)
             edit = self._hooks.edit_save
             return captured if edit is None else edited(captured, edit)
 
@@ -1018,6 +1035,18 @@ class CheckpointManager(Marking):
                 "make one of your own after a fork"
             )
         self._group_alarm.look()
+
+    def _expect_savable(self) -> None:
+        """Refuse what no save could hold, as soon as it exists."""
+        now = slots_stamp(self.state)
+        if now == self._judged:
+            return
+        self._judged = now
+        found = refusals(self.state)
+        if found and self._hooks.edit_save is None:
+            raise UnsupportedState(found, hint=_OMITTED)
+        if found:
+            self._capture(None)  # raises it, unless the hook omits all of that
 
     def _check_usable(self) -> None:
         self._check_process()

@@ -50,6 +50,8 @@ class Refused(msgspec.Struct, frozen=True):
 
 
 Lower: TypeAlias = Callable[[Any, str], Any]
+StandIn: TypeAlias = Callable[[str, str], TensorRef]
+"""Makes the node in the place of a leaf that cannot be saved, of its path and the reason."""
 Lift: TypeAlias = Callable[[Any], Any]
 LiftTensors: TypeAlias = Callable[[Sequence[TensorRef]], Sequence[Any]]
 
@@ -94,17 +96,22 @@ class TreeDocument:
 
 
 def document(
-    tree: Any, *, lower: Lower | None = None, beside: Mapping[str, Any] | None = None
+    tree: Any,
+    *,
+    lower: Lower | None = None,
+    beside: Mapping[str, Any] | None = None,
+    stand_in: StandIn | None = None,
 ) -> TreeDocument:
     """Encode `tree` as a document, with plain values beside it under the names in `beside`.
 
     `lower(object, path)` is called for every object that is not of an exact type of the
-    grammar. It returns a node, another encodable value, `Refused`, or `NotImplemented`.
+    grammar. It returns a node, another encodable value, `Refused`, or `NotImplemented`. With
+    `stand_in`, leaves for which it returns one of the last two are no offenders.
 
     Raises:
         UnsupportedState: lists every offender, with its path.
     """
-    encoder = _TreeEncoder(lower)
+    encoder = _TreeEncoder(lower, stand_in)
     node = encoder.encode(tree, "", 1)
     if encoder.offenders:
         raise UnsupportedState(encoder.offenders)
@@ -193,9 +200,10 @@ def join(path: str, name: object) -> str:
 class _TreeEncoder:
     """Encodes a tree as nodes; collects every offender instead of stopping at the first."""
 
-    def __init__(self, lower: Lower | None) -> None:
+    def __init__(self, lower: Lower | None, stand_in: StandIn | None) -> None:
         self.offenders: list[tuple[str, str]] = []
         self._lower = lower
+        self._stand_in = stand_in
         self._numbers: dict[int, int] = {}  # id of a container → its number in the tree
         self._weights: dict[int, int] = {}  # number of a finished container → number of its values
         self._weight = 0
@@ -233,9 +241,11 @@ class _TreeEncoder:
         if self._lower is not None and not lowered:
             replacement = self._lower(value, path)
         if replacement is NotImplemented:
-            return self._refuse(path, _unsupported_reason(value))
+            replacement = Refused(_unsupported_reason(value))
         if type(replacement) is Refused:
-            return self._refuse(path, replacement.reason)
+            if self._stand_in is None or self._key_depth:
+                return self._refuse(path, replacement.reason)
+            replacement = self._stand_in(path, replacement.reason)
         self._kept_alive.append(replacement)
         return self.encode(replacement, path, level, lowered=True)
 

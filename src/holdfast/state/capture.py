@@ -78,12 +78,15 @@ class Capturer:
         *,
         is_shared: bool = False,
         per_rank: Collection[str] = (),
+        is_edited: bool = False,
     ) -> None:
         """`is_shared`: other ranks capture the same state, so that no tree may tell this one's.
 
-        `per_rank`: components of which each rank has its own.
+        `per_rank`: components of which each rank has its own. `is_edited`: leaves that cannot be
+        saved are no error, as `edited` follows, whose hook may omit them.
         """
         self._state = state
+        self._is_edited = is_edited
         self._per_rank = per_rank
         self._is_shared = is_shared
         self._structures: dict[str, list[Any]] = {}
@@ -189,7 +192,7 @@ class Capturer:
         recalled = self._recalled(name, kind, walked, None)
         if recalled is not None:
             return recalled
-        leaves = Leaves(component=name, is_shared=self._is_shared)
+        leaves = self._leaves(name)
         return self._encoded(kind, leaves, encoded(content, leaves), walked)
 
     def _module(self, name: str, module: nn.Module) -> CapturedComponent:
@@ -221,9 +224,10 @@ class Capturer:
         stamp = (self._structures[name], modules.stamp(state), unsaved)
         component = self._recalled(name, "module", walked, stamp)
         if component is None:
-            leaves = Leaves(component=name, is_shared=self._is_shared)
+            leaves = self._leaves(name)
             document = modules.capture_module(module, state, leaves, unsaved)
-            if not leaves.offenders and self._accepted.get(name) != stamp:
+            is_whole = not leaves.offenders and not leaves.refused
+            if is_whole and self._accepted.get(name) != stamp:
                 for entry, reason in modules.not_loadable(module, state):
                     leaves.refuse(entry, reason)
                 self._accepted[name] = stamp
@@ -254,8 +258,8 @@ class Capturer:
             for group in value.param_groups if isinstance(value, Optimizer) else ():
                 for parameter in group["params"]:
                     home, key = self._names.home(parameter) or ("", "")
-                    at = local_of(parameter).data_ptr()
                     captured = component.tensors.get(key) if home == component.name else None
+                    at = None if captured is None else local_of(parameter).data_ptr()
                     if captured is not None and captured.data_ptr() == at:
                         keys.append(key)
         return frozenset(keys)
@@ -266,7 +270,7 @@ class Capturer:
         recalled = self._recalled(name, "optimizer", walked, stamp)
         if recalled is not None:
             return recalled
-        leaves = Leaves(component=name, key_of=optimizers.slot_path, is_shared=self._is_shared)
+        leaves = self._leaves(name, key_of=optimizers.slot_path)
         document = optimizers.capture_optimizer(live, leaves)
         stepped = optimizers.stepped(live, leaves)
         return self._encoded("optimizer", leaves, document, walked, stamp, stepped)
@@ -297,16 +301,26 @@ class Capturer:
             specs=tuple(leaves.specs),
             may_overlap=may_overlap,
             shards=leaves.shards,
+            refused=leaves.refused,
         )
-        if document is not None and walked is not None and not leaves.offenders:
+        is_whole = not leaves.offenders and not leaves.refused
+        if document is not None and walked is not None and is_whole:
             with suppress(Irregular):
                 self._recollections[name] = Recollection(
                     walked, stamp, document, component, leaves.originals
                 )
         return component
 
+    def _leaves(self, component: str, key_of: Callable[[str], str] = str) -> Leaves:
+        return Leaves(
+            component=component,
+            key_of=key_of,
+            is_shared=self._is_shared,
+            is_edited=self._is_edited,
+        )
+
     def _rng(self) -> CapturedComponent:
-        leaves = Leaves(component=RNG, is_shared=self._is_shared)
+        leaves = self._leaves(RNG)
         return self._encoded("rng", leaves, encoded(global_generators(), leaves))
 
 

@@ -37,6 +37,12 @@ class Leaves:
     is_shared: bool = False
     """Whether other ranks capture it too: names of devices have no index then."""
 
+    is_edited: bool = False
+    """Whether a hook may omit leaves that cannot be saved: see `refused`."""
+
+    refused: dict[str, str] = field(default_factory=dict)
+    """Key in the tree of each leaf that cannot be saved, and is in no other member -> reason."""
+
     taken: Collection[str] = ()
     """Keys in use by other tensors."""
 
@@ -88,6 +94,12 @@ class Leaves:
         self.specs.append(TensorSpec(key, DTYPE_NAMES[plain.dtype], tuple(plain.shape)))
         return TensorRef(key, "cpu" if tensor.is_cpu else self.device_name(tensor.device))
 
+    def stand_in(self, path: str, reason: str) -> TensorRef:
+        """Return a node for a leaf that cannot be saved, and that a hook may omit."""
+        key = self._unique(path)
+        self.refused[key] = reason
+        return TensorRef(key, "cpu")
+
     def device_name(self, device: torch.device) -> str:
         """Return the name under which a device is saved, the same on all ranks."""
         return device.type if self.is_shared else str(device)
@@ -100,7 +112,8 @@ class Leaves:
     def _unique(self, path: str) -> str:
         wanted = self.key_of(path) or _ROOT_KEY
         key, number = wanted, 1
-        while key in self.tensors or key in self.taken or key in _RESERVED_KEYS:
+        taken = (self.tensors, self.refused, self.taken, _RESERVED_KEYS)
+        while any(key in keys for keys in taken):
             number += 1
             key = f"{wanted}#{number}"
         return key

@@ -99,6 +99,9 @@ class CapturedComponent:
     """Key -> the boxes of each DTensor; its entries in `tensors` and `specs` are those of its local
     tensor."""
 
+    refused: Mapping[str, str] = field(default_factory=dict)
+    """Key in the tree of each leaf that cannot be saved -> reason. An edit must omit it."""
+
     by_rank: bool = False
     """Whether each rank has its own."""
 
@@ -109,7 +112,8 @@ class CapturedComponent:
     @property
     def stored(self) -> StoredComponent:
         """The component in its stored form, without the values of its tensors."""
-        tensors = {spec.key: spec for spec in self.specs}
+        empty = (TensorSpec(key, "U8", (0,)) for key in self.refused)
+        tensors = {spec.key: spec for spec in (*self.specs, *empty)}
         return StoredComponent(name=self.name, kind=self.kind, tree=self.tree, tensors=tensors)
 
 

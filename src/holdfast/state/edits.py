@@ -14,7 +14,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from holdfast.errors import UsageError
+from holdfast.errors import UnsupportedState, UsageError
+from holdfast.format.objects import join
 from holdfast.state.capture import Captured
 from holdfast.state.components import CapturedComponent, StoredComponent
 from holdfast.state.views import ComponentView, OptimizerView
@@ -99,20 +100,23 @@ def edited(captured: Captured, edit: Edit) -> Captured:
 
     Raises:
         UsageError: an edit is not possible, or nothing is left.
-        UnsupportedState: a value that the format cannot hold was assigned.
+        UnsupportedState: a value that the format cannot hold was assigned, or not omitted.
     """
     parts = captured.components
     if any(part.shards for part in parts.values()):
         raise UsageError("edit_save: the state has DTensors, of which a rank has only parts")
     view = StateView(
         {name: part.stored for name, part in parts.items()},
-        {name: part.tensors for name, part in parts.items()},
+        {name: _Savable(part) for name, part in parts.items()},
     )
     with closing(view):
         edit(view)
         if not view:
             raise UsageError("the edit leaves out every component; nothing is left to be saved")
         components = {name: _recaptured(parts[name], view[name]) for name in view}
+    left = [item for part in components.values() for item in _refused(part)]
+    if left:
+        raise UnsupportedState(left)
     left_out = (*captured.left_out, *view.left_out)
     return replace(captured, components=components, left_out=left_out)
 
@@ -122,16 +126,35 @@ def _recaptured(part: CapturedComponent, view: ComponentView) -> CapturedCompone
         # The hook may have run code that makes the cached addresses stale.
         return part if part.addresses is None else replace(part, addresses=None)
     changed = view.changed()
-    tensors = {spec.key: _either(spec.key, changed.new, part.tensors) for spec in changed.specs}
+    keys = {spec.key for spec in changed.specs if spec.key not in changed.new}
+    refused = {key: reason for key, reason in part.refused.items() if key in keys}
+    specs = tuple(spec for spec in changed.specs if spec.key not in refused)
+    tensors = {spec.key: _either(spec.key, changed.new, part.tensors) for spec in specs}
     same = part.may_overlap & (tensors.keys() - changed.new.keys())
     return replace(
         part,
         tree=changed.tree,
         tensors=tensors,
-        specs=changed.specs,
+        specs=specs,
         may_overlap=frozenset(same),
         addresses=None,
+        refused=refused,
     )
+
+
+def _refused(part: CapturedComponent) -> list[tuple[str, str]]:
+    return [(join(part.name, key), reason) for key, reason in part.refused.items()]
+
+
+class _Savable(dict[str, Tensor]):
+    """Tensors of a component, by key; reading one that cannot be saved is an error."""
+
+    def __init__(self, part: CapturedComponent) -> None:
+        super().__init__(part.tensors)
+        self._part = part
+
+    def __missing__(self, key: str) -> Tensor:
+        raise UnsupportedState([(join(self._part.name, key), self._part.refused[key])])
 
 
 def _either(key: str, new: Mapping[str, Tensor], old: Mapping[str, Tensor]) -> Tensor:

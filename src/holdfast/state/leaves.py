@@ -65,6 +65,13 @@ def by_plain_name(name: str) -> torch.dtype:
     return dtype
 
 
+_META = "a meta tensor has no data; materialise the model first"
+_FREED = "its storage was freed"
+_LAZY = "not initialised yet (lazy module); run one forward pass first"
+PASSING = frozenset({_META, _FREED, _LAZY})
+"""Refusals of tensors that may get data before the first save."""
+
+
 def refusal(tensor: Tensor) -> str | None:
     """Return why `tensor` can be neither saved nor loaded into, or None if it can."""
     if type(tensor) not in PLAIN_TYPES:
@@ -72,7 +79,7 @@ def refusal(tensor: Tensor) -> str | None:
             return refusal(tensor._local_tensor)
         return _subclass_refusal(tensor)
     if tensor.is_meta:
-        return "a meta tensor has no data; materialise the model first"
+        return _META
     if tensor.is_nested:
         return "nested tensors cannot be saved"
     if tensor.layout is not torch.strided:
@@ -83,12 +90,12 @@ def refusal(tensor: Tensor) -> str | None:
         return f"dtype {tensor.dtype} has no name in the format"
     if tensor._is_zerotensor():
         return "a ZeroTensor has no memory; save a clone of it"
-    return None if _has_data(tensor) else "its storage was freed"
+    return None if _has_data(tensor) else _FREED
 
 
 def _subclass_refusal(tensor: Tensor) -> str:
     if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
-        return "not initialised yet (lazy module); run one forward pass first"
+        return _LAZY
     name = f"{type(tensor).__module__}.{type(tensor).__qualname__}"
     if type(tensor).__name__ == "ShardedTensor":
         return "a ShardedTensor cannot be saved; shard with fully_shard or DTensors instead"

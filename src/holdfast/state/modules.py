@@ -25,7 +25,7 @@ from holdfast.state import generators
 from holdfast.state.collecting import Leaves
 from holdfast.state.components import Cleaner, cleaner_of, is_of_fsdp, unwrap
 from holdfast.state.copying import Fetching, Stored, StoredPair, copy_tensors, fetched, read_all
-from holdfast.state.leaves import identity, is_dtensor, local_of, refusal
+from holdfast.state.leaves import PASSING, identity, is_dtensor, local_of, refusal
 from holdfast.state.livevalues import revive
 from holdfast.state.merge import Claims, is_writable_in_place
 from holdfast.state.plans import LoadPlan
@@ -424,7 +424,9 @@ class ModulePlan(LoadPlan):
         # The module's own code may convert names; it is asked before anything changes.
         self._missing = [name for name in missing if self._is_own(name)]
         self._unexpected = [name for name in unexpected if self._is_own(name)]
-        problems.missing += [f"{component}.{name}" for name in missing if not self._is_own(name)]
+        for name in missing:
+            if not self._is_own(name):
+                self._note_missing(name, problems)
         problems.unexpected += [
             f"{component}.{name}" for name in unexpected if not self._is_own(name)
         ]
@@ -455,6 +457,17 @@ class ModulePlan(LoadPlan):
                     f"loaded, and it is not as it was: {found}. Compute it anew after "
                     "`to_empty`, or register it as persistent"
                 )
+
+    def _note_missing(self, name: str, problems: Problems) -> None:
+        """Record an entry that the checkpoint lacks; a hook may have left out one like this."""
+        live, path = self._live.entries[name], f"{self._component}.{name}"
+        reason = refusal(live) if isinstance(live, Tensor) else None
+        if reason is None or reason in PASSING:
+            problems.missing.append(path)
+        else:
+            problems.notes.append(
+                f"{path}: keeps its value, as no checkpoint can hold it: {reason}"
+            )
 
     def _is_left(self, wishes: Wishes, *names: str) -> bool:
         selection, component = wishes.selection, self._component

@@ -61,7 +61,8 @@ def encoded(
     parts = {_VERSIONS: versions, UNSAVED: unsaved}
     beside = {name: part for name, part in parts.items() if part}
     try:
-        return document(tree, lower=lowering.lower, beside=beside)
+        stand_in = leaves.stand_in if leaves.is_edited else None
+        return document(tree, lower=lowering.lower, beside=beside, stand_in=stand_in)
     except UnsupportedState as err:
         for path, reason in err.offenders:
             leaves.refuse("" if path == _WHOLE else path, reason)

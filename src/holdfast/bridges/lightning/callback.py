@@ -137,7 +137,7 @@ class HoldfastCheckpoint(CheckpointCallback):
             raise UsageError("there are two HoldfastCheckpoint: one run has one root")
         io = trainer.strategy.checkpoint_io
         inner = io.inner if isinstance(io, ReadingIO) else io
-        self._io = ReadingIO(inner, trainer, self.checkpoints.encrypt, self._part)
+        self._io = ReadingIO(inner, trainer, self.checkpoints.encrypt, self._part, self._hooks)
         trainer.strategy.checkpoint_io = self._io
 
     @override

@@ -25,12 +25,18 @@ class ReadingIO(CheckpointIO):
     """Reads our checkpoints where Lightning is given one, and leaves all other files to `inner`."""
 
     def __init__(
-        self, inner: Any, trainer: Any, encrypt: Encryption | None, part: str | None
+        self,
+        inner: Any,
+        trainer: Any,
+        encrypt: Encryption | None,
+        part: str | None,
+        hooks: StateHooks,
     ) -> None:
         self.inner = inner
         self.asked: tuple[Store, str] | None = None
         """Store and checkpoint of the `ckpt_path` of a fit; its state is loaded later, at once."""
         self._trainer, self._encrypt, self._part = trainer, encrypt, part
+        self._hooks = hooks
 
     @override
     def save_checkpoint(
@@ -58,7 +64,9 @@ class ReadingIO(CheckpointIO):
         # Of a fit, all but what hooks may ask for is loaded later.
         model = model_of(module, self._part)
         wanted = {TRAINER: stored} if is_fit else {TRAINER: stored, "model": model}
-        hooks = StateHooks(one_sided=lambda name: name != "model" or is_fit)
+        hooks = StateHooks(
+            edit_save=self._hooks.edit_save, one_sided=lambda name: name != "model" or is_fit
+        )
         with CheckpointManager(
             store, wanted, ranks=None, encrypt=self._encrypt, hooks=hooks, sinks=()
         ) as manager:
