@@ -40,7 +40,7 @@ INNER: dict[str, tuple[tuple[str, ...], ...]] = {
         ("local", "memory", "remote"),
     ),
     "ranks": (
-        ("callthreads", "waiting"),
+        ("callthreads", "heartbeats", "waiting"),
         ("coordinator",),
         ("alone", "exchange", "messages"),
         ("c10d",),

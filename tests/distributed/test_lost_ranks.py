@@ -15,6 +15,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import nn
@@ -22,7 +23,7 @@ from typing_extensions import override
 
 from allranks import Member
 from distributed.run import run_ranks
-from holdfast import CheckpointManager, errors
+from holdfast import CheckpointManager, errors, manager
 from holdfast.care.verify import verify
 from holdfast.engine.control import exits
 from holdfast.engine.roots.catalog import Catalog
@@ -239,19 +240,19 @@ def save_beside_one_that_is(how: signal.Signals, odd: int, root: Path, rank: int
         if event.kind == "warning" and f"rank {odd} (process" in event.message:
             os.kill(int(pids.read_text()), signal.SIGCONT)
 
-    manager = CheckpointManager(root, {"model": nn.Linear(2, 2)}, sinks=[hear])
-    manager.save(1).wait()
+    saves = CheckpointManager(root, {"model": nn.Linear(2, 2)}, sinks=[hear])
+    saves.save(1).wait()
     if rank == odd:
         pids.write_text(f"{os.getpid()}")
     torch.distributed.barrier()
     if rank == odd:
         os.kill(os.getpid(), how)
     try:
-        manager.save(2).wait()
+        saves.save(2).wait()
     except errors.HoldfastError as error:
-        exits.unregister(manager)
+        exits.unregister(saves)
         return str(error).replace(pids.read_text(), "PID")
-    manager.close()
+    saves.close()
     return "committed"
 
 
@@ -269,3 +270,23 @@ def test_a_killed_rank_is_named_long_before_the_deadline(odd: int, tmp_path: Pat
 def test_a_stopped_rank_is_named_and_waited_for(odd: int, tmp_path: Path) -> None:
     save = partial(save_beside_one_that_is, signal.SIGSTOP, odd, tmp_path / "run")
     assert run_ranks(NUM_RANKS, save) == ["committed"] * NUM_RANKS
+
+
+def lose_one_of_another_host(odd: int, root: Path, rank: int) -> str:
+    """Each rank is on a host of its own, as far as the others know; `odd` is killed."""
+    c10d.LOOK_S, c10d.BEAT_S, c10d.LOST_S = 0.2, 0.1, 3.0
+    name = f"node{rank}"
+    own = msgspec.structs.replace(manager.this_process(), host=name, boot_id=name)
+    manager.this_process = lambda: own
+    return save_beside_one_that_is(signal.SIGKILL, odd, root, rank)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("odd", [0, 1])
+def test_a_killed_rank_of_another_host_is_named_by_its_silence(odd: int, tmp_path: Path) -> None:
+    lose = partial(lose_one_of_another_host, odd, tmp_path / "run")
+    said = run_ranks(NUM_RANKS, lose, lost=[odd])
+    for rank, one in enumerate(said):
+        if rank != odd:
+            assert f"rank {odd}" in str(one), said
+            assert f"process PID on node{odd} has shown no sign of life" in str(one), said

@@ -139,4 +139,20 @@ MUTANTS: tuple[Mutant, ...] = (
             "tests/ranks/test_c10d.py::test_what_was_announced_a_moment_ago_is_heard_whatever_was_said_since",
         ),
     ),
+    Mutant(
+        name="time-without-a-look-is-silence",
+        promise="R38: a rank is not lost because this one, or the store, was stopped",
+        file="ranks/heartbeats.py",
+        before="passed_s = min(now_s - self._looked_s, self._most_s)",
+        after="passed_s = now_s - self._looked_s",
+        near=("tests/ranks/test_waiting.py",),
+    ),
+    Mutant(
+        name="a-silent-rank-of-the-own-host-is-lost",
+        promise="R38: a stopped rank of the own host is waited for",
+        file="ranks/c10d.py",
+        before="if silent[rank] >= LOST_S and rank not in neighbors",
+        after="if silent[rank] >= LOST_S",
+        near=("tests/ranks/test_waiting.py",),
+    ),
 )

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import wait
 from datetime import timedelta
 from functools import partial
@@ -30,7 +30,7 @@ from holdfast.keys import Encryption, SecretKey
 from holdfast.ranks import c10d, messages
 from holdfast.ranks.c10d import READ_S, C10d
 from holdfast.ranks.coordinator import LEADER, NUM_KEPT_ROUNDS, Coordinator, Failure
-from ranks.together import BRIEF_S, PATIENCE_S, Server, client, in_thread, meet, new_server
+from ranks.together import BRIEF_S, PATIENCE_S, Server, client, in_thread, meet, new_server, until
 
 MIB = 2**20
 
@@ -51,13 +51,6 @@ def server() -> Iterator[Server]:
 def pair(store: dist.Store) -> list[C10d]:
     """A leader and its follower."""
     return meet(lambda: store, 2)
-
-
-def until(is_so: Callable[[], bool]) -> None:
-    """Look until it is so."""
-    end = time.monotonic() + PATIENCE_S
-    while not is_so():
-        assert time.monotonic() < end
 
 
 def num_threads() -> int:

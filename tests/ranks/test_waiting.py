@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -16,8 +16,9 @@ from holdfast.format.records import Process
 from holdfast.ranks import c10d, chosen, waiting
 from holdfast.ranks.c10d import C10d
 from holdfast.ranks.chosen import GroupAlarm
+from holdfast.ranks.heartbeats import Silences
 from holdfast.ranks.waiting import Processes, Watch
-from ranks.together import PATIENCE_S, coordinators, in_thread
+from ranks.together import PATIENCE_S, Server, client, coordinators, in_thread, until
 
 KINDS = ("threads", "encrypted", "tcp")
 
@@ -27,6 +28,14 @@ def brief(monkeypatch: pytest.MonkeyPatch) -> None:
     """Look, and warn, after moments."""
     monkeypatch.setattr(waiting, "FIRST_S", 0.05)
     monkeypatch.setattr(c10d, "LOOK_S", 0.02)
+    monkeypatch.setattr(c10d, "BEAT_S", 0.01)
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    """A process that hosts a TCPStore."""
+    with Server() as started:
+        yield started
 
 
 class Heard:
@@ -83,13 +92,19 @@ def test_warnings_come_at_growing_intervals() -> None:
     due = []
     for _ in range(3):
         due.append(round(watch.next_s, 2))
-        watch.tell(watch.next_s, ["rank 1"])
+        watch.tell(watch.next_s, {1: "rank 1"})
     assert due == [0.05, 0.15, 0.45]
     assert len(heard.texts) == 3
     assert Watch(heard, "save of step 1").next_s == waiting.ANSWER_S
 
 
-def met(hosts: Sequence[str], ended: set[int], store: dist.Store | None = None) -> list[C10d]:
+def met(
+    hosts: Sequence[str],
+    ended: set[int],
+    store: dist.Store | None = None,
+    *,
+    is_default: bool = False,
+) -> list[C10d]:
     """Ranks on these hosts; the process of a rank has its number, and those of `ended` are gone."""
     store = dist.HashStore() if store is None else store
 
@@ -98,7 +113,14 @@ def met(hosts: Sequence[str], ended: set[int], store: dist.Store | None = None) 
             host=hosts[rank], pid=rank, start="", boot_id=hosts[rank], pid_namespace="one"
         )
         processes = Processes(own=own, has_ended=lambda process: process.pid in ended)
-        return C10d(store, rank, len(hosts), timeout_s=PATIENCE_S, processes=processes)
+        return C10d(
+            store,
+            rank,
+            len(hosts),
+            timeout_s=PATIENCE_S,
+            processes=processes,
+            is_default=is_default,
+        )
 
     futures = [in_thread(make, rank) for rank in range(len(hosts))]
     return [future.result(PATIENCE_S) for future in futures]
@@ -138,6 +160,105 @@ def test_a_rank_on_another_host_is_reported_by_its_neighbor(
     assert "process 1 on b has ended" in found.failed[1].reason
     ranks[0].announce("plan", b"", timeout_s=PATIENCE_S)
     assert hearing.result(PATIENCE_S) == b""
+
+
+def test_a_silent_rank_of_another_host_fails_the_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(c10d, "LOST_S", 0.3)
+    ranks, heard = met(["a", "b", "c", "c"], set()), Heard()
+    for rank in (ranks[0], ranks[2]):
+        rank.post("files", b"", timeout_s=PATIENCE_S)
+    for rank in ranks[1:3]:
+        rank.close()  # sends no heartbeats any more, as if its host were lost
+    watch = Watch(heard, "save of step 1")
+    found = ranks[0].collect("files", timeout_s=1800, watch=watch)
+    assert (sorted(found.came), sorted(found.failed), found.silent) == ([0, 2], [1], [3])
+    assert "process 1 on b has shown no sign of life for 0 s" in found.failed[1].reason
+    assert "rank 1 (process 1 on b, no sign of life" in heard.texts[0]
+    assert not any("rank 3" in text for text in heard.texts)
+
+
+def test_followers_notice_a_silent_leader_of_another_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(c10d, "LOST_S", 0.3)
+    leader, follower = met(["a", "b"], set())
+    leader.close()
+    with pytest.raises(RanksSilent, match="process 0 on a has shown no sign of life"):
+        follower.hear("outcome", timeout_s=1800, watch=Watch(print, "save of step 1"))
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+def test_a_silent_rank_of_the_own_host_is_named_once_and_waited_for(
+    odd: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(c10d, "LOST_S", 0.05)
+    ranks, heard = met(["a", "a"], set()), Heard()
+    ranks[odd].close()
+    watch = Watch(heard, "save of step 1")
+    if odd == 0:
+        wait = in_thread(partial(ranks[1].hear, "part", timeout_s=PATIENCE_S, watch=watch))
+        say = partial(ranks[0].announce, "part", b"", timeout_s=PATIENCE_S)
+    else:
+        ranks[0].post("part", b"", timeout_s=PATIENCE_S)
+        wait = in_thread(partial(ranks[0].collect, "part", timeout_s=PATIENCE_S, watch=watch))
+        say = partial(ranks[1].post, "part", b"", timeout_s=PATIENCE_S)
+    assert heard.came.wait(PATIENCE_S)
+    assert not wait.done()
+    say()
+    wait.result(PATIENCE_S)
+    (text,) = heard.texts
+    assert f"rank {odd} (process {odd} on a, no sign of life for 0 s)" in text
+
+
+def test_time_in_which_this_rank_did_not_look_is_no_silence() -> None:
+    silences = Silences(most_s=4.0)
+    for now_s, values in ((10.0, {1: b"1", 2: b"1"}), (12.0, {1: b"1"}), (900.0, {1: b"1"})):
+        silences.look(values, now_s)
+    assert silences.by_rank == {1: 6.0}
+    silences.look({1: b"2", 2: b"1"}, 902.0)
+    assert silences.by_rank == {1: 0.0, 2: 0.0}
+
+
+def num_heartbeats() -> int:
+    return sum(thread.name == "holdfast-heartbeat" for thread in threading.enumerate())
+
+
+def test_heartbeats_end_with_their_manager_and_with_its_store(server: Server) -> None:
+    kept = met(["a", "b"], set(), client(server.port))
+    closed = met(["a", "b"], set())
+    assert num_heartbeats() == 4
+    for rank in closed:
+        rank.close()
+    until(lambda: num_heartbeats() == 2)
+    server.process.kill()
+    until(lambda: num_heartbeats() == 0)
+    del kept
+    dropped = met(["a", "b"], set())
+    del dropped
+    until(lambda: num_heartbeats() == 0)
+
+
+def test_nothing_is_sent_after_the_end_of_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, store = threading.Semaphore(0), dist.HashStore()
+
+    def is_initialized() -> bool:
+        asked.release()
+        return False
+
+    monkeypatch.setattr(dist, "is_initialized", is_initialized)
+    ranks = met(["a", "b"], set(), store, is_default=True)
+    num_keys = store.num_keys()
+    for _ in range(6):
+        assert asked.acquire(timeout=PATIENCE_S)
+    assert store.num_keys() == num_keys
+    for rank in ranks:
+        rank.close()
+
+
+def test_a_store_in_a_file_gets_no_heartbeats(tmp_path: Path) -> None:
+    """Each would make the file longer."""
+    before = num_heartbeats()
+    kept = met(["a", "b"], set(), dist.FileStore(str(tmp_path / "store"), 2))
+    assert num_heartbeats() == before
+    del kept
 
 
 def test_processes_of_closed_managers_leave_no_keys() -> None:

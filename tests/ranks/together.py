@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -48,6 +49,13 @@ def together(ranks: Sequence[Coordinator], function: Callable[[Any], T]) -> list
     """Call a function in a thread of each rank; return the results, or raise the first error."""
     futures = [in_thread(function, rank) for rank in ranks]
     return [future.result(PATIENCE_S) for future in futures]
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    """Look until it is so."""
+    end = time.monotonic() + PATIENCE_S
+    while not is_so():
+        assert time.monotonic() < end
 
 
 def client(port: int) -> dist.Store:

@@ -51,6 +51,7 @@ from holdfast.errors import (
 )
 from holdfast.format.records import Process
 from holdfast.launched import present_ranks
+from holdfast.ranks import waiting
 from holdfast.ranks.callthreads import CallThreads
 from holdfast.ranks.coordinator import (
     GRACE_S,
@@ -64,7 +65,16 @@ from holdfast.ranks.coordinator import (
     decoded,
 )
 from holdfast.ranks.exchange import GroupExchange
-from holdfast.ranks.messages import Store, delete, get, has, put, take_present
+from holdfast.ranks.heartbeats import BEAT_A_RANK_S, BEAT_S, LOST_S, Heartbeat, Silences
+from holdfast.ranks.messages import (
+    MAX_NUM_KEYS,
+    Store,
+    delete,
+    get,
+    has,
+    put,
+    take_present,
+)
 from holdfast.ranks.waiting import LOOK_S, Processes, Watch, described, named
 
 if TYPE_CHECKING:
@@ -144,8 +154,9 @@ class C10d(Coordinator):
         world_size: number of ranks of the group.
         timeout_s: seconds to wait until all ranks have come.
         processes: lets ranks find out in a wait whose process has ended. A rank sees those of its
-            own host, and tells the leader.
+            own host, and tells the leader; those of other hosts send heartbeats.
         warn: gets the warning of a long wait until all ranks have come.
+        is_default: whether the group is torch's default one. Heartbeats end with it.
 
     Raises:
         UsageError: torch is older than 2.8, whose stores have no `clone`.
@@ -162,6 +173,7 @@ class C10d(Coordinator):
         timeout_s: float = 60.0,
         processes: Processes | None = None,
         warn: Callable[[str], object] | None = None,
+        is_default: bool = False,
     ) -> None:
         super().__init__(rank, world_size)
         if not hasattr(store, "clone"):
@@ -183,6 +195,11 @@ class C10d(Coordinator):
         self._suspects: set[int] = set()
         """Ranks whose process had ended at the last look. Their last post may still arrive."""
         self._reported: set[int] = set()
+        self._look_s = max(LOOK_S, world_size * BEAT_A_RANK_S)
+        self._next_look_s = 0.0
+        """When heartbeats are read next, at the earliest, in monotonic seconds."""
+        self._silences = Silences(most_s=2 * self._look_s)
+        self._is_default = is_default
         absent = [*range(1, world_size)] if self.is_leader else [LEADER]
         watch = None if warn is None else Watch(warn, "making a manager", "meeting")
         meet = partial(self._meet, store, absent, time.monotonic() + timeout_s, watch)
@@ -191,7 +208,14 @@ class C10d(Coordinator):
         except DeadlineExceeded as error:
             raise RanksSilent("meeting of all ranks", absent) from error
         self._group_store = store  # in rank 0 it may host the server, and end that with itself
-        self._is_of_default_group = False
+        self._heartbeat: Heartbeat | None = None
+        if processes is not None and not _grows(store):
+            self._heartbeat = Heartbeat(
+                partial(_send_beat, self._store, rank, is_default),
+                self._turn,
+                every_s=max(BEAT_S, world_size * BEAT_A_RANK_S),
+            )
+            weakref.finalize(self, self._heartbeat.stop)
 
     @classmethod
     def of_default_group(
@@ -209,20 +233,19 @@ class C10d(Coordinator):
         group = dist.group.WORLD
         if group is None:
             raise UsageError("torch.distributed has no default process group: initialise it first")
-        made = cls(
+        return cls(
             group.get_group_store(),
             group.rank(),
             group.size(),
             timeout_s=timeout_s,
             processes=processes,
             warn=warn,
+            is_default=True,
         )
-        made._is_of_default_group = True
-        return made
 
     @override
     def exchange(self, *, timeout_s: float) -> Exchange:
-        if not self._is_of_default_group:
+        if not self._is_default:
             return super().exchange(timeout_s=timeout_s)
         # A rank that does not make its part would let torch wait until the timeout of the group.
         self._gather(f"meeting {self.number()} of all ranks with broadcast=True", _MEET_S)
@@ -284,6 +307,8 @@ class C10d(Coordinator):
 
     @override
     def close(self) -> None:
+        if self._heartbeat is not None:
+            self._heartbeat.stop()
         if self.is_leader and self._nonce:
             _ENDED.append((self._nonce, self._rounds))
             self._nonce = ""
@@ -302,11 +327,14 @@ class C10d(Coordinator):
         name = _announcement_name(tag)
 
         def look(waited_s: float) -> None:
-            self._expect_running(lambda ranks: [rank for rank in ranks if rank == LEADER])
-            if watch is not None and watch.begins is not None and waited_s >= watch.next_s:
+            silent = self._expect_running(lambda ranks: [rank for rank in ranks if rank == LEADER])
+            if watch is None:
+                return
+            if watch.begins is not None and waited_s >= watch.next_s:
                 has_begun = has(self._store, _post_name(LEADER, watch.begins))
                 has_begun = has_begun or self._num_posts(watch.begins) == self.world_size
-                watch.tell(waited_s, [] if has_begun else [self._named(LEADER)])
+                watch.tell(waited_s, self._named([] if has_begun else [LEADER]))
+            watch.tell_silent(waited_s, self._named(silent))
 
         self._await(lambda: has(self._store, name), end, None if watch is None else look)
         return get(self._store, name)
@@ -316,10 +344,12 @@ class C10d(Coordinator):
             return [rank for rank in ranks if not has(self._store, _post_name(rank, tag))]
 
         def look(waited_s: float) -> None:
-            self._expect_running(lacking)
-            if watch is not None and waited_s >= watch.next_s:
-                late = lacking(range(self.world_size))
-                watch.tell(waited_s, [self._named(rank) for rank in late])
+            silent = self._expect_running(lacking)
+            if watch is None:
+                return
+            if waited_s >= watch.next_s:
+                watch.tell(waited_s, self._named(lacking(range(self.world_size))))
+            watch.tell_silent(waited_s, self._named(silent))
 
         ended: Mapping[int, str] = {}
         try:
@@ -344,15 +374,15 @@ class C10d(Coordinator):
 
     # Processes of other ranks, looked at in a wait
 
-    def _expect_running(self, needed: Callable[[Iterable[int]], list[int]]) -> None:
-        """Raise `_Ended` if the process of a rank has ended that is `needed`."""
+    def _expect_running(self, needed: Callable[[Iterable[int]], list[int]]) -> list[int]:
+        """Raise `_Ended` if a rank that is `needed` has ended or is lost.
+
+        Returns those that are needed, and have shown no sign of life for long.
+        """
         if self._processes is None:
-            return
-        seen = {
-            rank
-            for rank, process in self._neighbors(self._processes).items()
-            if self._processes.has_ended(process)
-        }
+            return []
+        neighbors = self._neighbors(self._processes)
+        seen = {rank for rank, one in neighbors.items() if self._processes.has_ended(one)}
         ended, self._suspects = seen & self._suspects, seen
         for rank in ended - self._reported:  # the leader may be on a host that cannot see it
             number = self._store.add(_NUM_ENDED, 1)
@@ -362,13 +392,41 @@ class C10d(Coordinator):
             for number in range(1, self._store.add(_NUM_ENDED, 0) + 1):
                 if self._store.check([f"ended/{number}"]):
                     ended.add(int(self._store.get(f"ended/{number}")))
-        if lost := needed(sorted(ended)):
-            raise _Ended({rank: self._end_of(rank) for rank in lost})
+        silent = self._long_silent()
+        lost = {rank for rank in silent if silent[rank] >= LOST_S and rank not in neighbors}
+        if why := {rank: self._end_of(rank) for rank in needed(sorted(ended | lost))}:
+            raise _Ended(why)
+        return needed(sorted(silent))
 
     def _end_of(self, rank: int) -> str:
         process = self._process(rank)
         which = "its process" if process is None else described(process)
-        return f"{which} has ended; look in its log for the reason"
+        silent_s = self._silences.by_rank.get(rank, 0.0)
+        if silent_s < LOST_S:
+            return f"{which} has ended; look in its log for the reason"
+        return (
+            f"{which} has shown no sign of life for {silent_s:.0f} s: it has ended, is stopped or "
+            "keeps Python's lock, or its host is lost. Look in its log"
+        )
+
+    def _long_silent(self) -> Mapping[int, float]:
+        """Return for how long ranks have sent no heartbeat, if that is long."""
+        if self._heartbeat is None or (self._is_default and not dist.is_initialized()):
+            return {}  # others send none, either
+        now_s = time.monotonic()
+        if now_s >= self._next_look_s:
+            self._next_look_s = now_s + self._look_s
+            ranks = [*range(1, self.world_size)] if self.is_leader else [LEADER]
+            beats: dict[int, bytes] = {}
+            for start in range(0, len(ranks), MAX_NUM_KEYS):
+                some = ranks[start : start + MAX_NUM_KEYS]
+                if not self._store.check([_beat_key(rank) for rank in some]):
+                    some = [rank for rank in some if self._store.check([_beat_key(rank)])]
+                found = self._store.multi_get([_beat_key(rank) for rank in some]) if some else []
+                beats.update(zip(some, found, strict=True))
+            self._silences.look(beats, now_s)
+        long = self._silences.by_rank.items()
+        return {r: silent_s for r, silent_s in long if silent_s >= waiting.FIRST_S}
 
     def _neighbors(self, processes: Processes) -> Mapping[int, Process]:
         """Return the processes of ranks that this rank looks at, which are on its host."""
@@ -394,8 +452,9 @@ class C10d(Coordinator):
             self._known[rank] = decoded(data, Process, f"process of rank {rank}")
         return self._known.get(rank)
 
-    def _named(self, rank: int) -> str:
-        return named(rank, self._process(rank))
+    def _named(self, ranks: Iterable[int]) -> dict[int, str]:
+        silences = self._silences.by_rank
+        return {r: named(r, self._process(r), silences.get(r, 0.0)) for r in ranks}
 
     def _retire(self, tag: str, num_taken: int) -> None:
         """Note a round and its taken posts; delete what is left of old ones."""
@@ -417,7 +476,7 @@ class C10d(Coordinator):
 
         def look(waited_s: float) -> None:
             if watch is not None and waited_s >= watch.next_s:
-                watch.tell(waited_s, [named(rank, None) for rank in absent])
+                watch.tell(waited_s, {rank: named(rank, None) for rank in absent})
 
         if self.is_leader:
             nonce = self._invite(own, absent, end, look)
@@ -460,6 +519,7 @@ class C10d(Coordinator):
             if self._processes is not None:
                 for rank in range(self.world_size):
                     former.delete_key(_process_key(rank))
+                    former.delete_key(_beat_key(rank))
 
     def _join(self, store: Store, end: float, look: Callable[[float], None]) -> str:
         """Say hello to the leader, again to each newer one, until one answers with its nonce."""
@@ -556,6 +616,19 @@ class _Ended(Exception):
         self.why = why
 
 
+def _grows(store: TorchStore) -> bool:
+    """Whether a store keeps each value that was ever set, as one in a file does."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return isinstance(store, dist.FileStore)  # type: ignore[attr-defined]
+
+
+def _send_beat(store: Store, rank: int, is_default: bool, value: bytes) -> None:
+    """Send a heartbeat, but not after the end of torch's default group."""
+    if not is_default or dist.is_initialized():
+        store.set(_beat_key(rank), value)
+
+
 def _stop_calls(turn: Condition, threads: CallThreads) -> None:
     """End idle threads, and take the turn of a coordinator for good, when the interpreter exits.
 
@@ -608,6 +681,11 @@ def _count_key(tag: str) -> str:
 def _process_key(rank: int) -> str:
     """Key of the process of a rank."""
     return f"process/{rank}"
+
+
+def _beat_key(rank: int) -> str:
+    """Key of the heartbeat of a rank."""
+    return f"beat/{rank}"
 
 
 def _over_key(tag: str) -> str:

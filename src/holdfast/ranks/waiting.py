@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from holdfast.format.records import Process
@@ -11,7 +11,8 @@ FIRST_S = 10.0
 """Seconds after which a wait warns of ranks that have not made the call; then at 3 times as many.
 """
 ANSWER_S = 60.0
-"""The same for ranks that have made it: they may read or write for long."""
+"""The same for ranks that have made it, and show that they live: they may read or write for long.
+"""
 GROWTH = 3
 LOOK_S = 2.0
 """Seconds between two looks at processes in a wait."""
@@ -43,18 +44,33 @@ class Watch:
         self.begins = begins
         self.next_s = ANSWER_S if begins is None else FIRST_S
         """Seconds of waiting after which the next warning is due."""
+        self._told: set[int] = set()
 
-    def tell(self, waited_s: float, late: Sequence[str]) -> None:
-        """Warn of ranks that are late, by name; none are late: only the next time is set."""
-        waited = f"{self._call}: waiting for {waited_s:.0f} s, as nothing has come from"
+    def tell(self, waited_s: float, late: Mapping[int, str]) -> None:
+        """Warn of ranks that are late, with their names; without any, only set the next time."""
         self.next_s = max(self.next_s, waited_s) * GROWTH
-        if late and self.begins is None:
-            self._warn(f"{waited} {listed(late)}. Look whether it is stopped or busy")
-        elif late:
+        if self.begins is None:
+            self._warn_of(waited_s, late, ". Look whether it is stopped or busy")
+        else:
+            self._warn_of(
+                waited_s,
+                late,
+                ", which has not called it. Every rank must call save, maybe_save, resume and "
+                "load, at the same points of the program and with the same steps and arguments",
+            )
+
+    def tell_silent(self, waited_s: float, silent: Mapping[int, str]) -> None:
+        """Warn once of ranks that show no sign of life, with their names."""
+        fresh = {rank: name for rank, name in silent.items() if rank not in self._told}
+        self._warn_of(waited_s, fresh, ". Look whether it is stopped or lost")
+
+    def _warn_of(self, waited_s: float, late: Mapping[int, str], advice: str) -> None:
+        self._told.update(late)
+        if late:
+            names = listed([*late.values()])
             self._warn(
-                f"{waited} {listed(late)}, which has not called it. Every rank must call save, "
-                "maybe_save, resume and load, at the same points of the program and with the same "
-                "steps and arguments"
+                f"{self._call}: waiting for {waited_s:.0f} s, as nothing has come from "
+                f"{names}{advice}"
             )
 
 
@@ -64,13 +80,16 @@ def listed(names: Sequence[str], limit: int = 10) -> str:
     return ", ".join(names[:limit]) + more
 
 
-def named(rank: int, process: Process | None) -> str:
-    """Name a rank with its process.
+def named(rank: int, process: Process | None, silent_s: float = 0.0) -> str:
+    """Name a rank with its process, and with its silence if that is long.
 
-    >>> named(3, Process(host="node7", pid=41, start="", boot_id="", pid_namespace=""))
-    'rank 3 (process 41 on node7)'
+    >>> named(3, Process(host="node7", pid=41, start="", boot_id="", pid_namespace=""), 12.0)
+    'rank 3 (process 41 on node7, no sign of life for 12 s)'
     """
-    return f"rank {rank}" + ("" if process is None else f" ({described(process)})")
+    if process is None:
+        return f"rank {rank}"
+    sign = f", no sign of life for {silent_s:.0f} s" if silent_s >= FIRST_S else ""
+    return f"rank {rank} ({described(process)}{sign})"
 
 
 def described(process: Process) -> str:

@@ -155,8 +155,9 @@ class _Board:
             posts = self._posts[tag]
             return len(posts) == world_size or any(isinstance(p, Failure) for p in posts.values())
 
-        def late() -> list[str]:
-            return [named(rank, None) for rank in range(world_size) if rank not in self._posts[tag]]
+        def late() -> dict[int, str]:
+            posts = self._posts[tag]
+            return {rank: named(rank, None) for rank in range(world_size) if rank not in posts}
 
         with self._changed:
             self._wait(is_over, timeout_s, watch, late)
@@ -167,7 +168,7 @@ class _Board:
         is_so: Callable[[], bool],
         timeout_s: float,
         watch: Watch | None,
-        late: Callable[[], list[str]],
+        late: Callable[[], dict[int, str]],
     ) -> None:
         began, waited_s = time.monotonic(), 0.0
         next_s = timeout_s if watch is None else min(timeout_s, watch.next_s)
@@ -185,9 +186,9 @@ class _Board:
     def read_announcement(
         self, tag: str, timeout_s: float, watch: Watch | None
     ) -> bytes | Failure | None:
-        def late() -> list[str]:
+        def late() -> dict[int, str]:
             begins = None if watch is None else watch.begins
-            return [] if begins is None or begins in self._begun else [named(LEADER, None)]
+            return {} if begins is None or begins in self._begun else {LEADER: named(LEADER, None)}
 
         with self._changed:
             self._wait(lambda: tag in self._announced, timeout_s, watch, late)
