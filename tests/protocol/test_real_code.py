@@ -12,6 +12,7 @@ from holdfast.care import retention
 from holdfast.engine.claims import leases
 from holdfast.engine.claims.claim import Claim
 from holdfast.engine.claims.leases import Readers
+from holdfast.engine.roots.catalog import Catalog
 from holdfast.errors import HoldfastError
 from holdfast.store.memory import MemoryStore
 
@@ -117,6 +118,12 @@ PAIRS: dict[str, Cast] = {
     },
 }
 """Two actors of which each preempts the other once, at every pair of places."""
+
+
+@pytest.fixture(autouse=True)
+def no_threads_of_actors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scheduler orders actors of one thread each, so they read manifests one by one."""
+    monkeypatch.setattr(Catalog, "_map", lambda self, read, items: map(read, items))
 
 
 def play(

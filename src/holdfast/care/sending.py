@@ -19,7 +19,13 @@ from holdfast.care.retention import candidate
 from holdfast.engine.claims.claim import Claim, expect_claim, is_closed, nothing_arrives
 from holdfast.engine.claims.notes import annotate
 from holdfast.engine.roots.catalog import Catalog, Entry
-from holdfast.engine.roots.commit import check_ownership, mark_aborted, remove_files, settle
+from holdfast.engine.roots.commit import (
+    check_ownership,
+    kept_of_others,
+    mark_aborted,
+    remove_files,
+    settle,
+)
 from holdfast.engine.sealed.sealing import sealed
 from holdfast.engine.tiers.catalog import remote_emitter
 from holdfast.engine.tiers.claims import TieredOwnership
@@ -391,7 +397,8 @@ class Sending:
             whole = self._owner.is_remote_over and nothing_arrives(
                 self._remote, name.epoch, own=claim.epoch
             )
-            remove_files(self._remote, folder, whole=whole)
+            if left := remove_files(self._remote, folder, whole=whole):
+                self._emit("warning", kept_of_others(self._remote, folder, left))
 
     def _mend(self) -> None:
         self.may_mend = False
