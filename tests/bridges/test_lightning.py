@@ -246,6 +246,17 @@ def test_weights_of_a_checkpoint_are_tested(tmp_path: Path) -> None:
     assert made.checkpoint_callback.best_model_path == ""
 
 
+def test_lightnings_last_is_the_newest_checkpoint(tmp_path: Path) -> None:
+    data = Loader(Noisy(), batch_size=22)
+    with pytest.raises(UsageError, match="has no checkpoint"):
+        trainer(HoldfastCheckpoint(tmp_path)).test(Regression(), data, ckpt_path="last")
+    trained = weights(fit(tmp_path, ckpt_path="last", max_steps=4))
+    module = Regression()
+    trainer(HoldfastCheckpoint(tmp_path)).test(module, data, ckpt_path="last", verbose=False)
+    forks.assert_equal(dict(module.state_dict()), trained)
+    assert fit(tmp_path, ckpt_path="last", max_steps=6).global_step == 6
+
+
 @pytest.mark.full
 def test_lightnings_best_is_the_best_of_the_rule(tmp_path: Path) -> None:
     keep = holdfast.Best("val_loss", 1) | holdfast.Last(1)

@@ -23,6 +23,7 @@ from holdfast.bridges.lightning.seams import (
     begin_data,
     check_trainer,
     components_of,
+    find_last,
     given_path,
     model_of,
     monitors_of,
@@ -46,6 +47,8 @@ from holdfast.policy.savers import SavePolicy
 from holdfast.policy.triggers import Event, SaveFunction, Trigger
 from holdfast.state.components import TRAINER
 from holdfast.store.base import Store
+
+find_last()
 
 
 class HoldfastCheckpoint(CheckpointCallback):
@@ -115,14 +118,22 @@ class HoldfastCheckpoint(CheckpointCallback):
     @property
     def best_model_path(self) -> str:
         """The best checkpoint as `ROOT@best`, for Lightning's `ckpt_path="best"`; "": none."""
+        return self._path_of(BEST)
+
+    @property
+    def last_model_path(self) -> str:
+        """The newest checkpoint as `ROOT@latest`, for Lightning's `ckpt_path="last"`; "": none."""
+        return self._path_of("latest")
+
+    def _path_of(self, which: str) -> str:
         root, options = self.checkpoints.root, self.checkpoints
         assert root is not None, "checked when this was made"
         catalog = catalog_of(root, Emitter(), options.encrypt)
         try:
-            catalog.resolve(BEST)
+            catalog.resolve(which)
         except NoCheckpoint:
             return ""
-        return f"{catalog.store.url}@{BEST}"
+        return f"{catalog.store.url}@{which}"
 
     # Hooks of Lightning
 

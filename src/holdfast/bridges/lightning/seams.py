@@ -9,6 +9,7 @@ from typing import Any
 
 import lightning
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 
 from holdfast.bridges.naming import numbered
 from holdfast.bridges.parts import rewind
@@ -21,6 +22,7 @@ FRAMEWORK = "lightning"
 
 _NEEDED = (
     "_checkpoint_connector._loaded_checkpoint",
+    "_checkpoint_connector._parse_ckpt_path",
     "_checkpoint_connector.dump_checkpoint",
     "_checkpoint_connector.restore_callbacks",
     "_checkpoint_connector.restore_datamodule",
@@ -73,6 +75,26 @@ def check_trainer(trainer: Any) -> None:
         wrong.append("reload_dataloaders_every_n_epochs: a new loader has no position; leave it 0")
     if wrong:
         raise UsageError("HoldfastCheckpoint:\n" + listing(wrong))
+
+
+def find_last() -> None:
+    """Let Lightning's `ckpt_path="last"` find our checkpoints; it asks only its own callbacks.
+
+    It chooses the path before any hook of a callback is called.
+    """
+    original = _CheckpointConnector._parse_ckpt_path
+
+    def parse(connector: Any, state_fn: Any, ckpt_path: Any, *args: Any, **options: Any) -> Any:
+        callbacks = connector.trainer.checkpoint_callbacks
+        ours = [one for one in callbacks if hasattr(one, "checkpoints")]
+        if ckpt_path != "last" or not ours:
+            return original(connector, state_fn, ckpt_path, *args, **options)
+        path = ours[0].last_model_path
+        if not path and state_fn.value != "fit":
+            raise UsageError(f"ckpt_path='last': {ours[0].checkpoints.root} has no checkpoint")
+        return path or None  # a fit begins the run
+
+    _CheckpointConnector._parse_ckpt_path = parse
 
 
 def model_of(module: Any, part: str | None) -> Any:
