@@ -559,6 +559,7 @@ class CheckpointManager(Marking):
         without: Iterable[str] = (),
         override: Iterable[str] = (),
         required: bool = False,
+        strict: bool = True,
     ) -> Checkpoint | None:
         """Claim the run and load its newest usable checkpoint; None if no whole state was saved.
 
@@ -579,6 +580,10 @@ class CheckpointManager(Marking):
         `new` names components of the state that the checkpoint lacks: they stay as they are.
         `without` names components that only the checkpoint has: they are not loaded. All others
         are loaded, and the run continues from there; `notes` lists both.
+
+        `strict=False` resumes with modules that have gained or lost parameters: new ones keep their
+        initial values, and optimizers have no state for them; all others are resumed. A warning
+        lists both kinds. Whole components are named in `new` or `without` instead.
 
         `override` names settings that take the script's value: options of optimizers, such as "lr"
         or "optimizer.param_groups.0.lr" of one group, and those of schedulers, such as
@@ -611,6 +616,7 @@ class CheckpointManager(Marking):
         options = LoadOptions(
             edit=self._hooks.edit_load,
             in_place=in_place,
+            is_grown=not strict,
             sides=Sides.of(self.state, new, without, self._hooks.one_sided),
         )
         search = Search(
@@ -700,9 +706,10 @@ class CheckpointManager(Marking):
         patterns (docs/loading.md), and what they leave out keeps its live value; `rename` maps
         stored paths to live ones; `edit` changes what is stored before it is compared with the
         live state, in the place of the hook `edit_load`. With `strict=False` missing and
-        unexpected leaves are reported in `notes` instead of raised. When this manager owns the
-        run, the run continues from a full load. `in_place`, `new`, `without` and `override` as for
-        `resume`: damage in place leaves the state mixed until a whole load succeeds.
+        unexpected leaves are reported in `notes` and a warning instead of raised. When this manager
+        owns the run, the run continues from a full load. `in_place`, `new`, `without` and
+        `override` as for `resume`: damage in place leaves the state mixed until a whole load
+        succeeds.
 
         Raises:
             UsageError: an argument names nothing, or an edit is not possible.
@@ -1115,7 +1122,8 @@ class CheckpointManager(Marking):
         replaced, origins = script.settle(found)
         self._boundary.reset()
         self._warnings.loaded()
-        for note in (*found.one_sided.notes, *found.prepared.lost, *replaced):
+        prepared = found.prepared
+        for note in (*found.one_sided.notes, *prepared.lost, *prepared.tolerated, *replaced):
             self._emit("warning", f"{found.entry.folder}: {note}", folder=found.entry.folder)
         if not found.options.is_full:
             return replaced

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,7 +22,15 @@ from holdfast.state.components import (
 from holdfast.state.copying import Stored, Unread
 from holdfast.state.merge import Claims
 from holdfast.state.plans import GeneratorPlan, LoadPlan, ObjectPlan, RngPlan, TreePlan
-from holdfast.state.selection import NOT_LOADED, Problems, Rename, Selection, Wishes
+from holdfast.state.selection import (
+    NOT_LOADED,
+    WHOLE,
+    Problems,
+    Rename,
+    Selection,
+    Tolerated,
+    Wishes,
+)
 from holdfast.state.shards import LocalShards
 from holdfast.state.trees import decode_skeleton
 
@@ -50,9 +59,11 @@ class Prepared:
         notes: tuple[str, ...],
         lost: tuple[str, ...] = (),
         untaken: tuple[str, ...] = (),
+        tolerated: Tolerated = Tolerated(),
     ) -> None:
         self.untaken = untaken
         """Stored leaves that are not loaded here; other ranks must load them."""
+        self._tolerated = tolerated
         self._plans: Mapping[str, LoadPlan] | None = plans
         self._protected = protected
         self.needed: Mapping[str, tuple[str, ...]] = {
@@ -96,9 +107,16 @@ class Prepared:
         self.notes += claims.notes
         self._is_ready = True
 
+    @property
+    def tolerated(self) -> list[str]:
+        """Notes on leaves that only one side has; with several ranks after `note_untaken`."""
+        return self._tolerated.notes
+
     def note_untaken(self, paths: Sequence[str]) -> None:
         """Note the stored leaves that no rank loads; all others are not `untaken` any more."""
         self.untaken = tuple(paths)
+        unexpected = (*self._tolerated.unexpected, *paths)
+        self._tolerated = replace(self._tolerated, unexpected=unexpected)
         self.notes += tuple(f"{path}: {NOT_LOADED}" for path in paths)
 
     def apply(self, tensors: Mapping[str, Mapping[str, Stored]]) -> None:
@@ -151,6 +169,7 @@ def prepare(
     where: str,
     components: Collection[str] | None = None,
     strict: bool = True,
+    is_grown: bool = False,
     rename: Mapping[str, str] | Callable[[str], str] | None = None,
     include: Collection[str] = (),
     skip: Collection[str] = (),
@@ -169,6 +188,7 @@ def prepare(
         components: load only these.
         strict: refuse leaves that only one side has, and arguments that name nothing;
             otherwise they become notes. Another shape or dtype is refused either way.
+        is_grown: as if not `strict`, for leaves of modules and optimizers that are on both sides.
         rename: stored leaf path -> live leaf path inside a module, and the same for the
             parameter names of an optimizer.
         include: load only these: components, `component.path` of a leaf or of what is above
@@ -189,7 +209,7 @@ def prepare(
     """
     check_state(state)
     selection = Selection(include=include, skip=skip)
-    wishes = Wishes(strict=strict, rename=Rename(rename), selection=selection)
+    wishes = Wishes(strict=strict, rename=Rename(rename), selection=selection, is_grown=is_grown)
     problems = Problems()
     live = [*state, *([] if RNG in state else [RNG])]
     known = dict.fromkeys([*live, *stored, *unread])
@@ -217,12 +237,13 @@ def prepare(
                 problems.untaken += problems.unexpected[before:]
                 del problems.unexpected[before:]
     _report_selection(wishes, problems, wanted=wanted, everything=everything, planned=plans)
-    if not strict:
-        problems.tolerate()
+    tolerated = Tolerated()
+    if not strict or is_grown:
+        tolerated = problems.tolerate(lambda path: not strict or not path.endswith(WHOLE))
     problems.other += [
         f"{name}: none of its names is a live one, so nothing would be loaded"
         for name, plan in plans.items()
-        if not strict
+        if (not strict or is_grown)
         and isinstance(plan, modules.ModulePlan)
         and stored[name].tensors
         and not plan.needed
@@ -239,6 +260,7 @@ def prepare(
         tuple(problems.notes),
         tuple(problems.lost),
         tuple(problems.untaken),
+        tolerated,
     )
 
 
@@ -297,9 +319,9 @@ def _on_both_sides(
     chosen = []
     for name in wanted:
         if name not in stored:
-            problems.missing.append(f"{name} (the whole component)")
+            problems.missing.append(name + WHOLE)
         elif name not in live:
-            problems.unexpected.append(f"{name} (the whole component)")
+            problems.unexpected.append(name + WHOLE)
         else:
             chosen.append(name)
     return chosen

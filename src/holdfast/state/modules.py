@@ -420,7 +420,7 @@ class ModulePlan(LoadPlan):
         if any(_is_within(name, live.converting) for name in (*missing, *unexpected)):
             self._own_loading |= live.converting
             self._is_opaque = True
-        self._left, self._is_strict = left, wishes.strict
+        self._left, self._is_strict = left, wishes.strict and not wishes.is_grown
         # The module's own code may convert names; it is asked before anything changes.
         self._missing = [name for name in missing if self._is_own(name)]
         self._unexpected = [name for name in unexpected if self._is_own(name)]

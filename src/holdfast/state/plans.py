@@ -117,6 +117,14 @@ _PARTS_OF_SCHEDULERS = frozenset({"lr_lambdas", "_schedulers"})
 """What torch's schedulers that are made of functions or of other schedulers cannot load without."""
 
 
+def _num_groups(scheduler: Mapping[str, Any]) -> list[int]:
+    """Return the numbers of parameter groups of a scheduler's state and of those inside it."""
+    own = [len(rates)] if isinstance(rates := scheduler.get("base_lrs"), list) else []
+    inner = scheduler.get("_schedulers")
+    parts = inner if isinstance(inner, list) else []
+    return own + [count for part in parts if isinstance(part, dict) for count in _num_groups(part)]
+
+
 class ObjectPlan(LoadPlan):
     """A load into an object by its own `load_state_dict`."""
 
@@ -145,6 +153,13 @@ class ObjectPlan(LoadPlan):
                 problems.other.append(
                     f"{self._component}: saved from another kind of scheduler, which has no "
                     f"{', '.join(lacks)} as this {kind} has"
+                )
+            stored, known = _num_groups(self._wanted), _num_groups(self._live.state_dict())
+            if stored != known:
+                problems.other.append(
+                    f"{self._component}: its optimizer had {max(stored, default=0)} parameter "
+                    f"groups when saved, and has {max(known, default=0)}. Edit the scheduler's "
+                    "lists, such as base_lrs, in edit_load"
                 )
         is_partial = wishes.selection.is_partial(self._component)
         # Without a group there are no DTensors; then no `state_dict` is called for them.

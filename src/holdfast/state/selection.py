@@ -18,6 +18,8 @@ from holdfast.state.patterns import Entries
 from holdfast.state.prefixes import Sides, proposal
 
 _MAX_KEY_BITS = 2000
+WHOLE = " (the whole component)"
+"""End of the path that stands for a component of which one side has nothing."""
 NOT_LOADED = "in the checkpoint only, not loaded"
 """Note on a stored leaf that no live one matches."""
 
@@ -115,6 +117,20 @@ def shortened(names: Sequence[str], limit: int = 3) -> str:
     return ", ".join(names[:limit]) + (f" and {more} more" if more > 0 else "")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tolerated:
+    """Leaves that only one side has, in a load that allows them."""
+
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+
+    @property
+    def notes(self) -> list[str]:
+        """A text for each kind of them that there is."""
+        kinds = {"not in the checkpoint, left unchanged": self.missing, NOT_LOADED: self.unexpected}
+        return [f"{what}: {shortened(paths, 10)}" for what, paths in kinds.items() if paths]
+
+
 @dataclass(slots=True, kw_only=True)
 class Problems:
     """Problems of all components of a load, which are raised together."""
@@ -153,12 +169,17 @@ class Problems:
             live_dtype = DTYPE_NAMES[live.dtype]
             self.wrong_dtype.append(f"{path}: stored {spec.dtype}, live {live_dtype}")
 
-    def tolerate(self) -> None:
-        """Turn missing and unexpected leaves into notes."""
-        self.notes += [f"{path}: not in the checkpoint, left as it is" for path in self.missing]
-        self.notes += [f"{path}: {NOT_LOADED}" for path in self.unexpected]
-        self.missing.clear()
-        self.unexpected.clear()
+    def tolerate(self, tolerates: Callable[[str], bool]) -> Tolerated:
+        """Turn those missing and unexpected leaves into notes that `tolerates` accepts."""
+        found = Tolerated(
+            missing=tuple(filter(tolerates, self.missing)),
+            unexpected=tuple(filter(tolerates, self.unexpected)),
+        )
+        self.notes += [f"{path}: not in the checkpoint, left as it is" for path in found.missing]
+        self.notes += [f"{path}: {NOT_LOADED}" for path in found.unexpected]
+        self.missing = [path for path in self.missing if path not in found.missing]
+        self.unexpected = [path for path in self.unexpected if path not in found.unexpected]
+        return found
 
     def raise_if_any(self, where: str) -> None:
         """Raise all problems as one error, if there are any.
@@ -240,3 +261,5 @@ class Wishes:
     strict: bool
     rename: Rename
     selection: Selection
+    is_grown: bool = False
+    """Whether leaves of modules and optimizers may be on one side only."""

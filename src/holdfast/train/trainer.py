@@ -60,7 +60,8 @@ from holdfast.train.fit.finding import (
     Trial,
     find_learning_rate,
 )
-from holdfast.train.fit.fitting import Fit, Gear, Resuming
+from holdfast.train.fit.fitting import Fit, Gear
+from holdfast.train.fit.resuming import Resuming
 from holdfast.train.fit.saving import Policy, Saves, StepPosition, check_health
 from holdfast.train.fit.starting import StartingPoint, Tried, Unsaved
 from holdfast.train.loggers.notebook import card
@@ -404,7 +405,8 @@ class Trainer:
         start_from: str | os.PathLike[str] | None = None,
         load_best: bool = False,
         override: Collection[str] = (),
-        resume: Resuming = "if_available",
+        resume: str | int = "if_available",
+        strict: bool = True,
     ) -> Outcome:
         """Train the run until it reaches `until`; the steps of earlier processes count.
 
@@ -437,15 +439,20 @@ class Trainer:
                 with a warning.
             resume: "always" requires a checkpoint, in the root or by `start_from`. "never" starts
                 a new run beside the checkpoints of the root, which stay, as
-                `CheckpointManager.start_new` does: at each start of the script.
+                `CheckpointManager.start_new` does: at each start of the script. A checkpoint of the
+                root, such as "step=2", "best" or a tag, rolls the run back to it, even if there are
+                newer ones, which stay: at each start of the script, with a warning.
+            strict: False: resume with a model that has gained or lost parameters. New ones keep
+                their initial values and have no moments; all others are resumed. A warning lists
+                both kinds (docs/loading.md).
 
         Raises:
             UsageError: `until` is not a goal, or counts what is not counted here; `without` names
                 what this Trainer has; `start_from` does not name another root; nothing has
                 what `override` names; nobody logs a metric that is watched; or the Trainer has
                 trained before and nothing of that was saved.
-            NoCheckpoint: `start_from` names no checkpoint, there is no best one to load, or none
-                to resume from with `resume="always"`.
+            NoCheckpoint: `start_from` or `resume` names no checkpoint, there is no best one to
+                load, or none to resume from with `resume="always"`.
             MismatchError: the checkpoint does not fit; nothing was changed.
             SaveFailed: saving failed three times in a row.
             OwnershipError: another process trains this run.
@@ -469,9 +476,9 @@ class Trainer:
         if self._limits.fast_dev_run and (start_from is not None or load_best):
             logger.info("limits: fast_dev_run: start_from and load_best are ignored")
             start_from, load_best = None, False
-        if resume == "always" and self.root is None and start_from is None:
-            raise UsageError('resume="always": this Trainer has no root (checkpoints=None)')
         start = StartingPoint.of(start_from, self.root)
+        resuming = Resuming(resume, strict=strict, override=override)
+        resuming.check(start, has_root=self.root is not None)
         if load_best:
             check_load_best(self.checkpoints, validates=bool(self._validations))
         self._schedules.resolve(goal, self._epoch)
@@ -488,7 +495,7 @@ class Trainer:
         self._place.is_under_way = False
         watch = torch.autograd.set_detect_anomaly(True) if self._detects_anomaly else nullcontext()
         with self._stop or nullcontext(), watch:
-            return self._fit_to(ending, without, start, override, load_best, resume)
+            return self._fit_to(ending, without, start, resuming, load_best)
 
     @property
     def root(self) -> str | os.PathLike[str] | Store | Tiered | None:
@@ -750,9 +757,8 @@ class Trainer:
         ending: FitEnding,
         without: Collection[str],
         start: StartingPoint | None,
-        override: Collection[str],
+        resuming: Resuming,
         load_best: bool,
-        resume: Resuming,
     ) -> Outcome:
         saves = Saves()
         may_be_new = self.state.keys() - _IN_EVERY_RUN
@@ -768,10 +774,9 @@ class Trainer:
         )
         with self._closing():
             manager = self._make_manager(ending.goal, hooks, saves)
-            begin = None if start is None else partial(self._begin_from, start, hooks, override)
+            begin = None if start is None else partial(self._begin_from, start, hooks, resuming)
             with manager, self._managed(manager):
-                fit = Fit(self._gear, ending, manager, saves, begin, override, resume)
-                outcome = fit.run()
+                outcome = Fit(self._gear, ending, manager, saves, resuming, begin).run()
             # A signal ends the program, and leaves it little time.
             return self._with_best(outcome) if load_best and outcome.reason != "signal" else outcome
 
@@ -834,12 +839,19 @@ class Trainer:
         )
 
     def _begin_from(
-        self, start: StartingPoint, hooks: StateHooks, override: Collection[str]
+        self, start: StartingPoint, hooks: StateHooks, resuming: Resuming
     ) -> Checkpoint:
         """Load the whole state from another root, except the ids under which loggers record."""
         own = [(item, item.state_dict()) for item in self._callbacks.recording]
         try:
-            found = start.load(self.state, hooks, self.checkpoints.encrypt, self._ranks, override)
+            found = start.load(
+                self.state,
+                hooks,
+                self.checkpoints.encrypt,
+                self._ranks,
+                strict=resuming.strict,
+                override=resuming.override,
+            )
         except (OpaqueLoadFailed, KeyboardInterrupt):
             self._place.has_begun = True  # the state is neither the old nor the stored one
             raise

@@ -17,7 +17,7 @@ from holdfast.keys import generate
 from holdfast.state.apply import OpaqueLoadFailed
 from holdfast.store.memory import MemoryStore
 from holdfast.train import Callback, Logger, Trainer, Training, Validation
-from train.small import Noisy, make
+from train.small import Noisy, make, network
 
 
 def trained(root: Any, *goals: int, **options: Any) -> Trainer:
@@ -351,3 +351,72 @@ def test_a_fork_of_step_0_is_saved_at_the_start_only_if_asked(
     fork = new(tmp_path / "new", every=AtStart(always=always))
     fork.fit(2, start_from=f"{tmp_path}/old@step=0")
     assert steps(tmp_path / "new") == expected
+
+
+# `resume` by name, and `strict`
+
+
+def test_a_named_checkpoint_wins_over_newer_checkpoints(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The run is rolled back, as one that was never past that step."""
+    expected = everything(trained(MemoryStore(), 5))
+    trained(tmp_path, 6)
+    back = new(tmp_path)
+    assert back.fit(5, resume="step=2").step == 5
+    assert everything(back) == expected
+    assert steps(tmp_path) == [2, 4, 6, 4, 5]
+    assert any("rolled back from step 6 to step 2" in message for message in caplog.messages)
+    assert new(tmp_path).fit(6).step == 6
+    caplog.clear()
+    assert new(tmp_path).fit(7, resume="step=6").step == 7  # the newest: nothing is lost
+    assert not any("rolled back" in message for message in caplog.messages)
+
+
+@pytest.mark.parametrize(
+    ("root", "options", "names"),
+    [
+        (None, {"resume": "step=2"}, "no root"),
+        ("here", {"resume": 2, "start_from": "there"}, "start_from"),
+    ],
+)
+def test_a_named_checkpoint_is_refused(
+    root: str | None, options: dict[str, Any], names: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError, match=names):
+        new(root and tmp_path / root).fit(3, **options)
+
+
+def test_a_step_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    trained(tmp_path, 3)
+    with pytest.raises(NoCheckpoint):
+        new(tmp_path).fit(5, resume="step=1")
+    assert steps(tmp_path) == [2, 3]
+
+
+def test_a_checkpoint_of_another_root_can_win_over_newer_ones(tmp_path: Path) -> None:
+    old, here = tmp_path / "old", tmp_path / "here"
+    trained(old, 3)
+    trained(here, 5)
+    expected = everything(trained(old, 4))
+    fork = new(here)
+    fork.fit(4, resume="never", start_from=f"{old}@step=3")
+    assert everything(fork) == expected
+    assert steps(here) == [2, 4, 5, 4]
+
+
+@pytest.mark.parametrize("is_fork", [False, True], ids=["resumed", "forked"])
+def test_a_grown_model_is_resumed_with_its_optimizer(is_fork: bool, tmp_path: Path) -> None:
+    def grown(root: Any) -> Trainer:
+        return new(root, model=torch.nn.Sequential(*network(), torch.nn.Linear(1, 1)))
+
+    root = tmp_path / "old"
+    trained(root, 3)
+    with pytest.raises(MismatchError, match=r"model\.3\.weight"):
+        grown(root).fit(5)
+    trainer = grown(tmp_path / "fork" if is_fork else root)
+    outcome = trainer.fit(5, strict=False, start_from=root if is_fork else None)
+    assert outcome.step == 5
+    assert any("model.3.weight" in note for note in outcome.notes)
+    counts = [trainer.optimizer.state[p]["step"].item() for p in trainer.model.parameters()]
+    assert counts == [5, 5, 5, 5, 2, 2]

@@ -70,6 +70,8 @@ class LoadOptions:
     """Names of the components to load; None: all."""
     strict: bool = True
     """Whether missing and unexpected leaves, and arguments that name nothing, are an error."""
+    is_grown: bool = False
+    """Whether modules may have gained or lost parameters since; the load is still full."""
     rename: Rename = None
     """Mapping or function from stored paths to live paths; None: they are the same."""
     include: Collection[str] = ()
@@ -101,7 +103,7 @@ class LoadOptions:
     @property
     def proves_whole(self) -> bool:
         """Whether a load with these options reads and checks every byte of a checkpoint."""
-        return self.is_full and self.verify and self.edit is None
+        return self.is_full and self.verify and self.edit is None and not self.is_grown
 
     def is_asked(self, component: str) -> bool:
         """Whether the options select a component for loading."""
@@ -271,6 +273,7 @@ class Reader:
             where=entry.folder,
             components=one_sided.without_them(options.components),
             strict=options.strict,
+            is_grown=options.is_grown,
             rename=options.rename,
             include=options.include,
             skip=options.skip,

@@ -10,8 +10,7 @@ from holdfast.errors import MismatchError, UsageError
 from holdfast.format.manifest import Manifest
 from holdfast.state.components import RNG
 from holdfast.state.patterns import listed
-
-_WHOLE = " (the whole component)"
+from holdfast.state.selection import WHOLE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,4 +142,4 @@ def with_hint(error: MismatchError, manifest: Manifest) -> MismatchError:
 
 
 def _whole(leaves: Collection[str]) -> list[str]:
-    return [leaf.removesuffix(_WHOLE) for leaf in leaves if leaf.endswith(_WHOLE)]
+    return [leaf.removesuffix(WHOLE) for leaf in leaves if leaf.endswith(WHOLE)]

@@ -312,7 +312,7 @@ class LeadingApplying(_RanksApplying):
             posts = self._after(_ready(found))
         others = [{*answer.untaken} for answer in posts if isinstance(answer, _Answer)]
         untaken = [path for path in found.prepared.untaken if all(path in of for of in others)]
-        if untaken and found.options.strict:
+        if untaken and found.options.strict and not found.options.is_grown:
             raise MismatchError(entry.folder, unexpected=untaken)
         found.prepared.note_untaken(untaken)
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 
@@ -34,6 +34,7 @@ from holdfast.train.evaluation.validation import ValidationPart, Validations
 from holdfast.train.evaluation.watching import Watched
 from holdfast.train.fit import best
 from holdfast.train.fit.ending import FitEnding, Outcome
+from holdfast.train.fit.resuming import Resuming
 from holdfast.train.fit.saving import Saves, StepPosition, StepSaver
 from holdfast.train.outputs import Image
 from holdfast.train.schedules.stepping import Schedules
@@ -44,7 +45,6 @@ from holdfast.train.window.metrics import LazyMetrics
 from holdfast.train.window.swa import EqualAverage
 from holdfast.train.window.wayback import WayBack
 
-Resuming = Literal["if_available", "always", "never"]
 """Whether a `fit` resumes: if there is a checkpoint, or else not at all, or never."""
 
 logger = logging.getLogger("holdfast")
@@ -91,19 +91,16 @@ class Fit:
         ending: FitEnding,
         manager: CheckpointManager,
         saves: Saves,
+        resuming: Resuming = Resuming(),
         start: Callable[[], Checkpoint] | None = None,
-        override: Collection[str] = (),
-        resume: Resuming = "if_available",
     ) -> None:
         """Prepare a call of `fit`; `saves` collects the saves that `manager` begins.
 
         `start` loads the checkpoint of another root. It is called if this run has no checkpoint.
-        `override` names options of optimizers that a resume does not take from the checkpoint.
         """
         self._gear = gear
         self._start = start
-        self._override = override
-        self._resuming = resume
+        self._resuming = resuming
         self._ending = ending
         self._group = gear.update.parallel.group
         self._manager = manager
@@ -203,12 +200,11 @@ class Fit:
         return outcome
 
     def _resume(self) -> Checkpoint | None:
-        if self._resuming == "never":
+        if self._resuming.how == "never":
             self._expect_untrained()
             self._manager.start_new()
             return None
-        required = self._resuming == "always" and self._start is None
-        return self._manager.resume(override=self._override, required=required)
+        return self._resuming.resume(self._manager, can_start=self._start is not None)
 
     def _expect_untrained(self) -> None:
         if self._place.has_begun:

@@ -80,6 +80,8 @@ class StartingPoint:
         hooks: StateHooks,
         encryption: Encryption | None,
         ranks: Literal["group"] | None,
+        *,
+        strict: bool = True,
         override: Collection[str] = (),
     ) -> Checkpoint:
         """Load the checkpoint's whole state into the live objects of all ranks, without a claim.
@@ -90,7 +92,7 @@ class StartingPoint:
         with CheckpointManager(
             self.store, state, hooks=hooks, encrypt=encryption, ranks=ranks
         ) as other:
-            return other.load(self.which, in_place=True, override=override)
+            return other.load(self.which, strict=strict, in_place=True, override=override)
 
 
 class _NoRoot(UsageError, AttributeError):
