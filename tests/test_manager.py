@@ -704,26 +704,31 @@ def test_a_failed_opaque_load_locks_the_manager_until_a_whole_one_succeeds(tmp_p
     """Invariant 6."""
 
     class Fragile:
+        """Loads into copies of itself, on which a load is tried, but not into itself."""
+
         def __init__(self) -> None:
-            self.broken = False
+            self.broken: Any = None
 
         def state_dict(self) -> dict[str, int]:
             return {"n": 1}
 
         def load_state_dict(self, state: dict[str, int]) -> None:
-            if self.broken:
+            if self.broken is self:
                 raise RuntimeError("no")
+
+        def __deepcopy__(self, memo: Any) -> Any:
+            return Fragile()
 
     fragile, tree = Fragile(), {"x": torch.ones(3)}
     state = {"tree": tree, "fragile": fragile}
     with CheckpointManager(tmp_path, state, sinks=()) as manager:
         manager.save(1).wait()
-        fragile.broken = True
-        with pytest.raises(errors.HoldfastError, match="fragile"):
+        fragile.broken = fragile
+        with pytest.raises(errors.OpaqueLoadFailed, match="fragile"):
             manager.load()
         with pytest.raises(errors.ManagerUnusable, match="half loaded"):
             manager.save(2)
-        fragile.broken = False
+        fragile.broken = None
         manager.load()
         manager.save(2).wait()
 
