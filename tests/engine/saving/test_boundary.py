@@ -101,6 +101,24 @@ def has_two_optimizers(run: Run) -> None:
         run.save()
 
 
+class Broken(torch.optim.SGD):
+    """Its step begins and does not end, as one in another thread at the time of a save."""
+
+    def step(self, closure: Any = None) -> None:
+        raise ArithmeticError
+
+
+def has_an_optimizer_of_something_else_in_its_step(run: Run) -> None:
+    other = Broken(nn.Linear(4, 4).parameters(), lr=0.1)
+    for _ in range(2):
+        run.backward()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        with suppress(ArithmeticError):
+            other.step()
+        run.save()
+
+
 def skips_a_step(run: Run) -> None:
     """As a loss scaler whose gradients are not finite."""
     for number in range(4):
@@ -230,6 +248,7 @@ CORRECT = (
     writes_zeros,
     accumulates,
     has_two_optimizers,
+    has_an_optimizer_of_something_else_in_its_step,
     skips_a_step,
     attacks_in_validation,
     gives_a_closure,

@@ -136,7 +136,11 @@ class StepBoundary:
         """
         if not self._driven or not self._components <= captured.components.keys():
             return ()
-        half = [one for one in self._running.values() if one.is_half_done()]
+        half = [
+            one
+            for one in [*self._running.values()]
+            if one.is_half_done() and self._shares_parameters(one.optimizer)
+        ]
         if half:
             self._warn(
                 "half",
@@ -204,6 +208,11 @@ class StepBoundary:
         self._running.pop(id(optimizer), None)
         self._mark()
         self._after_step = self._sample()
+
+    def _shares_parameters(self, optimizer: Optimizer) -> bool:
+        """Whether a step of an optimizer changes the state: others may run in other threads."""
+        own = {id(parameter) for one in self._driven for parameter in _parameters(one)}
+        return any(id(parameter) in own for parameter in _parameters(optimizer))
 
     def _choose(self, parameters: list[Tensor]) -> None:
         self._marked = parameters[:_NUM_GRADS]
@@ -302,9 +311,13 @@ def _groups(value: Any) -> list[dict[str, Any]]:
     return groups if isinstance(groups, list) else []
 
 
+def _parameters(driven: Any) -> list[Tensor]:
+    return [parameter for group in _groups(driven) for parameter in group["params"]]
+
+
 def _ends(driven: Any) -> list[Tensor]:
     """Return the first and the last parameter of an optimizer."""
-    parameters = [parameter for group in _groups(driven) for parameter in group["params"]]
+    parameters = _parameters(driven)
     return [*parameters[:1], *parameters[1:][-1:]]
 
 
