@@ -13,7 +13,7 @@ from holdfast.engine.claims.claim import is_closed
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.tiers.ledger import Ledger
 from holdfast.engine.tiers.tiered import Tiered
-from holdfast.errors import AccessDenied, TransientStoreError
+from holdfast.errors import AccessDenied, NoUsableCheckpoint, TransientStoreError
 from holdfast.events import Emitter
 from holdfast.policy.rules import All, Best, EveryNth, Last
 from holdfast.policy.savers import SideSaver
@@ -86,14 +86,67 @@ def test_each_tier_keeps_what_its_own_rule_says(local: LocalStore, remote: Store
     assert steps_in(remote) == [7, 6, 5, 4, 2]
 
 
-def test_with_none_kept_locally_the_newest_stays(local: LocalStore, remote: Store) -> None:
-    """Invariant 4: the local tier goes on to have what a restart takes first."""
-    tiny = Tiny()
+def test_with_none_kept_locally_the_newest_goes_and_a_resume_reads_the_remote_tier(
+    local: LocalStore, remote: Store
+) -> None:
+    """Invariant 4: the same checkpoint is verified in the remote tier."""
+    for number in (0, 1):
+        tiny = Tiny()
+        with opened(Tiered(local, remote, keep_local=0), tiny) as manager:
+            found = manager.resume()
+            assert (0 if found is None else found.step) == number * 3
+            saved(manager, tiny, *range(3 * number + 1, 3 * number + 4))
+            manager.wait()
+            assert steps_in(local) == []
+    assert steps_in(remote) == [6, 5, 4, 3, 2, 1]
+    assert local.pointed("latest") == Catalog(remote).checkpoints()[0].folder
+    with pytest.raises(NoUsableCheckpoint, match="uploaded to"), opened(local, tiny) as manager:
+        manager.resume()
+
+
+def test_a_restart_without_the_remote_tier_does_not_go_back_to_an_older_local_copy(
+    local: LocalStore,
+) -> None:
+    remote, tiny = Switch(), Tiny()
     with opened(Tiered(local, remote, keep_local=0), tiny) as manager:
         manager.resume()
-        saved(manager, tiny, 1, 2, 3)
-    assert steps_in(local) == [3]
-    assert steps_in(remote) == [3, 2, 1]
+        saved(manager, tiny, 1)
+        manager.pin("step=1")
+        saved(manager, tiny, 2)
+    remote.error = TransientStoreError("no network")
+    for pinned in (1, 0):
+        root = Tiered(local, remote, keep_local=0, close_timeout_s=0)
+        with pytest.raises(TransientStoreError), opened(root, tiny) as manager:
+            manager.resume()
+        assert len(Catalog(local).checkpoints()) == pinned
+        for entry in Catalog(local).checkpoints():
+            remove_folder(local, entry.folder)
+
+
+def test_the_newest_stays_locally_until_the_remote_one_was_read_back(
+    local: LocalStore, remote: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that did not see it arrive reads it back, and takes no damaged copy for one."""
+    tiny = Tiny()
+    with opened(Tiered(local, remote), tiny) as manager:
+        saved(manager, tiny, 1, 2)
+        manager.pin("step=1")
+    (file,) = [i for i in remote.list() if "/model" in i.key or "tiny" in i.key][-1:]
+    data = bytearray(remote.get(file.key))
+    data[-1] ^= 1
+    remote.put(file.key, bytes(data))
+    noted = Noted()
+    with opened(Tiered(local, remote, keep_local=0), tiny, sinks=(noted,)) as manager:
+        manager.resume()
+        manager.wait()
+    assert [entry.step for entry in Catalog(local).checkpoints()] == [2, 1]
+    assert any("stays in the local tier" in event.message for event in noted.of("warning"))
+    data[-1] ^= 1
+    remote.put(file.key, bytes(data))
+    with opened(Tiered(local, remote, keep_local=0), tiny) as manager:
+        manager.resume()
+        manager.wait()
+    assert steps_in(local) == [1]  # pinned
 
 
 def test_with_none_kept_locally_those_of_side_savers_go_too(
@@ -110,8 +163,7 @@ def test_with_none_kept_locally_those_of_side_savers_go_too(
                 tiny.become(step)
                 manager.maybe_save(step)
                 manager.wait()
-    # The newest, and the newest from which a run can go on.
-    assert steps_in(local) == [10, 8]
+    assert steps_in(local) == []
     assert steps_in(remote) == [10, 9, 8, 7, 6, 5, 4, 3, 2, 1]
 
 
@@ -153,7 +205,7 @@ def test_nothing_goes_locally_while_the_remote_tier_is_away(
         assert {*Ledger(local).waiting()} >= {e.folder for e in Catalog(local).checkpoints()[:3]}
         remote.error = None
         manager.wait()
-        assert steps_in(local) == [4]
+        assert steps_in(local) == []
     assert steps_in(remote) == [4, 3, 2, 1]
     assert Ledger(local).waiting() == {}
     assert [*Ledger(local).notes()] == [entry.folder for entry in Catalog(local).checkpoints()]

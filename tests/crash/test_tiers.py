@@ -39,6 +39,8 @@ Worlds = Callable[[int], "World"]
 class World:
     """Both tiers of a run that has saved once, and what was acknowledged since."""
 
+    keep_local: Any = Last(1)
+
     def __init__(self, remote: Store, size: int, encrypt: Encryption | None = None) -> None:
         self.local, self.remote = MemoryStore("local"), remote
         self.size, self.encrypt = size, encrypt
@@ -50,7 +52,12 @@ class World:
         """A process: resume, save, send."""
         tiny = Tiny(self.size)
         root = Tiered(
-            self.local, remote, keep_local=0, keep_remote=Last(2), close_timeout_s=0, **options
+            self.local,
+            remote,
+            keep_local=self.keep_local,
+            keep_remote=Last(2),
+            close_timeout_s=0,
+            **options,
         )
         manager = unopened(
             root, tiny, sinks=(self.noted,), save_timeout_s=120, encrypt=self.encrypt
@@ -79,7 +86,7 @@ class World:
     def check_settled(self) -> None:
         """Each tier has what its rule keeps, and nothing else."""
         newest = max(self.acknowledged)
-        assert self.steps(self.local) == [newest]
+        assert self.steps(self.local) == ([newest] if self.keep_local else [])
         assert self.steps(self.remote) == [newest, newest - 1][: len(self.acknowledged)]
         assert Ledger(self.local).waiting() == {}
         kept = {one.folder for one in Catalog(sealing(self.remote, self.encrypt)).checkpoints()}
@@ -160,6 +167,14 @@ def test_a_stop_at_every_operation_on_the_remote_tier_loses_nothing(
 ) -> None:
     """R1, R2, R23; invariants 1, 2, 4: and the next process ends what was begun."""
     stop_at_every_operation(worlds, kind, every=every)
+
+
+def test_a_stop_loses_nothing_if_no_local_copy_stays(
+    worlds: Worlds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Invariant 4: a local copy goes after the remote one is whole, also the newest."""
+    monkeypatch.setattr(World, "keep_local", 0)
+    stop_at_every_operation(worlds, "stop_after", every=14)
 
 
 @pytest.mark.full

@@ -6,6 +6,14 @@ from tests.mutants.mutant import Mutant
 
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
+        name="the-newest-local-copy-goes-unread",
+        promise="I4: with keep_local=0 the newest goes once the remote copy was sent or read back",
+        file="care/sending.py",
+        before="            if report.ok:\n                self.chores.release(",
+        after="            if report:\n                self.chores.release(",
+        near=("tests/care/test_mirror.py",),
+    ),
+    Mutant(
         name="retention-takes-the-run-before-a-fresh-start",
         promise="I4: a fresh start leaves the checkpoints of the run before, whatever the rule",
         file="care/retention.py",

@@ -23,6 +23,7 @@ from holdfast.engine.roots.catalog import Catalog, Entry
 from holdfast.engine.roots.commit import name_latest
 from holdfast.errors import HoldfastError, Superseded
 from holdfast.events import Emitter
+from holdfast.format.layout import parse_attempt
 from holdfast.format.manifest import Timestamp
 from holdfast.policy.auto import Auto
 from holdfast.policy.costs import SaveCost
@@ -94,6 +95,14 @@ class Housekeeper:
                 self._deleter.carry_out(
                     claim, has_committed=owner.has_committed, unclear=owner.unclear
                 )
+
+    def release(self, folder: str) -> None:
+        """Delete the copy here of a checkpoint that the other tier has. Thread-safe."""
+        owner, name = self._owner, parse_attempt(folder)
+        with self._lock, self._trying("retention"):
+            entry = None if name is None else Catalog(self._store).entry(name)
+            if entry is not None and owner.claim is not None:
+                self._deleter.release(owner.claim, entry, unclear=owner.unclear)
 
     def after_claim(self, *, spared: Collection[str] = ()) -> None:
         """Remove unfinished saves of earlier writers by gc, except in the `spared` folders.

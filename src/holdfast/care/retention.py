@@ -232,6 +232,21 @@ class Deleter:
                 settled.add(base.folder)
             self._execute(claim, item)
 
+    def release(self, claim: Claim, entry: Entry, *, unclear: Collection[str] = ()) -> None:
+        """Delete the copy here of a checkpoint that the other tier was seen to have, even the
+        newest; unless it is pinned, tagged, read or waits for its upload. `latest` still names it:
+        by that a process that cannot reach the other tier knows that it must not go back.
+
+        Raises:
+            Superseded: a later writer owns the run.
+        """
+        if entry.marks.pinned or entry.tags or self._must_stay(entry):
+            return
+        self._unclear = frozenset(unclear)
+        why = "uploaded, and keep_local=0"
+        made = Decision(entry=candidate(self._store, entry), keep=False, reason=why)
+        self._execute(claim, Planned(entry=entry, decision=made))
+
     def _report_lacks(self, planned: Sequence[Planned]) -> None:
         """Warn of what parts of the rule need and no checkpoint has, once it cannot come late."""
         newest = max((item.entry.step for item in planned), default=0)

@@ -16,6 +16,7 @@ from holdfast.care.backlog import Backlog
 from holdfast.care.housekeeping import Housekeeper
 from holdfast.care.mend import mend
 from holdfast.care.retention import candidate
+from holdfast.care.verify import verify
 from holdfast.engine.claims.claim import Claim, expect_claim, is_closed, nothing_arrives
 from holdfast.engine.claims.notes import annotate
 from holdfast.engine.roots.catalog import Catalog, Entry
@@ -218,6 +219,7 @@ class Sending:
             # upload follows after which local retention would run.
             self._is_behind = False
             self.chores.retain()
+            self._release_rest()
 
     def _begin(self) -> None:
         """Claim the remote tier and list its checkpoints; called once after each claim."""
@@ -378,7 +380,29 @@ class Sending:
         if cost.is_all:  # then every byte of the local copy was read and found right
             self.chores.trust(entry)
         self.chores.retain()
+        if self._options.keep_local == 0:
+            self.chores.release(entry.folder)
         self.backlog.refresh()
+
+    def _release_rest(self) -> None:
+        """With `keep_local=0`, delete local copies that an earlier process has uploaded.
+
+        The remote copies are read back first: this process has not seen them arrive.
+        """
+        if self._options.keep_local != 0:
+            return
+        for entry in Catalog(self._local).checkpoints():
+            is_wanted = entry.marks.pinned or entry.tags or self.backlog.holds(entry)
+            if is_wanted or Catalog(self._remote).entry(entry.name) is None:
+                continue
+            if self.background.is_stopping:
+                return
+            report = verify(self._remote, entry.folder)
+            if report.ok:
+                self.chores.release(entry.folder)
+            else:
+                text = f"{entry.folder} stays in the local tier: {report.problems[0]}"
+                self._emit_remote("warning", text, step=entry.step, folder=entry.folder)
 
     def _clear_away(self) -> None:
         """Remove partial uploads of checkpoints that the remote tier is no longer to keep."""

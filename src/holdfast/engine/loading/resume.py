@@ -438,6 +438,8 @@ class Reader:
         changed = "The state is mixed" if self.is_mixed else "Nothing was changed"
         others = (error.way_on for error in self.passed_over.values() if isinstance(error, Dropped))
         way_on = next(others, "Name another one explicitly, or use another root")
+        if not self.passed_over and (remote := catalog.uploaded_to()):
+            way_on = f"They were uploaded to {remote}: resume with Tiered(…, {remote!r})"
         raise NoUsableCheckpoint(
             f"{catalog.store.url}: there are committed checkpoints, and none can be used. "
             f"{changed}. {way_on}",

@@ -41,7 +41,7 @@ from holdfast.format.manifest import (
     Reference,
     decode_register,
 )
-from holdfast.format.records import Notes, Rejected, WriterRecord
+from holdfast.format.records import Notes, Rejected, TiersRecord, WriterRecord
 from holdfast.policy.rule import MAIN
 from holdfast.store.base import ObjectInfo, Store
 
@@ -621,9 +621,23 @@ class Catalog:
         claims = (self._claim_or_none(epoch) for epoch in self.claims() if epoch >= first)
         if any(claim is not None and claim.resumed_from is not None for claim in claims):
             return True
+        if self.uploaded_to():
+            return True
         if unsealed is not None:
             raise unsealed
         return False
+
+    def uploaded_to(self) -> str:
+        """Return the remote tier to which a checkpoint of this run was uploaded from here.
+
+        Empty if none was: then nothing is in the remote tier alone.
+        """
+        tiers = None
+        with suppress(FormatError):
+            tiers = read_if_there(self.store, layout.TIERS, TiersRecord.decode)
+        name = None if tiers is None else layout.parse_attempt(tiers.folder or "")
+        is_of_this_run = name is not None and name.epoch >= self.fresh_epoch()
+        return tiers.remote if tiers is not None and is_of_this_run else ""
 
     def _has_deleted(self, *, since: int) -> bool:
         """Whether any attempt of epoch `since` or later is known to have been deleted."""

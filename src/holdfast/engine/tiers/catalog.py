@@ -13,11 +13,13 @@ from typing import TypeVar
 from typing_extensions import override
 
 from holdfast.engine.roots.catalog import Catalog, Entry, Register
+from holdfast.engine.roots.lost import latest_of
 from holdfast.engine.roots.sources import expect_root
 from holdfast.engine.sealed.sealing import sealed, sealing
 from holdfast.engine.tiers.tiered import Tiered
 from holdfast.errors import FormatError, NotSealed, SealError, StoreError, UsageError
 from holdfast.events import Emitter, Event
+from holdfast.format import layout
 from holdfast.format.layout import AttemptName
 from holdfast.format.manifest import Manifest
 from holdfast.format.records import WriterRecord
@@ -59,12 +61,18 @@ def catalog_of(
     return Catalog(sealing(open_store(root), encryption))
 
 
-def holds_a_run(store: Store) -> bool:
-    """Whether a run was saved in a root, or left by a fresh start; True if it does not decrypt."""
+def is_enough(store: Store) -> bool:
+    """Whether the run can continue from this tier alone: it has the newest checkpoint it names.
+
+    With `keep_local=0` that may be in the remote tier only. True if checkpoints do not decrypt.
+    """
+    catalog, latest = Catalog(store), layout.parse_attempt(latest_of(store))
     try:
-        catalog = Catalog(store)
+        if latest is not None and not isinstance(catalog.read(str(latest)), Manifest):
+            head = catalog.head()
+            return head is not None and head.order >= latest.order
         return catalog.ever_committed() or catalog.fresh_epoch() > 0
-    except SealError:
+    except (FormatError, SealError):
         return True
 
 
@@ -219,7 +227,7 @@ class TieredCatalog(Catalog):
         try:
             return question()
         except StoreError as error:
-            if not holds_a_run(self.store):
+            if not is_enough(self.store):
                 raise
             self.cut_off = error
             self._emit(

@@ -32,7 +32,7 @@ from holdfast.engine.claims.process import liveness
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.roots.commit import check_ownership, put_once
 from holdfast.engine.roots.documents import read_document
-from holdfast.engine.tiers.catalog import TieredCatalog, holds_a_run, remote_emitter
+from holdfast.engine.tiers.catalog import TieredCatalog, is_enough, remote_emitter
 from holdfast.engine.tiers.ledger import Ledger
 from holdfast.errors import (
     CommitConflict,
@@ -241,9 +241,9 @@ class TieredOwnership(Ownership):
         return True
 
     def _use_local_only(self, error: StoreError) -> None:
-        """Warn, and continue with the local tier only; raise `error` if nothing was committed in
-        that tier, as the run may be in the remote one."""
-        if not holds_a_run(self._store):
+        """Warn, and continue with the local tier only; raise `error` if that tier has nothing, or
+        not the newest checkpoint, as the run may be in the remote one."""
+        if not is_enough(self._store):
             raise error
         self.catalog.cut_off = error
         self._emit(

@@ -113,8 +113,8 @@ class Tiered:
         local: a fast path or store, where each save commits.
         remote: a durable path, URL or store. It is a root like any other: other programs list it,
             load from it, and a machine with an empty `local` resumes from it.
-        keep_local: what retention keeps in `local` of what `remote` has; 0: only what is kept in
-            any case, such as the newest. None: the manager's `keep` applies.
+        keep_local: what retention keeps in `local` of what `remote` has, beside the newest; 0:
+            nothing, so that a resume reads `remote`. None: the manager's `keep` applies.
         keep_remote: what it keeps in `remote`; what this would delete at once is not uploaded.
             None: everything.
         max_lag: how far `remote` may be behind: "2000step", "30min" of training, or "40GB" not
