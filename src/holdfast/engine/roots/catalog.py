@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import TypeVar
 
 from holdfast.engine.roots.best import best_of, means_best
@@ -601,26 +602,29 @@ class Catalog:
                 unencrypted ones, with encryption on.
         """
         unsealed: NotSealed | None = None
-        first = self.fresh_epoch()
+        fresh_epoch = cache(self.fresh_epoch)  # it reads the lineage: only if something is found
         for name in self.open_attempts():
-            if name.epoch < first:
-                continue
             try:
                 register = self.read(str(name))
             except FormatError:
-                return True
+                register = None  # damaged, so it was committed
             except NotSealed as error:
                 unsealed = error
                 continue
-            if isinstance(register, Manifest) and by_main and _is_by_side_savers(register):
+            else:
+                if not isinstance(register, Manifest):
+                    continue
+            if register is not None and by_main and _is_by_side_savers(register):
                 continue
-            if isinstance(register, Manifest):
+            if name.epoch >= fresh_epoch():
                 return True
-        if self._has_deleted(since=first) and not by_main:
+        if not by_main and self._has_deleted(since=fresh_epoch()):
             return True
-        claims = (self._claim_or_none(epoch) for epoch in self.claims() if epoch >= first)
-        if any(claim is not None and claim.resumed_from is not None for claim in claims):
-            return True
+        for claim in map(self._claim_or_none, self.claims()):
+            if claim is None or claim.resumed_from is None:
+                continue
+            if claim.epoch >= fresh_epoch():
+                return True
         if self.uploaded_to():
             return True
         if unsealed is not None:
