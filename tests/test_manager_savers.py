@@ -199,11 +199,11 @@ def test_counters_fill_what_a_call_does_not_tell(tmp_path: Path) -> None:
 def test_a_save_alone_does_not_know_how_far_its_epoch_is(tmp_path: Path) -> None:
     """`save(7, epoch=1)` with nothing before it records no step within the epoch, and not 0."""
     run = new_run()
-    with run.manager(tmp_path) as manager:
+    with run.manager(tmp_path / "run") as manager:
         assert manager.save(7, epoch=1, wait=True).wait().timestamp.step_in_epoch is None
         run.train()
         assert manager.save(9, epoch=2, wait=True).wait().timestamp.step_in_epoch == 0
-    with run.manager(tmp_path, label="{epoch}-{step_in_epoch}") as manager:
+    with run.manager(tmp_path / "run", label="{epoch}-{step_in_epoch}") as manager:
         manager.resume()
         run.train()
         assert manager.save(12, epoch=2, wait=True).wait().folder.startswith("2-3.")

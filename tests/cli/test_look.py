@@ -224,7 +224,7 @@ def test_diff_leaves_out_what_patterns_name(holdfast: Holdfast, twins: tuple[Pat
         ("optimiser", "--ignore: nothing is called ['optimiser']"),
         ("trainer:log.0.runtime", "--ignore: nothing is called ['trainer.log.0.runtime']"),
         ("mod", "--ignore: nothing is called ['mod']"),
-        ("mod*", "* stands for one whole name between dots"),
+        ("modl*", "* stands for any characters between two dots"),
         ("**", "--ignore: leaves nothing to compare"),
         ("*.*", "--ignore: leaves nothing to compare"),
     ],

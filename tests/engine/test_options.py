@@ -57,11 +57,12 @@ def test_every_field_is_in_the_table_of_the_documents_and_in_those_of_the_manage
         (Checkpoints(None, every="auto"), "Checkpoints(None, every='auto')"),
         (
             Checkpoints("a", keep=Last(3) | Best("loss"), every=Every("500step")),
-            "Checkpoints('a', every=Every(interval='500step'), keep=Last(3) | Best('loss'))",
+            "Checkpoints('a', every=Every(interval='500step'), "
+            "keep=Last(3) | Best('loss', 1, 'min'))",
         ),
         (
             Checkpoints("a", keep=(Last(3) | Best("loss")).then_drop("optimizer"), preflight=False),
-            "Checkpoints('a', keep=(Last(3) | Best('loss')).then_drop('optimizer'), "
+            "Checkpoints('a', keep=(Last(3) | Best('loss', 1, 'min')).then_drop('optimizer'), "
             "preflight=False)",
         ),
         (Checkpoints("a", sinks=[log_event], savers=[]), "Checkpoints('a')"),

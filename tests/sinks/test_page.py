@@ -27,5 +27,5 @@ def test_its_snippets_run_and_the_reporter_on_it_is_told(
     }
     for snippet in re.findall(r"```python\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL):
         exec(snippet, names)
-    assert [text.partition(" step-")[0] for text in posted] == ["step 1: committed"]
+    assert [text.partition(" step-")[0] for text in posted] == ["step 1: saved step 1:"]
     assert "holdfast_saves_total" in Path("runs/holdfast.prom").read_text()

@@ -111,8 +111,14 @@ class Loader(Feed):
                 gives indices, such as `Weighted`, or a sampler of torch.
             batch_sampler: in place of `batch_size`, too: gives a list of indices for each batch of
                 all ranks, such as `Buckets`.
-            num_workers, collate_fn, pin_memory, timeout, worker_init_fn, multiprocessing_context,
-                prefetch_factor, persistent_workers: as for torch's DataLoader.
+            num_workers: as for torch's DataLoader, as are the next six.
+            collate_fn: see `num_workers`.
+            pin_memory: see `num_workers`.
+            timeout: see `num_workers`.
+            worker_init_fn: see `num_workers`.
+            multiprocessing_context: see `num_workers`.
+            prefetch_factor: see `num_workers`.
+            persistent_workers: see `num_workers`.
             drop_last: leave out a lap's last batch when it is not full. Otherwise the ranks divide
                 it; their parts differ by one sample at most, and none is empty.
             generator: None, as all random numbers follow from the seed.

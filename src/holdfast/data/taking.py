@@ -41,7 +41,7 @@ class Taking:
         elif self.num_taken:
             self.num_evaluated += 1
         frame = sys._getframe(1)
-        while frame.f_back is not None and frame.f_globals["__name__"].startswith(__package__):
+        while frame.f_back is not None and _is_of_data(frame):
             frame = frame.f_back
         self._caller = id(frame), frame.f_code
 
@@ -61,3 +61,8 @@ class Taking:
                 return True
             frame = frame.f_back
         return False
+
+
+def _is_of_data(frame: FrameType) -> bool:
+    """Whether a frame is of this package; code that `exec` runs may have no `__name__`."""
+    return str(frame.f_globals.get("__name__", "")).startswith(__package__)

@@ -52,7 +52,7 @@ U = TypeVar("U")
 _MAX_LOST = 1000
 """Largest number of missing claims between existing ones; more mean a forged epoch number."""
 _READERS = 16
-"""Threads that read manifests from a store whose reads wait for a network."""
+"""Threads that read manifests from a store whose reads wait for a network, if it has as many."""
 _STEP = re.compile(r"step=(\d{1,18})", re.ASCII)
 
 
@@ -331,7 +331,7 @@ class Catalog:
 
     def _map(self, read: Callable[[T], U], items: Sequence[T]) -> Iterator[U]:
         """Call `read` for each item, in threads if reads of the store wait for a network."""
-        if self.store.has_folders or len(items) < 2:
+        if self.store.has_folders or len(items) < _READERS:
             yield from map(read, items)
             return
         with ThreadPoolExecutor(_READERS, "holdfast-catalog") as pool:
