@@ -149,4 +149,28 @@ MUTANTS: tuple[Mutant, ...] = (
         after="    if lost and not wishes.strict:\n",
         near=("tests/state/test_selection.py",),
     ),
+    Mutant(
+        name="slots-are-not-looked-at-again",
+        promise="I6: what cannot be saved is refused as soon as it exists",
+        file="state/refusals.py",
+        before="    return len(state), len(last) if isinstance(last, dict) else 0\n",
+        after="    return 0, 0\n",
+        near=("tests/state/test_refusals.py",),
+    ),
+    Mutant(
+        name="edits-keep-what-cannot-be-saved",
+        promise="I6: what the hook does not leave out is refused, not stored empty",
+        file="state/edits.py",
+        before="    if left:\n        raise UnsupportedState(left)\n",
+        after="",
+        near=("tests/state/test_refusals.py",),
+    ),
+    Mutant(
+        name="changes-in-place-are-no-state",
+        promise="I6: attributes that training changes and no component holds are named",
+        file="state/outside.py",
+        before="            return bool(before.value[:2] == now.value[:2])\n",
+        after="            return False\n",
+        near=("tests/state/test_outside.py",),
+    ),
 )
