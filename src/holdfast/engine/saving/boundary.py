@@ -8,9 +8,11 @@ there are two short hooks, which read a few integers and items; all else is done
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, TypeAlias
 
 import torch
@@ -120,14 +122,13 @@ class StepBoundary:
         self._sampled: _Sampled | None = None
         self._before_step: Tensor | None = None
         """Sample of the weight before the first step after `_sampled`."""
-        self._handles: list[Any] = []
         if self._driven:
             self._choose([parameter for one in self._driven for parameter in _ends(one)])
             # Schedule-free optimizers have two sets of weights, and a saved flag which is in.
             if not any(hasattr(one, "eval") for one in self._driven):
                 last = [one for one in self._marked if _can_be_sampled(one)][-1:]
                 self._watched = _Watched(last[0]) if last else None
-            self._watch()
+            _register(self)
 
     def check(self, captured: Captured, step: int) -> tuple[str, ...]:
         """Warn if the captured state is not that of a step boundary.
@@ -162,37 +163,11 @@ class StepBoundary:
 
     def close(self) -> None:
         """Stop watching, and warn of the last save."""
-        for handle in self._handles:
-            handle.remove()
+        _unregister(self)
         self._judge_gradients(is_last=True)
         self._judge_weights()
 
     # Hooks
-
-    def _watch(self) -> None:
-        # Weak, because torch keeps the hooks for ever: a manager that is dropped without a close
-        # must be collected, and the hooks removed with it.
-        own = weakref.ref(self)
-
-        def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            boundary = own()
-            if boundary is not None:
-                boundary._begin_step(optimizer, args, kwargs)
-
-        def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            boundary = own()
-            if boundary is not None:
-                boundary._end_step(optimizer)
-
-        for hook in (before_step, after_step):
-            # What torch.compiler.disable sets, without its import of the whole compiler.
-            hook._torchdynamo_disable = True  # type: ignore[attr-defined]
-        self._handles = [
-            torch_optimizer.register_optimizer_step_pre_hook(before_step),
-            torch_optimizer.register_optimizer_step_post_hook(after_step),
-        ]
-        for handle in self._handles:
-            weakref.finalize(self, handle.remove)
 
     def _begin_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         has_closure = len(args) > 1 or kwargs.get("closure") is not None
@@ -304,6 +279,47 @@ class StepBoundary:
         if kind not in self._said:
             self._said.add(kind)
             self._emit("warning", message)
+
+
+_watching: tuple[weakref.ref[StepBoundary], ...] = ()
+"""Those that watch steps now. Weak, so that a manager that is dropped without a close is collected.
+A tuple, which other threads may walk while it is replaced."""
+_registering = threading.Lock()
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for known in _watching:
+        if (boundary := known()) is not None:
+            boundary._begin_step(optimizer, args, kwargs)
+
+
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for known in _watching:
+        if (boundary := known()) is not None:
+            boundary._end_step(optimizer)
+
+
+@cache
+def _register_hooks() -> None:
+    """Register the two hooks once for the process: torch walks its hooks in any thread's step."""
+    for hook in (_before_step, _after_step):
+        # What torch.compiler.disable sets, without its import of the whole compiler.
+        hook._torchdynamo_disable = True  # type: ignore[attr-defined]
+    torch_optimizer.register_optimizer_step_pre_hook(_before_step)
+    torch_optimizer.register_optimizer_step_post_hook(_after_step)
+
+
+def _register(boundary: StepBoundary) -> None:
+    global _watching
+    with _registering:
+        _register_hooks()
+        _watching = (*(known for known in _watching if known()), weakref.ref(boundary))
+
+
+def _unregister(boundary: StepBoundary) -> None:
+    global _watching
+    with _registering:
+        _watching = tuple(known for known in _watching if known() not in (None, boundary))
 
 
 def _groups(value: Any) -> list[dict[str, Any]]:
