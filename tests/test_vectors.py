@@ -104,13 +104,19 @@ def test_later_checkpoints_do_not_stand_in_the_way_of_going_back(tmp_path: Path)
 
 
 _SKIPPED = [
-    (["**"], {"model", "optimizer", "counters"}),
     (["model.**"], {"model"}),
     (["counters"], {"counters"}),
     (["rng"], set()),
     (["optimizer"], {"optimizer"}),
     (["model.*.weight", "model.*.bias"], {"model"}),
 ]
+
+
+def test_a_load_that_skips_everything_is_refused(tmp_path: Path) -> None:
+    with new_run().manager(tmp_path) as manager:
+        manager.save(3).wait()
+    with new_run().manager(tmp_path) as manager, pytest.raises(UsageError, match="nothing would"):
+        manager.load(skip=["**"])
 
 
 @pytest.mark.parametrize(("skip", "fresh"), _SKIPPED)
