@@ -33,9 +33,11 @@ from holdfast.train import (
     Callback,
     Counts,
     HookFailed,
+    Limits,
     Logger,
     Metrics,
     Outcome,
+    SpeedMonitor,
     Trainer,
     Training,
     Validation,
@@ -578,6 +580,33 @@ def test_metrics_of_ones_own_go_to_the_log(tmp_path: Path) -> None:
         *((1, {"mine"}), (1, {"other"})),
         *((2, {"mine"}), (2, {"other"}), (2, {"loss", "draw"})),
     ]
+
+
+@pytest.mark.parametrize("options", [{"progress": True}, {"callbacks": [SpeedMonitor()]}])
+def test_without_a_logger_a_callbacks_entries_are_warned_of_once(
+    options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """K17."""
+
+    class Logs(Callback):
+        def step_end(self, training: Training, metrics: Metrics) -> None:
+            training.log({"mine": 1.0})
+            training.log({"mine": 2.0})
+
+    callbacks = [Logs(), *options.pop("callbacks", [])]
+    make(None, callbacks=callbacks, **options).fit(2)
+    [warning] = [record for record in caplog.records if "no logger records" in record.message]
+    assert "'mine'" in warning.message
+    assert warning.levelname == "WARNING"
+
+
+def test_no_warning_of_logs_without_entries_with_a_logger_or_in_a_trial(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make(None).log({})
+    make(None, limits=Limits(fast_dev_run=True)).log({"mine": 1.0})
+    make(tmp_path).log({"mine": 1.0})
+    assert "no logger records" not in caplog.text
 
 
 def test_outside_of_a_fit_nothing_is_logged(tmp_path: Path) -> None:

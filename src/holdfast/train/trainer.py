@@ -729,7 +729,8 @@ class Trainer:
         """Log metrics of the current step to all loggers, or to those named in `to`.
 
         Texts, `Table` and `Image` are logged, too. What is none of these and no number is left
-        out; a warning is logged, once for each name.
+        out; a warning is logged, once for each name. If no logger records an entry, a warning is
+        logged, once for each kind of entry; not with `fast_dev_run`, which has no loggers.
 
         Raises:
             UsageError: `to` names a logger that does not exist.
@@ -743,14 +744,26 @@ class Trainer:
         entries = {name: value for name, value in metrics.items() if isinstance(value, Entry)}
         numbers = {name: value for name, value in metrics.items() if name not in entries}
         if numbers or not entries:
-            self._callbacks.tell_chosen(to, Callback.log, LazyMetrics(self._numbers(numbers)))
+            found = self._numbers(numbers)
+            self._log(to, Callback.log, found, LazyMetrics(found))
         for name, entry in entries.items():
             if isinstance(entry, str):
-                self._callbacks.tell_chosen(to, Callback.log_text, name, entry)
+                self._log(to, Callback.log_text, [name], name, entry)
             elif isinstance(entry, Table):
-                self._callbacks.tell_chosen(to, Callback.log_table, name, entry)
+                self._log(to, Callback.log_table, [name], name, entry)
             else:
-                self._callbacks.tell_chosen(to, Callback.log_image, name, entry)
+                self._log(to, Callback.log_image, [name], name, entry)
+
+    def _log(
+        self,
+        to: Collection[str] | None,
+        hook: Callable[..., None],
+        names: Collection[str],
+        *arguments: Any,
+    ) -> None:
+        self._callbacks.tell_chosen(to, hook, *arguments)
+        if not self._limits.fast_dev_run:
+            self._callbacks.warn_if_unrecorded(hook, names)
 
     def _fit_to(
         self,

@@ -57,6 +57,8 @@ class Callbacks:
         self._by_hook = {hook: [item for item in called if _has(item, hook)] for hook in HOOKS}
         # Loggers start first, to be ready for what other callbacks log as they start.
         self._by_hook["fit_start"].sort(key=lambda item: not isinstance(item, Logger))
+        self._is_leader = is_leader
+        self._warned_of: set[str] = set()
 
     @property
     def all(self) -> tuple[Callback, ...]:
@@ -173,6 +175,24 @@ class Callbacks:
         for callback in self._by_hook[hook.__name__]:
             if chosen is None or callback in chosen:
                 self._run(callback, hook.__name__, *arguments, **named)
+
+    def warn_if_unrecorded(self, hook: Callable[..., None], names: Collection[str]) -> None:
+        """Warn, once for each hook, that no callback records these entries of the log.
+
+        Neither a monitor nor a progress bar records what other callbacks log.
+        """
+        kind = hook.__name__
+        if not self._is_leader or not names or kind in self._warned_of:
+            return  # other ranks call no logger
+        if any(item.records_log for item in self._by_hook[kind]):
+            return
+        self._warned_of.add(kind)
+        logger.warning(
+            "training.log: no logger records %s (hook %r). Give the Trainer a logger, such as "
+            "log='train.jsonl' or one in callbacks=[…]",
+            ", ".join(map(repr, list(names)[:10])),
+            kind,
+        )
 
     def tell_exception(self, error: BaseException) -> None:
         """Call the `exception` hook of all callbacks; errors that it raises are only logged."""

@@ -77,6 +77,11 @@ class Callback:
 
     One that neither steps nor validations give is an error at the first validation.
     """
+    records_log: bool = True
+    """Whether its `log` hooks record what other callbacks log; False for monitors and displays.
+
+    If no callback records an entry of `Trainer.log`, a warning is logged.
+    """
     step_numbers: Mapping[str, Tensor | float] = MappingProxyType({})
     """Numbers of the step that its hooks note for its log: a new dict at each step.
 

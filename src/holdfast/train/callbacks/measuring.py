@@ -61,6 +61,8 @@ class Pace:
 class _Measuring(Callback):
     """Callback that adds metrics of its own where the Trainer logs those of a step."""
 
+    records_log = False
+
     def log(self, training: Training, metrics: Metrics) -> None:
         """Log what was measured, beside the metrics of a step."""
         if "loss" not in metrics:

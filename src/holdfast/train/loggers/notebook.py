@@ -50,6 +50,8 @@ def is_notebook() -> bool:
 class NotebookCard(Logger):
     """Logger that shows a running fit as a card in a notebook; no-op elsewhere."""
 
+    records_log = False
+
     def __init__(self) -> None:
         self._handle: Any = None
         self._metrics: dict[str, float] = {}

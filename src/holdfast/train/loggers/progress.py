@@ -29,6 +29,8 @@ class ProgressBar(Logger):
     lines of their own, and so has the model at the beginning.
     """
 
+    records_log = False
+
     def __init__(self, console: Console | None = None, *, clock: Clock = time.monotonic) -> None:
         """Show on `console`, by default the process's stderr; `clock` gives seconds."""
         self._console = console or Console(stderr=True)
