@@ -103,7 +103,11 @@ def _(user: User) -> Any:
     trainer.predict(other, to="predictions")
 
 
-@case("`predict` into a folder with parts of unknown origin", names="without their", state=None)
+@case(
+    "`predict` into a folder with parts of unknown origin",
+    names="no predictions.json lists",
+    state=None,
+)
 def _(user: User) -> Any:
     trainer, other = predictions(user)
     Path("predictions/predictions.json").unlink()

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from holdfast.engine.checkpoint import Checkpoint
-from holdfast.errors import UsageError
+from holdfast.errors import NoCheckpoint, UsageError
 from holdfast.manager import CheckpointManager
 from holdfast.train.fit.starting import StartingPoint
 
@@ -49,7 +49,13 @@ class Resuming:
             required = self.how == "always" and not can_start
             return manager.resume(strict=self.strict, override=self.override, required=required)
         newest = manager.list()[:1]
-        found = manager.resume(self.how, strict=self.strict, override=self.override)
+        try:
+            found = manager.resume(self.how, strict=self.strict, override=self.override)
+        except NoCheckpoint as error:
+            raise NoCheckpoint(
+                f'resume={self.how!r} is neither "if_available", "always" nor "never", so it names '
+                f"a checkpoint: {error}"
+            ) from error
         if found is not None and newest and newest[0].folder != found.folder:
             logger.warning(
                 "resume=%r: the run is rolled back from step %d to step %d. Each start of this "
