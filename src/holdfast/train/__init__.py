@@ -5,6 +5,7 @@ from __future__ import annotations
 from holdfast.engine.control.stop import REQUEUE_EXIT_CODE
 from holdfast.train.asked import Counts
 from holdfast.train.callbacks.calling import HookFailed
+from holdfast.train.callbacks.collecting import CollectGarbage
 from holdfast.train.callbacks.freezing import Freeze
 from holdfast.train.callbacks.hooks import HOOKS, Callback, Logger
 from holdfast.train.callbacks.measuring import (
@@ -47,6 +48,7 @@ __all__ = [
     "SWA",
     "Callback",
     "Clip",
+    "CollectGarbage",
     "Control",
     "Counters",
     "Counts",
