@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,7 +30,7 @@ class StepOutput:
 
     Args:
         loss: mean loss of the batch, a tensor of one number.
-        metrics: numbers by name, of which means are logged.
+        metrics: numbers by name, of which means are logged; a `Reduced` is reduced otherwise.
         outputs: what metrics and hooks get; torchmetrics get `update(*outputs)` of a tuple such as
             `(logits, labels)`.
         weight: number of tokens or samples over which the loss is a mean; None: batches count
@@ -44,7 +44,7 @@ class StepOutput:
     loss: Tensor
     """Mean loss of the batch, a tensor of one number."""
     metrics: Mapping[str, Any] = field(default_factory=dict)
-    """Numbers by name, of which means are logged."""
+    """Numbers by name, of which means are logged; a `Reduced` is reduced otherwise."""
     outputs: Any = None
     """What the forward pass gave, for hooks and for metrics that are no means."""
     weight: float | Tensor | None = None
@@ -102,6 +102,31 @@ def _check_weight(weight: Any) -> None:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float | np.number) and not isinstance(value, bool)
+
+
+Reduction = Literal["mean", "sum", "max", "min", "l2"]
+
+
+@dataclass(frozen=True, slots=True)
+class Reduced:
+    """Metric of a batch that is not averaged over the batches of a step and the ranks.
+
+        return loss, {"tokens": Reduced(labels.numel(), "sum")}
+
+    Raises:
+        UsageError: `by` is not a known reduction.
+    """
+
+    value: Any
+    """Number of the batch, also as a tensor of one number."""
+    by: Reduction
+    """`sum`, `max`, `min`, `l2` (the root of the sum of squares) or `mean`. Only a mean is
+    weighted."""
+
+    def __post_init__(self) -> None:
+        """Raise `UsageError` for an unknown reduction."""
+        if self.by not in get_args(Reduction):
+            raise UsageError(f"Reduced: by={self.by!r} must be one of {get_args(Reduction)}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,6 +48,8 @@ from holdfast.train import (
     warmup,
 )
 from holdfast.train.fit import best
+from holdfast.train.parallel.group import join_group
+from holdfast.train.window.metrics import Mean, RankMeans, mean_of_ranks
 from marks import diagonal
 
 GLOBAL_BATCH = 12
@@ -824,6 +826,26 @@ def test_metrics_of_another_number_of_ranks_begin_anew_with_a_warning(
     fit_scored(tmp_path, 1, ["1ep"], 0)
     said = "metrics f1, matrix, right, share, perplexity begin anew in the middle of the epoch"
     assert f"{said}: they are those of 2 ranks" in caplog.text
+
+
+def reduced_of_ranks(rank: int) -> tuple[dict[str, float], dict[str, float]]:
+    """Reduce a metric by each way over two batches of each rank; one only rank 1 has."""
+    group = join_group(None, also_alone=False)
+    mean, kinds = Mean(), {"sum": "sum", "max": "max", "min": "min", "l2": "l2", "late": "min"}
+    for value in (1.0, 2.0 + rank):
+        names = ["mean", "sum", "max", "min", "l2", *(["late"] if rank else [])]
+        mean.add(dict.fromkeys(names, -value), 1.0 + rank, kinds)  # type: ignore[arg-type]
+    step = {name: float(value) for name, value in RankMeans(group)(mean).items()}
+    return step, {name: float(v) for name, v in mean_of_ranks(group, mean).result().items()}
+
+
+def test_metrics_are_reduced_over_all_ranks() -> None:
+    """O59: by sum, max, min and l2, of a step and of a validation."""
+    (first, validated), (second, _) = run_ranks(2, reduced_of_ranks)
+    expected = {"mean": -11 / 6, "sum": -7.0, "max": -1.0, "min": -3.0, "l2": 15**0.5}
+    assert first == pytest.approx(expected)
+    assert second == pytest.approx({**expected, "late": -3.0})
+    assert validated == pytest.approx({**expected, "late": -3.0})
 
 
 class Values(nn.Module):

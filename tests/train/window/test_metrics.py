@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from holdfast.data import Loader
 from holdfast.errors import UsageError
 from holdfast.store.memory import MemoryStore
-from holdfast.train import Callback, Downstream, Metrics, StepOutput, Training, Validation
+from holdfast.train import (
+    Callback,
+    Downstream,
+    Metrics,
+    Reduced,
+    StepOutput,
+    Training,
+    Validation,
+)
 from holdfast.train.window.metrics import LazyMetrics, Mean, number
 from train.small import make
 
@@ -137,6 +147,51 @@ def test_means_are_weighted_and_over_the_batches_that_have_the_metric() -> None:
     mean.add({"a": torch.tensor(1.0), "b": 4.0}, 3.0)
     mean.add({"a": 5.0}, 1.0)
     assert {name: float(value) for name, value in mean.result().items()} == {"a": 2.0, "b": 4.0}
+
+
+def of_batch(model: nn.Module, batch: Tensor) -> StepOutput:
+    """Metrics by each reduction of the largest number of a batch, with a weight."""
+    top = batch.max()
+    kinds: Any = ("mean", "sum", "max", "min", "l2")
+    return StepOutput(model(batch).square().mean(), {k: Reduced(top, k) for k in kinds}, weight=3)
+
+
+def test_metrics_are_reduced_over_the_batches_of_a_step_and_of_a_validation() -> None:
+    """O59: only a mean is weighted."""
+    seen: list[dict[str, float]] = []
+
+    class Keeps(Callback):
+        def step_end(self, training: Training, metrics: Metrics) -> None:
+            seen.append(dict(metrics))
+
+        def validation_end(self, training: Training, name: str, metrics: Metrics) -> None:
+            seen.append({metric.removeprefix("val/"): value for metric, value in metrics.items()})
+
+    data = [torch.full((2, 4), value) for value in (3.0, -1.0, 2.0)]
+    options = {"accumulate": 3, "validate": Validation(data=data), "callbacks": [Keeps()]}
+    loader = Loader(torch.cat(data), batch_size=2, shuffle=False)
+    make(None, data=loader, loss=of_batch, **options).fit(1)
+    expected = {"mean": 4 / 3, "sum": 4.0, "max": 3.0, "min": -1.0, "l2": math.sqrt(14)}
+    for found in seen:
+        assert {name: found[name] for name in expected} == pytest.approx(expected)
+    assert len(seen) == 2
+
+
+def test_an_extreme_is_nan_if_a_batch_has_nan() -> None:
+    for values in ([math.nan, 1.0], [1.0, math.nan], [torch.tensor(1.0), math.nan]):
+        mean = Mean()
+        for value in values:
+            mean.add({"top": value}, 1.0, {"top": "max"})
+        assert math.isnan(float(mean.result()["top"]))
+
+
+def test_one_metric_has_one_reduction() -> None:
+    with pytest.raises(UsageError, match="by='median'"):
+        Reduced(1.0, "median")  # type: ignore[arg-type]
+    mean = Mean()
+    mean.add({"top": 1.0}, 1.0)
+    with pytest.raises(UsageError, match="'top' is reduced by mean and by max"):
+        mean.add({"top": 1.0}, 1.0, {"top": "max"})
 
 
 def test_a_metric_that_is_no_number_is_left_out_with_one_warning(

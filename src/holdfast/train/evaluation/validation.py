@@ -235,7 +235,8 @@ class Validator:
         with self.waiting():
             found = check.run(model)
         mean = Mean()
-        mean.add(self.update.numbers(found), 1.0)
+        values, kinds = self.update.numbers.reduced(found)
+        mean.add(values, 1.0, kinds)
         return self._report(name, mean_of_ranks(self.update.parallel.group, mean).result())
 
     def _start(self, name: str) -> None:
@@ -270,8 +271,11 @@ class Validator:
             has_weights = has_weight
             if loader.fills_in:  # after the forward pass, in which other ranks take part
                 output = replace(output, weight=0.0)
-            found = update.numbers({"loss": output.loss, **output.metrics})
-            mean.add(found, 0.0 if loader.fills_in else self._weight(given, output))
+            found, kinds = update.numbers.reduced({"loss": output.loss, **output.metrics})
+            if loader.fills_in:
+                mean.add({name: v for name, v in found.items() if name not in kinds}, 0.0)
+            else:
+                mean.add(found, self._weight(given, output), kinds)
             if self._scores and not loader.fills_in:
                 self._scores.update(batch, output)
             tell(Callback.validation_batch_end, batch, output)

@@ -206,8 +206,8 @@ class Update:
         elif self.scores:
             self.scores.update(batch, output)
         tell(Callback.batch_end, batch, output)
-        found = self.numbers({"loss": output.loss, **output.metrics})
-        mean.add(found, piece.weight if weight is None else weight)
+        found, kinds = self.numbers.reduced({"loss": output.loss, **output.metrics})
+        mean.add(found, piece.weight if weight is None else weight, kinds)
 
     def _step_schedulers(self, *, may_be_early: bool) -> None:
         for scheduler in self.schedulers:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from holdfast.arguments import shown
 from holdfast.errors import UsageError
+from holdfast.train.outputs import Reduced, Reduction
 from holdfast.train.parallel.group import Group
 
 logger = logging.getLogger("holdfast")
@@ -64,43 +66,118 @@ class Numbers:
                     logger.warning("%s: it is neither logged nor saved", error)
         return found
 
+    def reduced(
+        self, values: Mapping[str, Any]
+    ) -> tuple[dict[str, Tensor | float], dict[str, Reduction]]:
+        """Return the metrics that are numbers, and how those given as `Reduced` are reduced."""
+        kinds = {name: value.by for name, value in values.items() if isinstance(value, Reduced)}
+        if not kinds:
+            return self(values), kinds
+        plain = {n: v.value if isinstance(v, Reduced) else v for n, v in values.items()}
+        return self(plain), kinds
+
 
 class Mean:
-    """Weighted mean of metrics, summed on their devices, without waiting for them."""
+    """Weighted mean of metrics, summed on their devices, without waiting for them.
+
+    Metrics with another reduction are summed, or compared, without weights.
+    """
 
     def __init__(self) -> None:
         self._sums: dict[str, Tensor | float] = {}
         self._weights: dict[str, Tensor | float] = {}
+        self.kinds: dict[str, Reduction] = {}
+        """Reductions of the metrics that are not means."""
 
-    def add(self, values: Mapping[str, Tensor | float], weight: Tensor | float) -> None:
-        """Add the values of one batch, as `Numbers` returns them."""
+    def add(
+        self,
+        values: Mapping[str, Tensor | float],
+        weight: Tensor | float,
+        kinds: Mapping[str, Reduction] | None = None,
+    ) -> None:
+        """Add the values of one batch, and the reductions, as `Numbers` returns them.
+
+        Raises:
+            UsageError: an earlier batch had another reduction of a metric.
+        """
+        self._agree(values, kinds or {})
         for name, value in values.items():
-            weighted = value if _is_one(weight) else value * weight
-            known = self._sums.get(name)
-            self._sums[name] = weighted if known is None else known + weighted
-            self._weights[name] = self._weights.get(name, 0.0) + weight
+            kind = self.kinds.get(name, "mean")
+            if kind == "mean":
+                self._add(name, value if _is_one(weight) else value * weight, weight)
+            else:
+                self._add(name, _TERMS[kind](value), 1.0)
 
     @property
     def totals(self) -> dict[str, tuple[Tensor | float, Tensor | float]]:
-        """Weighted sum and total weight of each metric."""
+        """Weighted sum and total weight of each metric; of a minimum, its negative."""
         return {name: (total, self._weights[name]) for name, total in self._sums.items()}
 
-    def add_totals(self, totals: Mapping[str, tuple[Tensor | float, Tensor | float]]) -> None:
-        """Add the totals of another mean."""
+    def add_totals(
+        self,
+        totals: Mapping[str, tuple[Tensor | float, Tensor | float]],
+        kinds: Mapping[str, Reduction],
+    ) -> None:
+        """Add the totals of another mean, with its reductions."""
+        self._agree(totals, kinds)
         for name, (total, weight) in totals.items():
-            known = self._sums.get(name)
-            self._sums[name] = total if known is None else known + total
-            self._weights[name] = self._weights.get(name, 0.0) + weight
+            self._add(name, total, weight)
 
     def result(self) -> dict[str, Tensor | float]:
-        """Return the means, each over the batches that had the metric.
+        """Return the means, each over the batches that had the metric, and other reductions.
 
         Where all weights are zero the mean is zero, as is the gradient.
         """
         return {
-            name: total if _is_one(self._weights[name]) else total / _divisor(self._weights[name])
+            name: reduced_of(self.kinds.get(name, "mean"), total, self._weights[name])
             for name, total in self._sums.items()
         }
+
+    def _agree(self, names: Iterable[str], kinds: Mapping[str, Reduction]) -> None:
+        for name in names:
+            kind, known = kinds.get(name, "mean"), self.kinds.get(name, "mean")
+            if name in self._sums and kind != known:
+                raise UsageError(f"metric {name!r} is reduced by {known} and by {kind}: choose one")
+            if kind != "mean":
+                self.kinds[name] = kind
+
+    def _add(self, name: str, term: Tensor | float, weight: Tensor | float) -> None:
+        known = self._sums.get(name)
+        if known is None:
+            self._sums[name] = term
+        elif self.kinds.get(name) in _EXTREMES:
+            self._sums[name] = _larger(known, term)
+        else:
+            self._sums[name] = known + term
+        self._weights[name] = self._weights.get(name, 0.0) + weight
+
+
+_EXTREMES = ("max", "min")
+
+_TERMS: Mapping[Reduction, Callable[[Tensor | float], Tensor | float]] = {
+    "sum": lambda value: value,
+    "max": lambda value: value,
+    "min": lambda value: -value,  # the largest negative
+    "l2": lambda value: value * value,
+}
+
+
+def reduced_of(kind: Reduction, total: Tensor | float, weight: Tensor | float) -> Tensor | float:
+    """Return a metric from the total of its terms."""
+    if kind == "mean":
+        return total if _is_one(weight) else total / _divisor(weight)
+    if kind == "l2":
+        return total**0.5
+    return -total if kind == "min" else total
+
+
+def _larger(a: Tensor | float, b: Tensor | float) -> Tensor | float:
+    """Return the larger number; NaN if one is NaN."""
+    if isinstance(a, Tensor):
+        return torch.maximum(a, torch.as_tensor(b).to(a))
+    if isinstance(b, Tensor):
+        return _larger(b, a)
+    return a if math.isnan(a) or a >= b else b
 
 
 def _is_one(weight: Tensor | float) -> bool:
@@ -113,7 +190,7 @@ def _divisor(weight: Tensor | float) -> Tensor | float:
 
 
 class RankMeans:
-    """Means of a step's metrics over all ranks, by one small collective a step.
+    """Means and other reductions of a step's metrics over all ranks, by one collective a step.
 
     The names are those of the first step. One that comes later is this rank's own, and a warning
     is logged.
@@ -121,29 +198,54 @@ class RankMeans:
 
     def __init__(self, group: Group) -> None:
         self._group = group
-        self._names: list[str] | None = None
+        self._kinds: dict[str, Reduction] | None = None
         self._own: set[str] = set()
 
     def __call__(self, mean: Mean) -> dict[str, Tensor | float]:
-        """Return the means; every rank calls this at the same step."""
+        """Return the reduced metrics; every rank calls this at the same step."""
         if self._group.is_alone:
             return mean.result()
         totals = mean.totals
-        if self._names is None:
-            self._names = sorted(
-                {name for names in self._group.gather([*totals]) for name in names}
-            )
-        self._warn_of_own([name for name in totals if name not in self._names])
-        sums = [totals.get(name, (0.0, 0.0)) for name in self._names]
-        device = next((s.device for s, _ in sums if isinstance(s, Tensor)), torch.device("cpu"))
-        values = [
-            torch.as_tensor(x, dtype=torch.float64, device=device) for pair in sums for x in pair
+        if self._kinds is None:
+            self._kinds = self._agreed(mean)
+        self._warn_of_own([name for name in totals if name not in self._kinds])
+        sums = [name for name, kind in self._kinds.items() if kind not in _EXTREMES]
+        extremes = [name for name, kind in self._kinds.items() if kind in _EXTREMES]
+        pairs = [totals.get(name, (0.0, 0.0)) for name in sums]
+        pairs = [  # a weight of zero divides nothing
+            (total, weight if self._kinds[name] == "mean" else 0.0)
+            for name, (total, weight) in zip(sums, pairs, strict=True)
         ]
-        found = self._group.add(torch.stack(values)).view(-1, 2)
-        means = found[:, 0] / _divisor(found[:, 1])
-        known = means.unbind() if device.type != "cpu" else means.tolist()
-        of_all = dict(zip(self._names, known, strict=True))
+        # One sum finds extremes, too: each rank has a place of its own.
+        largest = [totals.get(name, (-math.inf, 0.0))[0] for name in extremes]
+        places: list[Tensor | float] = [
+            value if rank == self._group.rank else 0.0
+            for value in largest
+            for rank in range(self._group.world_size)
+        ]
+        cells = [*(x for pair in pairs for x in pair), *places]
+        device = next((x.device for x in cells if isinstance(x, Tensor)), torch.device("cpu"))
+        values = [torch.as_tensor(x, dtype=torch.float64, device=device) for x in cells]
+        found = self._group.add(torch.stack(values))
+        added = found[: 2 * len(sums)].view(-1, 2)
+        means = added[:, 0] / _divisor(added[:, 1])
+        compared = found[2 * len(sums) :].view(len(extremes), self._group.world_size).amax(dim=1)
+        joined = torch.cat([means, compared])
+        known = joined.unbind() if device.type != "cpu" else joined.tolist()
+        of_all = {
+            name: total
+            if self._kinds[name] == "mean"
+            else reduced_of(self._kinds[name], total, 1.0)
+            for name, total in zip([*sums, *extremes], known, strict=True)
+        }
         return {name: of_all.get(name, own) for name, own in mean.result().items()}
+
+    def _agreed(self, mean: Mean) -> dict[str, Reduction]:
+        """Return the reductions of the metrics of all ranks, by sorted names."""
+        all_ranks = Mean()
+        for names, kinds in self._group.gather(([*mean.totals], mean.kinds)):
+            all_ranks.add_totals(dict.fromkeys(names, (0.0, 0.0)), kinds)
+        return {name: all_ranks.kinds.get(name, "mean") for name in sorted(all_ranks.totals)}
 
     def _warn_of_own(self, names: list[str]) -> None:
         new = [name for name in names if name not in self._own]
@@ -162,8 +264,8 @@ def mean_of_ranks(group: Group, mean: Mean) -> Mean:
         return mean
     read = {name: (float(total), float(weight)) for name, (total, weight) in mean.totals.items()}
     joined = Mean()
-    for totals in group.gather(read):
-        joined.add_totals(totals)
+    for totals, kinds in group.gather((read, mean.kinds)):
+        joined.add_totals(totals, kinds)
     return joined
 
 

@@ -88,7 +88,8 @@ class SeveralUpdate(Update):
                 found = self.update(control, batches if self.accumulate > 1 else batches[0])
             if not isinstance(found, Mapping):
                 raise UsageError(f"update gave {type(found).__name__}, not a mapping of metrics")
-            mean.add(self.numbers(found), 1.0)
+            values, kinds = self.numbers.reduced(found)
+            mean.add(values, 1.0, kinds)
         control.end()
         self._step_schedulers(may_be_early=True)
         return LazyMetrics({**self.means(mean), **control.norms})
@@ -104,7 +105,8 @@ class SeveralUpdate(Update):
             for at, (name, output) in enumerate(outputs.items()):
                 is_last = at == len(outputs) - 1
                 control.backward(output.loss / len(batches), name, retain_graph=not is_last)
-            mean.add(self.numbers({"loss": joined.loss, **joined.metrics}), 1.0)
+            values, kinds = self.numbers.reduced({"loss": joined.loss, **joined.metrics})
+            mean.add(values, 1.0, kinds)
             self.callbacks.tell(Callback.batch_end, batch, joined)
         for name in self.optimizers:
             control.step(name)
