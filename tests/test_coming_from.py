@@ -12,12 +12,16 @@ from tests.each import each
 PAGES = Path(__file__).resolve().parents[1] / "docs" / "coming-from"
 
 NUMBERS = {
-    "olmo-core": [f"O{n}" for n in range(1, 63)],
-    "composer": [*(f"C{n}" for n in range(1, 73)), "C39b"],
-    "modelzoo": [*(f"K{n}" for n in range(1, 49) if n != 33), "K43b"],
-    "mindspore": [f"M{n}" for n in range(1, 53)],
+    "olmo-core": [*(f"O{n}" for n in range(1, 63)), "X1", "X2"],
+    "composer": [*(f"C{n}" for n in range(1, 73)), "C39b", *(f"X{n}" for n in range(3, 7))],
+    "modelzoo": [
+        *(f"K{n}" for n in range(1, 49) if n != 33),
+        "K43b",
+        *(f"X{n}" for n in range(7, 16)),
+    ],
+    "mindspore": [*(f"M{n}" for n in range(1, 53)), *(f"X{n}" for n in range(16, 21))],
 }
-_ROW = re.compile(r"^\| ([OCKM]\d+b?) \| (.+) \| (.+) \|$", re.MULTILINE)
+_ROW = re.compile(r"^\| ([OCKMX]\d+b?) \| (.+) \| (.+) \|$", re.MULTILINE)
 _BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
