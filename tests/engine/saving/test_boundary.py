@@ -129,6 +129,19 @@ def skips_a_step(run: Run) -> None:
         run.save()
 
 
+def skips_a_step_and_writes_zeros(run: Run) -> None:
+    """As a loss scaler, of a loop that keeps its gradients' memory."""
+    for number in range(4):
+        run.optimizer.zero_grad(set_to_none=False)
+        run.backward()
+        if number == 2:
+            run.model[0].weight.grad.fill_(torch.inf)
+            run.model[1].bias.grad.fill_(torch.inf)
+        else:
+            run.optimizer.step()
+        run.save()
+
+
 def attacks_in_validation(run: Run) -> None:
     for _ in range(3):
         run.optimizer.zero_grad()
@@ -250,6 +263,7 @@ CORRECT = (
     has_two_optimizers,
     has_an_optimizer_of_something_else_in_its_step,
     skips_a_step,
+    skips_a_step_and_writes_zeros,
     attacks_in_validation,
     gives_a_closure,
     steps_in_backward,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeAlias
@@ -219,10 +219,7 @@ class StepBoundary:
             if all(parameter.grad is None for parameter in self._marked):
                 self._choose(with_grad)
             return
-        # Zeros were written by zero_grad.
-        if self._suspected is not None or not any(
-            _has_other_than_zero(grad) for _, grad in changed
-        ):
+        if self._suspected is not None or not _are_worth(grad for _, grad in changed):
             return
         saved = {
             tensor.data_ptr()
@@ -371,6 +368,12 @@ def _are_equal(before: Tensor, now: Tensor) -> bool:
     return len(before) != len(now) or torch.equal(before, now)
 
 
-def _has_other_than_zero(grad: Tensor) -> bool:
+def _are_worth(gradients: Iterable[Tensor]) -> bool:
+    """Whether gradients can be lost: no zeros of zero_grad, nor those that a loss scaler drops."""
+    values = [_values(grad) for grad in gradients]
+    return any(map(torch.any, values)) and all(bool(one.isfinite().all()) for one in values)
+
+
+def _values(grad: Tensor) -> Tensor:
     local = local_of(grad)
-    return bool((local.coalesce().values() if local.is_sparse else local).any())
+    return local.coalesce().values() if local.is_sparse else local
