@@ -477,6 +477,8 @@ class CheckpointManager(Marking):
                     now, metrics or {}, events, vetoes=vetoes, but=due
                 )
                 self._outside.ask(by_leader, pending, is_owner=self.is_owner)
+            if due is None and best is None and isinstance(event, str):
+                self._validated.not_due(now.step, metrics or {})
             if due is not None:
                 is_last = "end" in events or "signal" in events
                 pending = self._save_as_asked(asked, now, due, metrics, is_last=is_last)

@@ -55,7 +55,7 @@ def best_rules_of(rules: Sequence[Rule], savers: Sequence[SideSaver]) -> tuple[B
 
 
 _MAX_REPEATS = 5
-"""Steps in a row at which a metric may have one value: a validation of each step may repeat it."""
+"""Steps in a row at which a metric may be one object: a constant, for example."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +67,7 @@ class NewValues:
     others: frozenset[str]
     """Those that are new at each step, as of training."""
     repeated: frozenset[str]
-    """Those that are not new for the `_MAX_REPEATS`th step in a row."""
+    """Those that are the same object at the `_MAX_REPEATS`th step in a row."""
 
 
 class Measured:
@@ -100,7 +100,9 @@ class Measured:
             if event == "evaluation" or self._names[name] or name not in each_step
         }
         for name in self._names:
-            is_repeat = name in now and name not in new and step == self._step + 1
+            # Equal values of two validations are common: a model may do no better for long.
+            is_same = name in now and now[name] is self._before.get(name)
+            is_repeat = is_same and step == self._step + 1
             self._num_repeats[name] = self._num_repeats[name] + 1 if is_repeat else 0
         self._step, self._before, self._were_new = step, now, new
         repeated = (n for n, number in self._num_repeats.items() if number == _MAX_REPEATS - 1)

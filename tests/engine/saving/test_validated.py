@@ -15,15 +15,20 @@ Metrics = Callable[[int], Mapping[str, Any]]
 
 
 def trained(
-    metric: str, metrics: Metrics, *, store: MemoryStore | None = None, until: int = 20
+    metric: str,
+    metrics: Metrics,
+    *,
+    store: MemoryStore | None = None,
+    until: int = 20,
+    every: str = "10step",
 ) -> tuple[dict[int, Mapping[str, float]], list[str]]:
-    """Train with a save every 10 steps; return what is kept, by step, and the warnings."""
+    """Train with saves; return what is kept, by step, and the warnings."""
     said: list[Event] = []
     model = torch.nn.Linear(1, 1)
     state = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "data": {}}
     checkpoints = Checkpoints(
         store if store is not None else MemoryStore(),
-        every="10step",
+        every=every,
         keep=f"last:1,best:{metric}",
         preflight=False,
         sinks=[said.append],
@@ -98,8 +103,20 @@ def test_a_loss_of_each_step_is_no_mistake() -> None:
 
 def test_a_value_that_is_repeated_at_each_step_is_warned_of() -> None:
     """Passed from the step after the validation on, it is stored with other weights."""
-    _, said = trained("val_loss", lambda step: {"val_loss": float((step - 1) // 5)})
+    measured = [float(number) for number in range(4)]
+    _, said = trained("val_loss", lambda step: {"val_loss": measured[(step - 1) // 5]})
     assert [line for line in said if "older than the weights" in line]
+
+
+def test_a_validation_of_each_saved_step_hears_nothing() -> None:
+    """Nor if the model gets no better for long, and each value is measured anew."""
+    kept, said = trained(
+        "accuracy",
+        lambda step: {"accuracy": 0.5 + min(step, 10) / 100},
+        every="1step",
+    )
+    assert sorted(kept) == [10, 20]
+    assert not said
 
 
 def test_a_renamed_metric_deletes_nothing_and_is_warned_of() -> None:

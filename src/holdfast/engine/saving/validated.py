@@ -45,6 +45,8 @@ class ValidatedSaves:
         self._standing: Entry | None = None
         """The checkpoint that the run continues from, until the metrics of the lineage are read."""
         self._has_warned = self._has_warned_of_repeats = False
+        self._unsaved: frozenset[str] = frozenset()
+        """Names of the metrics with new values at this step for which nothing is saved."""
 
     def __bool__(self) -> bool:
         """Whether any metric is watched."""
@@ -64,10 +66,15 @@ class ValidatedSaves:
         if new.repeated and not self._has_warned_of_repeats:
             self._warn_of_repeats(step, new.repeated)
         if new.validated and self._is_alone:
+            self._unsaved = frozenset()
             return self._best.save_for(self._keeping(step, metrics, new.validated))
-        if not self._has_warned and (new.validated or new.others):
-            self._warn_of_unsaved(step, metrics, new.validated or new.others)
+        self._unsaved = new.validated or new.others
         return None
+
+    def not_due(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Note that the step of the last call of `due` is not saved for any reason."""
+        if self._unsaved and not self._has_warned:
+            self._warn_of_unsaved(step, metrics, self._unsaved)
 
     def began(self, pending: PendingSave, metrics: Mapping[str, float]) -> None:
         """Note that a checkpoint with these metrics is being saved."""
