@@ -363,3 +363,39 @@ def test_a_distributed_wrapper_leaves_no_trace() -> None:
     finally:
         dist.destroy_process_group()
     assert names == ["weight", "bias"]
+
+
+class _Adding:
+    """An object whose loading adds to what it has, and a module with such an extra state."""
+
+    def __init__(self) -> None:
+        self.seen, self.count = [[1]], 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": [1], "count": 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen[0].extend(state["seen"])
+        self.count += state["count"]
+
+
+class _AddingModule(_Adding, nn.Module):
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        _Adding.__init__(self)
+
+    state_dict = nn.Module.state_dict  # type: ignore[assignment]
+    load_state_dict = nn.Module.load_state_dict  # type: ignore[assignment]
+
+    def get_extra_state(self) -> Any:
+        return _Adding.state_dict(self)
+
+    def set_extra_state(self, state: Any) -> None:
+        _Adding.load_state_dict(self, state)
+
+
+@pytest.mark.parametrize("kind", [_Adding, _AddingModule])
+def test_the_trial_of_a_load_that_adds_to_what_is_there_leaves_nothing(kind: Any) -> None:
+    live = kind()
+    image({"held": kind()}).load({"held": live})
+    assert (live.seen, live.count) == ([[1, 1]], 2)

@@ -29,6 +29,7 @@ from holdfast.state.merge import Claims, Merge
 from holdfast.state.selection import Problems, Wishes
 from holdfast.state.settings import made_with
 from holdfast.state.trees import Lifting, Skeleton, keys_in
+from holdfast.state.trial import Attributes
 
 
 class LoadPlan(ABC):
@@ -194,8 +195,13 @@ class ObjectPlan(LoadPlan):
             self._try({key: placed[key].clone() for key in keys_in(self._wanted)})
 
     def _try(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load a copy of the stored state, and put the object's own state back."""
+        """Load a copy of the stored state, and put the object's own state back.
+
+        Both by its `load_state_dict`, which writes what is deep inside of it, and by its
+        attributes: loading may add to what is there.
+        """
         live, kind = self._live, type(self._live).__name__
+        attributes = Attributes(live) if hasattr(live, "__dict__") else None
         try:
             before = copy.deepcopy(live.state_dict())
         except Exception:  # noqa: BLE001 - code of others
@@ -212,7 +218,11 @@ class ObjectPlan(LoadPlan):
             except Exception as other:  # noqa: BLE001 - code of others
                 refused += f". It also refuses the state that it had, so it may be mixed: {other}"
             raise MismatchError("the checkpoint", hint=refused) from error
-        live.load_state_dict(before)
+        else:
+            live.load_state_dict(before)
+        finally:
+            if attributes is not None:
+                attributes.put_back()
 
     def finish(self) -> None:
         """Call `load_state_dict`, if anything of the state is selected."""

@@ -17,19 +17,21 @@ from torch.nn.parameter import is_lazy
 from holdfast.state.leaves import local_of
 
 _CONTAINERS = (dict, list, set)
+_MAX_DEPTH = 4
+"""Containers inside of so many others are put back."""
 
 
 @contextmanager
 def put_back(modules: Iterable[nn.Module], *, written: Iterable[nn.Module]) -> Iterator[None]:
     """Undo all changes that the block makes to attributes of `modules` and tensors of `written`.
 
-    Containers in attributes are put back one level deep. Versions of tensors stay, so that a
+    Versions of tensors stay, so that a
     backward pass that is under way does not fail.
     """
     inners = list({id(inner): inner for inner in modules}.values())
     with torch.no_grad(), ExitStack() as undoing:
         for inner in inners:
-            undoing.callback(_Attributes(inner).put_back)
+            undoing.callback(Attributes(inner).put_back)
         for tensor in _tensors_of(inners):
             if not is_lazy(tensor) and not tensor.is_inference():
                 undoing.enter_context(_unsafe_preserve_version_counter(tensor))
@@ -49,22 +51,32 @@ def _tensors_of(modules: Iterable[nn.Module]) -> Collection[Tensor]:
     return found.values()
 
 
-class _Attributes:
-    """The attributes of one module, and the content of those that are containers."""
+class Attributes:
+    """The attributes of one object, and the content of containers in them."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self._home = vars(module)
+    def __init__(self, owner: object) -> None:
+        """Note them as they are."""
+        self._home = vars(owner)
         self._before = dict(self._home)
-        self._contents = [
-            (value, value.copy())
-            for value in self._before.values()
-            if isinstance(value, _CONTAINERS)
-        ]
+        found: dict[int, Any] = {}
+        for value in self._before.values():
+            _find_containers(value, found, 0)
+        self._contents = [(value, value.copy()) for value in found.values()]
 
     def put_back(self) -> None:
+        """Undo all changes since."""
         for container, content in self._contents:
             _refill(container, content)
         _refill(self._home, self._before)
+
+
+def _find_containers(value: Any, found: dict[int, Any], depth: int) -> None:
+    if not isinstance(value, _CONTAINERS) or id(value) in found or depth > _MAX_DEPTH:
+        return
+    found[id(value)] = value
+    if not isinstance(value, set):
+        for item in value.values() if isinstance(value, dict) else value:
+            _find_containers(item, found, depth + 1)
 
 
 def _refill(container: Any, content: Any) -> None:
