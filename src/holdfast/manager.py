@@ -603,9 +603,10 @@ class CheckpointManager(Marking):
             MismatchError: the checkpoint does not fit the live state; nothing was changed.
             FormatError: a checkpoint that was named explicitly is damaged.
             OpaqueLoadFailed: the state was replaced in part when something failed.
-            UsageError: a CUDA graph is being captured, nothing has what `override` names, or
-                the checkpoint has a component that `new` names, or lacks one that `without` names;
-                or with `on_existing="error"` there are checkpoints of later steps.
+            UsageError: a CUDA graph is being captured, nothing has what `override` names, or it
+                cannot be applied (the state is loaded then, and not saved), or the checkpoint has a
+                component that `new` names, or lacks one that `without` names; or
+                with `on_existing="error"` there are checkpoints of later steps.
         """
         began = time.perf_counter()
         self._check_process()
@@ -1121,7 +1122,16 @@ class CheckpointManager(Marking):
 
         Returns the notes on settings that the script and the checkpoint have otherwise.
         """
-        replaced, origins = script.settle(found)
+        try:
+            replaced, origins = script.settle(found)
+        except BaseException as error:
+            self._applying.half_loaded = f"{found.entry.folder} was loaded without override"
+            if not isinstance(error, UsageError):
+                raise
+            raise UsageError(
+                f"{error}\n{found.entry.folder} is loaded without override. Before a save, load "
+                "again: with another override, or without one"
+            ) from error
         self._boundary.reset()
         self._warnings.loaded()
         prepared = found.prepared

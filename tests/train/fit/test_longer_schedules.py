@@ -10,7 +10,7 @@ import torch
 from torch.optim import lr_scheduler as schedules
 
 from holdfast import CheckpointManager
-from holdfast.errors import UsageError
+from holdfast.errors import ManagerUnusable, UsageError
 from holdfast.store.memory import MemoryStore
 from holdfast.train import Callback, Training, for_group
 from runs import new_run
@@ -164,3 +164,24 @@ def test_a_plateau_takes_its_patience_and_keeps_what_it_has_seen() -> None:
     with CheckpointManager(store, {"plateau": again}) as manager:
         manager.resume(override=["plateau.patience"])
     assert (again.patience, again.best, again.num_bad_epochs) == (7, 1.0, 1)
+
+
+def test_after_an_override_that_cannot_be_applied_nothing_is_saved_until_a_load() -> None:
+    def state(total_steps: int) -> dict[str, Any]:
+        optimizer = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), 0.1, momentum=0.9)
+        schedule = schedules.OneCycleLR(optimizer, 0.1, total_steps=total_steps)
+        return {"optimizer": optimizer, "scheduler": schedule, "data": {}}
+
+    store, long = MemoryStore(), state(9)
+    with CheckpointManager(store, long) as manager:
+        for _ in range(6):
+            long["optimizer"].step()
+            long["scheduler"].step()
+        manager.save(6)
+    with CheckpointManager(store, state(3)) as manager:
+        with pytest.raises(UsageError, match="is loaded without override"):
+            manager.resume(override=["total_steps"])
+        with pytest.raises(ManagerUnusable, match="without override"):
+            manager.save(1)
+        manager.resume()
+        manager.save(7, wait=True)
