@@ -17,12 +17,13 @@ from holdfast.state.components import cleaner_of, unwrap
 from holdfast.state.leaves import is_dtensor, refusal
 
 _NUM_VALUES = 32
+_NUM_AVERAGED = 2**20
 _TOLERANCE = 0.02
 """Relative difference that another device or dtype may make."""
 
 
 def _shown(tensor: Tensor) -> str | None:
-    """Return sizes, some values and the mean of a buffer as text; None if it has none."""
+    """Return sizes, some values and the mean of many as text; None if the buffer has none."""
     if is_dtensor(tensor) or refusal(tensor) is not None or not tensor.numel():
         return None
     flat = tensor.detach().reshape(-1)
@@ -31,7 +32,8 @@ def _shown(tensor: Tensor) -> str | None:
     num = min(_NUM_VALUES, len(flat))
     at = [last * i // max(num - 1, 1) for i in range(num)]
     chosen = flat[torch.tensor(at, device=flat.device)].double()
-    values = torch.cat([chosen, flat.double().mean().reshape(1)]).tolist()
+    spread = flat[:: max(1, len(flat) // _NUM_AVERAGED)]  # a mask may have a billion items
+    values = torch.cat([chosen, spread.double().mean().reshape(1)]).tolist()
     return " ".join([str([*tensor.shape]).replace(" ", ""), *(f"{value:.4g}" for value in values)])
 
 
