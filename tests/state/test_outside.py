@@ -145,3 +145,13 @@ def test_attributes_that_a_component_holds_are_no_loss(said: Callable[..., list[
             return {"held": self.held}
 
     assert said(Saves(add, held=0)) == []
+
+
+def test_sizes_features_and_messages_of_a_forward_pass_are_no_state(
+    said: Callable[..., list[str]],
+) -> None:
+    def note(model: Any, batch: Tensor) -> None:
+        model.seq_len, model._warned = batch.shape[1], True
+        model.features = [batch, batch]
+
+    assert said(Model(note, seq_len=0, _warned=False, features=[])) == []

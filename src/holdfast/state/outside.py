@@ -3,7 +3,7 @@
 Plain attributes of modules, optimizers and other objects are compared: numbers, tensors, arrays,
 and containers of these. Values that a forward pass writes anew, such as sizes, losses and attention
 maps, change too, and are no state. So only changes count that such values do not show: counters
-that grow, changes in place, lists that grow.
+that grow, changes in place, lists that grow, each in place or twice in a row.
 """
 
 from __future__ import annotations
@@ -34,6 +34,11 @@ _OF_TORCH = frozenset({*vars(nn.Module())}) | {
     *("_warned_capturable_if_run_uncaptured", "_need_device_dtype_check_for_fused"),
 }
 """Attributes that torch gives to modules and optimizers."""
+_OF_SIZES = frozenset(
+    {"size", "len", "length", "seq", "batch", "shape", "h", "w", "height", "width"}
+)
+_OF_MESSAGES = frozenset({"warn", "warned", "logged", "printed"})
+"""Words in the names of sizes that a forward pass notes, and of what was said once."""
 _MAX_ITEMS, _MAX_DEPTH = 64, 2
 _MAX_DIGESTED_NBYTES = 2**16
 
@@ -46,6 +51,14 @@ class _Mark:
     value: Any
     is_sure: bool
     """Whether each change is one of state: in optimizers, which cache nothing."""
+
+    home: Any = None
+    """What tells whether a container is the same one: it if it is empty, else its id."""
+
+    def is_home_of(self, later: _Mark) -> bool:
+        """Whether a container has grown in place since."""
+        home = self.home if type(self.home) is int else id(self.home)
+        return bool(home == later.home)
 
 
 class OutsideState:
@@ -91,18 +104,21 @@ class OutsideState:
             return now.is_sure and now.kind == "tensor"
         if before.kind != now.kind or before.value == now.value:
             return False
-        if now.is_sure or now.kind == "flag":
+        if now.is_sure:
             return True
+        words = _words(name)
+        if now.kind == "flag":
+            return words.isdisjoint(_OF_MESSAGES)
         if now.kind in ("tensor", "array"):
             # In place: a cache is made anew.
             return bool(before.value[:2] == now.value[:2])
-        if now.kind == "number" and (has_risen := now.value > before.value):
-            # From 0, or twice in a row: a size that a forward pass notes goes up and down.
-            is_counter = before.value == 0 or name in self._rising
-            self._rising.add(name)
-            return is_counter and type(now.value) is int and has_risen
-        self._rising.discard(name)
-        return now.kind == "length" and bool(now.value > before.value)
+        has_risen, had_risen = bool(now.value > before.value), name in self._rising
+        (self._rising.add if has_risen else self._rising.discard)(name)
+        if now.kind == "length":
+            return has_risen and (had_risen or before.is_home_of(now))
+        # From 0, or twice in a row: a size that a forward pass notes goes up and down.
+        is_first = before.value == 0 and words.isdisjoint(_OF_SIZES)
+        return type(now.value) is int and has_risen and (had_risen or is_first)
 
     def _marks(self) -> dict[str, _Mark]:
         components = {id(value) for value in self._state.values()}
@@ -179,12 +195,17 @@ def _marks_in(path: str, value: Any, is_sure: bool, depth: int) -> Iterator[tupl
             )
     elif kind in (list, tuple, deque, set, frozenset, dict) and depth < _MAX_DEPTH:
         if kind is not dict:
-            yield f"{path} (its length)", _Mark("length", len(value), is_sure)
+            mark = _Mark("length", len(value), is_sure, value if not value else id(value))
+            yield f"{path} (its length)", mark
         if kind in (set, frozenset) or len(value) > _MAX_ITEMS:
             return
         for name, item in value.items() if kind is dict else enumerate(value):
             shown = name if isinstance(name, str | int) else type(name).__name__
             yield from _marks_in(f"{path}.{shown}", item, is_sure, depth + 1)
+
+
+def _words(name: str) -> set[str]:
+    return set(name.rpartition(".")[2].removesuffix(" (its length)").lower().split("_"))
 
 
 def _tensors_in(held: Any) -> list[Tensor]:
