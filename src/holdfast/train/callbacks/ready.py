@@ -18,7 +18,7 @@ from holdfast.errors import UsageError, listing
 from holdfast.format.manifest import Mode
 from holdfast.policy.direction import mode_for
 from holdfast.train.asked import check_range
-from holdfast.train.callbacks.hooks import Callback, Logger
+from holdfast.train.callbacks.hooks import Callback
 from holdfast.train.training import Metrics, Training
 
 if TYPE_CHECKING:
@@ -264,7 +264,7 @@ class Pruning(Callback):
                 models = (training.model, training.ema.model)
                 for module, average in zip(*map(self._modules, models), strict=True):
                     average.get_buffer(_MASK).copy_(module.get_buffer(_MASK))
-        if any(isinstance(item, Logger) for item in training.callbacks):
+        if any(one.records_log and type(one).log is not Callback.log for one in training.callbacks):
             training.log({"sparsity": sparsity(training.model)})
 
     def _prune_module(self, module: nn.Module, amount: float) -> None:
