@@ -24,6 +24,11 @@ def _(user: User) -> None:
     user.manager().load(skip=["**"])
 
 
+@case('`load(skip=["model", "optimizer", "progress"])`', names="nothing would be loaded")
+def _(user: User) -> None:
+    user.manager().load(skip=[*user.state])
+
+
 @case('`load_weights(root, model, skip=["model.**"])`', names="nothing would be loaded")
 def _(user: User) -> None:
     holdfast.load_weights(user.root, user.state["model"], skip=["model.**"])

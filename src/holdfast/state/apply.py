@@ -252,7 +252,10 @@ def prepare(
     ]
     problems.raise_if_any(where)
     if components is not None or include or skip:
-        _expect_a_choice(plans, stored, selection, components, everything)
+        # Generators alone are chosen by name only, and not what a `skip` happens to leave.
+        is_named = components is not None or bool(include)
+        chosen = {n: p for n, p in plans.items() if is_named or not isinstance(p, RngPlan)}
+        _expect_a_choice(chosen, stored, selection, components, everything)
     problems.notes += [f"saved without {name}, which stays as it is" for name in unsaved]
     return Prepared(
         plans,
