@@ -109,6 +109,8 @@ class StepBoundary:
         self._components, self._driven = driven.keys(), [*driven.values()]
         self._emit = emit
         self._said: set[str] = set()
+        self._known: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
+        """Whether each optimizer that has stepped changes the state."""
         self._running: dict[int, _Running] = {}
         self._marked: list[Tensor] = []
         """Parameters whose gradients each step marks."""
@@ -137,11 +139,7 @@ class StepBoundary:
         """
         if not self._driven or not self._components <= captured.components.keys():
             return ()
-        half = [
-            one
-            for one in [*self._running.values()]
-            if one.is_half_done() and self._shares_parameters(one.optimizer)
-        ]
+        half = [one for one in [*self._running.values()] if one.is_half_done()]
         if half:
             self._warn(
                 "half",
@@ -169,7 +167,22 @@ class StepBoundary:
 
     # Hooks
 
+    def _is_own(self, optimizer: Optimizer) -> bool:
+        """Whether a step of an optimizer changes the state.
+
+        Others may run in other threads, which must not read the gradients of this one's parameters:
+        torch crashes if one is freed by its own thread at that moment.
+        """
+        known = self._known.get(optimizer)
+        if known is None:
+            own = {id(parameter) for one in self._driven for parameter in _parameters(one)}
+            known = any(id(parameter) in own for parameter in _parameters(optimizer))
+            self._known[optimizer] = known
+        return known
+
     def _begin_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not self._is_own(optimizer):
+            return
         has_closure = len(args) > 1 or kwargs.get("closure") is not None
         self._running[id(optimizer)] = _Running(
             optimizer, _versions(optimizer) if has_closure else None
@@ -180,14 +193,11 @@ class StepBoundary:
             self._before_step = self._sample()
 
     def _end_step(self, optimizer: Optimizer) -> None:
+        if not self._is_own(optimizer):
+            return
         self._running.pop(id(optimizer), None)
         self._mark()
         self._after_step = self._sample()
-
-    def _shares_parameters(self, optimizer: Optimizer) -> bool:
-        """Whether a step of an optimizer changes the state: others may run in other threads."""
-        own = {id(parameter) for one in self._driven for parameter in _parameters(one)}
-        return any(id(parameter) in own for parameter in _parameters(optimizer))
 
     def _choose(self, parameters: list[Tensor]) -> None:
         self._marked = parameters[:_NUM_GRADS]
