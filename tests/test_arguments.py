@@ -230,7 +230,8 @@ CASES: dict[str, Case] = {
             "load_best": NOT_TRUE_OR_FALSE,
             "override": (*NO_NAMES, [3], ["lrr"]),
             "without": (*NO_NAMES, [3]),
-            "resume": (3, "alwyas", True),
+            "resume": (1.5, None, ["x"]),
+            "strict": NOT_TRUE_OR_FALSE,
         },
     ),
     "CheckpointManager": Case(
@@ -285,6 +286,7 @@ CASES: dict[str, Case] = {
             "unhealthy": ("x", 3, None),
             "seen": (3, "x"),
             "required": NOT_TRUE_OR_FALSE,
+            "strict": NOT_TRUE_OR_FALSE,
         },
     ),
     "load": Case(

@@ -704,29 +704,28 @@ def test_a_failed_opaque_load_locks_the_manager_until_a_whole_one_succeeds(tmp_p
     """Invariant 6."""
 
     class Fragile:
-        """Fails in the load itself, and not in the trial of it, whose end is a second load."""
-
-        def __init__(self) -> None:
-            self.num_loads, self.is_broken = 0, False
+        """Fails in the load itself, and not in the trial of it, whose calls come before."""
 
         def state_dict(self) -> dict[str, int]:
             return {"n": 1}
 
         def load_state_dict(self, state: dict[str, int]) -> None:
-            self.num_loads += 1
-            if self.is_broken and self.num_loads == 3:
+            calls.append(None)
+            if len(calls) == fails_at:
                 raise RuntimeError("no")
 
+    calls: list[None] = []
+    fails_at = 0
     fragile, tree = Fragile(), {"x": torch.ones(3)}
     state = {"tree": tree, "fragile": fragile}
     with CheckpointManager(tmp_path, state, sinks=()) as manager:
         manager.save(1).wait()
-        fragile.is_broken = True
+        manager.load()
+        fails_at = 2 * len(calls)
         with pytest.raises(errors.HoldfastError, match="fragile"):
             manager.load()
         with pytest.raises(errors.ManagerUnusable, match="half loaded"):
             manager.save(2)
-        fragile.is_broken = False
         manager.load()
         manager.save(2).wait()
 

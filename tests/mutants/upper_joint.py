@@ -319,7 +319,7 @@ MUTANTS: tuple[Mutant, ...] = (
         name="a-leaf-that-no-rank-takes",
         promise="R38: a load by several ranks takes all of a checkpoint, or is refused",
         file="engine/loading/together.py",
-        before="if untaken and found.options.strict:",
+        before="if untaken and found.options.strict and not found.options.is_grown:",
         after="if untaken and not found.options.is_full:",
         near=_JOINED,
     ),

@@ -67,8 +67,8 @@ MUTANTS: tuple[Mutant, ...] = (
         name="a-late-rank-is-not-named",
         promise="R38: who has not made a call is named while the others wait",
         file="ranks/waiting.py",
-        before="        elif late:\n",
-        after="        elif len(late) > 99:\n",
+        before="        if late:\n            names",
+        after="        if len(late) > 99:\n            names",
         near=("tests/ranks/test_waiting.py",),
     ),
     Mutant(

@@ -297,8 +297,8 @@ MUTANTS: tuple[Mutant, ...] = (
         name="metrics-are-those-of-one-rank",
         promise="R38: metrics are means over ranks",
         file="train/window/metrics.py",
-        before="        means = found[:, 0] / _divisor(found[:, 1])\n",
-        after="        means = torch.stack(values).view(-1, 2)[:, 0]\n",
+        before="        means = added[:, 0] / _divisor(added[:, 1])\n",
+        after="        means = added[:, 0]\n",
         near=("tests/train/parallel/test_ranks.py",),
     ),
     Mutant(

@@ -61,7 +61,7 @@ def test_a_machine_with_an_empty_local_tier_goes_on(
         saved(manager, second, 3)
         assert [c.step for c in manager.list()] == [3, 2, 1]
     assert steps_in(machines[1]) == []
-    parent = Catalog(machines[1]).checkpoints()[0].manifest.parent
+    parent = Catalog(remote).checkpoints()[0].manifest.parent
     assert parent is not None
     assert (parent.epoch, parent.sequence) == (1, 2)
     assert steps_in(remote) == [3, 2, 1]
