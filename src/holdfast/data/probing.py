@@ -46,7 +46,7 @@ class FreshCopies:
 
 
 class Findings(NamedTuple):
-    """What a check of a source has found."""
+    """Result of a check of a source."""
 
     is_inexact: bool
     """Whether its state has led to other samples than came next."""

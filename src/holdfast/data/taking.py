@@ -1,4 +1,4 @@
-"""Who takes the batches of a Loader or Stream, to detect read-ahead and evaluations.
+"""Counts of the batches taken from a Loader or Stream, to detect read-ahead and evaluations.
 
 The position counts batches that were taken. A wrapper that holds one in hand has taken it too soon,
 and an evaluation takes batches on which nothing is trained.
