@@ -233,7 +233,7 @@ class Secret(MemoryStore):
 
     @property
     def url(self) -> str:
-        return "https://me:hunter2@host/runs/gpt?token=abc"
+        return "https://me:hunter2@host/runs/gpt?token=tokenofmine"
 
 
 def test_no_secret_of_a_root_leaves(tmp_path: Path) -> None:
@@ -243,7 +243,7 @@ def test_no_secret_of_a_root_leaves(tmp_path: Path) -> None:
     written = b"".join(path.read_bytes() for path in (tmp_path / "events").iterdir())
     assert b"https://***@host/runs/gpt" in written
     assert b"hunter2" not in written
-    assert b"abc" not in written
+    assert b"tokenofmine" not in written
 
 
 @pytest.mark.full
