@@ -44,7 +44,6 @@ PAGES = {
     "retention": "/r/run/retention",
     "resume": "/r/run/resume",
     "costs": "/r/run/costs",
-    "drift": "/r/run/drift",
     "compare": "/r/run/compare",
     "checkpoint": "/r/run/c/{folder}",
     "tensors": "/r/run/c/{folder}/tensors",

@@ -297,7 +297,7 @@ def test_a_reader_that_goes_away_is_no_error(root: Path, words: str) -> None:
         *("ls ROOT", "ls ROOT --json", "log ROOT --saves", "show ROOT --tensors", "tree ROOT"),
         *("verify ROOT", "resume-plan ROOT", "forecast ROOT --keep last:1", "du ROOT"),
         *("plot ROOT", "prune ROOT --keep last:1 --dry-run", "gc ROOT --dry-run"),
-        *("diff ROOT ROOT@step=100", "stats ROOT", "drift ROOT", "cat ROOT model:0.bias"),
+        *("diff ROOT ROOT@step=100", "stats ROOT", "cat ROOT model:0.bias"),
         *("keys list ROOT", "doctor ROOT", "schema ls", "completion bash", "watch ROOT --once"),
         *("ls nowhere --json", "ls --json", "--help", "ls --help", "keys --help", "--version"),
     ],

@@ -42,7 +42,6 @@ COMMANDS = {
     "cat": [ROOT, "x"],
     "diff": [ROOT, f"{ROOT}@latest"],
     "stats": [ROOT],
-    "drift": [ROOT],
     "du": [ROOT],
     "export": [ROOT, "out.safetensors", "--to", "safetensors"],
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import json
 import re
 from collections.abc import Iterable
@@ -15,7 +14,6 @@ from tests.serve.client import Page
 from tests.serve.test_pages import folders, text_of
 
 from holdfast.cli.diff import diff
-from holdfast.cli.drift import show_drift
 from holdfast.cli.forecast import foretell
 from holdfast.cli.log import log_root
 from holdfast.cli.ls import list_root
@@ -217,13 +215,3 @@ def test_what_work_found_is_what_its_command_finds(page: Page, run_root: Path) -
         )
         for o in compared.tensors
     ]
-    drifted: Any = show_drift(
-        str(run_root), components=["model"], last=5, depth=None, plot=None
-    ).document
-    text = page.done(page.post("/r/run/drift", last="5", component="model"))
-    shown = rows_of(text, "Change of each layer")
-    assert [row[2:] for row in shown] == [
-        ["–" if value is None else f"{value:.2g}" for value in changes]
-        for changes in (*(layer.changes for layer in drifted.layers), drifted.total)
-    ]
-    assert html.unescape(text).count("equal by their digests") == 1

@@ -28,7 +28,7 @@ from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
 from runs import new_run
 
-TABS = ("", "/checkpoints", "/lineage", "/retention", "/resume", "/costs", "/drift", "/compare")
+TABS = ("", "/checkpoints", "/lineage", "/retention", "/resume", "/costs", "/compare")
 
 
 def text_of(page: str) -> str:
@@ -149,12 +149,7 @@ def test_long_work_runs_in_the_background_and_shows_its_answer(page: Page, run_r
     assert "0.weight" in text_of(page.done(page.post(f"{one}/stats", component="model")))
     compared = text_of(page.done(page.post("/r/run/compare", a=oldest, b=newest)))
     assert "They differ." in compared
-    drifted = page.post("/r/run/drift", last="5", component="model")
-    assert "together" in text_of(page.done(drifted))
-    number = drifted.headers["location"].rpartition("/")[2]
-    heat = json.loads(page.get(f"/jobs/{number}/drift.json").text)
-    assert [one["step"] for one in heat["checkpoints"]] == [100, 200, 300]
-    assert "drift" in text_of(page.whole("/jobs"))
+    assert "diff" in text_of(page.whole("/jobs"))
 
 
 def test_every_link_of_every_page_leads_to_a_page(page: Page) -> None:

@@ -523,21 +523,6 @@ def stats(
     return compute(source, components=components, tensors=tensors, plot=plot)
 
 
-@_answering(
-    *(options.root, options.components, options.last, options.layer_depth, options.heat_plot)
-)
-def drift(
-    root: str, components: Sequence[str], last: int, depth: int | None, plot: Path | None
-) -> Answer:
-    """Show how much each layer changes between checkpoints.
-
-    From one to the next, as the norm of the difference over the norm before.
-    """
-    from holdfast.cli.drift import show_drift
-
-    return show_drift(root, components=components, last=last, depth=depth, plot=plot)
-
-
 @_answering(options.root)
 def du(root: str) -> Answer:
     """Show the disk usage of a root.

@@ -13,7 +13,6 @@ from holdfast.cli.output import Answer, Code, TextTable, number, one_line, progr
 from holdfast.cli.sources import open_named
 from holdfast.errors import UsageError
 from holdfast.interop.comparing.differences import NotCompared, SourceDifference, compare
-from holdfast.interop.comparing.drift import MODULE
 from holdfast.interop.comparing.pairs import TensorDifference
 from holdfast.interop.comparing.trees import GeneratorDifference, ValueDifference
 
@@ -72,7 +71,7 @@ def diff(
     with open_named(a) as source_a, open_named(b) as source_b, progress_bar() as progress:
         found = compare(source_a, source_b, components, ignore=ignored, progress=progress)
         urls = source_a.url, source_b.url
-        models = [name for name, part in source_a.parts.items() if part.kind == MODULE]
+        models = [name for name, part in source_a.parts.items() if part.kind == "module"]
         models = [name for name in models if name in source_b.parts]
         is_one_step = source_a.step == source_b.step
     beyond = found.beyond(fail_above)

@@ -375,14 +375,6 @@ ignored = several(
 )
 exponents_plot = option("--plot", "FILE", "Draw the exponents as FILE.png or FILE.svg.", type=_PATH)
 
-last = option("--last", "N", "Only the newest N.", type=click.IntRange(min=2, max=1000), default=10)
-layer_depth = option(
-    "--depth",
-    "N",
-    "Parts of a path that make a layer. [default: so that there are some tens]",
-    type=click.IntRange(min=1),
-)
-heat_plot = option("--plot", "FILE", "Draw the changes as FILE.png or FILE.svg.", type=_PATH)
 
 # run
 

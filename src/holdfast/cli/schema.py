@@ -45,7 +45,6 @@ ANSWERS: Mapping[str, str] = {
     "cat": "cat:CatAnswer",
     "diff": "diff:DiffAnswer",
     "stats": "stats:StatsAnswer",
-    "drift": "answers.history:Drift",
     "du": "du:DuAnswer",
     "cp": "cp:CopyAnswer",
     "rm": "rm:RemovedAnswer",

@@ -10,7 +10,6 @@ from pathlib import Path
 import msgspec
 
 from holdfast.cli.output import Answer, TextTable, number, progress_bar
-from holdfast.cli.shading import Shades, bars, expect_drawable, write_shades
 from holdfast.cli.sources import chosen, open_read, split_name
 from holdfast.cli.target import named_file_key, named_keys
 from holdfast.errors import UsageError
@@ -22,6 +21,8 @@ from holdfast.interop.source import Source
 _MAX_BARS = 24
 """Most bars of a histogram in the table."""
 _MAX_PANELS = 64
+_MOST_TICKS = 24
+_BARS = " ▁▂▃▄▅▆▇█"
 _SHARED_NBYTES = 256 << 20
 """Least bytes to divide among forks: fewer are read sooner than the forks can open the source."""
 
@@ -190,8 +191,22 @@ def _warnings(found: Sequence[TensorStats]) -> list[str]:
     return [f"not finite: {', '.join(odd[:3])}{more}"] if odd else []
 
 
+def expect_drawable(plot: Path) -> None:
+    """Raise `UsageError` unless the file can be drawn, before anything is read."""
+    if plot.suffix not in (".png", ".svg"):
+        raise UsageError(f"--plot={str(plot)!r}: the name must end in .png or .svg")
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError:
+        raise UsageError(
+            f"--plot={str(plot)!r}: needs matplotlib: pip install 'holdfast-torch[demo]'"
+        ) from None
+
+
 def _draw(found: Sequence[TensorStats], plot: Path, *, title: str) -> None:
     """Draw a row of shades for each tensor: how many of its numbers have each exponent."""
+    from matplotlib.figure import Figure
+
     shown = found[:_MAX_PANELS]
     exponents = sorted({exponent for one in shown for exponent in one.exponents}) or [0]
     columns = range(exponents[0], exponents[-1] + 1)
@@ -199,12 +214,28 @@ def _draw(found: Sequence[TensorStats], plot: Path, *, title: str) -> None:
         [one.exponents.get(column, 0) / max(sum(one.exponents.values()), 1) for column in columns]
         for one in shown
     ]
-    shades = Shades(
-        title=title,
-        rows=[one.tensor for one in shown],
-        columns=[str(column) for column in columns],
-        values=shares,
-        label="share of the numbers",
-        below="power of two",
-    )
-    write_shades(shades, plot)
+    num_rows = len(shown)
+    canvas = Figure(figsize=(10, 2 + num_rows / 4), layout="constrained")
+    axis = canvas.subplots()
+    if num_rows:
+        drawn = axis.imshow(shares, aspect="auto", cmap="viridis")
+        canvas.colorbar(drawn, label="share of the numbers")
+    step = -(-len(columns) // _MOST_TICKS)
+    axis.set_xticks(range(0, len(columns), step), [*columns][::step], fontsize=7)
+    axis.set_yticks(range(num_rows), [one.tensor[-60:] for one in shown], fontsize=7)
+    axis.set_xlabel("power of two")
+    axis.set_title(title[-100:], fontsize=8)
+    try:
+        canvas.savefig(plot)
+    except OSError as error:
+        raise UsageError(f"--plot={str(plot)!r}: {error.strerror or error}") from error
+
+
+def bars(counts: Sequence[int]) -> str:
+    """Return a bar of block characters for each count, the largest one full.
+
+    >>> bars([0, 1, 50, 100])
+    ' ▁▄█'
+    """
+    largest = max(counts, default=0)
+    return "".join(_BARS[-(-8 * count // largest)] if count else " " for count in counts)

@@ -69,7 +69,7 @@ def go(tab: Tab, page: Page, path: str) -> None:
 
 IS_SETTLED = """
 document.readyState === 'complete' && !document.querySelector('[hx-trigger*="load delay"]')
-&& [...document.querySelectorAll('.chart, .heat-map')].every(one => one.childElementCount)
+&& [...document.querySelectorAll('.chart')].every(one => one.childElementCount)
 && document.body.innerText.length > 0
 """
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from PIL import Image
 from tests.serve.browser.chromium import Chromium, Tab
-from tests.serve.browser.conftest import enter, go, program, settle
+from tests.serve.browser.conftest import enter, go, program
 from tests.serve.browser.story import tell
 from tests.serve.client import Page, serving
 from tests.serve.test_pages import folders
@@ -36,20 +36,11 @@ def _checkpoint(tab: Tab, page: Page, root: Path) -> None:
     go(tab, page, f"/r/gpt/c/{folders(root)[0]}")
 
 
-def _drift(tab: Tab, page: Page, root: Path) -> None:
-    go(tab, page, "/r/gpt/drift")
-    tab.fill("input[name=last]", "12")
-    tab.press("Enter")
-    tab.wait_for("document.querySelector('canvas.heat')")
-    settle(tab)
-
-
 SHOWN: dict[str, tuple[Callable[[Tab, Page, Path], None], int]] = {
     "overview": (_overview, 1085),
     "lineage": (_lineage, 760),
     "retention": (_retention, 832),
     "checkpoint": (_checkpoint, 760),
-    "drift": (_drift, 760),
 }
 """Name → how to come there, and how much of the page is shown."""
 

@@ -22,7 +22,6 @@ def work(changing: Page, run_root: Path, evil_root: Path) -> list[str]:
         changing.post("/r/run/verify"),
         changing.post(f"/r/run/c/{newest}/stats", component="model"),
         changing.post("/r/run/compare", a=oldest, b=newest),
-        changing.post("/r/run/drift", last="5", component="model"),
         changing.post(f"/r/evil-b-run/c/{evil}/stats", tensor=f"model:{EVIL}"),
         changing.post(f"/r/run/c/{newest}/delete", name=newest, reason="a try"),
     ]

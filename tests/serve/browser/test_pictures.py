@@ -6,15 +6,12 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 from tests.serve.browser import pictures
 from tests.serve.browser.chromium import Chromium, Tab
-from tests.serve.browser.conftest import enter, go, settle
+from tests.serve.browser.conftest import enter
 from tests.serve.browser.looks import colors
-from tests.serve.client import Page, serving
+from tests.serve.client import Page
 from tests.serve.test_pages import folders
-
-import holdfast
 
 _DATA = "return [...document.querySelectorAll('canvas')].map(one => one.toDataURL()).join()"
 
@@ -71,45 +68,11 @@ def test_a_picture_is_drawn_again_in_the_dark_and_at_another_width(tab: Tab, pag
 
 
 @pytest.mark.full
-def test_costs_and_drift_are_drawn_above_their_tables(tab: Tab, page: Page) -> None:
+def test_costs_are_drawn_above_their_table(tab: Tab, page: Page) -> None:
     enter(tab, page, "/r/run/costs")
     assert min(colors(tab, "#costs canvas")) > 3
     assert "stall" in tab.text("#costs")
     assert tab.run("return document.querySelectorAll('#part tbody tr').length") == 5
-    go(tab, page, "/r/run/drift")
-    tab.click("main button", "Compare")
-    tab.wait_for("document.querySelector('canvas.heat')")
-    settle(tab)
-    (num_colors,) = colors(tab, "canvas.heat")
-    assert num_colors > 10
-    rows = tab.run("return document.querySelectorAll('tbody tr').length")
-    assert rows > 3
-    x, y, width = tab.run(
-        "const one = document.querySelector('canvas.heat'); one.scrollIntoView();"
-        "const r = one.getBoundingClientRect(); return [r.x, r.y, r.width]"
-    )
-    tab.point(x + width - 5, y + 9)
-    tab.wait_for_text(" to 300: ", ".chart-note")
-
-
-@pytest.mark.full
-def test_drift_of_very_many_layers_is_drawn_and_listed_in_pages(tab: Tab, tmp_path: Path) -> None:
-    """A canvas of 4,000 rows of 18 pixels would be blank."""
-    state = {"model": {f"w{n}": torch.ones(1) for n in range(4000)}}
-    with holdfast.CheckpointManager(tmp_path / "run", state) as manager:
-        for step in (1, 2):
-            manager.save(step).wait()
-            for n, tensor in enumerate(state["model"].values()):
-                tensor += 1 / (n + 1)
-    with serving([tmp_path / "run"]) as page:
-        begun = page.post("/r/run/drift", last="2", component="model").headers["location"]
-        enter(tab, page, begun)
-        tab.wait_for("document.querySelector('canvas.heat')")
-        settle(tab)
-        assert colors(tab, "canvas.heat")[0] > 50
-        assert tab.run("return document.querySelectorAll('tbody tr').length") == 101
-        assert "page 1 of 40 · 4,000 layers" in tab.text("#part")
-        assert tab.said == []
 
 
 @pytest.mark.full

@@ -192,7 +192,7 @@ def test_markup_in_names_is_text(tab: Tab, page: Page, evil_root: Path) -> None:
     run, (newest, older) = "/r/evil-b-run", folders(evil_root)
     enter(tab, page, run)
     for path in (
-        *("", "/checkpoints", "/lineage", "/retention", "/resume", "/numbers", "/drift"),
+        *("", "/checkpoints", "/lineage", "/retention", "/resume", "/numbers"),
         *(f"/c/{newest}", f"/c/{newest}/tensors", f"/compare?a={older}&b={newest}"),
     ):
         go(tab, page, run + path)

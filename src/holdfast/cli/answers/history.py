@@ -1,4 +1,4 @@
-"""Answers about what a run did: `log`, `advise`, `plot` and `drift`."""
+"""Answers about what a run did: `log`, `advise` and `plot`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from holdfast.cli.answers.base import Document, Ending, Unopened, Unread, Why
+from holdfast.cli.answers.base import Document, Ending, Unopened, Unread
 
 
 class SaveCost(Document, frozen=True):
@@ -198,53 +198,3 @@ class Plot(Document, frozen=True):
     """Names of all recorded metrics, learning rates among them; `--metric` draws any."""
     notes: list[str]
     """What to know about it."""
-
-
-class DriftedCheckpoint(Document, frozen=True):
-    """Checkpoint of `drift`."""
-
-    folder: str
-    """Its folder."""
-    step: int
-    """Its step."""
-    created: str
-    """UTC time of the save, ISO 8601."""
-
-
-class DriftedLayer(Document, frozen=True):
-    """Tensors whose paths begin alike, and how much they change."""
-
-    component: str
-    """Component that they are in."""
-    layer: str
-    """Beginning of their paths."""
-    num_tensors: int
-    """How many tensors these are."""
-    changes: list[float | None]
-    """For each checkpoint but the first the norm of the difference from the one before, over the
-    norm before; null: there is nothing to compare with, it was zero, or is not finite."""
-
-
-class Drift(Document, frozen=True):
-    """Answer of `drift`."""
-
-    root: str
-    """Path or URL of the root."""
-    depth: int
-    """Parts of a path that make the name of a layer."""
-    checkpoints: list[DriftedCheckpoint]
-    """Checkpoints that were compared, oldest first."""
-    layers: list[DriftedLayer]
-    """Layers in the order of the model."""
-    total: list[float | None]
-    """The same of all layers together that changed at all."""
-    num_read: int
-    """Comparisons of two tensors for which both were read."""
-    num_unread: int
-    """Comparisons that needed no read, because digests are equal."""
-    not_finite: list[str]
-    """Tensors with NaN or infinite numbers, which are left out of the norms."""
-    skipped: list[Why]
-    """Checkpoints that were passed over, such as those without the component."""
-    plot: str | None
-    """The file that was drawn."""

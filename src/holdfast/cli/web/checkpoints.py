@@ -6,21 +6,18 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
 from holdfast.cli.answers.checkpoints import Listed, Show, StoredTensor
-from holdfast.cli.answers.history import Drift
 from holdfast.cli.diff import diff as compare
-from holdfast.cli.drift import show_drift
 from holdfast.cli.output import Answer
 from holdfast.cli.show import show
 from holdfast.cli.stats import stats as compute
 from holdfast.cli.verify import check
 from holdfast.cli.web.jobs import Job, told
-from holdfast.cli.web.pages import data, head_of, of_run, site_of
+from holdfast.cli.web.pages import head_of, of_run, site_of
 from holdfast.cli.web.runs import Run
 from holdfast.cli.web.site import WHOLE_S, Site, cut, given, named, page_number
 
@@ -177,46 +174,6 @@ async def begin_diff(request: Request) -> Response:
     )
 
 
-async def drift(request: Request) -> Response:
-    """Ask which checkpoints the drift is of."""
-    site = site_of(request)
-    run = site.run(request)
-    common, listed = await of_run(run, "drift"), await site.listed(run)
-    done = [job for job in site.jobs if job.kind == "drift" and job.run == run.name]
-    components = sorted({name for one in listed.checkpoints for name in one.components})
-    values = {"components": components, "num_all": len(listed.checkpoints), "jobs": done[::-1]}
-    return site.page(request, "drift.html", {**common, **values})
-
-
-async def begin_drift(request: Request) -> Response:
-    """Begin to compare the newest checkpoints, each with the one before."""
-    site = site_of(request)
-    run = site.run(request)
-    listed = await site.listed(run)
-    form = request.state.form
-    last = form.get("last", "10")
-    number = int(last) if last.isascii() and last.isdigit() and len(last) < 5 else 0
-    if not 2 <= number <= 1000:
-        raise HTTPException(400, "Compare from 2 to 1000 checkpoints.")
-    names = {name for one in listed.checkpoints for name in one.components}
-    components = [name for name in sorted(names) if name == form.get("component")]
-    of = f" of {components[0]}" if components else ""
-    return site.begin(
-        run,
-        lambda: show_drift(run.root, components=components, last=number, depth=None, plot=None),
-        kind="drift",
-        title=f"the newest {number}{of}",
-    )
-
-
-async def drift_data(request: Request) -> Response:
-    """Return the answer of `drift` for the picture."""
-    found = _job(site_of(request), request)
-    if found.answer is None or not isinstance(found.answer.document, Drift):
-        raise HTTPException(404, "There is no such drift, or not yet.")
-    return data(msgspec.to_builtins(found.answer.document))
-
-
 async def jobs(request: Request) -> Response:
     """List the work that was begun."""
     site = site_of(request)
@@ -241,11 +198,10 @@ async def job(request: Request) -> Response:
 
 
 def _rows_of(answer: Answer | None) -> list[Any]:
-    """Return the long table of an answer: tensors of `stats` and `diff`, layers of `drift`."""
+    """Return the tensors of an answer of `stats` or `diff`."""
     if answer is None:
         return []
-    document = answer.document
-    return [*(document.layers if isinstance(document, Drift) else getattr(document, "tensors", ()))]
+    return [*getattr(answer.document, "tensors", ())]
 
 
 async def stop_job(request: Request) -> Response:

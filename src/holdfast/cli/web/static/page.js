@@ -238,85 +238,9 @@
     new uPlot(options("seconds by phase", found.series, box.clientWidth, {}), aligned(found.series), box);
   }
 
-  // Height of a heat map with many layers: browsers draw no canvas that is too large.
-  const HEAT_PX = 8000;
-
-  // A cell for each layer and checkpoint; shades are logarithmic between the extremes.
-  function drawHeat(box, found) {
-    const layers = found.layers, steps = found.checkpoints.slice(1);
-    const known = layers.flatMap((one) => one.changes).filter((value) => value > 0);
-    if (!known.length) return say(box, "Nothing changed.");
-    const low = Math.log(Math.min(...known)), high = Math.log(Math.max(...known));
-    const ratio = devicePixelRatio || 1, left = Math.min(260, box.clientWidth * 0.35), bottom = 22;
-    const row = Math.max(1, Math.min(18, Math.floor(HEAT_PX / layers.length))), named = Math.ceil(14 / row);
-    const width = box.clientWidth, height = layers.length * row + bottom, cell = (width - left) / steps.length;
-    const canvas = document.createElement("canvas");
-    canvas.className = "heat";
-    canvas.width = width * ratio; canvas.height = height * ratio;
-    box.replaceChildren(canvas);
-    const ctx = canvas.getContext("2d");
-    ctx.scale(ratio, ratio);
-    ctx.font = "12px system-ui"; ctx.textBaseline = "middle";
-    layers.forEach((layer, y) => {
-      ctx.fillStyle = color("--text");
-      if (y % named === 0) ctx.fillText(shortened(ctx, `${layer.component}:${layer.layer}`, left - 8), 2, y * row + row / 2);
-      layer.changes.forEach((value, x) => {
-        const share = value > 0 ? (high > low ? (Math.log(value) - low) / (high - low) : 1) : null;
-        ctx.fillStyle = value === null ? color("--back") : share === null ? color("--stripe") : shade(share);
-        ctx.fillRect(left + x * cell, y * row, Math.max(cell - 1, 1), row > 4 ? row - 1 : row);
-      });
-    });
-    ctx.fillStyle = color("--dim");
-    const every = Math.max(1, Math.ceil(56 / cell));
-    steps.forEach((one, x) => { if (x % every === 0) ctx.fillText(String(one.step), left + x * cell, height - bottom / 2); });
-    if (high > low) drawKey(ctx, Math.exp(low), Math.exp(high), left - 10, height - bottom / 2);
-    const note = document.getElementById(`${box.id}-note`);
-    canvas.addEventListener("mousemove", (event) => {
-      const x = Math.floor((event.offsetX * width / canvas.clientWidth - left) / cell), y = Math.floor(event.offsetY / row);
-      if (!note || !layers[y] || !steps[x]) return;
-      const value = layers[y].changes[x];
-      note.textContent = `${layers[y].component}:${layers[y].layer}, step ${found.checkpoints[x].step} to ${steps[x].step}: ${value === null ? "nothing to compare" : Number(value.toPrecision(3))}`;
-    });
-  }
-
-  // What the shades mean: the smallest change, all shades, the largest change.
-  function drawKey(ctx, low, high, width, y) {
-    const [from, to] = [low, high].map((value) => String(Number(value.toPrecision(2))));
-    const start = 8 + ctx.measureText(from).width, end = width - 6 - ctx.measureText(to).width;
-    ctx.fillText(from, 2, y);
-    ctx.fillText(to, end + 6, y);
-    for (let x = start; x < end; x += 1) {
-      ctx.fillStyle = shade((x - start) / (end - start));
-      ctx.fillRect(x, y - 6, 1.5, 12);
-    }
-  }
-
-  // Viridis, whose lightness alone tells the order: matplotlib's colors at six places.
-  const VIRIDIS = [[68, 1, 84], [65, 68, 135], [42, 120, 142], [34, 168, 132], [122, 209, 81], [253, 231, 37]];
-  function shade(share) {
-    const at = share * (VIRIDIS.length - 1), from = Math.min(Math.floor(at), VIRIDIS.length - 2);
-    const mixed = VIRIDIS[from].map((value, index) => Math.round(value + (at - from) * (VIRIDIS[from + 1][index] - value)));
-    return `rgb(${mixed.join(" ")})`;
-  }
-
-  function shortened(ctx, text, width) {
-    if (ctx.measureText(text).width <= width) return text;
-    let kept = text;
-    while (kept && ctx.measureText(`…${kept}`).width > width) kept = kept.slice(1);
-    return `…${kept}`;
-  }
-
-  function drawAll(among) {
-    for (const box of among.querySelectorAll("[data-heat]:not([data-drawn])")) {
-      box.dataset.drawn = "yes";
-      keepDrawn(box, () => box.dataset.heat, drawHeat);
-    }
-  }
-
   function start() {
-    drawAll(document);
     document.addEventListener("htmx:before:swap", remember);
-    document.addEventListener("htmx:after:swap", () => { restore(); drawAll(document); });
+    document.addEventListener("htmx:after:swap", () => restore());
     keepLooking();
     for (const box of document.querySelectorAll("[data-plot]")) {
       const select = document.querySelector(`select[data-for="${box.id}"]`);
