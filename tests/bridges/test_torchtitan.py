@@ -208,3 +208,9 @@ def test_data_of_torchtitan_goes_on_where_it_was(tmp_path: Path) -> None:
     assert second.checkpointer.load()
     assert [*taken, next(iter(data))["at"].tolist()] == [[0, 1], [2, 3], [4, 5], [6, 7]]
     second.checkpointer.close()
+
+
+def test_a_url_as_folder_is_no_path_below_the_dump_folder(tmp_path: Path) -> None:
+    one = Train(tmp_path, folder="memory://titan")
+    assert one.checkpointer.manager.store.url == "memory://titan"
+    one.checkpointer.close()

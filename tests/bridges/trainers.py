@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from holdfast.data import Loader
 from holdfast.launched import present_ranks
 from holdfast.state.components import OF_TRAINERS
 
+Root = Path | holdfast.Tiered
 EPOCHS, BATCHES = 3, 4
 GOAL = EPOCHS * BATCHES
 WARMUP = 20
@@ -94,9 +96,14 @@ EVERY = "2step"
 TAKES_OVER = holdfast.StateHooks(one_sided=OF_TRAINERS.__contains__)
 
 
-def plain(root: Path, until: int) -> None:
-    own = Parts()
-    with holdfast.CheckpointManager(root, own.state, every=EVERY, hooks=TAKES_OVER) as manager:
+def plain(root: Root, until: int) -> None:
+    own, stop = Parts(), holdfast.Stop()
+    with (
+        stop,
+        holdfast.CheckpointManager(
+            root, own.state, every=EVERY, hooks=TAKES_OVER, stop=stop
+        ) as manager,
+    ):
         found = manager.resume()
         step = found.step if found else 0
         own.model.train()
@@ -107,10 +114,12 @@ def plain(root: Path, until: int) -> None:
             own.optimizer.zero_grad()
             step += 1
             manager.maybe_save(step)
+            if stop.requested:
+                break
         manager.save(step, wait=True)
 
 
-def trainer(root: Path, until: int) -> None:
+def trainer(root: Root, until: int) -> None:
     from holdfast.train import Trainer
 
     own = Parts()
@@ -127,7 +136,7 @@ def trainer(root: Path, until: int) -> None:
     ).fit(f"{until}step")
 
 
-def lightning(root: Path, until: int) -> None:
+def lightning(root: Root, until: int) -> None:
     import lightning as library
 
     from holdfast.bridges.lightning import HoldfastCheckpoint
@@ -162,7 +171,7 @@ def lightning(root: Path, until: int) -> None:
     ).fit(module, data())
 
 
-def transformers(root: Path, until: int) -> None:
+def transformers(root: Root, until: int) -> None:
     import transformers as library
 
     from holdfast.bridges.transformers import CheckpointedTrainer
@@ -172,7 +181,7 @@ def transformers(root: Path, until: int) -> None:
     CheckpointedTrainer(
         own.model,
         library.TrainingArguments(
-            str(root),
+            str(root) if isinstance(root, Path) else tempfile.gettempdir(),  # nothing is written
             max_steps=until,
             per_device_train_batch_size=4,
             max_grad_norm=0,
@@ -189,7 +198,7 @@ def transformers(root: Path, until: int) -> None:
     ).train()
 
 
-def accelerate(root: Path, until: int) -> None:
+def accelerate(root: Root, until: int) -> None:
     import accelerate as library
 
     from holdfast.bridges.accelerate import state
@@ -199,7 +208,13 @@ def accelerate(root: Path, until: int) -> None:
     own, accelerator = Parts(), library.Accelerator(cpu=True)
     model, optimizer, scheduler = accelerator.prepare(own.model, own.optimizer, own.scheduler)
     components = state(accelerator, data=own.data)
-    with holdfast.CheckpointManager(root, components, every=EVERY, hooks=TAKES_OVER) as manager:
+    stop = holdfast.Stop()
+    with (
+        stop,
+        holdfast.CheckpointManager(
+            root, components, every=EVERY, hooks=TAKES_OVER, stop=stop
+        ) as manager,
+    ):
         found = manager.resume()
         step = found.step if found else 0
         for batch in own.data.until(until, start=step):
@@ -209,6 +224,8 @@ def accelerate(root: Path, until: int) -> None:
             optimizer.zero_grad()
             step += 1
             manager.maybe_save(step)
+            if stop.requested:
+                break
         manager.save(step, wait=True)
 
 
@@ -216,7 +233,7 @@ class _Enough(Exception):
     """Ends a training as an error does."""
 
 
-def ignite(root: Path, until: int) -> None:
+def ignite(root: Root, until: int) -> None:
     from ignite.engine import Engine, Events
 
     from holdfast.bridges.ignite import HoldfastRun
@@ -289,7 +306,8 @@ class TitanTrain:
             self.checkpointer.save(self.step, last_step=self.step == self.goal)
 
 
-def torchtitan(root: Path, until: int) -> None:
+def torchtitan(root: Root, until: int) -> None:
+    assert isinstance(root, Path), "torchtitan names its folder in text"
     one = TitanTrain(root, until)
     try:
         one.train()
@@ -297,7 +315,7 @@ def torchtitan(root: Path, until: int) -> None:
         one.checkpointer.close()
 
 
-TRAINERS: dict[str, Callable[[Path, int], None]] = {
+TRAINERS: dict[str, Callable[[Root, int], None]] = {
     "plain": plain,
     "trainer": trainer,
     "lightning": lightning,

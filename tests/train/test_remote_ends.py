@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,35 +11,14 @@ from torch import nn
 
 from holdfast import CheckpointManager, LocalStore, Stop, Tiered
 from holdfast.engine.roots.catalog import Catalog
-from holdfast.errors import StoreFull
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.faulty import Fault, FaultyStore
 from holdfast.train import Callback
 from marks import diagonal
+from train.remotes import ENDS, HANG_S, KINDS, SHORT_END_S, assert_only_local, remote_of, steps_in
 from train.small import make
 
 GOAL = 3
-HANG_S = 40.0
-"""Longer than any run here lasts: one that waited for its uploads would fail."""
-ENDS: dict[str, AbstractContextManager[Any]] = {
-    "goal": nullcontext(),
-    "SIGTERM": pytest.raises(SystemExit),
-    "SIGINT": pytest.raises(KeyboardInterrupt),
-}
-
-
-def remote_of(kind: str) -> FaultyStore:
-    """A remote tier that takes claims and no checkpoint."""
-    error = StoreFull("no space left") if kind == "full" else None
-    fault = "hang" if kind == "slow" else "fail"
-    ops: tuple[Any, ...] = ("put", "create", "write", "finish")
-    return FaultyStore(
-        MemoryStore("remote"),
-        [
-            Fault(kind=fault, op=op, key="step-*", times=None, error=error, deadline_s=HANG_S)
-            for op in ops
-        ],
-    )
 
 
 class Ends(Callback):
@@ -77,13 +55,7 @@ def train_in_a_loop(root: Tiered, end: str, **options: Any) -> None:
 LOOPS = {"trainer": train_by_trainer, "own": train_in_a_loop}
 
 
-def steps_in(store: LocalStore) -> list[int]:
-    return [entry.step for entry in Catalog(store).checkpoints()]
-
-
-@pytest.mark.parametrize(
-    ("loop", "kind", "end"), diagonal([*LOOPS], ["away", "slow", "full"], [*ENDS])
-)
+@pytest.mark.parametrize(("loop", "kind", "end"), diagonal([*LOOPS], KINDS, [*ENDS]))
 def test_the_last_step_is_local_whatever_the_remote_tier_does(
     loop: str,
     kind: str,
@@ -93,16 +65,11 @@ def test_the_last_step_is_local_whatever_the_remote_tier_does(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """And a warning names the steps that are not uploaded, and how to upload them later."""
-    monkeypatch.setattr("holdfast.care.mirror._END_S", 0.2)
+    monkeypatch.setattr("holdfast.care.mirror._END_S", SHORT_END_S)
     local, remote = LocalStore(ram_path), remote_of(kind)
     with ENDS[end]:
-        LOOPS[loop](Tiered(local, remote, close_timeout_s=0.2), end)
-    assert steps_in(local)[0] == GOAL
-    assert not Catalog(remote).checkpoints()
-    last = [record for record in caplog.records if "not uploaded" in record.getMessage()][-1]
-    assert last.levelname == "WARNING"
-    assert f"step {GOAL} (" in last.getMessage()
-    assert "run the program again" in last.getMessage()
+        LOOPS[loop](Tiered(local, remote, close_timeout_s=SHORT_END_S), end)
+    assert_only_local(local, remote, GOAL, caplog)
 
 
 @pytest.mark.parametrize("loop", LOOPS)

@@ -186,8 +186,9 @@ class _Counters:
 
 
 def _options(config: Any, base_folder: str) -> Checkpoints:
+    is_url = "://" in config.folder  # which a path before it would turn into a local folder
     return Checkpoints(
-        os.path.join(base_folder, config.folder),
+        config.folder if is_url else os.path.join(base_folder, config.folder),
         every=f"{config.interval}step",
         keep=Last(config.keep_latest_k) if config.keep_latest_k else None,
     )
