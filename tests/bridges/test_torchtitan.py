@@ -30,7 +30,7 @@ STEPS = 30
 class Train:
     """What torchtitan's Trainer keeps of itself, and its loop around the manager."""
 
-    def __init__(self, folder: Path, **settings: Any) -> None:
+    def __init__(self, folder: Path, /, **settings: Any) -> None:
         torch.manual_seed(1)
         self.step = self.tokens = 0
         self.model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.Linear(8, 1))
