@@ -434,50 +434,6 @@ class OursInOrder(bridge.CheckpointedMixin, InOrder):
     """The same with checkpoints of its own."""
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(("step", "num_steps", "dropout"), [(4, 10, 0.1), (8, 20, 0.0)])
-def test_the_trainers_own_goes_on_from_an_export(
-    tmp_path: Path, step: int, num_steps: int, dropout: float
-) -> None:
-    """Its losses, logs and weights are those of the run that was not exported.
-
-    With dropout until the end of the epoch: its DataLoader draws from torch's generator then.
-    """
-    given: dict[str, Any] = {"max_steps": num_steps, "logging_steps": step // 2}
-    shape = tiny()
-    shape.update({"attn_pdrop": dropout, "embd_pdrop": dropout, "resid_pdrop": dropout})
-    transformers.set_seed(1)
-    ours = OursInOrder(
-        transformers.GPT2LMHeadModel(shape),
-        arguments(tmp_path / "ours", **given),
-        train_dataset=Tokens(),
-        checkpoints=holdfast.Checkpoints(tmp_path / "run", every=f"{step}step", sinks=()),
-    )
-    ours.train()
-    out = tmp_path / "out"
-    made = holdfast.interop.export_checkpoint(
-        f"{tmp_path / 'run'}@step={step}", out, to="hf-trainer"
-    )
-    assert not [note for note in made.notes if "log begins anew" in note]
-    transformers.set_seed(2)
-    own = InOrder(
-        transformers.GPT2LMHeadModel(shape),
-        arguments(tmp_path / "own", **given),
-        train_dataset=Tokens(),
-    )
-    own.train(resume_from_checkpoint=str(out))
-    logs = [
-        [
-            {k: log.get(k) for k in ("step", "epoch", "loss", "grad_norm", "learning_rate")}
-            for log in one
-        ]
-        for one in (ours.state.log_history[:-1], own.state.log_history[:-1])
-    ]
-    assert logs[0] == logs[1]
-    assert logs[0][-1]["step"] > step
-    forks.assert_equal(dict(own.model.state_dict()), dict(ours.model.state_dict()))
-
-
 def test_a_loop_of_ones_own_can_begin_what_the_trainer_ends(tmp_path: Path) -> None:
     """Only counters, logs and callbacks are missing, and that is logged by name."""
     root, events = tmp_path / "run", list[Event]()

@@ -196,7 +196,6 @@ def test_names_are_mapped_and_other_components_are_left_out(tmp_path: Path) -> N
         ("safetensors", {}),
         ("safetensors", {"shard_nbytes": 100}),
         ("hf", {"dtype": "bf16"}),
-        ("lightning", {}),
     ],
 )
 def test_the_same_source_gives_the_same_bytes(
@@ -236,7 +235,7 @@ class Failing(GivenSource):
         super().read_into(component, key, start, memory)
 
 
-@pytest.mark.parametrize("to", ["pt", "safetensors", "hf", "lightning"])
+@pytest.mark.parametrize("to", ["pt", "safetensors", "hf"])
 def test_a_failed_export_leaves_nothing_and_clears_what_a_killed_one_left(
     tmp_path: Path, to: str
 ) -> None:
@@ -296,7 +295,6 @@ def test_without_room_for_all_nothing_is_written(tmp_path: Path) -> None:
         ("pt", {"dtype": "bf16"}, "--dtype"),
         ("pt", {"shard_nbytes": 1}, "--shard-size"),
         ("safetensors", {"configs": [Path()]}, "--config"),
-        ("lightning", {"components": ["model"]}, "--component"),
     ],
 )
 def test_an_option_that_does_nothing_is_refused(

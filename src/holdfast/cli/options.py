@@ -220,7 +220,7 @@ exported = argument("target", "ROOT[@WHICH]", f"{_WHICH} Also a file or folder o
 new_output = argument("output", "OUT", "A file or folder that does not exist yet.")
 to = click.option(
     "--to",
-    type=click.Choice(["hf", "safetensors", "pt", "dcp", "hf-trainer", "lightning"]),
+    type=click.Choice(["hf", "safetensors", "pt", "dcp"]),
     required=True,
     help="Format that is written.",
 )

@@ -209,7 +209,6 @@ def warm_up(folder: Path) -> None:
     honest = {
         "x.pt": hostile._honest(),
         "x.tar": hostile.tarred((hostile._info(hostile.STATES), hostile._honest())),
-        "x.lzo": hostile.TARS["lzo of a huge block"][1],
         "x.zst": hostile.TARS["zstd that is none"][1],
         "x.lz4": hostile.TARS["lz4 that is none"][1],
         "y.pkl": pickle.dumps({"a": np.arange(2), "b": np.float32(1)}, 2),

@@ -6,9 +6,7 @@ import bz2
 import gzip
 import io
 import lzma
-import struct
 import tarfile
-import zlib
 from pathlib import Path
 
 import pytest
@@ -43,20 +41,6 @@ def tarred(name: str = "composer_states.pt", *, pax: bool = True) -> bytes:
     return out.getvalue()
 
 
-def lzop(data: bytes) -> bytes:
-    """The container of lzop 1.03, with checksums of what is unpacked."""
-    lzallright = pytest.importorskip("lzallright")
-    head = struct.pack(">3H2B4L", 0x1030, 0x2080, 0x0940, 1, 5, 0x0300_0001, 0o100644, 0, 0)
-    head += b"\x05x.tar"
-    out = b"\x89LZO\x00\x0d\x0a\x1a\x0a" + head + struct.pack(">L", zlib.adler32(head))
-    for at in range(0, len(data), 256 << 10):
-        block = data[at : at + (256 << 10)]
-        packed = lzallright.LZOCompressor().compress(block)
-        packed = packed if len(packed) < len(block) else block
-        out += struct.pack(">3L", len(block), len(packed), zlib.adler32(block)) + packed
-    return out + bytes(4)
-
-
 def zst(data: bytes) -> bytes:
     import zstandard
 
@@ -77,7 +61,6 @@ PACKED = {
     "lzma": lambda data: lzma.compress(data, format=lzma.FORMAT_ALONE),
     "lz4": lz4,
     "zst": zst,
-    "lzo": lzop,
 }
 
 
@@ -134,7 +117,7 @@ def test_a_full_disk_is_an_error_that_says_what_to_do(
         open_source(str(tmp_path / "x.tar.gz"))
 
 
-@pytest.mark.parametrize(("way", "library"), [("lz4", "lz4.frame"), ("lzo", "lzallright")])
+@pytest.mark.parametrize(("way", "library"), [("lz4", "lz4.frame")])
 def test_a_missing_library_is_named_with_its_extra(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str, library: str
 ) -> None:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from holdfast.arguments import checked
 from holdfast.errors import UsageError
@@ -30,11 +30,10 @@ from holdfast.interop.opening import open_source
 from holdfast.interop.renaming import Rules
 from holdfast.interop.source import LeftOut, Source, expect_no_loss
 
-Form: TypeAlias = Literal["hf", "safetensors", "pt", "hf-trainer", "lightning"]
+Form: TypeAlias = Literal["hf", "safetensors", "pt"]
 SHARD_NBYTES = 5_000_000_000
 """Most bytes of a file of weights in a folder of a model, as transformers has it."""
-_OF_WEIGHTS = ("hf", "safetensors", "hf-trainer")
-_IN_FOLDERS = ("hf", "hf-trainer")
+_OF_WEIGHTS = ("hf", "safetensors")
 
 Progress: TypeAlias = Callable[[str, int, int], None]
 
@@ -147,13 +146,6 @@ class Export:
             cast=self._cast,
             report=self._report,
         )
-        if options.to == "hf-trainer":
-            from holdfast.interop.exporting.hftrainer import plan_trainer
-            from holdfast.interop.exporting.values import Values
-
-            values = Values(source, plan.notes, keep_arrays=True)
-            files += plan_trainer(source, values, plan, report=self._report)
-            return [*{file.name: file for file in files}.values()]  # a config folder has them, too
         self._leave({component, FILES}, "a folder of a model holds its weights alone")
         return files
 
@@ -182,21 +174,17 @@ class Export:
 
     def _torch_file(self) -> PlannedFile:
         # Inside, as they import torch, which takes longer than a small export of weights.
-        from holdfast.interop.exporting.lightning import lightning_value
         from holdfast.interop.exporting.torchfile import plan_torch_file
         from holdfast.interop.exporting.values import Values
 
         source = self._source
         values = Values(source, self.plan.notes)
-        if self._options.to == "lightning":
-            value: Any = lightning_value(source, values, self.plan)
-        else:
-            for name in self._options.components:
-                source.part(name)
-            names = [*self._options.components] or [*source.parts]
-            self._leave(names, "not among the components asked for")
-            made = {name: values.component(name) for name in names}
-            value = made[names[0]] if len(names) == 1 else made
+        for name in self._options.components:
+            source.part(name)
+        names = [*self._options.components] or [*source.parts]
+        self._leave(names, "not among the components asked for")
+        made = {name: values.component(name) for name in names}
+        value = made[names[0]] if len(names) == 1 else made
         return plan_torch_file(source, "", value, self._report)
 
 
@@ -205,10 +193,9 @@ def _check(options: ExportOptions) -> None:
     to = options.to
     unused = {
         "--map": bool(options.rename) and to not in _OF_WEIGHTS,
-        "--config": bool(options.configs) and to not in _IN_FOLDERS,
+        "--config": bool(options.configs) and to != "hf",
         "--dtype": options.dtype is not None and to not in _OF_WEIGHTS,
         "--shard-size": options.shard_nbytes is not None and to not in _OF_WEIGHTS,
-        "--component": bool(options.components) and to in ("lightning", "hf-trainer"),
     }
     wrong = [name for name, is_unused in unused.items() if is_unused]
     if wrong:
@@ -233,13 +220,12 @@ def export_checkpoint(
 ) -> Exported:
     """Write a checkpoint, or a file of weights of any known format, in another library's format.
 
-    `to`: `hf` (a folder for `from_pretrained`), `safetensors`, `pt` (for `torch.load`),
-    `hf-trainer` (a Trainer's checkpoint folder), `lightning` (a `.ckpt`). `components` are those
-    to write, `rename` maps patterns of the names in the model to new ones, `config` is a file or a
-    folder of files that lie beside the weights, `dtype` that of the weights of floats. `out` must
-    not exist; it appears when it is whole. Keeps a few pieces in memory. `allow_loss` skips
-    tensors that cannot be read or named; without it they are an error. `trust` lifts the bounds on
-    the number of values in a file of another library.
+    `to`: `hf` (a folder for `from_pretrained`), `safetensors`, `pt` (for `torch.load`).
+    `components` are the ones to write, `rename` maps patterns of the names in the model to new
+    names, `config` is a file or a folder of files to copy, `dtype` is the dtype for floats.
+    `out` must not exist; it appears when it is whole. Keeps a few pieces in memory.
+    `allow_loss` skips tensors that cannot be read or named; without it they are an error. `trust`
+    lifts the bounds on the number of values in a file of another library.
 
     Raises:
         NoCheckpoint: nothing exists at `source`.

@@ -43,11 +43,9 @@ class PlacedTensor:
 class Values:
     """Converts a source's trees to values; notes those that `torch.load` would refuse."""
 
-    def __init__(self, source: Source, notes: list[str], *, keep_arrays: bool = False) -> None:
-        """`keep_arrays`: small numpy arrays stay arrays, which `weights_only` refuses."""
+    def __init__(self, source: Source, notes: list[str]) -> None:
         self._source = source
         self._notes = notes
-        self._keep_arrays = keep_arrays
         self._tensors: dict[tuple[str, str], PlacedTensor] = {}
 
     def component(self, name: str) -> Any:
@@ -118,8 +116,6 @@ class Values:
         return found
 
     def _array(self, component: str, ref: ArrayRef, path: str) -> Any:
-        if self._keep_arrays:
-            return self._read(component, ref.key)
         made = self._tensor(component, ref.key, None)
         return self._changed(path, "a numpy array", "a tensor", made)
 
@@ -139,11 +135,4 @@ class Values:
         if node.kind == "python":
             words = tuple(self._read(component, members["state"].key).tolist())
             return (members["version"], words, members["gauss_next"])
-        state = self.value(component, members["state"], path)
-        if node.kind == "numpy-legacy" and self._keep_arrays:
-            inner = state["state"]
-            return (
-                state["bit_generator"], inner["key"], inner["pos"],
-                state["has_gauss"], state["gauss"],
-            )  # fmt: skip
-        return state
+        return self.value(component, members["state"], path)

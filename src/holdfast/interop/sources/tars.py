@@ -13,7 +13,6 @@ import lzma
 import os
 import shutil
 import tempfile
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,7 +39,6 @@ _ROOM_LEFT_NBYTES = 64 << 20
 _LZMA_MEMORY = 128 << 20
 _ZSTD_WINDOW = 1 << 27
 
-_LZO = b"\x89LZO\x00\x0d\x0a\x1a\x0a"
 _SIGNATURES: tuple[tuple[bytes, str], ...] = (
     (b"\x1f\x8b", "gz"),
     (b"BZh", "bz2"),
@@ -48,7 +46,6 @@ _SIGNATURES: tuple[tuple[bytes, str], ...] = (
     (b"\x5d\x00\x00", "lzma"),
     (b"\x04\x22\x4d\x18", "lz4"),
     (b"\x28\xb5\x2f\xfd", "zst"),
-    (_LZO, "lzo"),
 )
 
 
@@ -279,85 +276,6 @@ class _Checked:
         return data
 
 
-class _Lzo(io.RawIOBase):
-    """Unpacks the container of `lzop`: blocks with their lengths, each unpacked alone."""
-
-    def __init__(self, packed: BinaryIO) -> None:
-        try:
-            import lzallright
-        except ImportError as err:
-            raise _needs("lzallright", "convert", err) from err
-        self._machine = lzallright.LZOCompressor
-        self._errors = (lzallright.LZOError, lzallright.InputNotConsumed)
-        self._packed = packed
-        self._left = b""
-        self._is_done = False
-        self._flags = self._read_header()
-
-    def _number(self, count: int) -> int:
-        data = self._packed.read(count)
-        if len(data) != count:
-            raise EOFError("the compressed data ends too early")
-        return int.from_bytes(data, "big")
-
-    def _read_header(self) -> int:
-        if self._packed.read(len(_LZO)) != _LZO:
-            raise ValueError("no header of lzop")
-        version = self._number(2)
-        self._number(2)
-        if version >= 0x0940:
-            self._number(2)
-        self._number(1)
-        if version >= 0x0940:
-            self._number(1)
-        flags = self._number(4)
-        if flags & 0x40:
-            raise ValueError("an extra field in the header of lzop")
-        if flags & 0x800:
-            self._number(4)
-        self._number(8)
-        if version >= 0x0940:
-            self._number(4)
-        self._packed.read(self._number(1))
-        self._number(4)
-        return flags
-
-    @override
-    def read(self, size: int = -1) -> bytes:
-        if not self._left and not self._is_done:
-            self._left = self._block()
-        data, self._left = self._left[:size], self._left[size:]
-        return data
-
-    def _block(self) -> bytes:
-        nbytes = self._number(4)
-        if nbytes == 0:
-            self._is_done = True
-            return b""
-        packed_nbytes = self._number(4)
-        if nbytes > 64 << 20 or packed_nbytes > nbytes:
-            raise ValueError("a block of a size that lzop does not write")
-        sums = [self._number(4) for flag in (0x1, 0x100) if self._flags & flag]
-        if packed_nbytes < nbytes:  # checksums of what is packed
-            sums += [self._number(4) for flag in (0x2, 0x200) if self._flags & flag]
-        raw = self._packed.read(packed_nbytes)
-        if len(raw) != packed_nbytes:
-            raise EOFError("the compressed data ends too early")
-        data = raw if packed_nbytes == nbytes else self._unpacked(raw, nbytes)
-        if self._flags & 0x1 and zlib.adler32(data) != sums[0]:
-            raise ValueError("a block with a wrong checksum")
-        return data
-
-    def _unpacked(self, raw: bytes, nbytes: int) -> bytes:
-        try:
-            data: bytes = self._machine.decompress(raw, output_size_hint=nbytes)
-        except Exception as err:
-            raise ValueError(f"a damaged block: {err}") from err
-        if len(data) != nbytes:
-            raise ValueError("a block of another size")
-        return data
-
-
 _READERS: dict[str, Callable[[BinaryIO], Any]] = {
     "gz": _gz,
     "bz2": _bz2,
@@ -365,5 +283,4 @@ _READERS: dict[str, Callable[[BinaryIO], Any]] = {
     "lzma": _Lzma,
     "lz4": _lz4,
     "zst": _zst,
-    "lzo": _Lzo,
 }
