@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -347,7 +348,11 @@ def test_the_end_of_an_epoch_by_hand_is_warned_of(tmp_path: Path) -> None:
     assert "terminate_epoch() at iteration 4" in told[0]
 
 
-def test_a_run_that_was_terminated_stays_so(tmp_path: Path) -> None:
+def test_a_run_that_was_terminated_stays_so_until_its_checkpoint_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A warning has the call that trains on."""
+
     def training() -> Training:
         made = Training(tmp_path)
         early = EarlyStopping(2, lambda engine: 0.0, made.engine)
@@ -359,6 +364,8 @@ def test_a_run_that_was_terminated_stays_so(tmp_path: Path) -> None:
     again = training().train()
     assert again.rows == {}
     forks.assert_equal(again.weights(), first.weights())
+    (remedy,) = re.findall(r'to train on: run\(…, which="(.*)"\)', caplog.text)
+    assert Training(tmp_path).train(which=remedy).engine.state.iteration == ITERATIONS
 
 
 def test_steps_are_those_of_the_optimizer(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -27,13 +28,14 @@ lightning = needed("lightning")
 import torch._dynamo  # noqa: E402 - the first optimizer imports it, once here for all forks
 from lightning.pytorch.callbacks import (  # noqa: E402
     Callback,
+    Checkpoint,
     EarlyStopping,
     LearningRateFinder,
     ModelCheckpoint,
 )
 from lightning.pytorch.tuner import Tuner  # noqa: E402
 
-from holdfast.bridges.lightning import HoldfastCheckpoint  # noqa: E402
+from holdfast.bridges.lightning import HoldfastCheckpoint, seams  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the framework, version by version
 EPOCHS = 3
@@ -198,8 +200,11 @@ def test_a_signal_saves_and_ends_with_the_code_for_running_again(tmp_path: Path)
     forks.assert_equal(weights(fit(root, every=None)), undisturbed)
 
 
-@pytest.mark.full
-def test_a_run_that_stopped_early_stays_stopped(tmp_path: Path) -> None:
+def test_a_run_that_stopped_early_stays_stopped_until_its_checkpoint_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A warning has the call that trains on."""
+
     def stopping() -> Any:
         return EarlyStopping("val_loss", patience=1, min_delta=1e6)
 
@@ -208,6 +213,8 @@ def test_a_run_that_stopped_early_stays_stopped(tmp_path: Path) -> None:
     again = fit(tmp_path, stopping())
     assert again.global_step == first.global_step
     forks.assert_equal(weights(again), weights(first))
+    (remedy,) = re.findall(r'to train on: fit\(…, ckpt_path="(.*)"\)', caplog.text)
+    assert fit(tmp_path, ckpt_path=remedy).global_step == STEPS
 
 
 def test_ckpt_path_goes_back_in_its_own_root(tmp_path: Path) -> None:
@@ -255,6 +262,25 @@ def test_lightnings_last_is_the_newest_checkpoint(tmp_path: Path) -> None:
     trainer(HoldfastCheckpoint(tmp_path)).test(module, data, ckpt_path="last", verbose=False)
     forks.assert_equal(dict(module.state_dict()), trained)
     assert fit(tmp_path, ckpt_path="last", max_steps=6).global_step == 6
+
+
+def test_lightnings_last_of_another_callback_is_left_to_lightning(tmp_path: Path) -> None:
+    class Own(Checkpoint):  # type: ignore[misc]
+        checkpoints = "of its own"
+
+    made = trainer(Own(), max_steps=1)
+    made.fit(Regression(), train_data(), Loader(Noisy(), batch_size=22), ckpt_path="last")
+    assert made.global_step == 1
+
+
+@pytest.mark.parametrize("gone", ["_CheckpointConnector", "_CheckpointConnector._parse_ckpt_path"])
+def test_another_lightning_without_our_seam_for_last_can_be_imported(
+    gone: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its Trainer is refused when a fit begins."""
+    path = "lightning.pytorch.trainer.connectors.checkpoint_connector"
+    monkeypatch.delattr(f"{path}.{gone}")
+    seams.find_last(HoldfastCheckpoint)
 
 
 @pytest.mark.full

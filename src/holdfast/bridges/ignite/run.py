@@ -16,7 +16,15 @@ from ignite.engine import Engine, Events
 
 from holdfast.arguments import checked
 from holdfast.bridges.ignite.state import EngineState, Measured, check_engine
-from holdfast.bridges.parts import Generators, reporting, rewind, say_start, start_from, taking_over
+from holdfast.bridges.parts import (
+    Generators,
+    reporting,
+    rewind,
+    say_start,
+    start_from,
+    stays_ended,
+    taking_over,
+)
 from holdfast.bridges.validations import Validations
 from holdfast.data.options import check_whole
 from holdfast.engine.access import place_of
@@ -152,7 +160,7 @@ class HoldfastRun:
             if self._resumed is not None and not self._state.is_loaded:
                 self._count(self._resumed, length, max_epochs)
             self._generators = None if self._resumed is None else Generators()
-            if not self._is_over(max_epochs):
+            if not self._is_over(max_epochs, which):
                 self._train(data, max_epochs, epoch_length)
             if not self._stop.requested:
                 self._finish(manager)
@@ -213,16 +221,20 @@ class HoldfastRun:
             {"iteration": iteration, "epoch_length": length, "max_epochs": max_epochs or 1}
         )
 
-    def _is_over(self, max_epochs: int | None) -> bool:
+    def _is_over(self, max_epochs: int | None, which: str) -> bool:
         """Whether the run that was resumed has reached its end before."""
         state = self.engine.state
         if self._resumed is None:
             return False
         goal = max_epochs or state.max_epochs
-        if self._state.has_stopped:
-            self._emit("warning", "this run has been terminated before its goal, and stays so")
-        is_there = goal is not None and state.iteration >= goal * state.epoch_length
-        return self._state.has_stopped or bool(is_there)
+        if goal is not None and state.iteration >= goal * state.epoch_length:
+            return True
+        if self._state.has_stopped and which == "latest":
+            step = self._resumed.step
+            how = f'run(…, which="step={step}") without the handler that terminated it'
+            self._emit("warning", stays_ended(step, how))
+            return True
+        return False
 
     def _train(self, data: Any, max_epochs: int | None, epoch_length: int | None) -> None:
         """Run the Engine, with handlers that come after all others."""

@@ -29,7 +29,14 @@ from holdfast.bridges.lightning.seams import (
     monitors_of,
 )
 from holdfast.bridges.lightning.state import TrainerState
-from holdfast.bridges.parts import Generators, reporting, say_start, start_from, taking_over
+from holdfast.bridges.parts import (
+    Generators,
+    reporting,
+    say_start,
+    start_from,
+    stays_ended,
+    taking_over,
+)
 from holdfast.bridges.validations import Validations, check_direction
 from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.control.stop import Stop
@@ -47,8 +54,6 @@ from holdfast.policy.savers import SavePolicy
 from holdfast.policy.triggers import Event, SaveFunction, Trigger
 from holdfast.state.components import TRAINER
 from holdfast.store.base import Store
-
-find_last()
 
 
 class HoldfastCheckpoint(CheckpointCallback):
@@ -190,6 +195,7 @@ class HoldfastCheckpoint(CheckpointCallback):
         if resumed is not None:
             trainer._checkpoint_connector._loaded_checkpoint = {}
             self._state.stand(resumed)
+            self._stay_ended(trainer, resumed)
         elif not given_path(trainer):
             begin_data(trainer, self._emit)
         self._step, self._has_ended = trainer.global_step, False
@@ -266,6 +272,17 @@ class HoldfastCheckpoint(CheckpointCallback):
             return found
         encrypt = self.checkpoints.encrypt
         return start_from(*asked, manager, components, hooks=self._hooks, encrypt=encrypt)
+
+    def _stay_ended(self, trainer: Any, resumed: Checkpoint) -> None:
+        """End the fit of a run that a callback had ended, unless a checkpoint of it is named."""
+        assert self._state is not None
+        assert self._io is not None
+        is_named = self._io.asked is not None and self._io.asked[1] != "latest"
+        if self._state.has_stopped and not is_named:
+            trainer.should_stop = True
+            which = f"{resumed.root}@step={resumed.step}"
+            how = f'fit(…, ckpt_path="{which}") without the callback that ended it'
+            self._emit("warning", stays_ended(resumed.step, how))
 
     def _wrap(self, fit_loop: Any) -> None:
         """Call our functions at the ends of batches and epochs, until the run is released.
@@ -356,3 +373,6 @@ class HoldfastCheckpoint(CheckpointCallback):
             self._has_ended = True
         if signal:
             raise SystemExit(self._stop.exit_code)
+
+
+find_last(HoldfastCheckpoint)

@@ -9,7 +9,7 @@ from typing import Any
 
 import lightning
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
-from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
+from lightning.pytorch.trainer.connectors import checkpoint_connector
 
 from holdfast.bridges.naming import numbered
 from holdfast.bridges.parts import rewind
@@ -77,16 +77,20 @@ def check_trainer(trainer: Any) -> None:
         raise UsageError("HoldfastCheckpoint:\n" + listing(wrong))
 
 
-def find_last() -> None:
-    """Let Lightning's `ckpt_path="last"` find our checkpoints; it asks only its own callbacks.
+def find_last(callback: type[Any]) -> None:
+    """Let Lightning's `ckpt_path="last"` find the checkpoints of `callback`, our class.
 
-    It chooses the path before any hook of a callback is called.
+    Lightning asks only its own callbacks, and chooses the path before any hook of a callback is
+    called. A version without this method is refused by `check_trainer`, when a fit begins.
     """
-    original = _CheckpointConnector._parse_ckpt_path
+    connector_class = getattr(checkpoint_connector, "_CheckpointConnector", None)
+    original = getattr(connector_class, "_parse_ckpt_path", None)
+    if connector_class is None or original is None:
+        return
 
     def parse(connector: Any, state_fn: Any, ckpt_path: Any, *args: Any, **options: Any) -> Any:
         callbacks = connector.trainer.checkpoint_callbacks
-        ours = [one for one in callbacks if hasattr(one, "checkpoints")]
+        ours = [one for one in callbacks if isinstance(one, callback)]
         if ckpt_path != "last" or not ours:
             return original(connector, state_fn, ckpt_path, *args, **options)
         path = ours[0].last_model_path
@@ -94,7 +98,7 @@ def find_last() -> None:
             raise UsageError(f"ckpt_path='last': {ours[0].checkpoints.root} has no checkpoint")
         return path or None  # a fit begins the run
 
-    _CheckpointConnector._parse_ckpt_path = parse
+    connector_class._parse_ckpt_path = parse
 
 
 def model_of(module: Any, part: str | None) -> Any:

@@ -24,6 +24,8 @@ class TrainerState:
         """Whether an epoch has ended, and the next one has not begun."""
         self.is_within = False
         """Whether the state that was loaded is in the middle of an epoch."""
+        self.has_stopped = False
+        """Whether a callback had ended the run whose state was loaded."""
         self._loops: dict[str, Any] | None = None
         """Lightning's state of the loops that was loaded."""
         self._goes_on = False
@@ -90,9 +92,7 @@ class TrainerState:
         self.is_within = not state["is_between"]
         device = trainer.strategy.root_device
         self._metrics = {name: one.to(device) for name, one in state["metrics"].items()}
-        if state["has_stopped"]:
-            trainer.should_stop = True
-            self._emit("warning", "this run has stopped before its goal, and stays so")
+        self.has_stopped = bool(state["has_stopped"])
 
     def stand(self, found: Checkpoint) -> None:
         """Set the loops to a boundary at the step of a checkpoint, which is loaded."""
