@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from holdfast import CheckpointManager
+from holdfast.errors import UsageError
 
 
 class Model(nn.Module):
@@ -155,3 +156,20 @@ def test_sizes_features_and_messages_of_a_forward_pass_are_no_state(
         model.features = [batch, batch]
 
     assert said(Model(note, seq_len=0, _warned=False, features=[])) == []
+
+
+def test_attributes_named_in_not_state_are_not_reported(said: Callable[..., list[str]]) -> None:
+    def note(model: Any, batch: Tensor) -> None:
+        model.seen += 1
+        model.scratch += 1
+
+    (text,) = said(Model(note, seen=0, scratch=torch.zeros(3), not_state=("scratch",)))
+    assert "model.seen" in text
+    assert "scratch" not in text
+    assert "not_state" in text
+
+
+def test_not_state_that_is_no_tuple_of_names_is_refused(tmp_path: Path) -> None:
+    model = Model(add, held=0, not_state="held")
+    with pytest.raises(UsageError, match="not_state='held'"):
+        CheckpointManager(tmp_path, {"model": model})

@@ -3,7 +3,8 @@
 Plain attributes of modules, optimizers and other objects are compared: numbers, tensors, arrays,
 and containers of these. Values that a forward pass writes anew, such as sizes, losses and attention
 maps, change too, and are no state. So only changes count that such values do not show: counters
-that grow, changes in place, lists that grow, each in place or twice in a row.
+that grow, changes in place, lists that grow, each in place or twice in a row. Attributes that an
+owner names in its `not_state` are not compared.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ import numpy as np
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from holdfast.arguments import shown
+from holdfast.errors import UsageError
 from holdfast.state.capture import Captured
 from holdfast.state.components import cleaner_of, is_of_fsdp, unwrap
 from holdfast.state.leaves import PLAIN_TYPES, refusal
@@ -168,10 +171,23 @@ def _attributes(
     path: str, owner: Any, components: Collection[int], *, is_sure: bool
 ) -> Iterator[tuple[str, _Mark]]:
     is_framework = any(kind.__module__.startswith(_FRAMEWORKS) for kind in type(owner).__mro__)
+    declared = _declared(owner)
     for name, value in getattr(owner, "__dict__", {}).items():
         is_private = is_framework and name.startswith("_")
-        if name not in _OF_TORCH and not is_private and id(value) not in components:
-            yield from _marks_in(f"{path}.{name}", value, is_sure, 0)
+        if name in _OF_TORCH or name in declared or is_private or id(value) in components:
+            continue
+        yield from _marks_in(f"{path}.{name}", value, is_sure, 0)
+
+
+def _declared(owner: Any) -> Collection[str]:
+    """Return the names in the owner's `not_state`: attributes that are computed again."""
+    names = getattr(owner, "not_state", ())
+    if isinstance(names, str) or not isinstance(names, Collection):
+        raise UsageError(
+            f"{type(owner).__name__}.not_state={shown(names)}: must be a tuple of names of "
+            'attributes, such as ("step", "scratch")'
+        )
+    return names
 
 
 def _marks_in(path: str, value: Any, is_sure: bool, depth: int) -> Iterator[tuple[str, _Mark]]:
@@ -240,9 +256,10 @@ def _is_saved(name: str, mark: _Mark, captured: Captured, saved: Collection[int]
 
 def described(names: Sequence[str]) -> str:
     """Format the warning of state outside of the components."""
-    shown = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
+    listed = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
     return (
-        f"attributes that change in training are in no component: {shown}. A resume begins with "
+        f"attributes that change in training are in no component: {listed}. A resume begins with "
         "their first values. Make them buffers of a module, save them with get_extra_state() or "
-        "state_dict(), or put their owner into the state as a component"
+        "state_dict(), or put their owner into the state as a component. Name those that the "
+        'script computes again in an attribute of their owner: not_state = ("name", …)'
     )
