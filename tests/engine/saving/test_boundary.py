@@ -256,6 +256,17 @@ def train(run: Run) -> None:
     run.optimizer.zero_grad()
 
 
+def loads_other_weights_at_the_end(run: Run) -> None:
+    """Weights are kept in a range after each step, and other ones follow the last save."""
+    for _ in range(3):
+        train(run)
+        for weight in run.model.parameters():
+            weight.data.mul_(0.5)
+        run.save()
+    for weight in run.model.parameters():
+        weight.data.fill_(0.25)
+
+
 CORRECT = (
     zeroes_before,
     writes_zeros,
@@ -271,6 +282,7 @@ CORRECT = (
     clips_weights,
     saves_in_a_hook,
     loads_an_older_state,
+    loads_other_weights_at_the_end,
     keeps_an_average,
     saves_its_gradients,
 )
@@ -338,6 +350,16 @@ def saves_an_exchanged_average(run: Run) -> None:
         swap()
 
 
+def saves_an_average_at_the_end(run: Run) -> None:
+    train(run)
+    trained = [weight.detach().clone() for weight in run.model.parameters()]
+    for weight in run.model.parameters():
+        weight.data.mul_(0.5)
+    run.save()
+    for weight, before in zip(run.model.parameters(), trained, strict=True):
+        weight.data.copy_(before)
+
+
 @contextmanager
 def interrupting(act: Callable[[], None] | None = None) -> Iterator[None]:
     """Raise KeyboardInterrupt, or act, inside Adam's step."""
@@ -352,7 +374,12 @@ def interrupting(act: Callable[[], None] | None = None) -> Iterator[None]:
         yield
 
 
-EARLY = (ends_within_a_window, saves_from_a_signal_in_a_step, saves_a_swapped_average)
+EARLY = (
+    ends_within_a_window,
+    saves_from_a_signal_in_a_step,
+    saves_a_swapped_average,
+    saves_an_average_at_the_end,
+)
 """Loops that begin after the manager was made."""
 
 WRONG = {
@@ -362,6 +389,7 @@ WRONG = {
     saves_from_a_signal_in_a_step: "middle of step() of Adam",
     saves_a_swapped_average: "weights that training did not continue with",
     saves_an_exchanged_average: "weights that training did not continue with",
+    saves_an_average_at_the_end: "weights that training did not continue with",
 }
 
 

@@ -99,6 +99,10 @@ class _Sampled:
             self.at_save, before_step
         )
 
+    def was_swapped_back(self, now: Tensor) -> bool:
+        """Whether the weight had changed at the save, and has the value of the last step again."""
+        return self.was_swapped(now) and _are_equal(self.after_step, now)
+
 
 class StepBoundary:
     """Watches the optimizers of a state, and warns once of each kind of save off a boundary."""
@@ -163,7 +167,7 @@ class StepBoundary:
         """Stop watching, and warn of the last save."""
         _unregister(self)
         self._judge_gradients(is_last=True)
-        self._judge_weights()
+        self._judge_weights(None if self._sampled is None else self._sample())
 
     # Hooks
 
@@ -261,15 +265,26 @@ class StepBoundary:
     # Weights
 
     def _check_weights(self, step: int) -> None:
-        self._judge_weights()
-        self._before_step = self._sampled = None
         now = self._sample()
+        self._judge_weights(now)
+        self._before_step = self._sampled = None
         if self._after_step is not None and now is not None:
             self._sampled = _Sampled(step, self._after_step, now)
 
-    def _judge_weights(self) -> None:
+    def _judge_weights(self, now: Tensor | None) -> None:
+        """Warn if the last save had weights that were replaced afterwards.
+
+        If no step has followed the save, only weights that are back are known to be such: a script
+        may load the best ones after its last save.
+        """
         sampled, before = self._sampled, self._before_step
-        if sampled is not None and before is not None and sampled.was_swapped(before):
+        if sampled is None:
+            return
+        if before is not None:
+            is_wrong = sampled.was_swapped(before)
+        else:
+            is_wrong = now is not None and sampled.was_swapped_back(now)
+        if is_wrong:
             self._warn(
                 "weights",
                 f"the save of step {sampled.step} has weights that training did not continue "
