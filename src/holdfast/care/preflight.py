@@ -451,9 +451,10 @@ class Beginning:
         """Raise `UsageError` on a fresh start over a saved run, which retention would delete."""
         if standing is None and self._catalog.ever_committed():
             raise UsageError(
-                f"{self._store.url} holds the checkpoints of a run. Call resume() to go on with "
-                "it, load() one of them whole to start from there (part of one is not enough), or "
-                "give this run a root of its own"
+                f"{self._store.url} holds the checkpoints of a run. Call resume() to continue it, "
+                "load() one of them whole to start from there (part of one is not enough), "
+                "start_new() to begin another run beside them (a Trainer: "
+                'fit(…, resume="never")), or give this run a root of its own'
             )
 
     def _check_remote(self, size: SaveSize, owner: TieredOwnership) -> None:

@@ -109,6 +109,7 @@ def test_what_was_ended_stays_so_until_there_is_more_patience(tmp_path: Path) ->
     for _ in range(2):
         outcome = trainer(tmp_path, values, EarlyStopping(patience=2)).fit(6)
         assert (outcome.step, outcome.reason) == (3, "stopped")
+    assert "raise patience=2" in outcome.detail  # of the second start
     assert trainer(tmp_path, values, EarlyStopping(patience=3)).fit(6).reason == "goal"
 
 

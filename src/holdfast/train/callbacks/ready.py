@@ -142,7 +142,11 @@ class EarlyStopping(Callback):
 
     def fit_start(self, training: Training) -> None:
         """Request a stop if an earlier process exhausted the patience."""
-        self._stop_if_over(training)
+        self._stop_if_over(
+            training,
+            remedy=f" before this start. To train further, raise patience={self.patience}, or "
+            "remove EarlyStopping",
+        )
 
     def validation_end(self, training: Training, name: str, metrics: Metrics) -> None:
         """Compare the metric with the best value, if the validation has it."""
@@ -174,11 +178,11 @@ class EarlyStopping(Callback):
             return False
         return self.best is None or self._sign * (self.best - value) > self._min_delta
 
-    def _stop_if_over(self, training: Training) -> None:
+    def _stop_if_over(self, training: Training, remedy: str = "") -> None:
         if self.num_waited >= self.patience:
             training.request_stop(
                 f"{self.metric} has been no better than {self.best} in {self.num_waited} "
-                "validations"
+                f"validations{remedy}"
             )
 
 
