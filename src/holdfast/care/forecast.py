@@ -29,7 +29,7 @@ from holdfast.policy.forecast import (
 )
 from holdfast.policy.retention import unmet
 from holdfast.policy.rule import MAIN, Candidate, Rule
-from holdfast.policy.rules import best_rules
+from holdfast.policy.rules import Nothing, best_rules
 from holdfast.policy.savers import SavePolicy
 from holdfast.policy.sharing import MIN_SHARED_NBYTES, Order, Sharing
 from holdfast.policy.texts import policies_of, rule_of
@@ -251,9 +251,17 @@ def _recorded_rule(store: Store, recorded: Entry | None, policy: RunPolicy | Non
             "one that has, as --keep last:3"
         )
     try:
-        return rule_of(text)
+        rule = rule_of(text)
     except UsageError as error:
         raise UsageError(f"{recorded.folder} records a wrong rule: {error}. Give --keep") from error
+    if isinstance(rule, Nothing):
+        tiers = Ledger(store).tiers()
+        remote = "the remote root" if tiers is None else tiers.remote
+        raise UsageError(
+            f"{store.url}: with keep_local=0 each checkpoint is deleted here once it is uploaded: "
+            f"preview {remote} instead"
+        )
+    return rule
 
 
 def _recorded_every(recorded: Entry, policy: RunPolicy) -> dict[str, SavePolicy]:
