@@ -415,6 +415,17 @@ def test_data_without_a_position_is_warned_of(tmp_path: Path) -> None:
     assert "a DataLoader has none" in " ".join(event.message for event in seen)
 
 
+@pytest.mark.parametrize("event", [Events.ITERATION_COMPLETED, Events.EPOCH_COMPLETED])
+def test_a_validation_with_the_loader_of_the_training_is_refused(
+    tmp_path: Path, event: Any
+) -> None:
+    training, data = Training(tmp_path), Loader(Noisy(), batch_size=4)
+    evaluator = Engine(lambda _, batch: None)
+    training.engine.add_event_handler(event, lambda: evaluator.run(data))
+    with pytest.raises(UsageError, match="of its own"):
+        training.run.run(data, max_epochs=EPOCHS)
+
+
 def test_data_without_a_length_needs_the_epochs(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="epoch_length"):
         Training(tmp_path).run.run(iter([1, 2]), max_epochs=1)

@@ -594,6 +594,16 @@ def test_epochs_of_another_length_than_the_loaders_are_refused(tmp_path: Path) -
         fit(tmp_path, limit_train_batches=3)
 
 
+@pytest.mark.parametrize("num_sanity_val_steps", [0, 2])
+def test_a_validation_with_the_loader_of_the_training_is_refused(
+    tmp_path: Path, num_sanity_val_steps: int
+) -> None:
+    data = train_data()
+    made = trainer(HoldfastCheckpoint(tmp_path), num_sanity_val_steps=num_sanity_val_steps)
+    with pytest.raises(UsageError, match="of its own"):
+        made.fit(Regression(), data, data)
+
+
 def test_the_part_that_is_the_model_must_have_all_weights(tmp_path: Path) -> None:
     class Two(Regression):
         def __init__(self) -> None:

@@ -34,7 +34,7 @@ CLASSES = {
     ),
     "transformers.run.Run": (
         "transformers.TrainerCallback",
-        {"on_epoch_end", "on_evaluate", "on_step_end", "on_train_begin"},
+        {"on_epoch_end", "on_evaluate", "on_prediction_step", "on_step_end", "on_train_begin"},
     ),
     "torchtitan.HoldfastManager": (
         "torchtitan.components.checkpointer.BaseCheckpointManager",

@@ -647,6 +647,26 @@ def test_data_without_a_length_is_refused_with_what_to_give(tmp_path: Path) -> N
         trainer(tmp_path / "run", dataset=Endless()).train()
 
 
+def test_an_evaluation_with_the_loader_of_the_training_is_refused(tmp_path: Path) -> None:
+    """It would move the position, also at the end of an epoch, where no iterator is open."""
+
+    class Same(bridge.CheckpointedTrainer):
+        def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+            return data
+
+    data = holdfast.data.Loader(Rows(), batch_size=4)
+    options = {"eval_strategy": "epoch", "per_device_train_batch_size": 4}
+    one = Same(
+        Net(),
+        arguments(tmp_path, **options),
+        eval_dataset=Rows(),
+        data=data,
+        checkpoints=tmp_path,
+    )
+    with pytest.raises(UsageError, match="of its own"):
+        one.train()
+
+
 def test_a_loader_of_ones_own_is_used(tmp_path: Path) -> None:
     data = holdfast.data.Loader(Rows(), batch_size=4, batches_per_epoch=3, seed=5)
     one = trainer(tmp_path / "run", data=data, max_steps=7)

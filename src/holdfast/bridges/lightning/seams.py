@@ -173,10 +173,19 @@ def position_of(trainer: Any) -> Any:
 
 
 def begin_anew(trainer: Any) -> None:
-    """Set the loaders of validations to their first batch."""
+    """Set the loaders of validations to their first batch.
+
+    Raises:
+        UsageError: one of them is the Loader of the training, whose position it would move.
+    """
     training = trainer.fit_loop._combined_loader.flattened
     loaders = trainer.fit_loop.epoch_loop.val_loop._combined_loader.flattened
-    rewind(one for one in loaders if not any(one is other for other in training))
+    if any(hasattr(one, "at_epoch_end") and one is other for one in loaders for other in training):
+        raise UsageError(
+            "the validation has the Loader of the training, whose position it would move: give it "
+            "a Loader of its own"
+        )
+    rewind(loaders)
 
 
 def given_path(trainer: Any) -> str:

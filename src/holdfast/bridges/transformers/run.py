@@ -107,6 +107,18 @@ class Run(TrainerCallback):
             found = {k: float(v) for k, v in metrics.items() if isinstance(v, int | float)}
             self._validations.ended(state.global_step, found)
 
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Refuse an evaluation that takes the batches of the training.
+
+        Raises:
+            UsageError: it would move the position that is saved.
+        """
+        if self.manager is not None and kwargs.get("eval_dataloader") in (self.data, self.epochs):
+            raise UsageError(
+                "the evaluation has the Loader of the training, whose position it would move: "
+                "give it a Loader of its own"
+            )
+
     # What the mixin calls
 
     def choose(self, given: str | int | bool | None, step: int | None) -> str | None:
