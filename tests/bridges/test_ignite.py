@@ -422,7 +422,7 @@ def test_a_validation_with_the_loader_of_the_training_is_refused(
     training, data = Training(tmp_path), Loader(Noisy(), batch_size=4)
     evaluator = Engine(lambda _, batch: None)
     training.engine.add_event_handler(event, lambda: evaluator.run(data))
-    with pytest.raises(UsageError, match="of its own"):
+    with pytest.raises(UsageError, match="has ended"):
         training.run.run(data, max_epochs=EPOCHS)
 
 

@@ -199,7 +199,7 @@ class Feed(ABC):
         if generation != self._generation:
             raise UsageError(
                 f"this iterator of the {self._name} has ended: another one began, or the position "
-                f"was loaded. Start a new one, and give an evaluation a {self._name} of its own"
+                f"was loaded; iterate over the {self._name} anew"
             )
 
     def _check_group(self) -> None:
