@@ -426,6 +426,33 @@ def test_a_validation_with_the_loader_of_the_training_is_refused(
         training.run.run(data, max_epochs=EPOCHS)
 
 
+@pytest.mark.parametrize(
+    ("changed", "match"),
+    [
+        ({"accumulate": 4}, "accumulate=4: step 11 was saved after iteration 22"),
+        ({"batch_size": 2}, "had 11 iterations, and has 22 here"),
+    ],
+    ids=["accumulation", "batch size"],
+)
+def test_other_counts_of_iterations_are_refused(
+    tmp_path: Path, changed: dict[str, int], match: str
+) -> None:
+    """Also at the end of an epoch, where a position in the data fits batches of any size."""
+    Training(tmp_path, accumulate=2).train(max_epochs=2)
+    given = {"accumulate": 2, "batch_size": 4, **changed}
+    data = Loader(Noisy(), batch_size=given.pop("batch_size"))
+    with pytest.raises(UsageError, match=match):
+        Training(tmp_path, **given).run.run(data, max_epochs=EPOCHS)
+
+
+def test_an_epoch_may_keep_its_iterations_with_batches_of_another_size(tmp_path: Path) -> None:
+    Training(tmp_path).train(max_epochs=2)
+    state = Training(tmp_path).run.run(
+        Loader(Noisy(), batch_size=2), max_epochs=EPOCHS, epoch_length=ITERATIONS // EPOCHS
+    )
+    assert state.iteration == ITERATIONS
+
+
 def test_data_without_a_length_needs_the_epochs(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="epoch_length"):
         Training(tmp_path).run.run(iter([1, 2]), max_epochs=1)

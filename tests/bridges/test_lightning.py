@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 import holdfast
 from bridges import forks
 from bridges.frameworks import needed
-from holdfast.data import Loader
+from holdfast.data import DataRanks, Loader
 from holdfast.errors import NoCheckpoint, StoreError, UsageError
 from holdfast.events import Event
 from holdfast.interop import export_checkpoint
@@ -602,6 +602,36 @@ def test_a_validation_with_the_loader_of_the_training_is_refused(
     made = trainer(HoldfastCheckpoint(tmp_path), num_sanity_val_steps=num_sanity_val_steps)
     with pytest.raises(UsageError, match="of its own"):
         made.fit(Regression(), data, data)
+
+
+@pytest.mark.parametrize(("window", "num_batches"), [(1, None), (3, 2), (4, None)])
+def test_another_accumulation_within_an_epoch_is_right_or_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, window: int, num_batches: int | None
+) -> None:
+    """Two steps of two batches were trained."""
+    options = {"accumulate_grad_batches": 2, "val_check_interval": 1.0}
+    fit(tmp_path, max_steps=2, **options)
+    fit(tmp_path, max_steps=3, **{**options, "accumulate_grad_batches": window})
+    told = re.findall(r"the first step has the gradients of (\d) batches", caplog.text)
+    assert told == ([] if num_batches is None else [str(num_batches)])
+
+
+@pytest.mark.parametrize(("size", "num_left"), [(4, 4), (2, 7), (8, 2)])
+def test_an_epoch_of_several_ranks_has_the_rest_of_its_samples_in_batches_of_another_size(
+    tmp_path: Path, size: int, num_left: int
+) -> None:
+    """44 samples, of which two batches of eight are taken."""
+
+    def train(batch_size: int, **options: Any) -> Any:
+        made = trainer(HoldfastCheckpoint(tmp_path), accumulate_grad_batches=1, **options)
+        data = Loader(Noisy(), batch_size=batch_size, ranks=DataRanks(0, 2))
+        made.fit(Regression(), data, Loader(Noisy(), batch_size=22))
+        return made
+
+    train(4, max_steps=2)
+    made = train(size, max_epochs=1)
+    assert made.global_step == 2 + num_left
+    assert made.fit_loop.epoch_progress.current.completed == 1
 
 
 def test_the_part_that_is_the_model_must_have_all_weights(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from holdfast.engine.control.stop import Stop
 from holdfast.engine.hooks import StateHooks
 from holdfast.engine.options import Checkpoints
 from holdfast.engine.tiers.tiered import Tiered
-from holdfast.errors import UsageError
+from holdfast.errors import UsageError, listing
 from holdfast.manager import CheckpointManager
 from holdfast.policy.clock import Time
 from holdfast.policy.rule import Rule
@@ -161,6 +161,7 @@ class HoldfastRun:
                 self._count(self._resumed, length, max_epochs)
             self._generators = None if self._resumed is None else Generators()
             if not self._is_over(max_epochs, which):
+                self._check_counts(length)
                 self._train(data, max_epochs, epoch_length)
             if not self._stop.requested:
                 self._finish(manager)
@@ -220,6 +221,30 @@ class HoldfastRun:
         self.engine.load_state_dict(
             {"iteration": iteration, "epoch_length": length, "max_epochs": max_epochs or 1}
         )
+
+    def _check_counts(self, length: int) -> None:
+        """Check that iterations are counted as by the process that saved the checkpoint.
+
+        Raises:
+            UsageError: an epoch has more or fewer of them, or a step has.
+        """
+        found, state = self._resumed, self.engine.state
+        if found is None:
+            return
+        wrong = []
+        if state.iteration != found.step * self._accumulate:
+            wrong.append(
+                f"accumulate={self._accumulate}: step {found.step} was saved after iteration "
+                f"{state.iteration}; use the accumulation of the run that saved it"
+            )
+        if state.epoch_length != length:
+            wrong.append(
+                f"an epoch had {state.epoch_length} iterations, and has {length} here; use the "
+                "batch size and number of ranks of the run that saved it, or give "
+                f"epoch_length={state.epoch_length}"
+            )
+        if wrong:
+            raise UsageError(f"{found.path} cannot be resumed by this run:\n" + listing(wrong))
 
     def _is_over(self, max_epochs: int | None, which: str) -> bool:
         """Whether the run that was resumed has reached its end before."""

@@ -133,12 +133,12 @@ class TrainerState:
         fit_loop = self._trainer.fit_loop
         if self._loops is not None and self.is_within:
             fit_loop.epoch_loop.load_state_dict(self._loops, "epoch_loop.")
+            self._follow_data()
         elif self._loops is None and self._batches_taken():
             self.is_within = True
-            progress = fit_loop.epoch_loop.batch_progress
-            for tracker in (progress.total, progress.current):
-                for name in ("ready", "started", "processed", "completed"):
-                    setattr(tracker, name, getattr(tracker, name) + self._batches_taken())
+            self._follow_data()
+        if self.is_within:
+            self._check_window()
         self._calm()
         # The iterator was made before the position was loaded; at an epoch's end, Lightning makes
         # one more, and the loader goes on with the next epoch.
@@ -163,6 +163,33 @@ class TrainerState:
     def _batches_taken(self) -> int:
         loader = position_of(self._trainer)
         return 0 if loader is None or loader.at_epoch_end else int(loader.batch)
+
+    def _follow_data(self) -> None:
+        """Set the number of batches of the epoch to the position in the data.
+
+        After a resume by more or fewer ranks, batches have another size than those counted.
+        """
+        loader = position_of(self._trainer)
+        if loader is None:
+            return
+        progress = self._trainer.fit_loop.epoch_loop.batch_progress
+        num_more = int(loader.batch) - progress.current.ready
+        for tracker in (progress.total, progress.current):
+            for name in ("ready", "started", "processed", "completed"):
+                setattr(tracker, name, getattr(tracker, name) + num_more)
+
+    def _check_window(self) -> None:
+        """Warn if the next step would have the gradients of a part of its batches."""
+        taken = self._trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        window = self._trainer.accumulate_grad_batches
+        if taken % window:
+            self._emit(
+                "warning",
+                f"accumulate_grad_batches={window}, and the resume is after batch {taken} of the "
+                f"epoch: the first step has the gradients of {window - taken % window} batches. "
+                "Use the accumulation and the batch size of the run that saved the checkpoint, or "
+                "change them at the end of an epoch",
+            )
 
     def _calm(self) -> None:
         """Let the loops repeat nothing of the epoch: they stand at a boundary."""
