@@ -27,7 +27,7 @@ from holdfast.train.loggers.notebook import NotebookCard
 from holdfast.train.loggers.progress import ProgressBar
 from holdfast.train.loggers.services import MLflow, TensorBoard, WeightsAndBiases
 from holdfast.train.making import for_group
-from holdfast.train.outputs import Image, Reduced, StepOutput, Table
+from holdfast.train.outputs import Histogram, Image, Reduced, StepOutput, Table
 from holdfast.train.parallel.options import DDP, FSDP2
 from holdfast.train.schedules.curves import Curve, cosine, linear, one_cycle, warmup, wsd
 from holdfast.train.schedules.stepping import Schedule
@@ -58,6 +58,7 @@ __all__ = [
     "EarlyStopping",
     "Freeze",
     "GradientNorm",
+    "Histogram",
     "HookFailed",
     "Image",
     "JsonLines",

@@ -1,4 +1,4 @@
-"""Results of loss functions for a batch (`StepOutput`), and pictures of metrics (`Image`).
+"""Results of loss functions for a batch (`StepOutput`), and entries of the log (`Entry`).
 
 Knows no model and no loop.
 """
@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from holdfast.arguments import shown
 from holdfast.errors import UsageError, listing
@@ -177,8 +178,88 @@ def _cell(value: object) -> str:
     return str(value).replace("|", "\\|").replace("\n", "<br>")
 
 
-Entry = str | Image | Table
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Histogram:
+    """Distribution of the values of a tensor that loggers record, such as of gradients.
+
+    Only finite values are in it, apart from `num_not_finite`; without any, the rest is empty.
+    """
+
+    counts: Sequence[int]
+    """Number of values in each bin; the bins have equal widths."""
+    edges: Sequence[float]
+    """Edges of the bins, one more than there are counts."""
+    mean: float
+    """Mean of the values; NaN if there are none."""
+    std: float
+    """Standard deviation of the values, with their number as divisor; NaN if there are none."""
+    num_not_finite: int = 0
+    """Number of values that are infinite or NaN."""
+
+    @classmethod
+    def of(cls, values: Tensor | NDArray[Any], num_bins: int = 64) -> Histogram:
+        """Count the values of a tensor of numbers; waits for its device.
+
+        >>> Histogram.of(torch.tensor([0.0, 0.0, 2.0, 2.0]), num_bins=2)
+        Histogram(counts=(2, 2), edges=(0.0, 1.0, 2.0), mean=1.0, std=1.0, num_not_finite=0)
+        """
+        given = torch.as_tensor(values).detach().reshape(-1)
+        given = given if given.dtype is torch.float64 else given.float()
+        flat = given[given.isfinite()].cpu().double()
+        if not len(flat):
+            return cls(counts=(), edges=(), mean=math.nan, std=math.nan, num_not_finite=len(given))
+        low, high = flat.min().item(), flat.max().item()
+        counts, edges = np.histogram(flat.numpy(), num_bins, (low, high))
+        return cls(
+            counts=tuple(counts.tolist()),
+            edges=tuple(edges.tolist()),
+            mean=flat.mean().item(),
+            std=flat.std(correction=0).item(),
+            num_not_finite=len(given) - len(flat),
+        )
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """All of it by name, for a JSON document; NaN is None."""
+        mean, std = (None if math.isnan(one) else one for one in (self.mean, self.std))
+        counts, edges = [*self.counts], [*self.edges]
+        found = {"mean": mean, "std": std, "counts": counts, "edges": edges}
+        return {**found, "num_not_finite": self.num_not_finite}
+
+
+Entry = str | Image | Table | Histogram
 """What loggers record beside numbers."""
+
+
+def entry_of(value: Any) -> Entry | None:
+    """Return a value of the log as an entry; None for a number, and for what is no entry.
+
+    A tensor or an array of several numbers is a `Histogram`, and a list of mappings a `Table`.
+    """
+    if isinstance(value, Entry):
+        return value
+    if type(value) in (Tensor, nn.Parameter):
+        is_whole = value.layout is torch.strided and value.device.type != "meta"
+        is_of_numbers = is_whole and not value.is_complex() and not value.is_quantized
+        return Histogram.of(value) if is_of_numbers and value.numel() > 1 else None
+    if type(value) is np.ndarray:
+        return Histogram.of(value) if value.dtype.kind in "biuf" and value.size > 1 else None
+    if isinstance(value, list | tuple) and value and all(isinstance(o, Mapping) for o in value):
+        columns = [*dict.fromkeys(str(name) for row in value for name in row)]
+        rows = [{str(name): cell for name, cell in row.items()} for row in value]
+        return Table(
+            columns, [[_number_or_text(row.get(name, "")) for name in columns] for row in rows]
+        )
+    return None
+
+
+def _number_or_text(cell: Any) -> str | float:
+    if isinstance(cell, str) or _is_number(cell):
+        return cell if isinstance(cell, str | int) else float(cell)
+    if isinstance(cell, Tensor | np.ndarray) and math.prod(cell.shape) == 1:
+        item: Any = cell.item()
+        return item if _is_number(item) else str(item)
+    return str(cell)
 
 
 _FROM, _TO = np.array([247.0, 251.0, 255.0]), np.array([8.0, 48.0, 107.0])

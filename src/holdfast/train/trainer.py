@@ -66,7 +66,7 @@ from holdfast.train.fit.saving import Policy, Saves, StepPosition, check_health
 from holdfast.train.fit.starting import StartingPoint, Tried, Unsaved
 from holdfast.train.loggers.notebook import card
 from holdfast.train.making import epoch_length, make_schedulers
-from holdfast.train.outputs import Entry, Table
+from holdfast.train.outputs import Entry, Histogram, Table, entry_of
 from holdfast.train.parallel.options import Name, Strategy
 from holdfast.train.parallel.strategies import chosen_strategy, parallel_of, recompute
 from holdfast.train.schedules.curves import EpochLength
@@ -724,13 +724,18 @@ class Trainer:
 
     @checked()
     def log(
-        self, metrics: Mapping[str, float | Entry], *, to: Collection[str] | None = None
+        self,
+        metrics: Mapping[str, float | torch.Tensor | Entry | Sequence[Mapping[str, Any]]],
+        *,
+        to: Collection[str] | None = None,
     ) -> None:
         """Log metrics of the current step to all loggers, or to those named in `to`.
 
-        Texts, `Table` and `Image` are logged, too. What is none of these and no number is left
-        out; a warning is logged, once for each name. If no logger records an entry, a warning is
-        logged, once for each kind of entry; not with `fast_dev_run`, which has no loggers.
+        Texts, `Table`, `Image` and `Histogram` are logged, too. A tensor or an array of several
+        numbers is logged as a histogram, and a list of dicts as a table with their keys as columns.
+        Other values are dropped; a warning is logged, once for each name. If no logger records an
+        entry, a warning is logged, once for each kind of entry; not with `fast_dev_run`, which has
+        no loggers.
 
         Raises:
             UsageError: `to` names a logger that does not exist.
@@ -741,7 +746,8 @@ class Trainer:
             metrics = {f"{prefix}/{name}": value for name, value in metrics.items()}
         if self._limits.fast_dev_run:
             to = None  # there are no loggers
-        entries = {name: value for name, value in metrics.items() if isinstance(value, Entry)}
+        found_entries = {name: entry_of(value) for name, value in metrics.items()}
+        entries = {name: entry for name, entry in found_entries.items() if entry is not None}
         numbers = {name: value for name, value in metrics.items() if name not in entries}
         if numbers or not entries:
             found = self._numbers(numbers)
@@ -751,6 +757,8 @@ class Trainer:
                 self._log(to, Callback.log_text, [name], name, entry)
             elif isinstance(entry, Table):
                 self._log(to, Callback.log_table, [name], name, entry)
+            elif isinstance(entry, Histogram):
+                self._log(to, Callback.log_histogram, [name], name, entry)
             else:
                 self._log(to, Callback.log_image, [name], name, entry)
 

@@ -113,7 +113,11 @@ class Training(Protocol):
         """
 
     def log(self, metrics: Mapping[str, Any], *, to: Collection[str] | None = None) -> None:
-        """Log numbers, texts, `Table` and `Image` of the step to all loggers, or those in `to`."""
+        """Log numbers and entries of the step to all loggers, or those in `to`.
+
+        Entries are texts, `Table`, `Image` and `Histogram`; a tensor of several numbers becomes a
+        histogram, and a list of dicts a table.
+        """
 
 
 @dataclass(slots=True, kw_only=True)

@@ -137,7 +137,8 @@ def test_an_error_in_any_hook_ends_in_exception_and_close(hook: str) -> None:
 
     class Tells(Callback):
         def step_end(self, training: Training, metrics: Metrics) -> None:
-            training.log({"text": "mine", "table": Table(["word"], [["mine"]])})
+            table = Table(["word"], [["mine"]])
+            training.log({"text": "mine", "table": table, "weights": torch.ones(3)})
 
     def short(*callbacks: Callback) -> Any:
         return make(

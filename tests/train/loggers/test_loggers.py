@@ -7,12 +7,15 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.errors import UsageError
-from holdfast.train import Callback, Image, Logger, Metrics, Table, Training
+from holdfast.store.memory import MemoryStore
+from holdfast.train import Callback, Csv, Image, Logger, Metrics, Table, Training
 from holdfast.train.loggers.default import JsonLines, drop_beyond
 from holdfast.train.outputs import picture
 from train.small import make
@@ -113,6 +116,49 @@ def test_texts_and_tables_have_lines_of_their_own_once_over_all_resumes(tmp_path
     rows = [["a|b", 0.5], ["c", "nan"]]
     assert tables == [{"columns": ["word", "loss"], "rows": rows}] * 3
     assert [line["step"] for line in lines if "own/x" in line["metrics"]] == [1, 2, 3]
+
+
+class Weighs(Callback):
+    """Logs tensors, an array, and a table as a list of dicts."""
+
+    def fit_start(self, training: Training) -> None:
+        values = {"tensor": torch.tensor([0.0, 2.0, math.nan]), "array": np.ones(3, dtype=np.int8)}
+        rows = [{"word": "a", "loss": torch.tensor(0.5)}, {"word": "b", "at": None}]
+        training.log({**values, "nan": torch.full((2,), math.nan), "rows": rows})
+
+
+def test_tensors_are_histograms_and_lists_of_dicts_are_tables(tmp_path: Path) -> None:
+    """K45."""
+    make(tmp_path, callbacks=[Weighs()]).fit(1)
+    lines = map(json.loads, (tmp_path / "log" / "train.jsonl").read_text("utf-8").splitlines())
+    entries = [line["histograms"] if "histograms" in line else line.get("tables") for line in lines]
+    found = {name: entry for one in filter(None, entries) for name, entry in one.items()}
+    assert found["tensor"]["edges"][0::64] == [0.0, 2.0]
+    assert (found["tensor"]["mean"], found["tensor"]["std"]) == (1.0, 1.0)
+    assert (sum(found["tensor"]["counts"]), found["tensor"]["num_not_finite"]) == (2, 1)
+    assert sum(found["array"]["counts"]) == 3
+    assert (found["nan"]["mean"], found["nan"]["num_not_finite"]) == (None, 2)
+    columns, rows = ["word", "loss", "at"], [["a", 0.5, ""], ["b", "", "None"]]
+    assert found["rows"] == {"columns": columns, "rows": rows}
+
+
+def test_a_histogram_that_no_logger_records_is_warned_of_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = make(MemoryStore(), callbacks=[Csv(tmp_path / "log.csv")])
+    for _ in range(2):
+        trainer.log({"weights": torch.ones(3)})
+    (text,) = [one.getMessage() for one in caplog.records if "log_histogram" in one.getMessage()]
+    assert "'weights'" in text
+
+
+def test_tensors_of_no_numbers_are_dropped_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    strange = {"complex": torch.ones(2, dtype=torch.complex64), "empty": torch.ones(0)}
+    make(tmp_path).log({**strange, "meta": torch.ones(2, device="meta"), "list": [1.0, 2.0]})
+    text = "\n".join(one.getMessage() for one in caplog.records)
+    assert all(name in text for name in ("complex", "empty", "meta", "list"))
 
 
 def test_entries_go_to_the_loggers_that_are_named(tmp_path: Path) -> None:

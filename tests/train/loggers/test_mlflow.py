@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from holdfast.data import Loader
 from holdfast.errors import UsageError
@@ -133,13 +134,14 @@ def test_texts_and_tables_are_files_of_their_steps(
 ) -> None:
     class Tells(Callback):
         def step_end(self, training: Training, metrics: Metrics) -> None:
-            training.log({"sample": "once", "worst": Table(["word"], [["a"]])})
+            worst = Table(["word"], [["a"]])
+            training.log({"sample": "once", "worst": worst, "weights": torch.ones(3)})
 
     monkeypatch.chdir(tmp_path)  # where MLflow keeps files of runs in such a database
     service = MLflow("mine", tracking_uri=f"sqlite:///{tmp_path}/runs.db")
     make(tmp_path / "run", callbacks=[service, Tells()]).fit(2)
     (run,) = runs(tmp_path)
-    for name, kind in [("sample", "txt"), ("worst", "md")]:
+    for name, kind in [("sample", "txt"), ("worst", "md"), ("weights", "json")]:
         found = client(tmp_path).list_artifacts(run.info.run_id, name)
         assert [Path(item.path).name for item in found] == [f"step{n}.{kind}" for n in (1, 2)]
 

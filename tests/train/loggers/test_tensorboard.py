@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from holdfast.data import Loader
 from holdfast.errors import UsageError
@@ -129,6 +131,21 @@ def test_texts_and_tables_are_texts_of_their_steps(tmp_path: Path) -> None:
         "sample/text_summary": [(1, [b"once"]), (2, [b"once"])],
         "worst/text_summary": [(step, [b"| word |\n| --- |\n| a |"]) for step in (1, 2)],
     }
+
+
+def test_a_tensor_is_a_histogram_of_its_step(tmp_path: Path) -> None:
+    class Tells(Callback):
+        def step_end(self, training: Training, metrics: Metrics) -> None:
+            training.log({"weights": torch.tensor([0.0, 0.0, 2.0, math.inf])})
+
+    train(tmp_path, 2, Tells())
+    events = accumulator.EventAccumulator(str(tmp_path / "events"), {"histograms": 0})
+    events.Reload()
+    one, two = events.Histograms("weights")
+    assert [one.step, two.step] == [1, 2]
+    found = one.histogram_value
+    assert (found.min, found.max, found.num, found.sum) == (0.0, 2.0, 3, pytest.approx(2.0))
+    assert found.sum_squares == pytest.approx(4.0)
 
 
 def test_without_the_extra_the_error_names_it(

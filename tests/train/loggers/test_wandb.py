@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from holdfast.data import Loader
 from holdfast.errors import UsageError
@@ -154,6 +155,20 @@ def test_texts_and_tables_are_tables_of_their_step(tmp_path: Path) -> None:
     tables = [json.loads(path.read_text()) for path in tmp_path.rglob("*.table.json")]
     found = sorted((table["columns"], table["data"]) for table in tables)
     assert found == [(["text"], [["once"]])] * 2 + [(["word", "loss"], [["a", 0.5]])] * 2
+
+
+def test_a_tensor_is_a_histogram_of_its_step(tmp_path: Path) -> None:
+    class Weighs(Callback):
+        def step_end(self, training: Training, metrics: Metrics) -> None:
+            training.log({"weights": torch.tensor([0.0, 0.0, 2.0])})
+
+    make(MemoryStore(), callbacks=[logger(tmp_path), Weighs()]).fit(1)
+    wandb.teardown()  # its service may still be writing after the end of a run
+    (file,) = tmp_path.rglob("*.wandb")
+    (found,) = [item for item in history(file) if "weights/_type" in item]
+    assert (found["weights/_type"], found["step"]) == ('"histogram"', "1")
+    assert sum(json.loads(found["weights/values"])) == 3
+    assert json.loads(found["weights/bins"])[-1] == 2.0
 
 
 def test_checkpoints_are_reference_artifacts_of_the_run_that_goes_on(

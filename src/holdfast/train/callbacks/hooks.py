@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from holdfast.engine.checkpoint import Checkpoint
     from holdfast.format.manifest import Timestamp
     from holdfast.state.edits import StateView
-    from holdfast.train.outputs import Image, StepOutput, Table
+    from holdfast.train.outputs import Histogram, Image, StepOutput, Table
 
 MOMENTS: Mapping[str, tuple[str, ...]] = {
     "Once, when the Trainer is made": ("model_made", "setup"),
@@ -44,7 +44,7 @@ MOMENTS: Mapping[str, tuple[str, ...]] = {
         *("validation_start", "validation_batch_start", "validation_batch_end"),
         "validation_end",
     ),
-    "Loggers, if it is time": ("log", "log_image", "log_text", "log_table"),
+    "Loggers, if it is time": ("log", "log_image", "log_text", "log_table", "log_histogram"),
     "Saving, if it is due": ("before_save", "edit_save", "checkpoint_saved", "checkpoint_failed"),
     "`test` ends": ("test_end",),
     "`fit` or `validate` ends": ("exception", "fit_end", "close"),
@@ -208,6 +208,9 @@ class Callback:
 
     def log_table(self, training: Training, name: str, table: Table) -> None:
         """Called with a table to record, which `Trainer.log` was given."""
+
+    def log_histogram(self, training: Training, name: str, histogram: Histogram) -> None:
+        """Called with the distribution of a tensor to record, which `Trainer.log` was given."""
 
     def before_save(self, training: Training) -> None:
         """Called before the state is captured for a save; what these hooks change is saved."""

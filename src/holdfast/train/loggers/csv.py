@@ -40,7 +40,7 @@ class Csv(Logger):
     they are counted, the metrics in the order in which they came, and with the loss of a step its
     learning rates, `lr/<group>`. A row has all that is logged of its step, whichever callback logs
     it. A metric that comes later gets a new last column, which is empty in the rows before. Texts,
-    tables, pictures, and what saves and loads cost are not in it.
+    tables, pictures, histograms, and what saves and loads cost are not in it.
 
     When training begins or resumes, rows of steps after the checkpoint are dropped: those steps
     will be done again. A row is flushed before its step's checkpoint is begun, so a kill loses

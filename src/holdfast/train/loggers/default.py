@@ -17,7 +17,7 @@ from holdfast.format.manifest import Timestamp
 from holdfast.system import sync
 from holdfast.train.callbacks.hooks import Logger
 from holdfast.train.callbacks.measuring import rates_of
-from holdfast.train.outputs import Image, Table
+from holdfast.train.outputs import Histogram, Image, Table
 from holdfast.train.training import Metrics, Training
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class JsonLines(Logger):
     8601 UTC) and `metrics`, in which a value that is not finite is the text `nan`, `inf` or `-inf`;
     with the loss of a step also `lr`, its learning rates by group. A matrix, such as a confusion
     matrix, has a line of its own, as a list of its rows. So have a text, in the member `texts`,
-    and a table, in the member `tables`.
+    a table, in the member `tables`, and a histogram, in the member `histograms`.
     The cost of a save has a line of its own, written when the checkpoint is durable, and so has
     that of a load.
     """
@@ -91,6 +91,13 @@ class JsonLines(Logger):
             found = {name: {"columns": [*table.columns], "rows": rows}}
             now = training.counters.timestamp
             self._write_line(training.present_step, now, {}, tables=found)
+
+    def log_histogram(self, training: Training, name: str, histogram: Histogram) -> None:
+        """Write a line with the histogram; no-op outside of `fit`."""
+        if self._file is not None:
+            now = training.counters.timestamp
+            found = {name: histogram.record}
+            self._write_line(training.present_step, now, {}, histograms=found)
 
     def test_end(self, training: Training, at: Timestamp, metrics: Metrics) -> None:
         """Write the metrics of a test; outside of `fit` in place of an earlier line like it."""

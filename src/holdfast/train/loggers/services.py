@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import time
@@ -26,7 +27,7 @@ from holdfast.sinks.trackers import (
     expect_models,
 )
 from holdfast.train.callbacks.hooks import Logger
-from holdfast.train.outputs import Image, Table
+from holdfast.train.outputs import Histogram, Image, Table
 from holdfast.train.training import Metrics, Training
 
 if TYPE_CHECKING:
@@ -133,6 +134,12 @@ class RunLogger(Logger):
         if self._service is not None and self._replays.is_new(step):
             self._log_table(name, table, step)
 
+    def log_histogram(self, training: Training, name: str, histogram: Histogram) -> None:
+        """Log a histogram of the step."""
+        step = training.present_step
+        if self._service is not None and self._replays.is_new(step):
+            self._log_histogram(name, histogram, step)
+
     def checkpoint_loaded(self, training: Training, checkpoint: Checkpoint, cost: Metrics) -> None:
         """Log the cost of the load."""
         self._log(cost, checkpoint.step)
@@ -180,6 +187,10 @@ class RunLogger(Logger):
 
     def _log_table(self, name: str, table: Table, step: int) -> None:
         """Log a table, as `_log_image` does a picture."""
+        raise NotImplementedError
+
+    def _log_histogram(self, name: str, histogram: Histogram, step: int) -> None:
+        """Log a histogram, as `_log_image` does a picture."""
         raise NotImplementedError
 
 
@@ -276,6 +287,11 @@ class MLflow(RunLogger):
     def _log_table(self, name: str, table: Table, step: int) -> None:
         self._service.log_text(self._id, table.markdown, f"{name}/step{step}.md")
 
+    @override
+    def _log_histogram(self, name: str, histogram: Histogram, step: int) -> None:
+        text = json.dumps(histogram.record)
+        self._service.log_text(self._id, text, f"{name}/step{step}.json")
+
 
 class TensorBoard(Logger):
     """Logger of metrics, and of the costs of saves and loads, as scalars of their steps.
@@ -323,6 +339,25 @@ class TensorBoard(Logger):
     def log_table(self, training: Training, name: str, table: Table) -> None:
         """Write a table of the step, as a text in Markdown."""
         self.log_text(training, name, table.markdown)
+
+    def log_histogram(self, training: Training, name: str, histogram: Histogram) -> None:
+        """Write a histogram of the step; no-op if it has no values."""
+        if self._writer is None or not histogram.counts:
+            return
+        low, *limits = histogram.edges
+        counts, total = [*histogram.counts], sum(histogram.counts)
+        mean, variance = histogram.mean, histogram.std**2
+        self._writer.add_histogram_raw(
+            name,
+            min=low,
+            max=limits[-1],
+            num=total,
+            sum=total * mean,
+            sum_squares=total * (variance + mean**2),
+            bucket_limits=limits,
+            bucket_counts=counts,
+            global_step=training.present_step,
+        )
 
     def checkpoint_loaded(self, training: Training, checkpoint: Checkpoint, cost: Metrics) -> None:
         """Write the cost of the load."""
@@ -432,6 +467,12 @@ class WeightsAndBiases(RunLogger):
         rows = [[*row] for row in table.rows]
         shown = self._library.Table(columns=[*table.columns], data=rows)
         self._service.log({name: shown, "step": step})
+
+    @override
+    def _log_histogram(self, name: str, histogram: Histogram, step: int) -> None:
+        if histogram.counts:
+            shown = self._library.Histogram(np_histogram=(histogram.counts, histogram.edges))
+            self._service.log({name: shown, "step": step})
 
     def _keep_position(self, position: str) -> None:
         aside = self._position_file.with_suffix(".new")
