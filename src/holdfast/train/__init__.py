@@ -6,6 +6,7 @@ from holdfast.engine.control.stop import REQUEUE_EXIT_CODE
 from holdfast.train.asked import Counts
 from holdfast.train.callbacks.calling import HookFailed
 from holdfast.train.callbacks.collecting import CollectGarbage
+from holdfast.train.callbacks.exporting import ExportModel
 from holdfast.train.callbacks.freezing import Freeze
 from holdfast.train.callbacks.hooks import HOOKS, Callback, Logger
 from holdfast.train.callbacks.measuring import (
@@ -56,6 +57,7 @@ __all__ = [
     "Curve",
     "Downstream",
     "EarlyStopping",
+    "ExportModel",
     "Freeze",
     "GradientNorm",
     "Histogram",

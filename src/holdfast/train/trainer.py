@@ -54,7 +54,7 @@ from holdfast.train.evaluation.validation import (
 from holdfast.train.evaluation.watching import Watched
 from holdfast.train.fit.best import check_load_best, finder, saves_of_validations
 from holdfast.train.fit.config import config_of, config_of_data
-from holdfast.train.fit.ending import FitEnding, Outcome
+from holdfast.train.fit.ending import EndReason, FitEnding, Outcome
 from holdfast.train.fit.finding import (
     LearningRateCurve,
     Trial,
@@ -512,6 +512,11 @@ class Trainer:
         if self._ending is None:
             raise UsageError("there is no goal before fit is called")
         return self._ending.goal
+
+    @property
+    def end_reason(self) -> EndReason | None:
+        """The `reason` of the outcome of the current or last `fit`; None while it continues."""
+        return None if self._ending is None else self._ending.reason
 
     @property
     def present_step(self) -> int:

@@ -100,6 +100,10 @@ class Training(Protocol):
         Within a step this is known of a goal in steps only; from `step_end` on, of any.
         """
 
+    @property
+    def end_reason(self) -> str | None:
+        """The `reason` of the outcome of the current or last `fit`; None while it continues."""
+
     def scope(self, name: str) -> AbstractContextManager[None]:
         """Return a context in which the names of metrics that are logged begin with `name/`."""
 
