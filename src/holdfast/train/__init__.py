@@ -5,7 +5,6 @@ from __future__ import annotations
 from holdfast.engine.control.stop import REQUEUE_EXIT_CODE
 from holdfast.train.asked import Counts
 from holdfast.train.callbacks.calling import HookFailed
-from holdfast.train.callbacks.collecting import CollectGarbage
 from holdfast.train.callbacks.exporting import ExportModel
 from holdfast.train.callbacks.freezing import Freeze
 from holdfast.train.callbacks.hooks import HOOKS, Callback, Logger
@@ -15,7 +14,7 @@ from holdfast.train.callbacks.measuring import (
     MemoryMonitor,
     SpeedMonitor,
 )
-from holdfast.train.callbacks.ready import EarlyStopping, Pruning, StopWhen
+from holdfast.train.callbacks.ready import CollectGarbage, EarlyStopping, Pruning, StopWhen
 from holdfast.train.evaluation.predicting import Predictions
 from holdfast.train.evaluation.targets import Validated
 from holdfast.train.evaluation.validation import Downstream, Validation
