@@ -99,7 +99,12 @@ SOURCE = (
 )
 PROSE = (
     # README and docs, without code blocks and decisions.
-    Limit("docs: words", 108_000, "Shorten a page, or link to one"),
+    Limit(
+        "docs: words",
+        108_300,
+        "Shorten a page, or link to one",
+        reason="ExportModel, histograms and not_state are new",
+    ),
     Limit("docs: lines over 100 columns", 1_380, "Wrap the lines"),
     Limit("docs: “go on” per 10,000 words", 18, _ENGLISH, slack=0.3),
     Limit("docs: “what as a noun” per 10,000 words", 30, _ENGLISH, slack=0.3),
