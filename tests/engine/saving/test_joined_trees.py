@@ -17,6 +17,7 @@ from holdfast.ranks.alone import Alone
 from holdfast.ranks.coordinator import Coordinator
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.ranks import ThreadCoordinator
+from marks import diagonal
 from stages import NUM_LAYERS, Stage, union
 
 Saved = tuple[MemoryStore, dict[str, bytes]]
@@ -51,8 +52,7 @@ def save(cut: str, num_ranks: int, store: Any) -> dict[str, bytes]:
     return union(all_of(on_ranks(coordinators(num_ranks), work)))
 
 
-@pytest.mark.parametrize("num_before", [1, 2, 4])
-@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize(("cut", "num_before"), diagonal([*CUTS], [1, 2, 4]))
 def test_any_other_cut_goes_on_bit_for_bit(cut: str, num_before: int) -> None:
     store = MemoryStore()
     bits = save(cut, num_before, store)

@@ -70,7 +70,8 @@ def cases() -> list[Any]:
             op, _ = places[place]
             if how == "full disk" and op in _VERBS:
                 continue
-            is_full = how in ("die", "hang") and (rank, place, how) not in brief
+            is_slow = how in ("die", "hang") and (rank, place, how) not in brief
+            is_full = is_slow or (how == "full disk" and place != "write")
             marks = pytest.mark.full if is_full else ()
             name = f"{'follower' if rank else 'leader'}-{place}-{how}".replace(" ", "_")
             found.append(pytest.param(rank, place, how, False, marks=marks, id=name))
@@ -86,7 +87,8 @@ def encrypted_cases() -> list[Any]:
     for rank, places in ((0, OF_LEADER), (1, OF_FOLLOWER)):
         for place, how in product(places, ("raise", "die")):
             if place != "put the index":
-                marks = pytest.mark.full if how == "die" else ()
+                is_quick = how == "raise" and place in ("commit", "write", "post the files")
+                marks = () if is_quick else pytest.mark.full
                 name = f"{'follower' if rank else 'leader'}-{place}-{how}".replace(" ", "_")
                 found.append(pytest.param(rank, place, how, marks=marks, id=name))
     return found

@@ -19,6 +19,7 @@ from holdfast.ranks.alone import Alone
 from holdfast.ranks.coordinator import Coordinator
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.ranks import ThreadCoordinator
+from marks import diagonal
 
 
 def coordinators(num_ranks: int) -> Sequence[Coordinator]:
@@ -96,8 +97,7 @@ def load(kind: str, num_ranks: int, store: Any) -> list[tuple[int, tuple[str, ..
     return all_of(on_ranks(coordinators(num_ranks), work))
 
 
-@pytest.mark.parametrize("num_before", [1, 3])
-@pytest.mark.parametrize("kind", ["tree", "object", "module"])
+@pytest.mark.parametrize(("kind", "num_before"), diagonal(["tree", "object", "module"], [1, 3]))
 def test_each_rank_gets_its_own_and_otherwise_that_of_the_rank_modulo_the_old_number(
     kind: str, num_before: int
 ) -> None:

@@ -19,7 +19,7 @@ from holdfast.policy.rules import Last
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.faulty import Fault, FaultyStore
-from marks import diagonal
+from marks import diagonal, full
 from runs import remove_folder
 from tiers import LARGE, Noted, Switch, opened, saved, steps_in, unopened
 from ways import Tiny
@@ -269,7 +269,7 @@ def test_damage_without_a_remote_copy_is_named(local: LocalStore, remote: Memory
         manager.load("step=2")
 
 
-@pytest.mark.parametrize("op", ["get", "head", "children", "put"])
+@pytest.mark.parametrize("op", ["get", *full("head", "children", "put")])
 def test_a_remote_tier_that_fails_amid_a_resume_hides_no_damage(
     ram_path: Path, remote: MemoryStore, op: Any
 ) -> None:

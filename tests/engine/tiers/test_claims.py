@@ -25,6 +25,7 @@ from holdfast.policy.rules import Last
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.faulty import Fault, FaultyStore, Stopped
+from marks import full
 from runs import remove_folder
 from tiers import Noted, Switch, opened, saved, steps_in, unopened, without_backoff
 from ways import Tiny
@@ -459,34 +460,34 @@ def test_a_claim_that_comes_to_nothing_is_closed_in_both_tiers(
     assert steps_in(remote) == [2, 1]
 
 
+@pytest.mark.parametrize("op", ["get", *full("children", "head")])
 def test_a_blip_while_it_is_chosen_does_not_set_the_run_back(
-    machines: tuple[LocalStore, LocalStore],
+    machines: tuple[LocalStore, LocalStore], op: str
 ) -> None:
     """D36: a single request that fails must not hide what another machine has committed."""
-    for op in ("children", "get", "head"):
-        for at in range(6):
-            local, other = (LocalStore(f"{m.url}-{op}-{at}") for m in machines)
-            remote, tiny = MemoryStore("remote"), Tiny()
-            with opened(Tiered(local, remote), tiny) as manager:
-                manager.resume()
-                saved(manager, tiny, 1)
-            with opened(Tiered(other, remote), tiny) as manager:
-                manager.resume()
-                saved(manager, tiny, 2, 3)
-            blip = FaultyStore(remote, [Fault(kind="fail", op=op, at=at)])  # type: ignore[arg-type]
-            manager = unopened(Tiered(local, blip), Tiny())
-            try:
-                found = manager.resume()
-                assert found is not None
-                if found.step != 3:
-                    with pytest.raises(errors.Diverged):
-                        manager.wait()
-            finally:
-                manager.close()
-            with opened(Tiered(other, remote), tiny) as again:
-                found = again.resume()
-                assert found is not None
-                assert found.step == 3, (op, at)
+    for at in range(6):
+        local, other = (LocalStore(f"{m.url}-{op}-{at}") for m in machines)
+        remote, tiny = MemoryStore("remote"), Tiny()
+        with opened(Tiered(local, remote), tiny) as manager:
+            manager.resume()
+            saved(manager, tiny, 1)
+        with opened(Tiered(other, remote), tiny) as manager:
+            manager.resume()
+            saved(manager, tiny, 2, 3)
+        blip = FaultyStore(remote, [Fault(kind="fail", op=op, at=at)])  # type: ignore[arg-type]
+        manager = unopened(Tiered(local, blip), Tiny())
+        try:
+            found = manager.resume()
+            assert found is not None
+            if found.step != 3:
+                with pytest.raises(errors.Diverged):
+                    manager.wait()
+        finally:
+            manager.close()
+        with opened(Tiered(other, remote), tiny) as again:
+            found = again.resume()
+            assert found is not None
+            assert found.step == 3, (op, at)
 
 
 def unknown_branch(a: LocalStore, b: LocalStore, remote: Switch) -> None:

@@ -20,6 +20,7 @@ from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.faulty import FaultyStore
 from holdfast.testing.ranks import ThreadCoordinator
+from marks import diagonal
 from tiers import Noted, Switch, steps_in, without_backoff
 
 SEALS = Encryption(keys=SecretKey(bytes(range(32))))
@@ -81,8 +82,10 @@ def test_the_leader_alone_sends_and_each_byte_once(encrypt: Any) -> None:
         assert found == [(3, bits)] * num_ranks
 
 
-@pytest.mark.parametrize("which", ["latest", "step=2"])
-@pytest.mark.parametrize("damaged", [0, 1, 2], ids=["of-the-leader", "of-a-follower", "manifest"])
+@pytest.mark.parametrize(
+    ("damaged", "which"),
+    diagonal([0, 1, 2], ["latest", "step=2"], ids=["of-the-leader", "of-a-follower", "manifest"]),
+)
 def test_what_is_damaged_locally_for_one_rank_all_read_remotely_and_it_is_mended(
     damaged: int, which: str, tmp_path: Path
 ) -> None:

@@ -161,8 +161,8 @@ STRATEGIES = {
 }
 
 
-QUICK = ("ddp", "fsdp2 of windows", "mixed")
-"""Those that `make test` runs. Two use FSDP2 with more options, in the place of plain FSDP2."""
+QUICK = ("ddp", "mixed")
+"""Run by `make test`; "mixed" uses FSDP2 with more options instead of plain FSDP2."""
 
 
 @pytest.mark.parametrize(
