@@ -155,6 +155,16 @@ def test_batches_that_are_skipped_by_a_loader_of_accelerates_own_are_warned_of(
     assert len([text for text in caplog.messages if "skip_first_batches" in text]) == 1
 
 
+def test_what_is_prepared_after_the_components_are_taken_is_refused(tmp_path: Path) -> None:
+    made = Run()
+    components = bridge.state(made.accelerator)
+    with holdfast.CheckpointManager(tmp_path, components) as manager:
+        manager.save(1, wait=True)
+        made.accelerator.prepare(torch.optim.SGD([nn.Parameter(torch.ones(1))]))
+        with pytest.raises(UsageError, match="optimizers: prepared"):
+            manager.save(2)
+
+
 def test_nothing_prepared_a_taken_name_and_a_missing_one_are_refused() -> None:
     accelerate.state.AcceleratorState._reset_state(True)
     accelerator = accelerate.Accelerator(cpu=True)

@@ -26,6 +26,7 @@ needed("ignite")
 import torch._dynamo  # noqa: E402 - the first optimizer imports it, once here for all forks
 from ignite.engine import Engine, Events  # noqa: E402
 from ignite.handlers import EarlyStopping, PiecewiseLinear  # noqa: E402
+from ignite.metrics import RunningAverage  # noqa: E402
 
 from holdfast.bridges.ignite import HoldfastRun  # noqa: E402
 
@@ -451,6 +452,36 @@ def test_an_epoch_may_keep_its_iterations_with_batches_of_another_size(tmp_path:
         Loader(Noisy(), batch_size=2), max_epochs=EPOCHS, epoch_length=ITERATIONS // EPOCHS
     )
     assert state.iteration == ITERATIONS
+
+
+def test_handlers_whose_state_is_not_saved_are_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also below an event filter, and on the Engine that validates; none that is a component."""
+    training, evaluator = Training(tmp_path / "old"), Engine(lambda _, batch: None)
+    early = EarlyStopping(9, lambda engine: 0.0, training.engine)
+    rate = PiecewiseLinear(training.optimizer, "lr", [(0, 0.01), (9, 0.001)])
+    evaluator.add_event_handler(Events.COMPLETED, early)
+    training.engine.add_event_handler(Events.ITERATION_STARTED(every=2), rate)
+    RunningAverage(output_transform=lambda loss: loss).attach(training.engine, "mean")
+    state = {**training.run._components}
+    for name, more in (("a", {}), ("b", {"early": early, "rate": rate})):
+        run = HoldfastRun(training.engine, tmp_path / name, {**state, **more}, evaluator=evaluator)
+        run.run(Loader(Noisy(), batch_size=4), max_epochs=1)
+        told = [one for one in caplog.messages if "no checkpoint has the state" in one]
+        assert len(told) == 1
+        assert "anew: PiecewiseLinear, EarlyStopping." in told[0]
+
+
+def test_an_engine_that_is_run_by_itself_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also if another run of the same Engine was made before; not of the run that trains."""
+    training = Training(tmp_path)
+    training.train(max_epochs=1)
+    assert "runs by itself" not in caplog.text
+    training.engine.run(Loader(Noisy(), batch_size=4), max_epochs=2)
+    assert caplog.text.count("runs by itself") == 1
 
 
 def test_data_without_a_length_needs_the_epochs(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 import safetensors.torch
 import torch
 from torch import nn
-from torch.utils.data import Dataset, IterableDataset, SequentialSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, SequentialSampler
 
 import holdfast
 import holdfast.interop
@@ -665,6 +665,31 @@ def test_an_evaluation_with_the_loader_of_the_training_is_refused(tmp_path: Path
     )
     with pytest.raises(UsageError, match="of its own"):
         one.train()
+
+
+def test_batches_of_another_loader_than_the_one_that_is_saved_are_refused(tmp_path: Path) -> None:
+    class Own(bridge.CheckpointedTrainer):
+        def get_train_dataloader(self) -> Any:
+            return DataLoader(Rows(), batch_size=4)
+
+    one = Own(Net(), arguments(tmp_path), train_dataset=Rows(), checkpoints=tmp_path / "run")
+    with pytest.raises(UsageError, match="get_train_dataloader"):
+        one.train()
+
+
+def test_an_epoch_that_a_callback_ends_is_warned_of(tmp_path: Path) -> None:
+    """As no checkpoint after it can be resumed."""
+
+    class Ends(callbacks.TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, _: Any, state: Any, control: Any, **__: Any) -> None:
+            control.should_epoch_stop = state.global_step == 1
+
+    told: list[Event] = []
+    trainer(tmp_path, max_steps=15, more=[Ends()], sinks=[told.append]).train()
+    (warning,) = [one.message for one in told if one.kind == "warning"]
+    assert "has ended an epoch at step 1 (should_epoch_stop)" in warning
+    with pytest.raises(UsageError, match="its data stands at"):
+        trainer(tmp_path, max_steps=15).train()
 
 
 def test_a_loader_of_ones_own_is_used(tmp_path: Path) -> None:

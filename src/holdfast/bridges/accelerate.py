@@ -86,6 +86,11 @@ def _check(accelerator: Accelerator) -> None:
         raise UsageError("the accelerator has prepared no model: call state() after prepare()")
 
 
+def _counts(accelerator: Accelerator) -> dict[str, int]:
+    """Return how many there are of each kind that `state` collects."""
+    return {name.removeprefix("_"): len(getattr(accelerator, name)) for name in _PREPARED}
+
+
 class _Window:
     """Component `trainer`: lets windows of gradient accumulation begin with the first batch.
 
@@ -96,14 +101,23 @@ class _Window:
     """The loop is the user's, so a manager compares its steps with the position in the data."""
 
     def __init__(self, accelerator: Accelerator) -> None:
-        self._accelerator = accelerator
+        self._accelerator, self._counts = accelerator, _counts(accelerator)
 
     def state_dict(self) -> dict[str, Any]:
         """Return whose state it is.
 
         Raises:
-            UsageError: a window is open, whose gradients would be lost.
+            UsageError: a window is open, whose gradients would be lost; or more was prepared since
+                `state()` was called, which no checkpoint would have.
         """
+        late = [
+            name for name, num in _counts(self._accelerator).items() if num > self._counts[name]
+        ]
+        if late:
+            raise UsageError(
+                f"{', '.join(late)}: prepared or registered after state() was called, so no "
+                "checkpoint has it; call state() last"
+            )
         if not self._accelerator.sync_gradients:
             raise UsageError(
                 "gradient accumulation: the save is inside of a window, whose gradients would be "

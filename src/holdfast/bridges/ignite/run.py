@@ -10,12 +10,18 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
+from weakref import WeakSet
 
 import ignite.distributed as idist
 from ignite.engine import Engine, Events
 
 from holdfast.arguments import checked
-from holdfast.bridges.ignite.state import EngineState, Measured, check_engine
+from holdfast.bridges.ignite.state import (
+    EngineState,
+    Measured,
+    check_engine,
+    stateful_handlers,
+)
 from holdfast.bridges.parts import (
     Generators,
     reporting,
@@ -44,6 +50,8 @@ from holdfast.store.base import Store
 
 _BEFORE = (Events.STARTED, Events.EPOCH_STARTED)
 """Events that may come before the first iteration of this process."""
+_RUNNING: WeakSet[Engine] = WeakSet()
+"""Engines that a `HoldfastRun` runs."""
 
 
 class HoldfastRun:
@@ -113,9 +121,11 @@ class HoldfastRun:
         self._evaluator, self._measured = evaluator, Measured(engine, evaluator)
         self._validations: Validations | None = None
         self._has_begun = self._has_trained = self._has_warned = False
+        self._has_warned_of_engine = False
         self._resumed: Checkpoint | None = None
         self._generators: Generators | None = None
         """Those that were resumed, until training goes on."""
+        engine.add_event_handler(Events.STARTED, self._check_started)
 
     def run(
         self,
@@ -138,6 +148,7 @@ class HoldfastRun:
         """
         length = epoch_length or _length(data)
         components = self._with_data(data) | {TRAINER: self._state}
+        self._check_handlers(components)
         self.manager = manager = CheckpointManager(
             self.checkpoints,
             components,
@@ -180,6 +191,26 @@ class HoldfastRun:
             "within an epoch trains on other samples. Give a holdfast.data.Loader",
         )
         return self._components
+
+    def _check_handlers(self, components: Mapping[str, Any]) -> None:
+        """Warn of handlers whose state no checkpoint has."""
+        held = [*components.values()]
+        for one in components.values():
+            inside = one if isinstance(one, Mapping) else getattr(one, "__dict__", {})
+            held += one if isinstance(one, list) else inside.values()
+        engines = [self.engine, *([] if self._evaluator is None else [self._evaluator])]
+        lost = [
+            type(handler).__name__
+            for engine in engines
+            for handler in stateful_handlers(engine)
+            if not any(handler is one for one in held)
+        ]
+        if lost:
+            self._emit(
+                "warning",
+                "no checkpoint has the state of these handlers, so a resume starts them anew: "
+                f"{', '.join(lost)}. Add them to the state, as components of their own",
+            )
 
     def _resume(
         self,
@@ -277,12 +308,14 @@ class HoldfastRun:
             engine.add_event_handler(event, handler)
         self._has_begun = self._has_trained = False
         before = self.engine.state.iteration
+        _RUNNING.add(self.engine)
         try:
             self.engine.run(data, max_epochs=max_epochs, epoch_length=epoch_length)
             if not self._has_begun and self.engine.state.iteration == before:
                 # Once after an error, a run of Ignite's does nothing: it ends the one before.
                 self.engine.run(data, max_epochs=max_epochs, epoch_length=epoch_length)
         finally:
+            _RUNNING.discard(self.engine)
             for engine, event, handler in handlers:
                 engine.remove_event_handler(handler, event)
 
@@ -294,6 +327,16 @@ class HoldfastRun:
         manager.wait(uploads=False)
 
     # Handlers
+
+    def _check_started(self, _: Engine) -> None:
+        """Warn if the Engine is run by itself, and not by a `HoldfastRun`."""
+        if self.engine not in _RUNNING and not self._has_warned_of_engine:
+            self._has_warned_of_engine = True
+            self._emit(
+                "warning",
+                "the Engine runs by itself, so nothing is resumed or saved: call run() of the "
+                "HoldfastRun in place of that of the Engine",
+            )
 
     def _started(self, _: Engine) -> None:
         self._has_begun = True

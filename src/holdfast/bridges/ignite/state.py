@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import ignite
 from ignite.engine import Engine, Events
+from ignite.metrics import Metric
 from typing_extensions import Self, override
 
 from holdfast.bridges.naming import left_out
@@ -16,6 +17,7 @@ from holdfast.events import Emitter
 SUPPORTED = "0.5.1 to 0.5.5"
 
 _NEEDED = (
+    "_event_handlers",
     "add_event_handler",
     "interrupt",
     "last_event_name",
@@ -126,6 +128,19 @@ def _number(value: Any) -> float | None:
         return None if isinstance(value, str) else float(value)
     except (TypeError, ValueError, RuntimeError):
         return None
+
+
+def stateful_handlers(engine: Engine) -> Iterator[Any]:
+    """Yield handlers that have a state, or whose methods are handlers; metrics are left out."""
+    seen = set[int]()
+    for handlers in engine._event_handlers.values():
+        for handler, *_ in handlers:
+            inner = getattr(handler, "_parent", lambda: None)() or handler  # below an event filter
+            owner = getattr(inner, "__self__", inner)
+            is_stateful = hasattr(owner, "state_dict") and hasattr(owner, "load_state_dict")
+            if is_stateful and not isinstance(owner, Metric) and id(owner) not in seen:
+                seen.add(id(owner))
+                yield owner
 
 
 def check_engine(engine: Engine) -> None:

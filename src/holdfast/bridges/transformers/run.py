@@ -71,7 +71,7 @@ class Run(TrainerCallback):
         """Whether the run had ended when it was resumed."""
         self.has_stopped = False
         """Whether a callback has ended the run before its goal."""
-        self._is_signaled = False
+        self._is_signaled = self._has_warned = False
         self.pending_loss: torch.Tensor | None = None
         self.carried_loss: float | None = None
         self.own_begin = ""
@@ -85,6 +85,12 @@ class Run(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Resume, with the intervals of the arguments, which a resume by the Trainer would set."""
+        loader = kwargs.get("train_dataloader")
+        if loader is not None and loader is not getattr(self, "epochs", None):
+            raise UsageError(
+                f"get_train_dataloader() returns a {type(loader).__name__}, whose position is not "
+                "that of the checkpoints: leave the method out, and give a Loader as `data`"
+            )
         for name in INTERVALS:
             number = getattr(args, name)
             if number is not None:
@@ -218,6 +224,15 @@ class Run(TrainerCallback):
         is_asked_to_end = control.should_training_stop and not self._is_signaled
         self.has_stopped = is_asked_to_end and not self.is_done()
         is_epoch = self._event == "epoch" and self.data.at_epoch_end
+        is_cut = self._event == "epoch" and not (is_epoch or control.should_training_stop)
+        if is_cut and not self.is_done() and not self._has_warned:
+            self._has_warned = True
+            self.emit(
+                "warning",
+                f"a callback has ended an epoch at step {step} (should_epoch_stop): the Trainer "
+                "does not record where its epochs end, so no checkpoint of a later step can be "
+                "resumed. Give a Loader(…, batches_per_epoch=…) as `data` for shorter epochs",
+            )
         self.trainer.store_flos()
         wanted = Due("permanent", "trainer") if self.is_asked else None
         self.is_asked = False
