@@ -79,9 +79,9 @@ _ENGLISH = "Write the sentence as the docs of PyTorch or httpx would"
 _FEWER_PARTS = "Do less in this call, or in fewer modules"
 
 SOURCE = (
-    Limit("lines of src", 105_000, _SMALLER),
+    Limit("lines of src", 102_000, _SMALLER),
     # All but train, bridges, interop, sinks, cli, demo and testing.
-    Limit("lines of the core", 58_900, _SMALLER),
+    Limit("lines of the core", 57_600, _SMALLER),
     Limit("modules", 481, "Put the function beside its only caller"),
     # Classes with one name in several modules; the figure counts names.
     Limit("public class names used twice", 47, "Put the subject into the name", slack=2),
@@ -93,7 +93,7 @@ SOURCE = (
     # Parameters of one function, without self, *args and **kwargs.
     Limit("widest call", 32, "Put parameters that belong together into a dataclass"),
     # Lines that are a comment and nothing else.
-    Limit("comment lines, %", 0.61, "Say why in comments: order, hazards", at_least=True),
+    Limit("comment lines, %", 0.62, "Say why in comments: order, hazards", at_least=True),
     # Parameters, results and variables whose annotation has an Any in it.
     Limit("annotations with Any, %", 9.4, "Annotate with a type, a protocol or object"),
 )

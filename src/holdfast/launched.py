@@ -14,11 +14,7 @@ from holdfast.errors import UsageError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
-    """Ranks and world sizes of this process. The default is a run of one process.
-
-    Raises:
-        UsageError: the numbers contradict each other.
-    """
+    """Ranks and world sizes of this process. The default is a run of one process."""
 
     rank: int = 0
     local_rank: int | None = 0
@@ -44,9 +40,6 @@ def present_ranks() -> Ranks:
     A launcher, such as torchrun, sets RANK and WORLD_SIZE in the environment; without both this is
     a run of one process. A group has no local ranks: they are the launcher's, if it has set the
     same rank.
-
-    Raises:
-        UsageError: the environment contradicts itself.
     """
     launched = _launched()
     if not has_group():
@@ -61,11 +54,7 @@ def present_ranks() -> Ranks:
 
 
 def ranks_on_host() -> int:
-    """Return the number of ranks on this host; 1 if the launcher does not tell.
-
-    Raises:
-        UsageError: the environment contradicts itself.
-    """
+    """Return the number of ranks on this host; 1 if the launcher does not tell."""
     return present_ranks().local_world_size or 1
 
 

@@ -71,9 +71,6 @@ def private_memory(nbytes: int, *, is_wiped_on_fork: bool = False) -> mmap.mmap:
     """Allocate page-aligned private memory, at least one byte, in huge pages where possible.
 
     With `is_wiped_on_fork`, forked children see zeros on Linux, which costs them no copy.
-
-    Raises:
-        OutOfMemory: the system refuses.
     """
     try:
         if hasattr(mmap, "MAP_PRIVATE"):
@@ -149,11 +146,7 @@ def signals_of(*names: str) -> tuple[signal.Signals, ...]:
 
 
 def try_lock(fd: int) -> bool:
-    """Lock an open file, unless another descriptor has the lock; return whether it is locked.
-
-    Raises:
-        OSError: the system or the file system has no such locks.
-    """
+    """Lock an open file, unless another descriptor has the lock; return whether it is locked."""
     if fcntl is None:
         raise OSError(errno.ENOSYS, "this system has no flock(2)")
     try:

@@ -104,12 +104,7 @@ class _Window:
         self._accelerator, self._counts = accelerator, _counts(accelerator)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return whose state it is.
-
-        Raises:
-            UsageError: a window is open, whose gradients would be lost; or more was prepared since
-                `state()` was called, which no checkpoint would have.
-        """
+        """Return whose state it is."""
         late = [
             name for name, num in _counts(self._accelerator).items() if num > self._counts[name]
         ]

@@ -38,9 +38,6 @@ def needs_library(name: str, install: str = "") -> Iterator[None]:
     """Say how to install the library of a bridge, where importing it in the block fails.
 
     `install` is what pip installs; "": the extra of the library's name.
-
-    Raises:
-        NotInstalled: an import has failed.
     """
     try:
         yield
@@ -60,10 +57,6 @@ def only_leader(agree: Agree, what: str, work: Callable[[], T]) -> T | None:
     """Run `work` on the leader alone; return its result there, and None on the other ranks.
 
     All ranks call it. `what` names the work in errors.
-
-    Raises:
-        Exception: on the leader, whatever the work raised.
-        RanksFailed: on the other ranks, if the work raised; else they would wait for the leader.
     """
     found, why, error = None, "", None
     if is_leader():
@@ -178,11 +171,7 @@ def start_from(
     hooks: StateHooks,
     encrypt: Encryption | None,
 ) -> Checkpoint:
-    """Begin the run of `manager` with the whole state of a checkpoint in another root.
-
-    Raises:
-        HoldfastError: as for `CheckpointManager.load`.
-    """
+    """Begin the run of `manager` with the whole state of a checkpoint in another root."""
     with CheckpointManager(store, components, hooks=taking_over(hooks), encrypt=encrypt) as other:
         found = other.load(which, in_place=True)
     manager.count_from(found.timestamp)

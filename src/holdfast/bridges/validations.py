@@ -29,11 +29,7 @@ _WORDS = {"min": "lower", "max": "higher"}
 def check_direction(
     checkpoints: Checkpoints, emit: Emitter, metric: str, mode: Mode, who: str
 ) -> None:
-    """Compare the direction that a trainer's option or callback has for a metric with ours.
-
-    Raises:
-        UsageError: a rule `Best` has the other one.
-    """
+    """Compare the direction that a trainer's option or callback has for a metric with ours."""
     for item in best_rules(checkpoints):
         if item.rule.metric == metric and item.rule.mode != mode:
             raise UsageError(
@@ -60,10 +56,6 @@ class Validations:
 
         All ranks call it, and the leader reads. `to_come`: whether the trainer validates at all.
         Until it has done so once, no warning says that a rule's metric is missing.
-
-        Raises:
-            HoldfastError: on the leader: the metrics cannot be read.
-            RanksFailed: on the other ranks: the leader cannot read them.
         """
         self._manager, self._agree = manager, agree
         self._best = BestSaves(best_rules(checkpoints))

@@ -91,9 +91,6 @@ class Backlog:
         """Store the listing of the remote tier, by folder, and recompute the queue.
 
         `lineage` has the orders of the checkpoints that the run has gone through.
-
-        Raises:
-            StoreError, FormatError: the local root cannot be read.
         """
         with self.changed:
             self._remote, self._lineage = dict(remote), {*lineage}
@@ -127,11 +124,7 @@ class Backlog:
     # What is queued
 
     def refresh(self) -> None:
-        """Recompute the queue from what both tiers have, and update the notes on disk.
-
-        Raises:
-            StoreError, FormatError: the local root cannot be read.
-        """
+        """Recompute the queue from what both tiers have, and update the notes on disk."""
         with self.changed:
             entries, unread = Catalog(self._local).survey(known=self._manifests)
             self._manifests = {entry.folder: entry.manifest for entry in entries}
@@ -266,11 +259,7 @@ class Backlog:
         return before
 
     def arrived(self, entry: Entry) -> None:
-        """Record a finished upload and take the checkpoint off the queue.
-
-        Raises:
-            StoreError, FormatError: the local root cannot be read.
-        """
+        """Record a finished upload and take the checkpoint off the queue."""
         with self.changed:
             assert self._remote is not None, "nothing is sent before the remote tier was seen"
             self.note(entry, "uploaded", sent_nbytes=entry.manifest.nbytes)

@@ -106,12 +106,6 @@ def plan(
 
     `passed_over` is told of a checkpoint that was deleted, or has other bytes in the target, and
     the others are planned; without it this raises.
-
-    Raises:
-        NoCheckpoint: one is not committed, or was deleted in the target.
-        UsageError: one was thinned or renamed, or the target holds another run.
-        SealError: the keys do not decrypt the target's checkpoints.
-        CorruptData: the target has other bytes under the same name.
     """
     planned = []
     for folder in folders:
@@ -187,13 +181,6 @@ def copy(
     Claims the target meanwhile. Every block is compared with its digest on the way. What an
     interrupted copy has sent is not sent again; pins and tags are copied, too. `told` is called
     with a folder, its bytes so far and all its bytes, from several threads.
-
-    Raises:
-        OwnedElsewhere: a live process owns the run in the target.
-        UsageError: the target holds another run.
-        CorruptData: a checkpoint is damaged, or the target has other bytes under its name.
-        Superseded: another process claimed the target meanwhile.
-        StoreError, DeadlineExceeded: the same command may work later.
     """
     if all(item.is_complete for item in planned):
         for item in planned:
@@ -345,9 +332,6 @@ def _give_claims(
 
     Of the claims that the target is `known` to have, those in `differing`, under which nothing was
     saved, are replaced by the source's of the same epoch.
-
-    Raises:
-        UsageError: another process has claimed the target meanwhile.
     """
     theirs = {epoch: _sound_claim(source, epoch) for epoch in Catalog(source).claims()}
     theirs = {epoch: data for epoch, data in theirs.items() if data and epoch <= upto}

@@ -55,15 +55,7 @@ class Damaged:
 
 
 def examine(store: Store, folder: str) -> Damaged:
-    """Describe a checkpoint whose manifest is damaged or lost. Writes nothing.
-
-    Raises:
-        NoCheckpoint: there is no such folder.
-        UsageError: the folder is none of a checkpoint, its manifest can be read, or it never was a
-            checkpoint. Or the run would then resume from a checkpoint that a rollback abandoned.
-        UnsupportedVersion: a newer Holdfast wrote the manifest.
-        SealError: it, or the checkpoint to resume from, is encrypted for none of the store's keys.
-    """
+    """Describe a checkpoint whose manifest is damaged or lost. Writes nothing."""
     if layout.parse_attempt(folder) is None:
         raise UsageError(f"{folder!r} is no name of a checkpoint's folder; `holdfast ls` has them")
     files = tuple(
@@ -132,11 +124,6 @@ def delete(store: Store, folder: str, *, emit: Emitter, watch: Wait | None = Non
     Claims the run meanwhile and watches leases of readers on other hosts, as `prune` does. After
     the deletion the run resumes from `goes_on_from`, also where it had been rolled back to the
     deleted checkpoint; checkpoints that the rollback abandoned stay abandoned.
-
-    Raises:
-        OwnedElsewhere: a live process owns the run.
-        Superseded: another process claimed the run meanwhile.
-        UsageError: the checkpoint is not damaged any more.
     """
     damaged = examine(store, folder)
     readers = Readers(store)

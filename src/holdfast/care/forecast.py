@@ -69,13 +69,7 @@ class Forecast:
 
 
 def forecast(store: Store, entries: Sequence[Entry], wishes: Wishes) -> Forecast:
-    """Foresee retention for the next saves. `entries`: the checkpoints of the root, newest first.
-
-    Raises:
-        NoCheckpoint: the run has none to go on from.
-        UsageError: no checkpoint records the rule, or it cannot be written as text, and none is
-            given; or a given interval counts what the run does not.
-    """
+    """Preview retention for the next saves. `entries`: checkpoints of the root, newest first."""
     catalog = Catalog(store)
     view = _view(store, catalog, entries)
     recorded = next((entry for entry in view.history if entry.manifest.policy is not None), None)

@@ -182,12 +182,7 @@ class Uploads:
         """
 
     def close(self, timeout_s: float) -> None:
-        """Upload queued checkpoints until a deadline, then stop the upload thread.
-
-        Raises:
-            UploadFailed: something was not uploaded, and the options ask for the error.
-            OwnershipError: another process claimed the run, and that was not raised yet.
-        """
+        """Upload queued checkpoints until a deadline, then stop the upload thread."""
 
 
 class Tuning:

@@ -37,12 +37,6 @@ def mend(local: Store, remote: Store, folder: str, *, epoch: int) -> tuple[str, 
     Replaces only the manifest, files listed in it, and lost keys of an encrypted checkpoint, and
     files only by bytes with the recorded digests. A file is fetched whole before the damaged one
     is deleted. `epoch` is the caller's claim.
-
-    Raises:
-        Superseded: a later writer owns the local root.
-        NoCheckpoint: the checkpoint is not committed in the remote tier any more.
-        SealError: the store's keys do not decrypt it.
-        FormatError, StoreError: the remote copy is damaged too, or a tier fails.
     """
     bare_local, bare_remote = bare(local), bare(remote)
     data = vouched(remote, folder)

@@ -29,10 +29,6 @@ def preview(
     """Plan which checkpoints `prune` would delete now. Claims and writes nothing.
 
     `known`: manifests that were read before, by folder.
-
-    Raises:
-        UsageError: the rule needs a metric or a counter that no checkpoint has, or names a saver
-            that saved none of them.
     """
     catalog = Catalog(store)
     point = standing(store).point
@@ -61,11 +57,6 @@ def prune(store: Store, rule: Rule, *, emit: Emitter, watch: Wait | None = None)
     Checkpoints that are being read or wait for their upload stay. Readers on other hosts are
     detected by watching their leases for up to `SILENT_S` seconds (`watch(seconds)` waits; a test
     may pass its own).
-
-    Raises:
-        UsageError: the rule needs a metric or a counter that no checkpoint has.
-        OwnedElsewhere: a live process owns the run; its own rule prunes.
-        Superseded: another process claimed the run meanwhile; it decides from now on.
     """
     planned = preview(store, rule)
     work = {item.entry.folder for item in planned if item.decision.drop or not item.decision.keep}
@@ -94,9 +85,6 @@ def standing(store: Store, *, without: str = "") -> Choice:
     """Find the newest checkpoint of the lineage from which the run would resume.
 
     `without`: the folder of a checkpoint to pass over, as if it were deleted.
-
-    Raises:
-        NoUsableCheckpoint: the checkpoint that the run was rolled back to is gone.
     """
     catalog = Catalog(store)
     catalog.expect_rollback_target()

@@ -224,13 +224,7 @@ class FolderReader:
             yield problem_of(file, error)
 
     def manifest(self) -> Manifest:
-        """Read and decode the manifest.
-
-        Raises:
-            NoCheckpoint: the checkpoint was never committed, or is deleted by now.
-            CorruptData: it is missing, and other records show that it was committed.
-            MissingKey: it is encrypted.
-        """
+        """Read and decode the manifest."""
         try:
             register = self.decoded(layout.MANIFEST, MAX_MANIFEST_NBYTES, decode_register)
         except NotFound:

@@ -171,11 +171,7 @@ def _opens(keys: Sequence[Key], box: KeyBox, found: Sealed) -> bool:
 
 
 def _expect_opens(box: KeyBox, keys: Sequence[Key], found: Sealed) -> None:
-    """Check that each key decrypts a new box before old ones are deleted; skip public keys.
-
-    Raises:
-        KeyUnavailable, Tampered: a service refuses, or returns another data key.
-    """
+    """Check that each key decrypts a new box before old ones are deleted; skip public keys."""
     suite = suite_named(found.visible.suite, what=found.folder)
     for key in keys:
         with suppress(WrongKey):
@@ -183,11 +179,7 @@ def _expect_opens(box: KeyBox, keys: Sequence[Key], found: Sealed) -> None:
 
 
 def put_box(store: Store, folder: str, newest: int, box: KeyBox) -> int:
-    """Store a key box under the first free number after `newest`; return the number.
-
-    Raises:
-        CommitConflict: reading back gives something else, or no number is free.
-    """
+    """Store a key box under the first free number after `newest`; return the number."""
     data = encode_box(box)
     stop = min(newest + 1 + _MAX_RACES, layout.MAX_BOX_NUMBER + 1)
     for number in range(newest + 1, stop):

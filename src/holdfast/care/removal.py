@@ -50,12 +50,7 @@ class Asked:
 
 
 def examine(store: Store, entry: Entry, components: Sequence[str] = ()) -> Asked:
-    """Find out what deleting a checkpoint, or components of it, would do. Writes nothing.
-
-    Raises:
-        UsageError: it has no such components, or nothing would be left of it. Or the run would
-            then resume from a checkpoint that a rollback has left behind.
-    """
+    """Find out what deleting a checkpoint, or components of it, would do. Writes nothing."""
     marks, manifest = entry.marks, entry.manifest
     nbytes = parts_of(store, entry.folder, manifest, marks).nbytes
     if components:
@@ -104,11 +99,6 @@ def remove(
 
     Whatever keeps it (`keeps`, `is_latest`) is overridden: the caller has asked the user. Claims
     the run meanwhile, and watches leases of readers on other hosts as `prune` does.
-
-    Raises:
-        OwnedElsewhere: a live process owns the run.
-        CorruptData: what the run would go on from is damaged; nothing was deleted.
-        Superseded: another process claimed the run meanwhile.
     """
     folder, base = asked.entry.folder, asked.goes_on_from
     readers = Readers(store)
@@ -170,11 +160,7 @@ def _carry_out(store: Store, asked: Asked, claim: Claim, reason: str, readers: R
 
 
 def finish(store: Store, folder: str, *, emit: Emitter) -> None:
-    """Remove what an interrupted deletion left of a checkpoint whose tombstone is there.
-
-    Raises:
-        OwnedElsewhere: a live process owns the run; its gc does it.
-    """
+    """Remove what an interrupted deletion left of a checkpoint whose tombstone is there."""
     owner = Ownership(store, takeover=False, emit=emit)
     owner.take(_standings(store))
     assert owner.claim is not None

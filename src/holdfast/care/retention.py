@@ -191,9 +191,6 @@ class Deleter:
         A deletion that fails is tried again next time. Until this claim has committed
         (`has_committed`), the checkpoint it resumed from is kept whole. The registers of `unclear`
         folders stay.
-
-        Raises:
-            Superseded: a later writer owns the run; it decides from now on.
         """
         self._unclear = frozenset(unclear)
         point = claim.resumed_from
@@ -236,9 +233,6 @@ class Deleter:
         """Delete the copy here of a checkpoint that the other tier was seen to have, even the
         newest; unless it is pinned, tagged, read or waits for its upload. `latest` still names it:
         by that a process that cannot reach the other tier knows that it must not go back.
-
-        Raises:
-            Superseded: a later writer owns the run.
         """
         if entry.marks.pinned or entry.tags or self._must_stay(entry):
             return

@@ -37,13 +37,7 @@ NOTE = "sealed, and no key was given: compared as it is stored, not opened"
 
 
 def scrub(store: Store, folder: str, *, progress: Progress | None = None) -> VerifyReport:
-    """Compare every stored byte of an encrypted checkpoint with its digests, without a key.
-
-    Raises:
-        DeadlineExceeded: the storage did not answer for `READ_TIMEOUT_S`.
-        NoCheckpoint: the checkpoint was deleted meanwhile.
-        FormatError: its manifest is damaged.
-    """
+    """Compare every stored byte of an encrypted checkpoint with its digests, without a key."""
     reader = FolderReader(store, folder)
     while True:
         names = reader.names()

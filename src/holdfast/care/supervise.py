@@ -280,9 +280,6 @@ class ChildProcess:
 
         The first signal starts the grace period, at whose end the whole process group is killed.
         After a failure no process of the group is left running.
-
-        Raises:
-            UsageError: at the first start, there is no such command, or it may not be run.
         """
         began_s = time.monotonic()
         try:

@@ -112,11 +112,7 @@ def verify(
 def verify_kept(
     store: Store, folder: str, *, progress: Progress | None = None, decode: bool = True
 ) -> VerifyReport:
-    """Verify a checkpoint under a lease, so that retention does not delete it meanwhile.
-
-    Raises:
-        NoCheckpoint, DeadlineExceeded: as `verify`.
-    """
+    """Verify a checkpoint under a lease, so that retention does not delete it meanwhile."""
     with ExitStack() as stack:
         # A checkpoint whose deletion has begun is read as long as it exists.
         with suppress(NoCheckpoint):
@@ -139,9 +135,6 @@ def verify_root(
     the store's keys do not decrypt are listed, and do not stop the rest. `known` has reports by
     folder, which are taken over unread; `told` is called with each
     new report.
-
-    Raises:
-        DeadlineExceeded: the storage did not answer for `READ_TIMEOUT_S`.
     """
     names = [layout.parse_attempt(name.rstrip("/")) for name in store.children()]
     reports: list[VerifyReport] = []

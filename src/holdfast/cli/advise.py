@@ -102,12 +102,7 @@ class _Today(Spacing):
 
 
 def advise_root(root: str, options: Options) -> Answer:
-    """Compute the best save interval for the run in `root` from its recorded costs.
-
-    Raises:
-        UsageError: an option is not a time, share or rate.
-        NoCheckpoint: not a root, or too little was recorded; the message says what is missing.
-    """
+    """Compute the best save interval for the run in `root` from its recorded costs."""
     inputs = {item.name: item for item in _given(options)}
     store = open_root(root)
     facts = gather(store)

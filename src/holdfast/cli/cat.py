@@ -42,13 +42,7 @@ class CatAnswer(msgspec.Struct, frozen=True):
 
 
 def show_value(text: str, name: str, rows: str | None) -> Answer:
-    """Print a tensor or a plain value of a source.
-
-    Raises:
-        NoCheckpoint: nothing exists there.
-        UsageError: nothing has this name, or the slice does not fit.
-        CorruptData: its bytes are damaged.
-    """
+    """Print a tensor or a plain value of a source."""
     with open_read(text) as source:
         component, path = split_name(source, name)
         part = source.parts[component]

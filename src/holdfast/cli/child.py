@@ -87,11 +87,7 @@ def is_foreign(text: str) -> bool:
 
 
 def open_limited(text: str) -> Source:
-    """Open a source, with the keys named before the command; in a limited child within `OPENING_S`.
-
-    Raises:
-        As `open_source`.
-    """
+    """Open a source with the named keys, first in a limited child within `OPENING_S`."""
     from holdfast.interop.opening import open_source
 
     with _deadline():
@@ -130,11 +126,7 @@ def _limit() -> None:
 
 
 def _run(foreign: list[str]) -> int:
-    """Run this command line in a child, with our streams; return its exit code.
-
-    Raises:
-        LimitExceeded: it crashed, or opening took too long.
-    """
+    """Run this command line in a child, with our streams; return its exit code."""
     command = [sys.executable, "-c", _PROGRAM, *sys.argv[1:]]
     sys.stdout.flush()
     environment = {**os.environ, VARIABLE: "1"}

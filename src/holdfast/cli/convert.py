@@ -111,13 +111,7 @@ def bring_in(
     dry_run: bool,
     unsafe_pickle: bool,
 ) -> Answer:
-    """Save a source as a new checkpoint of a root.
-
-    Raises:
-        UsageError: the step is unknown, or a name or rule fits nothing.
-        FormatError: the source is damaged or in no known format.
-        UnsupportedState: a value in it has no form in a checkpoint.
-    """
+    """Save a source as a new checkpoint of a root."""
     if (Path(source) / _DCP).is_file() and not (
         rules or components or optimizer or parameters or dry_run or allow_loss or named_keys()
     ):
@@ -224,13 +218,7 @@ def take_out(
     dry_run: bool,
     unsafe_pickle: bool,
 ) -> Answer:
-    """Write a checkpoint, or a file of weights, in the format of another library.
-
-    Raises:
-        NoCheckpoint: no checkpoint matches.
-        UsageError: the output exists, or an option does nothing in this form.
-        CorruptData: the source is damaged.
-    """
+    """Write a checkpoint, or a file of weights, in the format of another library."""
     from holdfast.interop.exporting.files import expect_free
 
     out = Path(output)
@@ -366,11 +354,7 @@ _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) *([KMGT]?)(i?)B", re.IGNORECASE)
 
 
 def nbytes_of(text: str) -> int:
-    """Parse a size such as "5GB" or "512MiB", and return its bytes.
-
-    Raises:
-        UsageError: it says none.
-    """
+    """Parse a size such as "5GB" or "512MiB", and return its bytes."""
     found = _SIZE.fullmatch(text.strip())
     if found is None:
         raise UsageError(f"--shard-size {text!r}: not a size such as 5GB or 512MiB")

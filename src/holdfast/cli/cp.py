@@ -51,14 +51,7 @@ class CopyAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def copy_all(sources: Sequence[str], to: str, *, whole: bool, dry_run: bool) -> Answer:
-    """Copy checkpoints to the root `to`; with `whole`, all of each root in `sources`.
-
-    Raises:
-        UsageError: a source names no single checkpoint, `to` is not free for it, or holds another
-            run.
-        NoCheckpoint: no checkpoint matches.
-        OwnedElsewhere: a live process owns the run in `to`.
-    """
+    """Copy checkpoints to the root `to`; with `whole`, all of each root in `sources`."""
     target = _open_target_root(to)
     done: list[CopiedCheckpoint] = []
     found = _sources(sources, done, whole=whole)

@@ -29,16 +29,7 @@ from holdfast.store.base import Store
 
 
 def remove(root: str, folder: str, *, is_sure: bool) -> Answer:
-    """Show what is known of a checkpoint with a damaged manifest; delete it if `is_sure`.
-
-    Raises:
-        NoCheckpoint: not a root, or no such folder.
-        UsageError: the manifest is intact, or the other tier has the checkpoint.
-        UnsupportedVersion: a newer Holdfast wrote the manifest, in this or the other tier.
-        SealError: a key is needed.
-        StoreError: the other tier cannot be read.
-        OwnedElsewhere: a live process owns the run.
-    """
+    """Show what is known of a checkpoint with a damaged manifest; delete it if `is_sure`."""
     folder = folder.rstrip("/")
     store = open_root(root)
     damaged = examine(store, folder)

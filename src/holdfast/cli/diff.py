@@ -59,12 +59,6 @@ def diff(
     """Compare two sources; the exit code is 0 if they are equal, and 1 if not.
 
     They are not equal if a tensor of either cannot be read and is not ignored.
-
-    Raises:
-        NoCheckpoint: nothing exists at one of the two.
-        FormatError: one is in no known format, or damaged.
-        UsageError: neither has a component of a given name, or what a pattern of `ignored` names;
-            or the limit is no number >= 0.
     """
     if fail_above is not None and not fail_above >= 0:
         raise UsageError(f"--fail-above={fail_above}: must be a number of at least 0")

@@ -92,9 +92,6 @@ def examine(root: str | None) -> Answer:
     """Check this machine and, if given, a root.
 
     Only scratch files are written into the root, and removed. A root that does not exist stays so.
-
-    Raises:
-        UsageError: `root` names a checkpoint.
     """
     findings = [*_machine(), *_packages(root)]
     if root is not None:

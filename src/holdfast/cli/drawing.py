@@ -78,12 +78,7 @@ class Figure:
 
 
 def write(figure: Figure, path: Path) -> None:
-    """Write a figure in the format that the name's ending says.
-
-    Raises:
-        UsageError: the ending is none of these, the file cannot be written, or a library for it is
-            not installed.
-    """
+    """Write a figure in the format that the name's ending says."""
     kinds = {".svg": svg, ".html": html}
     try:
         if path.suffix == ".png":

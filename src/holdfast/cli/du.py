@@ -72,11 +72,7 @@ class DuAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def usage(root: str) -> Answer:
-    """Measure a root by the lengths of its files; nothing is read but the manifests.
-
-    Raises:
-        NoCheckpoint: the root has no checkpoint or other record of a run.
-    """
+    """Measure a root by the lengths of its files; nothing is read but the manifests."""
     store = open_root(root)
     entries, unread = Catalog(store).survey()
     known = {entry.folder: entry for entry in entries}

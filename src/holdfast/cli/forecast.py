@@ -23,13 +23,7 @@ from holdfast.policy.savers import SavePolicy
 def foretell(
     root: str, *, number: int, keep: str | None, every: str | None, metrics: Sequence[str]
 ) -> Answer:
-    """Foretell retention for the next `number` saves of a run.
-
-    Raises:
-        UsageError: an argument is wrong, or the run records no rule and none is given.
-        NoCheckpoint: not a root, or there is nothing to go on from.
-        SealError: the keys decrypt no checkpoint.
-    """
+    """Foretell retention for the next `number` saves of a run."""
     wishes = Wishes(
         rule=None if keep is None else parse_rule(keep),
         every=None if every is None else SavePolicy(permanent=every),

@@ -19,12 +19,7 @@ from holdfast.store.base import Store
 
 
 def clean(root: str, *, dry_run: bool, dead_epochs: Collection[int]) -> Answer:
-    """Remove uncommitted attempts and leftovers of deletions.
-
-    Raises:
-        NoCheckpoint: not a root.
-        UsageError: an epoch named as dead is alive on this host, or never existed.
-    """
+    """Remove uncommitted attempts and leftovers of deletions."""
     store = bare(open_root(root))  # gc needs no key
     for epoch in dead_epochs:
         _check_dead(store, epoch)

@@ -21,11 +21,7 @@ from holdfast.system import CLOSED_ON_EXEC, sync, sync_folder
 
 
 def generate(path: Path, *, pair: bool) -> Answer:
-    """Generate a key, or with `pair` a private and a public one, and write it to a new file.
-
-    Raises:
-        UsageError: the file exists, or cannot be created.
-    """
+    """Generate a key, or with `pair` a private and a public one, and write it to a new file."""
     key = new_key("private" if pair else "secret")
     _write(path, key.text, mode=0o600)
     document: dict[str, Any] = {"path": str(path), "key": key.name}
@@ -39,11 +35,7 @@ def generate(path: Path, *, pair: bool) -> Answer:
 
 
 def list_recipients(root: str) -> Answer:
-    """List which keys decrypt each encrypted checkpoint.
-
-    Raises:
-        NoCheckpoint: not a root.
-    """
+    """List which keys decrypt each encrypted checkpoint."""
     store = bare(open_root(root))
     items = [*sealed_in(store)]
     lines = [
@@ -66,13 +58,7 @@ def list_recipients(root: str) -> Answer:
 
 
 def rotate(root: str, to: KeySources, *, keep_old: bool) -> Answer:
-    """Encrypt the data keys of all encrypted checkpoints of a root for the new keys `to`.
-
-    Raises:
-        UsageError: no keys were named, old or new.
-        KeyUnavailable: a key cannot be obtained.
-        NoCheckpoint: not a root.
-    """
+    """Encrypt the data keys of all encrypted checkpoints of a root for the new keys `to`."""
     old, new = keys_of(NAMED.get(KeySources())), keys_of(to)
     if not old:
         raise UsageError("keys rotate: name the keys of now with --key-file before the command")

@@ -55,11 +55,7 @@ class _Life:
 
 @collector_paused()
 def log_root(root: str, *, saves: bool = False) -> Answer:
-    """List the lives of a run, oldest first; with `saves` also each save. Claims nothing.
-
-    Raises:
-        NoCheckpoint: there is no run in `root`.
-    """
+    """List the lives of a run, oldest first; with `saves` also each save. Claims nothing."""
     store = open_root(root)
     catalog = Catalog(store)
     entries, unread = catalog.survey()

@@ -56,12 +56,7 @@ class _RootContents:
 
 @collector_paused()
 def list_root(root: str) -> Answer:
-    """List the checkpoints of a root, newest first, and its owner and readers.
-
-    Raises:
-        NoCheckpoint: the root has none.
-        SealError: the keys decrypt none of them.
-    """
+    """List the checkpoints of a root, newest first, and its owner and readers."""
     store = open_root(root)
     contents = _read(store)
     expect_something_opened(contents.entries, contents.unread)

@@ -21,13 +21,7 @@ def mark(
     tags: Sequence[str] = (),
     remove_tags: Sequence[str] = (),
 ) -> Answer:
-    """Pin or unpin a checkpoint, add and remove tags; retention keeps what is pinned or tagged.
-
-    Raises:
-        UsageError: `target` names no single checkpoint, a tag is not allowed, or one that is to be
-            removed does not exist or was given by the save itself.
-        NoCheckpoint: no checkpoint matches, or its deletion has begun.
-    """
+    """Pin or unpin a checkpoint, add and remove tags; retention keeps what is pinned or tagged."""
     root, which = split_source(target)
     if which is None and not split_folder(root)[1]:
         raise UsageError(f"{target!r}: name one checkpoint, as ROOT@WHICH")

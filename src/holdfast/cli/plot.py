@@ -61,12 +61,7 @@ class _Record:
 
 
 def plot(root: str, *, output: Path | None, metrics: Sequence[str], log: Path | None) -> Answer:
-    """Draw a run from its log and manifests, into a file or as text.
-
-    Raises:
-        NoCheckpoint: `root` is none, or nothing was logged or saved.
-        UsageError: a metric that nothing has, or a file that cannot be read or written.
-    """
+    """Draw a run from its log and manifests, into a file or as text."""
     store = open_root(root)
     entries, unread = Catalog(store).survey()
     notes = [f"{folder}: not read: {reason}" for folder, reason in unread]

@@ -27,14 +27,7 @@ _OTHER_RUN = "copied here from another run, which this one does not judge"
 
 
 def clean(root: str, *, keep: str, dry_run: bool) -> Answer:
-    """Apply the retention rule in `keep`, or only report what it would do.
-
-    Raises:
-        UsageError: `keep` is not a rule, or needs something that no checkpoint has.
-        NoCheckpoint: not a root, or an empty one.
-        SealError: the keys decrypt no checkpoint, or not the head of the run.
-        OwnedElsewhere: a live process owns the run.
-    """
+    """Apply the retention rule in `keep`, or only report what it would do."""
     rule = parse_rule(keep)
     store = open_root(root)
     entries, unread = Catalog(store).survey()

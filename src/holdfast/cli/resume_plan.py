@@ -14,11 +14,7 @@ from holdfast.store.base import Store
 
 
 def plan_of(root: str, *, verify: bool) -> Answer:
-    """List the candidates of a resume in its order; with `verify` read them until one is whole.
-
-    Raises:
-        NoCheckpoint: not a root, or nothing was ever saved.
-    """
+    """List the candidates of a resume in its order; with `verify` read them until one is whole."""
     store = open_root(root)
     steps = _verified(store) if verify else resume_steps(store)
     if not steps:

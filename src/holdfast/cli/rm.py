@@ -66,15 +66,7 @@ class Leave:
 
 
 def rm(target: str, leave: Leave) -> Answer:
-    """Delete one checkpoint, after the user has confirmed it and given a reason.
-
-    Raises:
-        UsageError: `target` is not exactly one checkpoint; or it is pinned, tagged or the latest
-            and the user has not said that it may be deleted all the same.
-        NoCheckpoint: no checkpoint matches.
-        OwnedElsewhere: a live process owns the run.
-        CorruptData: what the run would go on from is damaged.
-    """
+    """Delete one checkpoint, after the user has confirmed it and given a reason."""
     store, which = _opened(target)
     if which == "latest" and leave.yes:
         raise UsageError(
@@ -95,11 +87,7 @@ def rm(target: str, leave: Leave) -> Answer:
 
 
 def thin(target: str, components: Sequence[str], leave: Leave) -> Answer:
-    """Drop components of one checkpoint, after the user has confirmed it.
-
-    Raises:
-        UsageError, NoCheckpoint, OwnedElsewhere, CorruptData: as `rm`.
-    """
+    """Drop components of one checkpoint, after the user has confirmed it."""
     store, which = _opened(target)
     entry = _only(store, which)
     wanted = tuple(dict.fromkeys(components))
@@ -243,11 +231,7 @@ def _expect_leave(asked: Asked, leave: Leave) -> None:
 
 
 def _reason(asked: Asked, leave: Leave, *, command: str) -> str:
-    """Return the reason for the deletion; on a terminal, show what goes and ask for it.
-
-    Raises:
-        UsageError: there is no terminal, and --yes or --reason is missing.
-    """
+    """Return the reason for the deletion; on a terminal, show what goes and ask for it."""
     is_asking = sys.stdin.isatty() and sys.stderr.isatty()
     if not leave.yes and not is_asking:
         raise UsageError(

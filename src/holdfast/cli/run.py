@@ -42,11 +42,7 @@ class Restarts:
     grace: str
 
     def limits(self, *, usage_code: int | None) -> Limits:
-        """Parse the limits.
-
-        Raises:
-            UsageError: an option is invalid or would do nothing.
-        """
+        """Parse the limits."""
         if self.root is not None and self.progress_after is not None:
             raise UsageError(
                 "--progress-after: not with --root, where checkpoints show whether there is "
@@ -69,9 +65,6 @@ def run_command(
 
     `is_final_usage`: the command ends with `Code.USAGE` if its arguments are wrong, which no
     restart would mend.
-
-    Raises:
-        UsageError: an option is invalid or would do nothing, or the command does not exist.
     """
     limits = restarts.limits(usage_code=int(Code.USAGE) if is_final_usage else None)
     head = None if restarts.root is None else _head_of(_open(restarts.root))

@@ -39,15 +39,7 @@ _OWNER_S = 2.0
 
 
 def save(root: str, *, tags: Sequence[str], reason: str, timeout: str) -> Answer:
-    """Ask the owner of the run in `root` to save at its next step, and wait for the checkpoint.
-
-    Raises:
-        UsageError: an option is not allowed.
-        NoCheckpoint: not a root.
-        NotOwned: no live process owns the run.
-        RequestFailed: the save failed, or the owner ended before it saved.
-        DeadlineExceeded: no answer within `timeout`; the request was withdrawn.
-    """
+    """Ask the owner of the run in `root` to save at its next step, and wait for the checkpoint."""
     timeout_s = float(parse(timeout, what="--timeout", units={Unit.SECOND}).value)
     store = open_root(root)
     owner = _RunOwner(store)

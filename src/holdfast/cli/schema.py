@@ -76,11 +76,7 @@ class SchemaShown(Document, frozen=True):
 
 
 def struct_of(command: str) -> type[msgspec.Struct]:
-    """Return the struct with which a command answers.
-
-    Raises:
-        UsageError: there is no such command, or it has none.
-    """
+    """Return the struct with which a command answers."""
     if command not in ANSWERS:
         raise UsageError(f"{command!r}: no command with a schema; those are {', '.join(ANSWERS)}")
     module, _, name = ANSWERS[command].partition(":")
@@ -89,11 +85,7 @@ def struct_of(command: str) -> type[msgspec.Struct]:
 
 
 def schema_of(command: str) -> dict[str, Any]:
-    """Return the JSON Schema (draft 2020-12) of a command's answer, its docstrings included.
-
-    Raises:
-        UsageError: there is no such command, or it has none.
-    """
+    """Return the JSON Schema (draft 2020-12) of a command's answer, its docstrings included."""
     root = struct_of(command)
     _, parts = msgspec.json.schema_components([root], ref_template="#/$defs/{name}")
     kinds = _all(root)
@@ -110,11 +102,7 @@ def schema_of(command: str) -> dict[str, Any]:
 
 
 def show_schema(command: str) -> Answer:
-    """Show the JSON Schema of a command's answer.
-
-    Raises:
-        UsageError: there is no such command, or it has none.
-    """
+    """Show the JSON Schema of a command's answer."""
     found = schema_of(command)
     text = json.dumps(found, indent=2)
     return Answer(document=of(SchemaShown, {"schema": found}), parts=[text])

@@ -76,10 +76,6 @@ def scrub(root: str, *, rate: str | None, place: Path | None) -> Answer:
         rate: bytes per second to read at most, such as `50MB`; None: no limit.
         place: file in which the place is kept; if it exists and its pass has not ended, that pass
             goes on.
-
-    Raises:
-        UsageError: `rate` is not a size, or `place` is of another root, or no such file.
-        NoCheckpoint: the root has no checkpoint.
     """
     limit = None if rate is None else _rate(rate)
     store = open_root(root)

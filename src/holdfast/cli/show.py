@@ -23,12 +23,7 @@ _IMPORTED = "imported"
 
 
 def show(target: str, *, tensors: bool) -> Answer:
-    """Show the manifest of a checkpoint, and on request its tensors.
-
-    Raises:
-        NoCheckpoint: no checkpoint matches `target`.
-        FormatError: the checkpoint is damaged.
-    """
+    """Show the manifest of a checkpoint, and on request its tensors."""
     store, folder = open_target(target)
     entry = read_entry(store, folder)
     document: dict[str, Any] = {

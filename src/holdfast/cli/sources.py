@@ -16,25 +16,14 @@ from holdfast.interop.source import Source, lost_tensors
 
 
 def open_named(text: str) -> Source:
-    """Open a source, with the keys that were named before the command.
-
-    Raises:
-        NoCheckpoint: nothing exists there.
-        FormatError: it is in no known format, or damaged.
-        SealError: it is encrypted for other keys, or not encrypted.
-        StoreError: its store does not answer within `--timeout`.
-    """
+    """Open a source, with the keys that were named before the command."""
     if "://" in text:
         opened(split_source(text)[0])
     return open_limited(text)
 
 
 def open_read(text: str) -> Source:
-    """Open a source for a command that reads its tensors; name those that cannot be read.
-
-    Raises:
-        As `open_named`.
-    """
+    """Open a source for a command that reads its tensors; name those that cannot be read."""
     source = open_named(text)
     if lost := lost_tensors(source):
         lines = [f"{one.path}: {one.why}" for one in lost]
@@ -43,11 +32,7 @@ def open_read(text: str) -> Source:
 
 
 def chosen(source: Source, components: Collection[str]) -> tuple[str, ...]:
-    """Return the named components, or all.
-
-    Raises:
-        UsageError: the source has none of that name.
-    """
+    """Return the named components, or all."""
     for name in components:
         source.part(name)
     return tuple(components or source.parts)
@@ -64,11 +49,7 @@ def tensors_of(
 
 
 def split_name(source: Source, name: str) -> tuple[str, str]:
-    """Split "component:path"; a source of one component needs no name of it.
-
-    Raises:
-        UsageError: there is no such component.
-    """
+    """Split "component:path"; a source of one component needs no name of it."""
     component, colon, path = name.partition(":")
     if colon and component in source.parts:
         return component, path

@@ -55,11 +55,6 @@ def stats(
     """Compute the statistics of all tensors, or of the named ones (`component:path`).
 
     With `plot`, draw their exponents into a file.
-
-    Raises:
-        NoCheckpoint: nothing exists there.
-        FormatError: it is in no known format, or damaged.
-        UsageError: it has no component or tensor of a given name, or the file cannot be drawn.
     """
     if plot is not None:
         expect_drawable(plot)
@@ -81,11 +76,7 @@ def stats(
 
 
 def _wanted(source: Source, components: Collection[str], tensors: Collection[str]) -> list[_Tensor]:
-    """List component and key of the tensors to read.
-
-    Raises:
-        UsageError: there is no tensor of a given name.
-    """
+    """List component and key of the tensors to read."""
     if not tensors:
         return [(name, key) for name in components for key in source.parts[name].specs]
     found = []

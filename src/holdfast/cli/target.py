@@ -42,12 +42,7 @@ PATIENCE: ContextVar[str] = ContextVar("patience", default="20s")
 
 
 def opened(root: str) -> Store:
-    """Open the store of a root; an object store must answer a first request within `--timeout`.
-
-    Raises:
-        UsageError: `--timeout` is not a time, or the kind of store is unknown.
-        StoreError: the object store does not answer.
-    """
+    """Open the store of a root; an object store must answer a first request within `--timeout`."""
     store = open_store(root)
     patience = parse(PATIENCE.get(), what="--timeout", units={Unit.SECOND})
     if root.partition("://")[0] not in SCHEMES and not is_web(root):
@@ -67,12 +62,7 @@ def opened(root: str) -> Store:
 
 
 def open_root(text: str) -> Store:
-    """Open the store of an existing root; for commands that take no `@`.
-
-    Raises:
-        UsageError: `text` names a checkpoint, not a root.
-        NoCheckpoint: the root has no checkpoint or other record of a run.
-    """
+    """Open the store of an existing root; for commands that take no `@`."""
     root, which = split_source(text)
     if which is not None:
         raise UsageError(f"{text!r}: this command takes a whole root, without @{which}")
@@ -92,10 +82,6 @@ def open_target(text: str) -> tuple[Store, str]:
     """Open the store of a target and find the checkpoint's folder; without `@` the latest.
 
     The manifest may still be damaged when a folder was named.
-
-    Raises:
-        NoCheckpoint: no checkpoint matches.
-        FormatError: the matching checkpoint is damaged.
     """
     root, which = split_source(text)
     parent, folder = split_folder(root) if which is None else ("", "")
@@ -108,12 +94,7 @@ def open_target(text: str) -> tuple[Store, str]:
 
 
 def read_entry(store: Store, folder: str) -> Entry:
-    """Read the checkpoint in a folder, which a person may have renamed.
-
-    Raises:
-        NoCheckpoint: the folder has no committed checkpoint.
-        FormatError: the manifest is damaged.
-    """
+    """Read the checkpoint in a folder, which a person may have renamed."""
     name = layout.parse_attempt(folder)
     if name is None:
         return standalone(store, folder)
@@ -151,11 +132,7 @@ NAMED: ContextVar[KeySources] = ContextVar("named keys")
 
 
 def unlocked(store: Store) -> Store:
-    """Wrap a store so that it decrypts with the given keys; return it unchanged without keys.
-
-    Raises:
-        KeyUnavailable: a key cannot be obtained.
-    """
+    """Wrap a store so that it decrypts with the given keys; return it unchanged without keys."""
     keys = named_keys()
     if keys is None:
         return store
@@ -165,11 +142,7 @@ def unlocked(store: Store) -> Store:
 
 
 def named_keys() -> Encryption | None:
-    """Return the keys that were given before the command; None if there are none.
-
-    Raises:
-        KeyUnavailable: a key cannot be obtained.
-    """
+    """Return the keys that were given before the command; None if there are none."""
     sources = NAMED.get(KeySources())
     if not (sources.files or sources.variables or sources.commands):
         return None
@@ -182,9 +155,6 @@ def named_file_key() -> bytes | None:
     """Return the key of another library's file that was given before the command, if any.
 
     A line end behind it does not count, as editors put one there.
-
-    Raises:
-        KeyUnavailable: its file cannot be read, or is too long to be a key.
     """
     path = NAMED.get(KeySources()).file_key
     if path is None:
@@ -201,11 +171,7 @@ def named_file_key() -> bytes | None:
 
 
 def keys_of(sources: KeySources) -> tuple[Key, ...]:
-    """Read the keys from all given files, variables and commands.
-
-    Raises:
-        KeyUnavailable: a key cannot be obtained.
-    """
+    """Read the keys from all given files, variables and commands."""
     from holdfast.keys import from_command, from_environment, from_file
 
     groups = [from_file(path) for path in sources.files]

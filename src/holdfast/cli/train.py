@@ -25,11 +25,7 @@ def train_command(
     restarts: Restarts,
     as_json: bool,
 ) -> int:
-    """Train, and start again after a crash, as `holdfast run` does; return the exit code.
-
-    Raises:
-        UsageError: an option is invalid, or there is no such script.
-    """
+    """Train, and start again after a crash, as `holdfast run` does; return the exit code."""
     parse_goal(until)
     if max_time is not None:
         parse_limit_s(max_time)

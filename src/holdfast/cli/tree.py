@@ -71,13 +71,7 @@ class TreeAnswer(msgspec.Struct, frozen=True):
 
 
 def show_tree(text: str, *, depth: int | None, components: Collection[str]) -> Answer:
-    """Show the structure of a source; with `depth`, only so many levels below a component.
-
-    Raises:
-        NoCheckpoint: nothing exists there.
-        FormatError: it is in no known format, or damaged.
-        UsageError: it has no component of a given name.
-    """
+    """Show the structure of a source; with `depth`, only so many levels below a component."""
     with open_read(text) as source:
         names = chosen(source, components)
         answer = TreeAnswer(

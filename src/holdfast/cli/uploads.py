@@ -42,11 +42,7 @@ class _Line:
 
 
 def show_uploads(root: str) -> Answer:
-    """List the checkpoints of a local root, newest first, with their upload state.
-
-    Raises:
-        NoCheckpoint: not a root, or not one that is mirrored to another.
-    """
+    """List the checkpoints of a local root, newest first, with their upload state."""
     store = bare(open_root(root))
     ledger = Ledger(store)
     tiers = ledger.tiers()

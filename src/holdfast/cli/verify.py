@@ -51,12 +51,7 @@ def check(target: str, *, seen: str | None = None, decode: bool = True) -> Answe
 
 
 def answer_of(store: Store, root_report: RootReport) -> Answer:
-    """Build the answer of a command that verified checkpoints.
-
-    Raises:
-        NoCheckpoint: there are none.
-        SealError: the keys decrypt none of them.
-    """
+    """Build the answer of a command that verified checkpoints."""
     expect_something_opened(root_report.checkpoints, root_report.unopened)
     if not root_report.checkpoints and not root_report.problems:
         aside = f" ({len(root_report.notes)} not committed)" if root_report.notes else ""

@@ -111,13 +111,7 @@ class Watched(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def watch_root(root: str, *, every: str | None, once: bool, as_json: bool) -> int:
-    """Show the state of a run, again after each change, until Ctrl-C; with `once`, once.
-
-    Raises:
-        UsageError: `every` is not a time.
-        NoCheckpoint: there is no run.
-        StoreError: the root cannot be read at the first look.
-    """
+    """Show the state of a run, again after each change, until Ctrl-C; with `once`, once."""
     store = open_root(root)
     default = "2s" if store.has_folders else "10s"
     pause_s = float(parse(every or default, what="--every", units={Unit.SECOND}).value)

@@ -155,10 +155,6 @@ class Feed(ABC):
             step: steps that are done in the end.
             start: steps that are done already.
             batches_per_step: batches of an accumulation window.
-
-        Raises:
-            UsageError: an argument is not a whole number, or is too small, or an epoch has no
-                batch.
         """
         check_whole("step", step, at_least=0)
         check_whole("start", start, at_least=0)
@@ -233,11 +229,7 @@ class Feed(ABC):
 def torch_loader(
     dataset: Any, worker_init_fn: Callable[[int], None] | None, **options: Any
 ) -> DataLoader[Any]:
-    """Make torch's DataLoader of a dataset whose items are batches.
-
-    Raises:
-        UsageError: it refuses an option.
-    """
+    """Make torch's DataLoader of a dataset whose items are batches."""
     if options["timeout"] < 0:
         raise UsageError(f"timeout={options['timeout']}: must be zero or above, in seconds")
     try:

@@ -66,9 +66,6 @@ def skip(
     For data without a position of its own. It costs the time of `n` fetches, and a resume is exact
     where the iterable gives the same items again. `progress(done, n)` is called after each skipped
     item.
-
-    Raises:
-        UsageError: `n` is negative, or the iterable ended first.
     """
     if isinstance(n, bool) or not isinstance(n, int) or n < 0:
         raise UsageError(f"n={n!r}: must be a whole number, zero or above")

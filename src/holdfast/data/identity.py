@@ -44,11 +44,7 @@ def describe(dataset: Any) -> str:
 
 
 def changes(stored: Mapping[str, Any], data: str, fingerprint: str | None) -> list[str]:
-    """Describe how the data differs from that of a stored position.
-
-    Raises:
-        UsageError: it had another fingerprint, given by the user.
-    """
+    """Describe how the data differs from that of a stored position."""
     before = stored.get("fingerprint")
     if before is not None and fingerprint is not None and before != fingerprint:
         raise UsageError(

@@ -129,10 +129,6 @@ class Loader(Feed):
                 "group": those of torch's default process group, or those that a launcher such as
                 torchrun has set, if it is made later; None: this process has all of the data.
             fingerprint: name of this very data; a resume with another one is refused.
-
-        Raises:
-            UsageError: an iterable, an empty dataset, or one without a full batch; ranks that are
-                none; or a sampler that cannot be drawn from again, or not with these options.
         """
         check_dataset(dataset)
         check_options(dataset, batch_size, sampler, batch_sampler, shuffle, drop_last)
@@ -252,12 +248,6 @@ class Loader(Feed):
 
         A loader of several ranks goes on with batches of another size, too, at the first one
         without a sample that was taken; a warning says how many samples that leaves out.
-
-        Raises:
-            UsageError: not a position, or one inside an epoch that has another length, batch
-                size or order here; with `batches_per_epoch`, any such difference unless the
-                stored position is the very first; or another `fingerprint`. Nothing is changed
-                then.
         """
         stored = position.checked(state)
         batch, notes = self._batch_from(stored)

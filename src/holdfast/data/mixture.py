@@ -43,10 +43,6 @@ class Mixture:
             parts: datasets with `__len__` and `__getitem__`, and weights above zero, whose sum is
                 arbitrary.
             num_samples: samples of a lap; None: as many as all datasets have together.
-
-        Raises:
-            UsageError: a dataset is empty or no map-style one, a weight is not above zero, or too
-                small to get a sample in a lap.
         """
         pairs = [*parts] if isinstance(parts, Iterable) else []
         if not pairs or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):

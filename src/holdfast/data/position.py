@@ -29,11 +29,7 @@ _TEXTS = ("data", "fingerprint", ORDER)
 
 
 def checked(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Check types and ranges of the members of a stored position.
-
-    Raises:
-        UsageError: it is not the position of a Loader.
-    """
+    """Check types and ranges of the members of a stored position."""
     is_of_batches = NUM_BATCHES in state and state.get("batch_size") == 0
     least = {"epoch": 0, "batch": 0, "seed": 0, "num_samples": 1}
     least["batch_size"] = 0 if is_of_batches else 1
@@ -106,11 +102,7 @@ def other_version(stored: Mapping[str, Any]) -> str:
 def changes_of_data(
     stored: Mapping[str, Any], num_samples: int, data: str, fingerprint: str | None
 ) -> list[str]:
-    """Describe what has changed in the dataset since the position was stored.
-
-    Raises:
-        UsageError: it had another fingerprint, given by the user.
-    """
+    """Describe what has changed in the dataset since the position was stored."""
     notes = [*changes_of_version(stored), *identity.changes(stored, data, fingerprint)]
     if stored["num_samples"] != num_samples:
         notes.append(f"the dataset had {stored['num_samples']} samples and has {num_samples} now")

@@ -73,11 +73,7 @@ ALONE = DataRanks(0, 1)
 
 
 def data_ranks(ranks: Literal["group"] | HasRank | None) -> DataRanks | None:
-    """Resolve an argument `ranks`, such as "group"; None: this process shares no data.
-
-    Raises:
-        UsageError: the numbers are not those of a rank.
-    """
+    """Resolve an argument `ranks`, such as "group"; None: this process shares no data."""
     if ranks is None:
         return None
     if isinstance(ranks, str):
@@ -98,9 +94,6 @@ def check_group(made_for: DataRanks, has_warned: bool) -> bool:
 
     Returns:
         Whether it was warned, now or before, that there is no group, but a launcher's ranks.
-
-    Raises:
-        UsageError: it is another group.
     """
     present = present_ranks()
     group = DataRanks(present.rank, present.world_size)

@@ -50,10 +50,6 @@ class Weighted:
             num_samples: samples of a lap; None: as many as there are weights, or, without
                 replacement, as many as have a weight above zero.
             replacement: a sample may come several times in a lap.
-
-        Raises:
-            UsageError: a weight is negative or not finite, all are zero, or there are fewer
-                samples to draw than `num_samples`, without replacement.
         """
         self._weights = _vector("weights", weights, torch.float64)
         self.dataset_length = len(self._weights)
@@ -121,9 +117,6 @@ class Buckets:
             max_tokens: the most that a batch has, of all ranks together, when each of its samples
                 is padded to the longest one.
             pool: batches of a pool, about; more of them mean less padding and less chance.
-
-        Raises:
-            UsageError: not one of the two is given, or a sample is longer than `max_tokens`.
         """
         self._lengths = _vector("lengths", lengths, torch.int64)
         self.dataset_length = len(self._lengths)
@@ -210,11 +203,7 @@ class Lap:
 def draw_lap(
     sampler: Sampler, seed: int, lap: int, num_samples: int, batch_size: int, drop_last: bool
 ) -> Lap:
-    """Draw a lap from a sampler of samples, and cut it into batches.
-
-    Raises:
-        UsageError: an index is none of the dataset.
-    """
+    """Draw a lap from a sampler of samples, and cut it into batches."""
     given = _draw(sampler, seed, lap)
     indices = given if isinstance(given, Tensor) else _array(given, "sampler", lap)
     indices = _checked_indices(indices, num_samples, "sampler", lap)
@@ -225,11 +214,7 @@ def draw_lap(
 
 
 def draw_batches(sampler: BatchSampler, seed: int, lap: int, num_samples: int) -> Lap:
-    """Draw a lap from a batch sampler.
-
-    Raises:
-        UsageError: an index is none of the dataset, or a batch is empty.
-    """
+    """Draw a lap from a batch sampler."""
     batches = _draw(sampler, seed, lap)
     if not all(hasattr(batch, "__len__") and len(batch) for batch in batches):
         raise UsageError(f"batch_sampler: a batch of lap {lap} is empty, or no list of indices")
@@ -240,11 +225,7 @@ def draw_batches(sampler: BatchSampler, seed: int, lap: int, num_samples: int) -
 
 
 def check_sampler(name: str, sampler: Any, num_samples: int) -> None:
-    """Check that a sampler can be drawn from again, for this dataset.
-
-    Raises:
-        UsageError: it cannot; or it was made for another number of samples.
-    """
+    """Check that a sampler can be drawn from again, for this dataset."""
     for inner in _with_inner(sampler):
         if isinstance(inner, DistributedSampler) or hasattr(inner, "num_replicas"):
             raise UsageError(

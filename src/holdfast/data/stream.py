@@ -96,10 +96,6 @@ class Stream(Feed):
                 is exact where the source gives the same samples again.
             ranks: as for a `Loader`.
             fingerprint: name of this very data; a resume with another one is refused.
-
-        Raises:
-            UsageError: an argument is not possible, the source has no state, or it gives each rank
-                a part of its own.
         """
         _check_source(source, resume)
         for name, value, at_least in (
@@ -190,12 +186,7 @@ class Stream(Feed):
         return self._checked(state)[1]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a stored position. A stored seed that differs replaces this one, with a warning.
-
-        Raises:
-            UsageError: not a position, one in the middle of an epoch with other settings, or one
-                in the data of another fingerprint. Nothing is changed then.
-        """
+        """Restore a stored position. A different stored seed replaces this one, with a warning."""
         places, notes = self._checked(state)
         self._move(state, state["batch"], notes)
         self._workers, self._at_end = places, state["at_end"]

@@ -51,11 +51,6 @@ def run(out: Path, *, seed: int | None = None, fast: bool = False, as_json: bool
     Writes `demo.json` (the record), `demo.png` (the plot), and the roots and logs of both
     runs. With `as_json` the record also goes to standard
     output, and all else to standard error. A seed of None is drawn; `fast` takes a tiny model.
-
-    Raises:
-        UsageError: `out` exists and is not empty, or matplotlib is not installed.
-        WorkerFailed: a training process failed without being killed.
-        DeadlineExceeded: a training process reported nothing for two minutes.
     """
     report.check_library()
     prepare(out)
@@ -79,11 +74,7 @@ def run(out: Path, *, seed: int | None = None, fast: bool = False, as_json: bool
 
 
 def prepare(out: Path) -> None:
-    """Make the folder `out`.
-
-    Raises:
-        UsageError: `out` exists and is not an empty folder.
-    """
+    """Make the folder `out`."""
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise UsageError(
             f"{out}: exists already, perhaps from an earlier demo. Delete it, or name another "
@@ -93,12 +84,7 @@ def prepare(out: Path) -> None:
 
 
 def tell(out: Path, plan: DemoPlan, watch: Watch) -> DemoRecord:
-    """Train both runs; `watch` is called with each report of a worker, after it was recorded.
-
-    Raises:
-        WorkerFailed: a training process failed without being killed.
-        DeadlineExceeded: a training process reported nothing for two minutes.
-    """
+    """Train both runs; `watch` is called with each report of a worker, after it was recorded."""
     began_s = time.monotonic()
     record = DemoRecord(
         seed=plan.seed,
@@ -134,11 +120,7 @@ def _kill_as_planned(
 
 
 def flip_one_bit(root: Path, chance: random.Random) -> str:
-    """Flip one bit in the newest checkpoint of a run; returns a description.
-
-    Raises:
-        NoCheckpoint: the run has no checkpoint.
-    """
+    """Flip one bit in the newest checkpoint of a run; returns a description."""
     newest = Catalog(open_store(root)).head()
     if newest is None:
         raise NoCheckpoint(f"{root}: no checkpoint to damage")
@@ -168,9 +150,6 @@ def live(
     """Train in one process until it ends, or kill it `delay_s` after the kill is due.
 
     `flipped` describes the damage done before, for the record.
-
-    Raises:
-        UsageError: the process ended before the kill.
     """
     number = len(run.lives)
     life = ProcessRecord(num_workers=number % 3, began_s=time.monotonic(), flipped=flipped)
@@ -263,12 +242,7 @@ class Worker:
         self._pipe.close()
 
     def next_line(self, *, timeout_s: float) -> Line | None:
-        """Wait for the next report of the process; None when it has ended.
-
-        Raises:
-            WorkerFailed: the process ended with an error.
-            DeadlineExceeded: it reported nothing for `timeout_s` seconds.
-        """
+        """Wait for the next report of the process; None when it has ended."""
         deadline = time.monotonic() + timeout_s
         while not self._lines:
             if not self._selector.select(max(0.0, deadline - time.monotonic())):

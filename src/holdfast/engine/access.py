@@ -25,9 +25,6 @@ def place_of(source: str | os.PathLike[str]) -> tuple[Store, str, str]:
     """Open the store of a source; return (store, which, folder), the last two naming a checkpoint.
 
     `which` is empty for the folder of one checkpoint, `folder` for a root or `root@which`.
-
-    Raises:
-        UsageError: it is not a valid source, or its kind of store is unknown.
     """
     root, which = split_source(source)
     parent, folder = split_folder(root) if which is None else ("", "")
@@ -40,10 +37,6 @@ def locate(source: str | os.PathLike[str]) -> tuple[Store, Entry]:
     """Resolve a source to its store and checkpoint, without a lease against deletion.
 
     A root means its newest checkpoint.
-
-    Raises:
-        NoCheckpoint: no checkpoint matches.
-        FormatError: its manifest is damaged.
     """
     store, which, folder = place_of(source)
     entry = standalone(store, folder) if folder else Catalog(store).resolve(which)

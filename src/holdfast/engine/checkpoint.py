@@ -294,11 +294,7 @@ def seen_text(order: tuple[int, int], save_id: str) -> str:
 
 
 def parse_seen(text: str | None) -> Seen | None:
-    """Parse the text that `seen_text` returned; None for None.
-
-    Raises:
-        UsageError: it is something else.
-    """
+    """Parse the text that `seen_text` returned; None for None."""
     if text is None:
         return None
     match = _TEXT.fullmatch(text) if isinstance(text, str) else None

@@ -15,9 +15,6 @@ def take(nbytes: int) -> mmap.mmap:
     A forked child has its own copy, filled with zeros, which costs nothing until it is used. If it
     were missing there (MADV_DONTFORK), the child could map other memory at the same address, and
     would unmap that when it frees what it inherited.
-
-    Raises:
-        OutOfMemory: the system refuses.
     """
     return private_memory(nbytes, is_wiped_on_fork=True)
 
@@ -29,11 +26,7 @@ class Buffers:
         self._free: SimpleQueue[memoryview] = SimpleQueue()
 
     def take(self, nbytes: int) -> memoryview:
-        """Return a page-aligned buffer of at least `nbytes`, a pooled one if it is large enough.
-
-        Raises:
-            OutOfMemory: the system refuses.
-        """
+        """Return a page-aligned buffer of at least `nbytes`, a pooled one if it is large enough."""
         with suppress(Empty):
             found = self._free.get_nowait()
             if found.nbytes >= nbytes:

@@ -50,11 +50,7 @@ class Moments:
         samples: int | None,
         tokens: int | None,
     ) -> Timestamp:
-        """Build the current timestamp: the counters, also those within the epoch and the cycle.
-
-        Raises:
-            UsageError: a counter is unknown, or no whole number from 0 to `MAX_COUNT`.
-        """
+        """Build the current timestamp: the counters, also those within the epoch and the cycle."""
         known = self._counters()
         if known:
             if not known.keys() <= _COUNTERS:

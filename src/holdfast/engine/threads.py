@@ -47,9 +47,6 @@ class Threads:
 
         The future has that function's result, or an error of either. The caller limits how much is
         read ahead.
-
-        Raises:
-            ManagerUnusable: after `close`.
         """
         return self._begin(read, threading.Semaphore(1))
 
@@ -59,9 +56,6 @@ class Threads:
         A disk that reads several blocks at once has them ready at nearly the same time. It would be
         idle while the reading threads used them, so other threads do; at most `NUM_AHEAD` are being
         read, waiting or being used.
-
-        Raises:
-            ManagerUnusable: after `close`.
         """
         room = threading.Semaphore(NUM_AHEAD)
         futures: list[Future[None]] = []

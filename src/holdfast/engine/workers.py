@@ -38,9 +38,6 @@ def num_threads(per_core: int = 1) -> int:
 
     Ranks of a host share its cores, unless each may use only some of them. More threads would not
     copy or hash faster, and delay those that keep the disk busy.
-
-    Raises:
-        UsageError: the environment that the launcher has set contradicts itself.
     """
     of_host = per_core * (os.cpu_count() or 1) // ranks_on_host()
     return max(1, min(per_core * num_cores(), of_host))
@@ -59,11 +56,7 @@ class Workers:
         self._end.atexit = False  # a save may still be on its way
 
     def submit(self, job: Callable[[], T]) -> Future[T]:
-        """Queue a job; its result or its error is in the future.
-
-        Raises:
-            ManagerUnusable: after `close`.
-        """
+        """Queue a job; its result or its error is in the future."""
         future: Future[T] = Future()
         self.start()
         self.put(partial(do, future, job))
@@ -140,9 +133,6 @@ def hand_over(*jobs: tuple[Workers, Job]) -> list[Future[Any]]:
 
     To wake a thread takes longer than to queue many jobs, and may cost the caller its core. Jobs
     that were accepted are done, even if workers are closed before they are woken.
-
-    Raises:
-        ManagerUnusable: after `close` of any of them; no job was taken.
     """
     for workers, _ in jobs:
         workers.start()

@@ -142,11 +142,7 @@ class Encoding:
 
 
 def decoder(name: CodecName) -> Decode:
-    """Return the function that decompresses the blocks of files of this codec.
-
-    Raises:
-        UnsupportedVersion: the package that it needs is not installed.
-    """
+    """Return the function that decompresses the blocks of files of this codec."""
     if not is_installed(name):
         raise UnsupportedVersion(f"it is compressed by {name}, which {_install_hint(CODECS[name])}")
     return CODECS[name].decode

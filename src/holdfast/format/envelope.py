@@ -126,11 +126,7 @@ def encode_sealed(
     suite: Suite,
     data_key: bytes,
 ) -> Contents:
-    """Encrypt a manifest, given as object and encoded; `stored`: file entries by stored name.
-
-    Raises:
-        UsageError: the manifest is too large.
-    """
+    """Encrypt a manifest, given as object and encoded; `stored`: file entries by stored name."""
     visible = Visible(
         save_id=manifest.save_id,
         label=manifest.label,
@@ -163,11 +159,7 @@ def encode_sealed(
 
 
 def decode_visible(data: Buffer, *, what: str) -> Visible:
-    """Decode the plain part of the encrypted manifest in `data`.
-
-    Raises:
-        FormatError: the document is damaged, or not an encrypted manifest.
-    """
+    """Decode the plain part of the encrypted manifest in `data`."""
     members = strictjson.decode_checked(
         data, what=what, kinds=(SEALED,), max_nbytes=MAX_MANIFEST_NBYTES
     )
@@ -183,12 +175,7 @@ def decode_visible(data: Buffer, *, what: str) -> Visible:
 
 
 def open_sealed(data: bytes, visible: Visible, data_key: bytes, *, what: str) -> Contents:
-    """Decrypt and decode the encrypted manifest in `data`.
-
-    Raises:
-        Tampered: the plain or the encrypted part was changed.
-        FormatError: the decrypted document is not valid.
-    """
+    """Decrypt and decode the encrypted manifest in `data`."""
     suite = suite_named(visible.suite, what=what)
     plain = _open_document(SEALED, data, visible.salt, suite=suite, data_key=data_key, what=what)
     table, newline, document = plain.partition(b"\n")
@@ -225,12 +212,7 @@ def encode_mark(contents: Contents, name: str, document: bytes) -> bytes:
 
 
 def decode_mark(contents: Contents, name: str, data: Buffer, *, what: str) -> bytes:
-    """Decrypt the sidecar that is stored as `name`.
-
-    Raises:
-        Tampered: the sidecar was not encrypted for this checkpoint under this name.
-        FormatError: the document is damaged.
-    """
+    """Decrypt the sidecar that is stored as `name`."""
     salt = check_mark(data, name, what=what)
     return _open_document(
         MARK, bytes(data), salt, suite=contents.suite, data_key=contents.data_key, what=what
@@ -238,12 +220,7 @@ def decode_mark(contents: Contents, name: str, data: Buffer, *, what: str) -> by
 
 
 def check_mark(data: Buffer, name: str, *, what: str) -> str:
-    """Check an encrypted sidecar as far as possible without a key; return its salt.
-
-    Raises:
-        FormatError: the document is damaged, or not encrypted.
-        Tampered: it belongs to a sidecar of another name.
-    """
+    """Check an encrypted sidecar as far as possible without a key; return its salt."""
     members = strictjson.decode_checked(data, what=what, kinds=(MARK,), max_nbytes=MAX_MARK_NBYTES)
     if members.get("name") != name:
         raise Tampered(f"{what}: it was sealed under another name")
@@ -256,11 +233,7 @@ def is_mark(data: bytes) -> bool:
 
 
 def encode_box(box: KeyBox) -> bytes:
-    """Encode a box of keys.
-
-    Raises:
-        UsageError: a reader would refuse it: too many recipients, or one is too long.
-    """
+    """Encode a box of keys."""
     members = {"requires": [SEALED], **msgspec.to_builtins(box)}
     data = strictjson.encode_checked(BOX, members)
     try:

@@ -32,11 +32,7 @@ def encode_zstd(plain: memoryview, level: int, *_filter: object) -> Buffer:
 
 
 def decode_zstd(stored: memoryview, plain: memoryview) -> None:
-    """Decode a Zstandard frame into `plain`, without an intermediate buffer.
-
-    Raises:
-        CorruptData: it is not one frame of that length.
-    """
+    """Decode a Zstandard frame into `plain`, without an intermediate buffer."""
     import zstandard
 
     try:
@@ -66,11 +62,7 @@ def encode_lz4(plain: memoryview, level: int, *_filter: object) -> Buffer:
 
 
 def decode_lz4(stored: memoryview, plain: memoryview) -> None:
-    """Decode an LZ4 frame into `plain`, through a buffer of the size of the block.
-
-    Raises:
-        CorruptData: it is not one frame of that length.
-    """
+    """Decode an LZ4 frame into `plain`, through a buffer of the size of the block."""
     import lz4.frame
 
     try:
@@ -117,11 +109,7 @@ def encode_blosc2(
 
 
 def decode_blosc2(stored: memoryview, plain: memoryview) -> None:
-    """Decode a Blosc2 chunk into `plain`, without an intermediate buffer.
-
-    Raises:
-        CorruptData: not a chunk of that length, or of a kind that is not allowed.
-    """
+    """Decode a Blosc2 chunk into `plain`, without an intermediate buffer."""
     _check_header(stored, plain.nbytes)
     try:
         _library().decompress2(stored, dst=plain, nthreads=1)

@@ -279,9 +279,6 @@ def encode_index(
 
     `blocks` has the digests of every file of the manifest except the index itself; `stored` has
     the stored blocks of compressed files.
-
-    Raises:
-        LimitExceeded: no reader would accept it.
     """
     document: dict[str, Any] = {
         "holdfast": FORMAT_VERSION,
@@ -313,9 +310,6 @@ def check_size(
         num_boxes: Number of the boxes of each.
         nbytes_of_boxes: Bytes of the text of all boxes.
         files_nbytes: Bytes of all tensor files.
-
-    Raises:
-        LimitExceeded: no reader would accept the index.
     """
     by_tensor = [*zip(specs, num_boxes, strict=True)]
     num_values = sum(4 + len(s.shape) + n * (5 + 2 * len(s.shape)) for s, n in by_tensor)
@@ -332,12 +326,7 @@ def check_size(
 
 
 def decode_index(data: Buffer, *, files: Mapping[str, FileEntry], what: str) -> Index:
-    """Decode the index in `data`, and check it against the manifest's `files`.
-
-    Raises:
-        CorruptData: the block digests are not those of the manifest's files.
-        FormatError: anything else that the format does not allow.
-    """
+    """Decode the index in `data`, and check it against the manifest's `files`."""
     document = _decode_document(data, what=what)
     check_block_nbytes(document.block_nbytes, what=what)
     _check_file_lists(document, files, what=what)

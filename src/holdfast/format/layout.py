@@ -285,11 +285,7 @@ parse_keys = _number_in(r"keys-([0-9]{4})\.json")
 
 
 def stored_name(number: int) -> str:
-    """Return the name under which the n-th file of an encrypted checkpoint is stored, from 0.
-
-    Raises:
-        LimitExceeded: the number has more digits than a reader accepts.
-    """
+    """Return the name under which the n-th file of an encrypted checkpoint is stored, from 0."""
     if number >= MAX_STORED_FILES:
         raise LimitExceeded(f"file {number:,}: an encrypted checkpoint has no such file")
     return f"file-{number:05d}.sealed"

@@ -232,11 +232,7 @@ class Deleted(strictjson.Record, frozen=True, kw_only=True):
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """Encode a manifest.
-
-    Raises:
-        UsageError: a text, number or size that the document cannot hold.
-    """
+    """Encode a manifest."""
     is_stored = any(entry.stored is not None for entry in manifest.files.values())
     needs = {strictjson.CODEC: is_stored, strictjson.SHARDS: manifest.sharded}
     requires = [name for name, is_needed in needs.items() if is_needed]

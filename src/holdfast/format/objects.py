@@ -71,11 +71,7 @@ class TreeDocument:
         self._check(self.data)
 
     def write(self) -> None:
-        """Encode the nodes into `data` again.
-
-        Raises:
-            UnsupportedState: the tree is too large.
-        """
+        """Encode the nodes into `data` again."""
         data = self._written()
         if len(data) > _SURELY_FINE_NBYTES:
             self._check(data)
@@ -133,9 +129,6 @@ def decode_tree(
     A tree of which each rank has its own gives the list of them, in the order of ranks.
     Shared containers are shared again, so the result need not be a tree; a naive walk over it
     takes at most 4 million steps. Errors of `lift` are raised as they are.
-
-    Raises:
-        FormatError: anything that the format does not allow.
     """
     decoder = _TreeDecoder(lift, lift_tensors, what)
     tensors = _decode_tensors(data)
@@ -181,11 +174,7 @@ def _decode_tensors(data: Buffer) -> dict[str, TensorRef] | None:
 
 
 def decode_beside(data: Buffer, name: str, *, what: str) -> Any:
-    """Return the plain value that is stored beside a tree under `name`, or None.
-
-    Raises:
-        FormatError: anything that the format does not allow.
-    """
+    """Return the plain value that is stored beside a tree under `name`, or None."""
     document = strictjson.loads(
         data, what=what, max_nbytes=MAX_TREE_NBYTES, max_values=MAX_TREE_VALUES
     )

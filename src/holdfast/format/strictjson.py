@@ -65,10 +65,6 @@ def loads(
     """Parse a strict JSON text. `what` names the document in every error.
 
     Size, number of values and depth are checked before anything is built.
-
-    Raises:
-        FormatError: not strict JSON.
-        LimitExceeded: longer, deeper or with more values than allowed.
     """
     check_limits(data, what=what, max_nbytes=max_nbytes, max_values=max_values)
     return _parse(bytes(data), what=what)
@@ -124,11 +120,7 @@ def check_limits(
 
 
 def dumps(value: Any) -> bytes:
-    """Encode a value as compact JSON in UTF-8, as `loads` reads it.
-
-    Raises:
-        UsageError: a text that is not Unicode, a number that is not finite, a type that JSON lacks.
-    """
+    """Encode a value as compact JSON in UTF-8, as `loads` reads it."""
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
         return text.encode("utf-8")
@@ -141,11 +133,7 @@ _described: set[type] = set()
 
 
 def convert(value: Any, type_: type[T], *, what: str) -> T:
-    """Convert `value` to the record type `type_`; coerces nothing, ignores unknown members.
-
-    Raises:
-        FormatError: a member is missing or of the wrong type.
-    """
+    """Convert `value` to the record type `type_`; coerces nothing, ignores unknown members."""
     try:
         # msgspec describes a type at its first use, and another thread that used the half-made
         # description would crash the process.
@@ -258,11 +246,7 @@ def _constant(name: str) -> NoReturn:
 def encode_checked(
     kind: str, members: Mapping[str, Any], *, max_nbytes: int = MAX_CHECKED_NBYTES
 ) -> bytes:
-    """Encode a document of `kind` that ends with its own digest.
-
-    Raises:
-        UsageError: the document is larger than a reader accepts, or not expressible as JSON.
-    """
+    """Encode a document of `kind` that ends with its own digest."""
     assert not set(members) & set(_OWN_NAMES), "these names are the format's own"
     document = {"holdfast": FORMAT_VERSION, "kind": kind, **members}
     try:
@@ -282,13 +266,7 @@ def encode_checked(
 def decode_checked(
     data: Buffer, *, what: str, kinds: Collection[str], max_nbytes: int = MAX_CHECKED_NBYTES
 ) -> dict[str, Any]:
-    """Check and parse a document; return its members but version, `requires` and digest.
-
-    Raises:
-        CorruptData: the digest is missing or is not that of the bytes.
-        UnsupportedVersion: another version, or a feature that this reader does not know.
-        FormatError: not a document with a digest, of one of `kinds`.
-    """
+    """Check and parse a document; return its members but version, `requires` and digest."""
     if memoryview(data).nbytes > max_nbytes:
         raise LimitExceeded(f"{what}: larger than {max_nbytes:,} bytes")
     text = bytes(data)
@@ -334,12 +312,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check_version(document: Any, *, what: str) -> None:
-    """Raise an error for a document of another version or with unknown requirements.
-
-    Raises:
-        FormatError: not an object that starts with the version.
-        UnsupportedVersion: another version, or an unknown requirement.
-    """
+    """Raise an error for a document of another version or with unknown requirements."""
     if not isinstance(document, dict) or next(iter(document), None) != "holdfast":
         raise FormatError(f"{what}: does not start with the version of the format")
     version = document["holdfast"]

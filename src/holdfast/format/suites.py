@@ -48,11 +48,7 @@ class Suite:
         return hkdf(secret, salt=salt, info=info, nbytes=nbytes, sm3=self.name == "sm4-gcm")
 
     def cipher(self, secret: bytes, purpose: str, *, salt: bytes = b"") -> Cipher:
-        """Make the cipher with a key that is derived for one purpose.
-
-        Raises:
-            UsageError: the library does not offer this cipher.
-        """
+        """Make the cipher with a key that is derived for one purpose."""
         return Cipher(self, self.derive(secret, purpose, salt=salt, nbytes=self.key_nbytes))
 
     def commitment(self, data_key: bytes) -> bytes:
@@ -79,11 +75,7 @@ class Cipher:
         self._aead.encrypt_into(nonce, data, aad, out)
 
     def decrypt(self, data: Buffer, aad: bytes = b"", *, nonce: bytes = _ONCE, what: str) -> bytes:
-        """Check the tag at the end of `data`, and return the plaintext.
-
-        Raises:
-            Tampered: the bytes were not encrypted with this key, nonce and `aad`.
-        """
+        """Check the tag at the end of `data`, and return the plaintext."""
         plain = bytearray(max(memoryview(data).nbytes - TAG_NBYTES, 0))
         self.decrypt_into(data, memoryview(plain), aad, nonce=nonce, what=what)
         return bytes(plain)
@@ -91,11 +83,7 @@ class Cipher:
     def decrypt_into(
         self, data: Buffer, out: memoryview, aad: bytes = b"", *, nonce: bytes, what: str
     ) -> None:
-        """Decrypt into `out`, 16 bytes shorter than `data`; it is zeroed after a failure.
-
-        Raises:
-            Tampered: the bytes were not encrypted with this key, nonce and `aad`.
-        """
+        """Decrypt into `out`, 16 bytes shorter than `data`; it is zeroed after a failure."""
         from cryptography.exceptions import InvalidTag
 
         try:
@@ -109,11 +97,7 @@ class Cipher:
 
 
 def suite_named(name: str, *, what: str) -> Suite:
-    """Return the cipher suite of this name, read from the document `what`.
-
-    Raises:
-        UnsupportedVersion: the suite is unknown.
-    """
+    """Return the cipher suite of this name, read from the document `what`."""
     for known in get_args(SuiteName):
         if name == known:
             return Suite(name=known)
@@ -143,11 +127,7 @@ def fresh_secret(nbytes: int = SECRET_NBYTES) -> bytes:
 
 
 def cryptography_part(name: str) -> ModuleType:
-    """Import a module of the library `cryptography`, which only encryption needs.
-
-    Raises:
-        UsageError: the library is not installed.
-    """
+    """Import a module of the library `cryptography`, which only encryption needs."""
     from importlib import import_module
 
     try:
@@ -208,11 +188,7 @@ def num_segments(nbytes: int) -> int:
 
 
 def tags_nbytes(nbytes: int) -> int:
-    """Compute the length of all tags of a file: one for each segment, and the closing one.
-
-    Raises:
-        LimitExceeded: the file would have more segments than one key may encrypt.
-    """
+    """Compute the length of all tags of a file: one for each segment, and the closing one."""
     if num_segments(nbytes) >= MAX_SEGMENTS:
         raise LimitExceeded(f"a file of {nbytes:,} bytes cannot be sealed under one key")
     return TAG_NBYTES * (num_segments(nbytes) + 1)
@@ -235,9 +211,6 @@ class FileCipher:
 
         Only the last segment of the file is shorter. The last 16 bytes of `out`, which `plain`
         lacks, are undefined afterwards.
-
-        Raises:
-            UsageError: a nonce would be used twice, or the pieces are not whole segments.
         """
         data = memoryview(plain).cast("B")
         for low in range(0, data.nbytes, SEGMENT_NBYTES):

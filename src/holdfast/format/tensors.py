@@ -127,9 +127,6 @@ def lay_out(
     """Plan the tensor files of a component, from `first_number`: order, places and headers.
 
     Tensors whose keys are in `apart` get files of their own, after the others.
-
-    Raises:
-        UsageError: a key that no header can hold, or that appears twice.
     """
     if len({spec.key for spec in specs}) != len(specs):
         raise UsageError(f"component {component!r}: two tensors have the same key")
@@ -143,11 +140,7 @@ def lay_out(
 
 
 def header_nbytes(first8: Buffer, *, file_nbytes: int, what: str) -> int:
-    """Compute the length of everything before the data of a tensor file, from its first 8 bytes.
-
-    Raises:
-        FormatError: the header is longer than the file or than the format allows.
-    """
+    """Compute the length of everything before the data of a tensor file, from its first 8 bytes."""
     if memoryview(first8).nbytes < _LENGTH_NBYTES or file_nbytes < _LENGTH_NBYTES:
         raise CorruptData(f"{what}: too short for a tensor file")
     length = int.from_bytes(bytes(memoryview(first8)[:_LENGTH_NBYTES]), "little")
@@ -166,9 +159,6 @@ def parse_header(
     """Parse the header of a safetensors file: key → (dtype, shape, start, stop) in the file.
 
     `head` holds at least the whole header. The dtypes are those of safetensors.
-
-    Raises:
-        FormatError: not a header whose tensors fill the file without gap or overlap.
     """
     return parse_header_and_metadata(head, file_nbytes=file_nbytes, what=what)[0]
 
@@ -176,11 +166,7 @@ def parse_header(
 def parse_header_and_metadata(
     head: Buffer, *, file_nbytes: int, what: str
 ) -> tuple[dict[str, tuple[str, tuple[int, ...], int, int]], Any]:
-    """Do what `parse_header` does; return also the value of `__metadata__`, unchecked, or None.
-
-    Raises:
-        FormatError: not a header whose tensors fill the file without gap or overlap.
-    """
+    """Do what `parse_header` does; return also the value of `__metadata__`, unchecked, or None."""
     data_start = header_nbytes(head, file_nbytes=file_nbytes, what=what)
     text = memoryview(head)[_LENGTH_NBYTES:data_start]
     if text.nbytes != data_start - _LENGTH_NBYTES:
@@ -219,12 +205,7 @@ def from_header(dtype: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...
 
 
 def check_shape(shape: Any, item_nbytes: int, *, what: str) -> int:
-    """Check a shape parsed from JSON; return the length of the tensor in bytes.
-
-    Raises:
-        FormatError: not a list of at most 128 integers ≥ 0 whose size in bytes, empty dimensions
-            left out, fits 64 bits.
-    """
+    """Check a shape parsed from JSON; return the length of the tensor in bytes."""
     if not isinstance(shape, list) or len(shape) > MAX_DIMS:
         raise FormatError(f"{what}: the shape is not a list of at most {MAX_DIMS} sizes")
     extent = nbytes = item_nbytes

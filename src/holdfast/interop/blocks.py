@@ -58,12 +58,7 @@ class CheckedBlocks:
         """The blocks by the time of their last use."""
 
     def copy(self, file: str, start: int, memory: memoryview) -> None:
-        """Fill `memory` from byte `start` of a file.
-
-        Raises:
-            CorruptData: a block is damaged, or the file ends before them.
-            StoreError: it cannot be read.
-        """
+        """Fill `memory` from byte `start` of a file."""
         size, done = self._block_nbytes, 0
         while done < memory.nbytes:
             number, skipped = divmod(start + done, size)
@@ -78,11 +73,7 @@ class CheckedBlocks:
 
     @contextmanager
     def lent(self, file: str, start: int, nbytes: int) -> Iterator[memoryview]:
-        """Yield bytes of one block of a file where they lie; they stay until the `with` ends.
-
-        Raises:
-            As `copy`.
-        """
+        """Yield bytes of one block of a file where they lie; they stay until the `with` ends."""
         number, skipped = divmod(start, self._block_nbytes)
         with self._block(file, number) as plain:
             yield plain[skipped : skipped + nbytes]

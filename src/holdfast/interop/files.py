@@ -70,11 +70,7 @@ class LocalFile(ReadableFile):
 
     @classmethod
     def open(cls, path: Path) -> LocalFile:
-        """Open a regular file.
-
-        Raises:
-            StoreError: it cannot be opened, or is no regular file.
-        """
+        """Open a regular file."""
         if not path.is_file():
             raise StoreError(f"{path}: not a regular file")
         try:

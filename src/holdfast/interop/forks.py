@@ -88,11 +88,6 @@ class Forks:
 
         There must not be more tasks than processes. Yields each item that a call yields, after the
         number of its task. The items of one task are in order; those of several are mixed.
-
-        Raises:
-            DeadlineExceeded: no process yielded an item within `READ_TIMEOUT_S`.
-            OutOfMemory: a process ended unexpectedly.
-            Exception: whatever the function raised.
         """
         numbers: dict[Any, int] = {}
         for number, task in enumerate(tasks):

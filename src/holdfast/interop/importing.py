@@ -103,10 +103,6 @@ def plan_import(
     `components` are those to take, all if empty; `rename` applies to the names in modules;
     `optimizer` is the class of the optimizers whose options do not tell it. `parameters` are the
     new names of the model's parameters in its order, for files that do not keep it.
-
-    Raises:
-        UsageError: a component or a rule fits nothing, or two names become one. Weights would be
-            lost, and `allow_loss` is not set.
     """
     expect_no_loss(source, components, allow_loss=allow_loss)
     rules = rename or Rules()
@@ -262,11 +258,7 @@ def import_checkpoint(
 
 
 def step_of(plan: ImportPlan, step: int | None) -> int:
-    """Return the step that the checkpoint gets: the one asked for, or that of the source.
-
-    Raises:
-        UsageError: neither is known.
-    """
+    """Return the step that the checkpoint gets: the one asked for, or that of the source."""
     found = plan.source.step if step is None else step
     if found is None:
         raise UsageError(f"{plan.source.url}: has no step; give one: --step N, or step=N")
@@ -284,13 +276,7 @@ def commit_import(
     encrypt: Encryption | None = None,
     report: Report | None = None,
 ) -> Checkpoint:
-    """Write a planned import as a checkpoint and commit it; then release the run.
-
-    Raises:
-        SealError: the run's checkpoints are encrypted with other keys, or not encrypted.
-        UnsupportedState: a tree has a value that no checkpoint can hold.
-        Otherwise as `import_checkpoint`.
-    """
+    """Write a planned import as a checkpoint and commit it; then release the run."""
     at = step_of(plan, step)
     if label is not None:
         check_label(label)

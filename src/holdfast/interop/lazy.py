@@ -137,9 +137,6 @@ class LazyFile(Mapping[str, "LazyTensor"]):
         """Return the plain values of a component; `LazyTensor` objects stand for its tensors.
 
         The name may be left out where there is one component.
-
-        Raises:
-            UsageError: there is no such component, or no name was given and there are several.
         """
         if component is None:
             if len(self.components) != 1:
@@ -231,9 +228,6 @@ class LazyTensor:
         Types that numpy lacks are widened, which is exact: bfloat16 and 8-bit floats to float32,
         complex32 to complex64. Of float4, which packs two numbers in a byte, the last dimension is
         twice as long.
-
-        Raises:
-            CorruptData, StoreError: it cannot be read.
         """
         raw: Any = np.empty(self.nbytes, np.uint8)
         self._read(memoryview(raw))
@@ -247,11 +241,7 @@ class LazyTensor:
         return numbers.view("<c8" if self.dtype == "C32" else numbers.dtype).reshape(self.shape)
 
     def torch(self) -> torch.Tensor:
-        """Read it as a torch tensor of its own type.
-
-        Raises:
-            CorruptData, StoreError: it cannot be read.
-        """
+        """Read it as a torch tensor of its own type."""
         import torch
 
         from holdfast.state.leaves import TORCH_DTYPES

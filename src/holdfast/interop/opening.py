@@ -39,12 +39,6 @@ def open_source(
     or of a file of safetensors or `torch.save`. `encrypt` has the keys of encrypted checkpoints,
     `key` is that of a file which another library encrypted. `trust` lifts the bounds on the number
     of values in a file, and on the memory that they take; it still runs nothing.
-
-    Raises:
-        NoCheckpoint: nothing exists there.
-        FormatError: it is in no known format, or damaged.
-        SealError: the checkpoint is encrypted for other keys, or not encrypted.
-        StoreError: it cannot be read.
     """
     if checkpoint.recognises(text):
         return checkpoint.CheckpointSource(text, encrypt=encrypt)

@@ -51,10 +51,6 @@ def pieces(source: Source, wanted: Iterable[tuple[str, str]]) -> Generator[Piece
     Where the pieces of a large tensor end depends on how the source stores it.
     A tensor without elements gives one piece of no bytes. A few threads read ahead; none of them
     reads any more once the iterator is exhausted or closed.
-
-    Raises:
-        CorruptData, StoreError: as `Source.read_into`.
-        DeadlineExceeded: the storage did not answer for `READ_TIMEOUT_S`.
     """
     buffers = Buffers()
     jobs = (partial(_read, source, batch, buffers) for batch in _batches(source, wanted))
@@ -75,9 +71,6 @@ def in_batches(
 
     `work` runs in the threads that read, `num_at_once` at a time, by default as many as there are
     cores; pieces are valid until it returns.
-
-    Raises:
-        As `pieces`, and what `work` raises.
     """
     buffers = Buffers()
     # More at a time are not faster: they evict each other's data from the processor's cache.
@@ -104,9 +97,6 @@ def ahead(
     """Run jobs in a few threads, at most `most` ahead of whoever uses their results, in order.
 
     None runs any more once the iterator is exhausted or closed. `what` is for messages.
-
-    Raises:
-        DeadlineExceeded: one was not done within `READ_TIMEOUT_S`.
     """
     workers = Workers(NUM_READERS, "holdfast-pieces")
     waiting: deque[Future[T]] = deque()
@@ -123,12 +113,7 @@ def ahead(
 
 
 def read_whole(source: Source, component: str, key: str, start: int, memory: memoryview) -> None:
-    """Fill `memory` with bytes of a tensor from its byte `start` on, by several threads if large.
-
-    Raises:
-        CorruptData, StoreError: as `Source.read_into`.
-        DeadlineExceeded: the storage did not answer for `READ_TIMEOUT_S`.
-    """
+    """Fill `memory` with a tensor's bytes from byte `start`, by several threads if large."""
     if memory.nbytes <= PIECE_NBYTES:
         if memory.nbytes:
             source.read_into(component, key, start, memory)

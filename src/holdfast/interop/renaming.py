@@ -20,11 +20,7 @@ class Rules:
     """Rename rules; the first that matches a name renames it, and names without one stay."""
 
     def __init__(self, rules: Iterable[tuple[str, str]] = ()) -> None:
-        """Take pairs of an old and a new pattern.
-
-        Raises:
-            UsageError: a pattern is empty, or its stars are not those of the other one.
-        """
+        """Take pairs of an old and a new pattern."""
         self._rules = [(old, _Rule(old, new)) for old, new in rules]
         self._unused = dict.fromkeys(old for old, _ in self._rules)
 
@@ -41,11 +37,7 @@ class Rules:
         return name
 
     def table(self, names: Iterable[str], component: str) -> dict[str, str]:
-        """Map all names of a component to new ones.
-
-        Raises:
-            UsageError: two names become one.
-        """
+        """Map all names of a component to new ones."""
         made = {name: self(name) for name in names}
         taken: dict[str, str] = {}
         for old, new in made.items():
@@ -96,9 +88,6 @@ def read_rules(given: Sequence[str]) -> Rules:
     """Read rules as they are typed: `old=new`, or a file with one on each line.
 
     In a file, empty lines and those that begin with `#` are skipped.
-
-    Raises:
-        UsageError: a text is neither, or a rule is wrong.
     """
     pairs: list[tuple[str, str]] = []
     for text in given:

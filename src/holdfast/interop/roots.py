@@ -75,12 +75,7 @@ class WrittenRoot:
         )
 
     def claim(self, *, nbytes: int, num_files: int, takeover: bool) -> tuple[Claim, int]:
-        """Return this process's claim and the number of the save; claims the run before the first.
-
-        Raises:
-            OwnedElsewhere: a live process owns the run.
-            PreflightFailed: a save would fail.
-        """
+        """Return this process's claim and the save's number; claim the run before the first."""
         owner = self._owner
         if owner.claim is None:
             owner = self._owner = Ownership(self.store, takeover=takeover, emit=self._emit)

@@ -129,9 +129,6 @@ class Source(ABC):
         """Yield the bytes that `read_into` would copy, where they lie, until the `with` ends.
 
         `nbytes` is at most what `nbytes_lent` returns.
-
-        Raises:
-            As `read_into`.
         """
         raise NotImplementedError
 
@@ -159,11 +156,7 @@ class Source(ABC):
         self.close()
 
     def part(self, component: str) -> Part:
-        """Return a component.
-
-        Raises:
-            UsageError: the source has no such component.
-        """
+        """Return a component."""
         found = self.parts.get(component)
         if found is None:
             has = ", ".join(map(repr, self.parts)) or "none"

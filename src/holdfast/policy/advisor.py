@@ -220,11 +220,7 @@ def advise(
 
 
 def shares(interval_s: float, costs: Costs, mtbf_s: float) -> tuple[float, float, float, float]:
-    """Compute mean shares of goodput, saving, work done again and downtime at an interval.
-
-    Raises:
-        UsageError: a time is not above zero.
-    """
+    """Compute mean shares of goodput, saving, work done again and downtime at an interval."""
     goodput = expected_goodput(interval_s, costs, mtbf_s=mtbf_s)
     up = math.exp(-costs.down_s / mtbf_s)
     cycle_s = costs.cycle_s(interval_s)

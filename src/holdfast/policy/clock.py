@@ -242,11 +242,7 @@ parse = Time.parse
 
 
 def parse_goal(until: str | Time) -> Time:
-    """Parse the argument `until`, the goal of a training.
-
-    Raises:
-        UsageError: it is not a goal.
-    """
+    """Parse the argument `until`, the goal of a training."""
     goal = parse(until, what="until")
     if goal.unit is Unit.SECOND:
         raise UsageError(
@@ -257,11 +253,7 @@ def parse_goal(until: str | Time) -> Time:
 
 
 def parse_limit_s(max_time: str | Time) -> float:
-    """Parse the argument `max_time`, a duration, into seconds.
-
-    Raises:
-        UsageError: it is not a duration.
-    """
+    """Parse the argument `max_time`, a duration, into seconds."""
     duration = parse(max_time, what="max_time")
     if duration.unit is not Unit.SECOND:
         raise UsageError(f"max_time={str(max_time)!r}: must be a time, such as '3h50min'")
@@ -269,11 +261,7 @@ def parse_limit_s(max_time: str | Time) -> float:
 
 
 def counted(now: Timestamp, unit: Unit, asker: object) -> int | float:
-    """Return a counter that `asker` needs, or raise if the loop does not count it.
-
-    Raises:
-        UsageError: the loop does not pass the counter; the message names the argument.
-    """
+    """Return a counter that `asker` needs, or raise if the loop does not count it."""
     if unit is Unit.DURATION:
         raise UsageError(f"'{asker}' is a fraction of the run, whose length is not known")
     value = unit.of(now)

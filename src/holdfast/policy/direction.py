@@ -70,9 +70,6 @@ def mode_for(metric: str, given: object, *, what: str, say: str) -> Mode:
     """Return the direction that was given for a metric, or that its name shows.
 
     `what` begins the message of an error, and `say` ends it: how to give the direction.
-
-    Raises:
-        UsageError: it was not given and the name does not show it, or it is not "min" or "max".
     """
     if given is not None:
         if given not in get_args(Mode):

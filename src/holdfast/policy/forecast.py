@@ -160,9 +160,6 @@ def coming_saves(
 
     Each is as large as the last one of the same components. None has a new best value of a metric
     of the rule, unless `metrics` gives it.
-
-    Raises:
-        UsageError: a policy needs a counter that the run does not have.
     """
     history = record.history
     pace = _Pace(history)

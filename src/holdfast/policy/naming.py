@@ -136,11 +136,7 @@ def fill_root(
 
 
 def expect_filled(root: str) -> None:
-    """Raise `UsageError` if a root is a template.
-
-    Raises:
-        UsageError: the root has a name in braces that a label or `fill_root` would fill.
-    """
+    """Raise `UsageError` if a root is a template."""
     match = _NAME_IN_BRACES.search(root)
     if match is not None:
         raise UsageError(

@@ -465,22 +465,14 @@ def _check_quota(rule: str, n: int) -> None:
 
 
 def whole_number(text: str) -> int:
-    """Parse a whole number.
-
-    Raises:
-        UsageError: `text` is not one.
-    """
+    """Parse a whole number."""
     if not re.fullmatch(r"[0-9]{1,18}", text, re.ASCII):
         raise UsageError(f"{text!r}: expected a whole number, as in 'last:3'")
     return int(text)
 
 
 def number_of_bytes(text: str, *, what: str = "") -> int:
-    """Parse a size such as `500GB` or `1.5TiB` into bytes; an error begins with `what`.
-
-    Raises:
-        UsageError: `text` is not a size.
-    """
+    """Parse a size such as `500GB` or `1.5TiB` into bytes; an error begins with `what`."""
     match = _SIZE.fullmatch(text)
     if match is None or match[2] not in _SIZES:
         raise UsageError(f"{what}{text!r}: expected a size such as 500GB or 1.5TiB")
@@ -522,11 +514,7 @@ def parse_rule(text: str) -> Rule:
 
 
 def as_rule(given: Rule | str | None, *, what: str) -> Rule | None:
-    """Convert an argument to a rule, which may be given as text; `what` names the argument.
-
-    Raises:
-        UsageError: the argument is not a rule.
-    """
+    """Convert an argument to a rule, which may be given as text; `what` names the argument."""
     if isinstance(given, str):
         try:
             return parse_rule(given)

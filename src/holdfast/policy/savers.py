@@ -65,11 +65,7 @@ class Due:
 
 
 def as_trigger(value: str | Time | Trigger | SaveFunction, *, what: str = "every") -> Trigger:
-    """Convert "auto" to `Auto`, an interval to `Every`, a function to `When`; keep a trigger.
-
-    Raises:
-        UsageError: `value` is none of these.
-    """
+    """Convert "auto" to `Auto`, an interval to `Every`, a function to `When`; keep a trigger."""
     if isinstance(value, Trigger):
         return value
     if callable(value):
@@ -320,9 +316,6 @@ def combined_rule(
     """Check and combine the retention rules of the main saver and all others.
 
     `components` are those of the state; None: they are not known yet, and not checked.
-
-    Raises:
-        UsageError: not a rule, an unknown saver, or components that the state does not have.
     """
     given = as_rule(keep, what="keep")
     if given is not None:

@@ -68,9 +68,6 @@ class Schedule:
         """Make a schedule; `every` is for the whole state, `max_duration` the length of the run.
 
         Where it `is_shared` by several ranks, `due` decides only what they decide alike.
-
-        Raises:
-            UsageError: two savers have one name, or a fraction has no length to refer to.
         """
         self.policies: dict[str, SavePolicy] = {
             name: policy.resolve(max_duration) for name, policy in policies_of(every, sides).items()
@@ -109,9 +106,6 @@ class Schedule:
         """Merge what all savers request at `now` into one save; None if nothing is due.
 
         `wanted` is saved in any case. Each crossing of an interval fires once, at one call.
-
-        Raises:
-            UsageError: a trigger needs a counter that the loop does not pass.
         """
         self._before = self._previous
         self._previous = now

@@ -105,11 +105,7 @@ def open_group(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Initialise the default process group, from torchrun's environment if no store is given.
-
-    Raises:
-        Disconnected: the ranks cannot connect to each other.
-    """
+    """Initialise the default process group, from torchrun's environment if no store is given."""
     timeout = timedelta(seconds=timeout_s)
     try:
         dist.init_process_group(
@@ -157,11 +153,6 @@ class C10d(Coordinator):
             own host, and tells the leader; those of other hosts send heartbeats.
         warn: gets the warning of a long wait until all ranks have come.
         is_default: whether the group is torch's default one. Heartbeats end with it.
-
-    Raises:
-        UsageError: torch is older than 2.8, whose stores have no `clone`.
-        RanksSilent: some ranks did not come.
-        Disconnected: the store cannot be reached.
     """
 
     def __init__(
@@ -225,11 +216,7 @@ class C10d(Coordinator):
         processes: Processes | None = None,
         warn: Callable[[str], object] | None = None,
     ) -> C10d:
-        """Make the coordinator of this rank in the default process group.
-
-        Raises:
-            UsageError: there is none yet.
-        """
+        """Make the coordinator of this rank in the default process group."""
         group = dist.group.WORLD
         if group is None:
             raise UsageError("torch.distributed has no default process group: initialise it first")
@@ -252,11 +239,7 @@ class C10d(Coordinator):
         return GroupExchange(timeout_s=timeout_s)
 
     def _gather(self, tag: str, timeout_s: float) -> None:
-        """Wait until all ranks have come to the same point.
-
-        Raises:
-            RanksFailed, RanksSilent: some did not come.
-        """
+        """Wait until all ranks have come to the same point."""
         self.post(tag, b"", timeout_s=timeout_s)
         if not self.is_leader:
             self.hear(tag, timeout_s=timeout_s + GRACE_S)

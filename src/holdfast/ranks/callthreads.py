@@ -30,11 +30,7 @@ class CallThreads:
         self._is_open = True
 
     def run(self, call: Callable[[], object]) -> None:
-        """Begin a call, which raises nothing, in a thread that no other call is in.
-
-        Raises:
-            Disconnected: no thread is idle, and none can be started.
-        """
+        """Begin a call, which raises nothing, in a thread that no other call is in."""
         with self._lock:
             if not self._idle:
                 try:

@@ -23,10 +23,6 @@ def coordinator_of(
 
     All ranks of the group make theirs at the same point of the program. Warns where a launcher has
     started several processes, and there is no group yet. `processes` is as for `C10d`.
-
-    Raises:
-        RanksSilent: some ranks did not come.
-        Disconnected: the group's store cannot be reached.
     """
     if isinstance(ranks, Coordinator):
         return ranks

@@ -62,12 +62,7 @@ class Collected:
     """Ranks that had posted nothing by the deadline, or by the first failure."""
 
     def expect_all(self, what: str) -> list[bytes]:
-        """Return the posts in the order of ranks; `what` names the round in errors.
-
-        Raises:
-            RanksFailed: a rank failed.
-            RanksSilent: none failed, but some were silent.
-        """
+        """Return the posts in the order of ranks; `what` names the round in errors."""
         if self.failed:
             raise RanksFailed(what, self.failed)
         if self.silent:
@@ -80,11 +75,7 @@ class Transfer(ABC):
 
     @abstractmethod
     def wait(self, timeout_s: float) -> None:
-        """Wait until all was sent and received.
-
-        Raises:
-            Disconnected: another rank is lost, or `timeout_s` seconds are over.
-        """
+        """Wait until all was sent and received."""
 
 
 class Exchange(ABC):

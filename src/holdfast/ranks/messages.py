@@ -49,11 +49,7 @@ class Store(Protocol):
 
 
 def put(store: Store, name: str, said: bytes | Failure) -> None:
-    """Write a message; returns when the store has it.
-
-    Raises:
-        UsageError: the message is too long.
-    """
+    """Write a message; returns when the store has it."""
     data, failure = (b"", said) if isinstance(said, Failure) else (said, None)
     pieces = [data[at : at + PIECE_NBYTES] for at in range(0, len(data), PIECE_NBYTES)] or [b""]
     if len(pieces) > MAX_NUM_PIECES:
@@ -82,11 +78,7 @@ def get(store: Store, name: str) -> bytes | Failure:
 
 
 def take_present(store: Store, names: Sequence[str]) -> dict[str, bytes | Failure]:
-    """Read and delete those of the named messages that have come, without waiting for others.
-
-    Raises:
-        FormatError: a value is not a message.
-    """
+    """Read and delete those of the named messages that have come, without waiting for others."""
     found: dict[str, bytes | Failure] = {}
     for start in range(0, len(names), MAX_NUM_KEYS):
         present = _present(store, names[start : start + MAX_NUM_KEYS])

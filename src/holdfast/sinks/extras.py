@@ -11,11 +11,7 @@ from holdfast.errors import UsageError
 
 
 def import_extra(module: str, extra: str) -> Any:
-    """Import a module of an optional dependency, which `extra` of Holdfast installs.
-
-    Raises:
-        UsageError: the module is not installed.
-    """
+    """Import a module of an optional dependency, which `extra` of Holdfast installs."""
     try:
         return import_module(module)
     except ImportError as error:

@@ -36,9 +36,6 @@ class OpenTelemetry(Reporter):
         """Make the instruments, with `run` as the value of their attribute `run`.
 
         `meter_provider`: None means the one that the program has set.
-
-        Raises:
-            UsageError: the extra is not installed, or the provider is none.
         """
         super().__init__(timeout_s=timeout_s)
         if meter_provider is not None:

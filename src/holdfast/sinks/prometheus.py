@@ -39,10 +39,6 @@ class Prometheus(Reporter):
 
         `registry`: None means prometheus_client's default, or one of its own for a `textfile`. The
         textfile, `*.prom`, has all metrics of the registry, and is replaced at each event.
-
-        Raises:
-            UsageError: the extra is not installed, the registry is none, or the textfile has
-                another ending.
         """
         super().__init__(timeout_s=timeout_s)
         self._library = import_extra("prometheus_client", "prometheus")

@@ -122,11 +122,7 @@ class WandbReferences(References):
     """
 
     def __init__(self, run: Any = None, *, timeout_s: float = 10.0) -> None:
-        """Log to `run`, which `wandb.init` returned; None: to the present one.
-
-        Raises:
-            UsageError: the extra is not installed, or no run has begun.
-        """
+        """Log to `run`, which `wandb.init` returned; None: to the present one."""
         super().__init__(timeout_s=timeout_s)
         self._library = import_extra("wandb", "wandb")
         self._run = run if run is not None else self._library.run
@@ -192,11 +188,7 @@ class MLflowReferences(References):
     def __init__(
         self, run_id: str | None = None, *, tracking_uri: str | None = None, timeout_s: float = 10.0
     ) -> None:
-        """Add to the run `run_id`; None: the active one. `tracking_uri`: None: as configured.
-
-        Raises:
-            UsageError: the extra is not installed or too old, or no run is active.
-        """
+        """Add to the run `run_id`; None: the active one. `tracking_uri`: None: as configured."""
         super().__init__(timeout_s=timeout_s)
         self._library = import_extra("mlflow", "mlflow")
         expect_models(self._library)
@@ -259,11 +251,7 @@ class TensorBoardReferences(References):
     """
 
     def __init__(self, writer: Any, *, timeout_s: float = 10.0) -> None:
-        """Write with `writer`, a `SummaryWriter`, which the caller closes after the manager.
-
-        Raises:
-            UsageError: the writer is none.
-        """
+        """Write with `writer`, a `SummaryWriter`, which the caller closes after the manager."""
         super().__init__(timeout_s=timeout_s)
         methods = ("add_text", "add_scalar", "flush")
         expect_methods("writer", writer, methods, "a SummaryWriter")
@@ -300,11 +288,7 @@ class TrackioReferences(References):
     """
 
     def __init__(self, run: Any = None, *, timeout_s: float = 10.0) -> None:
-        """Log to `run`, which `trackio.init` returned; None: to the present one.
-
-        Raises:
-            UsageError: the extra is not installed, or no run has begun.
-        """
+        """Log to `run`, which `trackio.init` returned; None: to the present one."""
         super().__init__(timeout_s=timeout_s)
         import_extra("trackio", "trackio")
         present = import_extra("trackio.context_vars", "trackio").current_run

@@ -123,10 +123,6 @@ class Prepared:
         """Put the stored values into the live objects. Call once.
 
         Calls `ready` first if that was not done, and raises its errors before anything changes.
-
-        Raises:
-            OpaqueLoadFailed: something failed after other state was already replaced, such as a
-                read of an unread tensor.
         """
         plans = self._unapplied()
         if not self._is_ready:
@@ -200,12 +196,6 @@ def prepare(
         one_sided: components that only the state or only the checkpoint may have.
         divided: components that ranks may have parts of. A stored leaf in them that no live one
             matches may be that of another rank: it is `untaken`, and no error.
-
-    Raises:
-        UsageError: an argument names nothing, nothing is chosen, or a rename makes two names one.
-        UnsupportedState: live leaves into which nothing can be loaded.
-        MismatchError: lists every leaf of every component that does not fit.
-        FormatError: a stored tree is not valid.
     """
     check_state(state)
     selection = Selection(include=include, skip=skip)
@@ -274,11 +264,7 @@ def _expect_a_choice(
     components: Collection[str] | None,
     everything: Collection[str],
 ) -> None:
-    """Refuse a choice of components and leaves that loads nothing.
-
-    Raises:
-        UsageError: it does.
-    """
+    """Refuse a choice of components and leaves that loads nothing."""
     for name, plan in plans.items():
         is_of_tensors = isinstance(plan, modules.ModulePlan | optimizers.OptimizerPlan)
         if plan.needed or not (is_of_tensors and stored[name].tensors):
@@ -338,11 +324,7 @@ def _report_selection(
     everything: Collection[str],
     planned: Collection[str],
 ) -> None:
-    """Note the excluded components; raise for entries that match nothing, or note them.
-
-    Raises:
-        UsageError: under `strict`, an entry names nothing.
-    """
+    """Note the excluded components; raise for entries that match nothing, or note them."""
     unseen = set(everything) - set(planned)
     lost = [*wishes.selection.unmatched(unseen), *wishes.rename.unmatched()]
     if lost and wishes.strict:

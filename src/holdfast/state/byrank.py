@@ -29,11 +29,7 @@ def key_of_rank(key: str, rank: int) -> str:
 
 
 def joined(trees: Sequence[bytes]) -> bytes:
-    """Join the trees of all ranks, in their order, to one document.
-
-    Raises:
-        UnsupportedState: together they are too large, or what is beside them differs.
-    """
+    """Join the trees of all ranks, in their order, to one document."""
     documents = [msgspec.json.decode(tree) for tree in trees]
     nodes = [_with_keys(one.pop("tree"), rank) for rank, one in enumerate(documents)]
     if any(one != documents[0] for one in documents):
@@ -51,10 +47,6 @@ def part_of(
 
     Returns:
         The part, and the stored key of each of its keys.
-
-    Raises:
-        FormatError: the tree is not valid.
-        MismatchError: `world_size` is not the stored number, and shapes differ by rank.
     """
     if f'"{RANKS}"'.encode() not in stored.tree:
         return None

@@ -115,10 +115,6 @@ class Capturer:
 
         `state_dict` of objects is called in the order of the mapping. The generators are read
         last, so that random numbers drawn by those calls are accounted for.
-
-        Raises:
-            UsageError: a component's name or type is wrong.
-            UnsupportedState: lists every leaf of every component that cannot be saved.
         """
         check_state(self._state)
         try:

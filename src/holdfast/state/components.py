@@ -221,11 +221,7 @@ def _is_stateful(value: Any) -> bool:
 
 
 def check_state(state: Mapping[str, Any]) -> None:
-    """Check the names and types of all components of a state.
-
-    Raises:
-        UsageError: lists every component that is wrong.
-    """
+    """Check the names and types of all components of a state."""
     if not isinstance(state, Mapping) or not state:
         raise UsageError("state must be a mapping of at least one named component")
     wrong = []
@@ -245,11 +241,7 @@ def check_state(state: Mapping[str, Any]) -> None:
 
 
 def refuse_fsdp1(state: Mapping[str, Any]) -> None:
-    """Refuse modules in torch's first FSDP: ranks hold parts of parameters under one name.
-
-    Raises:
-        UnsupportedState: lists the components.
-    """
+    """Refuse modules in torch's first FSDP: ranks hold parts of parameters under one name."""
     names = [
         name
         for name, value in state.items()

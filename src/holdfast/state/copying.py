@@ -55,11 +55,7 @@ class TensorSource(Protocol):
     """Reader of the bytes of unread tensors."""
 
     def copy(self, pairs: Sequence[tuple[Tensor, Unread]]) -> None:
-        """Read the second of each pair into the first, which has its shape and dtype.
-
-        Raises:
-            FormatError, StoreError: a tensor cannot be read; the first ones are undefined then.
-        """
+        """Read the second of each pair into the first, which has its shape and dtype."""
         ...
 
 
@@ -76,11 +72,7 @@ class Unread:
     nbytes: int
 
     def empty(self, device: torch.device | str = "cpu") -> Tensor:
-        """Allocate a tensor of its dtype and shape, with undefined values.
-
-        Raises:
-            OutOfMemory: the host lacks the memory for it.
-        """
+        """Allocate a tensor of its dtype and shape, with undefined values."""
         dtype = TORCH_DTYPES[self.spec.dtype]
         try:
             with torch.inference_mode(False):
@@ -93,11 +85,7 @@ class Unread:
             ) from error
 
     def read(self) -> Tensor:
-        """Read the tensor into new memory on the CPU.
-
-        Raises:
-            FormatError, StoreError: the tensor cannot be read.
-        """
+        """Read the tensor into new memory on the CPU."""
         values = self.empty()
         self.source.copy([(values, self)])
         return values
@@ -112,11 +100,7 @@ StoredPair: TypeAlias = tuple[Tensor, Stored]
 
 
 def fetched(stored: Stored) -> Tensor:
-    """Return a stored tensor in memory; reads it if it is unread.
-
-    Raises:
-        FormatError, StoreError: the tensor cannot be read.
-    """
+    """Return a stored tensor in memory; reads it if it is unread."""
     return stored.read() if isinstance(stored, Unread) else stored
 
 
@@ -131,9 +115,6 @@ class LazyTensors(Mapping[str, S_co]):
 
         The live tensors (see `are_plain`) have the shapes and dtypes of the stored ones.
         `is_all`: no other tensors are copied in this load.
-
-        Raises:
-            FormatError, StoreError: a tensor cannot be read; the live ones are undefined then.
         """
         ...
 
@@ -156,11 +137,7 @@ class Fetching(Mapping[str, Tensor]):
 
 
 def copy_tensors(pairs: Sequence[StoredPair]) -> None:
-    """Copy the second of each pair into the first, and wait for copies to accelerators.
-
-    Raises:
-        FormatError, StoreError: an unread tensor cannot be read; live ones are undefined then.
-    """
+    """Copy the second of each pair into the first, and wait for copies to accelerators."""
     in_memory: list[Pair] = []
     unread: dict[TensorSource, list[tuple[Tensor, Unread]]] = {}
     for live, stored in pairs:
@@ -174,11 +151,7 @@ def copy_tensors(pairs: Sequence[StoredPair]) -> None:
 
 
 def read_all(tensors: Mapping[str, Stored]) -> dict[str, Tensor]:
-    """Return stored tensors in memory; unread ones are read together.
-
-    Raises:
-        FormatError, StoreError: they cannot be read.
-    """
+    """Return stored tensors in memory; unread ones are read together."""
     values = {
         key: stored.empty() if isinstance(stored, Unread) else stored
         for key, stored in tensors.items()
@@ -274,9 +247,6 @@ def copy_bytes(live: Sequence[Tensor], addresses: list[int], nbytes: list[int]) 
     """Copy bytes from each address into a plain tensor of `nbytes` bytes.
 
     Holds the GIL meanwhile.
-
-    Raises:
-        UsageError: a tensor has another size, as after a resize; it is left as it is.
     """
     for some in in_parts(len(live)):
         targets, counts = live[some], nbytes[some]

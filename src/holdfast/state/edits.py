@@ -96,12 +96,7 @@ def cast_floats(view: ComponentView, module: nn.Module) -> list[str]:
 
 
 def edited(captured: Captured, edit: Edit) -> Captured:
-    """Return a copy of `captured` after `edit`; the live state and `captured` do not change.
-
-    Raises:
-        UsageError: an edit is not possible, or nothing is left.
-        UnsupportedState: a value that the format cannot hold was assigned, or not omitted.
-    """
+    """Return a copy of `captured` after `edit`; the live state and `captured` do not change."""
     parts = captured.components
     if any(part.shards for part in parts.values()):
         raise UsageError("edit_save: the state has DTensors, of which a rank has only parts")
@@ -184,11 +179,6 @@ def edited_load(
 
     `read(component)` returns all tensors of a component, verified, on the CPU; it is called when
     the first of them is read. `where` names the checkpoint.
-
-    Raises:
-        UsageError: an edit is not possible.
-        UnsupportedState: a value that the format cannot hold was assigned.
-        FormatError: the stored state is damaged.
     """
     were_read = _ReadTensors(read)
     view = StateView(stored, were_read, f"{where}: ")

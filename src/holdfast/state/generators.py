@@ -261,11 +261,7 @@ def inexact(generator: Any, node: GeneratorState) -> str | None:
 
 
 def build(node: GeneratorState) -> Any:
-    """Make a new generator of the stored kind; the stored state is not set.
-
-    Raises:
-        FormatError: this process does not have the kind, bit generator or device.
-    """
+    """Make a new generator of the stored kind; the stored state is not set."""
     kind, members = node.kind, node.members
     if kind == "torch":
         return torch.Generator(device=_present_device(members.get("device")))

@@ -27,11 +27,7 @@ _OfRanks: TypeAlias = Sequence[tuple[int, Any]]
 
 
 def join_by_name(component: str, kind: str, trees: Sequence[bytes]) -> bytes:
-    """Join the trees of all ranks, in their order, to one tree with the entries of all.
-
-    Raises:
-        UnsupportedState: lists each entry that is not equal on the ranks that have it.
-    """
+    """Join the trees of all ranks, in their order, to one tree with the entries of all."""
     distinct = {tree: rank for rank, tree in reversed([*enumerate(trees)])}
     if len(distinct) == 1:
         return trees[0]

@@ -54,11 +54,7 @@ def plain_name(dtype: torch.dtype) -> str:
 
 
 def by_plain_name(name: str) -> torch.dtype:
-    """Return the dtype with this name; the inverse of `plain_name`.
-
-    Raises:
-        FormatError: this torch has no such type.
-    """
+    """Return the dtype with this name; the inverse of `plain_name`."""
     dtype = _BY_PLAIN_NAME.get(name)
     if dtype is None:
         raise FormatError(f"this torch ({torch.__version__}) has no dtype {name[:40]!r}")

@@ -189,11 +189,7 @@ class Claims:
         self._of_modules.setdefault(storage, []).append((path, live, stored))
 
     def expect_agreement(self) -> None:
-        """Check that module tensors in the same memory, in all components, have the same bits.
-
-        Raises:
-            MismatchError: two tensors bring different values for one element.
-        """
+        """Check that module tensors in the same memory, in all components, have the same bits."""
         lost = [
             text
             for of_storage in self._of_modules.values()

@@ -100,11 +100,7 @@ class LiveModule:
 
 
 def state_of(component: str, wrapped: nn.Module) -> Mapping[str, Any]:
-    """Call `state_dict` of a module.
-
-    Raises:
-        UnsupportedState: an extra state cannot be had, as before the first forward pass.
-    """
+    """Call `state_dict` of a module."""
     module = unwrap(wrapped)
     try:
         return module.state_dict()
@@ -507,11 +503,7 @@ class ModulePlan(LoadPlan):
             self.destinations.match(live, value, path, problems)
 
     def prepare(self, tensors: Mapping[str, Stored], claims: Claims) -> None:
-        """Pair stored tensors with live leaves; nothing live changes in the end.
-
-        Raises:
-            MismatchError: the module's own loading code refuses the stored state.
-        """
+        """Pair stored tensors with live leaves; nothing live changes in the end."""
         placed = self.destinations.placed(tensors) if self._is_opaque else tensors
         lifted = read_all(placed) if self._is_opaque else Fetching(placed)
         lifting = Lifting(lifted)

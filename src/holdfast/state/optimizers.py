@@ -251,11 +251,7 @@ def _checked_names(group: Any, what: str) -> list[str]:
 
 
 def check_tree(tree: Any, what: str) -> None:
-    """Check that a decoded tree is that of an optimizer.
-
-    Raises:
-        FormatError: the tree is not that of an optimizer.
-    """
+    """Check that a decoded tree is that of an optimizer."""
     _parse(tree, what)
 
 

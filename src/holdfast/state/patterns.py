@@ -52,11 +52,7 @@ def covers(pattern: Sequence[str], path: Sequence[str]) -> bool:
 
 
 def listed(entries: Iterable[str], argument: str) -> tuple[str, ...]:
-    """Convert the names that a caller gave for `argument` to a tuple.
-
-    Raises:
-        UsageError: the argument is a single text, or an entry is not text.
-    """
+    """Convert the names that a caller gave for `argument` to a tuple."""
     if isinstance(entries, str):
         hint = f"pass a collection of names, e.g. [{entries!r}]"
         raise UsageError(f"{argument}={entries!r}: {hint}")
@@ -70,11 +66,7 @@ class Entries:
     """Path patterns of one argument, `include` or `skip`; tracks which have matched something."""
 
     def __init__(self, entries: Collection[str], argument: str) -> None:
-        """Parse entries; `argument` is the name of the argument, for messages.
-
-        Raises:
-            UsageError: `entries` is a single text, or an entry is not text.
-        """
+        """Parse entries; `argument` is the name of the argument, for messages."""
         entries = listed(entries, argument)
         self._argument = argument
         self._patterns = {entry: entry.split(".") for entry in entries}

@@ -178,9 +178,6 @@ class ObjectPlan(LoadPlan):
         """Make the whole state_dict; call the object's `check_state_dict`, or else try the load.
 
         A list that `check_state_dict` returns has notes for the load.
-
-        Raises:
-            MismatchError: the object's `load_state_dict` refuses the stored state.
         """
         placed = Fetching(self.destinations.placed(tensors))
         self._value = Lifting(placed).lift_tree(self._wanted)

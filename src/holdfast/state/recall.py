@@ -252,9 +252,6 @@ class Recollection:
         `value` is the walked value: the whole tree, members of it in the tree's order, or a list
         of tensors. `stamp` is everything else that the tree depends on. `originals`: the live
         tensors that those of the component were captured from.
-
-        Raises:
-            Irregular: the structure cannot be cached.
         """
         if type(value) not in _CONTAINERS:
             raise Irregular  # a single leaf, which is quickly captured

@@ -85,11 +85,7 @@ class ScriptSchedules:
         }
 
     def settle(self, loaded: Collection[str]) -> list[str]:
-        """Set, after a load, what is overridden; returns notes.
-
-        Raises:
-            UsageError: the script's schedule cannot be stepped to the present step.
-        """
+        """Set, after a load, what is overridden; returns notes."""
         notes: list[str] = []
         for name, made in self._made.items():
             if name in loaded:
@@ -165,11 +161,7 @@ class _Copy:
         return _settings(name, name, self._scheduler)
 
     def replay(self, name: str, live: LRScheduler) -> None:
-        """Step the copy as often as the live scheduler was stepped, and take its state over.
-
-        Raises:
-            UsageError: the script had stepped it before the load, or its schedule is too short.
-        """
+        """Step the copy as often as the live scheduler was stepped, and take its state over."""
         num_steps = _steps(live)
         if self._begun_at:
             raise UsageError(

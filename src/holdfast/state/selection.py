@@ -182,12 +182,7 @@ class Problems:
         return found
 
     def raise_if_any(self, where: str) -> None:
-        """Raise all problems as one error, if there are any.
-
-        Raises:
-            UnsupportedState: live leaves that cannot be written.
-            MismatchError: stored and live leaves differ.
-        """
+        """Raise all problems as one error, if there are any."""
         if self.offenders:
             raise UnsupportedState(self.offenders)
         leaves = (self.missing, self.unexpected, self.wrong_shape, self.wrong_dtype)
@@ -219,11 +214,7 @@ class Rename:
         self._unused = set(self._table or ())
 
     def apply(self, stored: Iterable[str], component: str) -> dict[str, str]:
-        """Map all stored names of one component to live names.
-
-        Raises:
-            UsageError: two stored names become one, or the callable did not return text.
-        """
+        """Map all stored names of one component to live names."""
         renamed = {name: self._one(name) for name in stored}
         if self._table is None and self._call is None:
             return renamed

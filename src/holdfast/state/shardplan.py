@@ -110,9 +110,6 @@ def plan_writes(leaves: LeafTable, boxes: BoxTable, hosts: Ints) -> WritePlan:
         leaves: The leaves.
         boxes: The boxes of all ranks.
         hosts: Number of the host of each rank.
-
-    Raises:
-        UnsupportedState: boxes overlap or leave a hole; lists the leaves, each with a box.
     """
     # 32 bits, here and below: 16 million rows are to be planned in a gigabyte.
     order = np.lexsort((boxes.rank, boxes.last, boxes.first, boxes.leaf)).astype(np.int32)

@@ -200,11 +200,7 @@ class Skeleton:
 
 
 def decode_skeleton(data: bytes, specs: Mapping[str, TensorSpec], *, what: str) -> Skeleton:
-    """Decode a stored tree without its tensors and check every node in it.
-
-    Raises:
-        FormatError: a key names no tensor, or a dtype, device or generator is unknown here.
-    """
+    """Decode a stored tree without its tensors and check every node in it."""
     checking = _Checking(specs, what)
     value = decode_tree(data, lift=checking.lift, lift_tensors=checking.lift_tensors, what=what)
     return Skeleton(
@@ -420,11 +416,7 @@ class Lifting:
 
 
 def placed(stored: Tensor, ref: TensorRef, device: torch.device) -> Tensor:
-    """Copy `stored` to `device` in memory of its own, with the saved order of dimensions.
-
-    Raises:
-        FormatError: the node does not fit the tensor.
-    """
+    """Copy `stored` to `device` in memory of its own, with the saved order of dimensions."""
     if ref.grad or ref.order:
         check_fit(ref, stored)
     if not ref.order or is_dtensor(stored):
@@ -442,11 +434,7 @@ def with_flags(tensor: Tensor, ref: TensorRef) -> Tensor:
 
 
 def check_fit(ref: TensorRef, stored: Tensor) -> None:
-    """Check the flags and the order of a node against its tensor.
-
-    Raises:
-        FormatError: the node does not fit the tensor.
-    """
+    """Check the flags and the order of a node against its tensor."""
     if ref.grad and not (stored.is_floating_point() or stored.is_complex()):
         raise FormatError(f"{ref.key[:80]!r}: a tensor of {stored.dtype} cannot require grad")
     if ref.order and len(ref.order) != stored.dim():
@@ -470,11 +458,7 @@ def owned(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def device_named(name: str) -> torch.device:
-    """Parse a stored device name.
-
-    Raises:
-        FormatError: torch has no such device type.
-    """
+    """Parse a stored device name."""
     try:
         return torch.device(name)
     except RuntimeError as err:
@@ -483,11 +467,7 @@ def device_named(name: str) -> torch.device:
 
 @lru_cache(maxsize=64)
 def present_device(name: str) -> torch.device:
-    """Return the device of a stored name, or the CPU if this machine lacks it.
-
-    Raises:
-        FormatError: the name is not a device, or one that holds no data.
-    """
+    """Return the device of a stored name, or the CPU if this machine lacks it."""
     if name == "cpu":
         return _CPU
     device = device_named(name)

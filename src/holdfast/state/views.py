@@ -99,12 +99,7 @@ class ComponentView(MutableMapping[str, Any]):
         }
 
     def __setitem__(self, path: str, value: Any) -> None:
-        """Replace the value at `path`, or add one; tied weights of a module change together.
-
-        Raises:
-            UnsupportedState: the format cannot hold such a value.
-            UsageError: nothing can be added at this path.
-        """
+        """Replace the value at `path`, or add one; tied weights of a module change together."""
         places = self._opened()
         place = places.get(path) or self._place_for_new(path)
         container, key = place
@@ -130,11 +125,7 @@ class ComponentView(MutableMapping[str, Any]):
                 self._uses.update(_refs_in({_WHOLE: new}))
 
     def __delitem__(self, path: str) -> None:
-        """Remove the value at `path`.
-
-        Raises:
-            UsageError: the value is an item of a list, or the whole component.
-        """
+        """Remove the value at `path`."""
         container, key = self._place(path)
         if container is self._holder:
             raise UsageError(f"{self._at(path)}: leave out the component itself")
@@ -163,11 +154,7 @@ class ComponentView(MutableMapping[str, Any]):
         self._is_open = False
 
     def changed(self) -> Changed:
-        """Encode the component with all changes.
-
-        Raises:
-            UnsupportedState: the component became too large or too deep.
-        """
+        """Encode the component with all changes."""
         source, (tree, skeleton) = self._source, self._decoded()
         leaves = Leaves(component=source.name)
         document = encoded(
@@ -382,12 +369,7 @@ class OptimizerView(ComponentView):
         self._places = None
 
     def changed(self) -> Changed:
-        """Encode the component with all changes, checking the shapes of slots.
-
-        Raises:
-            UnsupportedState: the component became too large or too deep.
-            UsageError: some slots of a parameter got another shape and others did not.
-        """
+        """Encode the component with all changes, checking the shapes of slots."""
         for parameter, before in self._shapes_before.items():
             self._check_shapes(parameter, before)
         return super().changed()

@@ -567,11 +567,7 @@ def is_key(key: str) -> bool:
 
 
 def final_nbytes(given: int | None, planned: int, *, at_most: bool, what: str) -> int:
-    """Return the length of an object at `finish`: as planned, or with `at_most` the given one.
-
-    Raises:
-        UsageError: it is missing, or not what was planned, or more.
-    """
+    """Return the length of an object at `finish`: as planned, or with `at_most` the given one."""
     if not at_most and given in (None, planned):
         return planned
     if not at_most or given is None or not 0 <= given <= planned:

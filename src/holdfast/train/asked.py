@@ -24,11 +24,7 @@ def check_range(name: str, value: Any, lowest: int, beyond: int) -> None:
 
 
 def check_counted(unit: Unit, what: str, extra: Collection[Unit]) -> None:
-    """Check that a Trainer counts a unit; `extra` are the counted units besides steps and epochs.
-
-    Raises:
-        UsageError: the Trainer does not count it.
-    """
+    """Check that a Trainer counts a unit; `extra`: counted units besides steps and epochs."""
     if unit is Unit.CYCLE and unit not in extra:
         raise UsageError(f"{what}: the Trainer has no cycles; give counts=Counts(cycle=…)")
     if unit in (Unit.SAMPLE, Unit.TOKEN) and unit not in extra:
@@ -41,10 +37,7 @@ def check_counted(unit: Unit, what: str, extra: Collection[Unit]) -> None:
 class Counts:
     """Settings of what a run counts besides steps and epochs, for goals, intervals and triggers.
 
-        Counts(samples=len, cycle="2ep")
-
-    Raises:
-        UsageError: an argument is wrong, or the unit of `cycle` is not counted.
+    Counts(samples=len, cycle="2ep")
     """
 
     samples: Callable[[Any], int] | None = None
@@ -66,11 +59,7 @@ class Counts:
 
     @property
     def cycle_length(self) -> Time | None:
-        """Length of a cycle, parsed; None if there are no cycles.
-
-        Raises:
-            UsageError: `cycle` is not a time.
-        """
+        """Length of a cycle, parsed; None if there are no cycles."""
         return None if self.cycle is None else parse(self.cycle, what="cycle")
 
     def totals(self, batches: Sequence[Any]) -> tuple[int | None, int | None]:
@@ -96,11 +85,7 @@ def checked_every(
     validates: bool = True,
     what: str = "every",
 ) -> Trigger | SavePolicy | None:
-    """Convert `every` to a trigger or policy that can fire; `what` is its name in errors.
-
-    Raises:
-        UsageError: a trigger needs a unit that is not counted, or an event that does not occur.
-    """
+    """Convert `every` to a trigger or policy that can fire; `what` is its name in errors."""
     if every is None:
         return None
     wanted = every if isinstance(every, SavePolicy) else as_trigger(every)

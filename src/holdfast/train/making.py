@@ -56,11 +56,7 @@ Optimizers = (
 
 
 def checked_device(given: str | torch.device | None) -> torch.device | None:
-    """Parse a device argument, and check that this machine has it; None stays None.
-
-    Raises:
-        UsageError: this machine has no such device.
-    """
+    """Parse a device argument, and check that this machine has it; None stays None."""
     if given is None:
         return None
     try:
@@ -106,12 +102,7 @@ def device_for(
 
 
 def check_several(*, loss: Any, update: Any, micro_batch: Any, skip_nan: Any, metrics: Any) -> None:
-    """Check the arguments of a Trainer with several optimizers, or with an `update` function.
-
-    Raises:
-        UsageError: one needs a single optimizer whose loss is known; or both `loss` and `update`
-            are given.
-    """
+    """Check the arguments of a Trainer with several optimizers, or with an `update` function."""
     if update is not None and loss is not None:
         raise UsageError(
             "update trains a whole step: leave loss out (for validations give it to Validation)"
@@ -148,12 +139,7 @@ def check_parallel(
     every: Trigger | SavePolicy | None,
     group: Group,
 ) -> None:
-    """Check that a strategy reaches all that is trained, and that the ranks can do what is asked.
-
-    Raises:
-        UsageError: an optimizer updates parameters that are not the model's, which no strategy
-            exchanges; or something that needs one process is asked for.
-    """
+    """Check that a strategy covers all trained parameters, and that the ranks support it."""
     if isinstance(strategy, FSDP2) and numerics.scaler is not None:
         raise UsageError(
             'strategy="fsdp2" and precision="fp16": use "bf16", or FSDP2(param_dtype=…)'
@@ -182,11 +168,7 @@ def check_parallel(
 
 
 def make_model(given: nn.Module | MakeModel, seed: int, device: torch.device | None) -> nn.Module:
-    """Return the model on its device; a factory is called with generators seeded by `seed`.
-
-    Raises:
-        UsageError: `given` is neither a module nor a factory of one.
-    """
+    """Return the model on its device; a factory is called with generators seeded by `seed`."""
     model = given
     if not isinstance(model, nn.Module):
         if not callable(model):
@@ -207,10 +189,6 @@ def make_optimizer(
     """Return the optimizer of the model, or several by name, made by factories where given.
 
     None stays None.
-
-    Raises:
-        UsageError: `given` is neither an optimizer nor a factory of one, was made before the
-            model, or its step needs a closure, unless it `takes_closure`.
     """
     if given is None:
         return None
@@ -233,11 +211,7 @@ def make_optimizer(
 
 
 def checked_clip(given: Any) -> Clip:
-    """Return an argument `clip`, of which a number is the largest norm, as a record.
-
-    Raises:
-        UsageError: it is for several optimizers by name, or has no limit.
-    """
+    """Return an argument `clip`, of which a number is the largest norm, as a record."""
     if isinstance(given, Mapping):
         raise UsageError(f"clip={shown(given)}: names are for several optimizers, and there is one")
     if given == Clip():
@@ -246,11 +220,7 @@ def checked_clip(given: Any) -> Clip:
 
 
 def clips_of(given: Any, optimizers: Mapping[str, Any]) -> dict[str, Clip]:
-    """Return how the gradients of each optimizer are clipped, alike unless given by names.
-
-    Raises:
-        UsageError: a name is that of no optimizer.
-    """
+    """Return how the gradients of each optimizer are clipped, alike unless given by names."""
     if not isinstance(given, Mapping):
         return dict.fromkeys(optimizers, checked_clip(given))
     if not set(given) <= set(optimizers):
@@ -299,11 +269,7 @@ def checked_overlap(given: Mode | None, device_type: str) -> Mode:
 
 
 def check_data(data: Any) -> None:
-    """Check that data has a position to save; log a warning if it is not exact.
-
-    Raises:
-        UsageError: the data has no position at all.
-    """
+    """Check that data has a position to save; log a warning if it is not exact."""
     if data is None:
         return
     missing = [
@@ -320,11 +286,7 @@ def check_data(data: Any) -> None:
 
 
 def no_loss(model: Any, batch: Any) -> Any:
-    """Loss of a Trainer that was made without one.
-
-    Raises:
-        UsageError: always.
-    """
+    """Loss of a Trainer that was made without one."""
     raise UsageError("this needs a loss, and the Trainer was made without one: give loss=…")
 
 
@@ -335,12 +297,7 @@ def check_loader(loader: Any) -> None:
 
 
 def check_held(state: Mapping[str, Any], loss: Any) -> None:
-    """Check that checkpoints include every parameter that an optimizer of the state updates.
-
-    Raises:
-        UsageError: some are in no component; the message names them, by their names in a loss
-            that is a module if they are in it.
-    """
+    """Check that checkpoints include every parameter that an optimizer of the state updates."""
     unheld = unheld_in(state)
     if unheld:
         of_loss = {"loss": loss} if isinstance(loss, nn.Module) else {}
@@ -354,11 +311,7 @@ def check_held(state: Mapping[str, Any], loss: Any) -> None:
 
 
 def checked_goal(until: str | int) -> Time:
-    """Parse the goal of a `fit`.
-
-    Raises:
-        UsageError: `until` is not a goal.
-    """
+    """Parse the goal of a `fit`."""
     if isinstance(until, int):
         check_range("until", until, 1, 2**63)
         return Time(until, Unit.STEP)
@@ -366,11 +319,7 @@ def checked_goal(until: str | int) -> Time:
 
 
 def checked_max_time_s(max_time: str | Time | None) -> float:
-    """Parse a duration into seconds; infinite for None.
-
-    Raises:
-        UsageError: `max_time` is not a duration.
-    """
+    """Parse a duration into seconds; infinite for None."""
     return float("inf") if max_time is None else parse_limit_s(max_time)
 
 
@@ -380,9 +329,6 @@ def own_loggers(
     """Make the default loggers of a Trainer: JSON lines and a progress bar.
 
     The log of an encrypted run is not put into its root, where it would be unencrypted.
-
-    Raises:
-        UsageError: the log is to be in a root that is encrypted, or not a local folder.
     """
     root = checkpoints.root
     root = root.local if isinstance(root, Tiered) else root
@@ -461,12 +407,7 @@ def for_group(group: int, make: Make) -> Make:
 
 
 def make_schedulers(given: Any, optimizer: torch.optim.Optimizer | None) -> dict[str, Schedule]:
-    """Make the schedulers of the argument `scheduler`, and when they step, by component name.
-
-    Raises:
-        UsageError: a scheduler has no `step`, or steps on a metric that is not named, or two set
-            the learning rate of the same group of parameters.
-    """
+    """Make the schedulers of the argument `scheduler`, and when they step, by component name."""
     if given is None:
         return {}
     if optimizer is None:

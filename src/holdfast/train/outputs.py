@@ -112,10 +112,7 @@ Reduction = Literal["mean", "sum", "max", "min", "l2"]
 class Reduced:
     """Metric of a batch that is not averaged over the batches of a step and the ranks.
 
-        return loss, {"tokens": Reduced(labels.numel(), "sum")}
-
-    Raises:
-        UsageError: `by` is not a known reduction.
+    return loss, {"tokens": Reduced(labels.numel(), "sum")}
     """
 
     value: Any

@@ -225,9 +225,6 @@ class Trainer:
                 with `update`, `compute` and `reset`, functions of all outputs, or `Measured`.
             micro_batch: most samples in a forward pass: larger batches are split, with the
                 gradient of the whole; "auto": as many as fit into memory.
-
-        Raises:
-            UsageError: an argument is wrong.
         """
         callbacks = list(callbacks)
         given = dict(locals())
@@ -445,20 +442,6 @@ class Trainer:
             strict: False: resume with a model that has gained or lost parameters. New ones keep
                 their initial values and have no moments; all others are resumed. A warning lists
                 both kinds (docs/loading.md).
-
-        Raises:
-            UsageError: `until` is not a goal, or counts what is not counted here; `without` names
-                what this Trainer has; `start_from` does not name another root; nothing has
-                what `override` names; nobody logs a metric that is watched; or the Trainer has
-                trained before and nothing of that was saved.
-            NoCheckpoint: `start_from` or `resume` names no checkpoint, there is no best one to
-                load, or none to resume from with `resume="always"`.
-            MismatchError: the checkpoint does not fit; nothing was changed.
-            SaveFailed: saving failed three times in a row.
-            OwnershipError: another process trains this run.
-            HookFailed: a callback raised.
-            UnhealthyState: loss or weights are not finite, and `unhealthy="raise"`.
-            SystemExit, KeyboardInterrupt: a signal asked to stop, the latter for SIGINT.
         """
         if data is not None:
             self._use_data(data)
@@ -504,11 +487,7 @@ class Trainer:
 
     @property
     def goal(self) -> Time:
-        """Goal of the current or last `fit`.
-
-        Raises:
-            UsageError: there was none yet.
-        """
+        """Goal of the current or last `fit`."""
         if self._ending is None:
             raise UsageError("there is no goal before fit is called")
         return self._ending.goal
@@ -561,11 +540,7 @@ class Trainer:
         return self._callbacks.all
 
     def callback(self, kind: type[C]) -> C:
-        """Return the only callback of a class.
-
-        Raises:
-            UsageError: there is none, or there are several.
-        """
+        """Return the only callback of a class."""
         found = [item for item in self.callbacks if isinstance(item, kind)]
         if len(found) != 1:
             names = [type(item).__name__ for item in self.callbacks]
@@ -574,11 +549,7 @@ class Trainer:
 
     @contextmanager
     def scope(self, name: str) -> Iterator[None]:
-        """Begin the names of metrics that are logged in the block with `name/`; may be nested.
-
-        Raises:
-            UsageError: `name` is not a text.
-        """
+        """Begin the names of metrics that are logged in the block with `name/`; may be nested."""
         if not isinstance(name, str) or not name:
             raise UsageError(f"scope: name={name!r}: must be a text")
         self._scopes.append(name)
@@ -594,12 +565,6 @@ class Trainer:
             which: one checkpoint, as for `validate_all`; None: the weights as they are. Loaders
                 are taken as `data`.
             data: what to validate on, as the argument `validate` of the Trainer; None: on that.
-
-        Raises:
-            UsageError: there is nothing to validate on, `which` is given while `fit` runs, or it is
-                a pattern for several checkpoints.
-            NoCheckpoint: no checkpoint matches `which`.
-            HookFailed: a callback raised.
         """
         if which is not None and not isinstance(which, str | int | os.PathLike):
             if data is not None:
@@ -615,9 +580,6 @@ class Trainer:
         Args:
             data: a loader, loaders by name, or a `Validation` or a list of them.
             which: one checkpoint, as for `validate_all`; None: the weights as they are.
-
-        Raises:
-            UsageError, NoCheckpoint, HookFailed: as `validate`.
         """
         return self._evaluate(self._parts(data, kind="test"), which, is_test=True)
 
@@ -645,10 +607,6 @@ class Trainer:
             use_ema: whether the averaged weights predict, if the Trainer keeps an average.
             batches_per_part: batches of a part, which are kept in memory until it is written.
             overwrite: whether to delete predictions that the folder has, complete or not.
-
-        Raises:
-            UsageError: an argument is wrong, or the folder has predictions already.
-            NoCheckpoint: no checkpoint matches `which`.
         """
         making.check_loader(data)
         weights = self._weights
@@ -679,9 +637,6 @@ class Trainer:
         Model, optimizer, average, data, generators and root are those of before, bit for bit.
         Callbacks and schedulers are not called. With several groups of parameters all rates grow
         by the same factors, so that the first group goes from `lowest` to `highest`.
-
-        Raises:
-            UsageError: an argument is wrong, `fit` runs, or there is nothing to train.
         """
         with self._trying("find_learning_rate"):
             return find_learning_rate(self._trial, lowest=lowest, highest=highest, steps=steps)
@@ -700,12 +655,6 @@ class Trainer:
 
         Returns:
             By step, then in the order in which they were made; each checkpoint once.
-
-        Raises:
-            NoCheckpoint: an item matches no checkpoint; nothing was validated.
-            UsageError: the Trainer has no `validate`, or `fit` runs.
-            FormatError, MismatchError: one is damaged, or does not fit.
-            HookFailed: a callback raised.
         """
         self._check_validates()
         targets = self._chosen(which)
@@ -716,9 +665,6 @@ class Trainer:
         """End `fit` after the current step, which is saved. Requests cannot be cancelled.
 
         No-op in a validation outside of `fit`.
-
-        Raises:
-            UsageError: neither `fit` nor a validation is running.
         """
         if not self._is_running:
             raise UsageError(
@@ -741,10 +687,6 @@ class Trainer:
         Other values are dropped; a warning is logged, once for each name. If no logger records an
         entry, a warning is logged, once for each kind of entry; not with `fast_dev_run`, which has
         no loggers.
-
-        Raises:
-            UsageError: `to` names a logger that does not exist.
-            HookFailed: a logger raised.
         """
         if self._scopes:
             prefix = "/".join(self._scopes)

@@ -111,9 +111,6 @@ class Training(Protocol):
         """End `fit` after the current step, which is saved. Requests cannot be cancelled.
 
         No-op in a validation outside of `fit`.
-
-        Raises:
-            UsageError: neither `fit` nor a validation is running.
         """
 
     def log(self, metrics: Mapping[str, Any], *, to: Collection[str] | None = None) -> None:
@@ -224,11 +221,7 @@ class Counters:
                 raise UsageError(f"stored {name}={value!r}: must be a whole number, 0 or above")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore stored counters.
-
-        Raises:
-            UsageError: a counter is missing, unknown or not a count; nothing is changed then.
-        """
+        """Restore stored counters."""
         self.check_state_dict(state)
         lists = {name: [*state.get(name, [])] for name in _LISTS}
         for name, value in {_NUMBERS: {}, **state, **lists}.items():
@@ -266,9 +259,6 @@ class Average:
         """Copy `model`, to average weights in the copy; `model` itself is never changed.
 
         The copy is in float32, or wider: most updates round to no change in bfloat16 and float16.
-
-        Raises:
-            UsageError: `decay` is not between 0 and 1.
         """
         if isinstance(decay, bool) or not 0 < decay < 1:
             raise UsageError(f"ema={decay!r}: must be between 0 and 1, such as 0.999")

@@ -235,11 +235,7 @@ class HoldfastRun:
         )
 
     def _count(self, found: Checkpoint, length: int, max_epochs: int | None) -> None:
-        """Set the Engine's counters from a checkpoint of another trainer.
-
-        Raises:
-            UsageError: the position in the data is another one.
-        """
+        """Set the Engine's counters from a checkpoint of another trainer."""
         iteration = found.step * self._accumulate
         loader = self._components.get("data")
         batch = getattr(loader, "batch", iteration % length) % length
@@ -254,11 +250,7 @@ class HoldfastRun:
         )
 
     def _check_counts(self, length: int) -> None:
-        """Check that iterations are counted as by the process that saved the checkpoint.
-
-        Raises:
-            UsageError: an epoch has more or fewer of them, or a step has.
-        """
+        """Check that iterations are counted as by the process that saved the checkpoint."""
         found, state = self._resumed, self.engine.state
         if found is None:
             return

@@ -144,11 +144,7 @@ def stateful_handlers(engine: Engine) -> Iterator[Any]:
 
 
 def check_engine(engine: Engine) -> None:
-    """Check that the Engine has all that this bridge uses.
-
-    Raises:
-        UsageError: lists what it lacks.
-    """
+    """Check that the Engine has all that this bridge uses."""
     version = getattr(ignite, "__version__", "unknown")
     wrong = [
         f"engine.{name}: Ignite {version} has none; supported are {SUPPORTED}"

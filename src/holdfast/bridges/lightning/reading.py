@@ -47,12 +47,7 @@ class ReadingIO(CheckpointIO):
 
     @override
     def load_checkpoint(self, path: Any, *arguments: Any, **options: Any) -> dict[str, Any]:
-        """Load weights into the live module, and return them with what hooks may ask for.
-
-        Raises:
-            NoCheckpoint: no checkpoint matches.
-            MismatchError: it does not fit the module.
-        """
+        """Load weights into the live module, and return them with what hooks may ask for."""
         text = os.fspath(path)
         if text.endswith(_FILES) or not checkpoints_of_ours.recognises(text):
             options = {name: one for name, one in options.items() if one is not None}

@@ -55,11 +55,7 @@ RESTARTING = ("_restarting", "_loaded_from_state_dict", "_resuming_from_checkpoi
 
 
 def check_trainer(trainer: Any) -> None:
-    """Check that the Trainer is one that this bridge knows.
-
-    Raises:
-        UsageError: lists everything that is not.
-    """
+    """Check that the Trainer is one that this bridge knows."""
     version, wrong = getattr(lightning, "__version__", "unknown"), []
     if not isinstance(trainer, lightning.Trainer):
         wrong.append(f"{type(trainer).__module__}: import the Trainer from `lightning`")
@@ -102,11 +98,7 @@ def find_last(callback: type[Any]) -> None:
 
 
 def model_of(module: Any, part: str | None) -> Any:
-    """Return the LightningModule, or the part of it that is the component `model`.
-
-    Raises:
-        UsageError: there is no such part, or another one has weights or buffers, too.
-    """
+    """Return the LightningModule, or the part of it that is the component `model`."""
     if part is None:
         return module
     found = attrgetter(part)(module) if part in dict(module.named_modules()) else None
@@ -144,11 +136,7 @@ def components_of(trainer: Any, emit: Emitter) -> dict[str, Any]:
 
 
 def _check_lengths(trainer: Any, loaders: list[Any]) -> None:
-    """Check that an epoch of Lightning is one of the loader.
-
-    Raises:
-        UsageError: it is shorter, or a loader without a length is read ahead.
-    """
+    """Check that an epoch of Lightning is one of the loader."""
     for loader in loaders:
         if not hasattr(loader, "at_epoch_end"):
             continue
@@ -173,11 +161,7 @@ def position_of(trainer: Any) -> Any:
 
 
 def begin_anew(trainer: Any) -> None:
-    """Set the loaders of validations to their first batch.
-
-    Raises:
-        UsageError: one of them is the Loader of the training, whose position it would move.
-    """
+    """Set the loaders of validations to their first batch."""
     training = trainer.fit_loop._combined_loader.flattened
     loaders = trainer.fit_loop.epoch_loop.val_loop._combined_loader.flattened
     if any(hasattr(one, "at_epoch_end") and one is other for one in loaders for other in training):

@@ -114,11 +114,7 @@ class Run(TrainerCallback):
             self._validations.ended(state.global_step, found)
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Refuse an evaluation that takes the batches of the training.
-
-        Raises:
-            UsageError: it would move the position that is saved.
-        """
+        """Refuse an evaluation that takes the batches of the training."""
         if self.manager is not None and kwargs.get("eval_dataloader") in (self.data, self.epochs):
             raise UsageError(
                 "the evaluation has the Loader of the training, whose position it would move: "
@@ -128,11 +124,7 @@ class Run(TrainerCallback):
     # What the mixin calls
 
     def choose(self, given: str | int | bool | None, step: int | None) -> str | None:
-        """Note which checkpoint to resume; return a folder of the Trainer's own to begin with.
-
-        Raises:
-            UsageError: there is nothing to resume, or something that must not be.
-        """
+        """Note which checkpoint to resume; return a folder of the Trainer's own to begin with."""
         root, self._which = self.checkpoints.root, "latest"
         if step is not None and given is False:
             raise UsageError(
@@ -165,11 +157,7 @@ class Run(TrainerCallback):
             self._write_step(self._folder, step or 0)
 
     def _begin(self) -> None:
-        """Resume from the newest checkpoint, with all that the Trainer has made of its arguments.
-
-        Raises:
-            Elsewhere: the checkpoint that was used is not of the step that the loop begins at.
-        """
+        """Resume from the newest checkpoint, with all the Trainer has made of its arguments."""
         counters = self.counters
         state: dict[str, Any] = {
             "model": self.trainer.model,

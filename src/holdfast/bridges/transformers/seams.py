@@ -68,11 +68,7 @@ def beside_bar(line: str) -> None:
 
 
 def check_names() -> None:
-    """Raise `UsageError` unless transformers has all the names that this module needs.
-
-    Raises:
-        UsageError: names them, and the versions that have them.
-    """
+    """Raise `UsageError` unless transformers has all the names that this module needs."""
     trainer = transformers.Trainer
     missing = [f"Trainer.{name}" for name in _METHODS if not hasattr(trainer, name)]
     loop = getattr(trainer, "_inner_training_loop", None)

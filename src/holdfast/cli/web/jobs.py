@@ -151,11 +151,7 @@ class Jobs:
         context: Context,
         can_stop: bool = True,
     ) -> Job:
-        """Begin a piece of work in a thread of its run, unless the same is under way already.
-
-        Raises:
-            UsageError: too much work of this run waits already.
-        """
+        """Begin a piece of work in a thread of its run, unless the same is under way already."""
         for job in self:
             if not job.is_over and (job.kind, job.title, job.run) == (kind, title, run):
                 return job

@@ -64,13 +64,7 @@ def serve(
     is_opening: bool,
     as_json: bool,
 ) -> int:
-    """Serve the page until Ctrl-C.
-
-    Raises:
-        UsageError: the packages of the page are missing, or the port is taken.
-        NoCheckpoint: a root does not exist.
-        StoreError: a root cannot be read, or none can be reached at present.
-    """
+    """Serve the page until Ctrl-C."""
     prefix = path_prefix.rstrip("/")
     if not _PREFIX.fullmatch(prefix) or ".." in prefix:
         raise UsageError(f"--path-prefix={path_prefix!r}: write it as /holdfast")
@@ -123,10 +117,6 @@ def _unreachable(roots: Sequence[str]) -> Mapping[str, str]:
 
     Opens all of them at once. The page tries these again; any other error, such as that of a
     mistyped path, ends the command, and so does a start at which no root can be reached.
-
-    Raises:
-        NoCheckpoint: a root does not exist.
-        StoreError: a root cannot be read, or none can be reached at present.
     """
     openers = Workers(min(len(roots), _MAX_OPENING), "holdfast-open")
     opening = {openers.submit(partial(copy_context().run, open_root, root)): root for root in roots}
@@ -148,11 +138,7 @@ def _open(url: str) -> None:
 
 
 def listening(port: int | None) -> socket.socket:
-    """Listen on 127.0.0.1; without a given port on the usual one, or on any that is free.
-
-    Raises:
-        UsageError: the given port is taken.
-    """
+    """Listen on 127.0.0.1; without a given port on the usual one, or on any that is free."""
     for number in (DEFAULT_PORT, 0) if port is None else (port,):
         # asyncio sends without delay only on sockets that say that they are of TCP.
         listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)

@@ -35,22 +35,14 @@ class Site:
     may_delete: bool
 
     def run(self, request: Request) -> Run:
-        """Look up the run that a URL names.
-
-        Raises:
-            HTTPException: there is none of that name.
-        """
+        """Look up the run that a URL names."""
         run = self.runs.get(request.path_params["run"])
         if run is None:
             raise HTTPException(404, "There is no such run.")
         return run
 
     async def listed(self, run: Run) -> Ls:
-        """Return the list of a run's checkpoints, waiting for it.
-
-        Raises:
-            HTTPException: it cannot be read, or not in time.
-        """
+        """Return the list of a run's checkpoints, waiting for it."""
         seen = await run.listed(patience_s=WHOLE_S)
         if seen.answer is None:
             raise HTTPException(503, str(seen.error or "The root is still being read."))
@@ -58,11 +50,7 @@ class Site:
         return found
 
     async def checkpoint(self, request: Request, run: Run) -> Listed:
-        """Look up the checkpoint that a URL names, in what was listed.
-
-        Raises:
-            HTTPException: there is none of that name.
-        """
+        """Look up the checkpoint that a URL names, in what was listed."""
         return named(await self.listed(run), request.path_params["folder"])
 
     def page(
@@ -101,11 +89,7 @@ class Site:
 
 
 def named(listed: Ls, folder: str) -> Listed:
-    """Find a checkpoint by its folder.
-
-    Raises:
-        HTTPException: none has that name.
-    """
+    """Find a checkpoint by its folder."""
     found = next((one for one in listed.checkpoints if one.folder == folder), None)
     if found is None:
         raise HTTPException(404, "There is no such checkpoint.")

@@ -72,10 +72,6 @@ def check_owner(store: Store, *, takeover: bool, emit: Emitter, watch: Wait | No
     On the owner's host this is exact. If the process ran elsewhere, cannot be inspected or is
     just ending, the heartbeat is watched for up to `WATCH_S` seconds (`watch(seconds)` waits; a
     test may pass its own). Writes nothing. With `takeover`, warns instead of raising.
-
-    Raises:
-        OwnedElsewhere: a live process owns the run.
-        UsageError: the root is new, and inside another one or around one.
     """
     epoch = Catalog(store).highest_epoch()
     if epoch == 0:
@@ -219,9 +215,6 @@ def claim_run(
     chosen checkpoint is being deleted, or if an earlier writer committed something newer before
     the claim fenced it off. On an error, a claim that was put already is closed. `tiered` is
     recorded in the claim, whose epoch will be greater than `above`.
-
-    Raises:
-        OwnedElsewhere: a live process owns the run.
     """
     claim: Claim | None = None
     try:
@@ -280,9 +273,6 @@ def epoch_after(catalog: Catalog, after: int, point: Reference | None) -> int | 
     """Return the epoch for a claim that resumes from `point`; None if another claim came first.
 
     `after` is the newest epoch as `check_owner` returned it.
-
-    Raises:
-        UsageError: `point` was copied from another run.
     """
     newest = after
     if after == 0:
@@ -397,11 +387,7 @@ def put_closed(store: Store, claim: Claim) -> None:
 
 
 def settled_choice(entry: Entry, *, is_rollback: bool) -> Iterator[Choice]:
-    """Yield one checkpoint as the only choice for `claim_run`; raise if it asks for another.
-
-    Raises:
-        NoCheckpoint: it no longer holds, and a second choice was requested.
-    """
+    """Yield one checkpoint as the only choice for `claim_run`; raise if it asks for another."""
     yield Choice(point=entry.reference, is_rollback=is_rollback)
     raise NoCheckpoint(
         f"{entry.folder}: it is being deleted, or the run went on from a newer one meanwhile; "

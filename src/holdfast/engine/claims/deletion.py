@@ -55,9 +55,6 @@ def retract(
 
     `is_sent_to` is as for `may_remove_whole`. The registers of `unclear` folders stay. With
     `even_held` pins and tags do not keep it: a person has said so.
-
-    Raises:
-        Superseded: a later writer owns the run; at most the mark was left.
     """
     by = f"writer {claim.epoch}"
     try:
@@ -92,9 +89,6 @@ def retract_unreadable(
 
     In the order of `retract`, but pins do not keep it. Returns why it stays, empty if it is
     deleted, and the files of others that were left in its folder.
-
-    Raises:
-        Superseded: a later writer owns the run; at most the mark was left.
     """
     by = f"writer {claim.epoch}"
     try:
@@ -156,9 +150,6 @@ def thin(
     """Delete components of a checkpoint unless it is pinned, tagged or leased by a reader.
 
     In this order: marks, ownership check, pins, leases, files. `even_held` is as for `retract`.
-
-    Raises:
-        Superseded: a later writer owns the run; at most the marks were left.
     """
     ours: list[str] = []
     for component in components:

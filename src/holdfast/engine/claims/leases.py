@@ -106,10 +106,6 @@ def kept(catalog: Catalog, which: str | int, *, emit: Emitter | None = None) -> 
 
     If it is replaced meanwhile, resolves anew; "latest" skips checkpoints whose deletion has
     begun.
-
-    Raises:
-        NoCheckpoint: no checkpoint matches, or its deletion has begun.
-        FormatError: its manifest is damaged.
     """
     passed_over: list[str] = []
     with ExitStack() as stack:
@@ -180,11 +176,7 @@ class _HeldLease:
         self._renewed: Future[None] | None = None
 
     def take(self) -> str:
-        """Put the lease; return the reason, for the user, if the storage refuses it, else "".
-
-        Raises:
-            StoreError: the put failed in another way.
-        """
+        """Put the lease; return the reason, for the user, if the storage refuses it, else ""."""
         try:
             self._may_exist = True
             refused = self._put_first()

@@ -28,9 +28,6 @@ def annotate(
     """Add tags to a checkpoint, remove those of `remove_tags` that it has, pin or unpin it.
 
     The notes are put first; then a deletion under way is detected (docs/design.md, rule 4).
-
-    Raises:
-        NoCheckpoint: it no longer exists, or its deletion has begun.
     """
     catalog = Catalog(store)
     removed = tuple(remove_tags)
@@ -57,12 +54,7 @@ def annotate(
 
 
 def annotate_copies(catalog: Catalog, which: str | int, **notes: Any) -> None:
-    """Annotate a checkpoint, by its name, in each tier that has it; `notes` as in `annotate`.
-
-    Raises:
-        NoCheckpoint: `which` names no checkpoint, or its deletion has begun.
-        UsageError: a tag cannot be removed.
-    """
+    """Annotate a checkpoint, by its name, in each tier that has it; `notes` as in `annotate`."""
     catalog.look_again()
     entry = catalog.resolve(which)
     expect_removable(entry, notes.get("remove_tags", ()))
@@ -71,11 +63,7 @@ def annotate_copies(catalog: Catalog, which: str | int, **notes: Any) -> None:
 
 
 def expect_removable(entry: Entry, tags: Iterable[str]) -> None:
-    """Check that tags can be removed from a checkpoint.
-
-    Raises:
-        UsageError: it has no such tag, or the save itself gave it.
-    """
+    """Check that tags can be removed from a checkpoint."""
     given = tuple(tags)
     if fixed := [tag for tag in given if tag in entry.manifest.tags]:
         raise UsageError(
@@ -88,11 +76,7 @@ def expect_removable(entry: Entry, tags: Iterable[str]) -> None:
 
 
 def checked_tags(tags: Iterable[str]) -> tuple[str, ...]:
-    """Check and return tags: each one word that cannot be read as a step, folder or `latest`.
-
-    Raises:
-        UsageError: one is not.
-    """
+    """Check and return tags: each one word that cannot be read as a step, folder or `latest`."""
     if isinstance(tags, str):
         raise UsageError(f"tags={tags!r}: give a list of tags, not one text")
     checked = tuple(tags)
@@ -108,11 +92,7 @@ def checked_tags(tags: Iterable[str]) -> tuple[str, ...]:
 
 
 def checked_reasons(reasons: Any) -> tuple[str, ...]:
-    """Check and return the reasons why a state is unhealthy, as `before_save` gave them, or None.
-
-    Raises:
-        UsageError: it is neither a list of texts nor None.
-    """
+    """Check and return the reasons for an unhealthy state, given by `before_save`, or None."""
     given = () if reasons is None else reasons
     if isinstance(given, list | tuple) and all(isinstance(reason, str) for reason in given):
         return tuple(map(escaped, given))
@@ -123,11 +103,7 @@ def checked_reasons(reasons: Any) -> tuple[str, ...]:
 
 
 def checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
-    """Convert metrics to floats; one-element tensors and NumPy scalars are accepted, too.
-
-    Raises:
-        UsageError: `metrics` is not a mapping, a name is not text, or a value is not one number.
-    """
+    """Convert metrics to floats; one-element tensors and NumPy scalars are accepted, too."""
     if metrics is not None and not isinstance(metrics, Mapping):
         raise UsageError(f"metrics={metrics!r}: give a dict, such as {{'loss': 0.5}}")
     checked: dict[str, float] = {}

@@ -51,9 +51,6 @@ class Ownership:
         """Claim the run, to continue from a chosen checkpoint; see `claim_run`.
 
         If that fails, an earlier claim of this manager is released too.
-
-        Raises:
-            OwnedElsewhere: a live process owns the run.
         """
         before = self._give_up()  # the new claim would make the earlier one lose ownership
         try:

@@ -87,11 +87,7 @@ class AgreedSaves:
             self._changed.notify_all()
 
     def look(self) -> bytes | None:
-        """Count a call; return the wish whose position it is, on every rank.
-
-        Raises:
-            RanksError: the ranks did not agree on the position of a wish.
-        """
+        """Count a call; return the wish whose position it is, on every rank."""
         if self._started_s is None:
             self._start()
         with self._changed:

@@ -90,11 +90,7 @@ class OnCommit:
 def commands_of(
     given: OnCommit | str | Sequence[str] | CommitFunction | None,
 ) -> tuple[Reporter, ...]:
-    """Return the sink that runs what is given as `on_commit`; none for None.
-
-    Raises:
-        UsageError: the command is wrong.
-    """
+    """Return the sink that runs what is given as `on_commit`; none for None."""
     if given is None:
         return ()
     return (CommandSink(given if isinstance(given, OnCommit) else OnCommit(given)),)
@@ -207,11 +203,7 @@ class _Output:
         self._pipe.close()
 
     def read_until(self, process: subprocess.Popen[bytes], deadline_s: float) -> None:
-        """Read until the process has ended, or has closed its output.
-
-        Raises:
-            subprocess.TimeoutExpired: neither happened in time.
-        """
+        """Read until the process has ended, or has closed its output."""
         while self.is_held and process.poll() is None:
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:

@@ -95,9 +95,6 @@ class Outside:
         """Collect events for triggers, including `event`, and new requests.
 
         Only the owner reads requests: no other process can save the run.
-
-        Raises:
-            UsageError: `event` is not a known event.
         """
         events = _checked(event)
         requests = self._requests.poll() if is_owner else ()

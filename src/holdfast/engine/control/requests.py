@@ -258,9 +258,6 @@ def ask(
     """Put a request for a save into the root; return its name inside `requests/`.
 
     A caller that may be interrupted gives the id, to know which request to withdraw.
-
-    Raises:
-        UsageError: the reason or a tag is not allowed.
     """
     request_id = request_id if request_id is not None else new_id()
     record = RequestRecord(

@@ -182,11 +182,7 @@ class Stop:
             self._requested = self._received
 
     def __enter__(self) -> Stop:
-        """Install the signal handlers.
-
-        Raises:
-            UsageError: another Stop is active.
-        """
+        """Install the signal handlers."""
         if threading.current_thread() is not threading.main_thread():
             if not self._has_said:
                 logger.warning("Stop: signals reach the main thread only; here they are not seen")
@@ -208,12 +204,7 @@ class Stop:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Restore the former handlers, and exit the program if a stop was requested.
-
-        Raises:
-            SystemExit: with status 75, after a request.
-            KeyboardInterrupt: if SIGINT was the first signal.
-        """
+        """Restore the former handlers, and exit the program if a stop was requested."""
         if threading.current_thread() is not threading.main_thread():
             return
         self._depth -= 1

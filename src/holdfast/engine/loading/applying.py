@@ -60,11 +60,6 @@ class Applying:
 
         A resume `claims` the run, to continue from the chosen checkpoint. A load does so only if
         this manager owns the run and everything is loaded.
-
-        Raises:
-            MismatchError: the checkpoint does not fit; raised before anything was changed.
-            OpaqueLoadFailed: an object failed while the state was partly replaced.
-            HoldfastError: the search or the claim failed.
         """
         try:
             while True:

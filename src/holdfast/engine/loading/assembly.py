@@ -39,11 +39,7 @@ class Assembly:
     """
 
     def __init__(self, index: Index, held: HeldBoxes) -> None:
-        """Plan the pieces; allocates no memory for tensors.
-
-        Raises:
-            FormatError: a stored box does not begin at a multiple of its item size.
-        """
+        """Plan the pieces; allocates no memory for tensors."""
         files: list[str] = []
         pieces: list[_Pieces] = []
         self._targets: list[tuple[str, TensorSpec, tuple[int, ...]]] = []
@@ -79,11 +75,7 @@ class Assembly:
         return [self.places.files[number] for number in numbers]
 
     def allocate(self) -> dict[str, dict[str, Tensor]]:
-        """Allocate the tensors, by component and key, with undefined values.
-
-        Raises:
-            OutOfMemory: the host lacks the memory for them.
-        """
+        """Allocate the tensors, by component and key, with undefined values."""
         tensors: dict[str, dict[str, Tensor]] = {}
         for component, spec, shape in self._targets:
             tensor = tensors.setdefault(component, {})[spec.key] = _empty(spec, shape)

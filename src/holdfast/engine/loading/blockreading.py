@@ -69,12 +69,7 @@ bring nothing into that cache."""
 def read_block(
     store: Store, file: FileBlocks, number: int, plain: memoryview, *, verify: bool = True
 ) -> str:
-    """Read, decompress and check a block into `plain`, of its length; return its fault, or "".
-
-    Raises:
-        StoreError: it cannot be read.
-        CorruptData: the file is too short.
-    """
+    """Read, decompress and check a block into `plain`, of its length; return its fault, or ""."""
     return begin_block(store, file, number, plain, verify=verify, buffers=Buffers())()
 
 
@@ -91,11 +86,6 @@ def begin_block(
 
     A block with a wrong digest is read once more: a transient read error must not condemn a sound
     checkpoint. `buffers` has memory for compressed blocks.
-
-    Raises:
-        StoreError: it cannot be read.
-        CorruptData: the file is too short, or was tampered with.
-        The check raises the same, as it may read once more.
     """
     if file.decoder is None:
         return _begin_plain(store, file, number, plain, verify=verify)
@@ -131,10 +121,6 @@ def cached_block(
 
     None if the store cannot do that. The function takes the targets, in order, and whether to
     check. It returns whether all `nbytes` were cached and right; if not, targets are undefined.
-
-    Raises:
-        StoreError: the file cannot be opened.
-        CorruptData: it is too short.
     """
     if file.decoder is not None:
         return None

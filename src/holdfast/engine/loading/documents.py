@@ -11,11 +11,7 @@ from holdfast.store.base import Store
 
 
 def read_index(store: Store, folder: str, manifest: Manifest, *, verify: bool = True) -> Index:
-    """Read and check the index of a checkpoint.
-
-    Raises:
-        CorruptData: it is missing, cut or changed.
-    """
+    """Read and check the index of a checkpoint."""
     data = read_file(store, folder, layout.INDEX, manifest, verify=verify)
     index = decode_index(data, files=manifest.files, what=f"{store.url}/{folder}/{layout.INDEX}")
     if set(index.components) != set(manifest.components):
@@ -28,11 +24,7 @@ def read_index(store: Store, folder: str, manifest: Manifest, *, verify: bool = 
 def read_tree(
     store: Store, folder: str, name: str, manifest: Manifest, index: Index, *, verify: bool = True
 ) -> bytes:
-    """Read and check the tree of a component, as the bytes of its document.
-
-    Raises:
-        CorruptData: it is missing, cut or changed.
-    """
+    """Read and check the tree of a component, as the bytes of its document."""
     tree = manifest.components[name].files[0]
     if manifest.files[tree].stored is None:
         return read_file(store, folder, tree, manifest, verify=verify)

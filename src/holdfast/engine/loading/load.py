@@ -43,10 +43,6 @@ def open_checkpoint(
     """Read and check a checkpoint's index, and the trees of `components` (None: of all).
 
     Of components of which each rank has its own state it gives the part of `rank`.
-
-    Raises:
-        CorruptData: a document is missing, cut or changed.
-        MismatchError: such a component cannot be given to `world_size` ranks.
     """
     index = read_index(store, folder, manifest, verify=verify)
     wanted = manifest.components if components is None else components

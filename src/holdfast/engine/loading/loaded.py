@@ -18,11 +18,7 @@ class ScriptSettings:
     """Learning rates and settings in the live state, recorded before a load replaces them."""
 
     def __init__(self, state: Mapping[str, Any], override: Iterable[str]) -> None:
-        """Record them; `override` names options that keep the script's value.
-
-        Raises:
-            UsageError: no optimizer or scheduler has an option that `override` names.
-        """
+        """Record them; `override` names options that keep the script's value."""
         self._state = state
         self._rates = Rates(state)
         self._settings = Settings(state)

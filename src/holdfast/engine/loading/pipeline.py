@@ -78,11 +78,7 @@ class ReadPipeline:
         """The error of the last read that failed."""
 
     def expect(self, file: str) -> None:
-        """Check that a tensor file exists in full length, and register it for `run`.
-
-        Raises:
-            CorruptData: it is missing, or has another length.
-        """
+        """Check that a tensor file exists in full length, and register it for `run`."""
         opened, entry = self._opened, self._opened.manifest.files[file]
         check_size(self._store, f"{opened.folder}/{file}", entry)
         self._files[file] = FileBlocks.of(opened.folder, file, entry, opened.index)
@@ -92,14 +88,7 @@ class ReadPipeline:
         self._device = device
 
     def run(self, plan: ReadPlan) -> None:
-        """Read, check and copy all blocks of a plan, and wait for them.
-
-        Raises:
-            CorruptData, Tampered: names file, block and the tensors in it; some bytes may be copied
-                already.
-            StoreError: a block cannot be read.
-            RanksError: another rank is to send some blocks, and cannot.
-        """
+        """Read, check and copy all blocks of a plan, and wait for them."""
         reads: Mapping[BlockId, BlockRead] = plan.reads
         if self._sharing is not None and reads:
             reads = self._run_shared(reads, self._sharing)

@@ -359,13 +359,7 @@ class Reader:
         return f"{self.catalog.home(entry.folder).url}/{entry.folder}"
 
     def named(self, which: str | int, options: LoadOptions) -> LoadCandidate:
-        """Resolve a name and read that checkpoint; again if it is deleted meanwhile.
-
-        Raises:
-            NoCheckpoint: no checkpoint matches, or each is deleted before it is read.
-            Dropped: requested components are missing.
-            FormatError, StoreError: it is damaged or cannot be read.
-        """
+        """Resolve a name and read that checkpoint; again if it is deleted meanwhile."""
         catalog = self.catalog
         for _ in range(_MAX_LOOKS):
             with self._kept(which) as entry:
@@ -408,9 +402,6 @@ class Reader:
 
         Parts that side savers saved before the first whole state do not count. Unless `unhealthy`
         is "accept", an unhealthy one is taken only when no other can be used.
-
-        Raises:
-            NoUsableCheckpoint: something was committed and nothing can be used.
         """
         if unhealthy not in get_args(Unhealthy):
             raise UsageError(f"unhealthy={unhealthy!r}: must be one of {get_args(Unhealthy)}")
@@ -627,11 +618,6 @@ class Search:
         """Read the checkpoint that the leader has chosen, and set `candidate` to it.
 
         With `is_remote` from the remote tier, as the leader does.
-
-        Raises:
-            NotShared: this rank does not see it.
-            FormatError, StoreError: it is damaged or cannot be read.
-            MismatchError: it does not fit the live state.
         """
         self.candidate = None
         catalog, name = self._reader.catalog, parse_attempt(folder)

@@ -42,11 +42,7 @@ class Sides:
         return sides
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Check the components named in `new` and `without` against the live state.
-
-        Raises:
-            UsageError: one of `new` is not a component of it, or one of `without` is.
-        """
+        """Check the components named in `new` and `without` against the live state."""
         live = [*state, RNG]
         for name in self.new:
             if name not in live:

@@ -33,11 +33,7 @@ class PackedSource(TensorSource, Protocol):
     """Source of unread tensors that can read many small ones together."""
 
     def read_packed(self, packed: Packed) -> None:
-        """Read tensors into packed memory.
-
-        Raises:
-            FormatError, StoreError: they cannot be read.
-        """
+        """Read tensors into packed memory."""
         ...
 
 

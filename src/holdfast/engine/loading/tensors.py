@@ -78,9 +78,6 @@ class TensorReader:
             needed: component → keys.
             shards: component → key → the boxes of a tensor that are needed, which it returns as a
                 tensor of `local_shape`. All other tensors are returned whole.
-
-        Raises:
-            CorruptData: names file, block and the tensors in it.
         """
         whole, boxed = self._split(needed, shards)
         assembly = Assembly(self._opened.index, boxed)
@@ -112,9 +109,6 @@ class TensorReader:
 
         Components with a tensor that is stored as several boxes, or of which only some boxes are
         needed, are read into fresh memory at once; see `read`.
-
-        Raises:
-            CorruptData: a file is missing, or has another length; a block is damaged that was read.
         """
         lists = {name: [*keys] for name, keys in needed.items()}
         _, boxed = self._split(lists, shards)
@@ -125,22 +119,14 @@ class TensorReader:
         return {**{n: UnreadTensors(self, p) for n, p in by_component.items()}, **fresh}
 
     def verify_all(self) -> None:
-        """Read and check every block that the `unread` tensors need, without any copy.
-
-        Raises:
-            CorruptData: names file, block and the tensors in it.
-        """
+        """Read and check every block that the `unread` tensors need, without any copy."""
         plan = self._plan()
         for file, wanted in self._unread.items():
             plan.check(file, wanted)
         self._pipeline.run(plan)
 
     def copy(self, pairs: Sequence[tuple[Tensor, Unread]]) -> None:
-        """Read the stored tensor of each pair into the live one; see `TensorSource`.
-
-        Raises:
-            CorruptData: names file, block and the tensors in it; some may be copied already.
-        """
+        """Read the stored tensor of each pair into the live one; see `TensorSource`."""
         # Threads copy, not on the caller's stream: pending uses of the live tensors must end first.
         for device in {live.device for live, _ in pairs if live.is_cuda}:
             torch.cuda.synchronize(device)

@@ -293,14 +293,7 @@ class LeadingApplying(_RanksApplying):
         self._say(_Read(entry.folder, is_remote))
 
     def expect_ready(self, entry: Entry, found: LoadCandidate | HoldfastError) -> None:
-        """Wait until all ranks have read a candidate; `found` is what this rank has read of it.
-
-        Raises:
-            CorruptData: it is damaged on another rank.
-            TransientStoreError: another rank could not read it, and may next time.
-            MismatchError: it does not fit the state of another rank, or has leaves for none.
-            RanksFailed, RanksSilent: another rank could not say.
-        """
+        """Wait until all ranks have read a candidate; `found` is what this rank has read of it."""
         if isinstance(found, HoldfastError):
             if self._refusal is None:
                 self._post(self._answer_of(found))

@@ -130,11 +130,7 @@ class LoneCheckpoint(WrappedStore):
 
     @cached_property
     def _tells_missing(self) -> bool:
-        """True: the server answers otherwise for files that do not exist.
-
-        Raises:
-            UnsupportedStore: it answers any name, with a page; names would be found without end.
-        """
+        """True: the server answers otherwise for files that do not exist."""
         key = f"{self._folder}/{_NO_FILE}"
         if is_there(self, key):
             raise UnsupportedStore(

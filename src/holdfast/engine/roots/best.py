@@ -29,10 +29,6 @@ def best_of(newest_first: Sequence[Manifest], which: str, *, where: str) -> int:
 
     Unhealthy ones do not count, and those without the whole state only if no other has the metric.
     `where` is the root, for messages.
-
-    Raises:
-        NoCheckpoint: none has the metric.
-        UsageError: whether low or high values are good is not known.
     """
     watched = watched_for(newest_first, which, where=where)
     sign = 1 if watched.mode == "min" else -1

@@ -457,10 +457,6 @@ class Catalog:
         """Check that the checkpoint exists to which the run was last rolled back by name.
 
         Without `anew`, only evaluate what the last `lineage` found.
-
-        Raises:
-            NoUsableCheckpoint: it is gone, and the newest others are those that a person has left
-                behind; the message lists which may be chosen.
         """
         if anew:
             next(self.lineage(), None)
@@ -488,9 +484,6 @@ class Catalog:
         With encryption, unencrypted ones are skipped: anybody may have put them there. Without
         `opens_all`, so are those encrypted with other keys: for searches for an older checkpoint
         than the newest, or by name.
-
-        Raises:
-            SealError: one of them is encrypted with other keys.
         """
         for name in self.lineage():
             try:
@@ -527,13 +520,7 @@ class Catalog:
         return None
 
     def newest(self, *, but: Collection[str] = ()) -> Entry | None:
-        """Find the `latest` outside the folders `but`; raise if a newer manifest is damaged.
-
-        Raises:
-            NoUsableCheckpoint: the checkpoint that the run was rolled back to is gone.
-            SealError: a newer one is encrypted with other keys.
-            FormatError: the manifest of a newer one is damaged or lost.
-        """
+        """Find the `latest` outside the folders `but`; raise if a newer manifest is damaged."""
         self.expect_rollback_target()
         entry = self.latest(entry for entry in self.lineage_entries() if entry.folder not in but)
         self._expect_readable_after(entry)
@@ -852,12 +839,7 @@ def is_root(store: Store) -> bool:
 
 
 def standalone(store: Store, folder: str) -> Entry:
-    """Read the checkpoint in a folder of any name, such as a copy made by `cp -r`.
-
-    Raises:
-        NoCheckpoint: the folder holds no committed checkpoint.
-        FormatError: its manifest is damaged.
-    """
+    """Read the checkpoint in a folder of any name, such as a copy made by `cp -r`."""
     register = read_if_there(
         store, f"{folder}/{layout.MANIFEST}", decode_register, max_nbytes=MAX_MANIFEST_NBYTES
     )

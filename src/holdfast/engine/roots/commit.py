@@ -86,11 +86,6 @@ def commit(store: Store, attempt: SaveAttempt, manifest: Manifest) -> None:
     """Commit a save: put its manifest, with an ownership check before and after.
 
     Everything that the manifest lists must be durable.
-
-    Raises:
-        Superseded: a later writer owns the run; `committed` says whether this save has committed.
-        CommitConflict: gc or another save has the key.
-        OutcomeUnknown: neither the reply of the storage nor reading back shows the outcome.
     """
     publish(store, attempt, encode_manifest(manifest), epoch=attempt.name.epoch)
 
@@ -119,11 +114,7 @@ def publish(store: Store, attempt: SaveAttempt, data: bytes, *, epoch: int) -> N
 
 
 def _may_have_committed(store: Store, attempt: SaveAttempt, error: StoreError) -> bool:
-    """Whether a refused put of a manifest may have taken effect all the same.
-
-    Raises:
-        OutcomeUnknown: its key exists.
-    """
+    """Whether a refused put of a manifest may have taken effect all the same."""
     try:
         store.head(attempt.manifest_key)
     except NotFound:
@@ -271,11 +262,6 @@ def give_up(store: Store, attempt: SaveAttempt, *, by: str, reason: str) -> bool
     """Put the abort marker as a follower whose leader is silent, and return whether it committed.
 
     What is in the register then is the outcome, for all ranks (rule 11).
-
-    Raises:
-        Superseded: a later writer owns the run. Where nothing is left of the attempt, it may have
-            committed and been deleted since.
-        OutcomeUnknown: the register can be neither put nor read.
     """
     committed: bool | None = None
     try:
@@ -314,9 +300,6 @@ def remove_files(
     Of files with the names of data, those that the manifest `listed` are removed; without a
     manifest, those whose first bytes are Holdfast's. All else was put there by others: it stays,
     with the register and the folder, and its names are returned.
-
-    Raises:
-        StoreError: one is that a deleted file is still open in another process (NFS).
     """
     files: list[str] = []
     marks: list[str] = []

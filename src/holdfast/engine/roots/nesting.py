@@ -20,9 +20,6 @@ def expect_apart(store: Store) -> None:
     """Check that the root of a new run is in no other root or checkpoint, and has no root in it.
 
     Inside, it looks two folders deep; in an object store at the first keys.
-
-    Raises:
-        UsageError: names both roots.
     """
     outer_stores = [*store.outer()]
     for outer in outer_stores:

@@ -18,10 +18,6 @@ def split_source(source: str | os.PathLike[str]) -> tuple[str, str | None]:
 
     An existing folder with an @ in its path is a root. Web servers list nothing, so that nothing
     can be looked up in a root there.
-
-    Raises:
-        UsageError: `source` is empty, or has nothing before or after the @, or it is `root@which`
-            of a web address; or the URL of a bucket has credentials.
     """
     text = os.fspath(source)
     refuse_credentials(text)
@@ -65,11 +61,7 @@ def which_beside(source: str | os.PathLike[str], which: int | str) -> UsageError
 
 
 def expect_root(path: str) -> None:
-    """Raise `UsageError` if a path names one checkpoint instead of the root of a run.
-
-    Raises:
-        UsageError: `path` is `root@which`, or the folder of one checkpoint.
-    """
+    """Raise `UsageError` if a path names one checkpoint instead of the root of a run."""
     if not path:
         return  # opening it raises
     expect_writable(path)

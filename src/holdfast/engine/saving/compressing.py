@@ -233,21 +233,13 @@ Compress: TypeAlias = Choice | Mapping[str, Choice]
 
 
 def check_choices(asked: Compress) -> None:
-    """Check that the codecs in a `compress` option exist and are installed.
-
-    Raises:
-        UsageError: no such codec, or a package is missing.
-    """
+    """Check that the codecs in a `compress` option exist and are installed."""
     for choice in asked.values() if isinstance(asked, Mapping) else (asked,):
         _compression(choice)
 
 
 def choices(asked: Compress, components: Collection[str]) -> dict[str, Compression | Auto]:
-    """Resolve a `compress` option into the compression of each compressed component.
-
-    Raises:
-        UsageError: an unknown codec or component, or a package is missing.
-    """
+    """Resolve a `compress` option into the compression of each compressed component."""
     if not isinstance(asked, Mapping):
         asked = dict.fromkeys(components, asked)
     elif unknown := sorted(set(asked) - set(components)):

@@ -77,11 +77,7 @@ class JointSave:
         """Tell the followers that the leader waits for uploads before it begins."""
 
     def propose(self, captured: Captured) -> None:
-        """Tell the leader what this rank holds.
-
-        Raises:
-            UnsupportedState: this process has only a part of some tensors.
-        """
+        """Tell the leader what this rank holds."""
         parts = captured.components.values()
         partial = [
             (f"{part.name}.{key}", "this process holds a part of it, and was told of no others")

@@ -107,9 +107,6 @@ class Links:
 
         It is verified first, and keeps its compression. If the result is None, the file has to be
         written, and no link is left.
-
-        Raises:
-            StoreError: the link did not become durable.
         """
         origin = self._source.get(name)
         if origin is None or msgspec.structs.replace(origin.entry, stored=None) != entry:

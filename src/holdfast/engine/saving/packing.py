@@ -31,12 +31,7 @@ class Pieces:
             self._free.put(None)
 
     def take(self, timeout_s: float) -> memoryview:
-        """Take a free, page-aligned buffer from the pool; the caller gives it back.
-
-        Raises:
-            OutOfMemory: the system refuses the memory.
-            DeadlineExceeded: no piece was given back in time.
-        """
+        """Take a free, page-aligned buffer from the pool; the caller gives it back."""
         try:
             return self._free.get(timeout=timeout_s) or memoryview(take(BLOCK_NBYTES))
         except Empty:

@@ -126,11 +126,6 @@ def write(
 
     A failure before the put of the manifest removes the written files; after it, the outcome is
     known or the error says that it is not.
-
-    Raises:
-        Superseded, CommitConflict, OutcomeUnknown: as `engine.roots.commit.commit`.
-        StoreError, DeadlineExceeded: a file could not be written.
-        RanksError: another rank failed or is silent.
     """
     leading, following = _among_ranks(joint)
     if following is not None:
@@ -446,12 +441,7 @@ class AttemptFiles:
 
 
 def write_index(files: AttemptFiles, phase: Phase) -> None:
-    """Write the index of all files of a save, and compare the size of each with what was written.
-
-    Raises:
-        StoreError: a file has another size.
-        NotShared: a file of another rank is not visible.
-    """
+    """Write the index of all files of a save, and compare their sizes with the bytes written."""
     folder, store = files.attempt.folder, files.tools.store
     index = files.index()
     phase.text = f"writing {folder}/{layout.INDEX}"

@@ -110,10 +110,6 @@ class Saver:
         """Allocate memory for a captured state, copy small tensors, and plan the other copies.
 
         No save may be under way. `is_awaited`: training waits for the commit anyway.
-
-        Raises:
-            OutOfMemory: there is none.
-            DeadlineExceeded: the copy of the save before, which failed, is not done yet.
         """
         if self._overlapped is not None:
             self._overlapped.settle("the next save", self.timeout_s)
@@ -218,11 +214,7 @@ class Saver:
         return f"{self._store.url}: {newest or 'nothing was saved'}"
 
     def wait_for_arenas(self, timeout_s: float) -> None:
-        """Wait until the last save has committed or failed; later callbacks may still run.
-
-        Raises:
-            DeadlineExceeded: says what is still being done.
-        """
+        """Wait until the last save has committed or failed; later callbacks may still run."""
         if self.pending is None or self.pending.committed.done():
             return
         if wait([self.pending.committed], timeout=timeout_s).not_done:

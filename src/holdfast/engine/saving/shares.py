@@ -187,11 +187,7 @@ class OwnShare:
         )
 
     def part(self, captured: Captured, assignment: Assignment) -> Captured:
-        """Select what this rank writes: a state of plain tensors, a box each.
-
-        Raises:
-            UnsupportedState: two boxes would have one name in a file.
-        """
+        """Select what this rank writes: a state of plain tensors, a box each."""
         if self._assignment != assignment:
             self._assignment, self._picks = assignment, self._picked(assignment)
         parts = {name: self._picks[name].of(part) for name, part in captured.components.items()}
@@ -363,12 +359,7 @@ class Difference:
 
 
 class Plan:
-    """The leader's plan of one save: all leaves and boxes, and who writes which.
-
-    Raises:
-        UnsupportedState: the boxes of a leaf do not tile it, or ranks differ in its shape or dtype.
-        LimitExceeded: the index would be too large.
-    """
+    """The leader's plan of one save: all leaves and boxes, and who writes which."""
 
     def __init__(self, shares: Sequence[Share]) -> None:
         self._components, self._kinds = shares[0].components, shares[0].kinds
@@ -469,11 +460,7 @@ class Plan:
         return rank, row - int(self._starts[rank])
 
     def tables(self, written: Sequence[Written]) -> dict[str, TensorTable]:
-        """Make the tables of the index, by component, from what each rank has written.
-
-        Raises:
-            RanksFailed: a rank has not written what it was to write.
-        """
+        """Make the tables of the index, by component, from what each rank has written."""
         rows = [column.row + self._starts[rank] for rank, column in enumerate(written)]
         planned = np.sort(self._plan.row)
         for rank, of_rank in enumerate(rows):

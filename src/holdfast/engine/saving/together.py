@@ -207,11 +207,7 @@ class _RanksSave(JointSave):
         return f"{self._name}, {part}"
 
     def _begin(self) -> None:
-        """Begin the deadline, as the wait for the save before was not a part of this one.
-
-        Raises:
-            RanksError: a rank has lost count of the saves.
-        """
+        """Begin the deadline, as the wait for the save before was not a part of this one."""
         why = self._together.miscounted
         if why is not None:
             raise RanksError(
@@ -457,12 +453,7 @@ class LeadingSave(_RanksSave):
         self._said = "outcome"
 
     def gather(self, files: Sequence[OwnFile], staged: Staged) -> Gathered:
-        """Collect what all ranks have written, and join their trees.
-
-        Raises:
-            RanksFailed, RanksSilent: some have not written theirs.
-            UnsupportedState: trees differ between ranks.
-        """
+        """Collect what all ranks have written, and join their trees."""
         self._post("files", self._files_post(files, staged, {}))
         posts = self._collect("files", _FilesPost)
         self._expect_own_names(posts)
@@ -583,11 +574,7 @@ class LeadingSave(_RanksSave):
         self._plan = self._together.plans[self._components] = Plan(whole)
 
     def _expect_equal(self, shares: Sequence[Share | Unchanged]) -> None:
-        """Expect that what several ranks hold is equal, if it was sampled in this save.
-
-        Raises:
-            UnsupportedState: lists each tensor that differs, with ranks and values.
-        """
+        """Expect that what several ranks hold is equal, if it was sampled in this save."""
         if self._plan_is_new:  # what did not change was sampled by the plan before
             shares = [
                 one if isinstance(one, Share) else msgspec.structs.replace(one, digests=b"")
@@ -707,11 +694,7 @@ class FollowingSave(_RanksSave):
         return SaveAttempt(name=name, save_id=note.save_id)
 
     def expect_going_on(self, store: Store, attempt: SaveAttempt) -> None:
-        """Raise why the leader has given up, if it has: it removes what others still write.
-
-        Raises:
-            RanksFailed: the leader has failed, or been told that another rank has.
-        """
+        """Raise why the leader has given up, if it has: it removes what others still write."""
         with suppress(FormatError, SealError, StoreError):
             store.refresh_folder(attempt.folder)
             if isinstance(Catalog(store).read(attempt.folder), Aborted):
@@ -727,13 +710,7 @@ class FollowingSave(_RanksSave):
         self._post("files", self._files_post(files, staged, differing))
 
     def outcome(self, store: Store, attempt: SaveAttempt, phase: Phase) -> Manifest:
-        """Wait for the outcome; from a leader that is silent or lost it is in the register.
-
-        Raises:
-            RanksFailed: the leader could not commit.
-            OutcomeUnknown: it has committed, and this rank cannot read the manifest.
-            RanksError: nothing was heard, and the save did not commit and never will.
-        """
+        """Wait for the outcome; from a leader that is silent or lost it is in the register."""
         phase.text = f"waiting for the leader to commit {attempt.folder}"
         error = self._doubt()
         if error is not None and not give_up(
@@ -757,11 +734,7 @@ class FollowingSave(_RanksSave):
         return found
 
     def _doubt(self) -> RanksError | None:
-        """Hear the outcome; return why it is in doubt, or None after a commit.
-
-        Raises:
-            RanksFailed: the leader failed before it could commit.
-        """
+        """Hear the outcome; return why it is in doubt, or None after a commit."""
         tag = self._tag("outcome")
         try:
             heard = self._ranks.hear(

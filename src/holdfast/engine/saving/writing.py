@@ -73,10 +73,6 @@ def write_files(
     `writers` write; `throughput` measures the store, and `pieces` is memory for stored blocks.
     After an error no thread writes any more, unless a call did not end in time. The caller removes
     the written files.
-
-    Raises:
-        StoreError: a file could not be written; a sync that failed is not tried again.
-        DeadlineExceeded: a file was not done after `timeout_s` seconds.
     """
     written: dict[str, WrittenFile] = {}
     rest, pieces, measured = iter(files), pieces or Pieces(), throughput or Throughput()

@@ -147,13 +147,7 @@ class EncryptedRanks(Coordinator):
     # The key
 
     def _share_key(self, timeout_s: float, watch: Watch | None = None) -> float:
-        """Make or open the key of the messages; returns the seconds that are left of `timeout_s`.
-
-        Raises:
-            SealError, Tampered: the keys of this rank do not open it, or cannot wrap it.
-            UsageError: this rank has another suite than the leader.
-            RanksError: the leader has announced none.
-        """
+        """Make or open the key of the messages; return the seconds left of `timeout_s`."""
         end = time.monotonic() + timeout_s
         note = None
         if self._key is None and not self.is_leader:

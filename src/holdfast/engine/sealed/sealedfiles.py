@@ -48,12 +48,7 @@ class SealedFile:
         seen: Callable[[memoryview], object] = ignore,
         afresh: bool = False,
     ) -> None:
-        """Fill `out` with the decrypted and authenticated bytes at `start`.
-
-        Raises:
-            CorruptData: the file is shorter.
-            Tampered: a segment was changed; it and the tags were read twice.
-        """
+        """Fill `out` with the decrypted and authenticated bytes at `start`."""
         stop = start + out.nbytes
         if start < 0 or stop > self.seal.nbytes:
             raise CorruptData(

@@ -70,11 +70,7 @@ _PASSED_THROUGH = frozenset({layout.WRITERS, layout.READERS, layout.REQUESTS, la
 
 
 def sealing(store: Store, encryption: Encryption | None, *, twin: Store | None = None) -> Store:
-    """Wrap `store` to encrypt checkpoints if `encryption` is given; `twin` as for `SealedStore`.
-
-    Raises:
-        UsageError: it encrypts already.
-    """
+    """Wrap `store` to encrypt checkpoints if `encryption` is given; `twin` as for `SealedStore`."""
     if encryption is None:
         return store
     if not isinstance(encryption, Encryption):
@@ -360,11 +356,7 @@ class SealedStore(WrappedStore):
         return WrittenSeal(seal=seal, entry=attempt.stored[seal.name])
 
     def include(self, folder: str, name: str, written: WrittenSeal) -> None:
-        """Add a file that another rank has written to an attempt.
-
-        Raises:
-            AlreadyExists: a file of that name or stored name was written by this rank or another.
-        """
+        """Add a file that another rank has written to an attempt."""
         attempt = self._attempt(folder)
         seal = written.seal
         if name in attempt.seals or seal.name in attempt.stored:
@@ -475,12 +467,7 @@ class SealedStore(WrappedStore):
         return ()
 
     def new_box(self, folder: str) -> KeyBox:
-        """Wrap the data key of an encrypted checkpoint for the current encryption keys.
-
-        Raises:
-            NotFound: the folder has no encrypted checkpoint.
-            SealError, FormatError: it cannot be decrypted, or a key cannot wrap.
-        """
+        """Wrap the data key of an encrypted checkpoint for the current encryption keys."""
         contents = self._contents(folder)
         if contents is None:
             raise NotFound(f"{self.url}/{folder}: no sealed checkpoint")
@@ -489,11 +476,7 @@ class SealedStore(WrappedStore):
     # Names
 
     def _contents(self, folder: str) -> Contents | None:
-        """Return the decrypted contents of a folder's encrypted checkpoint; None if it has none.
-
-        Raises:
-            SealError, FormatError: it cannot be decrypted.
-        """
+        """Return the decrypted contents of a folder's encrypted checkpoint; None if it has none."""
         with self._lock:
             known = self._opened.get(folder)
         if known is not None:
@@ -559,11 +542,7 @@ class SealedStore(WrappedStore):
     # Sidecars
 
     def _sealed_sidecar(self, folder: str, name: str, data: bytes) -> tuple[str, bytes]:
-        """Encrypt a sidecar, or redact it if it cannot be; returns its stored name and bytes.
-
-        Raises:
-            NotSealed: it would reveal new tags, and the checkpoint is not encrypted.
-        """
+        """Encrypt a sidecar, or redact it if it cannot be; returns its stored name and bytes."""
         try:
             register, contents = self._register(folder)
             is_plain = contents is None and isinstance(
@@ -645,11 +624,7 @@ class SealedStore(WrappedStore):
         attempt.stored[seal.name] = FileEntry(nbytes=len(sealed), digest=digest)
 
     def _reader(self, key: str) -> SealedFile | None:
-        """Return a cached reader that decrypts a file; None for a file that is not encrypted.
-
-        Raises:
-            NotFound: the checkpoint is encrypted and has no such file.
-        """
+        """Return a cached reader that decrypts a file; None for a file that is not encrypted."""
         place = _split_key(key)
         if place is None or _is_encrypted_name(place[1]):
             return None

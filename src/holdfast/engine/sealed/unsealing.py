@@ -26,13 +26,7 @@ _MAX_READS = 3
 
 
 def opened(store: Store, folder: str, document: bytes, keys: Sequence[Key]) -> Contents:
-    """Decrypt a folder's stored manifest `document` with the user's `keys`.
-
-    Raises:
-        WrongKey, KeyUnavailable: none of the keys decrypts it.
-        CorruptData: its boxes of wrapped keys are missing or damaged.
-        Tampered: it was changed.
-    """
+    """Decrypt a folder's stored manifest `document` with the user's `keys`."""
     what = f"{store.url}/{folder}/{layout.MANIFEST}"
     visible = decode_visible(document, what=what)
     name = layout.parse_attempt(folder)
@@ -45,20 +39,12 @@ def opened(store: Store, folder: str, document: bytes, keys: Sequence[Key]) -> C
 
 
 def boxes_of(store: Store, folder: str, visible: Visible) -> dict[int, KeyBox]:
-    """Read the boxes of wrapped keys, number → box, newest first; skips unreadable ones.
-
-    Raises:
-        CorruptData: no box can be read.
-    """
+    """Read the boxes of wrapped keys, number → box, newest first; skips unreadable ones."""
     return {number: box for number, (box, _) in _boxes(store, folder, visible).items()}
 
 
 def box_documents(store: Store, folder: str, visible: Visible) -> dict[str, bytes]:
-    """Read the stored bytes of the boxes of wrapped keys, by file name; skips unreadable ones.
-
-    Raises:
-        CorruptData: no box can be read.
-    """
+    """Read the stored bytes of the boxes of wrapped keys, by file name; skips unreadable ones."""
     boxes = _boxes(store, folder, visible)
     return {layout.keys_name(number): data for number, (_, data) in boxes.items()}
 

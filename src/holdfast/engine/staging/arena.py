@@ -21,11 +21,7 @@ class Arena:
     """Page-aligned private memory, filled with zeros in forked children."""
 
     def __init__(self, nbytes: int) -> None:
-        """Allocate the memory.
-
-        Raises:
-            OutOfMemory: the system refuses.
-        """
+        """Allocate the memory."""
         self.nbytes = nbytes
         self._map = take(nbytes)
         self.memory = memoryview(self._map)[:nbytes]
@@ -44,10 +40,6 @@ class Arena:
         """Create views of the arena with the specs' dtypes and shapes, at byte offsets `starts`.
 
         They keep the memory alive. `nbytes`: the sizes of the tensors, if the caller knows them.
-
-        Raises:
-            FormatError: a start is not a multiple of its item size; in our own files it always
-                is, because data starts on a page and items come in descending size.
         """
         if not len(specs):
             return []
@@ -68,11 +60,7 @@ class Arena:
 
 
 def check_aligned(specs: Sequence[TensorSpec], start: Column) -> None:
-    """Check the alignment of tensors before any view of them is made.
-
-    Raises:
-        FormatError: a start is not a multiple of the tensor's item size.
-    """
+    """Check the alignment of tensors before any view of them is made."""
     # Few starts are unaligned for the largest item; only these are checked for their own.
     for number in np.flatnonzero(start % _LARGEST_ITEM_NBYTES).tolist():
         _check_aligned(specs[number], int(start[number]))

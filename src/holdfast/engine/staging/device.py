@@ -29,11 +29,7 @@ def is_capturing() -> bool:
 
 
 def refuse_capture(what: str) -> None:
-    """Raise an error if a CUDA graph is being captured; `what` names the refused operation.
-
-    Raises:
-        UsageError: the copies would be recorded and made at each replay, but not now.
-    """
+    """Raise an error if a CUDA graph is being captured; `what` names the refused operation."""
     if is_capturing():
         raise UsageError(
             f"{what} while a CUDA graph is captured: its copies would become part of the graph; "

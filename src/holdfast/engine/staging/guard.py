@@ -161,11 +161,7 @@ class Overlapped:
     def start(
         self, workers: Workers, num_threads: int, *others: tuple[Workers, Job]
     ) -> list[Future[Any]]:
-        """Begin to copy on `num_threads` workers, and queue `others`, whose futures are returned.
-
-        Raises:
-            ManagerUnusable: some workers were closed; nothing was begun.
-        """
+        """Start copying on `num_threads` workers; queue `others` and return their futures."""
         self._num_parts = num_threads
         parts = [(workers, self._take_part)] * num_threads
         return hand_over(*parts, *others)[num_threads:]
@@ -181,9 +177,6 @@ class Overlapped:
         """Wait until training may change the guarded tensors.
 
         If all are on a device, its current stream waits instead of the host.
-
-        Raises:
-            DeadlineExceeded: after `timeout_s` seconds; says who waited for what.
         """
         for copy in self._on_device:
             copy.hold_current_stream()
@@ -205,11 +198,7 @@ class Overlapped:
             )
 
     def expect_copied(self, who: str, timeout_s: float) -> None:
-        """Wait for the copy; raise its error, such as a tensor that was changed meanwhile.
-
-        Raises:
-            DeadlineExceeded: as for `hold`.
-        """
+        """Wait for the copy; raise its error, such as a tensor that was changed meanwhile."""
         self.settle(who, timeout_s)
         self.copied.result()
 
@@ -307,11 +296,7 @@ class StepGuard:
         weakref.finalize(self, self._handle.remove)
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Wait for the copy before an optimizer step; called by the hook of `watch`.
-
-        Raises:
-            DeadlineExceeded: the copy was not done in time.
-        """
+        """Wait for the copy before an optimizer step; called by the hook of `watch`."""
         if is_capturing():
             # A capture begins with a wait for the whole device, so it copies nothing any
             # more; and during a capture nothing may wait.
@@ -325,11 +310,7 @@ class StepGuard:
         self._overlapped = overlapped
 
     def wait(self, who: str = "fence()") -> None:
-        """Wait until parameters and optimizer slots may be changed; callable from any thread.
-
-        Raises:
-            DeadlineExceeded: the copy was not done in time; says who waited.
-        """
+        """Wait until parameters and optimizer slots may be changed; callable from any thread."""
         overlapped = self._overlapped
         # A forked child has its own memory, and none of the threads that copy.
         if overlapped is None or os.getpid() != self._pid:

@@ -41,11 +41,7 @@ class Image(KnownFile):
     """Host memory of one tensor file, with a view of each tensor."""
 
     def __init__(self, file: TensorFile, *, is_apart: bool = False) -> None:
-        """Allocate the memory.
-
-        Raises:
-            OutOfMemory: the system refuses.
-        """
+        """Allocate the memory."""
         super().__init__(file, is_apart=is_apart)
         self.arena = Arena(file.nbytes)
         self.arena.memory[: len(file.header)] = file.header

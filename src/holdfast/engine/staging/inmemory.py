@@ -83,11 +83,7 @@ class ImageTransfer(Transfer):
         """No-op: each copy is counted when it is made."""
 
     def run_now(self, timeout_s: float) -> None:
-        """Make the copies that training waits for, except those that other threads make.
-
-        Raises:
-            DeadlineExceeded: another thread is still copying. Otherwise what a copy failed with.
-        """
+        """Make the copies that training waits for, except those that other threads make."""
         began = time.perf_counter()
         self._run(self._now)
         with self._changed:
@@ -107,11 +103,7 @@ class ImageTransfer(Transfer):
         self._run(self._now)
 
     def wait_staged(self, timeout_s: float) -> None:
-        """Block until the copies that training waits for are made, or a copy has failed.
-
-        Raises:
-            DeadlineExceeded: they were not made in time.
-        """
+        """Block until the copies that training waits for are made, or a copy has failed."""
         if not self._is_staged.wait(timeout_s):
             raise DeadlineExceeded(f"staging: not done after {time_limit(timeout_s)}")
 
@@ -127,11 +119,7 @@ class ImageTransfer(Transfer):
             self._changed.notify_all()
 
     def wait(self, image: Image, number: int, timeout_s: float) -> None:
-        """Wait until all copies into a block of an image are made.
-
-        Raises:
-            DeadlineExceeded: it was not in time. Otherwise the error of a copy.
-        """
+        """Wait until all copies into a block of an image are made."""
         place = (image.file.name, number)
         with self._changed:
             is_known = self._changed.wait_for(

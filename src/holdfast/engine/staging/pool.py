@@ -19,22 +19,14 @@ class Pool:
     """Pool of a fixed number of block-sized buffers."""
 
     def __init__(self, nbytes: int) -> None:
-        """Allocate the memory, in whole blocks.
-
-        Raises:
-            OutOfMemory: the system refuses.
-        """
+        """Allocate the memory, in whole blocks."""
         self._memory = memoryview(take(nbytes - nbytes % BLOCK_NBYTES))
         self._free: SimpleQueue[int] = SimpleQueue()
         for number in range(nbytes // BLOCK_NBYTES):
             self._free.put(number)
 
     def take(self, timeout_s: float) -> int:
-        """Wait for a free buffer, and return its number.
-
-        Raises:
-            DeadlineExceeded: none was given back in time.
-        """
+        """Wait for a free buffer, and return its number."""
         try:
             return self._free.get(timeout=timeout_s)
         except Empty:

@@ -125,9 +125,6 @@ class Stager:
         that has them again. Tensors in `overlapped`, keys by component, are copied by
         `ImageTransfer.run_later`, the others by `ImageTransfer.copy`. With `is_awaited` writing
         begins during the copies, which delays them and shortens the whole save.
-
-        Raises:
-            OutOfMemory: there is no memory for a structure that is new.
         """
         if self.takes_waves(captured):
             return self._in_waves(captured)

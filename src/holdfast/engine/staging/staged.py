@@ -24,11 +24,7 @@ class Content(Protocol):
         ...
 
     def block(self, number: int, timeout_s: float) -> memoryview:
-        """Wait until a block is copied; return its memory. Called once for each block, in order.
-
-        Raises:
-            DeadlineExceeded: it was not in time.
-        """
+        """Wait until a block is copied; return its memory. Called once for each block, in order."""
         ...
 
     def digest(self, number: int) -> bytes:
@@ -44,11 +40,7 @@ class StagedContent(Content, Protocol):
     """The bytes of a tensor file, which can be compared with those of the last commit."""
 
     def is_unchanged(self, timeout_s: float) -> bool:
-        """Whether every block is the same as in the last commit.
-
-        Raises:
-            DeadlineExceeded: a block was not staged in time.
-        """
+        """Whether every block is the same as in the last commit."""
         ...
 
 
@@ -86,11 +78,7 @@ class Transfer(Protocol):
     """Seconds that training has waited for copies."""
 
     def copy(self, workers: Workers, num_helpers: int, timeout_s: float) -> None:
-        """Make the copies that training waits for, and return when training may go on.
-
-        Raises:
-            DeadlineExceeded: they were not done in time. Otherwise the error of a copy.
-        """
+        """Make the copies that training waits for, and return when training may go on."""
         ...
 
     def content(self, known: KnownFile) -> StagedContent:

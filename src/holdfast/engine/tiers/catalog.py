@@ -37,12 +37,7 @@ def catalog_of(
     emit: Emitter,
     encryption: Encryption | None = None,
 ) -> Catalog:
-    """Open the catalog of a root, or of both tiers of a `Tiered` root.
-
-    Raises:
-        UsageError: no store has that name, or the name is an unfilled template or that of a
-            checkpoint. Or one tier is inside the other, or a store encrypts already.
-    """
+    """Open the catalog of a root, or of both tiers of a `Tiered` root."""
     for place in (root.local, root.remote) if isinstance(root, Tiered) else (root,):
         if isinstance(place, str | os.PathLike):
             expect_filled(os.fspath(place))

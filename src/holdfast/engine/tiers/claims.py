@@ -86,12 +86,7 @@ class TieredOwnership(Ownership):
 
     @override
     def take(self, choices: Iterator[Choice]) -> None:
-        """Claim the run in both tiers. No save or upload of an earlier claim may be under way.
-
-        Raises:
-            OwnedElsewhere: a live process owns the run, in either tier.
-            Diverged: the run continued in both tiers separately.
-        """
+        """Claim the run in both tiers. No save or upload of an earlier claim may be under way."""
         before = self.remote_claim
         self.remote_claim, self.remote_has_committed = None, False
         self.catalog.look_again()
@@ -109,11 +104,7 @@ class TieredOwnership(Ownership):
 
     @contextmanager
     def remote_scratch(self) -> Iterator[None]:
-        """Lock the making and removing of scratch folders in the remote tier, except of uploads.
-
-        Raises:
-            DeadlineExceeded: the current holder of the lock hangs.
-        """
+        """Lock the making and removing of scratch folders in the remote tier, except of uploads."""
         if not self._scratch.acquire(timeout=_SCRATCH_TIMEOUT_S):
             raise DeadlineExceeded(
                 f"{self._remote.url}: gc or a preflight there did not end in "
@@ -125,12 +116,7 @@ class TieredOwnership(Ownership):
             self._scratch.release()
 
     def attach(self) -> Claim:
-        """Put this process's claim into the remote tier, unless it has it, and return the claim.
-
-        Raises:
-            StoreError: the remote tier cannot be reached.
-            OwnershipError: another process has continued the run there.
-        """
+        """Put this process's claim into the remote tier, unless it has it, and return the claim."""
         if self.remote_claim is not None:
             return self.remote_claim
         claim = self.claim
@@ -268,11 +254,7 @@ class TieredOwnership(Ownership):
             )
 
     def _check_owners(self, *, is_reachable: bool) -> int:
-        """Check that no live process owns either tier; return the epoch of the newest claim.
-
-        Raises:
-            OwnedElsewhere: a live process owns the run.
-        """
+        """Check that no live process owns either tier; return the epoch of the newest claim."""
         local = Catalog(self._store).highest_epoch()
         remote, is_one = 0, False
         if is_reachable:
@@ -355,10 +337,6 @@ def share_claims(local: Store, remote: Store, *, emit: Emitter = Emitter(())) ->
     Claims are put in order, so it is enough to compare the newest that both have. A claim that is
     damaged in one tier is repaired from the other. Local claims under which nothing was saved, as
     to prune the root, are replaced by the remote ones of the same epoch.
-
-    Raises:
-        Diverged: they hold different claims of one epoch, or the run continued locally from a
-            checkpoint while the remote tier has a newer one, unknown to the local tier.
     """
     ours, theirs = Catalog(local).claims(), Catalog(remote).claims()
     _replace_unused(local, remote, sorted({*ours} & {*theirs}, reverse=True), emit)

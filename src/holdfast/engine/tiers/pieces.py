@@ -70,11 +70,7 @@ def length(entry: FileEntry) -> int:
 
 
 def decode_listing(data: Buffer, *, what: str) -> Listing | Aborted | Deleted:
-    """Decode a manifest, abort or deletion document; of an encrypted manifest the visible part.
-
-    Raises:
-        FormatError: it is not a valid document.
-    """
+    """Decode a manifest, abort or deletion document; of an encrypted manifest the visible part."""
     try:
         return decode_register(data, what=what)
     except MissingKey:
@@ -115,9 +111,6 @@ def pieces_of(
     """Divide every file that a manifest lists into pieces that can be checked one by one.
 
     `index_data` is its index, already checked against the manifest.
-
-    Raises:
-        FormatError: it is not the index of this manifest; names `what`.
     """
     index = decode_index(index_data, files=manifest.files, what=what)
     own = digest_blocks(index_data, manifest.block_nbytes)

@@ -30,21 +30,13 @@ class Lag:
 
     @classmethod
     def parse(cls, text: str) -> Lag:
-        """Parse a lag such as `2000step`, `30min` or `40GB`.
-
-        Raises:
-            UsageError: the text is not a lag.
-        """
+        """Parse a lag such as `2000step`, `30min` or `40GB`."""
         if isinstance(text, str) and text.strip().endswith("B"):
             return cls(nbytes=number_of_bytes(text.strip()))
         return cls(time=parse(text, what="max_lag", units=PLAIN_UNITS))
 
     def is_exceeded(self, now: Timestamp, then: Timestamp, waiting_nbytes: int) -> bool:
-        """Whether a run at `now` is too far ahead of `then`, the state that the remote tier has.
-
-        Raises:
-            UsageError: it is in a unit that this run does not count.
-        """
+        """Whether a run at `now` is too far ahead of `then`, the state that the remote tier has."""
         if self.nbytes is not None:
             return waiting_nbytes > self.nbytes
         assert self.time is not None

@@ -81,11 +81,6 @@ def compare(
 
     Two sources of one component each are compared whatever these are called. `ignore` are patterns
     of what is left out (see `state.patterns`), written `component:path` or `component.path`.
-
-    Raises:
-        UsageError: neither has a component of a given name, or what a pattern names; or nothing
-            is left to compare.
-        CorruptData, StoreError: as `Source.read_into`.
     """
     ignored = _Ignored(ignore)
     gathered = _Gathered()

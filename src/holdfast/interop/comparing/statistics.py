@@ -56,9 +56,6 @@ def stats_of(
     """Read tensors, given as (component, key), and yield the statistics of each.
 
     At most `num_threads` threads compute at a time, by default one for each core.
-
-    Raises:
-        CorruptData, StoreError: as `Source.read_into`.
     """
     chosen = [*wanted]
     paths: dict[tuple[str, str], list[str]] = {}

@@ -30,11 +30,7 @@ class SourceState:
     """The components of a source as the items of one state; tensors are read when asked for."""
 
     def __init__(self, source: Source) -> None:
-        """Name all values, as DCP flattens a dict.
-
-        Raises:
-            FormatError: two values would have one name.
-        """
+        """Name all values, as DCP flattens a dict."""
         self._source = source
         self.notes: list[str] = []
         """What is in another form than in the source."""
@@ -58,11 +54,7 @@ class SourceState:
         )
 
     def read(self, wanted: Mapping[str, list[Box]]) -> dict[str, list[Tensor]]:
-        """Read whole tensors, by DCP's names.
-
-        Raises:
-            CorruptData, StoreError: as `Source.read_into`.
-        """
+        """Read whole tensors, by DCP's names."""
         return {name: [self._read(self._items[name][1])] for name in wanted}
 
     def pickled(self, name: str) -> io.BytesIO:

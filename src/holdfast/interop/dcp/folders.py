@@ -132,11 +132,6 @@ def export_source(source: Source, folder: str | os.PathLike[str]) -> SourceState
 
     Each component is a dict of its own, as in `dcp.load({"model": model.state_dict()}, …)`. Reads
     tensor by tensor. Returns the state, with notes on what is in another form than in the source.
-
-    Raises:
-        FormatError: two values would have one name.
-        CorruptData: the source is damaged.
-        StoreError: a file cannot be written.
     """
     state = SourceState(source)
     _write_folder(state, folder)
@@ -237,11 +232,7 @@ def _box(write_item: WriteItem) -> Box:
 
 
 class DcpFolder:
-    """A folder that DCP has written, with its metadata checked.
-
-    Raises:
-        FormatError: the metadata is missing, damaged, or holds something else.
-    """
+    """A folder that DCP has written, with its metadata checked."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -289,11 +280,7 @@ class DcpFolder:
 
 
 def read_metadata(path: Path) -> Metadata:
-    """Read the metadata of a folder of DCP, and check it; runs no code in it.
-
-    Raises:
-        FormatError: it is missing or damaged, or is a pickle of anything but metadata.
-    """
+    """Read the metadata of a folder of DCP, and check it; runs no code in it."""
     try:
         if path.stat().st_size > MAX_METADATA_NBYTES:
             raise FormatError(f"{path}: more than {MAX_METADATA_NBYTES:,} bytes")

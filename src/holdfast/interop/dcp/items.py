@@ -91,11 +91,7 @@ def _is_component(name: str | int) -> bool:
 
 
 def paths_of(names: Iterable[str], planner_data: Any) -> dict[str, Path]:
-    """Return the path of each item: as the planner flattened the state, else the name alone.
-
-    Raises:
-        UsageError: the planner keeps other data than paths.
-    """
+    """Return the path of each item: as the planner flattened the state, else the name alone."""
     if planner_data is None:
         return {name: (name,) for name in names}
     if not isinstance(planner_data, dict):
@@ -121,13 +117,7 @@ def kind_of(items: Iterable[Item]) -> str:
 
 
 def tree_of(items: Mapping[Item, Any], *, is_flat: bool) -> bytes:
-    """Encode a component's tree; `items`: the node of each. `is_flat`: DCP knew their paths.
-
-    Raises:
-        UnsupportedState: the tree is too large.
-        UsageError: one item is inside another.
-        FormatError: a position is negative, or lists are far longer than there are items.
-    """
+    """Encode a component's tree; `items`: the node of each. `is_flat`: DCP knew their paths."""
     tree: dict[Any, Any] = {}
     # Each position of a list is that of an item, but for what holds none, such as an empty dict.
     room = MAX_EMPTY_POSITIONS + sum(len(item.path) for item in items)
@@ -181,9 +171,6 @@ def items_of(component: str, tree: bytes, value: Any) -> tuple[dict[Item, Any], 
     """Return the items of a stored component with their nodes, and whether DCP gets their paths.
 
     `value` is the decoded tree. In what DCP did not save, they are those that it would have made.
-
-    Raises:
-        FormatError: what is recorded of the items does not fit the tree.
     """
     what = f"{component}'s tree"
     recorded = decode_beside(tree, _BESIDE, what=what) if b'"dcp"' in tree else None

@@ -75,11 +75,7 @@ class Note:
 
 
 class Layout:
-    """Items, boxes and numbers of files of one save.
-
-    Raises:
-        UsageError, UnsupportedState: something in the plans cannot be saved.
-    """
+    """Items, boxes and numbers of files of one save."""
 
     def __init__(self, plans: Sequence[SavePlan]) -> None:
         names = [item.index.fqn for plan in plans for item in plan.items]
@@ -207,9 +203,6 @@ def whole_plans(plans: list[SavePlan]) -> dict[str | None, list[SavePlan]]:
 
     They are then in its cache, but the coordinator's storage is not told which planner it is: so
     all that it may be are returned, by their caches. Each rank knows the planner when it writes.
-
-    Raises:
-        UsageError: no planner can have left them out.
     """
     if all(getattr(plan, "usable", True) for plan in plans):
         return {None: plans}
@@ -231,11 +224,7 @@ def whole_plans(plans: list[SavePlan]) -> dict[str | None, list[SavePlan]]:
 def tables_of(
     components: Sequence[str], placed_parts: Sequence[PlacedPart], counts: Mapping[str, int]
 ) -> dict[str, TensorTable]:
-    """Make the tables of the index from what was written; `counts`: tensor files by component.
-
-    Raises:
-        UsageError: the boxes of a tensor do not tile it.
-    """
+    """Make the tables of the index from what was written; `counts`: tensor files by component."""
     tables = {}
     by_component: dict[str, list[PlacedPart]] = {name: [] for name in components}
     for one in placed_parts:

@@ -115,11 +115,7 @@ class StoredState:
         return self.opened.index.components[component].specs[key].nbytes
 
     def read(self, wanted: Mapping[str, list[Box]]) -> dict[str, list[Tensor]]:
-        """Read boxes of tensors, by DCP's names, as views of fresh memory.
-
-        Raises:
-            CorruptData: names file, block and tensors.
-        """
+        """Read boxes of tensors, by DCP's names, as views of fresh memory."""
         boxes_by_key: dict[tuple[str, str], list[Box]] = {}  # tied tensors have one key
         first: dict[str, int] = {}
         for name, boxes in wanted.items():

@@ -400,11 +400,7 @@ class HoldfastWriter(StorageWriter):
 
 
 def _resolved(planner: SavePlanner, write_item: WriteItem, spec: TensorSpec) -> Tensor:
-    """Return the tensor of a box, as the planner gives it.
-
-    Raises:
-        UnsupportedState: it is not as planned, or its memory cannot be read.
-    """
+    """Return the tensor of a box, as the planner gives it."""
     tensor = planner.resolve_data(write_item)
     name, planned = write_item.index.fqn, (TORCH_DTYPES[spec.dtype], spec.shape)
     if not isinstance(tensor, Tensor):

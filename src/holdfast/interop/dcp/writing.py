@@ -32,11 +32,7 @@ def write_tensors(
     tools: Tools,
     pool: Pool,
 ) -> AttemptFiles:
-    """Write tensors by component, into files numbered from `first`, and wait until all are durable.
-
-    Raises:
-        StoreError, DeadlineExceeded: a file could not be written.
-    """
+    """Write tensors by component into files numbered from `first`; wait until all are durable."""
     laid_out = {
         name: tuple(map(KnownFile, lay_out(name, some, first_number=first[name])))
         for name, some in specs.items()

@@ -77,13 +77,7 @@ class Export:
     def __init__(
         self, source: Source, options: ExportOptions, progress: Progress | None = None
     ) -> None:
-        """Plan without reading a tensor, but for the few inside generators.
-
-        Raises:
-            UsageError: an option fits nothing, or does nothing in this form. Weights would be
-                lost, and `allow_loss` is not set.
-            UnsupportedState: the form has no such dtype.
-        """
+        """Plan without reading a tensor, but for the few inside generators."""
         self._source = source
         self._options = options
         self._progress = progress

@@ -50,12 +50,7 @@ class ExportPlan:
 
 
 def write_plan(plan: ExportPlan, out: Path) -> None:
-    """Write all files of a plan to `out`, which appears when it is whole and durable.
-
-    Raises:
-        UsageError: `out` exists, or another process is writing it.
-        StoreError: there is no room, or a file cannot be written.
-    """
+    """Write all files of a plan to `out`, which appears when it is whole and durable."""
     try:
         with new_output(out, is_folder=any(file.name for file in plan.files)) as path:
             free_nbytes = shutil.disk_usage(path.parent).free
@@ -80,10 +75,6 @@ def new_output(out: Path, *, is_folder: bool) -> Iterator[Path]:
     """Make an empty file or folder beside `out` and yield it; rename it to `out` at the end.
 
     After an error nothing is left. What an export that was killed has left goes first.
-
-    Raises:
-        UsageError: `out` exists, but for an empty folder in place of a folder; its own folder does
-            not exist; or another process is writing it.
     """
     _expect_free(out, is_folder=is_folder)
     remove_leftovers(out)
@@ -118,11 +109,7 @@ def _expect_free(out: Path, *, is_folder: bool) -> None:
 
 
 def remove_leftovers(out: Path) -> None:
-    """Remove what killed exports to the same output have left.
-
-    Raises:
-        UsageError: another process is writing this output.
-    """
+    """Remove what killed exports to the same output have left."""
     for path in out.parent.iterdir():
         name, _, proof = path.name.rpartition("-")
         if not name.startswith(f".{out.name}{_PART}") or proof != proof_of(name):

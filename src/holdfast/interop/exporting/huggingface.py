@@ -45,11 +45,7 @@ def plan_model(
     cast: Cast,
     report: Report,
 ) -> list[PlannedFile]:
-    """Plan the folder of a model, which `from_pretrained` reads: weights, config and tokenizer.
-
-    Raises:
-        UsageError: a path of `configs` is no file or folder, or the model is one of PEFT.
-    """
+    """Plan the folder of a model, which `from_pretrained` reads: weights, config and tokenizer."""
     wrapped = next((one.name for one in weights.tensors if one.name.startswith(_PEFT)), None)
     if wrapped is not None:
         raise UsageError(

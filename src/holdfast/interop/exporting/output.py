@@ -97,9 +97,6 @@ def past_cache(file: BinaryIO, nbytes: int) -> Iterator[Callable[[memoryview], o
     """Yield a function that writes the `nbytes` bytes of a new, empty file.
 
     They are written through the cache where they must.
-
-    Raises:
-        OSError: there is no space.
     """
     descriptor = open_direct(file)
     if descriptor is None:

@@ -62,11 +62,7 @@ class Weights:
 
 
 def model_of(source: Source, components: Sequence[str]) -> str:
-    """Return the component whose weights are meant: the one named, `model`, or the only one.
-
-    Raises:
-        UsageError: several are named, or there may be several.
-    """
+    """Return the component whose weights are meant: the one named, `model`, or the only one."""
     if len(components) > 1:
         raise UsageError("--component: this form holds the weights of one component; name one")
     if components:
@@ -88,11 +84,7 @@ def weights_of(
     dtype: Dtype | None,
     left_out: list[LeftOut],
 ) -> Weights:
-    """List the tensors of a component under their new names; other values are left out.
-
-    Raises:
-        UsageError: two names become one, or a rule fits nothing.
-    """
+    """List the tensors of a component under their new names; other values are left out."""
     part = source.part(component)
     leaves = part.leaves
     names = rename.table(leaves, component)
@@ -181,11 +173,7 @@ def plan_safetensors(
     cast: Cast,
     report: Report,
 ) -> list[PlannedFile]:
-    """Plan one safetensors file called `single`, or shards with their index where one is too small.
-
-    Raises:
-        UnsupportedState: a dtype that safetensors does not have.
-    """
+    """Plan one safetensors file called `single`, or shards with an index if one is too small."""
     wrong = [
         (one.name, f"safetensors has no {one.dtype}")
         for one in weights.tensors

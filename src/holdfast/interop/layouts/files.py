@@ -29,11 +29,7 @@ class Layout:
 
 
 def file_layout(root: Any) -> Layout:
-    """Find the components of a file by what it holds.
-
-    Raises:
-        FormatError: it is one object whose class would be needed.
-    """
+    """Find the components of a file by what it holds."""
     if isinstance(root, Unknown):
         raise FormatError(
             f"a whole object of {root.name} was saved, which only its code can read; "

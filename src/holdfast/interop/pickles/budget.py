@@ -45,11 +45,7 @@ class Budget:
         self.operations, self.nbytes = bound(self.operations), bound(self.nbytes)
 
     def charge(self, nbytes: int) -> None:
-        """Take from the memory that is left.
-
-        Raises:
-            LimitExceeded: it is used up.
-        """
+        """Take from the memory that is left."""
         self.nbytes -= nbytes
         if self.nbytes < 0:
             raise LimitExceeded(

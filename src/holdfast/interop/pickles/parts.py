@@ -442,11 +442,7 @@ def row_major(shape: tuple[int, ...], *, is_fortran: bool = False) -> tuple[int,
 
 
 def check_claims(converted: Mapping[str, Converted], *, file_nbytes: int, what: str) -> None:
-    """Refuse a file whose tensors are many times as large as itself, which views make possible.
-
-    Raises:
-        LimitExceeded: it claims more than eight times its own bytes, and more than 64 MiB.
-    """
+    """Refuse a file whose tensors are many times as large as itself, which views make possible."""
     claimed = sum(
         math.prod(spec.shape) * ITEM_NBYTES[spec.dtype]
         for one in converted.values()

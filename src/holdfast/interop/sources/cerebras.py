@@ -79,12 +79,7 @@ class CerebrasFile(Source):
     format = "cerebras"
 
     def __init__(self, path: Path) -> None:
-        """Read its tree, and where its tensors are.
-
-        Raises:
-            UsageError: h5py is not installed.
-            FormatError: it is damaged or incomplete, or refers to other files.
-        """
+        """Read its tree, and where its tensors are."""
         self.url = str(path)
         self._file = LocalFile.open(path)
         self._lock = threading.Lock()
@@ -179,11 +174,7 @@ class _Reader:
     num_leaves: int = 0
 
     def tree(self) -> Mapping[Any, Any]:
-        """Return the tree with references to tensors.
-
-        Raises:
-            FormatError: the file is incomplete, or something in it cannot be expressed.
-        """
+        """Return the tree with references to tensors."""
         names = {*self.h5.attributes()}
         version = self.h5.attribute("__version__") if "__version__" in names else 0
         if "__spec__" in names and isinstance(version, float | int) and version >= 0.5:
@@ -257,11 +248,7 @@ class _Reader:
         return self._value(path, path, metadata)
 
     def _metadata(self, path: str) -> Mapping[str, Any]:
-        """Return what the file says of a value.
-
-        Raises:
-            FormatError: nothing is said, or of several values.
-        """
+        """Return what the file says of a value."""
         found = self.h5.json(f"{path}.__metadata__")
         of_value = found.get(f"{path}.__metadata__") if isinstance(found, dict) else None
         if not isinstance(of_value, dict) or found.get("__objects__") != [path]:

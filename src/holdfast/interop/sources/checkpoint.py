@@ -88,13 +88,7 @@ class CheckpointSource(Source):
         which: int | str | None = None,
         encrypt: Encryption | None = None,
     ) -> None:
-        """Open a checkpoint; the arguments are those of `load_weights`.
-
-        Raises:
-            NoCheckpoint: no checkpoint matches.
-            FormatError: its manifest, its index or a tree is damaged.
-            SealError: it is encrypted for other keys, or not encrypted.
-        """
+        """Open a checkpoint; the arguments are those of `load_weights`."""
         with ExitStack() as stack:
             store, kept = stack.enter_context(located(source, which=which, encrypt=encrypt))
             stack.enter_context(store.keeping_open())

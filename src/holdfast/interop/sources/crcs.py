@@ -32,9 +32,6 @@ class MemberCrc:
         """Add bytes of the member that were read, from its byte `start` on.
 
         Pieces that overlap are not put together, so nothing is compared then.
-
-        Raises:
-            CorruptData: all of it was read, and is not what was written.
         """
         if self._crc == NOT_COMPUTED or not memory.nbytes:
             return

@@ -56,11 +56,7 @@ class Region(LocalFile):
 
 
 def expect_inside(folder: Path, path: Path) -> Path:
-    """Return the path of a file, if no link in it leads out of the folder.
-
-    Raises:
-        FormatError: one does.
-    """
+    """Return the path of a file, if no link in it leads out of the folder."""
     inside, real = os.path.realpath(folder), os.path.realpath(path)
     if os.path.commonpath([inside, real]) != inside:
         raise FormatError(f"{path}: leads out of the folder, to {real}")
@@ -71,12 +67,7 @@ class FolderFiles:
     """The files of a folder, by number. None of them lies outside of it. Thread-safe."""
 
     def __init__(self, folder: Path, names: Sequence[str]) -> None:
-        """Look at each file, and open the first ones.
-
-        Raises:
-            CorruptData: a file is missing.
-            FormatError: one leads out of the folder.
-        """
+        """Look at each file, and open the first ones."""
         self._paths = [folder / name for name in names]
         for path in self._paths:
             expect_inside(folder, path)
@@ -107,11 +98,7 @@ class FolderFiles:
             file.close()
 
     def check(self, name: str, place: ItemPlace) -> None:
-        """Check that an item lies in its file.
-
-        Raises:
-            CorruptData: the file ends before it.
-        """
+        """Check that an item lies in its file."""
         nbytes = self._nbytes[place.file]
         if place.start + place.nbytes > nbytes:
             raise CorruptData(
@@ -247,11 +234,7 @@ def _find_saved(
 
 
 def read_header(file: LocalFile) -> dict[str, tuple[str, tuple[int, ...], int]]:
-    """Read the header of a safetensors file: dtype, shape and first byte by key.
-
-    Raises:
-        FormatError: damaged.
-    """
+    """Read the header of a safetensors file: dtype, shape and first byte by key."""
     length = header_nbytes(file.read(0, 8), file_nbytes=file.nbytes, what=file.name)
     head = file.read(0, length)
     found = parse_header(head, file_nbytes=file.nbytes, what=file.name)

@@ -69,12 +69,7 @@ class DcpFolder(Source):
     """A folder of DCP as components, by the keys of the state that was saved."""
 
     def __init__(self, path: Path) -> None:
-        """Read everything except the tensors.
-
-        Raises:
-            FormatError: damaged, or its metadata says what cannot be right.
-            CorruptData: a file is missing or cut short.
-        """
+        """Read everything except the tensors."""
         folder = _latest_of_megatron(path)
         self.url = str(folder)
         is_olmo = (folder / OLMO_ITEMS / METADATA).is_file()
@@ -264,11 +259,7 @@ class _Branch(dict[Any, Any]):
 def nest(
     items: Mapping[str, Any], paths: Mapping[str, tuple[str | int, ...]], *, what: str
 ) -> dict[str | int, Any]:
-    """Put items into dicts and lists, where their paths lead.
-
-    Raises:
-        FormatError: two items are at one place, or one lies inside of another.
-    """
+    """Put items into dicts and lists, where their paths lead."""
     root = _Branch()
     for name, item in items.items():
         path = paths.get(name, (name,))

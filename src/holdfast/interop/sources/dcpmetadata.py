@@ -86,11 +86,7 @@ class FolderMetadata:
 
 
 def read_metadata(path: Path) -> FolderMetadata:
-    """Read the `.metadata` of a folder, and check all of it.
-
-    Raises:
-        FormatError: damaged, of something else, or with places that cannot be right.
-    """
+    """Read the `.metadata` of a folder, and check all of it."""
     file = LocalFile.open(path)
     try:
         if file.nbytes > MAX_NBYTES:
@@ -275,11 +271,7 @@ class _Checked:
 
 
 def check_tiling(what: str, tensors: Sequence[ChunkedTensor]) -> None:
-    """Check that the chunks of each tensor leave nothing out and do not overlap.
-
-    Raises:
-        FormatError: they do.
-    """
+    """Check that the chunks of each tensor leave nothing out and do not overlap."""
     owners: list[int] = []
     offsets: list[list[int]] = []
     sizes: list[list[int]] = []

@@ -42,12 +42,7 @@ def recognises_sharded(folder: Path) -> bool:
 
 
 def read_sharded(folder: Path) -> FolderMetadata:
-    """Find the chunks of all tensors in a folder, and check that they tile them.
-
-    Raises:
-        FormatError: they do not, or a file does not say where its chunks belong.
-        CorruptData: a file is damaged or missing.
-    """
+    """Find the chunks of all tensors in a folder, and check that they tile them."""
     found = FolderMetadata(files=sorted(path.name for path in folder.glob(_PATTERN)))
     if len(found.files) > MAX_FILES:
         raise LimitExceeded(f"{folder}: more than {MAX_FILES:,} files")

@@ -86,12 +86,7 @@ class Hdf5:
     """An HDF5 file that is open for looking into. Use it in a `with` statement, in one thread."""
 
     def __init__(self, file: LocalFile) -> None:
-        """Open the file.
-
-        Raises:
-            UsageError: h5py is not installed.
-            CorruptData: the library cannot read it.
-        """
+        """Open the file."""
         self._file = file
         self._h5py = _h5py()
         self._num_seen = 0
@@ -122,22 +117,14 @@ class Hdf5:
             return [name.decode() for name in found]
 
     def attribute(self, attribute: str, name: str | None = None) -> Any:
-        """Return a number, a truth value, a text or bytes; None for anything else.
-
-        Raises:
-            FormatError: it is too large.
-        """
+        """Return a number, a truth value, a text or bytes; None for anything else."""
         what = f"attribute {attribute!r} of {name or 'the file'}"
         with self._reading(what):
             place = self._root() if name is None else self._find(name)
             return self._value(self._h5py.h5a.open(place, attribute.encode()), what)
 
     def json(self, attribute: str) -> Any:
-        """Return the JSON value in a text attribute of the file.
-
-        Raises:
-            FormatError: it is no JSON.
-        """
+        """Return the JSON value in a text attribute of the file."""
         text = self.attribute(attribute)
         try:
             return json.loads(text)
@@ -147,11 +134,7 @@ class Hdf5:
             ) from error
 
     def dataset(self, name: str) -> Dataset:
-        """Return where the bytes of a dataset are; reads none of them.
-
-        Raises:
-            FormatError: they are in another file, in a filter that is not known, or not all there.
-        """
+        """Return where the bytes of a dataset are; reads none of them."""
         what = f"dataset {name!r}"
         with self._reading(what):
             found = self._find(name)
@@ -174,11 +157,7 @@ class Hdf5:
             return Contiguous(dtype=dtype, shape=shape, start=start)
 
     def names(self) -> list[str]:
-        """Return the names of all datasets; a name of one in a group is `group/name`.
-
-        Raises:
-            FormatError: a link leads elsewhere, or groups are too deep.
-        """
+        """Return the names of all datasets; a name of one in a group is `group/name`."""
         with self._reading("its names"):
             self._num_seen = 0
             return [*self._names_in(self._root(), "", 0)]
@@ -328,12 +307,7 @@ class Hdf5:
 
 
 def read_band(file: LocalFile, dataset: Chunked, number: int, what: str) -> memoryview:
-    """Read the rows of a dataset that lie in the chunks with one position in the first dimension.
-
-    Raises:
-        CorruptData: a chunk is damaged.
-        UsageError: lz4 is not installed.
-    """
+    """Read the rows of a dataset in the chunks at one position of the first dimension."""
     first = number * dataset.chunk[0]
     rows = min(dataset.chunk[0], dataset.shape[0] - first)
     band = np.empty((rows, *dataset.shape[1:]), dataset.dtype)

@@ -66,11 +66,7 @@ class HuggingFaceFolder(Source):
     def __init__(
         self, path: Path, open_file: Callable[[str], Source], *, without: Collection[str] = ()
     ) -> None:
-        """Open the folder; `open_file` opens one file of weights. Files in `without` are ignored.
-
-        Raises:
-            FormatError: an index or a file of weights is damaged, or they do not fit each other.
-        """
+        """Open the folder; `open_file` opens one file of weights. Ignore files in `without`."""
         self.url = str(path)
         self._stack = ExitStack()
         self._weights: dict[tuple[str, str], tuple[Source, str]] = {}
@@ -211,11 +207,7 @@ def _refuse(what: str, wrong: Sequence[str]) -> None:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """Read which tensor is in which file beside the index.
-
-    Raises:
-        FormatError: not an index, or it names what is not a file of its folder.
-    """
+    """Read which tensor is in which file beside the index."""
     index = _read_json(path, _MAX_INDEX_NBYTES)
     found: dict[str, str] = index.get("weight_map", {}) if isinstance(index, dict) else {}
     is_map = isinstance(found, dict) and all(type(name) is str for name in found.values())

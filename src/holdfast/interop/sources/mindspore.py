@@ -98,12 +98,7 @@ class MindSporeFile(Source):
     format = "mindspore"
 
     def __init__(self, path: Path, *, key: bytes | None = None) -> None:
-        """Find the values and where each is; `key` decrypts an encrypted file.
-
-        Raises:
-            FormatError: it is damaged, or has a type that cannot be expressed.
-            WrongKey: the key does not decrypt it.
-        """
+        """Find the values and where each is; `key` decrypts an encrypted file."""
         self.url = str(path)
         self.left_out: list[LeftOut] = []
         self._file: LocalFile | DecryptedFile = LocalFile.open(path)

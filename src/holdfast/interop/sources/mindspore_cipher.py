@@ -32,13 +32,7 @@ class DecryptedFile:
     """The content of an encrypted file, read as a `LocalFile` is. Several threads may read it."""
 
     def __init__(self, file: LocalFile, key: bytes) -> None:
-        """Find the blocks; decrypts no more than their ends.
-
-        Raises:
-            UsageError: the key has a wrong length, or the package cryptography is missing.
-            WrongKey: the key does not fit.
-            CorruptData: the blocks do not fill the file.
-        """
+        """Find the blocks; decrypts no more than their ends."""
         if len(key) not in _KEY_NBYTES:
             raise UsageError(f"a key of {len(key)} bytes; MindSpore has keys of 16, 24 or 32")
         self.name = file.name
@@ -90,12 +84,7 @@ class DecryptedFile:
         return last[-1]
 
     def read_into(self, start: int, memory: memoryview) -> None:
-        """Fill `memory` with the bytes from `start` on.
-
-        Raises:
-            CorruptData: the content ends before them.
-            WrongKey: the key does not fit, or the block is damaged.
-        """
+        """Fill `memory` with the bytes from `start` on."""
         while memory.nbytes:
             if not 0 <= start < self.nbytes:
                 raise CorruptData(f"{self.name}: ends at byte {start:,}, inside a tensor")

@@ -39,11 +39,7 @@ class Wire:
         self._window_start = 0
 
     def fields(self, start: int, stop: int) -> Iterator[Field]:
-        """Read the fields between two bytes of the file; content is skipped, not read.
-
-        Raises:
-            CorruptData: they do not end at `stop`, or are no fields.
-        """
+        """Read the fields between two bytes of the file; content is skipped, not read."""
         while start < stop:
             tag, after = self._varint(start, stop)
             number, wire_type = tag >> 3, tag & 7
@@ -54,11 +50,7 @@ class Wire:
             start = field.stop
 
     def read(self, field: Field, max_nbytes: int, what: str) -> bytes:
-        """Read the content of a field.
-
-        Raises:
-            CorruptData: it is longer than `max_nbytes`, or has no content.
-        """
+        """Read the content of a field."""
         nbytes = field.stop - field.start
         if field.wire_type != LEN or nbytes > max_nbytes:
             raise self._wrong(field.start, f"{what} has {nbytes:,} bytes; {max_nbytes:,} at most")

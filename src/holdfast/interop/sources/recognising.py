@@ -9,11 +9,7 @@ from holdfast.errors import StoreError
 
 
 def first_bytes(path: Path, nbytes: int) -> bytes:
-    """Return the first bytes of a regular file, fewer if it is shorter; none of anything else.
-
-    Raises:
-        StoreError: it cannot be read.
-    """
+    """Return the first bytes of a regular file, fewer if it is shorter; none of anything else."""
     if not os.path.isfile(path):
         return b""
     try:

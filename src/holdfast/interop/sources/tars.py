@@ -63,13 +63,7 @@ def _kind(path: Path) -> str | None:
 
 
 def open_archive(path: Path) -> TorchFile:
-    """Open the file of `torch.save` in an archive.
-
-    Raises:
-        FormatError: the archive is damaged, or holds something else.
-        LimitExceeded: it grows more than such a file can.
-        UsageError: the library of its compression is not installed.
-    """
+    """Open the file of `torch.save` in an archive."""
     kind = _kind(path)
     with path.open("rb") as packed, tempfile.TemporaryFile() as unpacked:
         bound = _Bound(path, os.fstat(packed.fileno()).st_size)

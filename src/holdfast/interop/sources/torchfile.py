@@ -77,9 +77,6 @@ def read_pickle(
 
     `records` are the names of classes that are described as `Record`; `constructors` make other
     names known. Tensors that were pickled without `torch.save` are described, too.
-
-    Raises:
-        FormatError: damaged, or beyond what a pickle may do here.
     """
     end = file.nbytes if stop is None else stop
     reader = _Reader(file, budget or Budget(), constructors or {}, records)
@@ -87,11 +84,7 @@ def read_pickle(
 
 
 def read_saved(file: ReadableFile, budget: Budget) -> Any:
-    """Return the description of what a file of `torch.save` holds, or another pickle.
-
-    Raises:
-        FormatError: damaged, or beyond what a pickle may do here.
-    """
+    """Return the description of what a file of `torch.save` holds, or another pickle."""
     return _Reader(file, budget).root()
 
 

@@ -50,11 +50,7 @@ class TrainerFolder(Source):
     """
 
     def __init__(self, path: Path, open_file: Callable[[str], Source]) -> None:
-        """Open every file that holds a component; `open_file` opens one file of weights.
-
-        Raises:
-            FormatError: the folder is of no trainer, or a file of it is damaged or missing.
-        """
+        """Open every file that holds a component; `open_file` opens one file of weights."""
         self.url = str(path)
         layout = folder_layout(_names(path))
         if layout is None:

@@ -39,13 +39,7 @@ def names_checkpoint(url: str) -> bool:
 
 
 def open_web(url: str) -> Source:
-    """Open a safetensors file, or one of `torch.save`, by ranges.
-
-    Raises:
-        NoCheckpoint: nothing exists there.
-        FormatError: it is in neither format, or damaged.
-        StoreError: it cannot be read.
-    """
+    """Open a safetensors file, or one of `torch.save`, by ranges."""
     try:
         file = WebFile(url)
     except NotFound as error:

@@ -106,12 +106,7 @@ class Zip:
                 raise CorruptData(f"{self._file.name}: {member.name[:80]!r} ends beyond the file")
 
     def place(self, member: Member) -> int:
-        """Return where the bytes of a member begin; checks the header in front of them.
-
-        Raises:
-            FormatError: it is not stored as it is.
-            CorruptData: it is the header of something else.
-        """
+        """Return where the bytes of a member begin; checks the header in front of them."""
         if member.refusal:
             raise FormatError(f"{self._file.name}: member {member.name[:80]!r} {member.refusal}")
         head = self._file.read(member.header, _LOCAL.size)

@@ -97,11 +97,7 @@ class DirectWrites:
         self._lock = threading.Lock()
 
     def choose(self, folder_fd: int) -> str:
-        """Try direct writes with a scratch file; return a text on how files will be written.
-
-        Raises:
-            UnsupportedStore: as `open`, and also when the flag is taken and the write refused.
-        """
+        """Try direct writes with a scratch file; return a text on how files will be written."""
         if self._wanted is False:
             return "through the page cache, as direct_io=False asks"
         direct = _tried_directly(folder_fd)
@@ -114,11 +110,7 @@ class DirectWrites:
         return "through the page cache, because this file system refuses O_DIRECT"
 
     def open(self, folder_fd: int, name: str, nbytes: int) -> DirectFile | None:
-        """Open a new file of `nbytes` bytes for direct writes; None if they do not work.
-
-        Raises:
-            UnsupportedStore: direct writes were required and do not work.
-        """
+        """Open a new file of `nbytes` bytes for direct writes; None if they do not work."""
         with self._lock:
             direct = None if self._works is False else open_direct(folder_fd, name)
             if direct is not None and self._works is None and nbytes >= direct.offset:
@@ -214,11 +206,7 @@ class LocalBlockWriter:
             os.fchmod(fd, stat.S_IMODE(os.fstat(fd).st_mode) & FILE_MODE)
 
     def write(self, start: int, data: memoryview) -> None:
-        """Write `data` at byte `start`, directly from its memory where that is aligned.
-
-        Raises:
-            UsageError: the piece does not lie inside the object.
-        """
+        """Write `data` at byte `start`, directly from its memory where that is aligned."""
         piece = flat(data)
         expect_inside(self._path, start, len(piece), self._nbytes)
         with self._call("write", becomes=_WriterState.WRITING):

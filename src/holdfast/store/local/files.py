@@ -54,12 +54,7 @@ def open_file(folder_fd: int, name: str) -> int:
 
 
 def regular_nbytes(found: os.stat_result, *, what: str) -> int:
-    """Return the length of a regular file from its stat result; errors call it `what`.
-
-    Raises:
-        FileNotFoundError: it is a folder.
-        StoreError: it is no file, such as a pipe; a symbolic link raises ELOOP.
-    """
+    """Return the length of a regular file from its stat result; errors call it `what`."""
     if stat.S_ISREG(found.st_mode):
         return found.st_size
     if stat.S_ISDIR(found.st_mode):
@@ -94,11 +89,7 @@ def address_of(data: memoryview) -> int:
 
 
 def read_exactly(fd: int, buffer: memoryview, start: int, *, what: str) -> None:
-    """Fill `buffer` from byte `start` of an open file.
-
-    Raises:
-        CorruptData: the file ends too early.
-    """
+    """Fill `buffer` from byte `start` of an open file."""
     done = 0
     while done < len(buffer):
         got = read_at(fd, buffer[done:], start + done)
@@ -125,11 +116,7 @@ class Draft:
         self._temporary = temporary
 
     def link(self, name: str) -> bool:
-        """Make a hard link `name` to the draft; False if the file system has no hard links.
-
-        Raises:
-            FileExistsError: the name is taken.
-        """
+        """Make a hard link `name` to the draft; False if the file system has no hard links."""
         source = self._temporary or f"{OWN_FDS}/{self._fd}"
         try:
             # Follows the link in /proc, which is how an unnamed file gets a name.
@@ -143,12 +130,7 @@ class Draft:
         return True
 
     def rename_new(self, name: str) -> None:
-        """Rename the draft from its temporary name to `name`, which must be new.
-
-        Raises:
-            FileExistsError: the name is taken.
-            UnsupportedStore: the file system cannot rename without replacing either.
-        """
+        """Rename the draft from its temporary name to `name`, which must be new."""
         assert self._temporary is not None
         try:
             rename_noreplace(self._folder_fd, self._temporary, name)

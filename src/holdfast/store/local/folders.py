@@ -23,11 +23,7 @@ _NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
 
 @contextmanager
 def opened_folder(root: str, segments: Sequence[str]) -> Iterator[int]:
-    """Open a folder and yield its descriptor; only `root` may be a symbolic link, nothing below.
-
-    Raises:
-        StoreError: the root exists and is not a folder, which must not count as missing.
-    """
+    """Open a folder and yield its descriptor; only `root` may be a symbolic link, nothing below."""
     try:
         fd = os.open(root, _FOLDER)
     except NotADirectoryError as err:
@@ -42,11 +38,7 @@ def opened_folder(root: str, segments: Sequence[str]) -> Iterator[int]:
 
 
 def enter_folder(folder_fd: int, name: str) -> int:
-    """Open a folder inside an open one; return its descriptor.
-
-    Raises:
-        OSError: ELOOP for a symbolic link, ENOTDIR for a file.
-    """
+    """Open a folder inside an open one; return its descriptor."""
     try:
         return os.open(name, _FOLDER | _NOFOLLOW, dir_fd=folder_fd)
     except NotADirectoryError:
@@ -62,11 +54,7 @@ def is_link(folder_fd: int, name: str) -> bool:
 
 
 def sync_folder_fd(fd: int) -> None:
-    """Put a folder's names on stable storage.
-
-    Raises:
-        UnsupportedStore: the file system has no such operation.
-    """
+    """Put a folder's names on stable storage."""
     try:
         sync(fd)
     except OSError as err:
@@ -82,9 +70,6 @@ def make_root(path: str, report: Reporting, *, exclusive: bool, is_known: bool) 
     """Make the folder `path` with its ancestors, each durable in its parent.
 
     The name of an existing one is made durable too, unless it `is_known` to be.
-
-    Raises:
-        FileExistsError: with `exclusive`, if it exists.
     """
     path = os.path.realpath(path)
     missing = _missing_folders(path)
@@ -108,11 +93,7 @@ def make_root(path: str, report: Reporting, *, exclusive: bool, is_known: bool) 
 
 
 def make_folder_in(outer_fd: int, name: str, report: Reporting, *, exclusive: bool) -> None:
-    """Make a folder inside an open one, durably; an existing one's name is made durable too.
-
-    Raises:
-        FileExistsError: with `exclusive`, if it exists.
-    """
+    """Make a folder inside an open one, durably; an existing one's name is made durable too."""
     is_new = True
     try:
         os.mkdir(name, dir_fd=outer_fd)

@@ -25,11 +25,7 @@ class Names(Protocol):
         """Raise `UnsupportedStore` if this system lacks what a durable write needs."""
 
     def opened(self, folder: str) -> AbstractContextManager[int]:
-        """Open a folder below the root, for a write in it; yields its descriptor.
-
-        Raises:
-            UnsupportedStore: as `expect_writable`.
-        """
+        """Open a folder below the root, for a write in it; yields its descriptor."""
         ...
 
     def open(self, key: str) -> int:

@@ -10,11 +10,7 @@ from holdfast.store.remote.opening import Place
 
 
 def parse_web(url: str) -> Place:
-    """Parse the URL of a folder or a file on a web server; a fragment is dropped.
-
-    Raises:
-        UsageError: it has no host, or a port that is no number.
-    """
+    """Parse the URL of a folder or a file on a web server; a fragment is dropped."""
     try:
         parts = urlsplit(url)
         host = parts.netloc.rpartition("@")[2]

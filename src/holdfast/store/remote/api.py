@@ -68,11 +68,7 @@ class Api:
         return f"{self.place.url}/{key}".rstrip("/")
 
     def clients(self) -> Clients:
-        """Return the clients, which are made at the first call.
-
-        Raises:
-            UnsupportedStore: in a process that was forked from one that had used any.
-        """
+        """Return the clients, which are made at the first call."""
         global _runtime_pid
         self.expect_own_process()
         with self._lock:
@@ -105,10 +101,6 @@ class Api:
         """Put an object under a key that must be absent.
 
         Retried only after a reply which says that the request had no effect.
-
-        Raises:
-            AlreadyExists: the key is taken, perhaps by an earlier put of ours with a lost reply.
-            OutcomeUnknown: the request may have had its effect.
         """
         patience = Patience(self.options)
         store = self.clients().once
@@ -151,11 +143,7 @@ class Api:
         return found
 
     def whole(self, key: str, *, max_nbytes: int | None = None) -> bytes:
-        """Read all bytes of one version of an object.
-
-        Raises:
-            LimitExceeded: it has more than `max_nbytes`; only its length was read.
-        """
+        """Read all bytes of one version of an object."""
         self.expect_own_process()
         nbytes, data = self._retry("get", key, lambda store: self._get(store, key, max_nbytes))
         if len(data) != nbytes:
@@ -174,11 +162,7 @@ class Api:
         return nbytes, bytes(memoryview(result.bytes()))
 
     def read(self, key: str, start: int, stop: int) -> Any:
-        """Read a range that is not empty; return a buffer with exactly its bytes.
-
-        Raises:
-            CorruptData: the object is shorter, or the reply has another length.
-        """
+        """Read a range that is not empty; return a buffer with exactly its bytes."""
         return self.read_up_to(key, start, stop, least=stop)[0]
 
     def read_up_to(self, key: str, start: int, stop: int, *, least: int) -> tuple[Any, Any]:

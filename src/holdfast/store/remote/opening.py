@@ -176,11 +176,7 @@ class Clients:
 
 
 def parse_place(url: str, endpoint: str | None) -> Place:
-    """Parse the URL of a remote store.
-
-    Raises:
-        UsageError: it is not `s3://`, `gs://` or `az://` with a bucket and a plain prefix.
-    """
+    """Parse the URL of a remote store."""
     scheme, _, rest = url.partition("://")
     bucket, _, prefix = rest.partition("/")
     prefix = prefix.rstrip("/")
@@ -202,11 +198,7 @@ def parse_place(url: str, endpoint: str | None) -> Place:
 
 
 def needed(module: str, scheme: str) -> Any:
-    """Import a library that this cloud needs.
-
-    Raises:
-        UsageError: it is not installed; the message names the extra that has it.
-    """
+    """Import a library that this cloud needs."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -217,12 +209,7 @@ def needed(module: str, scheme: str) -> Any:
 
 
 def open_clients(place: Place, options: RemoteOptions) -> Clients:
-    """Make the clients for a bucket; sends it no request yet, but may request credentials.
-
-    Raises:
-        AccessDenied: there are no credentials.
-        UsageError: a library or a setting is missing.
-    """
+    """Make the clients for a bucket; sends it no request yet, but may request credentials."""
     makers: dict[str, Callable[[Place, RemoteOptions], Clients]] = {
         "s3": _open_s3,
         "gs": _open_gcs,

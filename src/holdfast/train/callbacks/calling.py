@@ -39,10 +39,6 @@ class Callbacks:
     """Calls the hooks of all callbacks: by priority, then in the order given; loggers last.
 
     With several ranks only the leader calls those of loggers.
-
-    Raises:
-        UsageError: lists items that are not callbacks or are given twice, names used twice, and
-            methods that look like hooks and are not.
     """
 
     def __init__(
@@ -134,21 +130,13 @@ class Callbacks:
         *arguments: P.args,
         **named: P.kwargs,
     ) -> None:
-        """Call a hook, such as `Callback.step_end`, of all callbacks that override it.
-
-        Raises:
-            HookFailed: a callback raised; later ones were not called.
-        """
+        """Call a hook, such as `Callback.step_end`, of all callbacks that override it."""
         name = hook.__name__
         for callback in self._by_hook[name]:
             self._run(callback, name, *arguments, **named)
 
     def transformed(self, hook: Callable[[Any, Training, T], T | None], value: T) -> T:
-        """Pass a value through a hook of all callbacks; what a callback returns replaces it.
-
-        Raises:
-            HookFailed: a callback raised; later ones were not called.
-        """
+        """Pass a value through a hook of all callbacks; what a callback returns replaces it."""
         name = hook.__name__
         for callback in self._by_hook[name]:
             replaced = self._run(callback, name, value)
@@ -162,12 +150,7 @@ class Callbacks:
         *arguments: P.args,
         **named: P.kwargs,
     ) -> None:
-        """Call a hook like `tell`, but only of the callbacks named in `to`, unless it is None.
-
-        Raises:
-            HookFailed: a callback raised.
-            UsageError: a name that no callback has.
-        """
+        """Call a hook like `tell`, but only of the callbacks named in `to`, unless it is None."""
         unknown = [name for name in to or () if name not in self._names]
         if unknown or isinstance(to, str):
             raise UsageError(f"to={to!r}: give a list of some of {list(self._names)}")

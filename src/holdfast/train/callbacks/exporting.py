@@ -60,9 +60,6 @@ class ExportModel(Logger):
                 those of the first call of the model in `fit`.
             dynamic_shapes: as for `torch.export.export`. None: the exported model takes inputs of
                 the same shapes as `inputs`.
-
-        Raises:
-            UsageError: an argument is wrong, or "onnx" needs an extra that is not installed.
         """
         unknown = [name for name in formats if name not in get_args(Format)]
         if isinstance(formats, str) or unknown or not formats:
@@ -81,11 +78,7 @@ class ExportModel(Logger):
         self._listening: torch.utils.hooks.RemovableHandle | None = None
 
     def setup(self, training: Training) -> None:
-        """Refuse weights that the training does not have, or that are sharded.
-
-        Raises:
-            UsageError: there is no such average, or the weights are sharded.
-        """
+        """Refuse weights that the training does not have, or that are sharded."""
         if self._weights not in training.state:
             raise UsageError(
                 f"ExportModel: weights={self._weights!r}: the Trainer has no such average; give it "

@@ -47,9 +47,6 @@ class Freeze(Callback):
             patterns: of names in `model.named_parameters()`, as in `fnmatch`.
             until: when they are trained again, such as "1ep"; None: never.
             since: when they are frozen; None: from the beginning.
-
-        Raises:
-            UsageError: there is no pattern, or a time is none that is counted.
         """
         if not patterns:
             raise UsageError(
@@ -63,11 +60,7 @@ class Freeze(Callback):
         self._drops_gradients = False
 
     def setup(self, training: Training) -> None:
-        """Find the parameters, and freeze them if it is time.
-
-        Raises:
-            UsageError: a pattern matches no parameter.
-        """
+        """Find the parameters, and freeze them if it is time."""
         named = dict(training.model.named_parameters())
         wrong = [
             pattern
@@ -89,11 +82,7 @@ class Freeze(Callback):
         self._follow(training)
 
     def fit_start(self, training: Training) -> None:
-        """Freeze what is frozen at the step from which training goes on.
-
-        Raises:
-            UsageError: a time is in a unit that is not counted.
-        """
+        """Freeze what is frozen at the step from which training goes on."""
         now = training.counters.timestamp
         for what, time in (("since", self._since), ("until", self._until)):
             if time is not None and time.unit.of(now) is None:

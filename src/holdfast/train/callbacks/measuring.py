@@ -100,9 +100,6 @@ class SpeedMonitor(_Measuring):
                 each parameter.
             peak_flops: operations per second that one device can do in the precision in use.
             clock: function that gives seconds.
-
-        Raises:
-            UsageError: an argument is wrong, or one of the costs is given without the peak.
         """
         check_range("SpeedMonitor: window", window, 1, 2**31)
         costs = {"samples": flops_per_sample, "tokens": flops_per_token}
@@ -119,11 +116,7 @@ class SpeedMonitor(_Measuring):
         self._pace = Pace(clock, window + 1)
 
     def fit_start(self, training: Training) -> None:
-        """Begin to measure.
-
-        Raises:
-            UsageError: the utilization needs a count that the Trainer does not have.
-        """
+        """Begin to measure."""
         for name in self._costs:
             if getattr(training.counters, name) is None:
                 raise UsageError(

@@ -44,11 +44,7 @@ class StopWhen(Callback):
     def __init__(
         self, condition: Callable[[Training, Metrics], bool], reason: str = "its condition holds"
     ) -> None:
-        """Stop when `condition` holds; `reason` becomes the `detail` of the outcome.
-
-        Raises:
-            UsageError: `condition` cannot be called.
-        """
+        """Stop when `condition` holds; `reason` becomes the `detail` of the outcome."""
         if not callable(condition):
             raise UsageError(f"StopWhen: {condition!r} cannot be called")
         self._condition = condition
@@ -118,9 +114,6 @@ class EarlyStopping(Callback):
             patience: ends at so many validations in a row without a better value; NaN is none.
             min_delta: by how much a value must be better than the best one.
             name: see `Callback`; needed if there are several.
-
-        Raises:
-            UsageError: an argument is wrong.
         """
         known = mode_for(
             metric,
@@ -167,11 +160,7 @@ class EarlyStopping(Callback):
         return {"best": self.best, "num_waited": self.num_waited}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the best value and the count of an earlier process.
-
-        Raises:
-            UsageError: the keys of `state` are wrong.
-        """
+        """Restore the best value and the count of an earlier process."""
         if set(state) != {"best", "num_waited"}:
             raise UsageError(f"not the state of EarlyStopping: {sorted(state)}")
         self.best, self.num_waited = state["best"], state["num_waited"]
@@ -198,9 +187,6 @@ class CollectGarbage(Callback):
 
     Args:
         every: number of steps between collections, such as "100step".
-
-    Raises:
-        UsageError: `every` is not a number of steps.
     """
 
     @checked(but=("every",))
@@ -264,9 +250,6 @@ class Pruning(Callback):
             method: as in `torch.nn.utils.prune`. The structured ones prune whole outputs (of the
                 least L2 norm, for "ln_structured").
             modules: names in the model; None: all linear and convolutional ones.
-
-        Raises:
-            UsageError: an argument is wrong.
         """
         if method not in get_args(Method):
             raise UsageError(f"Pruning: method={method!r} must be one of {get_args(Method)}")
@@ -277,11 +260,7 @@ class Pruning(Callback):
         self._pruned: list[str] = []
 
     def model_made(self, training: Training) -> None:
-        """Give every module that will be pruned a mask of ones.
-
-        Raises:
-            UsageError: nothing can be pruned, or a name is not that of a module with a weight.
-        """
+        """Give every module that will be pruned a mask of ones."""
         self._pruned = self._chosen(training.model)
         with torch.no_grad():  # a weight that is part of a graph could not be copied
             for module in self._modules(training.model):

@@ -90,12 +90,7 @@ def predict(
     batches_per_part: int,
     overwrite: bool,
 ) -> Predictions:
-    """Write the outputs for all batches of a loader.
-
-    Raises:
-        UsageError: the loader's order is not that of the samples, an output has another number of
-            rows than others, or the folder has predictions, and `overwrite` is False.
-    """
+    """Write the outputs for all batches of a loader."""
     check_range("batches_per_part", batches_per_part, 1, 2**31)
     source = _Source(data, update.parallel.group, is_sharded=is_sharded(model))
     whole = _Folder(folder, update.parallel.group)
@@ -155,11 +150,7 @@ class _Source:
 
 
 def _rewind(data: Loader | Stream) -> None:
-    """Set a Loader or Stream to its first position.
-
-    Raises:
-        UsageError: its epoch is not all samples in their order.
-    """
+    """Set a Loader or Stream to its first position."""
     state: dict[str, Any] = {**data.state_dict()}
     if state["shuffle"] or {"batches_per_epoch", "num_batches"} & state.keys():
         raise UsageError(_NOT_IN_ORDER)
@@ -200,12 +191,7 @@ class _Folder:
         self._num_samples = 0
 
     def begin(self, *, overwrite: bool) -> None:
-        """Make the folder, and delete earlier predictions in it if `overwrite`.
-
-        Raises:
-            UsageError: the folder has predictions, and `overwrite` is False; or it has parts that
-                its record does not list.
-        """
+        """Make the folder, and delete earlier predictions in it if `overwrite`."""
         problem = self._group.from_leader(
             "preparing the folder of predictions", lambda: self._prepare(overwrite=overwrite)
         )

@@ -96,11 +96,6 @@ def select(
     @ in it): `other/root`, `other/root@which`, the folder of one checkpoint. Names may be patterns
     of `fnmatch`, which are matched with folder, label, tags and `step=<n>`; every part of a path
     may be one, and roots in which nothing matches are skipped then.
-
-    Raises:
-        NoCheckpoint: an item matches no checkpoint.
-        FormatError: the manifest of a named checkpoint is damaged.
-        UsageError: an item of `which` has another type.
     """
     if which is None:
         which = "latest"
@@ -119,11 +114,7 @@ def select(
 
 @contextmanager
 def kept_all(targets: Iterable[Target]) -> Iterator[None]:
-    """Hold leases on all checkpoints during the block, so that none is deleted.
-
-    Raises:
-        NoCheckpoint: the deletion of a checkpoint has begun.
-    """
+    """Hold leases on all checkpoints during the block, so that none is deleted."""
     with ExitStack() as leases:
         for target in targets:
             leases.enter_context(leased(target.store, target.entry.folder))

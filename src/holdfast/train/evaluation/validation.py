@@ -82,9 +82,6 @@ class Validation:
         downstream: checks without a loader, each a `Downstream`.
         metrics: metrics that are no means, by name, such as torchmetrics: they get what the loss
             gives as the `outputs` of a `StepOutput`.
-
-    Raises:
-        UsageError: an argument is wrong.
     """
 
     data: Any
@@ -127,11 +124,7 @@ class Validation:
 
     @property
     def trigger(self) -> Every:
-        """Trigger at which validation is due, parsed from `every`.
-
-        Raises:
-            UsageError: `every` is not an interval.
-        """
+        """Trigger at which validation is due, parsed from `every`."""
         given: object = self.every
         if isinstance(given, int | float):
             raise UsageError(
@@ -158,12 +151,7 @@ class ValidationPart:
         return self.names[0]
 
     def on(self, model: nn.Module, live: nn.Module) -> dict[str, float]:
-        """Compute the metrics of `model`; `live`, the trained module, is in eval mode as well.
-
-        Raises:
-            UsageError: a loader gives no batch, or a metric is not a number.
-            HookFailed: a callback raised.
-        """
+        """Compute the metrics of `model`; `live`, the trained module, is in eval mode as well."""
         with undisturbed(), evaluating(live, model), torch.no_grad():
             return self.run(model)
 
@@ -305,11 +293,7 @@ class Validator:
 
 
 def plans_of(given: Any) -> list[Validation]:
-    """Convert the argument `validate` (loaders, or `Validation` plans) to a list of plans.
-
-    Raises:
-        UsageError: an item of a list is not a `Validation`.
-    """
+    """Convert the argument `validate` (loaders, or `Validation` plans) to a list of plans."""
     if given is None:
         return []
     if isinstance(given, Validation):
@@ -346,11 +330,7 @@ class Validations:
         return bool(self.parts)
 
     def resolve(self, goal: Time, epoch: EpochLength) -> None:
-        """Compute the intervals for a goal and the length of an epoch.
-
-        Raises:
-            UsageError: one needs the length of an epoch, which is not known.
-        """
+        """Compute the intervals for a goal and the length of an epoch."""
         for at, part in enumerate(self.parts):
             every = epoch.resolved(part.plan.trigger, "validation every").resolve(goal)
             self._intervals[at] = every.unit, every.size
@@ -459,11 +439,7 @@ class Restarting:
 
 
 def size_of(batch: Any) -> int:
-    """Count the samples of a batch: the first dimension of its first tensor.
-
-    Raises:
-        UsageError: the batch has no tensor with a dimension.
-    """
+    """Count the samples of a batch: the first dimension of its first tensor."""
     tensor = next(_tensors(batch), None)
     if tensor is None:
         raise UsageError(

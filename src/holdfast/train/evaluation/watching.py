@@ -24,9 +24,6 @@ class Watched:
         """`watchers` is called at each check, as some find out late what they watch.
 
         `of_epochs` are names of metrics that come at the end of an epoch.
-
-        Raises:
-            UsageError: metrics of validations are watched, and there are no validations.
         """
         self._watchers = watchers
         self._validations = validations
@@ -52,9 +49,6 @@ class Watched:
         """Check what is watched after a validation; `metrics` are those of its step.
 
         A metric of a validation that has not run yet may still come, or of the first epoch.
-
-        Raises:
-            UsageError: a metric is watched, and neither steps nor validations give it.
         """
         self._seen.update(metrics)
         wrong = list(self._unseen(but_of_steps=self._is_checked))

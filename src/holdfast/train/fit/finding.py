@@ -78,11 +78,7 @@ class Trial:
 def find_learning_rate(
     trial: Trial, *, lowest: float, highest: float, steps: int
 ) -> LearningRateCurve:
-    """Train `steps` steps with rates that grow from `lowest` to `highest`; undone afterwards.
-
-    Raises:
-        UsageError: an argument is wrong.
-    """
+    """Train `steps` steps with rates that grow from `lowest` to `highest`; undone afterwards."""
     check_range("steps", steps, 3, 2**31)
     if not 0 < lowest < highest < math.inf:
         raise UsageError(f"lowest={lowest!r}, highest={highest!r}: must be above 0 and grow")

@@ -26,11 +26,7 @@ class Resuming:
     override: Collection[str] = ()
 
     def check(self, start: StartingPoint | None, *, has_root: bool) -> None:
-        """Check them before anything is read.
-
-        Raises:
-            UsageError: there is no root to resume from, or two checkpoints are named.
-        """
+        """Check them before anything is read."""
         is_named = self.how not in (*_NEWEST, "never")
         if is_named and start is not None:
             raise UsageError(

@@ -118,12 +118,7 @@ class StepSaver:
         self._failed_somewhere = self._group.max(failed) if failed else []
 
     def at(self, events: Sequence[Event], metrics: Metrics) -> None:
-        """Call hooks for saves that have ended, and begin one if it is due at any of `events`.
-
-        Raises:
-            SaveFailed: the third save in a row failed.
-            UnhealthyState: the state is unhealthy, and the policy is `raise`.
-        """
+        """Call hooks for saves that have ended, and begin one if it is due at any of `events`."""
         is_plain = events == _ONLY_STEP and not self._begun and self._retry is None
         if is_plain and self._manager.is_quiet(self._counters.step):
             return
@@ -140,9 +135,6 @@ class StepSaver:
         """Save the current step and wait until it is durable.
 
         No-op if it is saved already, unless `again`: the state has changed since.
-
-        Raises:
-            SaveFailed, UnhealthyState: as for `at`.
         """
         self._await()
         if again:
@@ -153,20 +145,12 @@ class StepSaver:
             self._await()
 
     def stop(self, events: Sequence[Event], metrics: Metrics) -> None:
-        """Save the current step after a signal, permanent or not, and wait until it is durable.
-
-        Raises:
-            SaveFailed, UnhealthyState: as for `at`.
-        """
+        """Save the current step after a signal, permanent or not, and wait until it is durable."""
         self.at([*events, "signal"], metrics)
         self.settle(metrics)
 
     def again(self, due: Due, metrics: Metrics) -> None:
-        """Save the current step again, with metrics that were not known before.
-
-        Raises:
-            SaveFailed, UnhealthyState: as for `at`.
-        """
+        """Save the current step again, with metrics that were not known before."""
         self._save([], metrics, due)
         self._report_ended()
 
@@ -177,11 +161,7 @@ class StepSaver:
         return next((checkpoint.folder for checkpoint in self._manager.list()), None)
 
     def settle(self, metrics: Metrics) -> None:
-        """Wait until no save is under way, and retry failed ones.
-
-        Raises:
-            SaveFailed, UnhealthyState: as for `at`.
-        """
+        """Wait until no save is under way, and retry failed ones."""
         self._await()
         while self._retry is not None and self._save([], metrics, self._retry):
             self._await()
@@ -302,11 +282,7 @@ class StepPosition:
             self.is_between = before
 
     def check(self, step: int) -> None:
-        """Check that a save of `step` may begin.
-
-        Raises:
-            UsageError: within a step, a validation or a save, or of another step.
-        """
+        """Check that a save of `step` may begin."""
         if not self.is_between:
             raise UsageError(
                 "a checkpoint can be made between steps only, where all parts of the state belong "
@@ -335,10 +311,6 @@ def check_health(
     """Check that loss and weights are finite, before a save; returns what is not, on any rank.
 
     The reasons go into the manifest. Reads every weight once, and waits for the accelerator.
-
-    Raises:
-        UnhealthyState: the state is unhealthy, and the policy is `raise`.
-        SaveSkipped: the state is unhealthy, and the policy is `skip`.
     """
     own = [*_wrong_loss(metrics), *_wrong_weights(model)]
     reasons = tuple(dict.fromkeys(reason for found in group.gather(own) for reason in found))

@@ -84,11 +84,7 @@ class StartingPoint:
         strict: bool = True,
         override: Collection[str] = (),
     ) -> Checkpoint:
-        """Load the checkpoint's whole state into the live objects of all ranks, without a claim.
-
-        Raises:
-            HoldfastError: as for `CheckpointManager.load`.
-        """
+        """Load the checkpoint's whole state into the live objects of all ranks, without a claim."""
         with CheckpointManager(
             self.store, state, hooks=hooks, encrypt=encryption, ranks=ranks
         ) as other:
@@ -193,11 +189,7 @@ class Tried(Unsaved):
         save_class: SaveClass = "permanent",
         wait: bool = False,
     ) -> PendingSave:
-        """Check what a save checks, and return one that has committed nothing; says so once.
-
-        Raises:
-            UsageError, UnhealthyState: as for a save of a Trainer with a root.
-        """
+        """Check what a save checks, and return one that has committed nothing; says so once."""
         only = None if components is None else self._checked(components)
         due = Due(save_class, reason, components=only, tags=checked_tags(tags))
         now = msgspec.structs.replace(self._counters.timestamp, step=step)

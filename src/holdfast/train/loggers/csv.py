@@ -60,11 +60,7 @@ class Csv(Logger):
         self._next_flush_s = 0.0
 
     def fit_start(self, training: Training) -> None:
-        """Drop rows of steps that will be done again, and open the file.
-
-        Raises:
-            UsageError: the file exists, and was written by something else.
-        """
+        """Drop rows of steps that will be done again, and open the file."""
         now = training.counters
         self._open(lambda row: _kept(row, now.step, is_validated=not now.unvalidated))
 

@@ -57,9 +57,6 @@ class Replays:
         """Start after an earlier process's `position`, for a run resumed from `resumed_step`.
 
         This step is not done again, so that later records of it are new.
-
-        Raises:
-            FormatError: `position` is invalid.
         """
         match = _POSITION.fullmatch(position)
         if match is None:
@@ -164,11 +161,7 @@ class RunLogger(Logger):
         return {"id": self._id}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the service's id of the run.
-
-        Raises:
-            UsageError: the keys of `state` are wrong.
-        """
+        """Restore the service's id of the run."""
         if set(state) != {"id"} or not isinstance(state["id"], str | None):
             raise UsageError(f"not the state of {type(self).__name__}: {sorted(state)}")
         self._id = state["id"]
@@ -217,9 +210,6 @@ class MLflow(RunLogger):
         """Make the logger; `tracking_uri` is a server or "sqlite:///path.db", None: as configured.
 
         `references`: whether each checkpoint gets a model of MLflow, as by `MLflowReferences`.
-
-        Raises:
-            UsageError: the extra is not installed, or too old for references.
         """
         self._library = import_extra("mlflow", "mlflow")
         if references:
@@ -305,9 +295,6 @@ class TensorBoard(Logger):
 
         `references`: whether checkpoints and their deletions are texts, as by
         `TensorBoardReferences`.
-
-        Raises:
-            UsageError: the extra is not installed.
         """
         self.folder = os.fspath(folder)
         self.sink: RunSink | None = RunSink() if references else None
@@ -406,9 +393,6 @@ class WeightsAndBiases(RunLogger):
 
         `references`: whether each checkpoint is logged as a reference artifact, as by
         `WandbReferences`.
-
-        Raises:
-            UsageError: the extra is not installed, or a setting is one that this class decides.
         """
         taken = [name for name in ("id", "resume") if name in settings]
         if taken:

@@ -65,10 +65,6 @@ class Group:
         """Run `work` on the leader alone, and return its result on all ranks.
 
         All ranks call it. `what` names the work in errors.
-
-        Raises:
-            Exception: on the leader, whatever the work raised.
-            RanksFailed: on the other ranks, if the work raised; else they would wait for it.
         """
         found: T | None = None
         error: Exception | None = None
@@ -123,10 +119,6 @@ def join_group(device: torch.device | None, *, also_alone: bool) -> Group:
     Args:
         device: where the model will train; None: the accelerator of this host, or else its CPU.
         also_alone: open a group of one rank, too, where there is no launcher.
-
-    Raises:
-        UsageError: torch was built without torch.distributed.
-        Disconnected: the ranks cannot connect to each other.
     """
     ranks = present_ranks()
     is_on_cpu = device is not None and device.type == "cpu"

@@ -133,9 +133,6 @@ class Replicated(Parallel):
         """Refuse a step that leaves parameters without a gradient, for which DDP still waits.
 
         torch notices it in the next step, after an update with gradients that were not averaged.
-
-        Raises:
-            UsageError: a parameter has no gradient, or only that of an earlier batch or step.
         """
         if self._strategy.find_unused_parameters or not (self._is_last and self._is_called):
             return
@@ -254,10 +251,6 @@ def chosen_strategy(
     """Return the strategy that an argument means; None: the model is trained as it is.
 
     Several ranks train with DDP unless another strategy is given, or the model is sharded already.
-
-    Raises:
-        UsageError: it is none, or the model is wrapped already.
-        UnsupportedState: the model is in FSDP1.
     """
     refuse_fsdp1({"model": model})
     if isinstance(model, DistributedDataParallel):
@@ -308,11 +301,7 @@ def whole(tensor: Tensor) -> Tensor:
 def blocks_of(
     model: nn.Module, classes: Collection[type[nn.Module]] | None, what: str
 ) -> list[nn.Module]:
-    """Return the modules of these classes, innermost first; None: all items of `nn.ModuleList`s.
-
-    Raises:
-        UsageError: `what` names a class that no module has, or something else.
-    """
+    """Return the modules of these classes, innermost first; None: all items of `nn.ModuleList`s."""
     if classes is None:
         lists = [item for item in model.modules() if isinstance(item, nn.ModuleList)]
         items = {id(item) for several in lists for item in several}
@@ -331,11 +320,7 @@ def blocks_of(
 
 
 def recompute(model: nn.Module, given: bool | Collection[type[nn.Module]]) -> None:
-    """Have blocks of a model compute their activations again in the backward pass, in place.
-
-    Raises:
-        UsageError: there are no such blocks.
-    """
+    """Have blocks of a model compute their activations again in the backward pass, in place."""
     if given is False:
         return
     what = "activation_checkpointing"

@@ -68,11 +68,7 @@ class EpochLength:
         return None if self.num_batches is None else math.ceil(self.num_batches / self.accumulate)
 
     def resolved(self, wanted: _Timed, what: str) -> _Timed:
-        """Return triggers with parts of an epoch as steps; `what` names them in the error.
-
-        Raises:
-            UsageError: there are such parts, and the number of steps is not known.
-        """
+        """Return triggers with parts of an epoch as steps; `what` names them in the error."""
         if not wanted.needs_epoch:
             return wanted
         if self.num_steps is None:
@@ -132,11 +128,7 @@ class Curve:
     parts: tuple[Part, ...]
 
     def then(self, other: Curve) -> Curve:
-        """Return a curve that goes on with `other`, from the rate at which this one ends.
-
-        Raises:
-            UsageError: both have a part without a length; only one can take the rest of the run.
-        """
+        """Return a curve that goes on with `other`, from the rate at which this one ends."""
         if not isinstance(other, Curve):
             raise UsageError(f"then({other!r}): give another curve, such as cosine()")
         return Curve(_checked((*self.parts, *other.parts)))
@@ -289,11 +281,7 @@ class CurveScheduler(LRScheduler):
         return frozenset(part.length.unit for part in self._curve.parts if part.length is not None)
 
     def resolve(self, goal: Time, epoch: EpochLength) -> None:
-        """Compute the lengths of all parts for a goal.
-
-        Raises:
-            UsageError: a length cannot be told from the goal's, or epochs have no known length.
-        """
+        """Compute the lengths of all parts for a goal."""
         self._goal, self._epoch = goal, epoch
         parts = self._curve.parts
         self._lengths = [self._resolved(part, goal) for part in parts]
@@ -339,11 +327,7 @@ class CurveScheduler(LRScheduler):
         self._stored = None
 
     def step(self, counters: Counters | None = None) -> None:  # type: ignore[override]
-        """Set the rates for the counters of a run.
-
-        Raises:
-            UsageError: called without counters, or before `resolve`.
-        """
+        """Set the rates for the counters of a run."""
         if counters is None or self._goal is None:
             raise UsageError("a curve needs the run's counters: give it to a Trainer as scheduler")
         factor = self._factor(position_of(counters, self._epoch.num_batches))
@@ -372,11 +356,7 @@ class CurveScheduler(LRScheduler):
             raise UsageError(f"saved from another kind of scheduler than a curve: {sorted(state)}")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore where parts ended.
-
-        Raises:
-            UsageError: the state is not that of a curve.
-        """
+        """Restore where parts ended."""
         self.check_state_dict(state)
         self._stored = (state["curve"], state["goal"])
         is_same = state["curve"] == str(self._curve)

@@ -42,11 +42,8 @@ _VALIDATION = "val/"
 class Schedule:
     """A scheduler, and when it steps.
 
-        Schedule(lambda optimizer: StepLR(optimizer, 30), every="1ep")
-        Schedule(ReduceLROnPlateau, every="evaluation", metric="val/loss")
-
-    Raises:
-        UsageError: an argument is wrong, or the scheduler cannot step like that.
+    Schedule(lambda optimizer: StepLR(optimizer, 30), every="1ep")
+    Schedule(ReduceLROnPlateau, every="evaluation", metric="val/loss")
     """
 
     scheduler: Any
@@ -80,21 +77,13 @@ class Schedule:
 
     @property
     def interval(self) -> Time:
-        """The interval of a schedule that is counted.
-
-        Raises:
-            UsageError: `every` is not an interval.
-        """
+        """The interval of a schedule that is counted."""
         if self.every == "step":
             return Time(1, Unit.STEP)
         return parse(self.every, what="Schedule: every", units=ALL_UNITS, parts=True)
 
     def made(self, scheduler: Any) -> Schedule:
-        """Return this schedule with the scheduler that was made for it.
-
-        Raises:
-            UsageError: the scheduler cannot be stepped like that.
-        """
+        """Return this schedule with the scheduler that was made for it."""
         if not callable(getattr(scheduler, "step", None)):
             raise UsageError(f"scheduler: {scheduler!r} has no step()")
         needs_metric = isinstance(scheduler, ReduceLROnPlateau)
@@ -175,11 +164,7 @@ class Schedules:
         return bool(self._late)
 
     def check(self, units: Collection[Unit], *, validates: bool) -> None:
-        """Check that each scheduler can step; the Trainer counts steps, epochs and `units`.
-
-        Raises:
-            UsageError: one is counted in something else, or there are no validations for one.
-        """
+        """Check that each scheduler can step; the Trainer counts steps, epochs and `units`."""
         if self._late and not validates:
             raise UsageError(
                 'Schedule: every="evaluation": there is nothing to validate on; give validate=…'
@@ -191,11 +176,7 @@ class Schedules:
                 check_counted(unit, name, units)
 
     def resolve(self, goal: Time, epoch: EpochLength) -> None:
-        """Compute all lengths and intervals for a goal; warn of a unit that is probably wrong.
-
-        Raises:
-            UsageError: one needs the length of an epoch, which is not known, or another unit.
-        """
+        """Compute all lengths and intervals for a goal; warn of a unit that is probably wrong."""
         for curve in self._curves.values():
             curve.resolve(goal, epoch)
         for name, item in self._counted.items():
@@ -237,9 +218,6 @@ class Schedules:
             regular: names of the parts that were due by their interval.
             metrics: those of the step and of all parts.
             owner_of: function from a metric to the part that computes it; None: no part does.
-
-        Raises:
-            UsageError: the metric that one watches does not exist.
         """
         if not regular:
             return

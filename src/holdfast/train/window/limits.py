@@ -22,10 +22,7 @@ _END = object()
 class Limits:
     """Limits of a trial run. Lightning's names for them are in brackets.
 
-        Trainer(…, limits=Limits(fast_dev_run=True))
-
-    Raises:
-        UsageError: a limit is wrong, or two contradict each other.
+    Trainer(…, limits=Limits(fast_dev_run=True))
     """
 
     train: int | float | None = None
@@ -68,11 +65,7 @@ class Limits:
         return int(self.fast_dev_run) or None
 
     def of_data(self, data: Any) -> Any:
-        """Return data that ends its epochs by these limits; it has its position, too.
-
-        Raises:
-            UsageError: a part of data without a length.
-        """
+        """Return data that ends its epochs by these limits; it has its position, too."""
         if data is None:
             return None
         if self.overfit is not None:
@@ -82,11 +75,7 @@ class Limits:
         return Limited(data, _batches("train", self.train, data))
 
     def of_validation(self, data: Any, size: int | None = None) -> Any:
-        """Return validation loaders that give so many batches, or as many as these limits say.
-
-        Raises:
-            UsageError: a part of a loader without a length.
-        """
+        """Return validation loaders that give so many batches, or as many as these limits say."""
         if isinstance(data, Mapping):
             return {name: self.of_validation(loader, size) for name, loader in data.items()}
         limit = size or self.num_steps or self.val
@@ -131,21 +120,13 @@ class Limited:
         return {"limited": self._size, "batch": self._batch, "data": self._data.state_dict()}
 
     def check_state_dict(self, state: Mapping[str, Any]) -> list[str]:
-        """Check a position before anything is loaded; returns the notes of the data on it.
-
-        Raises:
-            UsageError: it was saved with other limits.
-        """
+        """Check a position before anything is loaded; returns the notes of the data on it."""
         _check_saved(state, "limited", "train", self._size)
         check = getattr(self._data, "check_state_dict", None)
         return [] if check is None else check(state["data"]) or []
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a position.
-
-        Raises:
-            UsageError: it was saved with other limits.
-        """
+        """Restore a position."""
         _check_saved(state, "limited", "train", self._size)
         self._data.load_state_dict(state["data"])
         self._batch = state["batch"]
@@ -209,20 +190,12 @@ class Overfit:
         return {"overfit": self._size, "batch": self._batch, "data": self._start}
 
     def check_state_dict(self, state: Mapping[str, Any]) -> list[str]:
-        """Check a position before anything is loaded; returns no notes.
-
-        Raises:
-            UsageError: it was saved with other limits.
-        """
+        """Check a position before anything is loaded; returns no notes."""
         _check_saved(state, "overfit", "overfit", self._size)
         return []
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a position.
-
-        Raises:
-            UsageError: it was saved with other limits.
-        """
+        """Restore a position."""
         _check_saved(state, "overfit", "overfit", self._size)
         if state["data"] != self._start:
             self._start, self._batches = state["data"], None

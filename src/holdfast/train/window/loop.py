@@ -94,9 +94,6 @@ class Update:
 
         Metrics besides `loss` are those of the loss function, and `grad_norm` (before clipping)
         when gradients are clipped by their norm.
-
-        Raises:
-            UsageError: the loss is not a single number, or a metric has a reserved name.
         """
         tell = self.callbacks.tell
         if any(weight.grad is not None for weight in _parameters(self.optimizer)):
@@ -238,11 +235,7 @@ class Undo(Protocol):
 
 
 def evaluate(loss: LossFunction, model: nn.Module, batch: Any) -> StepOutput:
-    """Compute the loss of a batch, with the metrics, outputs and weight that `loss` returns.
-
-    Raises:
-        UsageError: the loss is not a single number, or a metric has a reserved name.
-    """
+    """Compute the loss of a batch, with the metrics, outputs and weight that `loss` returns."""
     return StepOutput.of(loss(model, batch))
 
 
@@ -271,9 +264,6 @@ def checked_skips(given: Iterable[range]) -> tuple[range, ...]:
     """Check `skip_steps`: ranges of steps that are counted, but not trained on.
 
     Their data made the loss jump, for example.
-
-    Raises:
-        UsageError: an item is not a range of steps.
     """
     ranges = tuple(given)
     for item in ranges:
@@ -384,11 +374,7 @@ _MEANT: dict[str, Name] = {
 
 
 def checked_precision(value: str | int | Precision) -> Precision:
-    """Convert an argument to a `Precision`; names of other libraries are understood.
-
-    Raises:
-        UsageError: `value` is not a precision, or means weights of another type.
-    """
+    """Convert an argument to a `Precision`; names of other libraries are understood."""
     if isinstance(value, Precision):
         return value
     if isinstance(value, bool) or not isinstance(value, str | int):

@@ -95,11 +95,7 @@ class Mean:
         weight: Tensor | float,
         kinds: Mapping[str, Reduction] | None = None,
     ) -> None:
-        """Add the values of one batch, and the reductions, as `Numbers` returns them.
-
-        Raises:
-            UsageError: an earlier batch had another reduction of a metric.
-        """
+        """Add the values of one batch, and the reductions, as `Numbers` returns them."""
         self._agree(values, kinds or {})
         for name, value in values.items():
             kind = self.kinds.get(name, "mean")

@@ -34,9 +34,6 @@ class NanBudget:
         """Allow `limit` skipped steps in the whole run; `step` gives the one under way.
 
         `modules` gives those whose buffers a step may change.
-
-        Raises:
-            UsageError: `limit` is not a whole number above 0.
         """
         check_range("skip_nan", limit, 1, 2**31)
         self.limit = limit
@@ -59,9 +56,6 @@ class NanBudget:
         """Whether one of these values is not finite on any rank; restores the buffers if so.
 
         Waits for the device.
-
-        Raises:
-            NotFinite: the budget is used up.
         """
         checks = [local(value).isfinite().all() for value in _tensors(values)]
         # One read for each device, not for each tensor.
@@ -95,11 +89,7 @@ class NanBudget:
         return {"num_skipped": self.num_skipped}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the count.
-
-        Raises:
-            UsageError: not the state of a budget.
-        """
+        """Restore the count."""
         if set(state) != {"num_skipped"}:
             raise UsageError(f"not the count of skipped steps: {sorted(state)}")
         self.num_skipped = state["num_skipped"]

@@ -55,11 +55,7 @@ class Perplexity:
     """
 
     def __init__(self, tokens: Callable[[Any], Tensor | float] | None = None) -> None:
-        """Count the tokens of a batch by `tokens`; None: they are the weight that the loss gives.
-
-        Raises:
-            UsageError: `tokens` cannot be called.
-        """
+        """Count the tokens of a batch by `tokens`; None: use the weight of the loss."""
         if tokens is not None and not callable(tokens):
             raise UsageError(f"Perplexity: tokens={tokens!r} cannot be called")
         self._tokens = tokens
@@ -67,11 +63,7 @@ class Perplexity:
         self._count: Tensor | float = 0.0
 
     def inputs(self, batch: Any, output: StepOutput) -> tuple[Tensor, Tensor | float]:
-        """Return the arguments of `update` for a batch.
-
-        Raises:
-            UsageError: the number of its tokens is unknown.
-        """
+        """Return the arguments of `update` for a batch."""
         tokens = output.weight if self._tokens is None else self._tokens(batch)
         if tokens is None:
             raise UsageError(
@@ -138,11 +130,7 @@ class Scores:
     def __init__(
         self, metrics: Mapping[str, Any], group: Group, *, what: str, is_saved: bool = False
     ) -> None:
-        """Check the metrics; `what` names the argument in errors; `is_saved`: they have a state.
-
-        Raises:
-            UsageError: one is no metric, or cannot be saved or reduced over ranks.
-        """
+        """Check the metrics; `what` names the argument in errors; `is_saved`: they have a state."""
         if not isinstance(metrics, Mapping):
             raise UsageError(f"{what}={shown(metrics)}: must be metrics by name")
         self._what = what
@@ -167,11 +155,7 @@ class Scores:
 
     @torch.no_grad()
     def update(self, batch: Any, output: StepOutput) -> None:
-        """Add a batch to all metrics.
-
-        Raises:
-            UsageError: the loss gives no outputs, or a metric does not take them.
-        """
+        """Add a batch to all metrics."""
         self._count += 1
         self._gathered = None
         for name, score in self._scores.items():
@@ -232,9 +216,6 @@ class Scores:
 
         Metrics of another number of ranks begin anew, as do those that the state lacks; both with
         a warning, unless an epoch has just ended.
-
-        Raises:
-            UsageError: it is not the state of metrics.
         """
         ranks = state.get("ranks")
         if not isinstance(ranks, list) or not ranks:
@@ -286,11 +267,7 @@ class Scores:
 
 
 def check_apart(trained: Scores, validated: Iterable[Mapping[str, Any]]) -> None:
-    """Check that no validation resets a metric of the training.
-
-    Raises:
-        UsageError: an object is a metric of both.
-    """
+    """Check that no validation resets a metric of the training."""
     of_training = {*map(id, trained.objects)}
     for metrics in validated:
         for name, given in metrics.items():

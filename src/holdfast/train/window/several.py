@@ -68,11 +68,7 @@ class SeveralUpdate(Update):
 
     @override
     def __call__(self, window: Sequence[Any]) -> LazyMetrics:
-        """Train one step by the function; returns its metrics, and norms of clipped gradients.
-
-        Raises:
-            UsageError: the function returned no metrics, or has stepped no optimizer.
-        """
+        """Train one step by the function; returns its metrics, and norms of clipped gradients."""
         for optimizer in self.optimizers.values():
             optimizer.zero_grad(set_to_none=True)  # gradients that other code has left
         self.numerics.begin_step()
@@ -138,11 +134,7 @@ class Control:
     def backward(
         self, loss: Tensor, name: str | None = None, *, retain_graph: bool = False
     ) -> None:
-        """Add the gradients of a loss: of all parameters, or of those of one optimizer.
-
-        Raises:
-            UsageError: there is no optimizer of that name.
-        """
+        """Add the gradients of a loss: of all parameters, or of those of one optimizer."""
         tell, scaler = self._update.callbacks.tell, self._update.numerics.scaler
         tell(Callback.before_backward, loss)
         scaled = loss if scaler is None else scaler.scale(loss)
@@ -160,9 +152,6 @@ class Control:
         Args:
             name: of the optimizer; None: of the only one.
             closure: for optimizers that compute the loss again.
-
-        Raises:
-            UsageError: there is no optimizer of that name, or a closure with fp16 or clipping.
         """
         update = self._update
         name, optimizer = self._named(name)
@@ -211,11 +200,7 @@ class Control:
                 item.requires_grad_(True)
 
     def end(self) -> None:
-        """End the step: update the loss scale.
-
-        Raises:
-            UsageError: no optimizer has stepped.
-        """
+        """End the step: update the loss scale."""
         if not self._stepped:
             raise UsageError(
                 "update has stepped no optimizer: call step(), and for steps that train nothing "
@@ -239,11 +224,7 @@ class Control:
 
 
 def losses_of(given: Any, names: Mapping[str, Any]) -> dict[str, StepOutput]:
-    """Convert what a loss function gives for several optimizers, by their names.
-
-    Raises:
-        UsageError: it is no mapping with a loss for each optimizer.
-    """
+    """Convert what a loss function gives for several optimizers, by their names."""
     if not isinstance(given, Mapping) or set(given) != set(names):
         shown = [*given] if isinstance(given, Mapping) else type(given).__name__
         raise UsageError(

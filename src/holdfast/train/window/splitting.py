@@ -40,11 +40,7 @@ class MicroBatches:
     """Splits the batches of a step."""
 
     def __init__(self, given: Literal["auto"] | int | None, group: Group) -> None:
-        """Split into pieces of `given` samples at most; "auto": as many as fit; None: do not split.
-
-        Raises:
-            UsageError: it is something else, or several ranks ask for "auto".
-        """
+        """Split into pieces of at most `given` samples; "auto": as many as fit; None: no split."""
         if given is not None and given != "auto":
             check_range("micro_batch", given, 1, 2**31)
         if given == "auto" and not group.is_alone:
@@ -62,11 +58,7 @@ class MicroBatches:
         return self._size
 
     def pieces(self, window: Sequence[Any]) -> list[Piece]:
-        """Return the pieces of a step's batches.
-
-        Raises:
-            UsageError: a batch cannot be split.
-        """
+        """Return the pieces of a step's batches."""
         whole = 1 / len(window)
         if self._size is None:
             return [Piece(batch=batch, share=whole, weight=1.0) for batch in window]
@@ -115,11 +107,7 @@ class MicroBatches:
             raise UsageError(f"not the state of micro-batches: {shown(dict(state))}")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a stored size.
-
-        Raises:
-            UsageError: it is none.
-        """
+        """Restore a stored size."""
         self.check_state_dict(state)
         self._size = state["size"]
 
@@ -132,11 +120,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def num_samples(batch: Any) -> int:
-    """Count the samples of a batch: the first dimension, which all its tensors share.
-
-    Raises:
-        UsageError: the batch cannot be split into samples.
-    """
+    """Count the samples of a batch: the first dimension, which all its tensors share."""
     sizes = {*_sizes(batch)}
     if len(sizes) != 1:
         said = "no tensors with a dimension" if not sizes else f"first dimensions {sorted(sizes)}"

@@ -29,10 +29,7 @@ logger = logging.getLogger("holdfast")
 class SWA:
     """Settings of an equal average of the weights, kept beside training.
 
-        Trainer(…, swa=SWA(start="0.75dur", every="1ep"))
-
-    Raises:
-        UsageError: a time is wrong.
+    Trainer(…, swa=SWA(start="0.75dur", every="1ep"))
     """
 
     start: str | Time
@@ -70,11 +67,7 @@ class EqualAverage:
     """
 
     def __init__(self, model: nn.Module, plan: SWA) -> None:
-        """Copy `model`, to average weights in the copy; `model` itself is never changed.
-
-        Raises:
-            UsageError: the model has batch norm, and `plan` no loader for its statistics.
-        """
+        """Copy `model`, to average weights in the copy; `model` itself is never changed."""
         self.plan = plan
         self.num_averaged = 0
         """Number of weights in the average; with 0 the copy is that of the beginning."""
@@ -126,9 +119,6 @@ class EqualAverage:
         """Compute the statistics of batch norm anew, as means over `batches`; no-op without any.
 
         `fills_in` returns whether the last batch is a neighbor's sample (`Loader.own_samples`).
-
-        Raises:
-            UsageError: there was no batch.
         """
         modules = [module for _, module in _with_statistics(self.cast.update())]
         if self.has_statistics or not self.num_averaged:
@@ -161,11 +151,7 @@ class EqualAverage:
         return {"num_averaged": self.num_averaged}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the count.
-
-        Raises:
-            UsageError: not the state of an average.
-        """
+        """Restore the count."""
         if set(state) != {"num_averaged"}:
             raise UsageError(f"not the count of an average: {sorted(state)}")
         self.num_averaged = state["num_averaged"]

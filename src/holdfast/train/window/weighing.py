@@ -47,9 +47,6 @@ class Weighing:
             output: of the loss function.
             share: part of the step that the batch is, where there are no weights.
             num_batches: number of losses of the step.
-
-        Raises:
-            UsageError: some batches have a weight, and others have not.
         """
         self._check(output.weight is not None)
         if output.weight is None:
