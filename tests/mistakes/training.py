@@ -194,7 +194,9 @@ def _(user: User) -> None:
 
 @case("a callback is gone in the second run", names="callback-earlystopping", state=None)
 def _(user: User) -> None:
-    user.trainer(callbacks=[EarlyStopping("loss", patience=9)]).fit("2step")
+    held_out = Loader(torch.zeros(4, 4), batch_size=2)
+    stopping = EarlyStopping("val/loss", patience=9)
+    user.trainer(callbacks=[stopping], validate=held_out).fit("2step")
     user.trainer().fit("4step")
 
 

@@ -37,6 +37,31 @@ class WithState(Callback):
         pass
 
 
+@pytest.mark.parametrize(
+    ("members", "keyword"),
+    [
+        ({"state_dict": lambda self: {}}, "no load_state_dict"),
+        ({"load_state_dict": lambda self, state: None}, "no state_dict"),
+        ({"priority": "high"}, "priority='high'"),
+        ({"watches": "val/loss"}, "watches='val/loss'"),
+    ],
+)
+def test_half_a_state_and_wrong_attributes_are_refused(members: Any, keyword: str) -> None:
+    with pytest.raises(UsageError, match=keyword):
+        together(made(Callback, "Mine", **members))
+
+
+def test_a_result_that_a_hook_gives_in_vain_is_warned_of_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    every = together(made(Callback, "Mine", fit_start=lambda self, training: True))
+    for _ in range(2):
+        every.tell(Callback.fit_start)
+    (text,) = [one.getMessage() for one in caplog.records]
+    assert "Mine.fit_start" in text
+    assert "request_stop" in text
+
+
 def test_every_method_of_a_callback_is_a_hook_with_a_place_in_the_order() -> None:
     methods = [name for name, member in vars(Callback).items() if inspect.isfunction(member)]
     assert tuple(methods) == HOOKS

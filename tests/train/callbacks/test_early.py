@@ -65,6 +65,8 @@ def test_the_direction_is_that_of_the_metric_and_never_guessed() -> None:
     assert [rising._is_better(value) for value in (0.4, 0.6)] == [False, True]
     with pytest.raises(UsageError, match=r"'val/score'.*mode="):
         EarlyStopping("val/score")
+    with pytest.raises(UsageError, match="StopWhen"):
+        EarlyStopping("loss")
 
 
 @pytest.mark.parametrize(

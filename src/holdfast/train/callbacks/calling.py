@@ -133,7 +133,8 @@ class Callbacks:
         """Call a hook, such as `Callback.step_end`, of all callbacks that override it."""
         name = hook.__name__
         for callback in self._by_hook[name]:
-            self._run(callback, name, *arguments, **named)
+            if self._run(callback, name, *arguments, **named) is not None:
+                self._warn_of_result(callback, name)
 
     def transformed(self, hook: Callable[[Any, Training, T], T | None], value: T) -> T:
         """Pass a value through a hook of all callbacks; what a callback returns replaces it."""
@@ -158,6 +159,18 @@ class Callbacks:
         for callback in self._by_hook[hook.__name__]:
             if chosen is None or callback in chosen:
                 self._run(callback, hook.__name__, *arguments, **named)
+
+    def _warn_of_result(self, callback: Callback, hook: str) -> None:
+        """Warn, once for each hook, that its result is ignored, such as True to stop."""
+        key = f"{type(callback).__name__}.{hook}"
+        if key not in self._warned_of:
+            self._warned_of.add(key)
+            logger.warning(
+                "%s returned a value, which is ignored. To end training, call "
+                "training.request_stop(reason); only before_forward may return a batch; a hook "
+                "cannot be async",
+                key,
+            )
 
     def warn_if_unrecorded(self, hook: Callable[..., None], names: Collection[str]) -> None:
         """Warn, once for each hook, that no callback records these entries of the log.
@@ -221,6 +234,7 @@ def _check(given: list[Callback]) -> None:
         wrong.append("the same object is given twice; it would run twice")
     for callback in filter(_is, given):
         wrong += [f"{type(callback).__name__}.{problem}" for problem in _problems(callback)]
+        wrong += [f"{type(callback).__name__}: {problem}" for problem in _settings(callback)]
     if wrong:
         raise UsageError("callbacks:\n" + listing(wrong))
 
@@ -245,6 +259,20 @@ def _problems(callback: Callback) -> list[str]:
             if name.startswith("on_") or meant:
                 hint = f"; is {meant[0]} meant" if meant else ""
                 found.append(f"{name} looks like a hook and is none{hint}? (see docs/hooks.md)")
+    return found
+
+
+def _settings(callback: Callback) -> list[str]:
+    """Describe wrong attributes, and a state that is only saved or only loaded."""
+    found, (save, load) = [], _STATE
+    if hasattr(callback, save) != hasattr(callback, load):
+        has, lacks = (save, load) if hasattr(callback, save) else (load, save)
+        found.append(f"has {has} and no {lacks}: a state needs both, else it is not saved")
+    priority: object = callback.priority
+    if not isinstance(priority, int | float):
+        found.append(f"priority={priority!r}: must be a number")
+    if isinstance(callback.watches, str):
+        found.append(f"watches={callback.watches!r}: must be a list of names")
     return found
 
 

@@ -121,6 +121,11 @@ class EarlyStopping(Callback):
             what="EarlyStopping",
             say=f"say EarlyStopping({metric!r}, mode='max') or mode='min'",
         )
+        if not metric.startswith("val/"):
+            raise UsageError(
+                f"EarlyStopping({metric!r}): counts validations, whose metrics begin with 'val/'. "
+                "For a metric of steps, use StopWhen(condition)"
+            )
         check_range("EarlyStopping: patience", patience, 1, 2**31)
         if not isinstance(min_delta, int | float) or not 0 <= min_delta < math.inf:
             raise UsageError(f"EarlyStopping: min_delta={min_delta!r} must be 0 or above")
