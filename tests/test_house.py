@@ -79,7 +79,7 @@ _ENGLISH = "Write the sentence as the docs of PyTorch or httpx would"
 _FEWER_PARTS = "Do less in this call, or in fewer modules"
 
 SOURCE = (
-    Limit("lines of src", 102_000, _SMALLER),
+    Limit("lines of src", 102_200, _SMALLER, reason="ExportModel and histograms are new"),
     # All but train, bridges, interop, sinks, cli, demo and testing.
     Limit("lines of the core", 57_600, _SMALLER),
     Limit("modules", 481, "Put the function beside its only caller"),
@@ -115,7 +115,7 @@ PROSE = (
     Limit("docs: “is told” per 10,000 words", 1.6, _ENGLISH, slack=0.3),
     Limit("docs: “but for” per 10,000 words", 1.2, _ENGLISH, slack=0.3),
     # Help, other texts of holdfast.cli, and the texts in `raise` statements.
-    Limit("messages: words", 21_400, "Shorten the messages"),
+    Limit("messages: words", 21_500, "Shorten the messages", reason="mistakes in callbacks"),
     Limit("messages: “go on” per 10,000 words", 13, _ENGLISH, slack=0.9),
     Limit("messages: “what as a noun” per 10,000 words", 9.4, _ENGLISH, slack=0.9),
     Limit("messages: “that of” per 10,000 words", 24, _ENGLISH, slack=0.9),

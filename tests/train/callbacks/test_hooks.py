@@ -203,3 +203,15 @@ def test_a_callback_can_only_record_what_it_was_given() -> None:
 
     make(MemoryStore(), callbacks=[Other()]).fit(1)
     assert calls == ["model_made", "setup"]
+
+
+def test_a_callback_that_leaves_the_model_in_eval_mode_is_warned_of_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Looks(Callback):
+        def step_end(self, training: Training, metrics: Any) -> None:
+            training.model.eval()
+
+    make(MemoryStore(), callbacks=[Looks()]).fit(3)
+    (text,) = [one.getMessage() for one in caplog.records if "eval mode" in one.getMessage()]
+    assert text.startswith("step 2 ")

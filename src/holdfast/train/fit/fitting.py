@@ -110,6 +110,7 @@ class Fit:
         self._way_back = gear.way_back
         self._tell = gear.callbacks.tell
         self._validated_step: int | None = None
+        self._has_warned_of_eval = False
         self._logged_step: int | None = None
         self._finished_step: int | None = None
         self._scored_step: int | None = None
@@ -365,6 +366,9 @@ class Fit:
         tell = self._tell
         tell(Callback.step_start)
         update, step = self._gear.update, self._place.present_step
+        if not (self._gear.model.training or self._has_warned_of_eval):
+            self._has_warned_of_eval = True
+            logger.warning("step %d trains in eval mode: call training.model.train() first", step)
         is_skipped = any(step in steps for steps in self._gear.skip_steps)
         metrics, has_epoch = update.leave_out() if is_skipped else update(window), False
         if self._gear.ema is not None:
