@@ -20,7 +20,7 @@ PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-quick test-full test-long test-stores mutants samples check bench bench-compare gpu docs clean
+.PHONY: help demo test test-quick test-full test-long test-stores mutants samples check coverage bench bench-compare gpu docs dist lock clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*  ## ' Makefile | sed -E 's/^([a-z-]+):.*  ## (.*)/  make \1\t\2/' | expand -t 22
@@ -53,12 +53,18 @@ test-stores: $(WITH)-test  ## Run the tests that need Ceph, Swift or many commit
 samples: $(VENV)/.made  ## Make the samples in tests/golden/peers again, each by its own library
 	$(BIN)/python tests/golden/peers/make.py $(ARGS)
 
-check: $(WITH)-test $(WITH)-check  ## Format, lint, types, layers, doctests
+check: $(WITH)-test $(WITH)-check  ## Format, lint, types, layers, doctests, workflows
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/mypy --platform darwin
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-issue-forms .github/ISSUE_TEMPLATE/*
+	$(BIN)/zizmor --offline --quiet .github
 	$(PYTEST) tests/test_layers.py tests/test_doctests.py $(ARGS)
+
+coverage: $(WITH)-test  ## Run the tests of make test; fail below the floor of covered lines
+	$(PYTEST) -n $(JOBS) --dist worksteal --cov --cov-report=term:skip-covered $(ARGS)
 
 bench: $(WITH)-bench  ## Measure everything beside peers and the machine's limits; print the goals
 	$(BIN)/python -m bench $(ARGS)
@@ -74,6 +80,9 @@ docs: $(WITH)-docs  ## Build the documents into build/docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir build/docs $(ARGS)
 	@echo 'build/docs/index.html'
 
+dist: $(WITH)-check  ## Build the wheel and the source distribution into dist
+	$(BIN)/hatchling build --clean $(ARGS)
+
 clean:  ## Remove the environment and everything that was built
 	rm -rf $(VENV) .servers build dist demo-output bench-output .mypy_cache .ruff_cache .pytest_cache
 
@@ -83,13 +92,30 @@ $(VENV)/.made:
 	$(PYTHON) -m venv $(VENV)
 	@touch $@
 
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-# What torchtitan asks for is much, and holds fsspec back. Its bridge needs little, which the extra has.
-BARE_test := 'torchtitan>=0.3; python_version >= "3.11"'
-
-# One stamp an extra, so that the demo does not wait for what only the tests need.
-$(WITH)-%: $(VENV)/.made pyproject.toml constraints.txt
-	$(PIP) -e '.[$*]'
-	$(if $(BARE_$*),$(PIP) --no-deps $(BARE_$*))
+# One stamp and one lock an extra, so that the demo does not wait for packages of the tests.
+# --no-deps, because pip would ask for a hash of torch, too. The lock has the packages of the build,
+# so that needs no isolation.
+$(WITH)-%: $(VENV)/.made pyproject.toml requirements/%.txt requirements/torch.txt
+	$(PIP) -r requirements/torch.txt
+	$(PIP) --no-deps --require-hashes -r requirements/$*.txt
+	$(PIP) --no-deps --no-build-isolation -e .
 	@touch $@
+
+LOCK := uv pip compile --quiet --universal --python-version 3.10 --no-python-downloads \
+  --generate-hashes --no-annotate --custom-compile-command 'make lock' \
+  --excludes requirements/torch.txt
+lock_extra = printf 'hatchling\neditables\n' | $(BIN)/$(LOCK) --extra $(1) \
+  -o requirements/$(1).txt $(2) $(ARGS) pyproject.toml - >/dev/null
+
+# The dependencies of torchtitan hold fsspec back, and its bridge needs few of them: see the extra.
+lock: $(VENV)/.made  ## Lock versions and hashes for new requirements; ARGS=--upgrade for new versions
+	$(PIP) uv
+	$(call lock_extra,test)
+	echo "torchtitan==0.3.0; python_version >= '3.11'" | \
+	  $(BIN)/$(LOCK) --no-deps --no-header - >> requirements/test.txt
+	$(call lock_extra,check,-c requirements/test.txt)
+	$(call lock_extra,docs,-c requirements/test.txt)
+	$(call lock_extra,demo,-c requirements/test.txt)
+	$(call lock_extra,bench)

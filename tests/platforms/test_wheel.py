@@ -59,7 +59,7 @@ def test_the_wheel_alone_saves_verifies_and_imports_whole(tmp_path: Path) -> Non
     assert wheel.name == f"holdfast_torch-{holdfast.__version__}-py3-none-any.whl"
     venv.create(tmp_path / "bare", with_pip=True)
     bin_ = tmp_path / "bare" / "bin"
-    limits = ("-c", REPOSITORY / "constraints.txt")
+    limits = ("-c", REPOSITORY / "requirements" / "torch.txt")
     _run(bin_ / "python", *pip[1:], "install", *limits, wheel, cwd=tmp_path)
     assert _run(bin_ / "holdfast", "--version", cwd=tmp_path) == f"holdfast {holdfast.__version__}"
     _run(bin_ / "python", "-W", "error", "-c", SAVE, tmp_path / "run", cwd=tmp_path)
