@@ -339,7 +339,7 @@ def test_metrics_of_the_training_itself_are_those_of_the_iteration(tmp_path: Pat
 
 def test_the_end_of_an_epoch_by_hand_is_warned_of(tmp_path: Path) -> None:
     seen: list[Event] = []
-    training = Training(holdfast.Checkpoints(tmp_path, sinks=[seen.append]))
+    training = Training(holdfast.Checkpoints(tmp_path, every="9step", sinks=[seen.append]))
     training.engine.add_event_handler(
         Events.ITERATION_COMPLETED(every=4), lambda engine: engine.terminate_epoch()
     )
@@ -471,6 +471,15 @@ def test_handlers_whose_state_is_not_saved_are_warned_of(
         told = [one for one in caplog.messages if "no checkpoint has the state" in one]
         assert len(told) == 1
         assert "anew: PiecewiseLinear, EarlyStopping." in told[0]
+
+
+def test_a_run_that_saves_its_end_alone_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    Training(tmp_path / "a").train(max_epochs=1)
+    assert "a crash loses all of it" not in caplog.text
+    Training(tmp_path / "b", every=None).train(max_epochs=1)
+    assert "a crash loses all of it" in caplog.text
 
 
 def test_an_engine_that_is_run_by_itself_is_warned_of(

@@ -20,7 +20,6 @@ from bridges.frameworks import needed
 from holdfast.data import DataRanks, Loader
 from holdfast.errors import NoCheckpoint, StoreError, UsageError
 from holdfast.events import Event
-from holdfast.interop import export_checkpoint
 from holdfast.testing.faulty import Fault, FaultyStore
 from marks import full
 
@@ -283,6 +282,24 @@ def test_another_lightning_without_our_seam_for_last_can_be_imported(
     seams.find_last(HoldfastCheckpoint)
 
 
+def test_lightnings_best_without_a_rule_for_it_names_the_rule(tmp_path: Path) -> None:
+    data = Loader(Noisy(), batch_size=22)
+    with pytest.raises(UsageError, match="best:val_loss"):
+        trainer(HoldfastCheckpoint(tmp_path)).test(Regression(), data, ckpt_path="best")
+
+
+@pytest.mark.parametrize(
+    ("options", "is_told"),
+    [({}, True), ({"every": "9step"}, False), ({"keep": "best:val_loss"}, False)],
+)
+def test_a_fit_that_saves_its_end_alone_is_warned_of(
+    tmp_path: Path, options: dict[str, str], is_told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = trainer(HoldfastCheckpoint(tmp_path, **options), max_steps=1)
+    made.fit(Regression(), train_data(), Loader(Noisy(), batch_size=22))
+    assert ("a crash loses all of it" in caplog.text) == is_told
+
+
 @pytest.mark.full
 def test_lightnings_best_is_the_best_of_the_rule(tmp_path: Path) -> None:
     keep = holdfast.Best("val_loss", 1) | holdfast.Last(1)
@@ -481,28 +498,6 @@ class Plain(Regression):
         self.net[2].p = 0.0
 
 
-@pytest.mark.parametrize("part", ["net", *full(None)])
-def test_lightning_itself_goes_on_from_an_export(tmp_path: Path, part: str | None) -> None:
-    """At the end of an epoch, with loops, callbacks, hyper-parameters and what hooks add."""
-
-    def train(data: Any, *more: Any, ckpt_path: Path | None = None, **options: Any) -> Any:
-        early = EarlyStopping("val_loss", patience=7)
-        made = trainer(early, *more, **{"val_check_interval": 1.0, **options})
-        made.fit(Plain(0.02), data, DataLoader(Rows(), batch_size=24), ckpt_path=ckpt_path)
-        return made
-
-    data, out = Loader(Rows(), batch_size=4, shuffle=False), tmp_path / "out.ckpt"
-    whole = train(data, HoldfastCheckpoint(tmp_path / "run", every="1ep", model=part))
-    made = export_checkpoint(f"{tmp_path / 'run'}@step=6", out, to="lightning")
-    assert not [note for note in made.notes if "the step alone" in note]
-    own = train(DataLoader(Rows(), batch_size=4), ckpt_path=out, enable_checkpointing=False)
-    assert (own.global_step, own.current_epoch) == (whole.global_step, whole.current_epoch)
-    forks.assert_equal(weights(own), weights(whole))
-    assert own.lightning_module.num_batches == whole.lightning_module.num_batches
-    loaded = Plain.load_from_checkpoint(out)
-    assert loaded.hparams["rate"] == 0.02
-
-
 @pytest.mark.parametrize("is_callback", [True, *full(False)])
 def test_a_new_run_begins_with_the_first_batch_after_a_search_for_a_rate(
     tmp_path: Path, is_callback: bool
@@ -612,7 +607,7 @@ def test_another_accumulation_within_an_epoch_is_right_or_warned_of(
     options = {"accumulate_grad_batches": 2, "val_check_interval": 1.0}
     fit(tmp_path, max_steps=2, **options)
     fit(tmp_path, max_steps=3, **{**options, "accumulate_grad_batches": window})
-    told = re.findall(r"the first step has the gradients of (\d) batches", caplog.text)
+    told = re.findall(r"the first step has the gradients of (\d) of", caplog.text)
     assert told == ([] if num_batches is None else [str(num_batches)])
 
 

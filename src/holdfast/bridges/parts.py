@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.hooks import StateHooks
-from holdfast.engine.options import Checkpoints
+from holdfast.engine.options import Checkpoints, best_rules
 from holdfast.errors import RanksFailed, UsageError
 from holdfast.events import Emitter, log_event, without_secrets
 from holdfast.keys import Encryption
@@ -110,6 +110,16 @@ def say_start(
             sys.stderr.write(f"{line}\n")
         else:
             write(line)
+
+
+def warn_without_interval(checkpoints: Checkpoints, emit: Emitter) -> None:
+    """Warn that nothing is saved before the end, as neither `every` nor a rule `Best` says when."""
+    if checkpoints.every is None and not best_rules(checkpoints):
+        emit(
+            "warning",
+            "only the end of the run and signals are saved, so a crash loses all of it: give "
+            '`every`, such as every="500step"',
+        )
 
 
 def stays_ended(step: int, how: str) -> str:

@@ -30,6 +30,7 @@ from holdfast.bridges.parts import (
     start_from,
     stays_ended,
     taking_over,
+    warn_without_interval,
 )
 from holdfast.bridges.validations import Validations
 from holdfast.data.options import check_whole
@@ -149,6 +150,7 @@ class HoldfastRun:
         length = epoch_length or _length(data)
         components = self._with_data(data) | {TRAINER: self._state}
         self._check_handlers(components)
+        warn_without_interval(self.checkpoints, self._emit)
         self.manager = manager = CheckpointManager(
             self.checkpoints,
             components,

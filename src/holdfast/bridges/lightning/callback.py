@@ -36,6 +36,7 @@ from holdfast.bridges.parts import (
     start_from,
     stays_ended,
     taking_over,
+    warn_without_interval,
 )
 from holdfast.bridges.validations import Validations, check_direction
 from holdfast.engine.checkpoint import Checkpoint
@@ -165,6 +166,7 @@ class HoldfastCheckpoint(CheckpointCallback):
         self._emit = reporting(self.checkpoints)
         for who, metric, mode in monitors_of(trainer):
             check_direction(self.checkpoints, self._emit, metric, mode, who)
+        warn_without_interval(self.checkpoints, self._emit)
         trainer.fit_loop.setup_data()
         self._state = TrainerState(trainer, self._emit, self._part)
         components = {

@@ -87,6 +87,11 @@ def find_last(callback: type[Any]) -> None:
     def parse(connector: Any, state_fn: Any, ckpt_path: Any, *args: Any, **options: Any) -> Any:
         callbacks = connector.trainer.checkpoint_callbacks
         ours = [one for one in callbacks if isinstance(one, callback)]
+        if ckpt_path == "best" and callbacks[:1] == ours[:1] != [] and not ours[0].best_model_path:
+            raise UsageError(
+                f"ckpt_path='best': {ours[0].checkpoints.root} has none, by its rule for a metric: "
+                'give HoldfastCheckpoint(…, keep="last:1,best:val_loss")'
+            )
         if ckpt_path != "last" or not ours:
             return original(connector, state_fn, ckpt_path, *args, **options)
         path = ours[0].last_model_path

@@ -186,7 +186,8 @@ class TrainerState:
             self._emit(
                 "warning",
                 f"accumulate_grad_batches={window}, and the resume is after batch {taken} of the "
-                f"epoch: the first step has the gradients of {window - taken % window} batches. "
+                f"epoch: the first step has the gradients of {window - taken % window} of "
+                f"{window} batches. "
                 "Use the accumulation and the batch size of the run that saved the checkpoint, or "
                 "change them at the end of an epoch",
             )
