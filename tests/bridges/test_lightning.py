@@ -481,23 +481,6 @@ def test_averages_of_weights_go_on(tmp_path: Path, stop_at: int) -> None:
     forks.assert_equal(dict(tested.state_dict()), weights(whole))
 
 
-class Rows(Dataset[Any]):
-    """Rows that are the same each time."""
-
-    def __len__(self) -> int:
-        return 24
-
-    def __getitem__(self, index: int) -> Any:
-        x = torch.linspace(-1, 1, 4) * (index % 7 + 1)
-        return x, x.square().sum().reshape(1)
-
-
-class Plain(Regression):
-    def __init__(self, rate: float = 0.01) -> None:
-        super().__init__(rate)
-        self.net[2].p = 0.0
-
-
 @pytest.mark.parametrize("is_callback", [True, *full(False)])
 def test_a_new_run_begins_with_the_first_batch_after_a_search_for_a_rate(
     tmp_path: Path, is_callback: bool

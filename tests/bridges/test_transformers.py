@@ -677,6 +677,19 @@ def test_batches_of_another_loader_than_the_one_that_is_saved_are_refused(tmp_pa
         one.train()
 
 
+@pytest.mark.parametrize(
+    ("every", "strategy", "is_told"),
+    [(None, "no", True), (None, "epoch", False), ("9step", "no", False)],
+)
+def test_a_training_that_saves_its_end_alone_is_warned_of(
+    tmp_path: Path, every: str | None, strategy: str, is_told: bool
+) -> None:
+    told: list[Event] = []
+    options = {"save_strategy": strategy, "max_steps": 1, "sinks": [told.append]}
+    trainer(tmp_path, every=every, **options).train()
+    assert any("a crash loses all of it" in one.message for one in told) == is_told
+
+
 def test_an_epoch_that_a_callback_ends_is_warned_of(tmp_path: Path) -> None:
     """As no checkpoint after it can be resumed."""
 

@@ -17,7 +17,13 @@ import torch
 import transformers.trainer as theirs
 from transformers.trainer_callback import TrainerCallback, TrainerState
 
-from holdfast.bridges.parts import reporting, say_start, stays_ended, taking_over
+from holdfast.bridges.parts import (
+    reporting,
+    say_start,
+    stays_ended,
+    taking_over,
+    warn_without_interval,
+)
 from holdfast.bridges.transformers.counters import INTERVALS, Counters
 from holdfast.bridges.transformers.epochs import Epochs, check_place
 from holdfast.bridges.transformers.seams import STATE_FILE, beside_bar, leaders, measured_at
@@ -178,6 +184,8 @@ class Run(TrainerCallback):
             max_duration=f"{self.trainer.state.max_steps}step",
             config=self.trainer.args.to_dict(),
         )
+        if str(getattr(self.trainer.args.save_strategy, "value", "no")) == "no":
+            warn_without_interval(self.checkpoints, self.emit)
         self.carried_loss = None
         counters.loaded = None
         found = self.manager.resume(self._which)
