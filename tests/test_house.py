@@ -81,8 +81,10 @@ _FEWER_PARTS = "Do less in this call, or in fewer modules"
 SOURCE = (
     Limit("lines of src", 102_200, _SMALLER, reason="ExportModel and histograms are new"),
     # All but train, bridges, interop, sinks, cli, demo and testing.
-    Limit("lines of the core", 57_600, _SMALLER),
-    Limit("modules", 481, "Put the function beside its only caller"),
+    # The private copy of obstore took 80 lines: forked workers of datasets that use obstore hung.
+    Limit("lines of the core", 57_700, _SMALLER),
+    # 481 before that copy, which no other module has a place for.
+    Limit("modules", 482, "Put the function beside its only caller"),
     # Classes with one name in several modules; the figure counts names.
     Limit("public class names used twice", 47, "Put the subject into the name", slack=2),
     # Methods and nested functions count, dunder methods do not; `_begin` counts as `begin`.

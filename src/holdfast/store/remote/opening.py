@@ -20,6 +20,7 @@ from typing import Any, Literal
 from holdfast.errors import AccessDenied, InvalidKey, UsageError
 from holdfast.events import url_without_secrets, without_secrets
 from holdfast.store.base import check_key
+from holdfast.store.remote.private import import_obstore
 
 Scheme = Literal["s3", "gs", "az", "http", "https"]
 SCHEMES: tuple[Scheme, ...] = ("s3", "gs", "az")
@@ -200,6 +201,8 @@ def parse_place(url: str, endpoint: str | None) -> Place:
 def needed(module: str, scheme: str) -> Any:
     """Import a library that this cloud needs."""
     try:
+        if module.partition(".")[0] == "obstore":
+            return import_obstore(module)
         return importlib.import_module(module)
     except ImportError as error:
         raise UsageError(
