@@ -210,7 +210,7 @@ def test_the_best_validation_is_the_leaders(name: str, tmp_path: Path) -> None:
 
 UNREAD = {
     "reading the metrics of earlier checkpoints": ("validations", "_known"),
-    "looking for checkpoints": ("transformers.trainer", "_newest_step"),
+    "looking for checkpoints": ("transformers.trainer", "newest_step"),
 }
 """What the leader does alone before training, by its name in errors: module and function."""
 
