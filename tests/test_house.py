@@ -79,19 +79,20 @@ _ENGLISH = "Write the sentence as the docs of PyTorch or httpx would"
 _FEWER_PARTS = "Do less in this call, or in fewer modules"
 
 SOURCE = (
-    Limit("lines of src", 102_200, _SMALLER, reason="ExportModel and histograms are new"),
+    Limit("lines of src", 102_900, _SMALLER, reason="the store over SFTP is new"),
     # All but train, bridges, interop, sinks, cli, demo and testing.
-    # The private copy of obstore took 80 lines: forked workers of datasets that use obstore hung.
-    Limit("lines of the core", 57_700, _SMALLER),
-    # 481 before that copy, which no other module has a place for.
-    Limit("modules", 482, "Put the function beside its only caller"),
+    # The private copy of obstore and the store over SFTP took 640 lines.
+    Limit("lines of the core", 58_350, _SMALLER),
+    # 481 before these two.
+    Limit("modules", 483, "Put the function beside its only caller"),
     # Classes with one name in several modules; the figure counts names.
     Limit("public class names used twice", 47, "Put the subject into the name", slack=2),
     # Methods and nested functions count, dunder methods do not; `_begin` counts as `begin`.
     Limit("functions that share their name with 4 others, %", 35, _CLEARER),
     Limit("functions with a name of one word, %", 55, _CLEARER),
     # Parameters whose annotation has a Callable in it.
-    Limit("callables as parameters", 184, "Pass an object of a class, or call at the caller"),
+    # 184 before the retries of SFTP, which repeat any request.
+    Limit("callables as parameters", 185, "Pass an object of a class, or call at the caller"),
     # Parameters of one function, without self, *args and **kwargs.
     Limit("widest call", 32, "Put parameters that belong together into a dataclass"),
     # Lines that are a comment and nothing else.
@@ -103,7 +104,7 @@ PROSE = (
     # README and docs, without code blocks and decisions.
     Limit(
         "docs: words",
-        108_300,
+        108_450,
         "Shorten a page, or link to one",
         reason="ExportModel, histograms and not_state are new",
     ),
@@ -117,7 +118,7 @@ PROSE = (
     Limit("docs: “is told” per 10,000 words", 1.6, _ENGLISH, slack=0.3),
     Limit("docs: “but for” per 10,000 words", 1.2, _ENGLISH, slack=0.3),
     # Help, other texts of holdfast.cli, and the texts in `raise` statements.
-    Limit("messages: words", 21_500, "Shorten the messages", reason="mistakes in callbacks"),
+    Limit("messages: words", 21_700, "Shorten the messages", reason="mistakes in callbacks"),
     Limit("messages: “go on” per 10,000 words", 13, _ENGLISH, slack=0.9),
     Limit("messages: “what as a noun” per 10,000 words", 9.4, _ENGLISH, slack=0.9),
     Limit("messages: “that of” per 10,000 words", 24, _ENGLISH, slack=0.9),

@@ -39,6 +39,7 @@ LEAST_VERSIONS: Mapping[str, Mapping[str, str]] = {
     "gcs": {"obstore": "0.11", "google-auth": "2.35"},
     "azure": {"obstore": "0.11", "azure-identity": "1.19"},
     "http": {"obstore": "0.11"},
+    "sftp": {"paramiko": "3.4"},
     "compress": {"lz4": "4.3", "blosc2": "3.0"},
     "encrypt": {"cryptography": "47"},
     "tensorboard": {"tensorboard": "2.18"},
@@ -55,7 +56,14 @@ LEAST_VERSIONS: Mapping[str, Mapping[str, str]] = {
     "demo": {"matplotlib": "3.8"},
 }
 """Extra → its packages, and the least version of each that works (pyproject.toml)."""
-_EXTRA_OF_SCHEME = {"s3": "s3", "gs": "gcs", "az": "azure", "http": "http", "https": "http"}
+_EXTRA_OF_SCHEME = {
+    "s3": "s3",
+    "gs": "gcs",
+    "az": "azure",
+    "sftp": "sftp",
+    "http": "http",
+    "https": "http",
+}
 _SKEW_S = 60.0
 """Difference of clocks up to which nothing is said, in seconds."""
 _LEAST_OPEN_FILES = 256

@@ -19,9 +19,10 @@ _FOR_SHELLS = re.compile(r"^~[^/]*|\$\w+|\$\{\w+\}")
 def open_store(where: str | os.PathLike[str] | Store) -> Store:
     """Return the store for a path or a URL, or `where` itself if it is a store.
 
-    URLs: `s3://bucket/prefix`, `gs://bucket/prefix`, `az://container/prefix` and
-    `memory://<name>`. Endpoint and credentials are those of the cloud's own tools; for options
-    make a `RemoteStore`. `http://` and `https://` can only be read.
+    URLs: `s3://bucket/prefix`, `gs://bucket/prefix`, `az://container/prefix`,
+    `sftp://user@host/path` and `memory://<name>`. Endpoint and credentials are those of the cloud's
+    own tools, or of `ssh`; for options make a `RemoteStore`. `http://` and `https://` can only be
+    read.
 
     Opening touches nothing: a missing folder is made by the first save.
 
@@ -55,12 +56,18 @@ def _open_named(where: str) -> Store:
         from holdfast.store.remote import RemoteStore
 
         return RemoteStore(where)
+    if scheme == "sftp":
+        from holdfast.store.remote.sftp import SftpStore
+
+        return SftpStore(where)
     if is_web(where):
         from holdfast.store.remote import HttpStore
 
         return HttpStore(where)
     shown = url_without_secrets(where)
-    raise UsageError(f"root {shown!r}: must be a path, s3://…, gs://…, az://… or memory://<name>")
+    raise UsageError(
+        f"root {shown!r}: must be a path, s3://…, gs://…, az://…, sftp://… or memory://<name>"
+    )
 
 
 def is_web(where: str) -> bool:
@@ -84,7 +91,7 @@ def _refuse_scheme(path: str) -> None:
     if match is None:
         return
     scheme, rest = match[1], path[match.end() :]
-    if scheme in (*REMOTE_SCHEMES, "memory"):
+    if scheme in (*REMOTE_SCHEMES, "sftp", "memory"):
         raise UsageError(
             f"root {path!r}: this is the path of a folder called '{scheme}:', as a Path cannot "
             f"hold a URL. Write it as text: '{scheme}://{rest}'"

@@ -12,6 +12,9 @@ from holdfast.events import url_without_secrets
 from holdfast.format import layout
 from holdfast.store import is_web
 
+_WITH_USER = ("sftp://", "oci://")
+"""URLs with an @ that separates the user or the bucket from the host."""
+
 
 def split_source(source: str | os.PathLike[str]) -> tuple[str, str | None]:
     """Split `root@which` into (root, which); `which` is None without an @.
@@ -24,7 +27,11 @@ def split_source(source: str | os.PathLike[str]) -> tuple[str, str | None]:
     if is_web(text):
         _refuse_which_of_web(text)
         return text, None
-    root, at, which = text.rpartition("@")
+    # An @ before the path of such a URL belongs to its host.
+    start = text.find("/", text.find("://") + 3) if text.startswith(_WITH_USER) else 0
+    start = len(text) if start < 0 else start
+    root, at, which = text[start:].rpartition("@")
+    root = text[:start] + root
     if not at or os.path.isdir(text):
         root, at, which = text, "", ""
     if not root or (at and not which):
@@ -39,7 +46,7 @@ def refuse_credentials(text: str) -> None:
     """
     _, separator, rest = text.partition("://")
     host, at, server = rest.partition("/")[0].rpartition("@")
-    is_which = "/" not in rest or _is_which(server)
+    is_which = "/" not in rest or _is_which(server) or text.startswith(_WITH_USER)
     if separator and at and not is_web(text) and (":" in host or not is_which):
         raise UsageError(
             f"{url_without_secrets(text)!r}: must have no credentials. Set the environment "
