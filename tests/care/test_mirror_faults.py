@@ -12,6 +12,8 @@ import pytest
 from holdfast import errors
 from holdfast.care.backlog import Backlog
 from holdfast.engine.claims.owner import Ownership
+from holdfast.engine.loading.applying import Applying
+from holdfast.engine.loading.resume import LoadCandidate
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.tiers.ledger import Ledger
 from holdfast.engine.tiers.tiered import Tiered
@@ -147,6 +149,31 @@ def test_what_a_forerunner_kept_for_its_upload_goes_when_that_has_ended(local: L
     assert noted.of("uploaded") == []
     assert noted.of("housekeeping_failed") == []
     assert steps_in(remote) == [3, 2, 1]
+    assert steps_in(local) == []
+
+
+def test_no_local_copy_goes_while_the_run_resumes_from_it(
+    local: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when all that the uploads have to do is done before the state is read."""
+    remote, tiny, noted = MemoryStore("remote"), Tiny(), Noted()
+    with opened(Tiered(local, remote), tiny) as manager:
+        manager.resume()
+        saved(manager, tiny, 1, 2)
+    manager = unopened(Tiered(local, remote, keep_local=0), tiny, sinks=(noted,))
+    apply = Applying._apply
+
+    def apply_late(self: Applying, candidate: LoadCandidate) -> None:
+        manager._uploads.settle(60)
+        apply(self, candidate)
+
+    monkeypatch.setattr(Applying, "_apply", apply_late)
+    with manager:
+        manager.resume()
+        manager.wait()
+    assert noted.of("housekeeping_failed") == noted.of("rejected") == []
+    assert [event.fields["epoch"] for event in noted.of("claimed")] == [2]
+    assert steps_in(remote) == [2, 1]
     assert steps_in(local) == []
 
 

@@ -78,11 +78,12 @@ class Mirror(Uploads):
         except Exception as error:  # noqa: BLE001 - the save stands; nothing is deleted meanwhile
             self._backlog.doubt()
             self._emit("housekeeping_failed", f"queue of uploads: {error!r}")
+        self._sending.may_release = True
         self._wake()
 
     @override
     def mend_now(self) -> None:
-        self._sending.may_mend = True
+        self._sending.may_mend = self._sending.may_release = True
         self._wake()
 
     @override

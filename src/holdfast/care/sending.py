@@ -153,6 +153,8 @@ class Sending:
         self.backlog.clear()
         self._is_behind = True
         """Whether the queue was never empty since the claim, so that local retention is due."""
+        self.may_release = False
+        """Whether the load after the claim has ended, so that it reads no local copy any more."""
         self._begun: set[str] = set()
         """Folders that may have uncommitted files in the remote tier."""
         self.failures = Failures()
@@ -214,7 +216,7 @@ class Sending:
             self._clear_away()
         if self.may_mend and not background.is_stopping:
             self._mend()
-        if self._is_behind and not background.is_stopping:
+        if self._is_behind and self.may_release and not background.is_stopping:
             # Checkpoints that an earlier process kept for upload may be uploaded already; then no
             # upload follows after which local retention would run.
             self._is_behind = False
@@ -380,7 +382,7 @@ class Sending:
         if cost.is_all:  # then every byte of the local copy was read and found right
             self.chores.trust(entry)
         self.chores.retain()
-        if self._options.keep_local == 0:
+        if self._options.keep_local == 0 and self.may_release:
             self.chores.release(entry.folder)
         self.backlog.refresh()
 
