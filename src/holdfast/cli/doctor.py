@@ -60,6 +60,7 @@ _EXTRA_OF_SCHEME = {
     "s3": "s3",
     "gs": "gcs",
     "az": "azure",
+    "oci": "s3",
     "sftp": "sftp",
     "http": "http",
     "https": "http",

@@ -9,10 +9,11 @@ from holdfast.errors import UsageError
 from holdfast.events import url_without_secrets
 from holdfast.store.base import Store
 
-REMOTE_SCHEMES = ("s3", "gs", "az")
+REMOTE_SCHEMES = ("s3", "gs", "az", "oci")
 """URL schemes of object stores."""
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(?:/+|$)")
 
+_DBFS = "/dbfs"
 _FOR_SHELLS = re.compile(r"^~[^/]*|\$\w+|\$\{\w+\}")
 
 
@@ -20,9 +21,9 @@ def open_store(where: str | os.PathLike[str] | Store) -> Store:
     """Return the store for a path or a URL, or `where` itself if it is a store.
 
     URLs: `s3://bucket/prefix`, `gs://bucket/prefix`, `az://container/prefix`,
-    `sftp://user@host/path` and `memory://<name>`. Endpoint and credentials are those of the cloud's
-    own tools, or of `ssh`; for options make a `RemoteStore`. `http://` and `https://` can only be
-    read.
+    `oci://bucket@namespace/prefix`, `sftp://user@host/path` and `memory://<name>`. Endpoint and
+    credentials are those of the cloud's own tools, or of `ssh`; for options make a `RemoteStore`.
+    `http://` and `https://` can only be read. `dbfs:/path` is `/dbfs/path`, if that is mounted.
 
     Opening touches nothing: a missing folder is made by the first save.
 
@@ -42,6 +43,8 @@ def open_store(where: str | os.PathLike[str] | Store) -> Store:
 def _open_named(where: str) -> Store:
     # Imported here: modules that need only the base class import this package too.
     scheme, separator, rest = where.partition("://")
+    if not separator and where.startswith("dbfs:/") and os.path.isdir(_DBFS):
+        where = _DBFS + where.removeprefix("dbfs:")
     if not separator:
         _refuse_scheme(where)
         _refuse_unexpanded(where)
@@ -95,6 +98,11 @@ def _refuse_scheme(path: str) -> None:
         raise UsageError(
             f"root {path!r}: this is the path of a folder called '{scheme}:', as a Path cannot "
             f"hold a URL. Write it as text: '{scheme}://{rest}'"
+        )
+    if scheme == "dbfs":
+        raise UsageError(
+            f"root {path!r}: this is {_DBFS}/{rest}, and {_DBFS} is not mounted here. Mount it, or "
+            "write s3://…, gs://… or az://…"
         )
     raise UsageError(
         f"root {path!r}: no store is known for '{scheme}:'. Write s3://…, gs://… or az://…, or the "

@@ -14,6 +14,8 @@ from holdfast.errors import AccessDenied, UsageError
 from holdfast.store import open_store
 from holdfast.store.remote import RemoteStore
 from holdfast.store.remote.opening import RemoteOptions, open_clients, parse_place
+from servers.fixtures import on, use
+from servers.program import Service
 
 
 @pytest.fixture(autouse=True)
@@ -179,3 +181,42 @@ def test_the_region_is_found_in_either_variable(name: str, monkeypatch: pytest.M
     assert clients.plain.config["region"] == "eu-central-1"
     assert clients.s3 is not None
     assert "eu-central-1" in clients.s3.meta.endpoint_url
+
+
+def test_a_bucket_of_oracle_is_reached_by_its_s3_service(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("OCI_CONFIG_FILE", str(tmp_path / "config"))
+    for name in ("OCI_REGION", "OCI_CLI_REGION", "OCI_CLI_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(UsageError, match="OCI_REGION"):
+        parse_place("oci://bucket@space/run", None)
+    (tmp_path / "config").write_text("[DEFAULT]\nregion = eu-frankfurt-1\n")
+    place = parse_place("oci://bucket@space/run", None)
+    assert place.endpoint == "https://space.compat.objectstorage.eu-frankfurt-1.oraclecloud.com"
+    assert (place.url, place.region) == ("oci://bucket@space/run", "eu-frankfurt-1")
+    with pytest.raises(UsageError, match="namespace"):
+        parse_place("oci://bucket/run", None)
+
+
+def test_a_path_of_databricks_is_in_its_mount(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("holdfast.store._DBFS", str(tmp_path / "dbfs"))
+    with pytest.raises(UsageError, match="not mounted"):
+        open_store("dbfs:/run")
+    (tmp_path / "dbfs").mkdir()
+    assert open_store("dbfs:/run").url == str(tmp_path / "dbfs" / "run")
+
+
+@on("moto")
+def test_a_run_is_saved_to_a_bucket_of_oracle(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(service, monkeypatch)
+    monkeypatch.setenv("OCI_REGION", "eu-frankfurt-1")
+    root = f"oci://{service.bucket}@space/oracle-{os.getpid()}"
+    store = RemoteStore(root, endpoint=service.endpoint)
+    store.put("a", b"x", if_absent=True)
+    assert (store.url, store.get("a")) == (root, b"x")
+    store.delete("a")

@@ -7,6 +7,7 @@ library that reads environment variables, and only those of the clouds.
 
 from __future__ import annotations
 
+import configparser
 import importlib
 import json
 import os
@@ -23,7 +24,7 @@ from holdfast.store.base import check_key
 from holdfast.store.remote.private import import_obstore
 
 Scheme = Literal["s3", "gs", "az", "http", "https"]
-SCHEMES: tuple[Scheme, ...] = ("s3", "gs", "az")
+SCHEMES = ("s3", "gs", "az", "oci")
 
 _ENDPOINTS = {
     "s3": "AWS_ENDPOINT_URL or the profile's endpoint_url, and the region",
@@ -131,11 +132,17 @@ class Place:
     """Query of a web address, sent with each request; it may be a signature."""
     login: str = field(default="", repr=False)
     """`user:password` of a web address, not percent-encoded; empty: none."""
+    namespace: str = ""
+    """Namespace of Oracle's object storage, whose S3 service is used; empty for other services."""
+    region: str = ""
+    """Region of requests to S3; empty: as in the AWS settings."""
 
     @property
     def url(self) -> str:
         """The URL, as given by the user, without a slash at its end."""
         inside = f"/{self.prefix}" if self.prefix else ""
+        if self.namespace:
+            return f"oci://{self.bucket}@{self.namespace}{inside}"
         return f"{self.scheme}://{self.bucket}{inside}"
 
     @property
@@ -180,6 +187,11 @@ def parse_place(url: str, endpoint: str | None) -> Place:
     """Parse the URL of a remote store."""
     scheme, _, rest = url.partition("://")
     bucket, _, prefix = rest.partition("/")
+    namespace = ""
+    if scheme == "oci":
+        bucket, _, namespace = bucket.partition("@")
+        if not _BUCKET.fullmatch(namespace):
+            raise UsageError(f"root {url!r}: must be oci://bucket@namespace/prefix")
     prefix = prefix.rstrip("/")
     url = url_without_secrets(url)
     if re.search("[?#]", rest):
@@ -195,7 +207,37 @@ def parse_place(url: str, endpoint: str | None) -> Place:
             check_key(prefix)
     except InvalidKey as error:
         raise UsageError(f"root {url!r}: {error}") from error
-    return Place(scheme=scheme, bucket=bucket, prefix=prefix, endpoint=endpoint)
+    if scheme == "oci":
+        region = _oci_region(url)
+        return Place(
+            scheme="s3",
+            bucket=bucket,
+            prefix=prefix,
+            endpoint=endpoint
+            or f"https://{namespace}.compat.objectstorage.{region}.oraclecloud.com",
+            namespace=namespace,
+            region=region,
+        )
+    kind: Scheme = "gs" if scheme == "gs" else "az" if scheme == "az" else "s3"
+    return Place(scheme=kind, bucket=bucket, prefix=prefix, endpoint=endpoint)
+
+
+def _oci_region(url: str) -> str:
+    """Find Oracle's region as its tools do: in a variable, or in the profile of a file."""
+    name = _first_set(("OCI_CLI_REGION", "OCI_REGION"))
+    if name:
+        return os.environ[name]
+    path = os.environ.get("OCI_CONFIG_FILE") or os.environ.get("OCI_CLI_CONFIG_FILE")
+    profile = os.environ.get("OCI_CLI_PROFILE") or "DEFAULT"
+    settings = configparser.ConfigParser(interpolation=None)
+    try:
+        settings.read(os.path.expanduser(path or "~/.oci/config"), encoding="utf-8")
+        return settings.get(profile, "region")
+    except (configparser.Error, OSError, UnicodeDecodeError) as error:
+        raise UsageError(
+            f"root {url!r}: no region was found ({error}): set OCI_REGION, or `region` in "
+            f"the profile {profile} of ~/.oci/config"
+        ) from error
 
 
 def needed(module: str, scheme: str) -> Any:
@@ -235,7 +277,7 @@ def _open_s3(place: Place, options: RemoteOptions) -> Clients:
         s3={"addressing_style": "path"},
     )
     # boto3 knows AWS_DEFAULT_REGION only.
-    session = boto3.Session(region_name=os.environ.get("AWS_REGION") or None)
+    session = boto3.Session(region_name=place.region or os.environ.get("AWS_REGION") or None)
     try:
         client = session.client("s3", endpoint_url=place.endpoint, config=config)
         found = session.get_credentials()

@@ -45,7 +45,8 @@ class RemoteStore(ReadByRequests):
     """Store of objects in a cloud's bucket, below a prefix.
 
     Args:
-        url: `s3://bucket/prefix`, `gs://bucket/prefix` or `az://container/prefix`.
+        url: `s3://bucket/prefix`, `gs://bucket/prefix`, `az://container/prefix` or
+            `oci://bucket@namespace/prefix`.
         endpoint: the address of a service that is not the cloud's own; by default what the
             cloud's own settings say (`AWS_ENDPOINT_URL`, `GOOGLE_BASE_URL`,
             `AZURE_STORAGE_ENDPOINT`). Connections to `http://` addresses are not encrypted.
