@@ -430,3 +430,30 @@ def test_files_of_others_in_a_checkpoint_stay_with_its_register(is_whole: bool) 
         del store._objects[f"{folder}/{name}"]
     assert commit.remove_files(store, folder, whole=True) == ()
     assert not [key for key in store._objects if key.startswith(folder)]
+
+
+def test_a_users_file_with_the_name_of_a_mark_begins_no_deletion() -> None:
+    store = MemoryStore()
+    with manager_of(store) as manager:
+        folder = manager.save(1).wait().folder
+    for epoch in (1, 7):
+        store.put(f"{folder}/{layout.retired_name(epoch)}", b'{"mine": 1}')
+    (entry,) = Catalog(store).checkpoints()
+    assert not entry.marks.retired
+    with manager_of(store) as manager:
+        found = manager.resume()
+        assert found is not None
+        assert found.folder == folder
+
+
+def test_a_deletion_whose_mark_a_users_file_hides_does_not_begin() -> None:
+    """Rule 8: readers look for the mark, and would not see it."""
+    store = MemoryStore()
+    with manager_of(store) as manager:
+        folder = manager.save(1).wait().folder
+    store.put(f"{folder}/{layout.retired_name(1)}", b'{"mine": 1}')
+    with pytest.raises(errors.StoreError, match="not written by Holdfast"):
+        retracted(store, folder)
+    assert store.get(f"{folder}/{layout.retired_name(1)}") == b'{"mine": 1}'
+    store.delete(f"{folder}/{layout.retired_name(1)}")
+    assert verify(store, folder).ok

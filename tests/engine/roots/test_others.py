@@ -198,8 +198,8 @@ def among_files(store: Store, folder: str, draw: random.Random) -> dict[str, byt
     taken = {*store.children(folder)}
     users = {}
     for name in {a_file(draw) for _ in range(4)} - taken:
-        # Notes that cannot be read are a pin, and a mark of a deletion keeps the older ones.
-        if is_key(name) and not name.startswith(("notes-", "retired-")):
+        # Notes that cannot be read are a pin.
+        if is_key(name) and not name.startswith("notes-"):
             users[f"{folder}/{name}"] = draw.randbytes(9)
             store.put(f"{folder}/{name}", users[f"{folder}/{name}"])
     return users

@@ -15,7 +15,14 @@ from holdfast.engine.claims.claim import Claim, ends_with_its_put, nothing_arriv
 from holdfast.engine.claims.leases import FoundLease, Readers
 from holdfast.engine.roots.catalog import Catalog, Marks
 from holdfast.engine.roots.commit import check_ownership, remove_files
-from holdfast.errors import AlreadyExists, FormatError, NotFound, SealError, UnsupportedVersion
+from holdfast.errors import (
+    AlreadyExists,
+    FormatError,
+    NotFound,
+    SealError,
+    StoreError,
+    UnsupportedVersion,
+)
 from holdfast.format import layout
 from holdfast.format.manifest import Deleted, Manifest
 from holdfast.format.records import Retired, Thinned
@@ -126,13 +133,20 @@ def _mark_retired(store: Store, folder: str, epoch: int, mark: Retired) -> bool:
 
     Raises:
         NotFound: its folder is gone.
+        StoreError: a user's file has the name of the mark, so that no reader would see one.
         Superseded: a later writer owns the run.
     """
     is_ours = True
+    key = f"{folder}/{layout.retired_name(epoch)}"
     try:
-        store.put(f"{folder}/{layout.retired_name(epoch)}", mark.encode(), if_absent=True)
-    except AlreadyExists:
+        store.put(key, mark.encode(), if_absent=True)
+    except AlreadyExists as error:
         is_ours = False
+        if epoch not in Catalog(store).marks(folder).retired_by:
+            raise StoreError(
+                f"{store.url}/{key}: not written by Holdfast, and has the name of the record that "
+                "a deletion begins with. The checkpoint stays; move the file elsewhere"
+            ) from error
     check_ownership(store, epoch, committed=True)
     return is_ours
 
