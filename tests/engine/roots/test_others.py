@@ -145,12 +145,15 @@ manager.save(50).wait()
 """
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(
+    ("seed", "number"), [(0, 100), pytest.param(1, 400, marks=pytest.mark.full)]
+)
 def test_what_a_user_keeps_in_a_root_survives_all_that_is_done_there(
-    ram_path: Path, seed: int
+    ram_path: Path, seed: int, number: int
 ) -> None:
+    """About half of the things are folders."""
     draw, root = random.Random(seed), ram_path / "run"
-    a_crowd(root, draw, 100)
+    a_crowd(root, draw, number)
     (root / "latest").write_text("global_step1000")
     users = all_in(root, root)
     run, recorder = new_run(), Recorder()
@@ -250,9 +253,9 @@ def left_of_keys(users: dict[str, bytes], store: Store) -> dict[str, bytes | Non
     return {key: store.get(key) if key in there else None for key in users}
 
 
-def expect_all_left_in_a_bucket(store: Store, seed: int) -> None:
+def expect_all_left_in_a_bucket(store: Store, seed: int, number: int = 50) -> None:
     draw = random.Random(seed)
-    users = a_bucket(store, draw, 50)
+    users = a_bucket(store, draw, number)
     (inside,) = live(store, (store,), draw)
     users |= inside
     assert left_of_keys(users, store) == users
@@ -260,6 +263,11 @@ def expect_all_left_in_a_bucket(store: Store, seed: int) -> None:
 
 def test_what_a_user_keeps_in_an_object_store_survives_all_that_is_done_there() -> None:
     expect_all_left_in_a_bucket(MemoryStore(), 2)
+
+
+@pytest.mark.full
+def test_what_a_user_keeps_in_200_folders_of_an_object_store_survives() -> None:
+    expect_all_left_in_a_bucket(MemoryStore(), 5, 200)
 
 
 @pytest.mark.full
