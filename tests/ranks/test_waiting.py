@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from holdfast.errors import DeadlineExceeded, RanksSilent
+from holdfast.errors import DeadlineExceeded, RanksFailed, RanksSilent
 from holdfast.events import Emitter, Event
 from holdfast.format.records import Process
 from holdfast.ranks import c10d, chosen, waiting
 from holdfast.ranks.c10d import C10d
 from holdfast.ranks.chosen import GroupAlarm
+from holdfast.ranks.coordinator import Failure
 from holdfast.ranks.heartbeats import Silences
 from holdfast.ranks.waiting import Processes, Watch
 from ranks.together import PATIENCE_S, Server, client, coordinators, in_thread, until
@@ -84,6 +85,26 @@ def test_a_follower_names_the_leader_only_if_it_has_not_called(kind: str, tmp_pa
     for tag, hearing in (("first", first), ("second", second)):
         leader.announce(tag, b"said", timeout_s=PATIENCE_S)
         assert hearing.result(PATIENCE_S) == b"said"
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_meeting_with_broadcast_names_the_rank_that_is_late(late: int) -> None:
+    store, heard = dist.HashStore(), Heard()
+
+    def member(rank: int) -> C10d:
+        return C10d(store, rank, 2, timeout_s=PATIENCE_S, warn=heard, is_default=True)
+
+    others = in_thread(partial(member, 1))
+    ranks = [member(0), others.result(PATIENCE_S)]
+    waits = in_thread(partial(ranks[1 - late].exchange, timeout_s=PATIENCE_S))
+    assert heard.came.wait(PATIENCE_S)
+    until(lambda: any("broadcast=True" in text for text in heard.texts))
+    text = next(text for text in heard.texts if "broadcast=True" in text)
+    assert f"rank {late}" in text
+    assert "py-spy" in text
+    tag = f"meeting {ranks[late].number()} of all ranks with broadcast=True"
+    ranks[late].fail(tag, Failure("meeting", "not here"), timeout_s=PATIENCE_S)
+    assert isinstance(waits.exception(PATIENCE_S), RanksFailed)
 
 
 def test_warnings_come_at_growing_intervals() -> None:

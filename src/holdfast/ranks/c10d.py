@@ -191,6 +191,7 @@ class C10d(Coordinator):
         """When heartbeats are read next, at the earliest, in monotonic seconds."""
         self._silences = Silences(most_s=2 * self._look_s)
         self._is_default = is_default
+        self._warn = warn
         absent = [*range(1, world_size)] if self.is_leader else [LEADER]
         watch = None if warn is None else Watch(warn, "making a manager", "meeting")
         meet = partial(self._meet, store, absent, time.monotonic() + timeout_s, watch)
@@ -239,13 +240,14 @@ class C10d(Coordinator):
         return GroupExchange(timeout_s=timeout_s)
 
     def _gather(self, tag: str, timeout_s: float) -> None:
-        """Wait until all ranks have come to the same point."""
+        """Wait until all ranks have come to the same point; warn of ranks that are late."""
+        watch = None if self._warn is None else Watch(self._warn, tag, tag)
         self.post(tag, b"", timeout_s=timeout_s)
         if not self.is_leader:
-            self.hear(tag, timeout_s=timeout_s + GRACE_S)
+            self.hear(tag, timeout_s=timeout_s + GRACE_S, watch=watch)
             return
         try:
-            self.collect(tag, timeout_s=timeout_s).expect_all(tag)
+            self.collect(tag, timeout_s=timeout_s, watch=watch).expect_all(tag)
         except RanksError as error:
             self.fail(tag, Failure.of(error, phase="meeting"), timeout_s=_GET_S)
             raise

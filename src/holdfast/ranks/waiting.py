@@ -55,8 +55,12 @@ class Watch:
             self._warn_of(
                 waited_s,
                 late,
-                ", which has not called it. Every rank must call save, maybe_save, resume and "
-                "load, at the same points of the program and with the same steps and arguments",
+                ", which has not made this call yet. It may be busy, wait in a collective of its "
+                "own, such as the all-reduce of a backward pass, or never make the call. Every "
+                "rank must call save, maybe_save, resume and load, at the same points of the "
+                "program and with the same steps and arguments. To see the line at which each "
+                "rank waits, run `py-spy dump --pid PID`; for collectives of NCCL, set "
+                "TORCH_FR_BUFFER_SIZE (older torch: TORCH_NCCL_TRACE_BUFFER_SIZE)",
             )
 
     def tell_silent(self, waited_s: float, silent: Mapping[int, str]) -> None:
