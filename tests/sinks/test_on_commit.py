@@ -95,14 +95,15 @@ def test_a_function_gets_the_checkpoint(tmp_path: Path) -> None:
     assert Path(found[0].path, "manifest.json").exists()
 
 
-def test_a_failure_is_a_warning_with_the_output_and_the_next_command_is_run(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_a_failure_is_a_warning_and_the_next_command_is_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "file"
     code = f"import sys; {WRITE}; print('out of quota'); sys.exit(len(sys.argv[2]))"
     train(tmp_path / "run", [sys.executable, "-c", code, str(file), "{step}"], [1, 2])
     assert lines(file) == [["1"], ["2"]]
-    assert "status 1, and it said: out of quota. Saves and training" in warnings(caplog)
+    assert "status 1; its output is in this process's output" in warnings(caplog)
+    assert "out of quota" in capfd.readouterr().out
 
 
 def test_a_function_that_raises_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
@@ -128,41 +129,16 @@ def test_a_command_that_hangs_is_killed_with_what_it_has_started(
     assert not psutil.pid_exists(child) or psutil.Process(child).status() == "zombie"
 
 
-def test_of_much_output_the_end_is_kept(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And it is nowhere on a disk meanwhile."""
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "no such folder"))
-    script = "head -c 3000000 /dev/zero | tr '\\0' x; echo; echo out of quota; exit 3"
-    train(tmp_path / "run", ["sh", "-c", script], [1])
-    text = warnings(caplog)
-    assert "status 3, and it said (the end of 3,000,014 bytes): xxx" in text
-    assert "xxx\nout of quota. Saves" in text
-    assert len(text) < 3000
-
-
 def test_a_signal_that_ended_a_command_is_named() -> None:
-    with pytest.raises(CommandFailed, match="ended by SIGTERM, and it said: going"):
-        run(["sh", "-c", "echo going; kill -TERM $$"], 60)
+    with pytest.raises(CommandFailed, match="ended by SIGTERM"):
+        run(["sh", "-c", "kill -TERM $$"], 60)
 
 
-def test_a_command_without_output_has_the_same_time(tmp_path: Path) -> None:
-    with pytest.raises(CommandFailed, match=r"killed after 0.5 s$"):
-        run(["sh", "-c", "exec >&- 2>&-; sleep 1000"], 0.5)
-
-
-def test_what_a_command_leaves_running_is_not_waited_for_and_warned_of(
-    caplog: pytest.LogCaptureFixture,
+def test_a_process_that_a_command_leaves_running_is_not_waited_for(
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    with caplog.at_level(logging.DEBUG):
-        run(["sh", "-c", "sleep 1000 & echo $!"], 60)
-    left = psutil.Process(int(caplog.records[0].getMessage().rpartition(": ")[2]))
-    left.kill()
-    assert "has ended, and what it left running has its output" in warnings(caplog)
-    caplog.clear()
-    run(["sh", "-c", "sleep 0.1 >/dev/null 2>&1 & echo https://me:secret@host"], 60)
-    assert warnings(caplog) == ""
-    assert "secret" not in caplog.text
+    run(["sh", "-c", "sleep 1000 & echo $!"], 60)
+    psutil.Process(int(capfd.readouterr().out)).kill()
 
 
 def test_a_save_commits_while_the_command_of_the_one_before_is_running(tmp_path: Path) -> None:

@@ -23,7 +23,6 @@ from holdfast.train.fit.finding import LearningRateCurve
 from holdfast.train.fit.saving import UnhealthyState
 from holdfast.train.loggers.csv import Csv
 from holdfast.train.loggers.default import JsonLines
-from holdfast.train.loggers.notebook import NotebookCard
 from holdfast.train.loggers.progress import ProgressBar
 from holdfast.train.loggers.services import MLflow, TensorBoard, WeightsAndBiases
 from holdfast.train.making import for_group
@@ -72,7 +71,6 @@ __all__ = [
     "MemoryMonitor",
     "Metrics",
     "NotFinite",
-    "NotebookCard",
     "Outcome",
     "Perplexity",
     "Precision",

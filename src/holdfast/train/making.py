@@ -37,7 +37,6 @@ from holdfast.state.lacking import describe
 from holdfast.train.asked import asks_for, check_range
 from holdfast.train.callbacks.hooks import Logger
 from holdfast.train.loggers.default import JsonLines
-from holdfast.train.loggers.notebook import NotebookCard, is_notebook
 from holdfast.train.loggers.progress import ProgressBar
 from holdfast.train.parallel.group import ALONE, Group, join_group
 from holdfast.train.parallel.options import FSDP2, Name, Strategy
@@ -346,7 +345,7 @@ def own_loggers(
     elif log is not False:
         loggers.append(JsonLines(log))
     if progress:
-        loggers.append(NotebookCard() if is_notebook() else ProgressBar())
+        loggers.append(ProgressBar())
     return loggers
 
 

@@ -64,7 +64,6 @@ from holdfast.train.fit.fitting import Fit, Gear
 from holdfast.train.fit.resuming import Resuming
 from holdfast.train.fit.saving import Policy, Saves, StepPosition, check_health
 from holdfast.train.fit.starting import StartingPoint, Tried, Unsaved
-from holdfast.train.loggers.notebook import card
 from holdfast.train.making import epoch_length, make_schedulers
 from holdfast.train.outputs import Entry, Histogram, Table, entry_of
 from holdfast.train.parallel.options import Name, Strategy
@@ -1149,7 +1148,3 @@ class Trainer:
             data=self.data,
             accumulate=self._gear.accumulate,
         )
-
-    def _repr_html_(self) -> str:
-        """Show the state of the run, in a notebook."""
-        return card(self)

@@ -777,13 +777,3 @@ def test_logs_at_info_that_a_fast_run_saves_nothing(caplog: pytest.LogCaptureFix
     with caplog.at_level(logging.INFO, "holdfast"):
         make(MemoryStore(), limits=Limits(fast_dev_run=2)).fit("9ep")
     assert "nothing of this training is saved or logged" in caplog.text
-
-
-def test_a_trainer_shows_itself_in_notebooks() -> None:
-    trainer = make(MemoryStore())
-    assert "goal" not in trainer._repr_html_()
-    trainer.fit(2)
-    html = trainer._repr_html_()
-    assert "2step" in html
-    assert "Sequential, 49 parameters" in html
-    assert "value='1.0000'" in html

@@ -5,16 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import re
-import selectors
 import shlex
 import shutil
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
 from dataclasses import KW_ONLY, dataclass
-from typing import IO, TypeAlias
+from typing import TypeAlias
 
 from typing_extensions import override
 
@@ -35,14 +32,6 @@ _FORMATTED = re.compile(rf"(?<!\$)\{{(?:{'|'.join(PLACEHOLDERS)})[:!][^}}]*\}}")
 _SHELLS = frozenset({"sh", "bash", "dash", "zsh", "ksh"})
 _SCRIPT = re.compile(r"-[a-z]{0,3}c")
 """Option of a shell, after which its script comes: -c, also with others, as in -ec."""
-_MAX_OUTPUT_NBYTES = 2_000
-"""Most bytes of a command's output that are kept and logged: the last ones."""
-_READ_NBYTES = 1 << 16
-_POLL_S = 0.05
-"""Longest time until the end of a command is seen, in seconds."""
-_REST_S = 1.0
-"""How long to read on after the end of a command, in seconds: a child of its has the output, too,
-until it has begun with its own."""
 _KILLED_S = 5.0
 """How long to wait for a killed command to end, in seconds."""
 
@@ -141,41 +130,22 @@ class CommandFailed(HoldfastError):
 def run(arguments: Sequence[str], timeout_s: float) -> None:
     """Run a command in a session of its own; at the time limit, kill all that it started.
 
-    Its output is read while it runs, and only the end of it is kept.
+    It writes to the standard output and error of this process.
 
     Raises:
-        CommandFailed: its status is not 0, or it was killed; the message has its last output.
+        CommandFailed: its status is not 0, or it was killed.
         OSError: it cannot be started.
     """
-    deadline_s = time.monotonic() + timeout_s
-    process = subprocess.Popen(
-        arguments,
-        bufsize=0,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
-    assert process.stdout is not None
-    with closing(_Output(process.stdout)) as output:
-        try:
-            output.read_until(process, deadline_s)
-            status = process.wait(max(deadline_s - time.monotonic(), 0))
-            ending = _ending(status)
-        except subprocess.TimeoutExpired:
-            _kill(process)
-            ending = f"killed after {timeout_s:g} s"
-        output.read_rest()
-    command, said = (without_secrets(text) for text in (shlex.join(arguments), str(output)))
+    process = subprocess.Popen(arguments, stdin=subprocess.DEVNULL, start_new_session=True)
+    try:
+        ending = _ending(process.wait(timeout_s))
+    except subprocess.TimeoutExpired:
+        _kill(process)
+        ending = f"killed after {timeout_s:g} s"
+    command = without_secrets(shlex.join(arguments))
     if ending:
-        raise CommandFailed(f"{command}: {ending}" + (f", and it said{said}" if said else ""))
-    logger.debug("%s: done%s", command, said)
-    if output.is_held:
-        logger.warning(
-            "%s: has ended, and what it left running has its output, which nobody reads: give "
-            "that an output of its own, as in `… >log 2>&1 &`",
-            command,
-        )
+        raise CommandFailed(f"{command}: {ending}; its output is in this process's output")
+    logger.debug("%s: done", command)
 
 
 def _ending(status: int) -> str:
@@ -184,54 +154,6 @@ def _ending(status: int) -> str:
         names = {one.value: one.name for one in signal.Signals}
         return f"ended by {names.get(-status, f'signal {-status}')}"
     return f"status {status}" if status else ""
-
-
-class _Output:
-    """Reads a command's output, and keeps the last bytes."""
-
-    def __init__(self, pipe: IO[bytes]) -> None:
-        self.is_held = True
-        """Whether a process still has its other end."""
-        self._pipe = pipe
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(pipe, selectors.EVENT_READ)
-        self._kept = bytearray()
-        self._nbytes = 0
-
-    def close(self) -> None:
-        self._selector.close()
-        self._pipe.close()
-
-    def read_until(self, process: subprocess.Popen[bytes], deadline_s: float) -> None:
-        """Read until the process has ended, or has closed its output."""
-        while self.is_held and process.poll() is None:
-            left_s = deadline_s - time.monotonic()
-            if left_s <= 0:
-                raise subprocess.TimeoutExpired(process.args, 0)
-            self._read(min(_POLL_S, left_s))
-
-    def read_rest(self) -> None:
-        """Read the rest, but not for long: whatever was left running may go on to write."""
-        deadline_s = time.monotonic() + _REST_S
-        while self.is_held and (left_s := deadline_s - time.monotonic()) > 0:
-            self._read(left_s)
-
-    def _read(self, patience_s: float) -> None:
-        """Read once, as soon as something is there."""
-        if not self._selector.select(patience_s):
-            return
-        data = os.read(self._pipe.fileno(), _READ_NBYTES)
-        self.is_held = bool(data)
-        self._nbytes += len(data)
-        self._kept += data
-        del self._kept[:-_MAX_OUTPUT_NBYTES]
-
-    def __str__(self) -> str:
-        """The end of it, as it follows on "it said"."""
-        text = self._kept.decode("utf-8", "replace").strip()
-        if self._nbytes > _MAX_OUTPUT_NBYTES:
-            return f" (the end of {self._nbytes:,} bytes): {text}"
-        return f": {text}" if text else ""
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
