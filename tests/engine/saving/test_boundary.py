@@ -414,3 +414,13 @@ def test_a_resume_avoids_half_a_step(tmp_path: Path) -> None:
         found = again.resume()
     assert found is not None
     assert found.step == 1
+
+
+def test_a_closure_is_given_to_an_optimizer_whose_groups_are_empty(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.save()
+    run.backward()
+    run.optimizer.step()
+    run.optimizer.param_groups[0]["params"] = []
+    assert run.optimizer.step(lambda: 0.5) == 0.5
+    run.manager.close()

@@ -367,10 +367,10 @@ def _grad_mark(grad: Tensor | None) -> _GradMark:
 
 def _versions(optimizer: Optimizer) -> list[int]:
     """Return the versions of an optimizer's first parameter and its slots."""
-    first = next(one for group in optimizer.param_groups for one in group["params"])
-    slots = optimizer.state.get(first, {})
-    held = [value for value in slots.values() if isinstance(value, Tensor)]
-    return [tensor._version for tensor in (first, *held)]
+    firsts = _parameters(optimizer)[:1]
+    slots = [value for first in firsts for value in optimizer.state.get(first, {}).values()]
+    held = [value for value in slots if isinstance(value, Tensor)]
+    return [tensor._version for tensor in (*firsts, *held)]
 
 
 def _is_on_stack() -> bool:
