@@ -1,6 +1,6 @@
-"""Claims about `holdfast forecast`: what it shows, where it takes the rule from, what it refuses.
+"""Claims about `holdfast forecast`: its answer, the rule that it uses, and its errors.
 
-That it comes true is tested in tests/care/test_forecast.py.
+A comparison with real runs is in tests/care/test_forecast.py.
 """
 
 from __future__ import annotations
@@ -9,12 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
 from tests.cli.roots import Result, flip, folder_of
 
 from holdfast import Best, Candidate, Encryption, Last, Rule, SavePolicy, keys
-from holdfast.engine.claims.leases import leased
-from holdfast.store.local import LocalStore
 from runs import new_run
 
 Command = Callable[..., Result]
@@ -27,48 +24,53 @@ def trained(root: Path, *steps: int, **options: Any) -> None:
             manager.maybe_save(step, metrics={"loss": abs(step - 200) / 100})
 
 
-def test_each_checkpoint_has_its_clause_or_its_end(holdfast: Command, tmp_path: Path) -> None:
+def test_deletions_and_kept_checkpoints_have_their_reasons(
+    holdfast: Command, tmp_path: Path
+) -> None:
     keep = Last(2) | Best("loss")
     trained(tmp_path, 100, 200, 300, 400, every="100step", keep=keep)
     holdfast("tag", f"{tmp_path}@step=300", "paper")
     found = holdfast("forecast", tmp_path, "--saves", 3, "--json").document
-    members = ("step", "action", "save", "keeps", "why", "waits_for")
-    lost = "not kept by: last 2 | best loss (min)"
-    assert [tuple(one[name] for name in members) for one in found["checkpoints"]] == [
-        (400, "delete", 2, "last 2", lost, None),
-        (300, "keep", None, "tagged paper", None, None),
-        (200, "keep", None, "best loss (min)", None, None),
-    ]
     assert [(save["step"], [gone["step"] for gone in save["gone"]]) for save in found["saves"]] == [
         (500, []),
         (600, [400]),
         (700, [500]),
     ]
-    assert found["saves"][2]["gone"][0]["save"] == 1
-    assert {save["metrics"]["loss"] for save in found["saves"]} == {2.0}
+    (first, second) = (save["gone"][0] for save in found["saves"][1:])
+    assert first["why"] == "not kept by: last 2 | best loss (min)"
+    assert (first["folder"], first["save"]) == (folder_of(tmp_path, 400).name, None)
+    assert (second["folder"], second["save"]) == (None, 1)
+    assert [(one["step"], one["why"]) for one in found["kept"]] == [
+        (300, "tagged paper"),
+        (200, "best loss (min)"),
+    ]
     assert found["recorded_by"] == folder_of(tmp_path, 400).name
-    assert not found["running"]
 
 
-def test_the_text_names_rule_ends_and_assumptions(holdfast: Command, tmp_path: Path) -> None:
+def test_dropped_components_free_their_bytes_once(holdfast: Command, tmp_path: Path) -> None:
+    keep = Last(1) | Last(9).then_drop("optimizer")
+    trained(tmp_path, 100, 200, every="100step", keep=keep)
+    optimizer = [*folder_of(tmp_path, 200).glob("optimizer*")]
+    found = holdfast("forecast", tmp_path, "--saves", 2, "--json").document
+    gone = [save["gone"] for save in found["saves"]]
+    assert [[(one["step"], one["drop"]) for one in each] for each in gone] == [
+        [(200, ["optimizer"])],
+        [(300, ["optimizer"])],
+    ]
+    assert {one["nbytes"] for each in gone for one in each} == {
+        sum(file.stat().st_size for file in optimizer)
+    }
+
+
+def test_the_text_names_rule_deletions_and_assumptions(holdfast: Command, tmp_path: Path) -> None:
     trained(tmp_path, 100, 200, 300, every="100step", keep="last:2")
-    result = holdfast("forecast", tmp_path, "--saves", 2)
-    lines = result.out.splitlines()
+    lines = holdfast("forecast", tmp_path, "--saves", 2).out.splitlines()
     assert lines[0] == f"rule: last 2 (recorded by {folder_of(tmp_path, 300).name})"
-    (row,) = (line for line in lines if line.startswith(" 200"))
-    assert "goes at save 1, step 400" in row
+    (row,) = (line for line in lines if "step 200" in line)
+    assert row.split()[:2] == ["1", "400"]
     assert row.endswith("not kept by: last 2")
-    assert "assumed: saves are made at the recorded intervals, and none by hand" in lines
+    assert "assumed: saves are made at the recorded intervals only" in lines
     assert f"assumed: the run resumes from {folder_of(tmp_path, 300).name}" in lines
-
-
-def test_a_given_metric_makes_a_coming_save_the_best(holdfast: Command, tmp_path: Path) -> None:
-    trained(tmp_path, 100, 200, 300, every="100step", keep="last:1,best:loss")
-    plain = holdfast("forecast", tmp_path, "--saves", 2, "--json").document
-    better = holdfast("forecast", tmp_path, "--metric", "loss=-1", "--saves", 2, "--json").document
-    ends = [{one["step"]: one["save"] for one in found["checkpoints"]} for found in (plain, better)]
-    assert ends == [{300: 1, 200: None}, {300: 1, 200: 1}]
-    assert "every save has loss -1" in better["assumptions"]
 
 
 def test_the_classes_of_a_policy_are_followed(holdfast: Command, tmp_path: Path) -> None:
@@ -82,7 +84,7 @@ def test_the_classes_of_a_policy_are_followed(holdfast: Command, tmp_path: Path)
         (550, "ephemeral"),
         (600, "permanent"),
     ]
-    assert [one["step"] for one in found["checkpoints"]] == [400, 350, 200]
+    assert [gone["step"] for gone in found["saves"][0]["gone"]] == [350]
 
 
 def test_without_an_interval_the_last_distance_is_repeated(
@@ -94,8 +96,6 @@ def test_without_an_interval_the_last_distance_is_repeated(
     found = holdfast("forecast", tmp_path, "--saves", 2, "--json").document
     assert [save["step"] for save in found["saves"]] == [110, 145]
     assert any("as far apart as the last two" in text for text in found["assumptions"])
-    given = holdfast("forecast", tmp_path, "--every", "20step", "--saves", 2, "--json").document
-    assert [save["step"] for save in given["saves"]] == [80, 100]
 
 
 class Odd(Rule):
@@ -109,24 +109,8 @@ def test_a_rule_without_text_has_to_be_given(holdfast: Command, tmp_path: Path) 
     trained(tmp_path, 1, 2, 3, every="1step", keep=Odd())
     result = holdfast("forecast", tmp_path)
     assert result.code == 2
-    assert "give one that has, as --keep last:3" in result.err
+    assert "give a rule, as --keep last:3" in result.err
     assert holdfast("forecast", tmp_path, "--keep", "last:3").code == 0
-
-
-def test_what_somebody_reads_waits(holdfast: Command, root: Path) -> None:
-    folder = folder_of(root, 300).name
-    with leased(LocalStore(root), folder):
-        found = holdfast("forecast", root, "--keep", "last:1", "--json").document
-    held = next(one for one in found["checkpoints"] if one["folder"] == folder)
-    assert (held["action"], held["save"]) == ("wait", 1)
-    assert "reads it" in held["waits_for"]
-
-
-@pytest.mark.parametrize("text", ["loss", "=1", "loss=low"])
-def test_a_metric_is_a_name_and_a_number(holdfast: Command, root: Path, text: str) -> None:
-    result = holdfast("forecast", root, "--metric", text)
-    assert result.code == 2
-    assert "NAME=VALUE" in result.err
 
 
 def test_a_damaged_manifest_is_named_and_stays(holdfast: Command, root: Path) -> None:
@@ -153,12 +137,20 @@ def test_an_encrypted_root_needs_its_key(holdfast: Command, tmp_path: Path) -> N
     assert plan["candidates"][0]["outcome"] == "taken"
 
 
-def test_what_is_given_and_would_do_nothing_is_refused(holdfast: Command, root: Path) -> None:
-    given = ("forecast", root, "--keep", "best:loss")
-    wrong = holdfast(*given, "--metric", "los=0.1")
-    assert wrong.code == 2
-    assert "the rule best loss (min) does not ask for los, but for loss" in wrong.err
-    uncounted = holdfast(*given, "--every", "2ep")
-    assert uncounted.code == 2
-    assert "no save follows from the given interval" in uncounted.err
-    assert holdfast(*given, "--metric", "loss=0.1", "--every", "5step").code == 0
+def test_intervals_in_other_units_and_without_end_are_followed(
+    holdfast: Command, tmp_path: Path
+) -> None:
+    for name, every in (("epochs", "2ep"), ("never", "1000000000000step")):
+        with new_run().manager(tmp_path / name, every=every, keep="last:1,daily") as manager:
+            for step in (100, 200):
+                manager.save(step, epoch=step // 50).wait()
+    coming = [
+        [
+            save["step"]
+            for save in holdfast("forecast", tmp_path / name, "--saves", 2, "--json").document[
+                "saves"
+            ]
+        ]
+        for name in ("epochs", "never")
+    ]
+    assert coming == [[300, 400], [10**12, 2 * 10**12]]

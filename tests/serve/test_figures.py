@@ -14,7 +14,7 @@ from tests.serve.client import Page
 from tests.serve.test_pages import folders, text_of
 
 from holdfast.cli.diff import diff
-from holdfast.cli.forecast import foretell
+from holdfast.cli.forecast import forecast_deletions
 from holdfast.cli.log import log_root
 from holdfast.cli.ls import list_root
 from holdfast.cli.output import number, size
@@ -122,22 +122,15 @@ def test_lives_saves_and_costs_are_those_of_log(page: Page, run_root: Path) -> N
 
 
 def test_what_is_to_come_is_that_of_forecast_and_resume_plan(page: Page, run_root: Path) -> None:
-    found: Any = foretell(str(run_root), number=10, keep="last:2", every=None, metrics=()).document
+    found: Any = forecast_deletions(str(run_root), keep="last:2").document
     text = page.whole("/r/run/retention?keep=last:2")
-    assert [row[0:2] + row[4:6] for row in rows_of(text, "Coming saves")] == [
-        [
-            str(save.save),
-            str(save.step),
-            size(save.nbytes) if save.nbytes else "",
-            f"{save.left}, {size(save.left_nbytes)}",
-        ]
+    assert picked(rows_of(text, "Coming saves"), 0, 1, 4) == [
+        (str(save.save), str(save.step), size(save.nbytes) if save.nbytes else "")
         for save in found.saves
     ]
-    shown = rows_of(text, "What becomes of each checkpoint")
-    assert picked(shown, 0, 1, 2) == [
-        (str(one.step), one.folder, size(one.nbytes)) for one in found.checkpoints
-    ]
-    assert [row[3].split()[0] for row in shown] == [one.action for one in found.checkpoints]
+    found = forecast_deletions(str(run_root), keep="all").document
+    shown = rows_of(page.whole("/r/run/retention?keep=all"), "Checkpoints that stay")
+    assert shown == [[str(one.step), one.folder, size(one.nbytes), one.why] for one in found.kept]
     plan: Any = plan_of(str(run_root), verify=False).document
     shown = rows_of(page.whole("/r/run/resume"), "Candidates")
     assert picked(shown, 0, 1, 2, 3) == [

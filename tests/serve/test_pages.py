@@ -67,17 +67,17 @@ def test_lineage_shows_what_was_left_behind_and_why(page: Page) -> None:
 def test_retention_resume_and_costs_show_the_answers_of_their_commands(
     page: Page, run_root: Path
 ) -> None:
-    from holdfast.cli.forecast import foretell
+    from holdfast.cli.forecast import forecast_deletions
     from holdfast.cli.log import log_root
     from holdfast.cli.resume_plan import plan_of
 
-    forecast: Any = foretell(str(run_root), number=10, keep=None, every=None, metrics=()).document
+    forecast: Any = forecast_deletions(str(run_root)).document
     text = text_of(page.whole("/r/run/retention"))
     assert any(save.gone for save in forecast.saves)
     for save in forecast.saves:
         for gone in save.gone:
             assert gone.why in text
-    for one in forecast.checkpoints:
+    for one in forecast.kept:
         assert one.folder in text
     other = text_of(page.whole("/r/run/retention?keep=last:1"))
     assert "rule last 1 " in other

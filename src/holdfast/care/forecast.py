@@ -1,255 +1,145 @@
-"""Forecast of retention in a root: its checkpoints, its owner, and the rule that it records.
+"""Forecast of retention: deletions at the coming saves, decided as the manager decides them.
 
-Reads only. The decisions are made by `holdfast.policy.forecast`.
+Reads only. Adds assumed saves to the checkpoints of a root, one after the other, and asks
+`holdfast.policy.retention.judge` after each, which also decides the deletions of the run itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from fractions import Fraction
 
 from holdfast.care.prune import standing
 from holdfast.care.retention import candidate, share_files
 from holdfast.engine.claims.claim import is_closed
-from holdfast.engine.claims.leases import find_leases
 from holdfast.engine.claims.process import liveness, utc_now
 from holdfast.engine.roots.catalog import Catalog, Entry
 from holdfast.engine.tiers.ledger import Ledger
 from holdfast.errors import FormatError, NoCheckpoint, UsageError
-from holdfast.format.manifest import RunPolicy
-from holdfast.format.records import WriterRecord
-from holdfast.policy.forecast import (
-    Coming,
-    Foreseen,
-    Record,
-    Situation,
-    Sizes,
-    coming_saves,
-    foresee,
-)
-from holdfast.policy.retention import unmet
+from holdfast.format.manifest import RunPolicy, Timestamp
+from holdfast.policy.retention import Decision, judge, may_rest_on, unmet
 from holdfast.policy.rule import MAIN, Candidate, Rule
-from holdfast.policy.rules import Nothing, best_rules
-from holdfast.policy.savers import SavePolicy
-from holdfast.policy.sharing import MIN_SHARED_NBYTES, Order, Sharing
+from holdfast.policy.rules import Nothing, recorded_time
+from holdfast.policy.savers import Due, SideSaver
+from holdfast.policy.schedule import Schedule
 from holdfast.policy.texts import policies_of, rule_of
 from holdfast.store.base import Store
 
-_STUCK = frozenset({"failed", "refused"})
-"""States of uploads that are not taken to end soon."""
+_Order = tuple[int, int]
+_MAX_LOOKS = 20_000
+"""How often the schedule is asked for the next saves, if its intervals are not in steps."""
+_MAX_S = 1e11
+"""Longest time to look ahead; later than this, dates cannot be written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wishes:
-    """Rule, interval and metrics that a user gives in place of those that the run records."""
+class AssumedSave:
+    """Assumed save, and the decisions after it, by the order of each checkpoint."""
 
-    rule: Rule | None = None
-    every: SavePolicy | None = None
-    number: int = 10
-    """How many saves to look ahead."""
-    metrics: Mapping[str, float] | None = None
-    """Metrics of the coming saves."""
+    save: Candidate
+    deletions: Mapping[_Order, Decision]
+    """Those that delete a checkpoint or drop components of it, oldest checkpoint first."""
+    left: Mapping[_Order, Decision]
+    """Those that keep a checkpoint, with the checkpoint as it is after the deletions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Forecast:
-    """Coming saves of a run, and what retention does after each."""
+class RetentionForecast:
+    """Deletions that follow from the coming saves of a run."""
 
     rule: Rule
     recorded_by: str | None
-    """Folder of the checkpoint that records the rule; None if it was given."""
-    is_running: bool
-    """Whether the process that owns the run lives, or may live."""
-    entries: Sequence[Entry]
-    """Checkpoints that exist, newest first."""
-    held: Mapping[Order, str]
-    """Why some are not deleted for now."""
-    saves: Sequence[Foreseen]
-    assumptions: Sequence[str]
+    """Folder of the checkpoint that records the rule; None if the caller gave it."""
+    saves: tuple[AssumedSave, ...]
+    """The next save first."""
+    assumptions: tuple[str, ...]
 
 
-def forecast(store: Store, entries: Sequence[Entry], wishes: Wishes) -> Forecast:
-    """Preview retention for the next saves. `entries`: checkpoints of the root, newest first."""
+def forecast_retention(
+    store: Store, entries: Sequence[Entry], *, keep: Rule | None = None, number: int = 10
+) -> RetentionForecast:
+    """Decide what retention deletes at the next `number` saves.
+
+    `entries` are the checkpoints of the root, newest first. Without `keep`, the rule is the one
+    that the newest checkpoint of the run records.
+    """
     catalog = Catalog(store)
-    view = _view(store, catalog, entries)
-    recorded = next((entry for entry in view.history if entry.manifest.policy is not None), None)
+    after, is_running = _newest_order(store, catalog)
+    point = standing(store).point
+    resumed_from = None if point is None else point.order
+    orders = {name.order for name in catalog.lineage()}
+    if not is_running:  # the next save follows a resume
+        orders = {order for order in orders if resumed_from and order <= resumed_from}
+    history = [entry for entry in entries if entry.order in orders]
+    if not history:
+        raise NoCheckpoint(f"{store.url}: the run has no checkpoint to resume from")
+    first = catalog.fresh_epoch()
+    by_order = {entry.order: entry for entry in entries if first <= entry.order[0] <= after[0]}
+    found = {order: candidate(store, entry) for order, entry in by_order.items()}
+    recorded = next((entry for entry in history if entry.manifest.policy is not None), None)
     policy = None if recorded is None else recorded.manifest.policy
-    rule = wishes.rule if wishes.rule is not None else _recorded_rule(store, recorded, policy)
-    every = {} if policy is None or recorded is None else _recorded_every(recorded, policy)
-    if wishes.every is not None:
-        every = {**every, MAIN: wishes.every}
-    candidates = {entry.order: candidate(store, entry) for entry in view.entries}
-    sizes = {entry.order: _sizes(entry) for entry in view.entries}
-    record = Record(
-        history=[candidates[entry.order] for entry in view.history],
-        policies=every,
-        parts={} if policy is None else policy.parts,
-        sizes=sizes,
-        after=view.after,
-        began="" if view.is_running else utc_now(),
-    )
-    coming = coming_saves(record, rule, wishes.number, wishes.metrics)
-    if wishes.every is not None and not coming.is_by_interval:
-        raise UsageError(
-            f"{store.url}: no save follows from the given interval: between its newest checkpoints "
-            "the run does not count what that is in. Give one in steps, or none"
-        )
-    held = _held(store, view.entries)
-    situation = Situation(
-        entries=[*candidates.values()],
-        lineage=view.lineage,
-        resumed_from=view.resumed_from,
-        replaces=policy is not None and policy.replaces,
-        held=held,
-        sizes=sizes,
-        sharing=_sharing(store, view),
-    )
-    return Forecast(
+    rule = keep if keep is not None else _recorded_rule(store, policy)
+    coming = _Coming([found[entry.order] for entry in history], is_running=is_running)
+    dues = coming.scheduled(policy, number)
+    assumed = "saves are made at the recorded intervals only"
+    if len(dues) < number:
+        dues = coming.repeated(number)
+        assumed = "saves are like the newest one, and as far apart as the last two"
+    simulation = _Simulation(
         rule=rule,
-        recorded_by=None if wishes.rule is not None or recorded is None else recorded.folder,
-        is_running=view.is_running,
-        entries=view.entries,
-        held=held,
-        saves=[*foresee(situation, rule, coming)],
-        assumptions=[*_assumptions(view, situation, rule, coming, wishes)],
+        left=found,
+        lineage=orders,
+        resumed_from=resumed_from,
+        replaces=policy is not None and policy.replaces,
+        share_files=lambda a, b: (
+            a in by_order and b in by_order and share_files(store, by_order[a], by_order[b])
+        ),
+        sizes={order: _component_sizes(entry) for order, entry in by_order.items()},
+    )
+    lacks = unmet([*found.values()], rule)
+    return RetentionForecast(
+        rule=rule,
+        recorded_by=None if keep is not None or recorded is None else recorded.folder,
+        saves=tuple(simulation.saves(coming.candidates(dues, after, _expected_sizes(history)))),
+        assumptions=(
+            assumed,
+            *([] if is_running else [f"the run resumes from {history[0].folder}"]),
+            *(f"{p!r} keeps everything, as no checkpoint has {lack}" for p, lack in lacks.items()),
+            "each save has the metrics of the newest checkpoint, and shares no file with another",
+            "saves and uploads succeed, and no checkpoint is damaged or being read",
+        ),
     )
 
 
-def _assumptions(
-    view: _View, situation: Situation, rule: Rule, coming: Coming, wishes: Wishes
-) -> Iterator[str]:
-    saves = coming.saves
-    if not coming.is_by_interval:
-        first = saves[0].timestamp.step
-        yield f"saves are as far apart as the last two, the next at step {first}"
-    elif wishes.every is not None:
-        yield "saves of the whole state are made at the given interval, and none by hand"
-    else:
-        yield "saves are made at the recorded intervals, and none by hand"
-    yield from _about_metrics(rule, saves, wishes.metrics or {})
-    for part, what in unmet([*situation.entries, *saves], rule).items():
-        yield f"{part!r} keeps everything, as no checkpoint has {what}"
-    if not view.is_running:
-        yield f"the run resumes from {view.history[0].folder}"
-    stay = ", and large files that did not change stay so" if situation.sharing.unchanged else ""
-    yield f"each save is as large as the last one of its kind{stay}"
-    yield "every save and every upload succeeds, and what is read back is whole"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _View:
-    """The run as its next save finds it."""
-
-    is_running: bool
-    entries: Sequence[Entry]
-    history: Sequence[Entry]
-    """Those of the lineage, newest first."""
-    lineage: Collection[Order]
-    after: Order
-    """Epoch of the next save, and the last sequence of that epoch."""
-    resumed_from: Order | None
-    """The checkpoint that the claim went on from, until it has committed something good."""
-    went_on_from: Order | None
-    """The checkpoint that the claim went on from."""
-
-
-def _view(store: Store, catalog: Catalog, entries: Sequence[Entry]) -> _View:
+def _newest_order(store: Store, catalog: Catalog) -> tuple[_Order, bool]:
+    """Return the order before the one of the next save, and whether the run's owner may live."""
     attempts = catalog.attempts()
     epoch = catalog.highest_epoch() or max((name.epoch for name in attempts), default=0)
-    claim = _claim(catalog, epoch)
-    names, first = [*catalog.lineage()], catalog.fresh_epoch()
-    known = {entry.order: entry for entry in entries}
-    if claim is not None and not claim.purpose and _may_live(store, claim):
-        lineage = {name.order for name in names}
-        point = None if claim.resumed_from is None else claim.resumed_from.order
-        own = [entry for entry in entries if entry.order[0] == epoch]
-        has_good = any(not (e.manifest.lacks or e.manifest.unhealthy) for e in own)
-        sequences = [name.sequence for name in attempts if name.epoch == epoch]
-        is_running, after = True, (epoch, max(sequences, default=0))
-        resumed_from = None if has_good else point
-    else:
-        choice = standing(store).point
-        point = resumed_from = None if choice is None else choice.order
-        lineage = {
-            name.order
-            for name in names
-            if choice is not None and name.order <= choice.order and name.order in known
-        }
-        is_running, after = False, (epoch + 1, 0)
-    history = [entry for entry in entries if entry.order in lineage]
-    if not history:
-        raise NoCheckpoint(f"{store.url}: no checkpoint from which the run could go on")
-    return _View(
-        is_running=is_running,
-        entries=[entry for entry in entries if first <= entry.order[0] <= after[0]],
-        history=history,
-        lineage=lineage,
-        after=after,
-        resumed_from=resumed_from,
-        went_on_from=point,
-    )
-
-
-def _sharing(store: Store, view: _View) -> Sharing:
-    by_order = {entry.order: entry for entry in view.entries}
-
-    def is_one_file(a: Order, b: Order) -> bool:
-        return a in by_order and b in by_order and share_files(store, by_order[a], by_order[b])
-
-    return Sharing(
-        has_links=store.has_links,
-        unchanged=_unchanged(view.history),
-        is_one_file=is_one_file,
-        excluded=view.went_on_from,
-    )
-
-
-def _unchanged(history: Sequence[Entry]) -> set[frozenset[str]]:
-    """Return the kinds of checkpoints of which a large file is the same in the newest two."""
-    kinds: dict[frozenset[str], list[Entry]] = {}
-    for entry in history:
-        kinds.setdefault(frozenset(entry.manifest.components), []).append(entry)
-    return {
-        kind
-        for kind, (newest, *earlier) in kinds.items()
-        if earlier
-        and any(
-            file.nbytes >= MIN_SHARED_NBYTES and earlier[0].manifest.files.get(name) == file
-            for name, file in newest.manifest.files.items()
-        )
-    }
-
-
-def _claim(catalog: Catalog, epoch: int) -> WriterRecord | None:
     try:
-        return catalog.writer(epoch) if epoch else None
+        claim = catalog.writer(epoch) if epoch else None
     except FormatError:
-        return None
+        claim = None
+    is_running = claim is not None and not (claim.purpose or is_closed(store, epoch))
+    if claim is None or not is_running or liveness(claim.process) == "dead":
+        return (epoch + 1, 0), False
+    return (epoch, max((n.sequence for n in attempts if n.epoch == epoch), default=0)), True
 
 
-def _may_live(store: Store, claim: WriterRecord) -> bool:
-    return not is_closed(store, claim.epoch) and liveness(claim.process) != "dead"
-
-
-def _recorded_rule(store: Store, recorded: Entry | None, policy: RunPolicy | None) -> Rule:
-    if policy is None or recorded is None:
-        raise UsageError(
-            f"{store.url}: no checkpoint records the rule of the run, as it was saved by an older "
-            "version or imported: give the rule, as --keep last:3"
-        )
-    is_remote = policy.keep_remote is not None and Ledger(store).tiers() is None
-    text = policy.keep_remote if is_remote else policy.keep
+def _recorded_rule(store: Store, policy: RunPolicy | None) -> Rule:
+    tiers = Ledger(store).tiers()
+    text = "" if policy is None else policy.keep
+    if policy is not None and policy.keep_remote is not None and tiers is None:
+        text = policy.keep_remote
     if not text:
         raise UsageError(
-            f"{recorded.folder}: the rule of the run has no text, as one that a user wrote: give "
-            "one that has, as --keep last:3"
+            f"{store.url}: no checkpoint records the rule of the run as text, as the rule is your "
+            "own class, or the checkpoints are imported: give a rule, as --keep last:3"
         )
-    try:
-        rule = rule_of(text)
-    except UsageError as error:
-        raise UsageError(f"{recorded.folder} records a wrong rule: {error}. Give --keep") from error
+    rule = rule_of(text)
     if isinstance(rule, Nothing):
-        tiers = Ledger(store).tiers()
         remote = "the remote root" if tiers is None else tiers.remote
         raise UsageError(
             f"{store.url}: with keep_local=0 each checkpoint is deleted here once it is uploaded: "
@@ -258,40 +148,150 @@ def _recorded_rule(store: Store, recorded: Entry | None, policy: RunPolicy | Non
     return rule
 
 
-def _recorded_every(recorded: Entry, policy: RunPolicy) -> dict[str, SavePolicy]:
-    try:
-        return policies_of(policy.every)
-    except UsageError as error:
-        raise UsageError(f"{recorded.folder} records a wrong interval: {error}") from error
+def _component_sizes(entry: Entry) -> dict[str, int]:
+    """Map the components of a checkpoint, as it was saved, to their stored bytes."""
+    files, components = entry.manifest.files, entry.manifest.components.items()
+    return {name: sum(files[f].stored_nbytes for f in part.files) for name, part in components}
 
 
-def _held(store: Store, entries: Sequence[Entry]) -> dict[Order, str]:
-    """Map checkpoints that somebody reads, or whose upload does not get on, to the reason."""
-    leases = [lease for lease in find_leases(store) if lease.state != "dead"]
-    reasons = {lease.folder: f"{lease.who} reads it" for lease in leases}
-    for folder, note in Ledger(store).waiting().items():
-        if note is not None and note.state in _STUCK:
-            reasons.setdefault(folder, f"its upload to {note.remote} {note.state}")
-    return {entry.order: reasons[entry.folder] for entry in entries if entry.folder in reasons}
+def _expected_sizes(history: Sequence[Entry]) -> dict[str, int]:
+    """Map all components of the state to the stored bytes that each last had."""
+    newest = history[0].manifest
+    sizes = dict.fromkeys((*newest.components, *newest.left_out), 0)
+    for entry in reversed(history):
+        found = _component_sizes(entry)
+        sizes.update((name, nbytes) for name, nbytes in found.items() if name in sizes)
+    return sizes
 
 
-def _sizes(entry: Entry) -> Sizes:
-    files = entry.manifest.files
-    components = {
-        name: sum(files[file].stored_nbytes for file in part.files)
-        for name, part in entry.manifest.components.items()
-    }
-    return Sizes(entry.manifest.nbytes, components)
+@dataclass(kw_only=True)
+class _Simulation:
+    """Checkpoints of a run, to which saves are added, and the facts that decisions rest on."""
+
+    rule: Rule
+    left: dict[_Order, Candidate]
+    lineage: set[_Order]
+    resumed_from: _Order | None
+    replaces: bool
+    share_files: Callable[[_Order, _Order], bool]
+    sizes: dict[_Order, dict[str, int]]
+    """Stored bytes of components."""
+
+    def saves(self, coming: Sequence[tuple[Candidate, dict[str, int]]]) -> Iterator[AssumedSave]:
+        """Add one save after the other, and carry out the decisions after each."""
+        for save, sizes in coming:
+            self.left[save.order], self.sizes[save.order] = save, sizes
+            self.lineage.add(save.order)
+            if save.healthy and not save.lacks:
+                self.resumed_from = None
+            decisions = judge(
+                [*self.left.values()],
+                self.rule,
+                resumed_from=self.resumed_from,
+                lineage=self.lineage,
+                replaces=self.replaces,
+                share_files=self.share_files,
+            )
+            left = {made.entry.order: made for made in decisions}
+            work = [
+                made
+                for made in reversed(decisions)
+                if (made.drop or not made.keep) and any(may_rest_on(b, made) for b in decisions)
+            ]
+            for made in work:
+                order = made.entry.order
+                if made.keep:
+                    self.left[order] = _thinned(made, self.sizes[order])
+                    left[order] = replace(made, entry=self.left[order])
+                else:
+                    del self.left[order], left[order]
+                    self.lineage.discard(order)
+            yield AssumedSave(save=save, deletions={m.entry.order: m for m in work}, left=left)
 
 
-def _about_metrics(rule: Rule, saves: Sequence[Candidate], given: Mapping[str, float]) -> list[str]:
-    texts = [f"every save has {name} {value:.6g}" for name, value in given.items()]
-    for best in best_rules(rule):
-        if best.metric in given or not saves:
-            continue
-        value = saves[0].metrics.get(best.metric)
-        if value is None:
-            texts.append(f"no save has {best.metric}, which the newest lacks")
-        else:
-            texts.append(f"no save is a new best: every one has {best.metric} {value:.6g}")
-    return texts
+def _thinned(made: Decision, sizes: Mapping[str, int]) -> Candidate:
+    """Return a checkpoint without the components that a decision drops."""
+    entry = made.entry
+    return replace(
+        entry,
+        nbytes=entry.nbytes - sum(sizes.get(name, 0) for name in made.drop),
+        components=tuple(name for name in entry.components if name not in made.drop),
+        begun=tuple(name for name in entry.begun if name not in made.drop),
+        dropped=tuple(dict.fromkeys((*entry.dropped, *made.drop))),
+    )
+
+
+class _Coming:
+    """Times and contents of the next saves; counters grow as between the newest two steps saved."""
+
+    def __init__(self, history: Sequence[Candidate], *, is_running: bool) -> None:
+        self._history, self._newest, self._now = history, history[0], history[0].timestamp
+        steps = (entry.timestamp for entry in history)
+        self._before = next((at for at in steps if at.step < self._now.step), Timestamp(step=0))
+        self._distance = max(self._now.step - self._before.step, 1)
+        self._since = recorded_time(self._newest.created if is_running else utc_now())
+
+    def scheduled(self, policy: RunPolicy | None, number: int) -> list[tuple[Due, Timestamp]]:
+        """Run the recorded schedule; fewer than `number` saves if it cannot be followed."""
+        if policy is None or MAIN not in policy.every:
+            return []
+        found: list[tuple[Due, Timestamp]] = []
+        with suppress(UsageError):  # the run does not count an interval's unit, or a text is wrong
+            every, parts = policies_of(policy.every), policy.parts
+            names = [name for name in parts if name in every]
+            sides = [SideSaver(n, every=every[n], components=parts[n]) for n in names]
+            schedule, now = Schedule(every[MAIN], sides), self._now
+            schedule.stand_on(now, self._history)
+            for _ in range(_MAX_LOOKS):
+                now = self._at(schedule.quiet_until(now))
+                due = schedule.due(now)
+                if due is not None:
+                    schedule.began(due, now)
+                    found.append((due, now))
+                if len(found) == number:
+                    break
+        return found
+
+    def repeated(self, number: int) -> list[tuple[Due, Timestamp]]:
+        """Repeat the newest save, at the distance of the last two."""
+        newest = self._newest
+        saved = (*newest.components, *newest.begun, *newest.dropped)
+        components = saved if newest.left_out else None
+        due = Due(newest.save_class, "", savers=newest.savers, components=components)
+        steps = (self._now.step + self._distance * place for place in range(1, number + 1))
+        return [(due, self._at(step)) for step in steps]
+
+    def candidates(
+        self, dues: Sequence[tuple[Due, Timestamp]], after: _Order, sizes: Mapping[str, int]
+    ) -> list[tuple[Candidate, dict[str, int]]]:
+        """Make the checkpoints of saves, and the sizes of their components."""
+        found = []
+        for place, (due, now) in enumerate(dues, start=1):
+            parts = {n: size for n, size in sizes.items() if n in (due.components or sizes)}
+            later = timedelta(seconds=min(now.wall_s - self._now.wall_s, _MAX_S))
+            save = Candidate(
+                order=(after[0], after[1] + place),
+                timestamp=now,
+                created="" if self._since is None else (self._since + later).isoformat(),
+                save_class=due.save_class,
+                nbytes=sum(parts.values()),
+                metrics=self._newest.metrics,
+                components=tuple(parts),
+                savers=due.savers,
+                left_out=tuple(name for name in sizes if name not in parts),
+            )
+            found.append((save, parts))
+        return found
+
+    def _at(self, step: int) -> Timestamp:
+        """Return the counters at a coming step."""
+        grown: dict[str, Fraction] = {}
+        for name in ("epoch", "samples", "tokens", "cycle", "wall_s"):
+            here = getattr(self._now, name)
+            if here is not None:
+                growth = max(
+                    Fraction(here) - Fraction(getattr(self._before, name) or 0), Fraction(0)
+                )
+                grown[name] = here + growth * (step - self._now.step) / self._distance
+        wall_s = float(grown.pop("wall_s"))
+        return Timestamp(step=step, wall_s=wall_s, **{name: int(n) for name, n in grown.items()})

@@ -227,19 +227,15 @@ def prune(root: str, keep: str, dry_run: bool) -> Answer:
     return clean(root, keep=keep, dry_run=dry_run)
 
 
-@_answering(
-    *(options.root, options.num_saves, options.other_rule, options.other_every, options.assumed)
-)
-def forecast(
-    root: str, saves: int, keep: str | None, every: str | None, metrics: Sequence[str]
-) -> Answer:
-    """Foretell what retention deletes at the coming saves.
+@_answering(options.root, options.num_saves, options.other_rule)
+def forecast(root: str, saves: int, keep: str | None) -> Answer:
+    """List what retention deletes at the coming saves.
 
     And why; by the rule and the intervals that the run records.
     """
-    from holdfast.cli.forecast import foretell
+    from holdfast.cli.forecast import forecast_deletions
 
-    return foretell(root, number=saves, keep=keep, every=every, metrics=metrics)
+    return forecast_deletions(root, number=saves, keep=keep)
 
 
 @_answering(options.one)

@@ -181,10 +181,6 @@ num_saves = option(
     default=10,
 )
 other_rule = option("--keep", "RULE", "The rule. [default: the one that the run records]")
-other_every = option("--every", "TIME", "The interval of saves. [default: the recorded one]")
-assumed = several(
-    "--metric", "metrics", "NAME=VALUE", "Metric of every coming save, such as loss=0.1."
-)
 
 # schema
 

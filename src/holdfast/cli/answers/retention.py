@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from holdfast.cli.answers.base import Document, Unopened, Unread, Why
 
@@ -71,56 +71,39 @@ class Gone(Document, frozen=True):
     drop: list[str]
     """Components that are dropped while the rest stays; empty: all is deleted."""
     why: str
-    """Why: what no longer keeps it."""
+    """Why it is deleted, or why the rest stays."""
     nbytes: int
-    """Bytes that this gives back."""
+    """Bytes that this frees."""
 
 
 class ComingSave(Document, frozen=True, rename={"save_class": "class"}):
-    """Save that is assumed, and what retention does after it."""
+    """Assumed save, and the deletions after it."""
 
     save: int
     """Its number, from 1: the next save."""
     step: int
-    """Step at which it is assumed."""
+    """Its step."""
     save_class: str
     """`permanent` or `ephemeral`."""
     savers: list[str]
-    """Savers that ask for it; empty where there is only one."""
-    metrics: dict[str, Any]
-    """Metrics that it is assumed to have."""
+    """Savers that ask for it; empty if there is only one."""
     gone: list[Gone]
-    """What is deleted or dropped after it, oldest first."""
+    """Deletions, oldest checkpoint first."""
     nbytes: int
-    """Bytes that this gives back."""
-    left: int
-    """Checkpoints that are left then."""
-    left_nbytes: int
-    """Their bytes."""
+    """Bytes that these free."""
 
 
-class Foretold(Document, frozen=True):
-    """Checkpoint that exists, and what becomes of it."""
+class Kept(Document, frozen=True):
+    """Checkpoint that exists and stays through all coming saves."""
 
     folder: str
     """Its folder."""
     step: int
     """Its step."""
-    action: Literal["keep", "delete", "thin", "wait"]
-    """`keep`: it stays whole through all saves. `thin`: components are dropped, and the rest stays.
-    `wait`: it is to be deleted or thinned, and something holds it for now."""
-    save: int | None
-    """Number of the save after which it is deleted, first thinned, or would be; null: stays."""
-    drop: list[str]
-    """Components that are dropped by the end, if it is thinned."""
-    keeps: str | None
-    """What keeps it last: the clause of the rule, pin or tag; null: it goes at the next save."""
-    why: str | None
-    """Why it is deleted or thinned; null: it stays."""
-    waits_for: str | None
-    """What holds it for now, such as a reader."""
+    why: str
+    """Clause of the rule, pin or tag that keeps it after the last of these saves."""
     nbytes: int
-    """Its bytes now."""
+    """Its bytes after the last of these saves."""
 
 
 class Forecast(Document, frozen=True):
@@ -132,15 +115,12 @@ class Forecast(Document, frozen=True):
     """The rule, in words."""
     recorded_by: str | None
     """Folder of the checkpoint that records the rule; null: `--keep` gave it."""
-    running: bool
-    """Whether the owner of the run lives, as far as this host can tell. Else the next save comes
-    after a resume."""
     assumptions: list[str]
-    """What the forecast rests on, one text each."""
-    checkpoints: list[Foretold]
-    """Checkpoints that exist, newest first."""
+    """Assumptions of the forecast."""
     saves: list[ComingSave]
     """Coming saves, the next one first."""
+    kept: list[Kept]
+    """Checkpoints that stay, newest first."""
     damaged: list[Unread]
     """As for `ls`; they stay."""
     unopened: list[Unopened]

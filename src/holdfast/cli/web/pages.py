@@ -16,7 +16,7 @@ from holdfast.cli.answers.checkpoints import Listed, Ls
 from holdfast.cli.answers.history import Log, LoggedSave, Plot
 from holdfast.cli.answers.retention import Forecast
 from holdfast.cli.drawing import thinned
-from holdfast.cli.forecast import foretell
+from holdfast.cli.forecast import forecast_deletions
 from holdfast.cli.log import ENDINGS, log_root
 from holdfast.cli.output import Answer, TextTable, printable
 from holdfast.cli.plot import plot as plot_root
@@ -90,19 +90,19 @@ async def overview(request: Request) -> Response:
     """Show a run for ten seconds: its health, its head, its newest checkpoints."""
     site = site_of(request)
     run = site.run(request)
-    common, seen, foretold = await gather(of_run(run, "overview"), run.listed(), _foretold(run))
+    common, seen, coming = await gather(of_run(run, "overview"), run.listed(), _forecast(run))
     listed: Ls | None = seen.answer.document if seen.answer is not None else None
     found = findings(listed, common["watched"])
     head = None if listed is None else await head_of(run, listed)
     values = {
-        **given(seen, foretold),
+        **given(seen, coming),
         "findings": found,
         "is_wrong": is_wrong(found),
         "head": head,
         "rows": _rows(seen.answer)[:_NEWEST] if seen.answer is not None else [],
         "metrics": [] if listed is None else metric_names(listed),
-        "forecast": None if foretold.answer is None else foretold.answer.document,
-        "forecast_error": told(foretold.error),
+        "forecast": None if coming.answer is None else coming.answer.document,
+        "forecast_error": told(coming.error),
     }
     return site.page(request, "overview.html", {**common, **values})
 
@@ -195,31 +195,21 @@ def _log(run: Run) -> Any:
     return lambda: log_root(run.root, saves=True)
 
 
-async def _foretold(run: Run, keep: str = "") -> Seen:
+async def _forecast(run: Run, keep: str = "") -> Seen:
     return await run.known(
-        f"forecast {keep}",
-        lambda: foretell(run.root, number=10, keep=keep or None, every=None, metrics=()),
+        f"forecast {keep}", lambda: forecast_deletions(run.root, keep=keep or None)
     )
 
 
 async def retention(request: Request) -> Response:
-    """Show what retention does at the coming saves, and why."""
+    """Show what retention deletes at the coming saves, and why."""
     site = site_of(request)
     run = site.run(request)
     keep = request.query_params.get("keep", "")[:500]
-    common, seen = await gather(of_run(run, "retention"), _foretold(run, keep))
-    forecast: Forecast | None = seen.answer.document if seen.answer is not None else None
-    rows = [] if forecast is None else forecast.checkpoints
-    action = request.query_params.get("action", "")
-    actions = sorted({one.action for one in rows})
-    chosen = [one for one in rows if action not in actions or one.action == action]
-    values = {
-        **given(seen),
-        **cut(chosen, page_number(request)),
-        "keep": keep,
-        "actions": actions,
-        "action": action if action in actions else "",
-    }
+    common, seen = await gather(of_run(run, "retention"), _forecast(run, keep))
+    document: Forecast | None = seen.answer.document if seen.answer is not None else None
+    rows = [] if document is None else document.kept
+    values = {**given(seen), **cut(rows, page_number(request)), "keep": keep}
     return site.page(request, "retention.html", {**common, **values})
 
 

@@ -17,10 +17,11 @@ from holdfast.format import blocks
 from holdfast.format.index import StoredBlocks
 from holdfast.format.layout import BLOCK_NBYTES, plain_file
 from holdfast.format.manifest import FileEntry, Manifest
-from holdfast.policy.sharing import MIN_SHARED_NBYTES
 from holdfast.store.base import Store, is_one_file
 
 _MOST_REMEMBERED = 16
+_MIN_SHARED_NBYTES = 1 << 20
+"""Smaller files are not shared: writing them takes less time than the check."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,7 +166,7 @@ class Links:
         del commits[:-_MOST_REMEMBERED]
 
     def _is_large(self, origin: _Origin) -> bool:
-        return origin.entry.nbytes >= MIN_SHARED_NBYTES
+        return origin.entry.nbytes >= _MIN_SHARED_NBYTES
 
     def _newest_valid(self, kind: _Kind) -> list[_Commit]:
         """Return the newest two commits of a kind that are complete and not rejected, older first.
