@@ -79,14 +79,14 @@ _ENGLISH = "Write the sentence as the docs of PyTorch or httpx would"
 _FEWER_PARTS = "Do less in this call, or in fewer modules"
 
 SOURCE = (
-    Limit("lines of src", 102_900, _SMALLER, reason="the store over SFTP is new"),
+    Limit("lines of src", 102_200, _SMALLER, reason="the store over SFTP is new"),
     # All but train, bridges, interop, sinks, cli, demo and testing.
     # The private copy of obstore and the store over SFTP took 640 lines.
-    Limit("lines of the core", 58_350, _SMALLER),
+    Limit("lines of the core", 57_900, _SMALLER),
     # 481 before these two.
-    Limit("modules", 483, "Put the function beside its only caller"),
+    Limit("modules", 480, "Put the function beside its only caller"),
     # Classes with one name in several modules; the figure counts names.
-    Limit("public class names used twice", 47, "Put the subject into the name", slack=2),
+    Limit("public class names used twice", 42, "Put the subject into the name", slack=2),
     # Methods and nested functions count, dunder methods do not; `_begin` counts as `begin`.
     Limit("functions that share their name with 4 others, %", 35, _CLEARER),
     Limit("functions with a name of one word, %", 55, _CLEARER),

@@ -380,7 +380,7 @@ def test_another_checkpoint_of_the_root_can_be_named(is_path: bool, tmp_path: Pa
     assert [one.step for one in begun].count(12) == 2
     back.train()
     assert sorted(manager_of(root).list(), key=lambda one: one.folder) == begun
-    with pytest.raises(UsageError, match="to begin anew give another root"):
+    with pytest.raises(UsageError, match="to start a new run, give another root"):
         trainer(root).train(resume_from_checkpoint=False)
 
 

@@ -135,7 +135,7 @@ class Run(TrainerCallback):
         if step is not None and given is False:
             raise UsageError(
                 f"resume_from_checkpoint=False: {root} has checkpoints, the newest of step {step}; "
-                "to begin anew give another root"
+                "to start a new run, give another root"
             )
         if given is None or given is False:
             return None
