@@ -15,6 +15,8 @@ from holdfast.engine.tiers.ledger import Ledger
 from holdfast.engine.tiers.tiered import Tiered
 from holdfast.errors import AccessDenied, NoUsableCheckpoint, TransientStoreError
 from holdfast.events import Emitter
+from holdfast.format import layout
+from holdfast.format.records import Retired
 from holdfast.policy.rules import All, Best, EveryNth, Last
 from holdfast.policy.savers import SideSaver
 from holdfast.store.base import Store
@@ -110,17 +112,32 @@ def test_a_restart_without_the_remote_tier_does_not_go_back_to_an_older_local_co
     remote, tiny = Switch(), Tiny()
     with opened(Tiered(local, remote, keep_local=0), tiny) as manager:
         manager.resume()
-        saved(manager, tiny, 1)
-        manager.pin("step=1")
+        tiny.become(1)
+        manager.save(1, tags=["kept"]).wait()
         saved(manager, tiny, 2)
     remote.error = TransientStoreError("no network")
-    for pinned in (1, 0):
+    for kept in (1, 0):
         root = Tiered(local, remote, keep_local=0, close_timeout_s=0)
         with pytest.raises(TransientStoreError), opened(root, tiny) as manager:
             manager.resume()
-        assert len(Catalog(local).checkpoints()) == pinned
+        assert len(Catalog(local).checkpoints()) == kept
         for entry in Catalog(local).checkpoints():
             remove_folder(local, entry.folder)
+
+
+def test_a_pin_holds_in_the_remote_tier_while_the_local_copy_is_deleted(
+    local: LocalStore, remote: Store
+) -> None:
+    tiny = Tiny()
+    with opened(Tiered(local, remote), tiny) as manager:
+        manager.resume()
+        saved(manager, tiny, 1, 2)
+        folder = manager.list()[-1].folder
+        mark = f"{folder}/{layout.retired_name(1)}"
+        local.put(mark, Retired(by="test", reason="uploaded").encode())
+        manager.pin(folder)
+    (there,) = [one for one in Catalog(remote).checkpoints() if one.folder == folder]
+    assert there.marks.pinned
 
 
 def test_the_newest_stays_locally_until_the_remote_one_was_read_back(

@@ -54,12 +54,19 @@ def annotate(
 
 
 def annotate_copies(catalog: Catalog, which: str | int, **notes: Any) -> None:
-    """Annotate a checkpoint, by its name, in each tier that has it; `notes` as in `annotate`."""
+    """Annotate a checkpoint, by its name, in each tier that keeps it; `notes` as in `annotate`."""
     catalog.look_again()
     entry = catalog.resolve(which)
     expect_removable(entry, notes.get("remove_tags", ()))
+    is_done, failure = False, None
     for found in catalog.copies(entry):
-        annotate(*found, **notes)
+        try:
+            annotate(*found, **notes)
+            is_done = True
+        except NoCheckpoint as error:  # retention may be deleting the copy in one tier
+            failure = failure or error
+    if failure is not None and not is_done:
+        raise failure
 
 
 def expect_removable(entry: Entry, tags: Iterable[str]) -> None:

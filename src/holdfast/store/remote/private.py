@@ -17,6 +17,7 @@ from importlib.machinery import ExtensionFileLoader, ModuleSpec
 from importlib.util import spec_from_file_location
 from types import ModuleType
 
+from holdfast import system
 from holdfast.events import logger
 
 _PACKAGE, _EXTENSION = "obstore", "obstore._obstore"
@@ -83,7 +84,7 @@ def _copy_into_memory(path: str) -> str:
         left = os.fstat(file.fileno()).st_size
         while left:
             left -= os.sendfile(descriptor, file.fileno(), None, left)
-    return f"/proc/{os.getpid()}/fd/{descriptor}"
+    return f"{system.PROC}/{os.getpid()}/fd/{descriptor}"
 
 
 class _Finder(MetaPathFinder):
