@@ -79,6 +79,7 @@ def _copy_into_memory(path: str) -> str:
 
     The descriptor stays open: the linker knows a library by its path, which must not be reused.
     """
+    assert sys.platform == "linux"
     descriptor = os.memfd_create(_PACKAGE)
     with open(path, "rb") as file:
         left = os.fstat(file.fileno()).st_size
