@@ -79,13 +79,14 @@ def _copy_into_memory(path: str) -> str:
 
     The descriptor stays open: the linker knows a library by its path, which must not be reused.
     """
-    assert sys.platform == "linux"
-    descriptor = os.memfd_create(_PACKAGE)
-    with open(path, "rb") as file:
-        left = os.fstat(file.fileno()).st_size
-        while left:
-            left -= os.sendfile(descriptor, file.fileno(), None, left)
-    return f"{system.PROC}/{os.getpid()}/fd/{descriptor}"
+    if sys.platform == "linux":
+        descriptor = os.memfd_create(_PACKAGE)
+        with open(path, "rb") as file:
+            left = os.fstat(file.fileno()).st_size
+            while left:
+                left -= os.sendfile(descriptor, file.fileno(), None, left)
+        return f"{system.PROC}/{os.getpid()}/fd/{descriptor}"
+    raise OSError("needs Linux")
 
 
 class _Finder(MetaPathFinder):
