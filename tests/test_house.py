@@ -82,7 +82,7 @@ SOURCE = (
     Limit("lines of src", 102_200, _SMALLER, reason="the store over SFTP is new"),
     # All but train, bridges, interop, sinks, cli, demo and testing.
     # The private copy of obstore and the store over SFTP took 640 lines.
-    Limit("lines of the core", 57_900, _SMALLER),
+    Limit("lines of the core", 58_300, _SMALLER, reason="silent faults of ranks and state"),
     # 481 before these two.
     Limit("modules", 480, "Put the function beside its only caller"),
     # Classes with one name in several modules; the figure counts names.

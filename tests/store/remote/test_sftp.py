@@ -10,13 +10,14 @@ from collections.abc import Iterator
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import holdfast
 from holdfast.engine.roots.catalog import Catalog
-from holdfast.errors import AccessDenied, HoldfastError, SaveFailed, UsageError
+from holdfast.errors import AccessDenied, HoldfastError, NotFound, SaveFailed, UsageError
 from holdfast.store import open_store
 from holdfast.store.base import Buffer, Store
 from holdfast.store.remote import RemoteOptions
@@ -115,6 +116,50 @@ def test_a_lost_connection_is_made_again(root: str, sshd: Sshd) -> None:
     assert store.get("a") == b"before"
     store.put("b", b"after", if_absent=True)
     assert store.get("b") == b"after"
+
+
+def test_a_server_that_hangs_gets_a_new_connection(root: str, sshd: Sshd) -> None:
+    store = SftpStore(root, options=RemoteOptions(timeout_s=1, connect_timeout_s=2, retry_s=20))
+    store.put("a", b"before")
+    sessions = _descendants(sshd.pids[0])
+    assert sessions
+    for session in sessions:
+        os.kill(session, signal.SIGSTOP)
+    store._idle.clear()  # so that a session is opened on the connection that hangs
+    try:
+        assert store.get("a") == b"before"
+    finally:
+        for session in sessions:
+            os.kill(session, signal.SIGCONT)
+
+
+def test_an_older_object_of_the_same_length_is_not_taken_for_the_new_one(root: str) -> None:
+    open_store(root).put("a", b"old")
+    with pytest.raises(NotFound):
+        _Cleared(root).put("a", b"new")
+    assert open_store(root).get("a") == b"old"
+
+
+class _Cleared(SftpStore):
+    """Loses its temporary files before they are renamed."""
+
+    def sync(self, sftp: Any, handle: bytes) -> None:
+        super().sync(sftp, handle)
+        for path in self._temporaries(""):
+            sftp.remove(self.path(path))
+
+
+@pytest.mark.parametrize(
+    "options", [{"max_upload_mb_s": 1}, {"max_download_mb_s": 1}, {"checksums": True}]
+)
+def test_options_without_effect_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="no effect"):
+        SftpStore("sftp://host/run", options=RemoteOptions(**options))
+
+
+def test_a_server_is_no_local_tier(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="object store"):
+        holdfast.Tiered("sftp://host/run", str(tmp_path))
 
 
 def test_a_server_killed_during_a_commit_loses_no_earlier_one(root: str, sshd: Sshd) -> None:

@@ -145,8 +145,8 @@ class Tiered:
     ) -> None:
         if _is_remote(local) and not _is_remote(remote):
             raise UsageError(
-                f"Tiered: local={local!r} is an object store and remote={remote!r} is not: the "
-                "first is where each save commits, and then goes to the second"
+                f"Tiered: local={local!r} is an object store or a server and remote={remote!r} is "
+                "not; swap them: saves commit to the first, which is then uploaded to the second"
             )
         if isinstance(keep_local, int) and (keep_local or isinstance(keep_local, bool)):
             raise UsageError(f"Tiered: keep_local={keep_local!r} must be 0 or a rule: Last(3)")
@@ -174,4 +174,4 @@ class Tiered:
 
 
 def _is_remote(root: Root) -> bool:
-    return isinstance(root, str) and root.partition("://")[0] in REMOTE_SCHEMES
+    return isinstance(root, str) and root.partition("://")[0] in (*REMOTE_SCHEMES, "sftp")

@@ -124,17 +124,6 @@ class PairTally:
         self._squares = [*squares]
         self._max = largest
 
-    @property
-    def squares(self) -> tuple[float, float, float]:
-        """Sums of squares of a, of b and of the difference; not counted of equal tensors."""
-        a, b, apart = self._squares
-        return a, b, apart
-
-    @property
-    def has_odd(self) -> bool:
-        """Whether a number of either is NaN or infinite."""
-        return any(self._non_finite)
-
     def difference(self, path: str) -> TensorDifference:
         """Return what was found, under the path of the tensors."""
         a, b = self._specs

@@ -81,6 +81,9 @@ class SftpStore(Store):
     def __init__(self, url: str, *, options: RemoteOptions | None = None) -> None:
         self._given = (url, options)
         self._options = options if options is not None else RemoteOptions()
+        for name in ("max_upload_mb_s", "max_download_mb_s", "unsigned_payload", "checksums"):
+            if getattr(self._options, name) not in (None, False):
+                raise UsageError(f"{name}: has no effect on sftp://; leave it out")
         try:
             parts = urlsplit(url)
             self._host, self._port, self._user = parts.hostname or "", parts.port, parts.username
@@ -124,7 +127,7 @@ class SftpStore(Store):
     def put(self, key: str, data: Buffer, *, if_absent: bool = False) -> None:
         """Put an object; after a lost connection, one with `if_absent` may be `OutcomeUnknown`."""
         check_key(key)
-        writer = _Writer(self, key, flat(data).nbytes, at_most=False)
+        writer = _Writer(self, key, flat(data).nbytes, at_most=False, whole=flat(data))
         writer.write(0, flat(data))
         writer.publish(if_absent=if_absent)
 
@@ -277,7 +280,7 @@ class SftpStore(Store):
         return StoreError(f"{what}: the server says {str(error)!r}")
 
     def warn_once(self, text: str) -> None:
-        """Log a warning, unless this store has logged its first words before."""
+        """Log a warning, unless this store has logged one with the same last sentence."""
         kind = text.rpartition(". ")[2]
         if kind not in self._has_warned:
             self._has_warned.add(kind)
@@ -347,7 +350,15 @@ class SftpStore(Store):
             if client is None or transport is None or not transport.is_active():
                 client, self._pid = self._connect(), os.getpid()
                 self._client = client
-            sftp = client.open_sftp()
+            transport = client.get_transport()
+            # Paramiko waits without limit for the reply of a server that hangs.
+            watchdog = threading.Timer(self._options.timeout_s, transport.close)
+            watchdog.daemon = True
+            watchdog.start()
+            try:
+                sftp = client.open_sftp()
+            finally:
+                watchdog.cancel()
             sftp.get_channel().settimeout(self._options.timeout_s)
             return sftp
 
@@ -408,8 +419,17 @@ class SftpStore(Store):
 class _Writer:
     """`BlockWriter` into a temporary file, whose pieces may be sent again after a lost reply."""
 
-    def __init__(self, store: SftpStore, key: str, nbytes: int, *, at_most: bool) -> None:
+    def __init__(
+        self,
+        store: SftpStore,
+        key: str,
+        nbytes: int,
+        *,
+        at_most: bool,
+        whole: memoryview | None = None,
+    ) -> None:
         self._store, self._key, self._nbytes, self._at_most = store, key, nbytes, at_most
+        self._whole = whole
         self._folder = store.path(key).rpartition("/")[0]
         token = secrets.token_hex(8)
         self._path = f"{self._folder}/{_TEMPORARY}{token}-{proof_of(token)}"
@@ -489,13 +509,20 @@ class _Writer:
         try:
             sftp.posix_rename(self._path, self._store.path(self._key))
         except FileNotFoundError:  # renamed before the connection was lost, or gone
-            if sftp.stat(self._store.path(self._key)).st_size != self._written_nbytes:
+            if not self._is_there(sftp):
                 raise
         except OSError as error:
             self._expect_supported(error)
             raise
         self._is_closed = True
         self._store.sync_names(sftp, self._folder)
+
+    def _is_there(self, sftp: SFTPClient) -> bool:
+        """Whether the key has this object; of one written in blocks, only the length is known."""
+        with sftp.open(self._store.path(self._key), "r") as file:
+            if file.stat().st_size != self._written_nbytes:
+                return False
+            return self._whole is None or file.read(self._written_nbytes) == self._whole
 
     def _link(self, sftp: SFTPClient) -> None:
         path = self._store.path(self._key)
