@@ -15,10 +15,11 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlencode
 
-from holdfast.cli.web.connections import server_of
+import uvicorn
+
 from holdfast.cli.web.guard import Access
 from holdfast.cli.web.routes import make_app
-from holdfast.cli.web.serve import listening
+from holdfast.cli.web.serve import SERVER, listening
 
 WAIT_S = 30.0
 
@@ -105,12 +106,10 @@ class Page:
 
 
 @contextmanager
-def serving(
-    roots: Sequence[Any], *, access: Access | None = None, port: int = 0, **allowed: bool
-) -> Iterator[Page]:
+def serving(roots: Sequence[Any], *, access: Access | None = None, port: int = 0) -> Iterator[Page]:
     """Serve some roots by uvicorn in a thread, until the block ends."""
     access = access or Access()
-    server = server_of(make_app([*map(str, roots)], access, **allowed))
+    server = uvicorn.Server(uvicorn.Config(make_app([*map(str, roots)], access), **SERVER))
     listener = listening(port)
     thread = threading.Thread(
         target=lambda: asyncio.run(server.serve(sockets=[listener])), daemon=True

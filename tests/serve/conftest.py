@@ -55,7 +55,7 @@ def evil_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def page(run_root: Path, evil_root: Path) -> Iterator[Page]:
-    """A server of both, which may change nothing.
+    """A server of both.
 
     It ends with the module: a clock that other tests replace would stop its timers for good.
     """

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
 from tests.serve.client import Page, serving
 
-from holdfast.cli.web import connections, guard
+from holdfast.cli.web import guard
 from holdfast.cli.web.guard import Access
-from holdfast.cli.web.serve import listening
+from holdfast.cli.web.serve import SERVER, listening
 
 
 def test_it_listens_on_this_machine_only() -> None:
@@ -130,7 +129,7 @@ def test_a_request_that_is_too_large_is_refused(page: Page) -> None:
     large = "x" * (guard.MAX_BODY_NBYTES + 1)
     asked = page.ask("POST", HARMLESS, large, Cookie=page.cookie, Origin=page.origin, **FORM)
     assert asked.status == 413
-    header = b"GET / HTTP/1.1\r\nX: " + b"x" * (2 * connections.MAX_HEADER_NBYTES)
+    header = b"GET / HTTP/1.1\r\nX: " + b"x" * (2 * SERVER["h11_max_incomplete_event_size"])
     with suppress(ConnectionResetError):  # closed before all of it was taken
         assert b" 400 " in page.raw(header)[:20]
     fields = "&".join(f"a{number}=1" for number in range(200))
@@ -139,64 +138,26 @@ def test_a_request_that_is_too_large_is_refused(page: Page) -> None:
     assert page.get("/?" + fields).status == 400
 
 
-def ended_within(connection: socket.socket, seconds: float) -> bool:
-    """Send a byte again and again, as slowly as it is allowed, until the server has enough."""
-    connection.settimeout(0.05)
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        try:
-            connection.sendall(b"x")
-            if connection.recv(1000) == b"":
-                return True
-        except TimeoutError:
-            continue
-        except OSError:
-            return True
-    return False
-
-
-@pytest.mark.parametrize(
-    "beginning",
-    [
-        b"",
-        b"GET / HTTP/1.1\r\nHost: localhost\r\nX-Slow: ",
-        b"POST /jobs/99999/stop HTTP/1.1\r\nHost: localhost\r\nOrigin: http://localhost\r\n"
-        b"Cookie: COOKIE\r\nContent-Type: application/x-www-form-urlencoded\r\n"
-        b"Content-Length: 9999\r\n\r\nform_token=",
-    ],
-)
-def test_a_client_that_sends_slowly_is_cut_off(
-    run_root: Path, monkeypatch: pytest.MonkeyPatch, beginning: bytes
-) -> None:
-    monkeypatch.setattr(connections, "REQUEST_S", 0.3)
-    with (
-        serving([run_root]) as page,
-        socket.create_connection(("127.0.0.1", page.port)) as connection,
-    ):
-        connection.sendall(beginning.replace(b"COOKIE", page.cookie.encode()))
-        assert ended_within(connection, 10)
-        assert page.get("/").status == 200
-
-
-def test_there_is_a_limit_of_connections_and_the_rest_are_closed(
+def test_a_form_that_arrives_slowly_is_refused(
     run_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connections, "MAX_CONNECTIONS", 3)
-    with serving([run_root]) as page, ExitStack() as stack:
+    monkeypatch.setattr(guard, "BODY_S", 0.2)
+    with serving([run_root]) as page:
+        head = f"POST {HARMLESS} HTTP/1.1\r\nHost: localhost\r\nOrigin: http://localhost\r\n"
+        head += f"Cookie: {page.cookie}\r\nContent-Type: application/x-www-form-urlencoded\r\n"
+        assert b" 408 " in page.raw(f"{head}Content-Length: 9999\r\n\r\nform_token=".encode())[:20]
 
-        def connected() -> socket.socket:
-            address = ("127.0.0.1", page.port)
-            return stack.enter_context(socket.create_connection(address, timeout=20))
 
-        asked = f"GET /static/page.css HTTP/1.1\r\nHost: localhost\r\nCookie: {page.cookie}\r\n\r\n"
-        held = [connected() for _ in range(3)]
-        for connection in held:
-            connection.sendall(asked.encode())
-            assert connection.recv(12) == b"HTTP/1.1 200"
-        with suppress(ConnectionResetError):
-            assert connected().recv(1) == b""
-        held[0].sendall(asked.encode())  # those that were there first are served on
-        assert connections.MAX_CONNECTIONS == 3
+def test_there_is_a_limit_of_connections(run_root: Path) -> None:
+    with serving([run_root]) as page:
+        with ExitStack() as stack:
+            for _ in range(SERVER["limit_concurrency"]):
+                held = socket.create_connection(("127.0.0.1", page.port), timeout=20)
+                stack.enter_context(held)
+            assert page.get("/static/page.css").status == 503
+        while page.get("/static/page.css").status == 503:
+            pass
+        assert page.get("/static/page.css").status == 200
 
 
 def test_a_prefix_works_whether_the_proxy_takes_it_off_or_not(run_root: Path) -> None:

@@ -433,7 +433,7 @@ def watch(root: str, every: str | None, once: bool, as_json: bool) -> int:
 @taking(
     options.roots,
     *(options.port, options.path_prefix, options.allow_hosts),
-    *(options.allow_pin, options.allow_delete, options.opening, options.as_json_line),
+    *(options.opening, options.as_json_line),
 )
 @_ending
 def serve(roots: Sequence[str], as_json: bool, **given: Any) -> int:

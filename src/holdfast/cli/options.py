@@ -329,8 +329,6 @@ path_prefix = option(
 allow_hosts = several(
     "--allow-host", "allow_hosts", "NAME", "Also answer to this name, of a proxy."
 )
-allow_pin = flag("--allow-pin", "Let the page pin and unpin checkpoints.")
-allow_delete = flag("--allow-delete", "Let the page delete checkpoints, as rm does.")
 opening = click.option(
     "--open/--no-open",
     "is_opening",

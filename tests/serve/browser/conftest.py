@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 from tests.serve.browser.chromium import Chromium, Tab
-from tests.serve.client import Page, serving
+from tests.serve.client import Page
 
 from servers.cache import Unavailable, debian_packages
 from servers.fixtures import skip_or_fail
@@ -44,13 +43,6 @@ def chromium() -> Iterator[Chromium]:
 def tab(chromium: Chromium) -> Iterator[Tab]:
     """A page of 1200 by 900, light, that no server has given a cookie yet."""
     with chromium.tab() as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def changing(run_root: Path, evil_root: Path) -> Iterator[Page]:
-    """A server that may pin and delete, for tests that only look."""
-    with serving([run_root, evil_root], may_pin=True, may_delete=True) as found:
         yield found
 
 

@@ -51,13 +51,13 @@ def walked(tab: Tab) -> tuple[list[str], list[str]]:
 
 @pytest.mark.full
 def test_tab_reaches_every_control_in_order_and_the_focus_can_be_seen(
-    tab: Tab, changing: Page, run_root: Path
+    tab: Tab, page: Page, run_root: Path
 ) -> None:
     one = f"/r/run/c/{folders(run_root)[0]}"
-    enter(tab, changing)
+    enter(tab, page)
     tabs = [f"/r/run{name}" for name in (*TABS, "/numbers")]
-    for path in ("/", "/jobs", *tabs, one, f"{one}/tensors", f"{one}/delete"):
-        go(tab, changing, path)
+    for path in ("/", "/jobs", *tabs, one, f"{one}/tensors"):
+        go(tab, page, path)
         controls, reached = walked(tab)
         assert reached == controls, path
 

@@ -14,19 +14,18 @@ from tests.serve.test_pages import TABS, folders
 
 
 @pytest.fixture(scope="module")
-def work(changing: Page, run_root: Path, evil_root: Path) -> list[str]:
+def work(page: Page, run_root: Path, evil_root: Path) -> list[str]:
     """Pages of work that is done, one of each kind, and of work that failed."""
     newest, *_, oldest = folders(run_root)
     evil, *_ = folders(evil_root)
     begun = [
-        changing.post("/r/run/verify"),
-        changing.post(f"/r/run/c/{newest}/stats", component="model"),
-        changing.post("/r/run/compare", a=oldest, b=newest),
-        changing.post(f"/r/evil-b-run/c/{evil}/stats", tensor=f"model:{EVIL}"),
-        changing.post(f"/r/run/c/{newest}/delete", name=newest, reason="a try"),
+        page.post("/r/run/verify"),
+        page.post(f"/r/run/c/{newest}/stats", component="model"),
+        page.post("/r/run/compare", a=oldest, b=newest),
+        page.post(f"/r/evil-b-run/c/{evil}/stats", tensor=f"model:{EVIL}"),
     ]
     for one in begun:
-        changing.done(one)
+        page.done(one)
     return [one.headers["location"] for one in begun]
 
 
@@ -41,13 +40,13 @@ def paths_of(name: str, folder: str) -> list[str]:
     """Return the addresses of the pages of a run and of one of its checkpoints."""
     one = f"/r/{name}/c/{folder}"
     tabs = [f"/r/{name}{tab}" for tab in (*TABS, "/numbers")]
-    return [*tabs, one, f"{one}/tensors", f"{one}/delete"]
+    return [*tabs, one, f"{one}/tensors"]
 
 
 @pytest.mark.parametrize(("width", "dark"), SIGHTS)
 def test_every_page_is_whole_legible_and_silent(
     chromium: Chromium,
-    changing: Page,
+    page: Page,
     work: list[str],
     run_root: Path,
     evil_root: Path,
@@ -58,12 +57,12 @@ def test_every_page_is_whole_legible_and_silent(
     paths = ["/", "/jobs", *work, *paths_of("run", folders(run_root)[0])]
     paths += paths_of("evil-b-run", folders(evil_root)[0])
     with chromium.tab(width=width, dark=dark) as tab:
-        enter(tab, changing)
+        enter(tab, page)
         for path in paths:
-            go(tab, changing, path)
+            go(tab, page, path)
             wrong = [*cut_off(tab), *pale(tab), *unnamed(tab)]
             assert wrong == [], (path, wrong)
             assert tab.said == [], path
             assert 0 not in colors(tab), path
-        assert stranger(tab, changing.origin) == []
+        assert stranger(tab, page.origin) == []
         assert {status for status in tab.statuses.values() if status >= 400} == set()

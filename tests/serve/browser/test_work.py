@@ -1,4 +1,4 @@
-"""Claims about what a person does in Chromium: filter, verify, compare, pin, delete."""
+"""Claims about what a person does in Chromium: filter, verify, compare."""
 
 from __future__ import annotations
 
@@ -155,35 +155,6 @@ window.fetch = async (url, options) => {
   return new Response(`<span data-version="${version}" data-seen="${version}"></span>`);
 };
 """
-
-
-@pytest.mark.full
-def test_a_checkpoint_is_pinned_and_deleted(tab: Tab, run_root: Path, tmp_path: Path) -> None:
-    root = Path(shutil.copytree(run_root, tmp_path / "run", symlinks=True))
-    left = next(name for name in folders(root) if name.startswith("step-00000400"))
-    with serving([root], may_pin=True, may_delete=True) as page:
-        enter(tab, page, f"/r/run/c/{left}")
-        tab.click("button", "Pin")
-        tab.wait_for_text("pinned", "#part")
-        tab.click("button", "Unpin")
-        tab.wait_for("[...document.querySelectorAll('button')].some(b => b.innerText === 'Pin')")
-        tab.click("a", "Delete…")
-        tab.wait_for_text("and gives back")
-        tab.click("button", "Delete it")  # without a reason the browser itself refuses
-        assert tab.run("return document.querySelector('[name=reason]').matches(':invalid')")
-        tab.fill("[name=reason]", "a try")
-        tab.fill("[name=name]", "another")
-        tab.press("Enter")
-        tab.wait_for_text("Nothing was deleted: the typed name is not that of the folder.")
-        assert left in folders(root)
-        go(tab, page, f"/r/run/c/{left}/delete")
-        tab.fill("[name=reason]", "a try")
-        tab.fill("[name=name]", left)
-        tab.press("Enter")
-        tab.wait_for_text("Deleted.")
-        assert left not in folders(root)
-        go(tab, page, "/r/run/checkpoints")
-        tab.wait_for_text("4 of 4 checkpoints")
 
 
 @pytest.mark.full

@@ -47,7 +47,6 @@ class Job:
     started_s: float = field(default_factory=time.time)
     progress: tuple[str, int, int] | None = None
     """What is read, bytes that are done, and bytes in all."""
-    can_stop: bool = True
     heard_s: float | None = None
     """Monotonic seconds of its begin, or of its last progress; None while it waits."""
     stopped_s: float | None = None
@@ -99,9 +98,9 @@ class Job:
 
     def report(self, what: str, done_nbytes: int, total_nbytes: int) -> None:
         """Take the progress; called by the work itself, which ends here when it is given up."""
-        if self.can_stop and self.is_stopping:
+        if self.is_stopping:
             raise Stopped
-        if self.can_stop and self._given_up:
+        if self._given_up:
             raise _silence()
         self.heard_s = time.monotonic()
         self.progress = (what, done_nbytes, total_nbytes)
@@ -149,7 +148,6 @@ class Jobs:
         title: str,
         run: str,
         context: Context,
-        can_stop: bool = True,
     ) -> Job:
         """Begin a piece of work in a thread of its run, unless the same is under way already."""
         for job in self:
@@ -158,7 +156,7 @@ class Jobs:
         if sum(job.run == run and not job._has_ended for job in self) >= _MAX_UNFINISHED:
             raise UsageError(f"too much work of {run} waits already; stop some of it first")
         self._last += 1
-        job = Job(number=self._last, kind=kind, title=title, run=run, can_stop=can_stop)
+        job = Job(number=self._last, kind=kind, title=title, run=run)
         context.run(PROGRESS.set, job.report)
 
         def working() -> Answer:
@@ -173,7 +171,7 @@ class Jobs:
 
     def stop(self, job: Job) -> None:
         """Ask a piece of work to end, which it does when it next reports its progress."""
-        if job.can_stop and not job.is_stopping and job.future is not None:
+        if not job.is_stopping and job.future is not None:
             job.stopped_s = time.monotonic()
             job.future.cancel()
 

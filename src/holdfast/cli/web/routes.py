@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from holdfast.cli.web import changes, checkpoints, pages
+from holdfast.cli.web import checkpoints, pages
 from holdfast.cli.web.guard import Access, Guard
 from holdfast.cli.web.jobs import Jobs
 from holdfast.cli.web.rendering import Rendering, Static
@@ -21,18 +21,10 @@ from holdfast.cli.web.site import Site
 from holdfast.errors import HoldfastError
 
 
-def make_app(
-    roots: Sequence[str], access: Access, *, may_pin: bool = False, may_delete: bool = False
-) -> ASGIApp:
+def make_app(roots: Sequence[str], access: Access) -> ASGIApp:
     """Make the application of some roots, with the guard in front of it."""
     static = Static()
-    site = Site(
-        runs=named(roots),
-        jobs=Jobs(),
-        rendering=Rendering(access, static),
-        may_pin=may_pin,
-        may_delete=may_delete,
-    )
+    site = Site(runs=named(roots), jobs=Jobs(), rendering=Rendering(access, static))
 
     @asynccontextmanager
     async def life(app: Starlette) -> AsyncIterator[None]:
@@ -50,7 +42,7 @@ def make_app(
         return found
 
     app = Starlette(
-        routes=[Route("/static/{name}", file), *_routes(may_pin=may_pin, may_delete=may_delete)],
+        routes=[Route("/static/{name}", file), *_routes()],
         lifespan=life,
         exception_handlers={HTTPException: _refused, HoldfastError: _failed},
     )
@@ -59,9 +51,9 @@ def make_app(
     return Guard(app, access=access)
 
 
-def _routes(*, may_pin: bool, may_delete: bool) -> list[Route]:
+def _routes() -> list[Route]:
     run, one = "/r/{run}", "/r/{run}/c/{folder}"
-    found = [
+    return [
         Route("/", pages.roots),
         Route("/jobs", checkpoints.jobs),
         Route("/jobs/{number}", checkpoints.job),
@@ -85,12 +77,6 @@ def _routes(*, may_pin: bool, may_delete: bool) -> list[Route]:
         Route(f"{one}/stats", checkpoints.begin_stats, methods=["POST"]),
         Route(f"{one}/verify", checkpoints.begin_verify, methods=["POST"]),
     ]
-    if may_pin:
-        found.append(Route(f"{one}/pin", changes.pin, methods=["POST"]))
-    if may_delete:
-        found.append(Route(f"{one}/delete", changes.ask_delete))
-        found.append(Route(f"{one}/delete", changes.delete, methods=["POST"]))
-    return found
 
 
 async def _refused(request: Request, error: Exception) -> Response:

@@ -83,7 +83,6 @@ class Run:
         """Threads of its long work."""
         self._readers = Workers(num_readers, "holdfast-page")
         self._context = copy_context()
-        self._changed_s = 0.0
         self._watcher: Watcher | None = None
         self._watched: Watched | None = None
         self._kept: OrderedDict[str, Seen] = OrderedDict()
@@ -118,26 +117,16 @@ class Run:
             kept.move_to_end(key)
             age_s = time.monotonic() - last.at_s
             old_s = OLD_S if last.error is None else self.look_s
-            is_ours = last.at_s < self._changed_s
-            if last.version == self.version and age_s < old_s and not is_ours:
+            if last.version == self.version and age_s < old_s:
                 return last
             held_s = last.rest_s - age_s
-            if held_s > 0 and not is_ours:
+            if held_s > 0:
                 return replace(last, retry_s=held_s)
         return await self._read(key, read, kept, most, patience_s)
 
     async def listed(self, *, patience_s: float = PATIENCE_S) -> Seen:
         """Return the answer of `ls`."""
         return await self.known("ls", lambda: list_root(self.root), patience_s=patience_s)
-
-    async def call(self, work: Callable[[], Answer]) -> Seen:
-        """Run a command, whose answer is not kept."""
-        reading = partial(self.in_context().run, _seen, work, self.version)
-        return await asyncio.wrap_future(self._readers.submit(reading))
-
-    def changed(self) -> None:
-        """Read all answers anew the next time: the page itself has changed something."""
-        self._changed_s = time.monotonic()
 
     def close(self) -> None:
         """Begin nothing more; what is being read ends by itself."""
@@ -165,7 +154,7 @@ class Run:
             reading.add_done_callback(lambda _: self._tasks.pop(key, None))
         began_s, task = self._tasks[key]
         done, _ = await asyncio.wait({task}, timeout=patience_s)
-        if done and task.result().at_s >= self._changed_s:
+        if done:
             return task.result()
         retry_s = max(RETRY_S, RETRY_SHARE * (time.monotonic() - began_s))
         return replace(kept.get(key, Seen()), is_pending=True, retry_s=retry_s)
@@ -173,7 +162,8 @@ class Run:
     async def _keep(
         self, key: str, read: Callable[[], Any], kept: OrderedDict[str, Seen], most: int
     ) -> Seen:
-        seen = await self.call(read)
+        reading = partial(self.in_context().run, _seen, read, self.version)
+        seen = await asyncio.wrap_future(self._readers.submit(reading))
         before = kept.get(key)
         if key == "watch" and before is not None and before.error and not seen.error:
             self.version += 1  # what could not be read can be read again

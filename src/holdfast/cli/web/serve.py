@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import as_completed
 from contextvars import copy_context
 from functools import partial
+from typing import Any
 
 import click
 import msgspec
@@ -26,6 +27,20 @@ _HOST = re.compile(r"[A-Za-z0-9._-]+", re.ASCII)
 _OWN_PATHS = frozenset({"r", "jobs", "static"})
 """First parts of the page's paths. With one as the prefix it could not be told whether a proxy has
 taken the prefix off."""
+SERVER: Mapping[str, Any] = {
+    "http": "h11",
+    "ws": "none",
+    "loop": "asyncio",
+    "log_level": "error",
+    "access_log": False,  # a line of it would have the first URL, and so the token
+    "proxy_headers": False,
+    "server_header": False,
+    "h11_max_incomplete_event_size": 32 << 10,
+    "limit_concurrency": 64,  # a browser opens six connections
+    "timeout_keep_alive": 30,
+    "timeout_graceful_shutdown": 2,
+}
+"""Arguments of uvicorn's `Config`."""
 _PREFIX = re.compile(r"(/[A-Za-z0-9._~-]+)*", re.ASCII)
 
 
@@ -49,8 +64,6 @@ class ServeAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """Port on 127.0.0.1."""
     runs: tuple[ServedRun, ...]
     """The runs."""
-    changes: tuple[str, ...]
-    """What the page may change: `pin`, `delete` or nothing."""
 
 
 def serve(
@@ -59,8 +72,6 @@ def serve(
     port: int | None,
     path_prefix: str,
     allow_hosts: Sequence[str],
-    allow_pin: bool,
-    allow_delete: bool,
     is_opening: bool,
     as_json: bool,
 ) -> int:
@@ -78,12 +89,11 @@ def serve(
     try:
         import jinja2  # noqa: F401
         import starlette  # noqa: F401
-        import uvicorn  # noqa: F401
+        import uvicorn
     except ImportError as error:
         raise UsageError(
             f"the page needs {error.name}: pip install 'holdfast-torch[web]'"
         ) from None
-    from holdfast.cli.web.connections import server_of
     from holdfast.cli.web.guard import Access
     from holdfast.cli.web.routes import make_app
     from holdfast.cli.web.runs import names_of
@@ -91,7 +101,7 @@ def serve(
     names = names_of(roots)
     unreachable = _unreachable([*names.values()])
     access = Access(prefix=prefix, hosts=frozenset(map(str.lower, allow_hosts)))
-    app = make_app(roots, access, may_pin=allow_pin, may_delete=allow_delete)
+    app = make_app(roots, access)
     with listening(port) as listener:
         found = listener.getsockname()[1]
         answer = ServeAnswer(
@@ -101,14 +111,13 @@ def serve(
                 ServedRun(name=name, root=root, error=unreachable.get(root))
                 for name, root in names.items()
             ),
-            changes=(*(["pin"] if allow_pin else []), *(["delete"] if allow_delete else [])),
         )
         _tell(answer, as_json=as_json)
         browsers = Workers(1, "holdfast-browser")
         if is_opening:  # a browser of the terminal ends only when its user ends it
             browsers.submit(lambda: _open(answer.url))
         browsers.close()
-        server_of(app).run(sockets=[listener])
+        uvicorn.Server(uvicorn.Config(app, **SERVER)).run(sockets=[listener])
     return Code.OK
 
 

@@ -26,13 +26,11 @@ PAGE_ROWS = 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
-    """Runs, work and templates; and what may be changed."""
+    """Runs, background work and templates."""
 
     runs: Mapping[str, Run]
     jobs: Jobs
     rendering: Rendering
-    may_pin: bool
-    may_delete: bool
 
     def run(self, request: Request) -> Run:
         """Look up the run that a URL names."""
@@ -62,8 +60,6 @@ class Site:
             "runs": self.runs,
             "is_part": is_part,
             "num_working": sum(not job.is_over for job in self.jobs),
-            "may_pin": self.may_pin,
-            "may_delete": self.may_delete,
             "run": None,
             "version": 0,
             "tab": "",
@@ -71,9 +67,7 @@ class Site:
         name = f"parts/{template}" if is_part else template
         return self.rendering.page(name, {**common, **values}, status=status)
 
-    def begin(
-        self, run: Run, work: Callable[[], Answer], *, kind: str, title: str, can_stop: bool = True
-    ) -> Response:
+    def begin(self, run: Run, work: Callable[[], Answer], *, kind: str, title: str) -> Response:
         """Begin work in the background, and go to its page."""
         context: Context = run.in_context()
         job: Job = self.jobs.start(
@@ -83,7 +77,6 @@ class Site:
             title=title,
             run=run.name,
             context=context,
-            can_stop=can_stop,
         )
         return RedirectResponse(self.rendering.url("jobs", str(job.number)), status_code=303)
 
