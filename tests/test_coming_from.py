@@ -1,4 +1,4 @@
-"""The pages for those who come from another trainer: no row is missing, and every snippet runs."""
+"""The reference of behaviors of other trainers: no row is missing, and every snippet runs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tests.each import each
 
-PAGES = Path(__file__).resolve().parents[1] / "docs" / "coming-from"
+PAGES = Path(__file__).resolve().parents[1] / "docs" / "coming-from" / "behaviors"
 
 NUMBERS = {
     "olmo-core": [*(f"O{n}" for n in range(1, 63)), "X1", "X2"],
@@ -36,9 +36,9 @@ class Snippet:
 
 
 def rows(page: str) -> dict[str, str]:
-    """What a page says of each number, in its last column."""
+    """Map each number of a page to the last column of its row."""
     found = _ROW.findall((PAGES / f"{page}.md").read_text("utf-8"))
-    assert len({number for number, _, _ in found}) == len(found), "a number stands there twice"
+    assert len({number for number, _, _ in found}) == len(found), "a number has two rows"
     return {number: here for number, _, here in found}
 
 
@@ -72,6 +72,12 @@ def test_few_are_absent_and_each_says_why(page: str) -> None:
     absent = [here for here in said.values() if here.startswith("**Absent**")]
     assert len(absent) <= (len(said) - len(later)) / 5
     assert all(len(here.split()) > 5 for here in absent)
+
+
+def test_the_reference_is_short() -> None:
+    texts = [page.read_text("utf-8") for page in PAGES.iterdir()]
+    words = [re.sub(r"```.*?```", "", text, flags=re.DOTALL).split() for text in texts]
+    assert sum(map(len, words)) <= 6_500
 
 
 def test_every_snippet_shows_something() -> None:

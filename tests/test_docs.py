@@ -126,12 +126,18 @@ def test_what_is_shown_imports_public_modules_only() -> None:
 
 
 def test_every_page_has_one_place_in_the_navigation() -> None:
-    """Those of the folders that docs/site.py fills in have theirs by that."""
-    navigation = (ROOT / "mkdocs.yml").read_text("utf-8").split("\nnav:\n")[1]
+    """Pages of `not_in_nav` have none, and docs/site.py adds the pages of two folders."""
+    settings, navigation = (ROOT / "mkdocs.yml").read_text("utf-8").split("\nnav:\n")
+    [reference] = re.findall(r"^not_in_nav: /(.+)$", settings, re.MULTILINE)
     named = re.findall(r"[\w./-]+\.md", navigation)
     assert re.findall(r"([\w-]+)/$", navigation, re.MULTILINE) == ["examples", "decisions"]
     pages = [str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")]
-    assert sorted(named) == sorted(page for page in pages if not page.startswith("decisions/"))
+    elsewhere = ("decisions/", reference)
+    assert sorted(named) == sorted(page for page in pages if not page.startswith(elsewhere))
+    assert all(
+        f"behaviors/{path.name}" in (DOCS / "coming-from" / path.name).read_text("utf-8")
+        for path in (DOCS / reference).iterdir()
+    )
 
 
 def test_every_decision_is_listed() -> None:

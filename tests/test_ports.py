@@ -1,4 +1,4 @@
-"""The pages with the same training on both sides: our side runs, and the loop ends alike.
+"""The guides for other trainers: our side runs, and the plain loop ends with the same weights.
 
 `python -m bench.ports` also runs the sides of Lightning and transformers.
 """
@@ -14,10 +14,11 @@ import torch
 from bench.lightning_port import ours
 
 PAGES = Path(__file__).resolve().parents[1] / "docs" / "coming-from"
+GUIDES = sorted(page.stem for page in PAGES.glob("*.md"))
 _OURS = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("page", ["lightning", "transformers", "plain"])
+@pytest.mark.parametrize("page", GUIDES)
 def test_our_side_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {"__name__": page}
@@ -27,6 +28,11 @@ def test_our_side_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     if page == "plain":
         pairs = zip(names["theirs"].values(), names["ours"].values(), strict=True)
         assert all(torch.equal(*pair) for pair in pairs)
+
+
+@pytest.mark.parametrize("page", ["composer", "mindspore", "modelzoo", "olmo-core"])
+def test_a_guide_is_short(page: str) -> None:
+    assert len((PAGES / f"{page}.md").read_text("utf-8").splitlines()) <= 150
 
 
 def test_our_side_of_the_port_of_a_hundred_lines_runs(tmp_path: Path) -> None:
