@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import count, islice
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count, islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader
 from data.sources import Shards
 from holdfast.data import Loader, Stream
 from holdfast.manager import CheckpointManager
+from train.small import make
 
 Save = Callable[[int], Any]
 
@@ -33,14 +35,26 @@ def shown(batches: Any) -> Iterator[Any]:
     yield from batches
 
 
+def threaded(batches: Any) -> Iterator[Any]:
+    """Takes five batches at once, in another thread."""
+    batches = iter(batches)
+    with ThreadPoolExecutor() as pool:
+        while some := pool.submit(list, islice(batches, 5)).result():
+            yield from some
+
+
 class Held:
     """A wrapper in the state, whose position is that of the loader inside."""
 
-    def __init__(self, loader: Any) -> None:
+    def __init__(self, loader: Any, wrap: Any = ahead) -> None:
         self.loader = loader
+        self.wrap = wrap
+
+    def __len__(self) -> int:
+        return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
-        return ahead(self.loader)
+        return self.wrap(self.loader)
 
     def state_dict(self) -> Any:
         return self.loader.state_dict()
@@ -64,6 +78,11 @@ class Peekable:
             raise StopIteration
         batch, self.held = self.held, next(self.batches, None)
         return batch
+
+
+def filtered(batches: Any) -> Iterator[Any]:
+    """Drops some batches."""
+    yield from (batch for number, batch in enumerate(batches) if number not in (0, 2))
 
 
 def train(data: Any, save: Save, wrap: Any = iter) -> None:
@@ -90,8 +109,17 @@ def after_an_example(data: Any, save: Save) -> None:
 def skipping(data: Any, save: Save) -> None:
     steps = count(1)
     for number, _ in enumerate(data):
-        if number:
+        if number != 1:
             save(next(steps))
+
+
+def holding_one(data: Any, save: Save) -> None:
+    batches, steps = iter(data), count(1)
+    held = next(batches)
+    while held is not None:
+        following = next(batches, None)
+        save(next(steps))
+        held = following
 
 
 def by_steps(data: Any, save: Save) -> None:
@@ -129,6 +157,9 @@ def late(data: Any, save: Save) -> None:
 LOOPS: list[tuple[Any, str]] = [
     (lambda data, save: train(data, save, ahead), "1 more than were trained on"),
     (lambda data, save: train(data, save, Peekable), "1 more than were trained on"),
+    (lambda data, save: train(data, save, pairwise), "1 more than were trained on"),
+    (lambda data, save: train(data, save, threaded), "more than were trained on"),
+    (holding_one, "1 more than were trained on"),
     (evaluating, "4 batches were taken with gradients off"),
     (copied, "steps 2 to 4 were trained, and no batch was taken"),
     (train, ""),
@@ -169,6 +200,19 @@ def test_read_ahead_is_named_in_a_resumed_run_and_in_wrappers(
                 step += 1
                 manager.save(step)
     assert len([text for text in caplog.messages if "holds them in hand" in text]) == 1
+
+
+@pytest.mark.parametrize(
+    ("wrap", "held"),
+    [(ahead, "1 more"), (pairwise, "1 more"), (threaded, "3 more"), (iter, ""), (filtered, "")],
+)
+def test_a_trainer_names_read_ahead_once(
+    wrap: Any, held: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = Held(Loader(torch.rand(20, 4), 2), wrap)
+    make(tmp_path, data=data, loss=lambda model, batch: model(batch[0]).mean()).fit("2ep")
+    texts = [text for text in caplog.messages if "more batches were taken" in text]
+    assert [held in text for text in texts] == ([True] if held else [])
 
 
 @pytest.mark.parametrize(

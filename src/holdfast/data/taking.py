@@ -7,6 +7,7 @@ and an evaluation takes batches on which nothing is trained.
 from __future__ import annotations
 
 import sys
+import threading
 from types import FrameType
 
 import torch
@@ -26,6 +27,8 @@ class Taking:
         self._is_open = False
         self._caller: tuple[int, object] | None = None
         """Id and code of the frame that has asked for the last batch."""
+        self._thread: int | None = None
+        """Thread of that frame."""
 
     def begin(self) -> None:
         """Note that an iterator begins."""
@@ -43,11 +46,16 @@ class Taking:
         frame = sys._getframe(1)
         while frame.f_back is not None and _is_of_data(frame):
             frame = frame.f_back
-        self._caller = id(frame), frame.f_code
+        self._caller, self._thread = (id(frame), frame.f_code), threading.get_ident()
 
     def end(self) -> None:
         """Note that an iterator has given all of its batches."""
         self._is_open = False
+
+    @property
+    def is_by_other_thread(self) -> bool:
+        """Whether another thread than this one has taken the last batch."""
+        return self._thread not in (None, threading.get_ident())
 
     @property
     def is_by_loop(self) -> bool:

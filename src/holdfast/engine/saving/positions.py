@@ -7,6 +7,12 @@ from typing import Any, Protocol
 
 from holdfast.state.components import is_of_trainer
 
+READ_AHEAD = (
+    ". The loop or a wrapper around the loader, such as a prefetcher, holds them in hand, and a "
+    "resume skips them. Train on each batch before taking the next one; the loader's workers read "
+    "ahead (num_workers=, prefetch_factor=)"
+)
+
 
 class Taking(Protocol):
     """Counts of the batches that were taken from a loader."""
@@ -19,6 +25,10 @@ class Taking(Protocol):
     @property
     def is_by_loop(self) -> bool:
         """Whether the loop itself has taken the last batch, and not a wrapper."""
+
+    @property
+    def is_by_other_thread(self) -> bool:
+        """Whether another thread than this one has taken the last batch."""
 
 
 class HasTaking(Protocol):
@@ -34,8 +44,8 @@ class PositionChecks:
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         # A trainer counts its steps and batches itself.
-        loaders = () if is_of_trainer(state) else _loaders(state)
-        self._checks = [_Check(name, loader) for name, loader in loaders]
+        found = () if is_of_trainer(state) else loaders(state)
+        self._checks = [_Check(name, loader) for name, loader in found]
         self._has_begun = False
         self._unmoved_at: int | None = None
         """Step of a save until which nothing was taken from any loader."""
@@ -83,6 +93,8 @@ class _Check:
     def __init__(self, name: str, loader: HasTaking) -> None:
         self.name, self._loader = name, loader
         self._first = 0
+        self._begun: tuple[int, int] | None = None
+        """Steps and batches at the first step that was reported."""
         self._taking, self._base = loader.batches_taken, loader.batches_taken.num_taken
         self._last: tuple[int, int] | None = None
         self._is_counting = self._is_watching = True
@@ -98,8 +110,10 @@ class _Check:
         return taking is not self._taking or taking.has_begun
 
     def begin(self, step: int) -> None:
-        if step == self._first and self._loader.batches_taken.num_taken > self._base:
+        taken = self._loader.batches_taken.num_taken - self._base
+        if step == self._first and taken > 0:
             self._first -= 1  # the script counts its steps from zero
+        self._begun = step - self._first, taken
 
     def look(self, step: int) -> Iterator[str]:
         taking = self._loader.batches_taken
@@ -122,22 +136,22 @@ class _Check:
         if last is None or steps <= last[0]:
             return
         of_step, rest = divmod(taken - last[1], steps - last[0])
-        ahead = taken - of_step * steps
-        if rest or of_step < 1:
+        if taking.is_by_other_thread:  # which is sometimes further ahead than at other times
+            of_step, rest = max(1, round((taken - last[1]) / (steps - last[0]))), 0
+        ahead = min(taken - of_step * steps, last[1] - of_step * last[0])
+        if rest or of_step < 1 or (ahead <= 0 and taking.is_by_other_thread):
             return
         self._is_counting = False
-        if ahead > 0 and not taking.is_by_loop:
+        # A loop that is ahead at its very first step did not skip a batch: it holds one.
+        if ahead > 0 and not (taking.is_by_loop and self._begun != (1, of_step + ahead)):
             yield (
                 f"{self.name}: {taken} batches were taken for {steps} steps of {of_step}, so "
-                f"{ahead} more than were trained on, at the last save, too. A wrapper around the "
-                "loader, such as a prefetcher, holds them in hand, and a resume leaves them out. "
-                "Iterate over the loader itself; its workers read ahead (num_workers=, "
-                "prefetch_factor=)"
+                f"{ahead} more than were trained on, at the last save, too{READ_AHEAD}"
             )
 
 
-def _loaders(state: Mapping[str, Any]) -> Iterator[tuple[str, HasTaking]]:
-    """Yield the loaders that are components, or attributes of components, with their names."""
+def loaders(state: Mapping[str, Any]) -> Iterator[tuple[str, HasTaking]]:
+    """Yield loaders that are components, or attributes of components, with their names."""
     for name, component in state.items():
         inside = getattr(component, "__dict__", {})
         for each in (component, *inside.values()):

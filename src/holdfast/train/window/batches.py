@@ -12,6 +12,7 @@ from itertools import islice
 from typing import Any
 
 from holdfast.data.randomness import preserved
+from holdfast.engine.saving.positions import READ_AHEAD, Taking, loaders
 from holdfast.train.window.wayback import Boundary
 
 logger = logging.getLogger("holdfast")
@@ -30,9 +31,14 @@ class Batches:
         which count for that rank alone."""
         self._is_trusted = True
         self._is_warned = False
+        self._loader = next((loader for _, loader in loaders({"data": data})), None)
+        self._num_used, self._held = 0, [0, 0]
+        """Batches that windows got, and those that a wrapper held after an epoch's first windows"""
 
     def begin(self) -> None:
         """Begin an iteration of the rest of the current epoch, or of the next one."""
+        if self._loader is not None:
+            self._num_used, self._held = self._loader.batches_taken.num_taken, []
         with preserved():
             # Starting an iteration of torch's own loaders draws from the global generator.
             self._rest = iter(self._data)
@@ -52,7 +58,25 @@ class Batches:
             taken.append(batch)
             if getattr(self._data, "own_samples", None) != 0:
                 self.own.append(batch)
+        if self._loader is not None and len(self._held) < 2:
+            self._watch(self._loader.batches_taken, len(taken))
         return taken
+
+    def _watch(self, taking: Taking, num_taken: int) -> None:
+        """Log a warning if a wrapper holds batches after the first two windows of an iteration.
+
+        Later ones could lack batches that the wrapper has dropped.
+        """
+        self._num_used += num_taken
+        self._held.append(taking.num_taken - self._num_used)
+        is_constant = len({*self._held}) == 1 or taking.is_by_other_thread
+        if len(self._held) == 2 and min(self._held) > 0 and is_constant:
+            self._loader = None
+            logger.warning(
+                "data: %d more batches were taken from the loader than were trained on%s",
+                self._held[1],
+                READ_AHEAD,
+            )
 
     def are_over(self, num_taken: int) -> bool:
         """Whether the last batch of the epoch was taken.
