@@ -399,3 +399,22 @@ def test_the_trial_of_a_load_that_adds_to_what_is_there_leaves_nothing(kind: Any
     live = kind()
     image({"held": kind()}).load({"held": live})
     assert (live.seen, live.count) == ([[1, 1]], 2)
+
+
+class _Empty:
+    """An object that does not load the state that it has before it is filled."""
+
+    average: dict[str, int] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"average": self.average}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.average = dict(state["average"].items())
+
+
+def test_an_object_loads_that_refuses_the_state_from_before_it_was_filled() -> None:
+    saved, live = _Empty(), _Empty()
+    saved.average = {"a": 1}
+    image({"held": saved}).load({"held": live})
+    assert live.average == {"a": 1}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -216,7 +217,8 @@ class ObjectPlan(LoadPlan):
                 refused += f". It also refuses the state that it had, so it may be mixed: {other}"
             raise MismatchError("the checkpoint", hint=refused) from error
         else:
-            live.load_state_dict(before)
+            with suppress(Exception):  # many refuse the state that they have before they are filled
+                live.load_state_dict(before)
         finally:
             if attributes is not None:
                 attributes.put_back()
