@@ -1,17 +1,17 @@
-"""Claims about the JSON Schema of answers, and the tables that are made of the same structs."""
+"""Claims about the JSON Schema of answers."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 
 import msgspec
 import pytest
 from jsonschema import ValidationError
+from tests.cli.page import commands
 from tests.cli.roots import Result
 from tests.cli.schemas import validated
-from tests.cli.test_app import PAGE, commands, is_group
+from tests.cli.test_app import is_group
 
 from holdfast.cli import schema
 from holdfast.cli.answers.base import Document, of
@@ -33,14 +33,6 @@ def test_every_member_says_what_it_is(command: str) -> None:
         assert part["properties"].keys() >= set(part["required"])
         members = {n: m for n, m in part["properties"].items() if n != "holdfast"}
         assert all(member["description"].endswith(".") for member in members.values()), part
-
-
-def test_the_tables_of_the_page_are_made_of_the_structs(tmp_path: Path) -> None:
-    """Mended by `python -m holdfast.cli.schema docs/cli.md`."""
-    page = tmp_path / "cli.md"
-    page.write_text(PAGE.read_text("utf-8"), "utf-8")
-    schema.write_tables(page)
-    assert page.read_text("utf-8") == PAGE.read_text("utf-8")
 
 
 def test_an_answer_that_differs_from_its_schema_is_found() -> None:

@@ -89,7 +89,7 @@ def app(
     file_key: Path | None,
     timeout: str,
 ) -> None:
-    """Look into, compare, convert, verify and manage checkpoints of training runs."""
+    """Show, compare, convert, verify and manage checkpoints of training runs."""
     PATIENCE.set(timeout)
     NAMED.set(
         KeySources(
@@ -145,7 +145,13 @@ def _answering(
 
 @_answering(options.root)
 def ls(root: str) -> Answer:
-    """List the checkpoints of a root, newest first."""
+    """List the checkpoints of a root, newest first.
+
+    The last column has marks: latest and best (the checkpoints that ROOT@latest and ROOT@best
+    name), rejected (a resume found damage), left behind (a rollback went back to an older
+    checkpoint), unhealthy (a resume skips it), by NAME (the saver), and #tag. Unreadable manifests,
+    unfinished saves, the owner of the run and readers are listed below the table.
+    """
     from holdfast.cli.ls import list_root
 
     return list_root(root)
@@ -153,9 +159,11 @@ def ls(root: str) -> Answer:
 
 @_answering(options.root, options.saves)
 def log(root: str, saves: bool) -> Answer:
-    """List the processes that trained a run, and their saves.
+    """List the sessions of a run, oldest first.
 
-    Oldest first: where each ran, from which step to which, and what had changed.
+    A session is the time in which one process owns the run. Shown are its host and process, the
+    step from which it resumed, its last save, how many of its checkpoints still exist, and how it
+    ended. Reasons of deletions and changes of arguments, data and versions are listed below.
     """
     from holdfast.cli.log import log_root
 
@@ -164,9 +172,10 @@ def log(root: str, saves: bool) -> Answer:
 
 @_answering(options.root, options.reads_all, name="resume-plan")
 def resume_plan(root: str, verify: bool) -> Answer:
-    """Show what a resume would take, and what it would pass over.
+    """Show which checkpoint a resume would use, and why.
 
-    With the reasons. Nothing is claimed, and only manifests are read.
+    Checkpoints are listed in the order in which resume() tries them. Only manifests and file sizes
+    are read, and nothing is claimed. The exit code is 1 if no checkpoint can be used.
     """
     from holdfast.cli.resume_plan import plan_of
 
@@ -177,7 +186,7 @@ def resume_plan(root: str, verify: bool) -> Answer:
 def show(target: str, tensors: bool) -> Answer:
     """Show the manifest of one checkpoint.
 
-    Without @WHICH, of the latest.
+    That is its counters, metrics, components, origin and numerics. Without @WHICH, the latest.
     """
     from holdfast.cli.show import show as look
 
@@ -188,7 +197,9 @@ def show(target: str, tensors: bool) -> Answer:
 def verify(target: str, seen: str | None, stored_only: bool) -> Answer:
     """Read every byte and compare it with its digest.
 
-    Without @WHICH, of all checkpoints.
+    Without @WHICH, all checkpoints. Local files are read from the disk, not from the page cache.
+    All damage is listed with file, block and tensors; nothing is changed. A training may continue
+    in the meantime. For an encrypted checkpoint without a key, the encrypted bytes are compared.
     """
     from holdfast.cli.verify import check
 
@@ -199,9 +210,11 @@ def verify(target: str, seen: str | None, stored_only: bool) -> Answer:
 def gc(
     root: str, dry_run: bool, dead_epochs: Sequence[int], damaged: str | None, yes: bool
 ) -> Answer:
-    """Remove unfinished saves, and leftovers of deletions.
+    """Remove unfinished saves and leftovers of deletions.
 
-    Checkpoints stay, but for one that --damaged names and --yes deletes.
+    Checkpoints are never removed, except the one that --damaged names if --yes is given. Nothing is
+    removed that a live writer may still finish. If a writer may be alive, a small marker remains;
+    the output shows the command that removes it.
     """
     if damaged is None and yes:
         raise UsageError("--yes goes with --damaged FOLDER")
@@ -218,9 +231,11 @@ def gc(
 
 @_answering(options.root, options.keep, options.dry_run)
 def prune(root: str, keep: str, dry_run: bool) -> Answer:
-    """Delete the checkpoints that a rule does not keep.
+    """Delete the checkpoints that a retention rule does not keep.
 
-    The reason is printed for each.
+    The reason is printed for each. NAME=RULE is a rule for one saver; a saver without a rule keeps
+    everything. The command is refused while a live process owns the run. Checkpoints that are being
+    read or wait for an upload are kept.
     """
     from holdfast.cli.prune import clean
 
@@ -229,9 +244,9 @@ def prune(root: str, keep: str, dry_run: bool) -> Answer:
 
 @_answering(options.root, options.num_saves, options.other_rule)
 def forecast(root: str, saves: int, keep: str | None) -> Answer:
-    """List what retention deletes at the coming saves.
+    """List the deletions at the next saves, with reasons.
 
-    And why; by the rule and the intervals that the run records.
+    The rule and the intervals are those that the run recorded; the assumptions are printed.
     """
     from holdfast.cli.forecast import forecast_deletions
 
@@ -259,7 +274,10 @@ def unpin(target: str) -> Answer:
 
 @_answering(options.one, options.new_tags)
 def tag(target: str, tags: Sequence[str]) -> Answer:
-    """Add tags to a checkpoint; retention keeps tagged ones."""
+    """Add tags to a checkpoint.
+
+    Retention rules keep tagged checkpoints, and ROOT@TAG names the checkpoint.
+    """
     from holdfast.cli.pin import mark
 
     return mark(target, tags=tags)
@@ -279,9 +297,10 @@ def import_(
     root: str,
     **wishes: Any,
 ) -> Answer:
-    """Save a file of another library as a new checkpoint of a run.
+    """Save a file or folder of another library as a new checkpoint.
 
-    Also a folder, or weights alone. No code in it is run.
+    No code in the file runs. The file is read in a child process with at most 2 GiB of memory. The
+    output lists which values were skipped, and why.
     """
     from holdfast.cli.convert import bring_in
 
@@ -297,7 +316,10 @@ def import_(
 def export(target: str, output: str, to: str, **wishes: Any) -> Answer:
     """Write a checkpoint in the format of another library.
 
-    Without @WHICH, the latest.
+    hf is a folder for from_pretrained, safetensors a file (a folder with --shard-size), pt a file
+    for torch.load, and dcp a folder for PyTorch Distributed Checkpoint. Without @WHICH, the latest.
+    --component is by default model, or the only module. The output lists which values were skipped
+    or converted.
     """
     from holdfast.cli.convert import take_out
 
@@ -308,7 +330,9 @@ def export(target: str, output: str, to: str, **wishes: Any) -> Answer:
 def save(root: str, tags: Sequence[str], reason: str, timeout: str) -> Answer:
     """Ask a running training for a checkpoint, and wait for it.
 
-    It is made at the end of the step under way, where the training calls maybe_save.
+    The training saves at the end of the current step, when it calls maybe_save; the Trainer always
+    does. The command is refused if no live process owns the run. Creating the file
+    ROOT/requests/now also asks for a checkpoint, without waiting.
     """
     from holdfast.cli.save import save as ask
 
@@ -317,7 +341,10 @@ def save(root: str, tags: Sequence[str], reason: str, timeout: str) -> Answer:
 
 @_answering(options.root)
 def uploads(root: str) -> Answer:
-    """Show which checkpoints are uploaded, waiting or failed."""
+    """Show which checkpoints are uploaded, waiting or failed.
+
+    ROOT is the local root of a run with two tiers.
+    """
     from holdfast.cli.uploads import show_uploads
 
     return show_uploads(root)
@@ -331,7 +358,9 @@ def uploads(root: str) -> Answer:
 def advise(root: str, **known: Any) -> Answer:
     """Recommend how often to save.
 
-    Computed from the costs and failures that the run recorded.
+    The interval is computed from the costs and failures that the run recorded. Each input is marked
+    as measured, given or assumed. The exit code is 3 if fewer than two checkpoints recorded their
+    cost and --stall is missing.
     """
     from holdfast.cli.advise import Options, advise_root
 
@@ -342,7 +371,8 @@ def advise(root: str, **known: Any) -> Answer:
 def plot(root: str, output: Path | None, metrics: Sequence[str], log: Path | None) -> Answer:
     """Draw loss, learning rate and throughput over steps.
 
-    With marks for saves, resumes and kills.
+    In the text plot, ^ is a save, r a resume, and k a resume after a crash. Values come from the
+    log of a Trainer, or else from the metrics of the checkpoints.
     """
     from holdfast.cli.plot import plot as draw
 
@@ -351,7 +381,7 @@ def plot(root: str, output: Path | None, metrics: Sequence[str], log: Path | Non
 
 @_answering(options.answering)
 def schema(command: Sequence[str]) -> Answer:
-    """Print the JSON Schema of a command's --json answer."""
+    """Print the JSON Schema of a command's --json output."""
     from holdfast.cli.schema import show_schema
 
     return show_schema(" ".join(command))
@@ -359,9 +389,11 @@ def schema(command: Sequence[str]) -> Answer:
 
 @_answering(options.sources, options.copy_to, options.all_of_root, options.dry_run)
 def cp(sources: Sequence[str], to: str, whole: bool, dry_run: bool) -> Answer:
-    """Copy checkpoints to another root.
+    """Copy checkpoints to another root, in any store.
 
-    Every digest is checked on the way.
+    Every digest is checked. Pins and tags are copied, and encrypted checkpoints remain encrypted.
+    After an interruption, the same command continues. The copy is the same run: you can resume from
+    it, but if training continues in both, another copy between them is refused.
     """
     from holdfast.cli.cp import copy_all
 
@@ -376,7 +408,12 @@ _LEAVE = (
 
 @_answering(options.one, *_LEAVE)
 def rm(target: str, **leave: Any) -> Answer:
-    """Delete one checkpoint, and record the reason."""
+    """Delete one checkpoint, and record the reason.
+
+    Nothing is deleted if the checkpoint is pinned or tagged, if the run would resume from it, if it
+    is being read or uploaded, or if a live process owns the run. First, the checkpoint from which
+    the run would resume is verified. With --yes, name a step or a folder, not latest.
+    """
     from holdfast.cli.rm import Leave
     from holdfast.cli.rm import rm as remove
 
@@ -387,19 +424,20 @@ def rm(target: str, **leave: Any) -> Answer:
 def thin(target: str, components: Sequence[str], **leave: Any) -> Answer:
     """Delete components of a checkpoint, such as the optimizer.
 
-    The rest is kept.
+    The other components are kept, but a run can no longer resume from it.
     """
     from holdfast.cli.rm import Leave
     from holdfast.cli.rm import thin as drop
 
-    if not components:
-        raise UsageError("say what to drop, as --drop optimizer")
     return drop(target, components, Leave(**leave))
 
 
 @_answering(options.one, options.old_tags)
 def untag(target: str, tags: Sequence[str]) -> Answer:
-    """Remove tags from a checkpoint."""
+    """Remove tags from a checkpoint.
+
+    Only tags that were added after the save can be removed.
+    """
     from holdfast.cli.pin import mark
 
     return mark(target, remove_tags=tags)
@@ -407,9 +445,9 @@ def untag(target: str, tags: Sequence[str]) -> Answer:
 
 @_answering(options.root, options.rate, options.place)
 def scrub(root: str, rate: str | None, place: Path | None) -> Answer:
-    """Verify a whole root, at a limited rate and in parts.
+    """Verify a whole root at a limited rate, in parts.
 
-    A scrub that was stopped goes on where it was.
+    For a nightly timer: timeout 6h holdfast scrub ROOT --rate 50MB --resume progress.json
     """
     from holdfast.cli.scrub import scrub as verify_slowly
 
@@ -422,7 +460,8 @@ def scrub(root: str, rate: str | None, place: Path | None) -> Answer:
 def watch(root: str, every: str | None, once: bool, as_json: bool) -> int:
     """Show the state of a run as it changes.
 
-    Checkpoints, saves under way, uploads and the owner.
+    Shown are the newest checkpoints, unfinished saves, uploads and the owner. Nothing is claimed,
+    and no key is needed.
     """
     from holdfast.cli.watch import watch_root
 
@@ -437,9 +476,9 @@ def watch(root: str, every: str | None, once: bool, as_json: bool) -> int:
 )
 @_ending
 def serve(roots: Sequence[str], as_json: bool, **given: Any) -> int:
-    """Serve a page in the browser that shows runs.
+    """Show runs in the browser, on 127.0.0.1, until Ctrl-C.
 
-    Time line, checkpoints, lineage, costs, comparisons. It changes nothing.
+    The printed URL has a token that gives access. Needs pip install 'holdfast-torch[web]'.
     """
     from holdfast.cli.web.serve import serve as serve_roots
 
@@ -450,7 +489,8 @@ def serve(roots: Sequence[str], as_json: bool, **given: Any) -> int:
 def doctor(root: str | None) -> Answer:
     """Check this machine, and whether a run could save into a root.
 
-    One line for each finding, and what to do about it.
+    Each finding is ok, warn or fail, with a remedy; the exit code is 1 after a fail. Test files are
+    removed again.
     """
     from holdfast.cli.doctor import examine
 
@@ -459,7 +499,10 @@ def doctor(root: str | None) -> Answer:
 
 @_answering(options.shell)
 def completion(shell: str) -> Answer:
-    """Print a shell's completion of commands and options."""
+    """Print the completion script for a shell.
+
+    For bash, add to ~/.bashrc: eval "$(holdfast completion bash)"
+    """
     from holdfast.cli.completion import script
 
     return script(app, shell)
@@ -470,7 +513,7 @@ def completion(shell: str) -> Answer:
 def tree(source: str, depth: int | None, components: Sequence[str]) -> Answer:
     """Show the structure of a checkpoint or a file.
 
-    Tensors with dtype, shape and size, and plain values.
+    That is dtype, shape and size of tensors, and plain values. No tensor is read.
     """
     from holdfast.cli.tree import show_tree
 
@@ -480,7 +523,7 @@ def tree(source: str, depth: int | None, components: Sequence[str]) -> Answer:
 @_answering(options.source, options.tensor_name, options.rows, options.trust)
 @limited("source")
 def cat(source: str, name: str, rows: str | None) -> Answer:
-    """Print a tensor, some rows of it, or a plain value."""
+    """Print a tensor, some of its rows, or a plain value."""
     from holdfast.cli.cat import show_value
 
     return show_value(source, name, rows)
@@ -494,7 +537,7 @@ def cat(source: str, name: str, rows: str | None) -> Answer:
 def diff(a: str, b: str, **wishes: Any) -> Answer:
     """Compare two checkpoints or files.
 
-    Structure, dtypes, numbers and plain values.
+    Structure, dtypes, numbers and plain values are compared. The exit code is 1 if they differ.
     """
     from holdfast.cli.diff import diff as compare
 
@@ -510,9 +553,10 @@ def diff(a: str, b: str, **wishes: Any) -> Answer:
 def stats(
     source: str, components: Sequence[str], tensors: Sequence[str], plot: Path | None
 ) -> Answer:
-    """Compute norm, extremes, zeros and more of each tensor.
+    """Compute statistics of each tensor, such as norm and mean.
 
-    Also mean, NaN and infinite numbers, rows of zeros, and a histogram by powers of two.
+    Also extremes, zeros, values that are not finite, rows of zeros, and a histogram by powers of
+    two.
     """
     from holdfast.cli.stats import stats as compute
 
@@ -521,23 +565,24 @@ def stats(
 
 @_answering(options.root)
 def du(root: str) -> Answer:
-    """Show the disk usage of a root.
+    """Show the disk usage of a root, by checkpoint and component.
 
-    By checkpoint and component, with what each deletion would free.
+    Also how much space the deletion of each checkpoint would free.
     """
     from holdfast.cli.du import usage
 
     return usage(root)
 
 
-# What stands behind the command's name is the command's own.
+# Options after the program's name are the program's own.
 @app.command("run", context_settings={"allow_interspersed_args": False})
 @taking(options.command, *options.restarts, options.as_json_lines)
 @_ending
 def supervise(command: Sequence[str], as_json: bool, **restarts: Any) -> int:
-    """Run a training, and start it again when it crashes.
+    """Run a training, and restart it when it crashes.
 
-    As long as it makes progress.
+    It is restarted as long as it makes progress. The command exits with the code of the
+    program, or with 4 after too many restarts.
     """
     from holdfast.cli.run import Restarts, run_command
 
@@ -558,7 +603,12 @@ def train(
     as_json: bool,
     **restarts: Any,
 ) -> int:
-    """Fit a script's Trainer, and start again when it crashes."""
+    """Train with a Trainer from a script, and restart crashes.
+
+    The function (make_trainer by default) returns the Trainer, whose fit runs until GOAL. Values of
+    --set are converted to the parameter's annotation, or to the type of its default: true, 10_000,
+    1e-4, none. Under torchrun each rank runs in its own process, and torchrun does the restarts.
+    """
     from holdfast.cli.run import Restarts
     from holdfast.cli.train import train_command
 
@@ -574,12 +624,12 @@ def train(
 
 @app.group(no_args_is_help=True, cls=Commands)
 def keys() -> None:
-    """Make, list and replace the keys of encrypted checkpoints."""
+    """Generate, list and replace the keys of encrypted checkpoints."""
 
 
 @_answering(options.new_key_file, options.pair, group=keys)
 def generate(path: Path, pair: bool) -> Answer:
-    """Make a new key and write it into a new file."""
+    """Write a new secret key to a new file."""
     from holdfast.cli.keys import generate as generate_key
 
     return generate_key(path, pair=pair)
@@ -587,7 +637,10 @@ def generate(path: Path, pair: bool) -> Answer:
 
 @_answering(options.root, group=keys, name="list")
 def list_keys(root: str) -> Answer:
-    """List which keys decrypt each encrypted checkpoint. No key is needed."""
+    """List the keys that decrypt each encrypted checkpoint.
+
+    No key is needed.
+    """
     from holdfast.cli.keys import list_recipients
 
     return list_recipients(root)
@@ -606,9 +659,11 @@ def rotate(
     to_commands: Sequence[str],
     keep_old: bool,
 ) -> Answer:
-    """Replace the keys that decrypt a root's checkpoints.
+    """Replace the keys of all encrypted checkpoints.
 
-    Their data is not written again.
+    The current keys are named before the command (holdfast --key-file OLD keys rotate). Only the
+    key records are rewritten. After an interruption, run the command again. Give a running training
+    the new keys first.
     """
     from holdfast.cli.keys import rotate as rotate_keys
 
@@ -622,7 +677,8 @@ def rotate(
 def demo(out: Path, seed: int | None, fast: bool, as_json: bool) -> int:
     """Show that a killed training resumes exactly.
 
-    Train, get killed at random moments, resume, and compare with the undisturbed run.
+    A small model is trained, killed at random moments and resumed, and compared with an
+    uninterrupted run.
     """
     from holdfast.demo.story import run as run_demo
 

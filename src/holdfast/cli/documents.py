@@ -1,4 +1,4 @@
-"""JSON objects and texts that the answers of several commands share (docs/cli.md)."""
+"""JSON objects and texts that the answers of several commands share."""
 
 from __future__ import annotations
 

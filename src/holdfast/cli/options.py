@@ -83,16 +83,16 @@ def flag(name: str, about: str, into: str | None = None) -> Parameter:
     return click.option(*names, is_flag=True, help=about)
 
 
-_WHICH = "WHICH is latest, step=1000, best, a folder's name, a tag or a label."
+_WHICH = "WHICH is latest, step=1000, best, best:METRIC, or the name of a folder, tag or label."
 _PATH = click.Path(path_type=Path)
 
 # Of several commands
 
-root = argument("root", "ROOT", "Where the run's checkpoints live.")
+root = argument("root", "ROOT", "Folder or URL of a run.")
 target = argument("target", "ROOT[@WHICH]", _WHICH)
 one = argument("target", "ROOT@WHICH", _WHICH)
-as_json = flag("--json", "Answer with one JSON object.", "as_json")
-dry_run = flag("--dry-run", "Say what would be done; touch nothing.")
+as_json = flag("--json", "Print one JSON object.", "as_json")
+dry_run = flag("--dry-run", "Print the changes without making them.")
 
 # Before the command
 
@@ -105,51 +105,55 @@ key_files = several(
     envvar="HOLDFAST_KEY_FILE",
     show_envvar=True,
 )
-key_variables = several("--key-env", "key_variables", "NAME", "Environment variable with keys.")
+key_variables = several(
+    "--key-env", "key_variables", "NAME", "Environment variable that holds keys."
+)
 key_commands = several("--key-command", "key_commands", "COMMAND", "Command that prints keys.")
-accept_plain = flag("--accept-plain", "With a key, read checkpoints that are not encrypted, too.")
+accept_plain = flag("--accept-plain", "With a key, also read checkpoints that are not encrypted.")
 file_key = option(
     "--file-key",
     "PATH",
-    "File with the key of a file that another library has encrypted (MindSpore).",
+    "File with the key of an encrypted MindSpore file.",
     type=_PATH,
 )
 
 patience = option(
     "--timeout",
     "TIME",
-    "Give up an object store that has not answered for this long.",
+    "Give up if an object store does not answer for this long.",
     default="20s",
 )
 
 # keys
 
-new_key_file = argument(
-    "path", "PATH", "A file that is not there yet; only you may read it.", type=_PATH
-)
-pair = flag("--pair", "A private key, and beside it PATH.pub for those who only encrypt.")
+new_key_file = argument("path", "PATH", "A new file, which only you can read.", type=_PATH)
+pair = flag("--pair", "Write a key pair; PATH.pub is the public key, which only encrypts.")
 to_files = several("--to-file", "to_files", "PATH", "File with the new keys.")
-to_variables = several("--to-env", "to_variables", "NAME", "Variable with the new keys.")
-to_commands = several("--to-command", "to_commands", "COMMAND", "Command that prints them.")
-keep_old = flag("--keep-old", "Let the old keys decrypt them, too.")
+to_variables = several(
+    "--to-env", "to_variables", "NAME", "Environment variable that holds the new keys."
+)
+to_commands = several("--to-command", "to_commands", "COMMAND", "Command that prints the new keys.")
+keep_old = flag("--keep-old", "Keep the old keys valid.")
 
 # log
 
-saves = flag("--saves", "List each save too: why it was made, and what became of it.")
+saves = flag("--saves", "Also list each save: its reason, its cost, and whether it still exists.")
 
 # resume-plan
 
-reads_all = flag("--verify", "Read candidates in full until one is whole.", "verify")
+reads_all = flag("--verify", "Read candidates in full until one is intact.", "verify")
 
 # show
 
-tensors = flag("--tensors", "List every tensor too.")
+tensors = flag("--tensors", "List all tensors with type, shape, size and file.")
 
 # verify
 
-seen = option("--seen", "TEXT", "Fail unless the latest is this commit or newer.")
+seen = option(
+    "--seen", "TEXT", "Fail if the latest checkpoint is older than this commit (Checkpoint.seen)."
+)
 stored_only = flag(
-    "--stored-only", "Compare compressed blocks as they are stored; decompress none."
+    "--stored-only", "Do not decompress; check the stored bytes only, which is faster."
 )
 
 # gc, prune, tag
@@ -158,7 +162,7 @@ dead_epochs = several(
     "--dead-epoch",
     "dead_epochs",
     "N",
-    "Declare writer N dead, such as when its host is gone for good.",
+    "Treat writer N as dead, for example if its host is gone.",
     type=click.IntRange(min=1),
 )
 damaged = option(
@@ -168,23 +172,23 @@ damaged = option(
     show_default=False,
 )
 yes = flag("--yes", "With --damaged: delete it.")
-keep = option("--keep", "RULE", "Such as last:3,best:loss:min:2.", required=True)
-new_tags = argument("tags", "TAG...", "Names to add.", nargs=-1)
+keep = option("--keep", "RULE", "Retention rule, such as last:3,best:loss:min:2.", required=True)
+new_tags = argument("tags", "TAG...", "Tags to add.", nargs=-1)
 
 # forecast
 
 num_saves = option(
     "--saves",
     "N",
-    "How many saves to look ahead.",
+    "Number of saves to look ahead.",
     type=click.IntRange(min=1, max=1000),
     default=10,
 )
-other_rule = option("--keep", "RULE", "The rule. [default: the one that the run records]")
+other_rule = option("--keep", "RULE", "Retention rule. [default: the rule recorded by the run]")
 
 # schema
 
-answering = argument("command", "COMMAND...", "A command, such as `ls` or `keys list`.", nargs=-1)
+answering = argument("command", "COMMAND...", "A command, such as ls or keys list.", nargs=-1)
 
 # import, export
 
@@ -192,45 +196,50 @@ imported = argument("source", "SOURCE", "A file or folder of another library, or
 step = option(
     "--step",
     "N",
-    "Step of the checkpoint. [default: that of the source]",
+    "Step of the new checkpoint. [default: the step in the source]",
     type=click.IntRange(min=0),
 )
-label = option("--label", "TEXT", "The label. [default: from the step]")
+label = option("--label", "TEXT", "Label of the new checkpoint. [default: from the step]")
 rules = several(
-    "--map", "rules", "OLD=NEW", "Rename tensors by patterns; or a file with one such rule a line."
+    "--map", "rules", "OLD=NEW", "Rename tensors by patterns; or a file with one rule per line."
 )
 optimizer = option(
-    "--optimizer", "CLASS", "Class of the optimizer, such as AdamW, where the source does not tell."
+    "--optimizer",
+    "CLASS",
+    "Class of the optimizer, such as AdamW, if the source does not record it.",
 )
 parameters = option(
-    "--parameters", "FILE", "Names of the model's parameters in order, one a line.", type=_PATH
+    "--parameters",
+    "FILE",
+    "File with the names of the model's parameters in order, one per line.",
+    type=_PATH,
 )
 unsafe_pickle = flag(
-    "--unsafe-pickle", "DCP: also values that can only be pickled. Loading them runs code."
+    "--unsafe-pickle", "For DCP: allow values that can only be pickled. Loading them runs code."
 )
-allow_loss = flag(
-    "--allow-loss", "Skip tensors that cannot be read or named, which are an error otherwise."
+allow_loss = flag("--allow-loss", "Skip tensors that cannot be read or named, instead of failing.")
+trust = flag(
+    "--trust", "Remove the limits on memory and time. No code in the file runs either way."
 )
-trust = flag("--trust", "Lift the limits on memory and time; still runs nothing in the file.")
 exported = argument("target", "ROOT[@WHICH]", f"{_WHICH} Also a file or folder of another library.")
-new_output = argument("output", "OUT", "A file or folder that does not exist yet.")
+new_output = argument("output", "OUT", "A new file or folder.")
 to = click.option(
     "--to",
     type=click.Choice(["hf", "safetensors", "pt", "dcp"]),
     required=True,
-    help="Format that is written.",
+    help="Format to write.",
 )
 configs = several(
     "--config",
     "configs",
     "PATH",
-    "Copy this file, or the files of this folder, beside the weights.",
+    "Also copy this file, or the files in this folder.",
     type=_PATH,
 )
 dtype = click.option(
     "--dtype",
     type=click.Choice(["f32", "f16", "bf16"]),
-    help="Cast the floats of the model to this type.",
+    help="Cast floating-point tensors of the model to this type.",
 )
 shard_size = option(
     "--shard-size", "SIZE", "Split the weights into files of at most this size, such as 5GB."
@@ -238,34 +247,32 @@ shard_size = option(
 
 # save
 
-save_tags = several("--tag", "tags", "TAG", "A name for the checkpoint.")
+save_tags = several("--tag", "tags", "TAG", "Tag for the checkpoint; tagged checkpoints are kept.")
 reason = option(
-    "--reason", "TEXT", "Why; recorded in the checkpoint.", default="", show_default=False
+    "--reason", "TEXT", "Reason to record in the checkpoint.", default="", show_default=False
 )
-timeout = option(
-    "--timeout", "TIME", "How long to wait before the request is withdrawn.", default="10min"
-)
+timeout = option("--timeout", "TIME", "Withdraw the request after this time.", default="10min")
 
 # advise
 
 failures_per_day = option(
     "--failures-per-day",
     "X",
-    "Failures per day. Learnt from the run if unset.",
+    "Failures per day. [default: estimated from the run]",
     type=float,
 )
-mtbf = option("--mtbf", "TIME", "The same as a mean time between failures, such as 6h.")
+mtbf = option("--mtbf", "TIME", "Mean time between failures, such as 6h.")
 overhead_cap = option(
-    "--overhead-cap", "SHARE", "Share of the time that saving may take. [default: 5%]"
+    "--overhead-cap", "SHARE", "Largest share of the time for saving. [default: 5%]"
 )
-stall = option("--stall", "TIME", "How long a save stops training, in place of the measured time.")
+stall = option("--stall", "TIME", "How long a save stops training. [default: measured]")
 background = option(
-    "--background", "TIME", "How much longer the writing of a save delays training. [default: 0s]"
+    "--background", "TIME", "How long writing in the background delays training. [default: 0s]"
 )
 commit = option(
-    "--commit", "TIME", "From the end of the stall to the commit. [default: measured, or 0s]"
+    "--commit", "TIME", "Time from the end of the stall to the commit. [default: measured, or 0s]"
 )
-restart = option("--restart", "TIME", "From a failure to the first new step. [default: 2min]")
+restart = option("--restart", "TIME", "Time from a failure to the first new step. [default: 2min]")
 
 # plot
 
@@ -273,71 +280,81 @@ output = click.option(
     "-o",
     "--output",
     metavar="FILE",
-    help="Write FILE.svg, FILE.html or FILE.png; without it, text.",
+    help="Write FILE.svg, FILE.html or FILE.png (needs matplotlib) instead of text.",
     type=_PATH,
 )
-metrics = several("--metric", "metrics", "NAME", "Draw this metric in place of the usual ones.")
+metrics = several("--metric", "metrics", "NAME", "Draw this metric instead of the usual ones.")
 log = option(
     "--log",
     "PATH",
-    "The log, where it is not in the root.",
+    "Log of the Trainer. [default: ROOT/log/train.jsonl]",
     type=_PATH,
 )
 
 # cp, rm, thin, untag, scrub, watch, doctor, completion
 
-sources = argument(
-    "sources", "ROOT@WHICH...", "The checkpoints; with --all, their roots.", nargs=-1
-)
+sources = argument("sources", "ROOT@WHICH...", "Checkpoints; with --all, roots.", nargs=-1)
 copy_to = argument("to", "ROOT", "The root to copy to; it need not exist.")
 all_of_root = flag("--all", "Copy all checkpoints of each root.", "whole")
-drop = several("--drop", "components", "COMPONENT", "What to drop, such as optimizer.")
+drop = several(
+    "--drop", "components", "COMPONENT", "Component to drop, such as optimizer.", required=True
+)
 why_removed = option(
     "--reason",
     "TEXT",
-    "Why; recorded with the deletion. On a terminal, rm asks for it.",
+    "Reason to record for `holdfast log`. On a terminal, rm asks for it.",
     default="",
     show_default=False,
 )
-even_pinned = flag("--even-pinned", "Delete also what is pinned or tagged.")
-even_latest = flag("--even-latest", "Delete also the checkpoint that the run would go on from.")
-sure = flag("--yes", "Do not ask; for scripts.")
-old_tags = argument("tags", "TAG...", "Names to remove.", nargs=-1)
+even_pinned = flag("--even-pinned", "Allow deleting a pinned or tagged checkpoint.")
+even_latest = flag(
+    "--even-latest", "Allow deleting the checkpoint from which the run would resume."
+)
+sure = flag("--yes", "Do not ask for confirmation.")
+old_tags = argument("tags", "TAG...", "Tags to remove.", nargs=-1)
 rate = option(
-    "--rate", "SIZE", "Read at most this much a second, such as 50MB. [default: no limit]"
+    "--rate", "SIZE", "Read at most this much per second, such as 50MB. [default: no limit]"
 )
 place = click.option(
     "--resume",
     "place",
     metavar="FILE",
-    help="Record the progress in this file, and go on from it.",
+    help="Keep the progress in this file, and continue from there.",
     type=_PATH,
 )
-every = option("--every", "TIME", "How often to look. [default: 2s; 10s at an object store]")
-as_json_changes = flag("--json", "A line of JSON at each change.", "as_json")
-once = flag("--once", "Show the state of now, and end.")
-roots = argument("roots", "ROOT...", "The runs to show.", nargs=-1)
+every = option("--every", "TIME", "Time between updates. [default: 2s; 10s for an object store]")
+as_json_changes = flag("--json", "Print a JSON object at each change.", "as_json")
+once = flag("--once", "Show the current state and exit.")
+roots = argument("roots", "ROOT...", "Folders or URLs of runs.", nargs=-1)
 port = option(
     "--port",
     "N",
-    "Listen on this port of 127.0.0.1. [default: 8770, or a free one]",
+    "Port on 127.0.0.1. [default: 8770, or a free port]",
     type=click.IntRange(min=0, max=65535),
 )
 path_prefix = option(
-    "--path-prefix", "PATH", "Serve below this path, for a proxy.", default="", show_default=False
+    "--path-prefix", "PATH", "Path prefix under a proxy.", default="", show_default=False
 )
 allow_hosts = several(
-    "--allow-host", "allow_hosts", "NAME", "Also answer to this name, of a proxy."
+    "--allow-host", "allow_hosts", "NAME", "Also accept this host name, for a proxy."
+)
+allow_pin = flag("--allow-pin", "Allow pinning and unpinning in the browser.")
+allow_delete = flag(
+    "--allow-delete", "Allow deleting checkpoints in the browser, with the checks of rm."
 )
 opening = click.option(
     "--open/--no-open",
     "is_opening",
     default=False,
-    help="Open the page in a browser. Others on this machine may then see its URL.",
+    help="Open a browser. Other local users may then see the URL.",
 )
-as_json_line = flag("--json", "A line of JSON once it listens.", "as_json")
+as_json_line = flag("--json", "Print a JSON object when the server is ready.", "as_json")
 doctor_root = click.argument(
-    "root", metavar="[ROOT]", required=False, cls=Argument, about="A root, which need not exist."
+    "root",
+    metavar="[ROOT]",
+    required=False,
+    cls=Argument,
+    about="Folder or URL of a run, which need not exist.",
 )
 shell = click.argument(
     "shell",
@@ -353,77 +370,81 @@ source = argument("source", "SOURCE", _SOURCE)
 first = argument("a", "A", _SOURCE)
 second = argument("b", "B", _SOURCE)
 tensor_name = argument(
-    "name", "NAME", "COMPONENT:PATH, such as model:h.0.weight; PATH if there is one component."
+    "name",
+    "NAME",
+    "COMPONENT:PATH, such as model:h.0.weight, or PATH if there is only one component.",
 )
 rows = click.option(
     "--slice", "rows", metavar="ROWS", help="Rows of the first dimension: 5, 0:2, :2, 2:."
 )
-depth = option("--depth", "N", "Levels to show below a component.", type=click.IntRange(min=0))
+depth = option("--depth", "N", "Levels to show below each component.", type=click.IntRange(min=0))
 components = several("--component", "components", "NAME", "Only this component.")
 only_tensors = several("--tensor", "tensors", "NAME", "Only this tensor: COMPONENT:PATH.")
 fail_above = option(
     "--fail-above", "X", "Tensors that differ by at most X count as equal.", type=float
 )
 ignored = several(
-    "--ignore", "ignored", "PATTERN", "Leave out what it names, such as rng or '**.eval_runtime'."
+    "--ignore", "ignored", "PATTERN", "Ignore values that match, such as rng or '**.eval_runtime'."
 )
-exponents_plot = option("--plot", "FILE", "Draw the exponents as FILE.png or FILE.svg.", type=_PATH)
+exponents_plot = option("--plot", "FILE", "Draw the histograms (.png or .svg).", type=_PATH)
 
 
 # run
 
-command = argument("command", "COMMAND...", "What to run, with its arguments.", nargs=-1)
-progress_root = option("--root", "ROOT", "Judge progress by the checkpoints in this root.")
+command = argument("command", "COMMAND...", "The program to run, with its arguments.", nargs=-1)
+progress_root = option("--root", "ROOT", "Run whose new checkpoints count as progress.")
 max_failures = option(
     "--max-failures",
     "N",
-    "Give up after N lives in a row without progress.",
+    "Give up after N restarts in a row without progress.",
     type=click.IntRange(min=1),
     default=5,
 )
-backoff = option("--backoff", "TIME", "First pause before a restart; it doubles.", default="1s")
-backoff_max = option("--backoff-max", "TIME", "The longest pause.", default="60s")
+backoff = option(
+    "--backoff", "TIME", "First pause before a restart; it doubles each time.", default="1s"
+)
+backoff_max = option("--backoff-max", "TIME", "Longest pause.", default="60s")
 progress_after = option(
     "--progress-after",
     "TIME",
-    "Without --root: a life of this length made progress. [default: 10min]",
+    "Without --root, running this long counts as progress. [default: 10min]",
 )
 requeue_code = option(
     "--requeue-code",
     "N",
-    "Exit status that is passed on and causes no restart.",
+    "Exit code that ends the command without a restart.",
     type=click.IntRange(min=1, max=255),
     default=75,
 )
-grace = option("--grace", "TIME", "How long after a signal the command is killed.", default="5min")
+grace = option("--grace", "TIME", "Kill the training this long after a signal.", default="5min")
 restarts = (
     *(progress_root, max_failures, backoff, backoff_max),
     *(progress_after, requeue_code, grace),
 )
 """Options of `run` and `train`, those of `cli.run.Restarts`."""
-as_json_lines = flag("--json", "A line of JSON after each life and at the end.", "as_json")
+as_json_lines = flag("--json", "Print a JSON object after each session and at the end.", "as_json")
 
 # train
 
 script = argument(
     "script",
     "SCRIPT:FUNCTION",
-    "File or module, and what makes the Trainer: train.py:make_trainer.",
+    "File or module, and the function that returns the Trainer.",
 )
-until = option("--until", "GOAL", "The goal of the run: 10_000step, 2ep.", required=True)
-sets = several(
-    "--set", "sets", "NAME=VALUE", "Set an argument of the function, converted to its type."
-)
-max_time = option("--max-time", "TIME", "End after this time, with the code for a requeue.")
+until = option("--until", "GOAL", "Goal of the run, such as 10_000step or 2ep.", required=True)
+sets = several("--set", "sets", "NAME=VALUE", "Set an argument of the function.")
+max_time = option("--max-time", "TIME", "Stop after this time, with exit code 75.")
 
 # demo
 
 out = option(
     "--out",
     "FOLDER",
-    "A new folder to work in.",
+    "A new folder for the demo.",
     type=_PATH,
     default=Path("demo-output"),
 )
-seed = option("--seed", "N", "Repeat an earlier demo. Drawn if unset.", type=click.IntRange(min=0))
-fast = flag("--fast", "Use a tiny model, for a first look.")
+seed = option(
+    "--seed", "N", "Repeat an earlier demo. [default: random]", type=click.IntRange(min=0)
+)
+fast = flag("--fast", "Use a tiny model.")

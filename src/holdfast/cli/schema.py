@@ -1,18 +1,13 @@
-"""JSON Schema of the commands' answers, and the tables of docs/cli.md, made from the structs.
-
-`python -m holdfast.cli.schema docs/cli.md` writes the tables between the two marks of the page.
-"""
+"""JSON Schema of the commands' answers, made from their structs."""
 
 from __future__ import annotations
 
 import ast
 import inspect
 import json
-import sys
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -63,7 +58,6 @@ ANSWERS: Mapping[str, str] = {
 }
 """Command → module of `holdfast.cli` and struct of its answer (of `run` and `train`: the last
 line). `demo` answers with the record of its own `demo.json`."""
-BEGIN, END = "<!-- answers: made by holdfast.cli.schema -->", "<!-- answers end -->"
 
 _NO_NUMBER = {"enum": ["nan", "inf", "-inf"]}
 
@@ -106,64 +100,6 @@ def show_schema(command: str) -> Answer:
     found = schema_of(command)
     text = json.dumps(found, indent=2)
     return Answer(document=of(SchemaShown, {"schema": found}), parts=[text])
-
-
-def tables() -> str:
-    """Return the tables of all answers in Markdown; parts stand behind the answer they are in."""
-    seen: set[type] = set()
-    commands: dict[type[msgspec.Struct], list[str]] = {}
-    for command in ANSWERS:
-        commands.setdefault(struct_of(command), []).append(f"`{command}`")
-    lines: list[str] = []
-    for root, names in commands.items():
-        for kind in _all(root).values():
-            if kind not in seen:
-                seen.add(kind)
-                title = f"Answer of {', '.join(names)}" if kind is root else _title(kind)
-                lines += [f"**{title}**", "", "| member | type | meaning |", "|---|---|---|"]
-                lines += [*_rows(kind), ""]
-    return "\n".join(lines)
-
-
-def _title(kind: type[msgspec.Struct]) -> str:
-    return f"{kind.__name__}: {(kind.__doc__ or '').splitlines()[0].rstrip('.')}"
-
-
-def _rows(kind: type[msgspec.Struct]) -> Iterator[str]:
-    texts = _docstrings(kind)
-    for field in msgspec.structs.fields(kind):
-        text = texts[field.name].replace("|", "\\|")
-        yield f"| `{field.encode_name}` | {_word(field.type)} | {text} |"
-
-
-def _word(kind: Any) -> str:
-    """Return a type in words, as `list of Reader, or null`."""
-    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
-        return kind.__name__
-    if kind in _WORDS:
-        return _WORDS[kind]
-    origin = getattr(kind, "__origin__", None)
-    inside: tuple[Any, ...] = getattr(kind, "__args__", ())
-    if origin in (list, tuple):
-        return f"list of {_word(inside[0])}"
-    if origin is dict:
-        return "object"
-    if inside and all(isinstance(one, str) for one in inside):
-        return ", ".join(f"`{one}`" for one in inside)
-    words = [_word(one) for one in inside if one not in (type(None), msgspec.UnsetType)]
-    words += ["or null"] if type(None) in inside else []
-    words += ["may be missing"] if msgspec.UnsetType in inside else []
-    return ", ".join(words)
-
-
-_WORDS: Mapping[Any, str] = {
-    str: "text",
-    int: "integer",
-    float: "number",
-    bool: "true or false",
-    Any: "any",
-    dict: "object",
-}
 
 
 def _all(root: type[msgspec.Struct]) -> dict[str, type[msgspec.Struct]]:
@@ -220,14 +156,3 @@ def _docstrings(kind: type[msgspec.Struct]) -> dict[str, str]:
                 assert isinstance(field.target, ast.Name)
                 found[field.target.id] = " ".join(ast.literal_eval(text.value).split())
     return found
-
-
-def write_tables(page: Path) -> None:
-    """Put the tables between the two marks of a page."""
-    before, _, rest = page.read_text("utf-8").partition(BEGIN)
-    _, _, after = rest.partition(END)
-    page.write_text(f"{before}{BEGIN}\n\n{tables()}\n{END}{after}", "utf-8")
-
-
-if __name__ == "__main__":
-    write_tables(Path(sys.argv[1]))

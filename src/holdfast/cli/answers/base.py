@@ -1,7 +1,7 @@
 """Base of the answers, and the parts that several of them share.
 
 `of` makes an answer from the members that a command gathered. One too many or of another type
-raises, so that neither docs/cli.md nor the JSON Schema can differ from what is printed.
+raises, so that the JSON Schema matches the output.
 """
 
 from __future__ import annotations
