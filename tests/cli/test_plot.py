@@ -142,7 +142,7 @@ def test_without_a_log_the_checkpoints_are_drawn(holdfast: Command, root: Path) 
         "points": [[100, 0.3], [200, 0.15], [300, 0.1]],
     }
     assert [step for step, _ in sizes["points"]] == [100, 200, 300]
-    assert document["notes"] == ["no log: only what the checkpoints say of their steps"]
+    assert document["notes"] == ["no log: only the steps of checkpoints are known"]
     assert holdfast("plot", root, "--metric", "odd").code == 0  # NaN at all steps
     assert "--metric NAME draws another metric: odd\n" in holdfast("plot", root).out
     assert "another metric: loss\n" in holdfast("plot", root, "--metric", "odd").out

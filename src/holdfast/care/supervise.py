@@ -41,9 +41,6 @@ class Limits:
     """Longest pause before a restart, in seconds."""
     requeue_code: int = REQUEUE_CODE
     """Exit status after which the child is not restarted: its scheduler is to do that."""
-    usage_code: int | None = None
-    """Exit status of a child whose arguments are wrong, so that a restart is pointless; None: any
-    failure is retried."""
     progress_after_s: float = 600.0
     """Duration from which a life counts as progress, where the run's step is not known."""
 
@@ -110,8 +107,6 @@ class SupervisionOutcome(Enum):
     """The child ended with status 0."""
     REQUEUE = "requeue"
     """The child ended with the code that asks its scheduler to run it again."""
-    WRONG = "wrong"
-    """The child ended with the code for wrong arguments."""
     STOPPED = "stopped"
     """A signal asked to stop, and the child ended in another way than those two."""
     GAVE_UP = "gave-up"
@@ -222,8 +217,6 @@ def _outcome(ending: ChildEnding, limits: Limits, failures: int) -> SupervisionO
         return SupervisionOutcome.FINISHED
     if ending.returncode == limits.requeue_code:
         return SupervisionOutcome.REQUEUE
-    if ending.returncode == limits.usage_code and ending.returncode is not None:
-        return SupervisionOutcome.WRONG
     if ending.asked is not None:
         return SupervisionOutcome.STOPPED
     return SupervisionOutcome.GAVE_UP if failures >= limits.max_failures else None

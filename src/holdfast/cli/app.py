@@ -589,39 +589,6 @@ def supervise(command: Sequence[str], as_json: bool, **restarts: Any) -> int:
     return run_command(command, Restarts(**restarts), as_json=as_json)
 
 
-@app.command()
-@taking(
-    *(options.script, options.until, options.sets, options.max_time),
-    *(*options.restarts, options.as_json_lines),
-)
-@_ending
-def train(
-    script: str,
-    until: str,
-    sets: Sequence[str],
-    max_time: str | None,
-    as_json: bool,
-    **restarts: Any,
-) -> int:
-    """Train with a Trainer from a script, and restart crashes.
-
-    The function (make_trainer by default) returns the Trainer, whose fit runs until GOAL. Values of
-    --set are converted to the parameter's annotation, or to the type of its default: true, 10_000,
-    1e-4, none. Under torchrun each rank runs in its own process, and torchrun does the restarts.
-    """
-    from holdfast.cli.run import Restarts
-    from holdfast.cli.train import train_command
-
-    return train_command(
-        script,
-        until=until,
-        sets=sets,
-        max_time=max_time,
-        restarts=Restarts(**restarts),
-        as_json=as_json,
-    )
-
-
 @app.group(no_args_is_help=True, cls=Commands)
 def keys() -> None:
     """Generate, list and replace the keys of encrypted checkpoints."""

@@ -85,7 +85,7 @@ def _marker_lines(report: GcReport, root: str) -> list[str]:
     options = " ".join(f"--dead-epoch {epoch}" for epoch in epochs)
     return [
         f"markers that stay: {sum(report.markers.values())}, of writers {writers}, "
-        "which may be paused, or have a request on the way. Where you know that they ended, and "
+        "which may be paused, or have a request on the way. If you know that they ended, and "
         f"some hours ago: holdfast gc {root} {options}"
     ]
 

@@ -421,19 +421,8 @@ restarts = (
     *(progress_root, max_failures, backoff, backoff_max),
     *(progress_after, requeue_code, grace),
 )
-"""Options of `run` and `train`, those of `cli.run.Restarts`."""
+"""Options of `run`, those of `cli.run.Restarts`."""
 as_json_lines = flag("--json", "Print a JSON object after each session and at the end.", "as_json")
-
-# train
-
-script = argument(
-    "script",
-    "SCRIPT:FUNCTION",
-    "File or module, and the function that returns the Trainer.",
-)
-until = option("--until", "GOAL", "Goal of the run, such as 10_000step or 2ep.", required=True)
-sets = several("--set", "sets", "NAME=VALUE", "Set an argument of the function.")
-max_time = option("--max-time", "TIME", "Stop after this time, with exit code 75.")
 
 # demo
 

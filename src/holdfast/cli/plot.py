@@ -114,7 +114,7 @@ def _recorded(root: str, log: Path | None, entries: Sequence[Entry], notes: list
     record = _read_log(log if log is not None else _log_of(root), is_given=log is not None)
     if record is None:
         record = _of_manifests(entries)
-        notes.append("no log: only what the checkpoints say of their steps")
+        notes.append("no log: only the steps of checkpoints are known")
     # Oldest first: of two at one step the newer counts, as the run went back before the other.
     kept = sorted(entries, key=lambda entry: entry.order)
     record.sizes |= {entry.step: float(entry.manifest.plain_nbytes) for entry in kept}

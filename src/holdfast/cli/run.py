@@ -31,7 +31,7 @@ from holdfast.store.memory import MemoryStore
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restarts:
-    """Options on restarts, as typed; those of `options.restarts`."""
+    """Options on restarts, as typed."""
 
     root: str | None
     max_failures: int
@@ -41,7 +41,7 @@ class Restarts:
     requeue_code: int
     grace: str
 
-    def limits(self, *, usage_code: int | None) -> Limits:
+    def limits(self) -> Limits:
         """Parse the limits."""
         if self.root is not None and self.progress_after is not None:
             raise UsageError(
@@ -53,20 +53,13 @@ class Restarts:
             backoff_s=_seconds(self.backoff, "--backoff"),
             backoff_max_s=_seconds(self.backoff_max, "--backoff-max"),
             requeue_code=self.requeue_code,
-            usage_code=usage_code,
             progress_after_s=_seconds(self.progress_after or "10min", "--progress-after"),
         )
 
 
-def run_command(
-    command: Sequence[str], restarts: Restarts, *, as_json: bool, is_final_usage: bool = False
-) -> int:
-    """Run a command until it succeeds, is stopped, or makes no progress; return the exit code.
-
-    `is_final_usage`: the command ends with `Code.USAGE` if its arguments are wrong, which no
-    restart would mend.
-    """
-    limits = restarts.limits(usage_code=int(Code.USAGE) if is_final_usage else None)
+def run_command(command: Sequence[str], restarts: Restarts, *, as_json: bool) -> int:
+    """Run a command until it succeeds, is stopped, or makes no progress; return the exit code."""
+    limits = restarts.limits()
     head = None if restarts.root is None else _head_of(_open(restarts.root))
     tell = _report_json if as_json else _report
     with ChildProcess(command, grace_s=_seconds(restarts.grace, "--grace")) as child:
@@ -191,8 +184,6 @@ def _verdict(result: Supervised) -> str:
         return f"finished in life {last.number}"
     if result.outcome is SupervisionOutcome.REQUEUE:
         return f"status {result.code}: to be run again by its scheduler"
-    if result.outcome is SupervisionOutcome.WRONG:
-        return f"status {result.code}: its arguments are wrong"
     if result.outcome is SupervisionOutcome.STOPPED:
         return f"stopped in or after life {last.number}, as a signal asked"
     return f"gave up: {last.failures} in a row made no progress; the last ended with {last.ending}"

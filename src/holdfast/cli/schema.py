@@ -51,13 +51,12 @@ ANSWERS: Mapping[str, str] = {
     "completion": "completion:CompletionAnswer",
     "schema": "schema:SchemaShown",
     "run": "answers.training:RunEnd",
-    "train": "answers.training:RunEnd",
     "keys generate": "answers.keys:KeysGenerate",
     "keys list": "answers.keys:KeysList",
     "keys rotate": "answers.keys:KeysRotate",
 }
-"""Command → module of `holdfast.cli` and struct of its answer (of `run` and `train`: the last
-line). `demo` answers with the record of its own `demo.json`."""
+"""Command → module of `holdfast.cli` and struct of its answer (of `run`: the last line).
+`demo` answers with the record of its own `demo.json`."""
 
 _NO_NUMBER = {"enum": ["nan", "inf", "-inf"]}
 

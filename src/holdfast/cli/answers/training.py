@@ -1,4 +1,4 @@
-"""Answers of a training: of `save`, which asks one, and `run` and `train`, which start one."""
+"""Answers of a training: of `save`, which asks one, and `run`, which starts one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Save(Document, frozen=True):
 
 
 class ChildLived(Document, frozen=True):
-    """Line of `run` and `train` after each life of the command."""
+    """Line of `run` after each life of the command."""
 
     life: int
     """Its number, from 1."""
@@ -50,10 +50,10 @@ class ChildLived(Document, frozen=True):
 
 
 class Summary(Document, frozen=True):
-    """All lives of `run` and `train`."""
+    """All lives of `run`."""
 
-    outcome: Literal["finished", "requeue", "stopped", "gave-up", "wrong"]
-    """How it ended; `wrong`: arguments of `train` are."""
+    outcome: Literal["finished", "requeue", "stopped", "gave-up"]
+    """How it ended."""
     code: int
     """Exit code of the command."""
     from_step: int | None
@@ -65,7 +65,7 @@ class Summary(Document, frozen=True):
 
 
 class RunEnd(Document, frozen=True):
-    """Last line of `run` and `train`."""
+    """Last line of `run`."""
 
     summary: Summary
     """All lives."""
