@@ -346,6 +346,17 @@ def test_each_writer_that_may_still_delete_is_named(encrypt: Any) -> None:
         assert found.folder == first
 
 
+def test_gc_leaves_users_files_with_the_names_of_a_dead_writers_marks() -> None:
+    store = MemoryStore()
+    first = saved(store, 1, 2)[0]
+    saved(store, 3, which="latest")
+    names = layout.thinned_name("tree", 2), layout.retired_name(2)
+    for name in names:
+        store.put(f"{first}/{name}", b'{"mine": 1}')
+    collect(store, dead_epochs={2})
+    assert {*names} <= {*store.children(first)}
+
+
 def test_a_component_that_a_dead_writer_was_to_drop_comes_back() -> None:
     """Where none of its files is gone yet."""
     store = MemoryStore()

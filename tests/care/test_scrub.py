@@ -14,6 +14,7 @@ from holdfast.care.verify import verify, verify_root
 from holdfast.format import layout
 from holdfast.format.layout import BLOCK_NBYTES
 from holdfast.format.manifest import Deleted
+from holdfast.format.records import Thinned
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.faulty import Fault, FaultyStore
 
@@ -145,7 +146,8 @@ def test_what_retention_takes_meanwhile_is_no_damage(
             tombstone = Deleted(save_id="0" * 32, by="writer 1", reason="last 1")
             store.put(f"{folder}/manifest.json", tombstone.encode())
         else:
-            store.put(f"{folder}/{layout.thinned_name('c0', 1)}", b"")
+            mark = Thinned(by="writer 1", component="c0", reason="last 1").encode()
+            store.put(f"{folder}/{layout.thinned_name('c0', 1)}", mark)
         store.delete(file)
 
     if dropped == "all":

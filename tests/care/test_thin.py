@@ -198,6 +198,23 @@ def test_the_mark_of_a_thinner_that_may_be_at_it_binds() -> None:
     manager.close()
 
 
+def test_a_users_file_with_the_name_of_a_mark_drops_nothing() -> None:
+    store, run = MemoryStore(), new_run()
+    manager = run.manager(store, sinks=())
+    manager.save(1).wait()
+    folder = entry_at(store, 1).folder
+    mine = f"{folder}/{layout.thinned_name('optimizer', 1)}"
+    store.put(mine, b'{"mine": 1}')
+    assert not entry_at(store, 1).marks.thinned
+    assert new_run().manager(store, sinks=()).load("step=1").step == 1
+    with pytest.raises(errors.StoreError, match="not written by Holdfast"):
+        thin(store, folder, ["optimizer"], epoch=1, reason="late", readers=Readers(store))
+    manager.close()
+    assert store.get(mine) == b'{"mine": 1}'
+    store.delete(mine)
+    assert verify(store, folder).ok
+
+
 def test_a_fenced_off_thinner_removes_nothing() -> None:
     """R10."""
     store, run = MemoryStore(), new_run()

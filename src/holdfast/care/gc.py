@@ -16,7 +16,7 @@ from holdfast.engine.claims.leases import find_leases
 from holdfast.engine.claims.process import Liveness, is_this_process, liveness
 from holdfast.engine.roots.catalog import Catalog, Register
 from holdfast.engine.roots.commit import kept_of_others, mark_aborted, remove_files, remove_scratch
-from holdfast.engine.roots.documents import is_there, read_if_there
+from holdfast.engine.roots.documents import is_own_mark, is_there, read_if_there
 from holdfast.engine.roots.ended import EndedAttempts, known_ended
 from holdfast.engine.roots.proof import holds_own_files, was_made_by
 from holdfast.errors import (
@@ -291,7 +291,7 @@ def _marks_of_dead(
             component = register.components.get(thinned[0])
             if component is not None and {*component.files} <= {*names}:
                 dead.append(name)
-    return [f"{folder}/{name}" for name in dead]
+    return [key for name in dead if is_own_mark(store, key := f"{folder}/{name}")]
 
 
 def _drop_stale_record(store: Store, folder: str, ended: EndedAttempts, report: GcReport) -> None:

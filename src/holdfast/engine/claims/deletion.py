@@ -15,6 +15,7 @@ from holdfast.engine.claims.claim import Claim, ends_with_its_put, nothing_arriv
 from holdfast.engine.claims.leases import FoundLease, Readers
 from holdfast.engine.roots.catalog import Catalog, Marks
 from holdfast.engine.roots.commit import check_ownership, remove_files
+from holdfast.engine.roots.documents import is_own_mark
 from holdfast.errors import (
     AlreadyExists,
     FormatError,
@@ -41,6 +42,10 @@ class Removal:
 
 
 _NOT_REMOVED = Removal(is_done=False)
+_HIDES = (
+    "not written by Holdfast, and has the name of the record that a deletion begins with. The "
+    "checkpoint stays; move the file elsewhere"
+)
 
 
 def retract(
@@ -142,11 +147,8 @@ def _mark_retired(store: Store, folder: str, epoch: int, mark: Retired) -> bool:
         store.put(key, mark.encode(), if_absent=True)
     except AlreadyExists as error:
         is_ours = False
-        if epoch not in Catalog(store).marks(folder).retired_by:
-            raise StoreError(
-                f"{store.url}/{key}: not written by Holdfast, and has the name of the record that "
-                "a deletion begins with. The checkpoint stays; move the file elsewhere"
-            ) from error
+        if not is_own_mark(store, key):
+            raise StoreError(f"{store.url}/{key}: {_HIDES}") from error
     check_ownership(store, epoch, committed=True)
     return is_ours
 
@@ -164,6 +166,9 @@ def thin(
     """Delete components of a checkpoint unless it is pinned, tagged or leased by a reader.
 
     In this order: marks, ownership check, pins, leases, files. `even_held` is as for `retract`.
+
+    Raises:
+        StoreError: a user's file has the name of a mark, so that no reader would see one.
     """
     ours: list[str] = []
     for component in components:
@@ -171,7 +176,9 @@ def thin(
         mark = Thinned(by=f"writer {epoch}", component=component, reason=reason)
         try:
             store.put(key, mark.encode(), if_absent=True)
-        except AlreadyExists:
+        except AlreadyExists as error:
+            if not is_own_mark(store, key):
+                raise StoreError(f"{store.url}/{key}: {_HIDES}") from error
             continue  # This epoch began to thin it before; some files may be gone already.
         except NotFound:
             return _NOT_REMOVED

@@ -15,7 +15,7 @@ from functools import cache
 from typing import TypeVar
 
 from holdfast.engine.roots.best import best_of, means_best
-from holdfast.engine.roots.documents import is_of_others, read_if_there
+from holdfast.engine.roots.documents import is_own_mark, read_if_there
 from holdfast.engine.roots.ended import known_ended
 from holdfast.engine.roots.lost import Evidence, latest_of
 from holdfast.engine.roots.proof import holds_own_files, was_made_by
@@ -253,28 +253,24 @@ class Catalog:
     def _marks(self, folder: str, names: tuple[str, ...]) -> Marks:
         notes, number = self._newest_notes(folder, names)
         return Marks(
-            retired_by=self._retired_by(folder, names),
-            thinned_by=tuple(mark for mark in map(layout.parse_thinned, names) if mark is not None),
+            retired_by=self._own(folder, names, layout.parse_retired),
+            thinned_by=self._own(folder, names, layout.parse_thinned),
             rejected=self._reasons(folder) if layout.REJECTED in names else (),
             pinned=notes.pinned,
             tags=notes.tags,
             notes_number=number,
         )
 
-    def _retired_by(self, folder: str, names: tuple[str, ...]) -> tuple[int, ...]:
-        """Return the epochs of the deletion marks; a user's file of such a name is none."""
-        epochs = {name: layout.parse_retired(name) for name in names}
+    def _own(
+        self, folder: str, names: tuple[str, ...], parse: Callable[[str], T | None]
+    ) -> tuple[T, ...]:
+        """Parse the names of marks; skips users' files with such names."""
+        marks = {name: parse(name) for name in names}
         return tuple(
-            epoch
-            for name, epoch in epochs.items()
-            if epoch is not None and not self._is_of_others(f"{folder}/{name}")
+            mark
+            for name, mark in marks.items()
+            if mark is not None and is_own_mark(self.home(folder), f"{folder}/{name}")
         )
-
-    def _is_of_others(self, key: str) -> bool:
-        try:
-            return is_of_others(self.home(key.partition("/")[0]), key)
-        except SealError:
-            return False
 
     def entry(
         self,

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TypeVar
+from weakref import WeakKeyDictionary
 
-from holdfast.errors import CorruptData, FormatError, NotFound, StoreError
+from holdfast.errors import CorruptData, FormatError, NotFound, SealError, StoreError
 from holdfast.format.strictjson import MAX_CHECKED_NBYTES
 from holdfast.store.base import Buffer, Store
 
@@ -47,6 +49,25 @@ def is_of_others(store: Store, key: str) -> bool:
         return False
     except FormatError:
         return True
+
+
+_OWN_MARKS: WeakKeyDictionary[Store, set[str]] = WeakKeyDictionary()
+
+
+def is_own_mark(store: Store, key: str) -> bool:
+    """Whether a file with the name of a mark was written by Holdfast; sealed ones were.
+
+    A process reads each mark once.
+    """
+    try:
+        known = _OWN_MARKS.setdefault(store, set())
+    except TypeError:  # a user's own store that allows no weak references
+        known = set()
+    with suppress(SealError):
+        if key not in known and is_of_others(store, key):
+            return False
+        known.add(key)
+    return True
 
 
 def is_there(store: Store, key: str) -> bool:

@@ -22,7 +22,7 @@ from functools import partial
 from typing import TypeVar
 
 from holdfast.engine.roots.commit import SaveAttempt, publish, remove_scratch, settle
-from holdfast.engine.roots.documents import read_document
+from holdfast.engine.roots.documents import is_own_mark, read_document
 from holdfast.engine.sealed.sealing import bare, sealed, vouched
 from holdfast.engine.sealed.unsealing import box_documents, boxes_of
 from holdfast.engine.tiers.pieces import (
@@ -189,7 +189,10 @@ class Sender:
         """Raise an error if the committed remote copy lacks its keys, or lacks files although
         retention has dropped no components of it: it may have been damaged since."""
         sizes = self._remote_sizes(folder)
-        is_thinned = any(layout.parse_thinned(name) is not None for name in sizes)
+        is_thinned = any(
+            layout.parse_thinned(name) and is_own_mark(self._remote, f"{folder}/{name}")
+            for name in sizes
+        )
         wrong = [name for name, entry in listing.files.items() if sizes.get(name) != length(entry)]
         if wrong and not is_thinned:
             raise CorruptData(f"{self._remote.url}/{folder} lacks {', '.join(wrong)}")
