@@ -114,9 +114,9 @@ PROSE = (
     Limit("docs: “that of” per 10,000 words", 14, _ENGLISH, slack=0.3),
     Limit("docs: “whoever, beside” per 10,000 words", 16, _ENGLISH, slack=0.3),
     Limit("docs: “where for if” per 10,000 words", 5.2, _ENGLISH, slack=0.3),
-    Limit("docs: “as it is” per 10,000 words", 3.3, _ENGLISH, slack=0.3),
+    Limit("docs: “as it is” per 10,000 words", 3, _ENGLISH, slack=0.3),
     Limit("docs: “is told” per 10,000 words", 0.79, _ENGLISH, slack=0.3),
-    Limit("docs: “but for” per 10,000 words", 1.2, _ENGLISH, slack=0.3),
+    Limit("docs: “but for” per 10,000 words", 0.9, _ENGLISH, slack=0.3),
     # Help, other texts of holdfast.cli, and the texts in `raise` statements.
     Limit("messages: words", 21_700, "Shorten the messages", reason="mistakes in callbacks"),
     Limit("messages: “go on” per 10,000 words", 12, _ENGLISH, slack=0.9),

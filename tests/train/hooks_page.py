@@ -15,10 +15,8 @@ HEAD = """\
 
 <!-- Made by tests/train/hooks_page.py; edit src/holdfast/train/callbacks/hooks.py instead. -->
 
-A callback is a subclass of `holdfast.train.Callback` with the methods that it needs. This table
-has all of them in the order in which they are called: from top to bottom, where a step repeats
-its rows for each step, and a batch for each batch. The first argument, `training`, is the
-`Trainer`.
+Subclass `holdfast.train.Callback`, override the hooks that you need, and pass an instance in
+`callbacks`. The argument `training` is the `Trainer`.
 
 ```python
 from holdfast.train import Callback
@@ -30,26 +28,26 @@ class StopWhenGood(Callback):
             training.request_stop("good enough")
 ```
 
-* Callbacks run by `priority`, higher first, then as they were given. A `Logger` runs after all
-  others, but before them in `fit_start`, so that it is there for what they log. What the Trainer
-  itself does between two hooks has a fixed place.
-* A method that is no hook but looks like one (`on_…`, or misspelt), or takes other arguments, is
-  refused when the Trainer is made.
-* What a hook raises ends the training as `HookFailed`, which names class and hook; the error is
-  its cause. An interrupt stays what it is.
-* A callback with `state_dict` and `load_state_dict` is saved and resumed, as the component
-  `callback-<name>`; the name is its `name`, or that of its class. Two of one class with a state
-  need names, as each would get the other's state when they change places.
-* `training.manager.save(training.counters.step)` works in `fit_start`, `step_end`, `epoch_end`,
-  `log` and `fit_end`; elsewhere the parts of the state do not belong to one step, and it is
-  refused. While `vetoes_ephemeral` is True, the Trainer makes no ephemeral checkpoints.
-* `watches` lists the metrics that a callback needs. One that neither steps nor validations give is
-  an error at the first validation.
-* The save of a step comes after its validation and its log, so that callbacks, metrics and log
-  of that step are complete when it is made. A run that goes on from one that was made in `step_end`
-  makes up for the validation and logs the step; the other hooks are not called again for it. What
-  a callback's `log` needs of the step, such as its learning rate, belongs into `step_numbers`, a
-  new dict of numbers at each step: such a checkpoint holds them, and they are set before that log.
+The tables list all hooks in the order of the calls.
+
+* Callbacks with a higher `priority` run first, equal ones in the order of `callbacks`. A `Logger`
+  runs after all others, except in `fit_start`.
+* An unknown method that looks like a hook (`on_…`, or misspelled), or a hook with other arguments,
+  is an error.
+* If a hook raises an error, training ends with `HookFailed`, which names class and hook. An
+  interrupt is raised unchanged.
+* A callback with `state_dict` and `load_state_dict` is saved and resumed as the component
+  `callback-<name>`. `name` defaults to the name of the class. Several callbacks of one class with
+  state need names.
+* `watches` lists the metrics that a callback needs. If neither steps nor validations have one, the
+  first validation raises an error.
+* Call `training.manager.save(training.counters.step)` only in `fit_start`, `step_end`,
+  `epoch_end`, `log` and `fit_end`. While `vetoes_ephemeral` is True, the Trainer makes no
+  ephemeral checkpoints.
+* A step is saved after its validation and its log. If you save in `step_end`, a resume from there
+  runs that validation and logs the step; other hooks are not called again. If `log` needs numbers
+  of the step, such as its learning rate, assign a new dict to `step_numbers` at each step. It is
+  saved, and restored before that log.
 """
 
 
@@ -60,14 +58,14 @@ def page() -> str:
 
 def _tables() -> Iterator[str]:
     for title, hooks in MOMENTS.items():
-        yield f"\n## {title}\n\n| hook | when |\n|---|---|\n"
+        yield f"\n## {title}\n\n| hook | called |\n|---|---|\n"
         yield from map(_row, hooks)
 
 
 def _row(hook: str) -> str:
     method = getattr(Callback, hook)
     parameters = ", ".join([*inspect.signature(method).parameters][1:])
-    words = " ".join((inspect.getdoc(method) or "").split())
+    words = " ".join((inspect.getdoc(method) or "").split()).removeprefix("Called ")
     return f"| `{hook}({parameters})` | {words} |\n"
 
 

@@ -58,24 +58,24 @@ HOOKS: tuple[str, ...] = tuple(name for names in MOMENTS.values() for name in na
 class Callback:
     """Base class of callbacks: training calls these methods, its hooks. Override some.
 
-    Hooks run on the training thread. What one raises ends the training as `HookFailed`, except
-    in `exception`. A callback with `state_dict` and `load_state_dict` is saved and resumed with
-    the run, as the component `callback-<name>`.
+    Hooks run on the training thread. If one raises an error, training ends with `HookFailed`,
+    except in `exception`. A callback with `state_dict` and `load_state_dict` is saved and resumed
+    with the run, as the component `callback-<name>`.
     """
 
     name: str | None = None
-    """Unique name of the callback; None: that of its class, with `_2`, `_3` for further ones.
+    """Unique name of the callback; None: its class's name, with `_2`, `_3` for further ones.
 
     Several callbacks of one class that have state need names.
     """
     priority: int = 0
     """Higher ones run first; equal ones in the order in which they were given."""
     vetoes_ephemeral: bool = False
-    """While it is True, no ephemeral checkpoint is made; permanent ones are."""
+    """If True, no ephemeral checkpoint is made; permanent ones are."""
     watches: Sequence[str] = ()
     """Full names of the metrics that it needs, such as "val/loss".
 
-    One that neither steps nor validations give is an error at the first validation.
+    If neither steps nor validations have one, the first validation raises an error.
     """
     records_log: bool = True
     """Whether its `log` hooks record what other callbacks log; False for monitors and displays.
@@ -90,7 +90,7 @@ class Callback:
     """
 
     def model_made(self, training: Training) -> None:
-        """Called when the model was made, to rebuild it before optimizer and average are made."""
+        """Called after the model was made, to rebuild it before optimizer and average are made."""
 
     def setup(self, training: Training) -> None:
         """Called when the Trainer is complete, before it reads a checkpoint or claims the run."""
@@ -99,14 +99,16 @@ class Callback:
         """Called before the run is claimed and its newest usable checkpoint, if any, is applied."""
 
     def edit_load(self, training: Training, view: StateView) -> None:
-        """Called with the state of a checkpoint, to edit it before it is checked against the live
-        state and applied. Called again for an older checkpoint where one proves damaged."""
+        """Called with the state of a checkpoint, to edit it before it is checked and applied.
+
+        Called again for an older checkpoint if the first one is damaged.
+        """
 
     def resumed(self, training: Training, checkpoint: Checkpoint) -> None:
-        """Called when a checkpoint was applied."""
+        """Called after a checkpoint was applied."""
 
     def already_done(self, training: Training) -> None:
-        """Called if the goal of `fit` had been reached and saved before; only `close` follows."""
+        """Called if the goal of `fit` was reached before; only `close` follows."""
 
     def fit_start(self, training: Training) -> None:
         """Called when training begins or resumes."""
@@ -114,136 +116,131 @@ class Callback:
     def checkpoint_loaded(self, training: Training, checkpoint: Checkpoint, cost: Metrics) -> None:
         """Called after `fit_start` if a checkpoint was loaded, with the cost of the load.
 
-        `cost` has `load/duration_s`, in which everything that was read was verified, and
-        `load/nbytes`.
+        `cost` has `load/duration_s`, which includes verification, and `load/nbytes`.
         """
 
     def epoch_start(self, training: Training) -> None:
-        """Called when an epoch begins, but not again by a resume inside it."""
+        """Called when an epoch begins, but not when a run resumes within it."""
 
     def before_data(self, training: Training) -> None:
-        """Called before the batches of a step are fetched; the epoch may turn out to be over."""
+        """Called before the batches of a step are fetched, also if the epoch has no more."""
 
     def step_start(self, training: Training) -> None:
-        """Called when the batches of a step were fetched."""
+        """Called after the batches of a step were fetched."""
 
     def batch_start(self, training: Training, batch: Any) -> None:
-        """Called before a batch is trained on; it is on its device.
-
-        With `micro_batch` a part of a batch is a batch for hooks.
-        """
+        """Called before a batch, or a part of one with `micro_batch`; it is on its device."""
 
     def before_forward(self, training: Training, batch: Any) -> Any:
-        """Called before the loss function; what it returns, if anything, is the batch from here."""
+        """Called before the loss function; a returned value replaces the batch."""
 
     def after_forward(self, training: Training, batch: Any, outputs: StepOutput) -> None:
-        """Called with what the loss function gave, the loss neither divided nor scaled."""
+        """Called with the result of the loss function, the loss neither divided nor scaled."""
 
     def before_backward(self, training: Training, loss: Tensor) -> None:
         """Called before the backward pass, with the loss divided by the number of batches.
 
-        If the loss function gives a weight, the loss is multiplied by it instead.
+        If the loss function returns a weight, the loss is multiplied by it instead.
         """
 
     def after_backward(self, training: Training) -> None:
-        """Called when the batch's gradients were added to those of the step.
+        """Called after the gradients of the batch were added to the step's.
 
-        Under a loss scale they are scaled. If batches have weights, they are not yet divided by the
-        total weight.
+        They include the loss scale, and are not yet divided by the total weight of the batches.
         """
 
     def batch_end(self, training: Training, batch: Any, outputs: StepOutput) -> None:
-        """Called when the batch was trained on, with what the loss function gave."""
+        """Called after the batch, with the result of the loss function."""
 
     def before_optimizer_step(self, training: Training) -> None:
         """Called before the optimizer steps, with the gradients complete, unscaled and clipped."""
 
     def after_optimizer_step(self, training: Training) -> None:
-        """Called when the optimizer stepped, or the loss scaler skipped a non-finite update."""
+        """Called after the optimizer stepped, or the loss scaler skipped a non-finite update."""
 
     def before_zero_grad(self, training: Training) -> None:
         """Called before the gradients are cleared."""
 
     def after_zero_grad(self, training: Training) -> None:
-        """Called when the gradients were cleared."""
+        """Called after the gradients were cleared."""
 
     def before_scheduler_step(self, training: Training, scheduler: Any) -> None:
         """Called before each scheduler steps."""
 
     def after_scheduler_step(self, training: Training, scheduler: Any) -> None:
-        """Called when each scheduler has stepped."""
+        """Called after each scheduler stepped."""
 
     def step_end(self, training: Training, metrics: Metrics) -> None:
-        """Called when a step is done and counted. Reading a metric may wait for the accelerator."""
+        """Called after a step was counted. Reading a metric may wait for the accelerator."""
 
     def epoch_end(self, training: Training) -> None:
-        """Called when an epoch has ended; `training.counters.epoch` counts it already."""
+        """Called after an epoch; `training.counters.epoch` includes it."""
 
     def validation_start(self, training: Training, name: str) -> None:
         """Called before the loader or check `name` ("" for the only loader) runs, in eval mode."""
 
     def validation_batch_start(self, training: Training, batch: Any) -> None:
-        """Called before a batch is validated on; it is on its device."""
+        """Called before a batch of a validation; it is on its device."""
 
     def validation_batch_end(self, training: Training, batch: Any, outputs: StepOutput) -> None:
-        """Called when the batch was validated on, with what the loss function gave."""
+        """Called after the batch, with the result of the loss function."""
 
     def validation_end(self, training: Training, name: str, metrics: Metrics) -> None:
-        """Called after the loader or check `name`, with its metrics, named as in checkpoints."""
+        """Called after the loader or check `name`, with its metrics under their full names."""
 
     def log(self, training: Training, metrics: Metrics) -> None:
         """Called with metrics to record: every `log_every` steps, after a validation, at the end.
 
-        They belong to `training.present_step`. `Trainer.log` calls it, too.
+        They belong to `training.present_step`. `Trainer.log` also calls it.
         """
 
     def log_image(self, training: Training, name: str, image: Image) -> None:
-        """Called with a picture to record, such as that of a confusion matrix.
+        """Called with an image to record, such as a confusion matrix.
 
         `image.pixels` has the shape height x width x 3; `image.values` is the matrix.
         """
 
     def log_text(self, training: Training, name: str, text: str) -> None:
-        """Called with a text to record, which `Trainer.log` was given."""
+        """Called with a text that was passed to `Trainer.log`."""
 
     def log_table(self, training: Training, name: str, table: Table) -> None:
-        """Called with a table to record, which `Trainer.log` was given."""
+        """Called with a table that was passed to `Trainer.log`."""
 
     def log_histogram(self, training: Training, name: str, histogram: Histogram) -> None:
-        """Called with the distribution of a tensor to record, which `Trainer.log` was given."""
+        """Called with the distribution of a tensor that was passed to `Trainer.log`."""
 
     def before_save(self, training: Training) -> None:
-        """Called before the state is captured for a save; what these hooks change is saved."""
+        """Called before the state is captured for a save; changes by these hooks are saved."""
 
     def edit_save(self, training: Training, view: StateView) -> None:
-        """Called with the captured state, to edit what is stored; the live state is not changed.
+        """Called with the captured state, to edit the stored values; the live state is not changed.
 
-        A component that no hook reads costs nothing; reading a tensor copies it.
+        Reading a tensor copies it.
         """
 
     def checkpoint_saved(self, training: Training, checkpoint: Checkpoint, cost: Metrics) -> None:
-        """Called once a checkpoint is durable, at the end of a step or of the training.
+        """Called when a checkpoint is durable, at the end of a step or of the training.
 
         `cost` has `save/stall_s`, `save/duration_s` and `save/nbytes`.
         """
 
     def checkpoint_failed(self, training: Training, error: SaveFailed) -> None:
-        """Called like `checkpoint_saved`, but for a failed save, which the next step retries."""
+        """Called instead of `checkpoint_saved` if a save failed; the next step retries it."""
 
     def test_end(self, training: Training, at: Timestamp, metrics: Metrics) -> None:
         """Called with the metrics of `Trainer.test`, if this Trainer has called `fit` before.
 
-        `at` is where the tested weights were saved, or for those as they are, the present place.
+        `at` is the position of the tested checkpoint, or the current one.
         """
 
     def exception(self, training: Training, error: BaseException) -> None:
-        """Called when an error ends the training; it is raised afterwards whatever a hook does."""
+        """Called when an error ends the training; it is raised afterwards in any case."""
 
     def fit_end(self, training: Training) -> None:
-        """Called when training ends without an error, once its last checkpoint is durable."""
+        """Called after training without an error, when its last checkpoint is durable."""
 
     def close(self, training: Training) -> None:
-        """Called last, however training ended, to release what `setup` or `fit_start` acquired."""
+        """Called last, also after an error, to release resources of `setup` and `fit_start`."""
 
 
 class Logger(Callback):
