@@ -887,11 +887,13 @@ class CheckpointManager(Marking):
         call = (due.save_class, now.epoch, now.cycle, now.samples, now.tokens)
         with self._together.save(now.step, *call) as joint:
             try:
-                due = replace(due, tags=(*due.tags, *checked_tags(tags)))
+                given = checked_tags(tags)
+                due = replace(due, tags=(*due.tags, *given))
             finally:
                 if joint.world_size > 1:
                     self._count_as_begun(due, now)
             measured = checked_metrics(metrics)
+            joint.note(given, measured, self._history.given)
             self._check_usable()
             refuse_capture("save()")
             try:

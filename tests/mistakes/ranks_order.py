@@ -111,6 +111,23 @@ def _(user: User) -> None:
     several(user, saves(9), saves(9, save_class="ephemeral"))
 
 
+@case("ranks save with other tags", names="tags=['good']")
+def _(user: User) -> None:
+    several(user, saves(9), saves(9, tags=["good"]))
+
+
+@case("each rank passes its own loss", names="metrics['loss'] is 0.5 on rank 0, 0.75 on rank 1")
+def _(user: User) -> None:
+    def measured(loss: float) -> Act:
+        def act(manager: holdfast.CheckpointManager) -> None:
+            manager.start_new()
+            manager.save(9, metrics={"loss": loss}).wait()
+
+        return act
+
+    several(user, measured(0.5), measured(0.75), save_timeout_s=60.0)
+
+
 @case("ranks resume from other checkpoints", names="which='step=2'")
 def _(user: User) -> None:
     several(user, lambda manager: manager.resume(), lambda manager: manager.resume("step=2"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from typing import Any
@@ -14,6 +15,7 @@ from holdfast import Tiered, errors
 from holdfast.engine.control.requests import ask
 from holdfast.engine.roots.catalog import Catalog
 from holdfast.engine.saving import together as together_module
+from holdfast.events import Event
 from holdfast.policy.triggers import Every, When
 from holdfast.ranks import c10d
 from holdfast.store.memory import MemoryStore
@@ -368,3 +370,29 @@ def test_saves_that_fail_leave_nothing_in_the_store_of_the_group(
 
     sizes, *_ = all_of(on_ranks(meet(lambda: group, 3), work))
     assert max(sizes[30:]) <= max(sizes[10:20]) + 5, sizes
+
+
+def test_metrics_and_settings_that_differ_by_rank_are_warned_of_once_with_their_values() -> None:
+    store = MemoryStore()
+    warnings: list[str] = []
+
+    def note(event: Event) -> None:
+        if event.kind == "warning":
+            warnings.append(event.message)
+
+    def work(member: Member) -> None:
+        config = {"lr": 0.1, "local_rank": member.rank}
+        with member.manager(store, config=config, sinks=[note]) as manager:
+            for step in (1, 2):
+                loss = {"loss": [0.5, 0.5, 0.7][member.rank], "accuracy": math.nan}
+                only_leader = {"lr": 0.1} if member.rank == 0 else {}
+                manager.save(step, metrics={**loss, **only_leader}).wait()
+
+    all_of(on_ranks(3, work))
+    (found,) = warnings
+    assert "metrics['loss'] is 0.5 on rank 0, 0.7 on rank 2\n" in found
+    assert "config['local_rank'] is 0 on rank 0, 1 on rank 1, 2 on rank 2" in found
+    assert "accuracy" not in found
+    assert "lr'" not in found
+    newest = Catalog(store).checkpoints()[0].manifest
+    assert (newest.metrics["loss"], newest.config["local_rank"]) == (0.5, "0")

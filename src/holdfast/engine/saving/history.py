@@ -35,9 +35,10 @@ class History:
 
     def __init__(self, config: Mapping[str, object] | None, *, world_size: int) -> None:
         """Begin with settings of the script by name, such as `vars(args)`."""
-        self._given = dict(
+        self.given = dict(
             leaf for name, value in (config or {}).items() for leaf in _leaves(str(name), value)
         )
+        """Settings of the script, as text."""
         self._world_size = world_size
         self.origins: Mapping[str, str] | None = None
         """Options of optimizers, as `OptimizerOptions` settles them; None: not settled yet."""
@@ -46,7 +47,7 @@ class History:
     @property
     def config(self) -> dict[str, str]:
         """Settings to record with a checkpoint."""
-        return {**self._given, **(self.origins or {})}
+        return {**self.given, **(self.origins or {})}
 
     def config_of(self, state: Mapping[str, Any]) -> dict[str, str]:
         """Return the settings to record, with options of its optimizers as they are now settled."""
@@ -56,11 +57,11 @@ class History:
 
     def changed_settings(self, manifest: Manifest) -> tuple[str, ...]:
         """Return which settings of the script are others than those of a checkpoint."""
-        before = {name: text for name, text in manifest.config.items() if name in self._given}
+        before = {name: text for name, text in manifest.config.items() if name in self.given}
         return tuple(
-            f"{name}: {text} → {self._given[name]}"
+            f"{name}: {text} → {self.given[name]}"
             for name, text in before.items()
-            if text != self._given[name]
+            if text != self.given[name]
         )
 
     def stand_on(self, manifest: Manifest, epoch: int) -> tuple[str, ...]:

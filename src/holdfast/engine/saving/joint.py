@@ -73,6 +73,11 @@ class JointSave:
         if error is not None and not self.is_under_way:
             self.fail(error, "preparing the save")
 
+    def note(
+        self, tags: Sequence[str], metrics: Mapping[str, float], config: Mapping[str, str]
+    ) -> None:
+        """Note arguments of the save, for the leader to compare with those of the other ranks."""
+
     def announce_wait(self) -> None:
         """Tell the followers that the leader waits for uploads before it begins."""
 

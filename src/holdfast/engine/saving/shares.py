@@ -59,6 +59,8 @@ class Share(msgspec.Struct, frozen=True, tag="share"):
     """Folder of the checkpoint of this step that the rank knows."""
     call: tuple[tuple[str, str], ...] = ()
     """Arguments of the save, as text, that must be equal on all ranks."""
+    recorded: dict[str, str] = {}
+    """Metrics and settings, as text, of which the checkpoint records the leader's."""
 
     def boxes(self, rank: int, numbers: Ints) -> BoxTable:
         """Return the boxes of a rank; `numbers` has those of its leaves among the leaves of all."""
@@ -80,6 +82,7 @@ class Unchanged(msgspec.Struct, frozen=True, tag="unchanged"):
     digests: bytes = b""
     """Digest of a sample of each box that other ranks hold, too; empty: this save has none."""
     call: tuple[tuple[str, str], ...] = ()
+    recorded: dict[str, str] = {}
 
 
 class Assignment(msgspec.Struct, frozen=True):

@@ -49,6 +49,8 @@ from holdfast.errors import (
     SealError,
     StoreError,
     UnsupportedState,
+    listing,
+    some_of,
 )
 from holdfast.format import blocks, layout
 from holdfast.format.manifest import Aborted, Manifest
@@ -179,6 +181,7 @@ class _RanksSave(JointSave):
     def __init__(self, together: Together, step: int, call: Sequence[object]) -> None:
         super().__init__()
         self._call = tuple((name, repr(value)) for name, value in zip(_CALL, call, strict=False))
+        self._recorded: dict[str, str] = {}
         self._together = together
         self._ranks = together.ranks
         self.rank, self.world_size = self._ranks.rank, self._ranks.world_size
@@ -205,6 +208,15 @@ class _RanksSave(JointSave):
 
     def _tag(self, part: str) -> str:
         return f"{self._name}, {part}"
+
+    @override
+    def note(
+        self, tags: Sequence[str], metrics: Mapping[str, float], config: Mapping[str, str]
+    ) -> None:
+        self._call += (("tags", repr(sorted(tags))),)
+        self._recorded = {f"metrics[{name!r}]": repr(value) for name, value in metrics.items()}
+        if self._turn == 1:  # the script's settings are those of the whole run
+            self._recorded |= {f"config[{name!r}]": text for name, text in config.items()}
 
     def _begin(self) -> None:
         """Begin the deadline, as the wait for the save before was not a part of this one."""
@@ -235,7 +247,9 @@ class _RanksSave(JointSave):
             if self._own.num_saves % _COMPARED_EVERY == 0:
                 rows = known.assignment.copied_by(self._ranks.rank).tolist()
                 digests = self._sampled(captured, rows)
-            return Unchanged(self._step, self._components, self._standing, digests, self._call)
+            return Unchanged(
+                self._step, self._components, self._standing, digests, self._call, self._recorded
+            )
         self._own = OwnShare(captured, self._ranks.rank, socket.gethostname())
         return msgspec.structs.replace(
             self._own.share,
@@ -243,6 +257,7 @@ class _RanksSave(JointSave):
             standing=self._standing,
             digests=self._sampled(captured, range(self._own.num_boxes)),
             call=self._call,
+            recorded=self._recorded,
         )
 
     def _sampled(self, captured: Captured, rows: Sequence[int]) -> bytes:
@@ -547,10 +562,32 @@ class LeadingSave(_RanksSave):
                 odd[rank] = Failure("sharing what it holds", why)
         if odd:
             raise RanksFailed(self._name, odd)
+        self._compare_records([share.recorded for share in shares])
         # Else some would wait for a comparison that others do not begin.
         self.compares = all(share.standing == self._standing for share in shares)
         self._replan(shares)
         self._expect_equal(shares)
+
+    def _compare_records(self, records: Sequence[Mapping[str, str]]) -> None:
+        """Warn, once for each, of metrics and settings that differ by rank."""
+        own, texts = records[LEADER], list[str]()
+        others = {rank: one for rank, one in enumerate(records) if one != own}
+        for name in dict.fromkeys(name for one in others.values() for name in one):
+            ranks = {own.get(name, "none"): LEADER}  # the first rank with each value
+            for rank, one in others.items():
+                if name in one:
+                    ranks.setdefault(one[name], rank)
+            if len(ranks) > 1 and name not in self._together.differing:
+                self._together.differing.add(name)
+                values = [f"{text} on rank {rank}" for text, rank in ranks.items()]
+                texts.append(f"{name} is {some_of(values, 4)}")
+        if texts:
+            self._together.warn(
+                f"save of step {self._step}: ranks have different values, and checkpoints record "
+                f"those of rank {LEADER}:\n{listing(texts)}\nReduce metrics over the ranks before "
+                "the save, for instance with torch.distributed.all_reduce. Leave out of config "
+                "what differs on purpose"
+            )
 
     def _replan(self, shares: Sequence[Share | Unchanged]) -> None:
         """Plan anew if a share has changed."""
@@ -814,6 +851,8 @@ class Together:
         self.shares: dict[tuple[str, ...], list[Share]] = {}
         """The leader's: shares of all ranks behind its last plan, by components."""
         self.plans: dict[tuple[str, ...], Plan] = {}
+        self.differing: set[str] = set()
+        """The leader's: metrics and settings of which it has warned that they differ by rank."""
         self.synchronized: set[tuple[str, str]] = set()
         """The leader's: component and key of buffers that DDP copies from rank 0 to all others."""
         self._manager = ranks.number()
