@@ -142,6 +142,15 @@ def _(user: User) -> None:
     )
 
 
+@case("ranks load with other names", names="rename={'model.0': 'model.1'}")
+def _(user: User) -> None:
+    several(
+        user,
+        lambda manager: manager.load(),
+        lambda manager: manager.load(rename={"model.0": "model.1"}),
+    )
+
+
 @case("one rank resumes while the other one loads", names="it calls load")
 def _(user: User) -> None:
     several(user, lambda manager: manager.resume(), lambda manager: manager.load())

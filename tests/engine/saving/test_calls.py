@@ -396,3 +396,21 @@ def test_metrics_and_settings_that_differ_by_rank_are_warned_of_once_with_their_
     assert "lr'" not in found
     newest = Catalog(store).checkpoints()[0].manifest
     assert (newest.metrics["loss"], newest.config["local_rank"]) == (0.5, "0")
+
+
+@pytest.mark.parametrize("odd", [None, 1])
+def test_ranks_load_with_the_same_names_or_not_at_all(odd: int | None) -> None:
+    store = MemoryStore()
+
+    def work(member: Member) -> str:
+        with member.manager(store, save_timeout_s=LONG_S) as manager:
+            manager.save(1).wait()
+            rename = None if member.rank == odd else lambda name: name
+            try:
+                manager.load(rename=rename, skip=["optimizer"] if member.rank else [])
+            except errors.RanksFailed as error:
+                return str(error)
+        return "loaded"
+
+    said = all_of(on_ranks(2, work))
+    assert all("rename=None" in one for one in said) if odd else said == ["loaded"] * 2

@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar, cast
 
 from holdfast.engine.control.outside import Outside
 from holdfast.engine.loading.applying import Applying
+from holdfast.engine.saving.history import as_text
 from holdfast.engine.saving.together import Together
 from holdfast.errors import ManagerUnusable
 from holdfast.ranks.coordinator import Coordinator
@@ -26,6 +27,7 @@ _ALIKE = frozenset(
         "unhealthy",
         "components",
         "strict",
+        "rename",
         "in_place",
         "new",
         "without",
@@ -116,5 +118,6 @@ def _arguments(method: Callable[..., Any], *args: Any, **named: Any) -> dict[str
 
 
 def _text(value: object) -> str:
-    is_several = isinstance(value, list | tuple | set | frozenset)
-    return repr(sorted(map(str, value)) if is_several else value)  # type: ignore[call-overload]
+    if isinstance(value, list | tuple | set | frozenset):
+        return repr(sorted(map(str, value)))
+    return as_text(value) if callable(value) else repr(value)
