@@ -72,7 +72,7 @@ _NUM_EXPLAINED = 10
 """Most tensors whose differing values are collected for an error."""
 
 _CALL = ("save_class", "epoch", "cycle", "samples", "tokens")
-"""Arguments of a save, besides the step and the components, that must be equal on all ranks."""
+"""Arguments of a save, besides step, components and tags, that must be equal on all ranks."""
 _PLAN_AFTER_WAIT = "plan after the wait"
 _PLAN_AFTER_PROBE = "plan after the probe"
 _PLAN_AFTER_VALUES = "plan after the values"
@@ -828,6 +828,17 @@ class FollowingSave(_RanksSave):
 class Together:
     """Makes the saves of one manager; keeps what its ranks agreed on in earlier ones."""
 
+    num_loads = 0
+    _count = 0
+    _is_due_known = _is_due = False
+    """Whether this call of `maybe_save` has found out that a save is due, or that none is."""
+    miscounted: str | None = None
+    """Why some rank may number its saves otherwise than the others, until a load by all ranks;
+    None: none does, as far as this rank knows."""
+    _refused: BaseException | None = None
+    """Error of a `save` that raised on this rank before its step was recorded: this rank may
+    find other saves due than the others."""
+
     def __init__(
         self,
         ranks: Coordinator,
@@ -856,16 +867,6 @@ class Together:
         self.synchronized: set[tuple[str, str]] = set()
         """The leader's: component and key of buffers that DDP copies from rank 0 to all others."""
         self._manager = ranks.number()
-        self.num_loads = 0
-        self._count = 0
-        self._is_due_known = self._is_due = False
-        """Whether this call of `maybe_save` has found out that a save is due, or that none is."""
-        self.miscounted: str | None = None
-        """Why some rank may number its saves otherwise than the others, until a load by all ranks;
-        None: none does, as far as this rank knows."""
-        self._refused: BaseException | None = None
-        """Error of a `save` that raised on this rank before its step was recorded: this rank may
-        find other saves due than the others."""
 
     def save(self, step: int, *call: object) -> JointSave:
         """Begin a save; all ranks begin their n-th at the same point of the program.
