@@ -267,7 +267,19 @@ def loads_other_weights_at_the_end(run: Run) -> None:
         weight.data.fill_(0.25)
 
 
+def normalizes_weights(run: Run) -> None:
+    """Weights are clamped after each step, and normalized before the next forward pass."""
+    for _ in range(3):
+        for weight in run.model.parameters():
+            weight.data.div_(weight.data.norm())
+        train(run)
+        for weight in run.model.parameters():
+            weight.data.clamp_(-0.1, 0.1)
+        run.save()
+
+
 CORRECT = (
+    normalizes_weights,
     zeroes_before,
     writes_zeros,
     accumulates,

@@ -93,15 +93,13 @@ class _Sampled:
     after_step: Tensor
     at_save: Tensor
 
-    def was_swapped(self, before_step: Tensor) -> bool:
-        """Whether the weight has changed outside of steps, both before and after the save."""
-        return not _are_equal(self.after_step, self.at_save) and not _are_equal(
-            self.at_save, before_step
-        )
+    def was_swapped(self, now: Tensor) -> bool:
+        """Whether the weight had changed at the save, and has the value of the last step again.
 
-    def was_swapped_back(self, now: Tensor) -> bool:
-        """Whether the weight had changed at the save, and has the value of the last step again."""
-        return self.was_swapped(now) and _are_equal(self.after_step, now)
+        Other changes outside of steps are no swap: weights may be normalized after a step, and
+        again before the next.
+        """
+        return not _are_equal(self.after_step, self.at_save) and _are_equal(self.after_step, now)
 
 
 class StepBoundary:
@@ -277,14 +275,10 @@ class StepBoundary:
         If no step has followed the save, only weights that are back are known to be such: a script
         may load the best ones after its last save.
         """
-        sampled, before = self._sampled, self._before_step
-        if sampled is None:
-            return
-        if before is not None:
-            is_wrong = sampled.was_swapped(before)
-        else:
-            is_wrong = now is not None and sampled.was_swapped_back(now)
-        if is_wrong:
+        sampled = self._sampled
+        if self._before_step is not None:
+            now = self._before_step
+        if sampled is not None and now is not None and sampled.was_swapped(now):
             self._warn(
                 "weights",
                 f"the save of step {sampled.step} has weights that training did not continue "
