@@ -251,6 +251,34 @@ def make_thinned(root: Path) -> None:
             only.save(step).wait()
 
 
+class Tables(nn.Module):
+    """A module with a version, and with buffers that are not saved."""
+
+    _version = 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(2.0))
+        buffers = {
+            "mask": torch.full((4, 2), float("-inf")).triu(),
+            "angles": torch.tensor([1 + 2j, -0.5j]),
+            "many": torch.arange(100, dtype=torch.int16) ** 2,
+            "empty": torch.empty(0),
+        }
+        for name, buffer in buffers.items():
+            self.register_buffer(name, buffer, persistent=False)
+
+
+def beside_state() -> dict[str, Any]:
+    """The state of the root `beside`: a document has members beside its tree."""
+    return {"model": nn.Sequential(nn.Identity(), Tables()), "rng": {"none": "of ours"}}
+
+
+def make_beside(root: Path) -> None:
+    with manager(root, beside_state()) as only:
+        only.save(1).wait()
+
+
 COMPRESSION: Mapping[str, Compression] = {
     "zstd": Compression(codec="zstd"),
     "lz4": Compression(codec="lz4"),
@@ -282,6 +310,7 @@ ROOTS: Mapping[str, Callable[[Path], None]] = {
     "fours": make_fours,
     "thinned": make_thinned,
     "compressed": make_compressed,
+    "beside": make_beside,
 }
 
 

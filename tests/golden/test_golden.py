@@ -7,6 +7,7 @@ their meaning, changed: that needs a new version of the format, not new golden f
 from __future__ import annotations
 
 import ast
+import json
 import math
 import random
 import shutil
@@ -273,7 +274,7 @@ def test_verify_finds_every_byte_right() -> None:
     assert [(name, report.problems) for name, report in reports if report.problems] == []
     notes = [(name, note) for name, report in reports for note in report.notes]
     assert notes == [("thinned", "component slots was dropped by retention")]
-    expected = {"run": 2, "types": 1, "fours": 1, "thinned": 2, "compressed": 1}
+    expected = {"run": 2, "types": 1, "fours": 1, "thinned": 2, "compressed": 1, "beside": 1}
     assert {name: len(one.checkpoints) for name, one in found.items()} == expected
 
 
@@ -343,7 +344,7 @@ def test_stock_safetensors_reads_every_tensor_file() -> None:
     """R21: names, dtypes, shapes and bytes as the second reader has them."""
     checkpoints = {c.folder: c for case in V1.iterdir() for c in reader.read_root(case)[1]}
     paths = sorted(V1.rglob("*.safetensors"))
-    assert len(paths) == 16
+    assert len(paths) == 17
     for path in paths:
         component = path.name.rpartition("-")[0]
         mine = checkpoints[path.parent].arrays[component]
@@ -485,6 +486,34 @@ def test_pairs_of_4_bit_floats_are_still_written_in_the_same_bytes() -> None:
     """R21."""
     folder = folder_of("fours", 1)
     for name, data in written(make.fours_state()).items():
+        assert data == (folder / name).read_bytes(), name
+
+
+# The root `beside`
+
+
+def test_members_beside_a_tree_are_read(tmp_path: Path) -> None:
+    """R21: a version and buffers that are not saved, which a load compares."""
+    document = json.loads((folder_of("beside", 1) / "model-00000.json").read_text())
+    assert document["versions"] == {"1": 3}
+    assert document["unsaved"]["1.mask"] == "[4,2] -inf -inf 0 -inf 0 0 0 0 -inf"
+    assert document["unsaved"]["1.angles"] == "[2] 1 2 -0 -0.5 0.625"
+    sizes, *values = document["unsaved"]["1.many"].split(" ")
+    assert (sizes, len(values), values[1], values[-2:]) == ("[100]", 33, "9", ["9801", "3284"])
+    assert "1.empty" not in document["unsaved"]
+    live = make.beside_state()
+    with manager(copy_of("beside", tmp_path), live) as loading:
+        assert not any("1.mask" in note for note in loading.load().notes)
+        live["model"][1].mask.zero_()
+        live["model"][1].weight.data.zero_()
+        assert any("1.mask" in note for note in loading.load().notes)
+    assert live["model"][1].weight.tolist() == [0.0, 1.0]
+
+
+def test_members_beside_a_tree_are_still_written_in_the_same_bytes() -> None:
+    """R21."""
+    folder = folder_of("beside", 1)
+    for name, data in written(make.beside_state()).items():
         assert data == (folder / name).read_bytes(), name
 
 
