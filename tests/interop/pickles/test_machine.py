@@ -6,6 +6,7 @@ import contextlib
 import io
 import pickle
 import pickletools
+from pathlib import Path, PureWindowsPath
 from typing import Any
 
 import pytest
@@ -88,6 +89,15 @@ def test_an_unknown_object_keeps_its_name_arguments_and_state() -> None:
     assert type(found) is Unknown
     assert found.name.endswith(".ParameterSet")
     assert found.args[0] == (1,)
+
+
+def test_a_windows_path_is_a_path_here_and_a_pure_one_is_no_path_of_this_machine() -> None:
+    pure = pickle.dumps(PureWindowsPath("C:\\data\\x"), 0)
+    concrete = pure.replace(b"PureWindowsPath", b"WindowsPath")
+    assert read(concrete) == Path("C:/data/x")
+    found = read(pure)
+    assert type(found) is Unknown
+    assert found.name.endswith(".PureWindowsPath")
 
 
 def test_the_message_names_the_place() -> None:

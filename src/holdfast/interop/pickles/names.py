@@ -364,9 +364,10 @@ def enumerated(value: Unknown) -> EnumValue | None:
 
 
 _PATHS: dict[str, Constructor] = {
-    f"{module}.{name}": _windows_path if name.endswith("WindowsPath") else _path
+    f"{module}.{name}": _windows_path if name == "WindowsPath" else _path
     for module in ("pathlib", "pathlib._local")
-    for name in ("Path", "PurePath", "PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
+    # No PureWindowsPath: a tree has paths of this machine only, which would be other ones.
+    for name in ("Path", "PurePath", "PosixPath", "PurePosixPath", "WindowsPath")
 }
 CONSTANTS: Mapping[str, Any] = _constants()
 CONSTRUCTORS: Mapping[str, Constructor] = {
