@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from holdfast import CheckpointManager
 from holdfast.errors import FormatError, MismatchError
 from holdfast.format.nodes import TensorRef
 from holdfast.format.objects import decode_tree, document
@@ -22,6 +23,7 @@ from holdfast.state.copying import copy_tensors
 from holdfast.state.leaves import DTYPE_NAMES
 from holdfast.state.merge import Claims, Merge, Placement
 from holdfast.state.trees import decode_skeleton
+from holdfast.store.memory import MemoryStore
 from state.roundtrip import image, packed
 
 
@@ -116,7 +118,21 @@ def test_views_that_may_overlap_are_parted_and_named(
     assert torch.equal(live["a"], saved["a"])
     assert torch.equal(live["b"], saved["b"])
     assert len(notes) == 1
-    assert notes[0].startswith("data.b: (data.a) overlaps other live memory")
+    assert notes[0].startswith("data.b: overlapped another live value")
+    assert notes[0].endswith("no longer shared with data.a")
+
+
+def test_a_resume_warns_once_of_views_that_are_parted(caplog: pytest.LogCaptureFixture) -> None:
+    store = MemoryStore()
+    for _ in range(2):
+        whole = torch.arange(6.0)
+        state = {"window": {"all": whole, "last": whole[2:], "again": whole}, "data": {}}
+        with caplog.at_level("WARNING"), CheckpointManager(store, state) as manager:
+            manager.resume()
+            manager.save(1)
+    (text,) = caplog.messages
+    assert "window.last" in text
+    assert "window.all" in text
 
 
 def test_the_memory_of_a_module_is_not_copied_into_and_that_is_said() -> None:

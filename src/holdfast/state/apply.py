@@ -80,7 +80,7 @@ class Prepared:
         self.notes = (*notes, *lost)
         """Notes on what is left out or not restored exactly; complete after `ready`."""
         self.lost = lost
-        """Notes on live values that are removed."""
+        """Notes on live values that are removed, and after `ready` on memory shared no more."""
         self._is_ready = False
 
     def ready(self, tensors: Mapping[str, Mapping[str, Stored]]) -> None:
@@ -105,6 +105,7 @@ class Prepared:
             plan.prepare(tensors.get(name, {}), claims)
         claims.expect_agreement()
         self.notes += claims.notes
+        self.lost += claims.separated
         self._is_ready = True
 
     @property

@@ -74,7 +74,7 @@ class Placement:
 _STORED_PLACE = Placement()
 
 _SHARED = "shared with another name here, but not in the checkpoint: it became one of its own"
-_OVERLAPS = "overlaps other live memory that is loaded, so it got memory of its own"
+_OVERLAPS = "overlapped another live value and now has memory of its own, no longer shared"
 _OF_MODULE = "is the memory of a module here, so it got memory of its own"
 _MOVED = "saved on another device, copied to where the live tensor is"
 
@@ -157,7 +157,7 @@ class Claims:
         at = bisect(spans, (start, stop, path))
         for other in spans[max(at - 1, 0) : at + 1]:
             if start < other[1] and other[0] < stop:
-                return f"({other[2]}) {_OVERLAPS}"
+                return f"{_OVERLAPS} with {other[2]}"
         insort(spans, (start, stop, path))
         return None
 
@@ -182,6 +182,11 @@ class Claims:
             paths.setdefault(remark.reason, []).append(join(remark.component, remark.path))
         shared = (f"{shortened(names)}: {reason}" for reason, names in paths.items())
         return (*shared, *self._messages)
+
+    @property
+    def separated(self) -> tuple[str, ...]:
+        """The notes on overlapping memory, which is no longer shared after the load."""
+        return tuple(note for note in self.notes if _OVERLAPS in note)
 
     def assign(self, path: str, live: Tensor, stored: Stored) -> None:
         """Record the stored value of a module's tensor, for `expect_agreement`."""
