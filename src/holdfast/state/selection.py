@@ -197,12 +197,22 @@ class Problems:
             )
 
     def _hint(self) -> str:
-        """List other problems, and suggest a `rename=` if the paths differ by wrappers' parts."""
-        others = ["and also:\n" + listing(self.other)] if self.other else []
+        """List other problems, and suggest arguments that let similar paths fit."""
+        hints = ["and also:\n" + listing(self.other)] if self.other else []
         found = None
         if self.missing:
             found = proposal(self.names, is_divided=bool(self.untaken))
-        return "\n".join([found, *others] if found else others)
+        is_grown = any({*live} != {*stored} and {*live} & {*stored} for stored, live in self.names)
+        if found is None and is_grown and (self.missing or self.unexpected):
+            found = (
+                "if the model has gained or lost parameters, pass strict=False (docs/loading.md)"
+            )
+        if self.wrong_shape and self.names:
+            hints.append(
+                "parameters of other shapes cannot be loaded: make the model as it was saved, or "
+                "start a new run from load_weights(…, skip=[…])"
+            )
+        return "\n".join([found, *hints] if found else hints)
 
 
 class Rename:

@@ -43,6 +43,36 @@ def moments(state: dict[str, Any]) -> dict[str, list[float]]:
     }
 
 
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adafactor])
+def test_the_error_names_each_parameter_and_the_remedy(kind: Any) -> None:
+    def made(*sizes: int) -> dict[str, Any]:
+        model = nn.Sequential(*(nn.Linear(3, size) for size in sizes))
+        optimizer = kind(model.parameters())
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        return {"model": model, "optimizer": optimizer, "data": {}}
+
+    store = MemoryStore()
+    with CheckpointManager(store, made(3)) as manager:
+        manager.save(1)
+    with (
+        CheckpointManager(store, made(3, 3)) as manager,
+        pytest.raises(MismatchError, match="strict=False") as more,
+    ):
+        manager.resume()
+    assert more.value.missing == [
+        *("model.1.weight", "model.1.bias", "optimizer.1.weight", "optimizer.1.bias")
+    ]
+    with (
+        CheckpointManager(store, made(4)) as manager,
+        pytest.raises(MismatchError, match="load_weights") as wider,
+    ):
+        manager.resume()
+    assert "strict=False" not in str(wider.value)
+    assert "optimizer.0.weight: stored for [3, 3], live [4, 3]" in wider.value.wrong_shape
+
+
 def test_new_parameters_begin_without_moments_and_others_are_resumed(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
