@@ -962,6 +962,8 @@ class CheckpointManager(Marking):
         captured_s = time.perf_counter() - joint.began_s
         self._beginning.compare_clocks(self._saver.standing)
         self._warnings.of_capture(captured, is_whole=due.components is None)
+        if due.components is None:
+            self._warnings.of_omitted(captured, self._boundary.stepped())
         unhealthy = (*unhealthy, *self._boundary.check(captured, now.step))
         self._warnings.of_position(now.step)
         standing = self._saver.standing

@@ -57,6 +57,12 @@ class Captured:
     """Names of components that a `before_save` hook removed from this save."""
 
     @property
+    def addresses(self) -> set[int]:
+        """Addresses of the captured tensors."""
+        parts = self.components.values()
+        return {tensor.data_ptr() for part in parts for tensor in part.tensors.values()}
+
+    @property
     def not_saved(self) -> tuple[str, ...]:
         """Messages about buffers and attributes of modules that are not saved."""
         elsewhere = {id(value) for value in self.state.values()}

@@ -6,8 +6,8 @@ first value after a resume. Knows no loader but torch's own; `holdfast.data` is 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
@@ -19,9 +19,11 @@ from torch.utils.data import DataLoader
 from holdfast.state import optimizers
 from holdfast.state.components import ParameterNames, parameter_names
 from holdfast.state.instances import instances_of
-from holdfast.state.leaves import local_of, span
+from holdfast.state.leaves import local_of, refusal, span
 from holdfast.state.selection import shortened
 
+Stepped: TypeAlias = "tuple[Optimizer, GradScaler | None]"
+"""An optimizer that steps, and the scaler whose `step` calls it."""
 _NAMES = ("data", "loader", "sampler")
 """Parts of component names that mark the user's own way to keep a position."""
 
@@ -42,6 +44,12 @@ NO_OPTIMIZER = (
     "the state has a model that is trained, and no optimizer: a resumed run begins with a new one, "
     "without its momenta and step counts. Put it into the state, as in "
     '{"model": model, "optimizer": optimizer}'
+)
+OMITTED = (
+    "the training uses {}, which no component of the state has: a resumed run begins with a new "
+    'one. Add it to the state, as in {{"model": model, "optimizer": optimizer}}. If the script '
+    "makes its state again, say so in its attribute not_state, as in "
+    'optimizer.not_state = ("state",)'
 )
 
 
@@ -132,6 +140,53 @@ def lacks_optimizer(state: Mapping[str, Any]) -> bool:
         and bool(stateful)
         and all(isinstance(v, LRScheduler | GradScaler) or _is_position(v) for v in stateful)
     )
+
+
+def omitted(
+    state: Mapping[str, Any],
+    stepped: Iterable[Stepped],
+    saved: Collection[int],
+) -> list[str]:
+    """Name the classes of optimizers, schedulers and scalers that train a state and are not in it.
+
+    Args:
+        state: the components. An object of another class may hold anything.
+        stepped: optimizers that step, each with the scaler that calls it.
+        saved: addresses of the saved tensors.
+    """
+    values = [*state.values()]
+    known = nn.Module | Optimizer | LRScheduler | GradScaler
+    others = [value for value in values if not (isinstance(value, known) or _is_position(value))]
+    if any(hasattr(value, "state_dict") for value in others):
+        return []
+    used: list[Any] = []
+    for optimizer, scaler in stepped:
+        if not _is_any_at(
+            saved, (one for group in optimizer.param_groups for one in group["params"])
+        ):
+            continue
+        held = [one for one in optimizer.state.values() if isinstance(one, dict)]
+        tensors = [slot for one in held for slot in one.values() if isinstance(slot, Tensor)]
+        if tensors and not _is_any_at(saved, tensors):
+            used.append(optimizer)
+        if scaler is not None and scaler.is_enabled():
+            used.append(scaler)
+        has_schedule = any(isinstance(v, LRScheduler) and v.optimizer is optimizer for v in values)
+        if hasattr(optimizer.step, "_wrapped_by_lr_sched") and not has_schedule:
+            schedulers: list[LRScheduler] = instances_of(LRScheduler)
+            used += [one for one in schedulers if one.optimizer is optimizer and one.last_epoch]
+    inside = {id(value) for value in values}
+    for owner in values:
+        parts = owner.modules() if isinstance(owner, nn.Module) else [owner]
+        if not isinstance(owner, LRScheduler):
+            inside.update(id(v) for part in parts for v in getattr(part, "__dict__", {}).values())
+    lost = [one for one in used if id(one) not in inside and not getattr(one, "not_state", ())]
+    return sorted({type(one).__name__ for one in lost})
+
+
+def _is_any_at(addresses: Collection[int], tensors: Iterable[Tensor]) -> bool:
+    usual = (local_of(one) for one in tensors if refusal(one) is None)
+    return any((at := tensor.data_ptr()) and at in addresses for tensor in usual)
 
 
 def _is_position(value: Any) -> bool:

@@ -85,11 +85,7 @@ class OutsideState:
             return []
         self._num_left -= 1
         before, now = self._before, self._marks()
-        saved = {
-            tensor.data_ptr()
-            for component in captured.components.values()
-            for tensor in component.tensors.values()
-        }
+        saved = captured.addresses
         names = [
             name
             for name, mark in now.items()

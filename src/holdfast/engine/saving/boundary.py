@@ -10,22 +10,27 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from types import FrameType
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
 from holdfast.engine.staging.device import is_capturing
 from holdfast.events import Emitter
 from holdfast.state.capture import Captured
+from holdfast.state.lacking import Stepped
 from holdfast.state.leaves import local_of, refusal
+from holdfast.state.outside import NUM_COMPARISONS
 
 _GradMark: TypeAlias = "tuple[weakref.ref[Tensor], int] | None"
+_WeakStepped: TypeAlias = "tuple[weakref.ref[Optimizer], Callable[[], GradScaler | None]]"
 _NUM_GRADS = 4
 """Gradients that each step marks."""
 _NUM_ITEMS = 16
@@ -105,21 +110,26 @@ class _Sampled:
 class StepBoundary:
     """Watches the optimizers of a state, and warns once of each kind of save off a boundary."""
 
+    _num_left = NUM_COMPARISONS
+    """Saves at which `stepped` still lists optimizers."""
+    _drops_gradients = False
+    """Whether gradients that a save found were dropped afterwards, so that none were lost."""
+
     def __init__(self, state: Mapping[str, Any], emit: Emitter) -> None:
-        """Begin to watch, if the state has an optimizer."""
+        """Begin to watch."""
         driven = {name: one for name, one in state.items() if _groups(one)}
         self._components, self._driven = driven.keys(), [*driven.values()]
         self._emit = emit
         self._said: set[str] = set()
         self._known: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
         """Whether each optimizer that has stepped changes the state."""
+        self._stepped: tuple[dict[int, _WeakStepped], dict[int, _WeakStepped]] = ({}, {})
+        """Optimizers that have stepped before the last save, and since it, of any parameters."""
         self._running: dict[int, _Running] = {}
         self._marked: list[Tensor] = []
         """Parameters whose gradients each step marks."""
         self._marks: list[_GradMark] = []
         self._suspected: _Suspected | None = None
-        self._drops_gradients = False
-        """Whether gradients that a save found were dropped afterwards, so that none were lost."""
         self._watched: _Watched | None = None
         self._after_step: Tensor | None = None
         """Sample of the weight after the last step."""
@@ -132,7 +142,27 @@ class StepBoundary:
             if not any(hasattr(one, "eval") for one in self._driven):
                 last = [one for one in self._marked if _can_be_sampled(one)][-1:]
                 self._watched = _Watched(last[0]) if last else None
-            _register(self)
+        _register(self)
+
+    def stepped(self) -> list[Stepped]:
+        """List the optimizers that step and that the state may lack, or their scalers or schedules.
+
+        At the first saves only. An optimizer counts if it has stepped before an earlier save and
+        again since: others are made for a while, such as one for each task.
+        """
+        before, now = self._stepped
+        self._stepped, self._num_left = (before | now, {}), max(self._num_left - 1, 0)
+        if not (self._num_left or self._driven):
+            _unregister(self)
+        found = [(now[key][0](), now[key][1]()) for key in before if key in now]
+        return [(one, by) for one, by in found if one is not None and self._may_lack(one, by)]
+
+    def _may_lack(self, optimizer: Optimizer, scaler: GradScaler | None) -> bool:
+        is_plain = scaler is None and not hasattr(optimizer.step, "_wrapped_by_lr_sched")
+        if is_plain and any(optimizer is one for one in self._driven):
+            return False
+        others = (one for known in _watching if (one := known()) is not None and one is not self)
+        return not any(other._known.get(optimizer) for other in others)  # which may save it
 
     def check(self, captured: Captured, step: int) -> tuple[str, ...]:
         """Warn if the captured state is not that of a step boundary.
@@ -195,6 +225,8 @@ class StepBoundary:
             self._before_step = self._sample()
 
     def _end_step(self, optimizer: Optimizer) -> None:
+        if self._num_left and id(optimizer) not in self._stepped[1]:
+            self._stepped[1][id(optimizer)] = (weakref.ref(optimizer), _scaler_on_stack())
         if not self._is_own(optimizer):
             return
         self._running.pop(id(optimizer), None)
@@ -233,11 +265,7 @@ class StepBoundary:
             return
         if self._suspected is not None or not _are_worth(grad for _, grad in changed):
             return
-        saved = {
-            tensor.data_ptr()
-            for component in captured.components.values()
-            for tensor in component.tensors.values()
-        }
+        saved = captured.addresses
         if not all(local_of(grad).data_ptr() in saved for _, grad in changed):
             self._suspected = _Suspected(step, [(one, weakref.ref(grad)) for one, grad in changed])
 
@@ -375,6 +403,16 @@ def _is_on_stack() -> bool:
         if frame.f_code.co_filename == code.co_filename and frame.f_code.co_name == "wrapper":
             return True
     return False
+
+
+def _scaler_on_stack() -> Callable[[], GradScaler | None]:
+    """Return a weak reference of the scaler in whose `step` this is called."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is GradScaler.step.__code__:
+            return weakref.ref(frame.f_locals["self"])
+        frame = frame.f_back
+    return lambda: None
 
 
 def _can_be_sampled(parameter: Tensor) -> bool:

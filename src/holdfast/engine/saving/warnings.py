@@ -13,18 +13,23 @@ from holdfast.state.capture import Captured
 from holdfast.state.components import ParameterNames, is_of_trainer
 from holdfast.state.lacking import (
     NO_OPTIMIZER,
+    OMITTED,
     OUTSIDE,
     PERSISTENT,
+    Stepped,
     describe,
     draws_once,
     is_outside,
     lacks_optimizer,
+    omitted,
 )
 from holdfast.state.outside import OutsideState, described
 
 
 class ScriptWarnings:
     """Checks of what a script gives to its manager and what it leaves out; logs what it finds."""
+
+    _omitted_due = True
 
     def __init__(self, url: str, state: Mapping[str, Any], emit: Emitter) -> None:
         self._url = url
@@ -55,7 +60,16 @@ class ScriptWarnings:
             self._emit("no_position", OUTSIDE)
         if self._lacks_due and lacks_optimizer(self._state):
             self._emit("warning", NO_OPTIMIZER)
+            self._omitted_due = False
         self._lacks_due = False
+
+    def of_omitted(self, captured: Captured, stepped: Sequence[Stepped]) -> None:
+        """Warn, once, of optimizers, schedulers and scalers that are used and not saved."""
+        if self._omitted_due and stepped and not is_of_trainer(self._state):
+            classes = omitted(self._state, stepped, captured.addresses)
+            self._omitted_due = not classes
+            if classes:
+                self._emit("warning", f"{self._url}: {OMITTED.format(', '.join(classes))}")
 
     def of_workers(self) -> None:
         """Warn, once, of workers whose seed is drawn in each process anew."""
