@@ -28,7 +28,7 @@ help:  ## Show this list
 	@echo '  PYTHON=python3.12   the interpreter for .venv      JOBS=4   test workers'
 	@echo "  ARGS='...'          more arguments for the command that the target runs"
 
-demo: $(WITH)-demo  ## Train a small GPT, kill it three times, and compare with the undisturbed run
+demo: $(WITH)-plot  ## Train a small GPT, kill it three times, and compare with the undisturbed run
 	$(BIN)/holdfast demo $(ARGS)
 
 test: $(WITH)-test  ## Run the tests and the doctests, in minutes
@@ -117,5 +117,5 @@ lock: $(VENV)/.made  ## Lock versions and hashes for new requirements; ARGS=--up
 	  $(BIN)/$(LOCK) --no-deps --no-header - >> requirements/test.txt
 	$(call lock_extra,check,-c requirements/test.txt)
 	$(call lock_extra,docs,-c requirements/test.txt)
-	$(call lock_extra,demo,-c requirements/test.txt)
+	$(call lock_extra,plot,-c requirements/test.txt)
 	$(call lock_extra,bench)

@@ -376,11 +376,11 @@ def test_stats_draws_exponents(
 def test_stats_says_what_a_plot_needs(
     holdfast: Holdfast, looked: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert "must end in .png or .svg" in holdfast("stats", looked, "--plot", "x.gif").err
+    assert "must end in .png, .svg, .pdf" in holdfast("stats", looked, "--plot", "x.gif").err
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     result = holdfast("stats", looked, "--plot", "x.png")
     assert result.code == 2
-    assert "pip install 'holdfast-torch[demo]'" in result.err
+    assert "pip install 'holdfast-torch[plot]'" in result.err
 
 
 def test_du_counts_links_once(holdfast: Holdfast, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from holdfast.cli.stats import stats
 from holdfast.cli.target import open_root
 from holdfast.cli.verify import check
 from holdfast.cli.watch import Watcher
+from holdfast.cli.web.pages import thinned
 
 Rows = list[list[str]]
 
@@ -208,3 +209,12 @@ def test_what_work_found_is_what_its_command_finds(page: Page, run_root: Path) -
         )
         for o in compared.tensors
     ]
+
+
+def test_many_points_keep_their_extremes() -> None:
+    points = [[float(step), float(step % 7)] for step in range(50_000)]
+    points[31_234] = [31_234.0, 99.0]
+    found = thinned(points, 2_000)
+    assert len(found) <= 2_000
+    assert max(found, key=lambda point: point[1]) == [31_234.0, 99.0]
+    assert found == sorted(found)

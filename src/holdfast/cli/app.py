@@ -371,8 +371,9 @@ def advise(root: str, **known: Any) -> Answer:
 def plot(root: str, output: Path | None, metrics: Sequence[str], log: Path | None) -> Answer:
     """Draw loss, learning rate and throughput over steps.
 
-    In the text plot, ^ is a save, r a resume, and k a resume after a crash. Values come from the
-    log of a Trainer, or else from the metrics of the checkpoints.
+    Values come from the log of a Trainer, or else from the metrics of the checkpoints. Ticks mark
+    saves, dashed lines resumes: green after a clean end, red after a crash. Drawing needs pip
+    install 'holdfast-torch[plot]'.
     """
     from holdfast.cli.plot import plot as draw
 

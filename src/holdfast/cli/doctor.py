@@ -53,7 +53,7 @@ LEAST_VERSIONS: Mapping[str, Mapping[str, str]] = {
     "transformers": {"transformers": "4.48", "accelerate": "1.2"},
     "accelerate": {"accelerate": "1.2"},
     "web": {"starlette": "0.46", "uvicorn": "0.34", "jinja2": "3.1.5"},
-    "demo": {"matplotlib": "3.8"},
+    "plot": {"matplotlib": "3.8"},
 }
 """Extra → its packages, and the least version of each that works (pyproject.toml)."""
 _EXTRA_OF_SCHEME = {

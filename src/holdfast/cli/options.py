@@ -280,7 +280,7 @@ output = click.option(
     "-o",
     "--output",
     metavar="FILE",
-    help="Write FILE.svg, FILE.html or FILE.png (needs matplotlib) instead of text.",
+    help="Draw a .png, .svg or .pdf file. Without it, list the curves.",
     type=_PATH,
 )
 metrics = several("--metric", "metrics", "NAME", "Draw this metric instead of the usual ones.")
@@ -386,7 +386,7 @@ fail_above = option(
 ignored = several(
     "--ignore", "ignored", "PATTERN", "Ignore values that match, such as rng or '**.eval_runtime'."
 )
-exponents_plot = option("--plot", "FILE", "Draw the histograms (.png or .svg).", type=_PATH)
+exponents_plot = option("--plot", "FILE", "Draw the histograms (.png, .svg or .pdf).", type=_PATH)
 
 
 # run

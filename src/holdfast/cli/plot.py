@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
 import re
-import shutil
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -14,10 +14,10 @@ from typing import Any
 
 from holdfast.care.advise import RecordedStart, gather
 from holdfast.cli.answers.base import of
-from holdfast.cli.answers.history import Plot
+from holdfast.cli.answers.history import Plot, Series
 from holdfast.cli.documents import is_timing
-from holdfast.cli.drawing import Figure, Mark, Panel, Series, text, write
-from holdfast.cli.output import Answer, one_line
+from holdfast.cli.drawing import expect_drawable, save_figure
+from holdfast.cli.output import Answer, TextTable, number, one_line
 from holdfast.cli.target import open_root
 from holdfast.engine.roots.catalog import Catalog, Entry
 from holdfast.errors import NoCheckpoint, UsageError
@@ -61,21 +61,20 @@ class _Record:
 
 
 def plot(root: str, *, output: Path | None, metrics: Sequence[str], log: Path | None) -> Answer:
-    """Draw a run from its log and manifests, into a file or as text."""
+    """Gather the curves of a run from its log and manifests, and draw them into a file."""
+    if output is not None:
+        expect_drawable(output, "--output")
     store = open_root(root)
     entries, unread = Catalog(store).survey()
     notes = [f"{folder}: not read: {reason}" for folder, reason in unread]
     record = _recorded(root, log, entries, notes)
     watched = next((entry.manifest.best for entry in entries if entry.manifest.best), ())
     first = [one.metric for one in watched]
-    panels = _chosen(record, metrics) if metrics else _usual(record, first, notes)
-    notes += [
-        f"{_listed([one.name for one in panel.series])}: no finite value at any step"
-        for panel in panels
-        if not panel.points
-    ]
-    panels = [panel for panel in panels if panel.points or metrics]
-    if not panels:
+    series = _chosen(record, metrics) if metrics else _usual(record, first, notes)
+    if empty := [one.name for one in series if not _is_drawable(one)]:
+        notes.append(f"{_listed(empty)}: no finite value at any step")
+    series = [one for one in series if metrics or _is_drawable(one)]
+    if not series:
         if record.metrics:
             counted = _listed(sorted(record.metrics))
             raise NoCheckpoint(
@@ -86,27 +85,66 @@ def plot(root: str, *, output: Path | None, metrics: Sequence[str], log: Path | 
     starts = _starts(gather(store).starts, entries)
     resumed = {start["step"] for start in starts if start["step"] is not None}
     saved = sorted(record.saved | resumed | {entry.step for entry in entries})
-    figure = Figure(title=store.url, panels=panels, marks=_marks(saved, starts))
-    if output is not None:
-        write(figure, output)
-    document = {
+    members = {
         "root": store.url,
         "output": None if output is None else str(output),
-        "series": [
-            {"panel": panel.title, "name": one.name, "points": [list(p) for p in one.points]}
-            for panel in panels
-            for one in panel.series
-        ],
+        "series": series,
         "saves": saved,
         "starts": starts,
         "metrics": sorted(record.metrics),
         "notes": notes,
     }
-    width = shutil.get_terminal_size().columns
-    drawn = [f"{output}: {len(panels)} panels"]
+    document = of(Plot, members)
     if output is None:
-        drawn = [*text(figure, width), *_others(record, panels)]
-    return Answer(document=of(Plot, document), parts=[*drawn, *notes])
+        others = [*_others(record, series), "-o FILE draws them"]
+        return Answer(document=document, parts=[_table(series), *others, *notes])
+    _draw(document, output)
+    num_panels = len({one.panel for one in series})
+    return Answer(document=document, parts=[f"{output}: {num_panels} panels", *notes])
+
+
+def _table(series: Sequence[Series]) -> TextTable:
+    columns = ("panel", "curve", "from step", "to step", "first", "last")
+    rows = []
+    for one in series:
+        first, last = one.points[0], one.points[-1]
+        steps = f"{first[0]:.10g}", f"{last[0]:.10g}"
+        rows.append((one.panel, one.name, *steps, number(first[1]), number(last[1])))
+    return TextTable(columns=columns, rows=rows, right=frozenset({2, 3, 4, 5}))
+
+
+def _draw(document: Plot, path: Path) -> None:
+    """Draw the panels one above the other, each with all saves and starts."""
+    from matplotlib.figure import Figure
+
+    panels: dict[str, list[Series]] = {}
+    for one in document.series:
+        panels.setdefault(one.panel, []).append(one)
+    starts = [start for start in document.starts if start.step is not None]
+    killed = [start.step for start in starts if start.before == "failed"]
+    resumed = [start.step for start in starts if start.before != "failed"]
+    figure = Figure(figsize=(10, 3 * len(panels)), layout="constrained")
+    figure.suptitle(document.root, parse_math=False)
+    axes = figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0]
+    for axis, curves in zip(axes, panels.values(), strict=True):
+        shown = {}
+        for one in curves:
+            (line,) = axis.plot(*zip(*one.points, strict=True), marker=".", markersize=3)
+            shown[one_line(one.name, _MAX_NAME)] = line
+        across, foot = {"linestyle": "--"}, {"ymax": 0.04, "color": "#555555"}
+        for name, steps, style in (
+            ("saves", document.saves, foot),
+            ("resumes", resumed, {"color": "#2ca02c", **across}),
+            ("kills", killed, {"color": "#d62728", **across}),
+        ):
+            if steps:
+                style = {"ymin": 0, "ymax": 1, "transform": axis.get_xaxis_transform(), **style}
+                shown[name] = axis.vlines(steps, linewidth=1, **style)
+        for text in axis.legend(shown.values(), shown.keys()).get_texts():
+            text.set_parse_math(False)
+        axis.ticklabel_format(useOffset=False)
+    axes[-1].set_xlabel("step")
+    save_figure(figure, path, "--output")
 
 
 def _recorded(root: str, log: Path | None, entries: Sequence[Entry], notes: list[str]) -> _Record:
@@ -174,8 +212,8 @@ def _of_manifests(entries: Sequence[Entry]) -> _Record:
     return record
 
 
-def _usual(record: _Record, watched: Sequence[str], notes: list[str]) -> list[Panel]:
-    """Make the panels that are drawn if no metric is named; a note says what replaces a loss.
+def _usual(record: _Record, watched: Sequence[str], notes: list[str]) -> list[Series]:
+    """List the curves that are drawn if no metric is named; a note says what replaces a loss.
 
     `watched`: metrics of the run's rules `Best`.
     """
@@ -184,23 +222,24 @@ def _usual(record: _Record, watched: Sequence[str], notes: list[str]) -> list[Pa
     losses = [name for name in _LOSSES if name in known]
     for pattern in (_LOSS, _PART):
         losses += [name for name in known if name not in losses and pattern.fullmatch(name)]
-    panels = [_panel("loss", losses[:_MAX_LOSSES], record), _panel("learning rate", rates, record)]
-    if not panels[0].points:
+    series = [_curve("loss", name, record) for name in losses[:_MAX_LOSSES]]
+    if not any(map(_is_drawable, series)):
         others = [name for name in _telling(known, watched) if name not in rates]
-        drawn = next((one for name in others if (one := _panel(name, [name], record)).points), None)
+        curves = (_curve(name, name, record) for name in others)
+        drawn = next(filter(_is_drawable, curves), None)
         if drawn is not None:
-            panels.insert(0, drawn)
+            series.insert(0, drawn)
             notes.append(
-                f"no loss to draw: {one_line(drawn.title, _MAX_NAME)} is drawn instead; "
+                f"no loss to draw: {one_line(drawn.name, _MAX_NAME)} is drawn instead; "
                 "--metric NAME draws another"
             )
-    pace = _throughput(record)
-    if pace is not None:
-        panels.append(Panel(title="throughput", series=[pace]))
+    series += [_curve("learning rate", name, record) for name in rates]
+    if (pace := _throughput(record)) is not None:
+        series.append(pace)
     if record.sizes:
-        points = [(step, nbytes / 1e6) for step, nbytes in sorted(record.sizes.items())]
-        panels.append(Panel(title="size", series=[Series(name="checkpoint, MB", points=points)]))
-    return [panel for panel in panels if panel.series]
+        points = [[step, nbytes / 1e6] for step, nbytes in sorted(record.sizes.items())]
+        series.append(Series(panel="size", name="checkpoint, MB", points=points))
+    return series
 
 
 def _telling(known: Collection[str], watched: Sequence[str]) -> list[str]:
@@ -219,9 +258,9 @@ def _telling(known: Collection[str], watched: Sequence[str]) -> list[str]:
     return first + sorted(rest, key=rank)
 
 
-def _others(record: _Record, panels: Sequence[Panel]) -> list[str]:
+def _others(record: _Record, series: Sequence[Series]) -> list[str]:
     """Name the recorded metrics that are not drawn, as one line; no line if there are none."""
-    drawn = {one.name for panel in panels for one in panel.series}
+    drawn = {one.name for one in series}
     others = [name for name in sorted(record.metrics) if name not in drawn]
     return [f"--metric NAME draws another metric: {_listed(others)}"] if others else []
 
@@ -231,17 +270,22 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(one_line(name, _MAX_NAME) for name in names[:_MAX_NAMES]) + more
 
 
-def _chosen(record: _Record, names: Sequence[str]) -> list[Panel]:
+def _chosen(record: _Record, names: Sequence[str]) -> list[Series]:
     unknown = [name for name in names if name not in record.metrics]
     if unknown:
         there = _listed(sorted(record.metrics)) or "none"
         raise UsageError(f"--metric={unknown[0]!r}: there is no such metric; recorded: {there}")
-    return [_panel(name, [name], record) for name in dict.fromkeys(names)]
+    return [_curve(name, name, record) for name in dict.fromkeys(names)]
 
 
-def _panel(title: str, names: Sequence[str], record: _Record) -> Panel:
-    series = [Series(name=name, points=sorted(record.metrics[name].items())) for name in names]
-    return Panel(title=title, series=series)
+def _curve(panel: str, name: str, record: _Record) -> Series:
+    points = [[step, value] for step, value in sorted(record.metrics[name].items())]
+    return Series(panel=panel, name=name, points=points)
+
+
+def _is_drawable(series: Series) -> bool:
+    """Whether any value is finite."""
+    return any(math.isfinite(value) for _, value in series.points)
 
 
 def _throughput(record: _Record) -> Series | None:
@@ -262,8 +306,9 @@ def _throughput(record: _Record) -> Series | None:
         passed_s = (after[0] - before[0]).total_seconds()
         done = getattr(after[1], name) - getattr(before[1], name)
         if passed_s > 0 and done > 0:
-            points.append((float(after[1].step), done / passed_s))
-    return Series(name=f"{'steps' if name == 'step' else name}/s", points=points)
+            points.append([float(after[1].step), done / passed_s])
+    unit = "steps" if name == "step" else name
+    return Series(panel="throughput", name=f"{unit}/s", points=points)
 
 
 def _starts(starts: Sequence[RecordedStart], entries: Sequence[Entry]) -> list[dict[str, Any]]:
@@ -280,21 +325,3 @@ def _starts(starts: Sequence[RecordedStart], entries: Sequence[Entry]) -> list[d
             {"step": step, "created": start.created, "host": start.host, "before": before.ending}
         )
     return found
-
-
-def _marks(saved: Sequence[int], starts: Sequence[Mapping[str, Any]]) -> list[Mark]:
-    def after(*, is_killed: bool) -> list[float]:
-        chosen = {
-            start["step"]
-            for start in starts
-            if start["step"] is not None and (start["before"] == "failed") == is_killed
-        }
-        return sorted(chosen)
-
-    return [
-        Mark(name="saves", steps=saved, color="#555555", letter="^", is_line=False),
-        Mark(
-            name="resumes", steps=after(is_killed=False), color="#2ca02c", letter="r", is_line=True
-        ),
-        Mark(name="kills", steps=after(is_killed=True), color="#d62728", letter="k", is_line=True),
-    ]

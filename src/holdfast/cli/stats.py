@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from holdfast.cli.drawing import expect_drawable, save_figure
 from holdfast.cli.output import Answer, TextTable, number, progress_bar
 from holdfast.cli.sources import chosen, open_read, split_name
 from holdfast.cli.target import named_file_key, named_keys
@@ -57,7 +58,7 @@ def stats(
     With `plot`, draw their exponents into a file.
     """
     if plot is not None:
-        expect_drawable(plot)
+        expect_drawable(plot, "--plot")
     with Forks() as forks, open_read(text) as source:
         names = chosen(source, components)
         found = tuple(_with_progress(source, _wanted(source, names, tensors), forks))
@@ -182,18 +183,6 @@ def _warnings(found: Sequence[TensorStats]) -> list[str]:
     return [f"not finite: {', '.join(odd[:3])}{more}"] if odd else []
 
 
-def expect_drawable(plot: Path) -> None:
-    """Raise `UsageError` unless the file can be drawn, before anything is read."""
-    if plot.suffix not in (".png", ".svg"):
-        raise UsageError(f"--plot={str(plot)!r}: the name must end in .png or .svg")
-    try:
-        import matplotlib.figure  # noqa: F401
-    except ImportError:
-        raise UsageError(
-            f"--plot={str(plot)!r}: needs matplotlib: pip install 'holdfast-torch[demo]'"
-        ) from None
-
-
 def _draw(found: Sequence[TensorStats], plot: Path, *, title: str) -> None:
     """Draw a row of shades for each tensor: how many of its numbers have each exponent."""
     from matplotlib.figure import Figure
@@ -216,10 +205,7 @@ def _draw(found: Sequence[TensorStats], plot: Path, *, title: str) -> None:
     axis.set_yticks(range(num_rows), [one.tensor[-60:] for one in shown], fontsize=7)
     axis.set_xlabel("power of two")
     axis.set_title(title[-100:], fontsize=8)
-    try:
-        canvas.savefig(plot)
-    except OSError as error:
-        raise UsageError(f"--plot={str(plot)!r}: {error.strerror or error}") from error
+    save_figure(canvas, plot, "--plot")
 
 
 def bars(counts: Sequence[int]) -> str:

@@ -155,7 +155,7 @@ def check_library() -> None:
         import matplotlib  # noqa: F401
     except ImportError as error:
         raise UsageError(
-            "the demo draws with matplotlib: pip install 'holdfast-torch[demo]'"
+            "the demo draws with matplotlib: pip install 'holdfast-torch[plot]'"
         ) from error
 
 

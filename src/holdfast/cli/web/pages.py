@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from asyncio import gather
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -15,7 +16,6 @@ from starlette.responses import Response
 from holdfast.cli.answers.checkpoints import Listed, Ls
 from holdfast.cli.answers.history import Log, LoggedSave, Plot
 from holdfast.cli.answers.retention import Forecast
-from holdfast.cli.drawing import thinned
 from holdfast.cli.forecast import forecast_deletions
 from holdfast.cli.log import ENDINGS, log_root
 from holdfast.cli.output import Answer, TextTable, printable
@@ -296,8 +296,22 @@ def _drawable(plot: Plot) -> dict[str, Any]:
     """Return the members of an answer of `plot`, of long curves only the extremes of stretches."""
     members: dict[str, Any] = msgspec.to_builtins(plot)
     for series in members["series"]:
-        series["points"] = thinned([(x, y) for x, y in series["points"]], MAX_POINTS)
+        series["points"] = thinned(series["points"], MAX_POINTS)
     return members
+
+
+def thinned(points: Sequence[list[float]], most: int) -> list[list[float]]:
+    """Return the points, or of many the lowest and the highest of each stretch, in order."""
+    if len(points) <= most:
+        return list(points)
+    size = math.ceil(2 * len(points) / most)
+    found: list[list[float]] = []
+    for start in range(0, len(points), size):
+        stretch = points[start : start + size]
+        lowest = min(stretch, key=lambda point: point[1])
+        highest = max(stretch, key=lambda point: point[1])
+        found += [lowest] if lowest is highest else sorted([lowest, highest])
+    return found
 
 
 def _mark(site: Site, run: Run, listed: Listed) -> dict[str, Any]:
