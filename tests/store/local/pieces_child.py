@@ -17,10 +17,12 @@ from holdfast.store.local.pieces import LocalPieces, Piece
 
 NBYTES = 300_000
 
+OBJECT = "0123456789abcdef/checkpoint/object"
+
 
 def piece(number: int) -> Piece:
     """A piece of an object."""
-    return Piece(place=f"object/{number:08d}", start=number * NBYTES, nbytes=NBYTES)
+    return Piece(place=f"{OBJECT}/{number:08d}", start=number * NBYTES, nbytes=NBYTES)
 
 
 def content(number: int) -> bytes:

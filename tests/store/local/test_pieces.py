@@ -18,7 +18,7 @@ from children import Child
 from holdfast.errors import TransientStoreError
 from holdfast.store.base import ignore
 from holdfast.store.local.pieces import LocalPieces
-from store.local.pieces_child import NBYTES, content, piece
+from store.local.pieces_child import NBYTES, OBJECT, content, piece
 
 CHILD = Path(__file__).with_name("pieces_child.py")
 ON_DISK = -(-NBYTES // 4096) * 4096
@@ -287,9 +287,12 @@ def test_clearing_takes_what_dead_processes_left_and_nothing_else(
         one.expect("fetching")
     dead.kill()
     (ours,) = tmp_path.glob("holdfast-cache-*")
-    foreign = [tmp_path / "00000007", ours / "README", ours / "object" / "notes"]
+    mine = ("README", "20240101", "backup/20240101", f"{OBJECT}/notes", f"{OBJECT}/a/20240101")
+    foreign = [tmp_path / "00000007", *(ours / name for name in mine)]
     for path in foreign:
+        path.parent.mkdir(exist_ok=True)
         path.write_bytes(b"mine")
+        os.utime(path, (0, 0))
     reader = Reader(tmp_path, max_nbytes=3 * ON_DISK)
     for number in range(6):
         reader(number)
@@ -389,8 +392,11 @@ def test_what_is_forgotten_is_fetched_again(tmp_path: Path) -> None:
         reader(number)
     reader.pieces.remove(piece(1).place)
     assert set(files(tmp_path)) == names(2, 3)
-    reader.pieces.remove("object")
+    (ours,) = tmp_path.glob("holdfast-cache-*")
+    (ours / OBJECT / "mine").write_bytes(b"mine")
+    reader.pieces.remove(OBJECT.rpartition("/")[0])
     assert files(tmp_path) == {}
+    assert (ours / OBJECT / "mine").read_bytes() == b"mine"
     reader(2)
     assert reader.fetched[2] == 2
 

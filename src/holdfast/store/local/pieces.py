@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import stat
 import threading
 import time
@@ -43,7 +42,7 @@ PIECE_NBYTES = 8 * 1024 * 1024
 
 _PAGE = 4096
 _DRAFT = ".part"
-_NAME = re.compile(r"[0-9]{8}(\.part)?", re.ASCII)
+_COPY = re.compile(r"[0-9a-f]{16}/(?:[^/]+/){1,2}[0-9]{8}(\.part)?", re.ASCII)
 _WRITE = os.O_RDWR | NOFOLLOW | CLOSED_ON_EXEC
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.05
 _COUNT_WAIT_S = 10.0
@@ -63,7 +62,7 @@ class Piece:
     """A piece of an object: its range of bytes, and the path of its copy in the cache."""
 
     place: str
-    """Path of the copy inside the folder; the last segment is a number of 8 digits."""
+    """Path of the copy inside the folder: 16 hex digits, 1 or 2 names, a number of 8 digits."""
     start: int
     """First byte of the piece in the object."""
     nbytes: int
@@ -80,7 +79,7 @@ class LocalPieces:
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, max_nbytes: int, wait_s: float) -> None:
-        # A subfolder for this user: only copies of this cache are removed in it.
+        # A subfolder for this user, in which only what has the path of a copy is removed.
         name = f"holdfast-cache-{user_number()}"
         self._folder = os.path.join(os.path.abspath(os.fspath(folder)), name)
         self._max_nbytes = max_nbytes
@@ -113,11 +112,15 @@ class LocalPieces:
 
     def remove(self, place: str) -> None:
         """Remove the copies at and below the path `place` in the folder; errors are ignored."""
-        path = self._path(place)
-        with suppress(OSError):
-            os.unlink(path)
-        if os.path.isdir(path):
-            shutil.rmtree(path, ignore_errors=True)
+        if _COPY.fullmatch(place):
+            path = self._path(place)
+            with suppress(OSError):
+                (os.rmdir if os.path.isdir(path) and not os.path.islink(path) else os.unlink)(path)
+            return
+        for path, _ in self._found(place):
+            with suppress(OSError):
+                os.unlink(path)
+            self._remove_empty(os.path.dirname(path))
 
     def _path(self, place: str) -> str:
         return os.path.join(self._folder, place)
@@ -269,13 +272,17 @@ class LocalPieces:
                 break
         return total
 
-    def _found(self) -> Iterator[tuple[str, os.stat_result]]:
-        """Yield path and status of every copy and every draft."""
-        for folder, _, names in os.walk(self._folder):
-            for name in filter(_NAME.fullmatch, names):
+    def _found(self, place: str = "") -> Iterator[tuple[str, os.stat_result]]:
+        """Yield path and status of every copy and every draft below `place`."""
+        for folder, _, names in os.walk(self._path(place)):
+            for name in names:
                 path = os.path.join(folder, name)
+                if not _COPY.fullmatch(os.path.relpath(path, self._folder)):
+                    continue
                 with suppress(FileNotFoundError):
-                    yield path, os.lstat(path)
+                    found = os.lstat(path)
+                    if stat.S_ISREG(found.st_mode) and found.st_size <= PIECE_NBYTES:
+                        yield path, found
 
     def _remove_empty(self, folder: str) -> None:
         with suppress(OSError):
