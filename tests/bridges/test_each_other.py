@@ -123,7 +123,7 @@ def test_what_cannot_be_taken_over_is_refused_by_name(
     """Nothing is dropped in silence: the page says which trainer warns, and all others refuse."""
     framework(loads)
     root, refusal = saved(others.save, case), others.CASES[case][1]
-    [outcome] = [row[1] for row in table("what differs") if row[0] == case]
+    [outcome] = [row[1] for row in table("difference") if row[0] == case]
     if loads in named(outcome):
         caplog.clear()
         TRAINERS[loads](root, others.STEPS + 1)
@@ -135,5 +135,5 @@ def test_what_cannot_be_taken_over_is_refused_by_name(
 
 
 def test_the_page_has_every_case_and_every_trainer() -> None:
-    assert [row[0] for row in table("what differs")[1:]] == [*others.CASES]
+    assert [row[0] for row in table("difference")[1:]] == [*others.CASES]
     assert set().union(*(named(row[0]) for row in table("trainer")[1:])) == {*NAMES}
