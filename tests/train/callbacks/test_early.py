@@ -141,6 +141,16 @@ def test_a_stop_by_a_validation_needs_one() -> None:
         make(MemoryStore(), callbacks=[EarlyStopping()])
 
 
+@pytest.mark.parametrize(("name", "step"), [("val/loss", 1), ("los", 5)])
+def test_without_validations_a_metric_that_is_never_there_is_an_error(name: str, step: int) -> None:
+    """After the first step for a metric of validations, and after the first epoch for others."""
+    stopping = StopWhen(lambda training, metrics: metrics.get(name, 1.0) < 0)
+    made = make(MemoryStore(), callbacks=[stopping])
+    with pytest.raises(UsageError, match=f"stopwhen: '{name}'; is 'loss' meant"):
+        made.fit("2ep")
+    assert made.counters.step == step
+
+
 def test_a_condition_on_a_metric_of_steps_may_be_asked_at_validations_too() -> None:
     condition = StopWhen(lambda training, metrics: metrics.get("loss", 9.0) < -1)
     assert trainer(MemoryStore(), [1.0, 1.0], condition).fit(2).reason == "goal"

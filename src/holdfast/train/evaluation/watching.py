@@ -16,7 +16,7 @@ Watchers = Callable[[], Mapping[str, Sequence[str]]]
 
 
 class Watched:
-    """Checks, after each validation, that all metrics that are watched are known by then."""
+    """Checks, after validations or else epochs, that all watched metrics are known by then."""
 
     def __init__(
         self, watchers: Watchers, validations: Validations, of_epochs: Sequence[str] = ()
@@ -31,8 +31,8 @@ class Watched:
         self._waits_for_epoch = bool(of_epochs)
         """Whether metrics of an epoch are still to come."""
         self._seen: set[str] = set()
-        self._is_checked = not validations
-        """Whether the first check was made, or there will be none."""
+        self._is_checked = False
+        """Whether the first check was made."""
         if not validations and (wrong := list(self._unseen())):
             raise UsageError(f"there is nothing to validate on; give validate=…:\n{listing(wrong)}")
 
@@ -45,14 +45,15 @@ class Watched:
             self._seen.update(metrics)
         self._waits_for_epoch &= not has_epoch
 
-    def check(self, metrics: Metrics) -> None:
+    def check(self, metrics: Metrics, *, but_of_steps: bool = False) -> None:
         """Check what is watched after a validation; `metrics` are those of its step.
 
         A metric of a validation that has not run yet may still come, or of the first epoch.
+        `but_of_steps`: metrics of steps may still come, too.
         """
         self._seen.update(metrics)
-        wrong = list(self._unseen(but_of_steps=self._is_checked))
-        self._is_checked = True
+        wrong = list(self._unseen(but_of_steps=but_of_steps or self._is_checked))
+        self._is_checked |= not but_of_steps
         if wrong:
             known = ", ".join(sorted(self._seen))
             raise UsageError(

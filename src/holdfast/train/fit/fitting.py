@@ -447,6 +447,10 @@ class Fit:
             due = self._gear.validations.due(before, self._counters.timestamp, is_last=is_last)
         if due:
             metrics = self._validate(metrics, due)
+        elif not self._gear.validations and not is_over:
+            self._gear.watched.check(
+                metrics, but_of_steps=before.epoch == self._counters.timestamp.epoch
+            )
         if self._counters.unvalidated:
             return metrics  # the resume that validates will log them
         # The log must be the same whether or not the run is stopped.
