@@ -1,7 +1,8 @@
 """Runs the Python that the README and the pages show.
 
-`python readme.py ROOT` trains the README's loop with the seeds of its section "Prove it"; with a
-second argument it kills itself at that step, once the checkpoint before it is committed.
+`python readme.py ROOT` trains the README's loop with the seeds of its section "Check that a
+resume is exact"; with a second argument it kills itself at that step, once the checkpoint before
+it is committed.
 """
 
 from __future__ import annotations
@@ -49,13 +50,13 @@ def code_under(title: str) -> list[str]:
 
 def loop() -> str:
     """The training loop of the README."""
-    (block,) = code_under("In a loop of your own")
+    (block,) = code_under("In a training loop")
     return block
 
 
 def prove(root: str, kill_at: int = 0) -> None:
-    """Train that loop into a root, as the section "Prove it" says."""
-    (seeds,) = code_under("Prove it")
+    """Train that loop into a root, as the section "Check that a resume is exact" says."""
+    (seeds,) = code_under("Check that a resume is exact")
     exec(f"import random\nimport numpy\nimport torch\n{seeds}", {})
     names = toy()
     if kill_at:
