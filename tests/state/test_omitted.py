@@ -159,6 +159,29 @@ def test_optimizers_of_other_models_and_of_other_managers_are_not_named(warned: 
         assert warned(weights_only, *steps) == []
 
 
+def test_a_scaler_of_two_models_in_one_of_their_managers_is_not_named(warned: Warned) -> None:
+    model, other = network(), network()
+    mine, theirs = Adam(model.parameters()), Adam(other.parameters())
+    scaler = torch.amp.GradScaler("cpu")
+
+    def step() -> None:
+        scaler.scale(model(other(torch.ones(1, 2))).sum()).backward()
+        scaler.step(mine)
+        scaler.step(theirs)
+        scaler.update()
+
+    with CheckpointManager(MemoryStore(), {"model": other, "optimizer": theirs, "scaler": scaler}):
+        assert warned({"model": model, "optimizer": mine}, step) == []
+
+
+def test_a_scheduler_whose_state_the_script_keeps_in_a_dict_is_not_named(warned: Warned) -> None:
+    model = network()
+    optimizer = Adam(model.parameters())
+    state = {"model": model, "optimizer": optimizer, "schedule": {"epochs": 0}}
+    scheduler = StepLR(optimizer, 1)
+    assert warned(state, stepping(model, optimizer), scheduler.step) == []
+
+
 def test_optimizers_without_state_or_made_for_one_task_are_not_named(warned: Warned) -> None:
     model = network()
     assert warned({"model": model}, stepping(model, SGD(model.parameters()))) == []

@@ -171,7 +171,8 @@ def omitted(
             used.append(optimizer)
         if scaler is not None and scaler.is_enabled():
             used.append(scaler)
-        has_schedule = any(isinstance(v, LRScheduler) and v.optimizer is optimizer for v in values)
+        has_schedule = any("sched" in name for name, value in state.items() if type(value) is dict)
+        has_schedule |= any(isinstance(v, LRScheduler) and v.optimizer is optimizer for v in values)
         if hasattr(optimizer.step, "_wrapped_by_lr_sched") and not has_schedule:
             schedulers: list[LRScheduler] = instances_of(LRScheduler)
             used += [one for one in schedulers if one.optimizer is optimizer and one.last_epoch]

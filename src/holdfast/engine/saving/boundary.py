@@ -118,7 +118,7 @@ class StepBoundary:
     def __init__(self, state: Mapping[str, Any], emit: Emitter) -> None:
         """Begin to watch."""
         driven = {name: one for name, one in state.items() if _groups(one)}
-        self._components, self._driven = driven.keys(), [*driven.values()]
+        self._state, self._components, self._driven = state, driven.keys(), [*driven.values()]
         self._emit = emit
         self._said: set[str] = set()
         self._known: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
@@ -148,7 +148,8 @@ class StepBoundary:
         """List the optimizers that step and that the state may lack, or their scalers or schedules.
 
         At the first saves only. An optimizer counts if it has stepped before an earlier save and
-        again since: others are made for a while, such as one for each task.
+        again since: others are made for a while, such as one for each task. None that another
+        manager may save is listed.
         """
         before, now = self._stepped
         self._stepped, self._num_left = (before | now, {}), max(self._num_left - 1, 0)
@@ -161,8 +162,12 @@ class StepBoundary:
         is_plain = scaler is None and not hasattr(optimizer.step, "_wrapped_by_lr_sched")
         if is_plain and any(optimizer is one for one in self._driven):
             return False
-        others = (one for known in _watching if (one := known()) is not None and one is not self)
-        return not any(other._known.get(optimizer) for other in others)  # which may save it
+        others = [one for known in _watching if (one := known()) is not None and one is not self]
+        saved = [value for other in others for value in other._state.values()]
+        return not (
+            any(other._known.get(optimizer) for other in others)
+            or (scaler is not None and any(value is scaler for value in saved))
+        )
 
     def check(self, captured: Captured, step: int) -> tuple[str, ...]:
         """Warn if the captured state is not that of a step boundary.
