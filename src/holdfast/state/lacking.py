@@ -46,10 +46,9 @@ NO_OPTIMIZER = (
     '{"model": model, "optimizer": optimizer}'
 )
 OMITTED = (
-    "the training uses {}, which no component of the state has: a resumed run begins with a new "
-    'one. Add it to the state, as in {{"model": model, "optimizer": optimizer}}. If the script '
-    "makes its state again, say so in its attribute not_state, as in "
-    'optimizer.not_state = ("state",)'
+    "used in training, but not in the state: {}. A resumed run starts with new ones. Add them to "
+    'the state, as in {{"model": model, "optimizer": optimizer}}. If your script restores one '
+    'itself, set its not_state, as in optimizer.not_state = ("state",)'
 )
 
 
