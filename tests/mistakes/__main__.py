@@ -11,14 +11,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tests.mistakes.page import PAGE, filled, row, tables
+from tests.mistakes.page import PAGE, filled, tables
 from tests.mistakes.table import judged
 from tests.mistakes.themes import CASES
 from tests.mistakes.user import made
 
 
 def main() -> int:
-    """Write the page; exit status 1, and no page, where a mistake has no right answer."""
+    """Write the page; exit status 1, and no page, if a mistake has no right answer."""
     rows, failed = [], 0
     with tempfile.TemporaryDirectory() as folder:
         template = Path(folder, "template")
@@ -27,7 +27,7 @@ def main() -> int:
             place = Path(folder, str(number))
             place.mkdir()
             try:
-                rows.append((case, row(case, judged(case, template, digests, place))))
+                rows.append((case, judged(case, template, digests, place)))
             except Exception as error:
                 failed += 1
                 print(f"{case.theme}: {case.did}: {error}", file=sys.stderr)

@@ -116,7 +116,7 @@ changed(
     lambda s: {("net" if k == "model" else k): v for k, v in s.items()},
 )
 changed(
-    "a counter more in `progress`",
+    "an additional counter in `progress`",
     "progress",
     lambda s: {**s, "progress": {"step": 0, "best": 1.0}},
     state=3,
@@ -160,7 +160,7 @@ def _(user: User) -> None:
     user.manager(user.new, state=user.watch(state)).save(1).wait()
 
 
-@case("a head beside the model that no component holds", names="no component holds")
+@case("a head outside of the model, in no component", names="no component holds")
 def _(user: User) -> None:
     state = new_state()
     head = nn.Linear(3, 3)

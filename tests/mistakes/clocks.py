@@ -45,7 +45,7 @@ def _(user: User) -> None:
         manager.save(5).wait()
 
 
-@case("a clock without a battery begins at 1970", names="1970")
+@case("a clock without a battery starts in 1970", names="1970")
 def _(user: User) -> None:
     with shifted(datetime(1970, 1, 1, 0, 5, tzinfo=timezone.utc) - datetime.now(timezone.utc)):
         user.goes_on(keep="last:5")

@@ -12,7 +12,7 @@ from torch import nn
 
 import holdfast
 
-THEME = Theme("State that would come back otherwise")
+THEME = Theme("State that does not load unchanged")
 case = THEME.case
 
 
@@ -85,7 +85,7 @@ class Meter:
         self.total = [*state["total"]]
 
 
-@case("a model from `meta` with a table that nobody filled again", names="table")
+@case("a model from `meta` whose table is not filled again", names="table")
 def _(user: User) -> None:
     saved(user, Table())
     loaded(user, Table(0.25))
@@ -121,7 +121,7 @@ def _(user: User) -> None:
     resumed(user, {**new_state(), "meter": Meter([])})
 
 
-@case("mixed precision switched on for the second run", names="scaler")
+@case("mixed precision is switched on in the second run", names="scaler")
 def _(user: User) -> None:
     off = {**new_state(), "scaler": torch.amp.GradScaler("cpu", enabled=False)}
     with holdfast.CheckpointManager(user.new, off) as manager:

@@ -40,17 +40,19 @@ def cut(path: Path) -> None:
 
 
 resume_after(
-    "deleted `manifest.json` of the newest",
+    "deleted `manifest.json` of the newest checkpoint",
     "manifest",
     lambda u: (u.folder_of(3) / "manifest.json").unlink(),
 )
 resume_after(
-    "deleted a tensor file of the newest",
+    "deleted a tensor file of the newest checkpoint",
     "model-00000.safetensors",
     lambda u: (u.folder_of(3) / "model-00000.safetensors").unlink(),
 )
 resume_after(
-    "deleted the folder of the newest", "step-00000003", lambda u: shutil.rmtree(u.folder_of(3))
+    "deleted the folder of the newest checkpoint",
+    "step-00000003",
+    lambda u: shutil.rmtree(u.folder_of(3)),
 )
 resume_after(
     "deleted the folders of all checkpoints",
@@ -103,7 +105,7 @@ resume_after(
     ),
 )
 resume_after(
-    "copied the weights of step 1 over those of step 3",
+    "copied the weights of step 1 over the weights of step 3",
     "model-00000.safetensors",
     lambda u: shutil.copy(u.folder_of(1) / "model-00000.safetensors", u.folder_of(3)),
 )
@@ -120,22 +122,22 @@ resume_after(
     ),
 )
 resume_after(
-    "renamed the newest to `best`",
+    "renamed the newest checkpoint to `best`",
     "step-00000003",
     lambda u: u.folder_of(3).rename(u.root / "best"),
 )
 resume_after(
-    "renamed the newest to `….bak`",
+    "renamed the newest checkpoint to `….bak`",
     "step-00000003",
     lambda u: u.folder_of(3).rename(str(u.folder_of(3)) + ".bak"),
 )
 resume_after(
-    "moved the newest out of the root",
+    "moved the newest checkpoint out of the root",
     "step-00000003",
     lambda u: u.folder_of(3).rename(u.folder / "saved"),
 )
 resume_after(
-    "copied the newest beside itself",
+    "copied the newest checkpoint within the root",
     "copied here",
     lambda u: shutil.copytree(u.folder_of(3), u.root / ("copy-" + u.folder_of(3).name)),
     state=3,
@@ -161,7 +163,7 @@ resume_after(
 
 
 @case(
-    "went on in the root and in a copy of it, and put the copy's checkpoint back into the root",
+    "trained in the root and in a copy of it, then moved a checkpoint back from the copy",
     names="one place in the order",
     state=4,
 )
@@ -177,7 +179,7 @@ def _(user: User):
     user.manager().resume()
 
 
-@case("restored an older backup over the root, where `seen` was kept", names="0001-000003")
+@case("restored an older backup over the root, with `seen` of a newer one", names="0001-000003")
 def _(user: User):
     seen = user.manager().list()[0].seen
     shutil.rmtree(user.folder_of(3))

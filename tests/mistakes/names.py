@@ -34,7 +34,7 @@ def _(user: User) -> None:
     user.manager(keep="last3")
 
 
-@case('`keep=holdfast.Best("los", mode="min")` where the metric is called `loss`', names="'los'")
+@case('`keep=holdfast.Best("los", mode="min")` if the metric is called `loss`', names="'los'")
 def _(user: User) -> None:
     user.goes_on(keep=holdfast.Best("los", mode="min"))
 
@@ -432,13 +432,13 @@ def _(user: User) -> None:
     user.manager().tag("step=3")
 
 
-@case("the optimizer left outside of the state", names="no optimizer")
+@case("the optimizer is not in the state", names="no optimizer")
 def _(user: User) -> None:
     del user.state["optimizer"]
     user.manager(user.new, state=user.state).save(1).wait()
 
 
-@case("data left outside of the state", names="holdfast.data.Loader")
+@case("the data is not in the state", names="holdfast.data.Loader")
 def _(user: User) -> None:
     del user.state["data"]
     user.manager(user.new, state=user.state).save(1).wait()

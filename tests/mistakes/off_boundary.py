@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import holdfast
 
-THEME = Theme("Saves off a step boundary, and state outside of the components")
+THEME = Theme("Saves within a step, and state outside of the components")
 case = THEME.case
 
 

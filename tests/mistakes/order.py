@@ -93,7 +93,7 @@ def _(user: User) -> None:
     user.manager(on_existing="error").resume("step=2")
 
 
-@case("the folder of the run is moved while the run goes on", names="moved, deleted or unmounted")
+@case("the run directory is moved during training", names="moved, deleted or unmounted")
 def _(user: User) -> None:
     manager = user.resumed()
     shutil.move(user.root, user.new)

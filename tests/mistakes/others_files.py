@@ -11,7 +11,7 @@ from tests.mistakes.user import User
 import holdfast
 from holdfast.data import Loader
 
-THEME = Theme("The user's own files in a root")
+THEME = Theme("Other files in a root")
 case = THEME.case
 
 
@@ -61,9 +61,7 @@ def _(user: User):
     assert notes.read_bytes() == b"mine"
 
 
-@case(
-    "a run of one's own in a checkpoint's folder that `rm` deletes", names="finetune", deletes=True
-)
+@case("another run inside a checkpoint folder that `rm` deletes", names="finetune", deletes=True)
 def _(user: User):
     notes = own(user.folder_of(1) / "finetune" / "model.pt")
     yield

@@ -125,7 +125,7 @@ def _(user: User) -> None:
     list(islice(Stream(Plain(ByEpoch()), 4).until(20), 12))
 
 
-@case("an evaluation iterates over the training's `Loader`", names="gradients off", state=None)
+@case("an evaluation iterates over the training `Loader`", names="gradients off", state=None)
 def _(user: User) -> None:
     data = Loader(torch.zeros(20, 4), 2)
     manager = user.manager(user.new, state=user.watch({**new_state(), "data": data}))
@@ -135,7 +135,7 @@ def _(user: User) -> None:
     manager.save(1, wait=True)
 
 
-@case("a loop over a DataLoader made of the `Loader`'s parts", names="does not move", state=None)
+@case("a loop over a DataLoader made of parts of the `Loader`", names="does not move", state=None)
 def _(user: User) -> None:
     data = Loader(torch.zeros(20, 4), 2)
     saved(user, data, DataLoader(data.dataset, batch_sampler=data.batch_sampler))  # type: ignore[arg-type]

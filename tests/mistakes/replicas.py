@@ -15,7 +15,7 @@ import holdfast
 from holdfast.errors import HoldfastError
 from holdfast.testing.ranks import ThreadCoordinator
 
-THEME = Theme("Values of several ranks")
+THEME = Theme("Values that differ between ranks")
 State = dict[str, Any]
 
 

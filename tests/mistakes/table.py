@@ -156,10 +156,8 @@ def _answer(case: Case, error: Exception | None, said: list[str], folder: Path) 
 
 
 def _telling(text: str, names: str) -> str:
-    """The first line, and the one that names what is wrong."""
-    lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
-    naming = next((line for line in lines if names in line), lines[0])
-    return lines[0] if naming == lines[0] else f"{lines[0]} … {naming}"
+    """The line that names what is wrong."""
+    return next(line.strip() for line in text.splitlines() if names in line)
 
 
 def _plain(text: str, folder: Path) -> str:

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from tests.mistakes.page import PAGE, row
+from tests.mistakes.page import PAGE, has
 from tests.mistakes.table import Case, Theme, judged
 from tests.mistakes.themes import CASES, THEMES
 from tests.mistakes.user import User, made
@@ -29,12 +29,11 @@ def test_a_mistake_is_answered(
     case: Case, run: tuple[Path, dict[int, str]], ram_path: Path
 ) -> None:
     answer = judged(case, *run, ram_path)
-    assert row(case, answer) in PAGE.read_text("utf-8"), "run: python -m tests.mistakes"
+    assert has(PAGE.read_text("utf-8"), case, answer), "run: python -m tests.mistakes"
 
 
-def test_the_page_has_each_mistake_once() -> None:
-    rows = re.findall(r"^\| .* \|$", PAGE.read_text("utf-8"), re.MULTILINE)
-    assert len(rows) - len(THEMES) == len(CASES) >= LEAST
+def test_the_table_has_each_mistake_once() -> None:
+    assert len(CASES) >= LEAST
     done = [(theme.title, case.did) for theme in THEMES for case in theme.cases]
     assert len({*done}) == len(done)
 

@@ -70,12 +70,12 @@ refused(
 )
 
 
-@case('`every="1ep"` in a loop that tells no epochs', names="epoch", state=3)
+@case('`every="1ep"` in a loop that does not count epochs', names="epoch", state=3)
 def _(user: User) -> None:
     user.resumed(every="1ep").maybe_save(4)
 
 
-@case('`keep=holdfast.EveryNth("1ep")` in a loop that tells no epochs', names="ep")
+@case('`keep=holdfast.EveryNth("1ep")` in a loop that does not count epochs', names="ep")
 def _(user: User) -> None:
     user.goes_on(keep=holdfast.EveryNth("1ep"))
 
@@ -85,12 +85,12 @@ def _(user: User) -> None:
     user.resumed().maybe_save(4)
 
 
-@case("the step goes back", names="step", state=3)
+@case("the step number decreases", names="step", state=3)
 def _(user: User) -> None:
     user.resumed().save(1).wait()
 
 
-@case("samples go back", names="samples", state=3)
+@case("the number of samples decreases", names="samples", state=3)
 def _(user: User) -> None:
     manager = user.resumed()
     manager.save(4, samples=100).wait()

@@ -17,7 +17,7 @@ from holdfast.store.memory import MemoryStore
 from holdfast.testing import Fault, FaultyStore
 from holdfast.train import SWA, Csv
 
-THEME = Theme("Longer schedules, averages, and ends")
+THEME = Theme("Schedules, averages and ends of runs")
 case = THEME.case
 
 
@@ -74,7 +74,7 @@ longer(
 )
 
 
-@case("a farther goal, by which `SWA` begins later", names="begins again", state=None)
+@case("a later goal, so that `SWA` starts later", names="begins again", state=None)
 def _(user: User) -> None:
     plan = SWA(start="0.5dur", every="1step")
     user.trainer(swa=plan).fit("3step")
@@ -115,7 +115,7 @@ def _(user: User) -> Any:
     trainer.predict(other, to="predictions", overwrite=True)
 
 
-@case("`Csv` into a table of something else", names="name another file", state=None)
+@case("`Csv` writes to an existing file of another kind", names="name another file", state=None)
 def _(user: User) -> Any:
     Path("table.csv").write_text("name,age\nann,7\n")
     yield
@@ -134,6 +134,10 @@ def _(user: User) -> None:
     user.trainer(away()).fit("2step")
 
 
-@case('the same with `on_upload_failure="raise"`', names="not uploaded", state=None)
+@case(
+    'a run ends while the remote tier is away, with `on_upload_failure="raise"`',
+    names="not uploaded",
+    state=None,
+)
 def _(user: User) -> None:
     user.trainer(away(on_upload_failure="raise")).fit("2step")
