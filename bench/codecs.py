@@ -383,8 +383,8 @@ def _save_tables(results: Results) -> list[str]:
         ]
 
     lines = []
-    head = ["", "stored", "durable save", "beside none", "processor time", "cold load"]
-    head.append("beside none")
+    head = ["", "stored", "durable save", "vs. none", "processor time", "cold load"]
+    head.append("vs. none")
     for where, (title, _) in STORES.items():
         prefix = f"codecs/save/{where}/"
         rate = float(results.titles.get("codecs/rate", "0"))
@@ -405,7 +405,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 BENCH = Bench(
     name="codecs",
-    about="Ratios of a trained state; saves and loads with each codec and cipher beside none.",
+    about="Ratios of a trained state; saves and loads with each codec and cipher vs. none.",
     add_options=_add_options,
     measure_round=_measure_round,
     tables=_tables,
