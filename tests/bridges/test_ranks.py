@@ -209,6 +209,35 @@ def test_the_best_validation_is_the_leaders(name: str, tmp_path: Path) -> None:
     assert run_ranks(RANKS, partial(validate, name, tmp_path)) == [[2, 4, 7], [2, 4, 7]]
 
 
+def mean_of_three(rank: int) -> float:
+    """Validate with Lightning on three samples: 0, 1 and 2."""
+    import lightning
+    from torchmetrics import MeanMetric
+
+    as_launched(rank)
+    data = Loader(torch.arange(3.0).view(3, 1), batch_size=1, shuffle=False)
+
+    class Module(lightning.LightningModule):  # type: ignore[name-defined, misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.mean = torch.nn.Linear(1, 1), MeanMetric()
+
+        def validation_step(self, batch: Any, index: int) -> None:
+            self.mean.update(batch.mean(), weight=data.own_samples)
+            self.log("val_loss", self.mean)
+
+    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
+    trainer = lightning.Trainer(accelerator="cpu", devices=RANKS, strategy="ddp", **quiet)
+    (found,) = trainer.validate(Module(), data, verbose=False)
+    return float(found["val_loss"])
+
+
+@pytest.mark.full
+def test_lightning_counts_each_sample_once_in_a_metric_weighted_by_own_samples() -> None:
+    needed("lightning")
+    assert run_ranks(RANKS, mean_of_three) == [1.0, 1.0]
+
+
 UNREAD = {
     "reading the metrics of earlier checkpoints": ("validations", "_known"),
     "looking for checkpoints": ("transformers.trainer", "newest_step"),
