@@ -38,6 +38,7 @@ from holdfast.train import (
     Metrics,
     Outcome,
     Perplexity,
+    Reduced,
     Schedule,
     StepOutput,
     StopWhen,
@@ -918,6 +919,55 @@ def test_a_sample_that_two_ranks_get_counts_once(strategy: str, tmp_path: Path) 
     expected |= {"predicted": [0.0, 1.0, 2.0, 3.0], "samples": 8}
     found = run_ranks(3, partial(short, strategy, tmp_path))
     assert found == [expected] * 3
+
+
+def trained_on_five(num_ranks: int, options: dict[str, Any], rank: int) -> dict[str, float]:
+    """Train on five samples, three a step; return the weight, and the metrics of the last step."""
+    found: dict[str, float] = {}
+
+    class Look(Callback):
+        def log(self, training: Training, metrics: Any) -> None:
+            found.update(metrics)
+
+    def loss(model: nn.Module, batch: list[Tensor]) -> StepOutput:
+        loss, metrics = model(batch[0]).mean(), {"values": Reduced(float(batch[0].sum()), "sum")}
+        return StepOutput(loss, metrics, outputs=(batch[0], batch[0]), weight=len(batch[0]))
+
+    data = TensorDataset(torch.arange(5.0).view(5, 1))
+    trainer = Trainer(
+        Values(),
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        data=Loader(data, batch_size=3 // num_ranks, shuffle=False),
+        loss=loss,
+        metrics={"total": Total()},
+        callbacks=[Look()],
+        log_every=1,
+        checkpoints=None,
+        progress=False,
+        stop=None,
+        log=False,
+        **options,
+    )
+    trainer.fit("1ep")
+    (weight,) = trainer.model.parameters()
+    names = ("loss", "values", "train/total")
+    return {"weight": _whole(weight).item(), **{name: float(found[name]) for name in names}}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"strategy": "ddp"},
+        {"strategy": "fsdp2", "skip_nan": 1},
+        {"strategy": "ddp", "micro_batch": 1},
+        {"strategy": "ddp", "accumulate": 2},
+    ],
+)
+def test_a_sample_that_two_ranks_train_on_counts_once_with_weights(options: dict[str, Any]) -> None:
+    alone = trained_on_five(1, {**options, "strategy": None}, 0)
+    assert alone["train/total"] == 10.0
+    for of_rank in run_ranks(3, partial(trained_on_five, 3, options)):
+        assert of_rank == pytest.approx(alone)
 
 
 class Unmerged(Right):

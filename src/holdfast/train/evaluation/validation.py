@@ -257,14 +257,12 @@ class Validator:
             if has_weights not in (None, has_weight):
                 raise UsageError("validation: the loss gives some batches a weight, others none")
             has_weights = has_weight
-            if loader.fills_in:  # after the forward pass, in which other ranks take part
+            is_own = not loader.fills_in
+            if not is_own:  # after the forward pass, in which other ranks take part
                 output = replace(output, weight=0.0)
             found, kinds = update.numbers.reduced({"loss": output.loss, **output.metrics})
-            if loader.fills_in:
-                mean.add({name: v for name, v in found.items() if name not in kinds}, 0.0)
-            else:
-                mean.add(found, self._weight(given, output), kinds)
-            if self._scores and not loader.fills_in:
+            mean.add(found, self._weight(given, output), kinds, is_own=is_own)
+            if self._scores and is_own:
                 self._scores.update(batch, output)
             tell(Callback.validation_batch_end, batch, output)
         means = mean_of_ranks(update.parallel.group, mean).result()

@@ -370,7 +370,9 @@ class Fit:
             self._has_warned_of_eval = True
             logger.warning("step %d trains in eval mode: call training.model.train() first", step)
         is_skipped = any(step in steps for steps in self._gear.skip_steps)
-        metrics, has_epoch = update.leave_out() if is_skipped else update(window), False
+        fills_in = len(self._batches.own) < len(window)
+        metrics = update.leave_out() if is_skipped else update(window, fills_in=fills_in)
+        has_epoch = False
         if self._gear.ema is not None:
             self._gear.ema.follow(self._gear.model)
         self._counters.add_step(len(window), *self._counted())

@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, get_args
 
 import torch
@@ -89,9 +89,10 @@ class Update:
     nan: NanBudget | None = None
     """Budget of steps that are skipped as they are not finite; None: none is skipped."""
 
-    def __call__(self, window: Sequence[Any]) -> LazyMetrics:
+    def __call__(self, window: Sequence[Any], *, fills_in: bool = False) -> LazyMetrics:
         """Train on the batches of one step; returns mean metrics.
 
+        `fills_in`: the last batch is a neighbor's sample (`Loader.own_samples`). Its weight is 0.
         Metrics besides `loss` are those of the loss function, and `grad_norm` (before clipping)
         when gradients are clipped by their norm.
         """
@@ -101,7 +102,7 @@ class Update:
         if self.nan is not None:
             self.nan.begin()
         self.numerics.begin_step()
-        mean, unscored = self._gradients_that_fit(window)
+        mean, unscored = self._gradients_that_fit(window, fills_in=fills_in)
         self.weighing.divide(_parameters(self.optimizer))
         self.numerics.unscale(self.optimizer)
         # Before clipping, which makes infinite gradients finite if it is by value.
@@ -151,7 +152,9 @@ class Update:
         named = self.numbers({f"train/{name}": value for name, value in found.items()})
         return LazyMetrics(named), {f"train/{name}": image for name, image in pictures.items()}
 
-    def _gradients_that_fit(self, window: Sequence[Any]) -> tuple[Mean, _Outputs]:
+    def _gradients_that_fit(
+        self, window: Sequence[Any], *, fills_in: bool
+    ) -> tuple[Mean, _Outputs]:
         """Compute the gradients of a step; repeats it with smaller parts when memory runs out.
 
         All that the failed try has changed is as before then, so that the step is exact.
@@ -159,7 +162,7 @@ class Update:
         while self.micro_batches.is_auto:
             before = self.snapshot()
             try:
-                return self._gradients(window)
+                return self._gradients(window, fills_in=fills_in)
             except RuntimeError as error:
                 if not is_out_of_memory(error) or not self.micro_batches.can_halve(window):
                     raise
@@ -169,9 +172,9 @@ class Update:
             self.micro_batches.halve(window)
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
-        return self._gradients(window)
+        return self._gradients(window, fills_in=fills_in)
 
-    def _gradients(self, window: Sequence[Any]) -> tuple[Mean, _Outputs]:
+    def _gradients(self, window: Sequence[Any], *, fills_in: bool) -> tuple[Mean, _Outputs]:
         """Compute the gradients of a step; returns its metrics, and what `scores` have yet to see.
 
         They do not see a step that is skipped.
@@ -181,30 +184,36 @@ class Update:
         self.weighing.begin()
         self.parallel.begin_step(self.model)
         for at, piece in enumerate(pieces):
-            with self.parallel.batch(is_last=at == len(pieces) - 1):
-                self._train_on(piece, len(pieces), mean, unscored)
+            is_last = at == len(pieces) - 1
+            with self.parallel.batch(is_last=is_last):
+                is_own = not (fills_in and is_last)  # one sample, so it is one piece
+                self._train_on(piece, len(pieces), mean, unscored, is_own=is_own)
         return mean, unscored
 
-    def _train_on(self, piece: Piece, num_pieces: int, mean: Mean, unscored: _Outputs) -> None:
+    def _train_on(
+        self, piece: Piece, num_pieces: int, mean: Mean, unscored: _Outputs, *, is_own: bool
+    ) -> None:
         tell = self.callbacks.tell
         batch = moved(piece.batch, self.device)
         tell(Callback.batch_start, batch)
         batch = self.callbacks.transformed(Callback.before_forward, batch)
         with self.numerics.autocast():
             output = evaluate(self.loss, self.called, batch)
+        if not is_own and output.weight is not None:
+            output = replace(output, weight=0.0)
         tell(Callback.after_forward, batch, output)
         weighted, weight = self.weighing.weighted(output, piece.share, num_pieces)
         tell(Callback.before_backward, weighted)
         self.numerics.backward(weighted)
         self.parallel.check_gradients()
         tell(Callback.after_backward)
-        if self.scores and self.nan is not None:
+        if self.scores and is_own and self.nan is not None:
             unscored.append((batch, output))
-        elif self.scores:
+        elif self.scores and is_own:
             self.scores.update(batch, output)
         tell(Callback.batch_end, batch, output)
         found, kinds = self.numbers.reduced({"loss": output.loss, **output.metrics})
-        mean.add(found, piece.weight if weight is None else weight, kinds)
+        mean.add(found, piece.weight if weight is None else weight, kinds, is_own=is_own)
 
     def _step_schedulers(self, *, may_be_early: bool) -> None:
         for scheduler in self.schedulers:

@@ -94,15 +94,23 @@ class Mean:
         values: Mapping[str, Tensor | float],
         weight: Tensor | float,
         kinds: Mapping[str, Reduction] | None = None,
+        *,
+        is_own: bool = True,
     ) -> None:
-        """Add the values of one batch, and the reductions, as `Numbers` returns them."""
+        """Add the values of one batch, and the reductions, as `Numbers` returns them.
+
+        Without `is_own` another rank counts the batch: here it adds only the names.
+        """
         self._agree(values, kinds or {})
+        weight = weight if is_own else 0.0
         for name, value in values.items():
             kind = self.kinds.get(name, "mean")
             if kind == "mean":
                 self._add(name, value if _is_one(weight) else value * weight, weight)
-            else:
+            elif is_own:
                 self._add(name, _TERMS[kind](value), 1.0)
+            else:
+                self._add(name, -math.inf if kind in _EXTREMES else 0.0, 0.0)
 
     @property
     def totals(self) -> dict[str, tuple[Tensor | float, Tensor | float]]:

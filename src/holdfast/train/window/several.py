@@ -67,7 +67,7 @@ class SeveralUpdate(Update):
         return lambda model, batch: summed(losses_of(self.loss(model, batch), self.optimizers))
 
     @override
-    def __call__(self, window: Sequence[Any]) -> LazyMetrics:
+    def __call__(self, window: Sequence[Any], *, fills_in: bool = False) -> LazyMetrics:
         """Train one step by the function; returns its metrics, and norms of clipped gradients."""
         for optimizer in self.optimizers.values():
             optimizer.zero_grad(set_to_none=True)  # gradients that other code has left
