@@ -29,7 +29,7 @@ help:  ## Show this list
 	@echo "  ARGS='...'          more arguments for the command that the target runs"
 
 demo: $(WITH)-plot  ## Train a small GPT, kill it three times, and compare with the undisturbed run
-	$(BIN)/holdfast demo $(ARGS)
+	$(BIN)/python examples/demo/demo.py $(ARGS)
 
 test: $(WITH)-test  ## Run the tests and the doctests, in minutes
 	$(PYTEST) -n $(JOBS) --dist worksteal $(ARGS)
@@ -94,7 +94,7 @@ $(VENV)/.made:
 
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-# One stamp and one lock an extra, so that the demo does not wait for packages of the tests.
+# One stamp and one lock for each extra, so that the demo does not wait for packages of the tests.
 # --no-deps, because pip would ask for a hash of torch, too. The lock has the packages of the build,
 # so that needs no isolation.
 $(WITH)-%: $(VENV)/.made pyproject.toml requirements/%.txt requirements/torch.txt

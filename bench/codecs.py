@@ -20,6 +20,7 @@ from time import perf_counter, process_time, sleep
 from typing import Any, TypeAlias
 
 import torch
+from examples.demo.gpt import GPT, Plan, Windows
 from torch import Tensor
 from torch.nn import functional
 
@@ -30,8 +31,6 @@ from bench.machine import drop_cache
 from bench.report import megabytes, number, percent, results_table, seconds, table, times
 from bench.results import Figures, Outcome, Results
 from holdfast import CheckpointManager, Compression, Last
-from holdfast.demo.model import GPT, Windows, standard_library_text
-from holdfast.demo.record import Shape
 from holdfast.events import Event
 from holdfast.format.layout import BLOCK_NBYTES
 from holdfast.store.local import LocalStore
@@ -83,8 +82,8 @@ def trained(num_steps: int) -> Mapping[str, Tensor]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # more of them spin on a busy machine; this is not measured
     torch.manual_seed(0)
-    model = GPT(Shape(width=256, num_heads=4, num_layers=6, context=128, dropout=0.0))
-    windows = Windows(standard_library_text(4_000_000), 128)
+    model = GPT(Plan(width=256, num_layers=6, context=128, dropout=0.0))
+    windows = Windows(128)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for _ in range(num_steps):
         picked = torch.randint(len(windows), (4,)).tolist()

@@ -22,7 +22,7 @@ from types import FrameType
 from typing import Any
 
 PROJECT = Path(__file__).resolve().parent.parent
-BOOKS = frozenset(("train", "bridges", "interop", "sinks", "cli", "demo", "testing"))
+BOOKS = frozenset(("train", "bridges", "interop", "sinks", "cli", "testing"))
 """Folders outside of the core: the Trainer with the bridges, and the tools."""
 FAULTS = {
     "go on": r"\b(?:go|goes|going|gone|went)\s+on\b",

@@ -135,4 +135,3 @@ def test_it_needs_nothing_that_holdfast_does_not(name: str) -> None:
     ]
     known = {*sys.stdlib_module_names, "torch", "holdfast"}
     assert {name.split(".")[0] for name in names} <= known
-    assert not any(name.startswith("holdfast.demo") for name in names)

@@ -80,7 +80,7 @@ _FEWER_PARTS = "Do less in this call, or in fewer modules"
 
 SOURCE = (
     Limit("lines of src", 102_200, _SMALLER, reason="the store over SFTP is new"),
-    # All but train, bridges, interop, sinks, cli, demo and testing.
+    # All but train, bridges, interop, sinks, cli and testing.
     # The private copy of obstore and the store over SFTP took 640 lines.
     Limit("lines of the core", 58_300, _SMALLER, reason="silent faults of ranks and state"),
     # 481 before these two.
@@ -96,7 +96,7 @@ SOURCE = (
     # Parameters of one function, without self, *args and **kwargs.
     Limit("widest call", 32, "Put parameters that belong together into a dataclass"),
     # Lines that are a comment and nothing else.
-    Limit("comment lines, %", 0.62, "Say why in comments: order, hazards", at_least=True),
+    Limit("comment lines, %", 0.63, "Say why in comments: order, hazards", at_least=True),
     # Parameters, results and variables whose annotation has an Any in it.
     Limit("annotations with Any, %", 9.4, "Annotate with a type, a protocol or object"),
 )
@@ -118,7 +118,7 @@ PROSE = (
     Limit("docs: “is told” per 10,000 words", 0.79, _ENGLISH, slack=0.3),
     Limit("docs: “but for” per 10,000 words", 0.9, _ENGLISH, slack=0.3),
     # Help, other texts of holdfast.cli, and the texts in `raise` statements.
-    Limit("messages: words", 21_700, "Shorten the messages", reason="mistakes in callbacks"),
+    Limit("messages: words", 21_100, "Shorten the messages", reason="mistakes in callbacks"),
     Limit("messages: “go on” per 10,000 words", 12, _ENGLISH, slack=0.9),
     Limit("messages: “what as a noun” per 10,000 words", 7, _ENGLISH, slack=0.9),
     Limit("messages: “that of” per 10,000 words", 23, _ENGLISH, slack=0.9),

@@ -31,7 +31,7 @@ LAYERS = (
     ("data", "interop", "sinks"),
     ("weights",),
     ("train", "bridges"),
-    ("cli", "demo", "testing"),
+    ("cli", "testing"),
 )
 # The same inside folders that have many parts.
 INNER: dict[str, tuple[tuple[str, ...], ...]] = {
@@ -112,11 +112,7 @@ SPEAKERS = {
 }
 
 # The package's own lazy table may name everything; whoever drives a whole job may use it.
-ROOT_USERS = ("cli", "demo", "testing")
-# Between folders of one layer: none.
-SEAMS: set[tuple[str, str]] = set()
-# The same, inside a function only.
-LAZY_SEAMS = {("cli", "demo")}
+ROOT_USERS = ("cli", "testing")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,8 +206,6 @@ def _breach(item: Import) -> str | None:
     if here not in RANK or there not in RANK:
         return "a folder that docs/design.md does not name"
     if here == there or RANK[there] < RANK[here]:
-        return None
-    if (here, there) in SEAMS or ((here, there) in LAZY_SEAMS and item.is_lazy):
         return None
     return "upward"
 
@@ -403,14 +397,14 @@ def _planted(tmp_path: Path, files: dict[str, str]) -> Tree:
         ("store/local/store.py", "from . import memory"),
         ("state/capture.py", "from holdfast.policy import clock"),
         ("manager.py", "import holdfast.data.loader"),
-        ("cli/app.py", "from holdfast.demo import story"),
+        ("cli/app.py", "from holdfast.testing import ranks"),
         ("novel/thing.py", "import holdfast.errors"),
         ("__init__.py", "import holdfast.manager"),
     ],
 )
 def test_an_upward_import_is_found(tmp_path: Path, name: str, text: str) -> None:
     """The check itself can fail."""
-    planted = {"manager.py": "", "demo/__init__.py": "", "demo/story.py": ""}
+    planted = {"manager.py": "", "testing/ranks.py": ""}
     assert len(layer_breaches(_planted(tmp_path, {**planted, name: text}))) == 1
 
 
@@ -431,13 +425,12 @@ def test_a_circle_and_an_upward_import_inside_a_folder_are_found(tmp_path: Path)
     ]
 
 
-def test_downward_imports_and_listed_seams_pass(tmp_path: Path) -> None:
+def test_downward_imports_pass(tmp_path: Path) -> None:
     files = {
         "engine/saving/save.py": "import torch\nfrom holdfast import errors",
         "engine/staging/stage.py": "from holdfast.store import base",
         "engine/loading/load.py": "import holdfast.engine.saving.save",
-        "cli/app.py": "def demo():\n    from holdfast.demo import story",
-        "demo/worker.py": "import holdfast",
+        "testing/ranks.py": "import holdfast",
         "errors.py": "",
         "store/base.py": "",
     }

@@ -68,7 +68,6 @@ def test_help_and_version_are_given(holdfast: Command) -> None:
         ["ls"],
         ["ls", "--nonsense", "x"],
         ["show", "a", "b"],
-        ["demo", "--seed", "-1"],
     ],
 )
 def test_a_wrong_call_is_code_2(holdfast: Command, arguments: list[str]) -> None:
@@ -93,14 +92,6 @@ def test_a_call_without_a_command_gives_the_help(holdfast: Command) -> None:
     result = holdfast()
     assert result.code in (Code.OK, Code.USAGE)  # Versions of click differ here.
     assert "Usage" in result.out + result.err
-
-
-def test_a_demo_does_not_clear_a_folder_of_others(holdfast: Command, tmp_path: Path) -> None:
-    (tmp_path / "thesis.txt").write_text("mine")
-    result = holdfast("demo", "--out", tmp_path, "--fast", "--json")
-    assert result.code == 2
-    assert result.document["error"]["kind"] == "UsageError"
-    assert (tmp_path / "thesis.txt").exists()
 
 
 def test_an_unknown_kind_of_place_is_a_wrong_call(holdfast: Command) -> None:

@@ -130,11 +130,6 @@ def _(user: User):
     user.holdfast("--file-key", "mind.key", "tree", path, "--trust")
 
 
-@THEME.case("`holdfast demo --out` in a folder with other files", names="runs")
-def _(user: User) -> None:
-    user.holdfast("demo", "--fast", "--out", "runs")
-
-
 @THEME.case("`holdfast prune` while a training runs", names="owns this run")
 def _(user: User):
     with user.elsewhere():

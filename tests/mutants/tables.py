@@ -13,8 +13,6 @@ from tests.tags import README, ROW
 
 PROJECT = Path(__file__).resolve().parent.parent.parent
 SOURCE = Path("src/holdfast")
-NOT_MUTATED = frozenset({"demo"})
-"""Folders of the source that need no mutant."""
 
 
 def all_mutants() -> tuple[Mutant, ...]:
@@ -77,4 +75,4 @@ def untouched_folders(mutants: tuple[Mutant, ...]) -> list[str]:
         if path.name != "__init__.py"
     }
     touched = {Path(mutant.file).parent.as_posix() for mutant in mutants}
-    return sorted(folders - touched - NOT_MUTATED)
+    return sorted(folders - touched)

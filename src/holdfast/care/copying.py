@@ -163,8 +163,8 @@ def _expect_same_bytes(source: Store, target: Store, folder: str) -> None:
     )
     if ours != theirs:
         raise CorruptData(
-            f"{target.url}/{key}: not the manifest of {source.url}/{folder}; nothing was copied, "
-            "and it is left as it is. `holdfast verify` says which of the two is damaged"
+            f"{target.url}/{key}: not the manifest of {source.url}/{folder}; nothing was copied "
+            "or changed. `holdfast verify` says which of the two is damaged"
         )
 
 

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 
 def main() -> None:
-    """Run the command line and exit with its exit code.
-
-    Commands import what they need when they run; only `demo` imports torch.
-    """
+    """Run the command line and exit with its exit code."""
     from holdfast.cli.app import run
 
     run()

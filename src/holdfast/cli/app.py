@@ -637,17 +637,3 @@ def rotate(
 
     to = KeySources(files=to_files, variables=to_variables, commands=to_commands)
     return rotate_keys(root, to, keep_old=keep_old)
-
-
-@app.command()
-@taking(options.out, options.seed, options.fast, options.as_json)
-@_ending
-def demo(out: Path, seed: int | None, fast: bool, as_json: bool) -> int:
-    """Show that a killed training resumes exactly.
-
-    A small model is trained, killed at random moments and resumed, and compared with an
-    uninterrupted run.
-    """
-    from holdfast.demo.story import run as run_demo
-
-    return run_demo(out, seed=seed, fast=fast, as_json=as_json)

@@ -423,17 +423,3 @@ restarts = (
 )
 """Options of `run`, those of `cli.run.Restarts`."""
 as_json_lines = flag("--json", "Print a JSON object after each session and at the end.", "as_json")
-
-# demo
-
-out = option(
-    "--out",
-    "FOLDER",
-    "A new folder for the demo.",
-    type=_PATH,
-    default=Path("demo-output"),
-)
-seed = option(
-    "--seed", "N", "Repeat an earlier demo. [default: random]", type=click.IntRange(min=0)
-)
-fast = flag("--fast", "Use a tiny model.")

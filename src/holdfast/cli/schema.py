@@ -55,8 +55,7 @@ ANSWERS: Mapping[str, str] = {
     "keys list": "answers.keys:KeysList",
     "keys rotate": "answers.keys:KeysRotate",
 }
-"""Command → module of `holdfast.cli` and struct of its answer (of `run`: the last line).
-`demo` answers with the record of its own `demo.json`."""
+"""Command → module of `holdfast.cli` and struct of its answer (of `run`: the last line)."""
 
 _NO_NUMBER = {"enum": ["nan", "inf", "-inf"]}
 

@@ -75,7 +75,7 @@ class Workers:
     def expect_open(self) -> None:
         """Raise `ManagerUnusable` after `close`."""
         if not self._end.alive:
-            raise ManagerUnusable(f"{self._name}: these threads were told to end")
+            raise ManagerUnusable(f"{self._name}: these threads are closed")
 
     def grow(self) -> None:
         """Start one more thread, unless all run: enough for a job that waits for no other job."""
