@@ -201,7 +201,7 @@ def test_a_real_run_is_advised_and_not_touched(holdfast: Command, root: Path) ->
     assert sorted((path, path.stat().st_mtime_ns) for path in root.rglob("*")) == before
     assert result.code == 0
     assert "1 start: 1 ended cleanly" in result.out
-    assert "a program that ends with an exception ends cleanly too" in result.out
+    assert "a program that ends with an exception also ends cleanly" in result.out
     assert Every(result.out.splitlines()[-1].removeprefix('every="').removesuffix('"'))
 
 

@@ -335,7 +335,7 @@ def test_a_terminal_gets_tables_and_bars(root: Path) -> None:
     seen = on_a_terminal(200, "ls", root) + on_a_terminal(200, "verify", root)
     assert b"\x1b[1mstep" in seen
     assert "━".encode() in seen
-    assert b"every byte is as it was written" in seen
+    assert b"every byte is intact" in seen
 
 
 def test_no_word_of_a_table_is_broken_on_a_narrow_terminal(root: Path) -> None:

@@ -52,7 +52,7 @@ def test_it_is_shown_first_and_nothing_is_deleted(
         assert result.out.startswith(f"{damaged}: ")
         assert "the latest" in result.out
         assert "model-00000.safetensors" in result.out
-        assert f"without it the run goes on from {folder_of(root, 200).name}" in result.out
+        assert f"without it the run resumes from {folder_of(root, 200).name}" in result.out
         assert result.out.endswith(
             f"nothing was deleted. To delete it: holdfast gc {root} --damaged {damaged} --yes\n"
         )
@@ -96,7 +96,9 @@ def test_the_only_one_is_deleted_too_after_that_was_said(holdfast: Command, tmp_
         manager.save(1).wait()
     damage(folder_of(root, 1))
     name = folder_of(root, 1).name
-    assert "no other checkpoint is there" in holdfast("gc", root, "--damaged", name).out
+    assert (
+        "the run can resume from no other checkpoint" in holdfast("gc", root, "--damaged", name).out
+    )
     assert holdfast("gc", root, "--damaged", name, "--yes").code == 0
     with new_run().manager(root) as manager:
         assert manager.resume() is None
@@ -180,7 +182,7 @@ def test_one_that_is_sealed_needs_its_key(holdfast: Command, tmp_path: Path, byt
     assert holdfast("gc", root, "--damaged", newest.name, "--yes").code == 1
     assert everything(root) == before
     result = holdfast("--key-file", key, "gc", root, "--damaged", newest.name)
-    assert f"goes on from {folder_of(root, 1).name}" in result.out
+    assert f"resumes from {folder_of(root, 1).name}" in result.out
     result = holdfast("--key-file", key, "gc", root, "--damaged", newest.name, "--yes")
     assert (result.code, newest.exists()) == (0, False), result
     assert holdfast("--key-file", key, "verify", root).code == 0

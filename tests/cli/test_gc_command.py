@@ -146,7 +146,7 @@ def test_an_owner_on_another_host_whose_heart_beats_cannot_be_declared_dead(
         has_ended.set()
         heart.join()
     assert result.code == 2
-    assert "on node17 owns the run, and its heartbeat goes on; stop it first" in result.err
+    assert "on node17 owns the run and has a live heartbeat; stop it first" in result.err
     assert unfinished.exists()
 
 

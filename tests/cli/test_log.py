@@ -53,7 +53,7 @@ def test_each_life_is_listed_with_its_steps_its_place_and_its_end(
     assert [line.split()[0] for line in lines[1:]] == ["life", "1", "2", "3"]
     columns = [re.split(r" {2,}", line.strip())[3:] for line in lines[1:]]
     assert columns == [
-        ["went on from", "last save", "kept", "ending"],
+        ["resumed from", "last save", "kept", "ending"],
         ["the beginning", "2", "2", "closed"],
         ["step 2", "3", "1", "closed"],
         ["step 2 (rollback)", "4", "1", "closed"],

@@ -73,7 +73,7 @@ def test_one_checkpoint_goes_and_its_reason_stays_in_the_log(
         ("step=100", SURE, "it is pinned (--even-pinned)"),
         ("step=200", SURE, "it is tagged paper (--even-pinned)"),
         ("paper", SURE, "it is tagged paper (--even-pinned)"),
-        ("step=400", SURE, "the run goes on from it (--even-latest)"),
+        ("step=400", SURE, "the run would resume from it (--even-latest)"),
         ("latest", SURE, "name the step or the folder"),
         pytest.param("step=3*", SURE, "one checkpoint at a time", marks=pytest.mark.full),
         pytest.param("step=100..300", SURE, "one checkpoint at a time", marks=pytest.mark.full),
@@ -83,7 +83,7 @@ def test_one_checkpoint_goes_and_its_reason_stays_in_the_log(
         ("step=300", ("--yes", "--reason", " "), "say why"),
         ("step=300", ("--yes", "--reason", "x" * 1001), "more than 1000"),
         pytest.param(
-            "step=300", ("--reason", "x"), "no terminal to ask on", marks=pytest.mark.full
+            "step=300", ("--reason", "x"), "no terminal for the question", marks=pytest.mark.full
         ),
         pytest.param(None, SURE, "Name one checkpoint", marks=pytest.mark.full),
     ],

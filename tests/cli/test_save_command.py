@@ -137,7 +137,7 @@ def test_a_training_that_dies_before_it_answers_is_noticed(
     asking.join(timeout=60)
     (result,) = results
     assert result.code == 1
-    assert "is gone, so nobody can save it. It ended before it saved" in result.err
+    assert "is gone, so no process can save it. It ended before it saved" in result.err
     assert in_requests(root) == []
 
 
@@ -155,7 +155,7 @@ def test_ctrl_c_withdraws_the_request(training: Training, tmp_path: Path) -> Non
     out, err = asking.communicate(timeout=60)
     assert asking.returncode == 130
     assert out == ""
-    assert err == "holdfast: the request is withdrawn; a save that has begun goes on\n"
+    assert err == "holdfast: the request is withdrawn; a save that has started continues\n"
     assert in_requests(root) == []
 
 
@@ -171,7 +171,7 @@ def test_a_run_whose_process_is_gone_cannot_save(holdfast: Command, root: Path) 
     owned_by(root, start="1")
     result = holdfast("save", root)
     assert result.code == 3
-    assert "is gone, so nobody can save it" in result.err
+    assert "is gone, so no process can save it" in result.err
 
 
 def test_a_run_without_a_claim_or_with_a_broken_one_cannot_save(

@@ -27,7 +27,7 @@ def test_a_sound_root_is_said_to_be_sound(holdfast: Command, root: Path) -> None
         ["ok", "step", "100"],
     ]
     assert lines[3].startswith("3 verified, ")
-    assert lines[3].endswith("every byte is as it was written")
+    assert lines[3].endswith("every byte is intact")
 
 
 def test_damage_is_named_with_file_block_and_tensors(holdfast: Command, root: Path) -> None:

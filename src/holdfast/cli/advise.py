@@ -40,7 +40,7 @@ _TITLES: Mapping[str, str] = {
     "stall_s": "a save stops training",
     "background_s": "it delays training more",
     "commit_s": "until it is committed",
-    "restart_s": "a failure until it goes on",
+    "restart_s": "a failure until it resumes",
     "mtbf_s": "one failure in",
     "prior_mtbf_s": "before anything was seen",
     "overhead_cap": "part that saving may take",
@@ -55,7 +55,7 @@ _ENDINGS: Mapping[Ending, str] = {
     "closed": "ended cleanly",
     "running": "running",
     "continued": "claimed again by the same process",
-    "unknown": "with an end that cannot be told from here",
+    "unknown": "with an unknown end",
 }
 _BECAUSE: Mapping[Limit, str] = {
     "optimum": "there saves and the work that failures undo cost least together",
@@ -166,7 +166,7 @@ def _given(options: Options) -> list[_Input]:
 def _given_mtbf_s(options: Options) -> float | None:
     per_day = options.failures_per_day
     if per_day is not None and options.mtbf is not None:
-        raise UsageError("--failures-per-day and --mtbf say the same; give one of them")
+        raise UsageError("--failures-per-day and --mtbf exclude each other")
     if options.mtbf is not None:
         return float(parse(options.mtbf, what="--mtbf", units={Unit.SECOND}).value)
     if per_day is None:
@@ -338,7 +338,7 @@ def _start_notes(starts: Sequence[RecordedStart]) -> list[str]:
     notes = [f"{_count(len(starts), 'start')}: {counts}"] if starts else ["no start is recorded"]
     if endings["closed"]:
         notes.append(
-            "a program that ends with an exception ends cleanly too: where that was a failure, "
+            "a program that ends with an exception also ends cleanly; if that was a failure, "
             "give --failures-per-day"
         )
     gaps = [start.resume_gap_s for start in starts if start.resume_gap_s is not None]

@@ -217,12 +217,12 @@ def gc(
     the output shows the command that removes it.
     """
     if damaged is None and yes:
-        raise UsageError("--yes goes with --damaged FOLDER")
+        raise UsageError("--yes needs --damaged FOLDER")
     if damaged is not None:
         from holdfast.cli.damaged import remove
 
         if dead_epochs:
-            raise UsageError("--damaged and --dead-epoch are two commands; give one of them")
+            raise UsageError("--damaged and --dead-epoch exclude each other")
         return remove(root, damaged, is_sure=yes and not dry_run)
     from holdfast.cli.gc import clean
 

@@ -119,7 +119,7 @@ def _lines(damaged: Damaged) -> list[str]:
     return [
         f"{damaged.folder}: {'; '.join([damaged.why, *marks])}",
         *(f"  {name}  {size(nbytes)}" for name, nbytes in damaged.files),
-        f"without it the run goes on from {before}"
+        f"without it the run resumes from {before}"
         if before
-        else "no other checkpoint is there from which the run could go on",
+        else "the run can resume from no other checkpoint",
     ]

@@ -280,7 +280,7 @@ def _run(store: Store, seen: _Seen) -> Iterator[Finding]:
         text = f"{len(sealed)} checkpoints are encrypted for other keys, such as {sealed[0]}"
         yield _warn("keys", text, "name the keys before the command (--key-file)")
     if damaged:
-        text = f"{len(damaged)} manifests cannot be read, such as that of {damaged[0]}"
+        text = f"{len(damaged)} manifests cannot be read, such as in {damaged[0]}"
         yield _fail("manifests", text, f"holdfast verify {store.url}")
     moment = recorded_time(seen.newest.manifest.created) if seen.newest is not None else None
     ahead_s = 0.0 if moment is None else (moment - datetime.now(timezone.utc)).total_seconds()

@@ -61,7 +61,7 @@ def _check_dead(store: Store, epoch: int) -> None:
     if epoch == newest and is_live(store, writer, emit=Emitter((say_event,))):
         raise UsageError(
             f"--dead-epoch {epoch}: its process {writer.process.pid} on {writer.process.host} "
-            "owns the run, and its heartbeat goes on; stop it first"
+            "owns the run and has a live heartbeat; stop it first"
         )
 
 

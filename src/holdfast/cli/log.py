@@ -231,7 +231,7 @@ def _parts(
     saves: bool,
 ) -> list[str | TextTable]:
     table = TextTable(
-        columns=("life", "began (UTC)", "where", "went on from", "last save", "kept", "ending"),
+        columns=("life", "began (UTC)", "where", "resumed from", "last save", "kept", "ending"),
         rows=[_row(life) for life in lives],
         right=frozenset({0, 4, 5}),
         whole=frozenset({0, 3, 4}),

@@ -78,7 +78,7 @@ def plot(root: str, *, output: Path | None, metrics: Sequence[str], log: Path | 
         if record.metrics:
             counted = _listed(sorted(record.metrics))
             raise NoCheckpoint(
-                f"{store.url}: nothing that is drawn by default was logged, only {counted}; "
+                f"{store.url}: no metric was logged that is drawn by default, only {counted}; "
                 "--metric NAME draws one of these"
             )
         raise NoCheckpoint(f"{store.url}: nothing was logged or saved")

@@ -18,7 +18,9 @@ def plan_of(root: str, *, verify: bool) -> Answer:
     store = open_root(root)
     steps = _verified(store) if verify else resume_steps(store)
     if not steps:
-        raise NoCheckpoint(f"{store.url}: no checkpoints yet; a resume would begin afresh")
+        raise NoCheckpoint(
+            f"{store.url}: no checkpoints yet; a resume would start at the beginning"
+        )
     head = next((step for step in steps if step.outcome == "taken"), None)
     owner = owner_of(store, Catalog(store))
     document = ResumePlan(

@@ -47,7 +47,7 @@ class RemovedAnswer(msgspec.Struct, frozen=True, kw_only=True):
     nbytes: int
     """Bytes that were freed, or would be."""
     reason: str
-    """The reason, which is recorded in the claim and told by `log`, unless it is encrypted."""
+    """The reason, which is recorded in the claim and printed by `log`, unless it is encrypted."""
     goes_on_from: str | None
     """Folder of the checkpoint from which the run resumes afterwards; null: there is none."""
     warnings: tuple[str, ...] = ()
@@ -218,7 +218,7 @@ def _carried_out(store: Store, asked: Asked, leave: Leave, *, command: str) -> A
 def _objections(asked: Asked, leave: Leave) -> list[str]:
     objections = [f"{why} (--even-pinned)" for why in asked.keeps if not leave.even_pinned]
     if asked.is_latest and not leave.even_latest:
-        objections.append("the run goes on from it (--even-latest)")
+        objections.append("the run would resume from it (--even-latest)")
     return objections
 
 
@@ -235,8 +235,8 @@ def _reason(asked: Asked, leave: Leave, *, command: str) -> str:
     is_asking = sys.stdin.isatty() and sys.stderr.isatty()
     if not leave.yes and not is_asking:
         raise UsageError(
-            f"nothing was deleted, for there is no terminal to ask on: add --yes, or --dry-run to "
-            f"see what `{command}` would do"
+            f"nothing was deleted, because there is no terminal for the question: add --yes, or "
+            f"--dry-run to preview `{command}`"
         )
     if not leave.yes:
         for line in _lines(asked):
@@ -255,14 +255,16 @@ def _reason(asked: Asked, leave: Leave, *, command: str) -> str:
 def _lines(asked: Asked) -> list[str]:
     entry, after = asked.entry, asked.goes_on_from
     what = f"drops {', '.join(asked.components)} of" if asked.components else "deletes"
-    marks = "; ".join([*asked.keeps, *(["the run goes on from it"] if asked.is_latest else [])])
+    marks = "; ".join(
+        [*asked.keeps, *(["the run would resume from it"] if asked.is_latest else [])]
+    )
     lines = [f"{what} {entry.folder}: step {entry.step}, {size(asked.nbytes)}"]
     lines += [f"{marks}"] if marks else []
     if asked.is_latest:
         lines.append(
-            f"afterwards the run goes on from {after.folder} (step {after.step})"
+            f"afterwards the run resumes from {after.folder} (step {after.step})"
             if after is not None
-            else "afterwards nothing is left from which the run could go on"
+            else "afterwards the run can resume from nothing"
         )
     return lines
 

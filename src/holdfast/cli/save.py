@@ -52,7 +52,7 @@ def save(root: str, *, tags: Sequence[str], reason: str, timeout: str) -> Answer
         with _waiting(owner):
             answer = _wait(store, name, owner, timeout_s=timeout_s)
     except KeyboardInterrupt:
-        say("the request is withdrawn; a save that has begun goes on")
+        say("the request is withdrawn; a save that has started continues")
         raise
     finally:
         # However the wait ended, remove the request and its answer.
@@ -177,7 +177,7 @@ class _RunOwner:
     def _gone(self, writer: WriterRecord, what: str) -> NotOwned:
         return NotOwned(
             f"{self._store.url}: {self.text}, which has owned this run since {writer.created}, "
-            f"{what}, so nobody can save it"
+            f"{what}, so no process can save it"
         )
 
 

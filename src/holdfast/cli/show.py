@@ -56,7 +56,7 @@ def _parts(store: Store, entry: Entry, folder: str) -> list[str | TextTable]:
         "created": f"{manifest.created} ({manifest.reason}, {manifest.save_class})",
         "size": _size(store, entry),
         "writer": f"{manifest.epoch}, save {manifest.sequence}, id {manifest.save_id}",
-        "went on from": "" if manifest.parent is None else manifest.parent.folder,
+        "resumed from": "" if manifest.parent is None else manifest.parent.folder,
         "asked for by": ", ".join(manifest.savers),
         "saved without": ", ".join(manifest.left_out),
         "unhealthy": "; ".join(manifest.unhealthy),

@@ -65,7 +65,7 @@ def answer_of(store: Store, root_report: RootReport) -> Answer:
         root_report.problems
     )
     num_unread = len(failed) + len(root_report.problems) - num_bad
-    verdict = f"{num_bad} bad" if num_bad else "every byte is as it was written"
+    verdict = f"{num_bad} bad" if num_bad else "every byte is intact"
     if num_unread:
         verdict = f"{num_bad} bad, {num_unread} could not be read"
     nbytes = size(sum(report.nbytes for report in root_report.checkpoints))

@@ -302,7 +302,7 @@ def _show_live(watcher: Watcher, state: Watched, pause_s: float) -> None:
 
 def _lines(state: Watched) -> list[str]:
     owner = state.owner
-    who = "nobody owns the run"
+    who = "no process owns the run"
     if owner is not None:
         who = f"writer {owner.epoch}: {owner.pid} on {owner.host}, {owner.state}"
     step = "none yet" if state.last_step is None else f"step {state.last_step}"
