@@ -338,10 +338,6 @@ path_prefix = option(
 allow_hosts = several(
     "--allow-host", "allow_hosts", "NAME", "Also accept this host name, for a proxy."
 )
-allow_pin = flag("--allow-pin", "Allow pinning and unpinning in the browser.")
-allow_delete = flag(
-    "--allow-delete", "Allow deleting checkpoints in the browser, with the checks of rm."
-)
 opening = click.option(
     "--open/--no-open",
     "is_opening",
