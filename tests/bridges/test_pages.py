@@ -40,7 +40,7 @@ def test_the_snippets_of_the_readme_run(
 ) -> None:
     """Twice: the second time there is nothing left to do."""
     monkeypatch.chdir(tmp_path)
-    code = readme.code_under("In Lightning or transformers")[number]
+    code = readme.code_under("In Lightning or Transformers")[number]
     for _ in range(2):
         names = _lightning() if number == 0 else _transformers()
         exec(code.replace("2_000", "4").replace("500step", "2step"), names)

@@ -284,12 +284,13 @@ def test_a_store_in_a_file_gets_no_heartbeats(tmp_path: Path) -> None:
 
 def test_processes_of_closed_managers_leave_no_keys() -> None:
     store, numbers = dist.HashStore(), []
-    for _ in range(3):
+    for _ in range(4):
         ranks = met(["a", "a"], set(), store)
         for rank in ranks:
             rank.close()
         numbers.append(store.num_keys())
-    assert len({*numbers}) == 1
+    # A heartbeat on its way at a close may put one key again; a leak adds several at each meeting.
+    assert max(numbers) - min(numbers) <= 1
 
 
 def test_a_call_whose_time_is_over_does_not_blame_the_store() -> None:
