@@ -33,18 +33,11 @@ if TYPE_CHECKING:
     from holdfast.interop.lazy import load_file as load_file
     from holdfast.keys import Encryption as Encryption
     from holdfast.manager import CheckpointManager as CheckpointManager
-    from holdfast.policy.advisor import advise as advise
-    from holdfast.policy.advisor import given_rate as given_rate
-    from holdfast.policy.advisor import learnt_rate as learnt_rate
     from holdfast.policy.auto import Auto as Auto
     from holdfast.policy.clock import Time as Time
     from holdfast.policy.clock import Unit as Unit
-    from holdfast.policy.costs import Costs as Costs
     from holdfast.policy.costs import History as History
     from holdfast.policy.costs import SaveCost as SaveCost
-    from holdfast.policy.costs import expected_goodput as expected_goodput
-    from holdfast.policy.costs import exponential_failures as exponential_failures
-    from holdfast.policy.costs import simulate as simulate
     from holdfast.policy.naming import compile_label as compile_label
     from holdfast.policy.naming import fill_root as fill_root
     from holdfast.policy.retention import decide as decide
@@ -102,7 +95,6 @@ _HOMES = {
     "CheckpointManager": "holdfast.manager",
     "Checkpoints": "holdfast.engine.options",
     "Compression": "holdfast.format.codec",
-    "Costs": "holdfast.policy.costs",
     "Daily": "holdfast.policy.rules",
     "Due": "holdfast.policy.savers",
     "Encryption": "holdfast.keys",
@@ -137,26 +129,20 @@ _HOMES = {
     "When": "holdfast.policy.triggers",
     "Within": "holdfast.policy.rules",
     "__version__": "holdfast.version",
-    "advise": "holdfast.policy.advisor",
     "check_key": "holdfast.store.base",
     "compile_label": "holdfast.policy.naming",
     "data": "holdfast",
     "decide": "holdfast.policy.retention",
     "errors": "holdfast",
     "events": "holdfast",
-    "expected_goodput": "holdfast.policy.costs",
-    "exponential_failures": "holdfast.policy.costs",
     "fill_root": "holdfast.policy.naming",
-    "given_rate": "holdfast.policy.advisor",
     "keys": "holdfast",
-    "learnt_rate": "holdfast.policy.advisor",
     "load_file": "holdfast.interop.lazy",
     "load_weights": "holdfast.weights",
     "open_store": "holdfast.store",
     "parse_rule": "holdfast.policy.rules",
     "progress": "holdfast.engine.bars",
     "reading": "holdfast.engine.access",
-    "simulate": "holdfast.policy.costs",
     "sinks": "holdfast",
     "testing": "holdfast",
     "train": "holdfast",

@@ -453,7 +453,7 @@ class CheckpointManager(Marking):
             if pending is not None and pending.failure() is not None:
                 self._schedule.failed()
             self._raise_failure()
-        self._tuning.look(now, is_writing=pending is not None and not pending.done())
+        self._tuning.note_writing(pending is not None and not pending.done())
         self._knows_exceptions |= "exception" in ((event,) if isinstance(event, str) else event)
         events, asked = self._outside.look(event, is_owner=self.is_owner)
         due: Due | None = None
@@ -608,7 +608,6 @@ class CheckpointManager(Marking):
                 component that `new` names, or lacks one that `without` names; or
                 with `on_existing="error"` there are checkpoints of later steps.
         """
-        began = time.perf_counter()
         self._check_process()
         refuse_capture("resume()")
         self._drain()
@@ -645,7 +644,6 @@ class CheckpointManager(Marking):
         if found is None:
             return None
         self._warnings.of_lacks()
-        self._tuning.resumed(time.perf_counter() - began)
         self._emit(
             "resumed",
             f"goes on at step {found.entry.step}: resumed {found.entry.folder}",
@@ -910,7 +908,6 @@ class CheckpointManager(Marking):
         pending.stall_s = time.perf_counter() - joint.began_s
         text = f"the save of step {now.step} stopped training for {pending.stall_s:.3f} s"
         self._emit("stalled", text, step=now.step, stall_s=pending.stall_s)
-        self._tuning.saved(pending.stall_s)
         if self._hooks.save_begun is not None:
             self._hooks.save_begun(pending)
         return pending
@@ -982,8 +979,6 @@ class CheckpointManager(Marking):
         with collector_paused():
             staged = self._saver.prepare(part, is_awaited=is_awaited)
         timings = {"capture_s": captured_s, "stage_s": time.perf_counter() - preparing}
-        if due.components is None:
-            timings |= self._tuning.timings()
         claim = self._owner.claim
         assert claim is not None, "the beginning has claimed the run"
         request = SaveRequest(

@@ -19,7 +19,6 @@ from holdfast.errors import UsageError
 from holdfast.format.manifest import Timestamp
 from holdfast.manager import CheckpointManager
 from holdfast.policy.auto import Auto
-from holdfast.policy.costs import typical_costs
 from holdfast.policy.savers import SavePolicy, SideSaver
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
@@ -141,17 +140,16 @@ def test_the_first_save_comes_after_a_minute_and_the_next_by_what_it_cost(
 def test_a_store_that_becomes_slow_makes_saves_rarer_and_says_so(
     loop: Loop, sink: Recorder
 ) -> None:
-    """And because the loop waits for it, all of that is found to delay training."""
     loop.steps(200)
     before = loop.auto.plan
-    loop.write_s = 300.0
-    loop.steps(1000)
+    loop.write_s = 900.0
+    loop.steps(60)
     after = loop.auto.plan
     assert before is not None
     assert after is not None
-    assert after.interval_s > 5 * before.interval_s
-    assert "a save costs 5.03 min and is written in 5 min" in sink.of("interval")[-1].message
-    assert "longer than the optimum, for the cap" in sink.of("interval")[-1].message
+    assert after.interval_s > 3 * before.interval_s
+    assert "a save costs 2 s and is written in 15 min" in sink.of("interval")[-1].message
+    assert "as long as a save is written" in sink.of("interval")[-1].message
 
 
 def test_cheaper_saves_make_it_shorter(loop: Loop, sink: Recorder) -> None:
@@ -189,7 +187,6 @@ def test_it_decides_by_what_the_root_records_as_advise_does(loop: Loop) -> None:
     facts = gather(loop.manager.store)
     plan = loop.auto.plan
     assert plan is not None
-    assert plan.advice.costs == typical_costs(facts.saves, facts.history.resumes_s)
     fresh = Auto(mtbf="6h")
     fresh.learn(facts.history)
     assert fresh.plan == plan
@@ -211,7 +208,7 @@ def test_failures_of_earlier_starts_are_learnt_at_the_resume(tmp_path: Path) -> 
         auto = manager._schedule.auto
         assert auto is not None
         assert auto.plan is not None
-        assert auto.plan.advice.failures.num_failures == 5
+        assert auto.plan.num_failures == 5
 
 
 def test_a_recorded_root_gives_its_interval_before_the_first_step() -> None:
@@ -220,30 +217,9 @@ def test_a_recorded_root_gives_its_interval_before_the_first_step() -> None:
     auto = Auto()
     auto.learn(gather(store).history)
     assert auto.plan is not None
-    assert auto.plan.advice.failures.num_failures == 3
+    assert auto.plan.num_failures == 3
     assert auto.due(None, None, Timestamp(step=1, wall_s=auto.plan.cycle_s - 0.1)) is None
     assert auto.due(None, None, Timestamp(step=1, wall_s=auto.plan.cycle_s))
-
-
-def test_a_resume_and_a_delay_are_recorded_with_the_next_save(loop: Loop, clock: Clock) -> None:
-    loop.steps(40)
-    loop.manager.close()
-    with loop.run.manager(loop.manager.store, every=Auto(mtbf="6h"), sinks=()) as manager:
-        apply = manager._applying._apply
-
-        def slow_apply(*given: Any, **options: Any) -> None:
-            clock.now_s += 33.0
-            apply(*given, **options)
-
-        manager._applying._apply = slow_apply  # type: ignore[method-assign]
-        found = manager.resume()
-        assert found is not None
-        again = Loop(manager, clock, loop.run, step=found.step)
-        again.steps(90)
-        manager.wait()
-        timings = [e.manifest.timings for e in manager._catalog.checkpoints()][::-1]
-    assert [t["resume_s"] for t in timings if "resume_s" in t] == [33.0]
-    assert timings[-1]["delay_s"] == 5.0
 
 
 def test_a_save_that_is_there_already_is_not_measured_twice(loop: Loop) -> None:

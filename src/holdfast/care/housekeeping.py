@@ -234,24 +234,10 @@ class Tuning:
 
     # In the training thread
 
-    def look(self, now: Timestamp, *, is_writing: bool) -> None:
-        """Pass training's position to the `Auto`; `is_writing`: the newest save is uncommitted."""
+    def note_writing(self, is_writing: bool) -> None:
+        """Report to the `Auto` whether the newest save is uncommitted."""
         if self._auto is not None:
-            self._auto.look(now, is_writing=is_writing)
-
-    def saved(self, stall_s: float) -> None:
-        """Report to the `Auto` that a save stopped training for `stall_s` and is being written."""
-        if self._auto is not None:
-            self._auto.saved(stall_s)
-
-    def resumed(self, resume_s: float) -> None:
-        """Report to the `Auto` that a resume from a checkpoint took `resume_s`."""
-        if self._auto is not None:
-            self._auto.restarted(resume_s)
-
-    def timings(self) -> dict[str, float]:
-        """Return timings, in seconds, that the next whole save records beside its own cost."""
-        return {} if self._auto is None else self._auto.timings()
+            self._auto.note_writing(is_writing)
 
     def _emit_interval(self) -> None:
         if self._auto is None:

@@ -350,21 +350,16 @@ def uploads(root: str) -> Answer:
     return show_uploads(root)
 
 
-@_answering(
-    options.root,
-    *(options.failures_per_day, options.mtbf, options.overhead_cap),
-    *(options.stall, options.background, options.commit, options.restart),
-)
-def advise(root: str, **known: Any) -> Answer:
+@_answering(options.root, options.mtbf, options.overhead)
+def advise(root: str, mtbf: str | None, overhead: float) -> Answer:
     """Recommend how often to save.
 
-    The interval is computed from the costs and failures that the run recorded. Each input is marked
-    as measured, given or assumed. The exit code is 3 if fewer than two checkpoints recorded their
-    cost and --stall is missing.
+    Prints the interval that every="auto" would use, computed from the save times and failures that
+    the run recorded. The exit code is 3 if no checkpoint recorded its save times.
     """
-    from holdfast.cli.advise import Options, advise_root
+    from holdfast.cli.advise import advise_root
 
-    return advise_root(root, Options(**known))
+    return advise_root(root, mtbf=mtbf, overhead=overhead)
 
 
 @_answering(options.root, options.output, options.metrics, options.log)

@@ -22,7 +22,7 @@ from holdfast.errors import FormatError, HoldfastError, SealError
 from holdfast.format import layout
 from holdfast.format.manifest import Aborted, Deleted
 from holdfast.format.records import WriterRecord
-from holdfast.policy.advisor import span
+from holdfast.policy.clock import span
 from holdfast.store.base import Store
 
 ENDINGS: Mapping[Ending, str] = {

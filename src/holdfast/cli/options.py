@@ -255,24 +255,12 @@ timeout = option("--timeout", "TIME", "Withdraw the request after this time.", d
 
 # advise
 
-failures_per_day = option(
-    "--failures-per-day",
-    "X",
-    "Failures per day. [default: estimated from the run]",
-    type=float,
+mtbf = option(
+    "--mtbf", "TIME", "Mean time between failures, such as 6h. [default: estimated from the run]"
 )
-mtbf = option("--mtbf", "TIME", "Mean time between failures, such as 6h.")
-overhead_cap = option(
-    "--overhead-cap", "SHARE", "Largest share of the time for saving. [default: 5%]"
+overhead = option(
+    "--overhead", "SHARE", "Share of the time that saves may take.", type=float, default=0.05
 )
-stall = option("--stall", "TIME", "How long a save stops training. [default: measured]")
-background = option(
-    "--background", "TIME", "How long writing in the background delays training. [default: 0s]"
-)
-commit = option(
-    "--commit", "TIME", "Time from the end of the stall to the commit. [default: measured, or 0s]"
-)
-restart = option("--restart", "TIME", "Time from a failure to the first new step. [default: 2min]")
 
 # plot
 

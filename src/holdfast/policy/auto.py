@@ -1,47 +1,34 @@
 """The trigger for `every="auto"`: its interval follows from the run's own measurements.
 
-Decides when the trigger fires, from measurements that others pass in. The arithmetic is in
-`advisor`.
+Decides when the trigger fires, from measurements that others pass in.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 from dataclasses import dataclass, field, replace
+from statistics import median
 from typing import Literal, TypeAlias
 
 from holdfast.errors import UsageError
 from holdfast.format.manifest import Timestamp
-from holdfast.policy.advisor import (
-    DEFAULT_OVERHEAD_CAP,
-    Advice,
-    FailureRate,
-    advise,
-    given_rate,
-    learnt_rate,
-    span,
-)
-from holdfast.policy.clock import Time, Unit, parse
-from holdfast.policy.costs import (
-    DELAY_S,
-    RESUME_S,
-    Costs,
-    DelayMeter,
-    History,
-    SaveCost,
-    recent,
-    typical_costs,
-)
+from holdfast.policy.clock import Time, Unit, parse, span
+from holdfast.policy.costs import History, SaveCost, recent
 from holdfast.policy.triggers import NO_METRICS, Event, Metrics, Trigger
 
 Bound: TypeAlias = Literal["optimum", "overhead_cap", "one_save_at_a_time", "at_least", "at_most"]
 
+OVERHEAD = 0.05
+"""Default limit on the part of the time that saves take, even in a run that never fails."""
 AT_LEAST = "1min"
 """Default shortest interval: saving more often gains nothing that a person would notice."""
 AT_MOST = "4h"
 """Default longest interval: the most that a run may lose at its first failure."""
 MATERIAL = 1.25
 """Factor by which the interval must change to be reported again."""
+_ASSUMED_FAILURES, _ASSUMED_S = 0.5, 43_200.0
+"""One failure a day with the weight of half a failure, as in Jeffreys' prior of a Poisson rate."""
 
 _NOTES: dict[Bound, str] = {
     "optimum": "",
@@ -54,26 +41,45 @@ _NOTES: dict[Bound, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IntervalPlan:
-    """A chosen interval with the bound and the advice that it follows from."""
+    """A chosen interval, with the bound and the measurements that it follows from."""
 
     interval_s: float
-    """Seconds of work between two saves, without the cost of the first save."""
+    """Seconds of work between two saves, without the stall of the first save."""
     limit: Bound
-    advice: Advice
+    stall_s: float
+    write_s: float
+    mtbf_s: float
+    """Mean time between failures."""
+    num_failures: int | None
+    """Failures of the run; None if `mtbf_s` was given."""
+    overhead: float
 
     @property
     def cycle_s(self) -> float:
-        """Seconds from the beginning of a save to that of the next one, with the save's cost."""
-        return self.advice.costs.cycle_s(self.interval_s)
+        """Seconds from the beginning of a save to the beginning of the next one."""
+        return self.stall_s + self.interval_s
 
     def __str__(self) -> str:
-        costs, failures = self.advice.costs, self.advice.failures
-        seen = "as given" if failures.num_failures is None else f"{failures.num_failures} seen"
+        seen = "as given" if self.num_failures is None else f"{self.num_failures} seen"
         return (
-            f"every {span(self.interval_s)}: a save costs {span(costs.save_s)} and is written in "
-            f"{span(costs.commit_s)}, failures every {span(failures.mtbf_s)} ({seen}), "
-            f"cap {100 * self.advice.overhead_cap:.3g}%{_NOTES[self.limit]}"
+            f"every {span(self.interval_s)}: a save costs {span(self.stall_s)} and is written in "
+            f"{span(self.write_s)}, failures every {span(self.mtbf_s)} ({seen}), "
+            f"cap {100 * self.overhead:.3g}%{_NOTES[self.limit]}"
         )
+
+
+def daly_interval_s(save_s: float, mtbf_s: float) -> float:
+    """Compute J. T. Daly's optimal save interval (Future Generation Computer Systems 22, 2006).
+
+    The first factor is J. W. Young's optimum (Comm. of the ACM 17, 1974).
+
+    >>> round(daly_interval_s(5 * 60, 6 * 3600) / 60)
+    57
+    """
+    if save_s >= 2 * mtbf_s:
+        return mtbf_s
+    ratio = save_s / (2 * mtbf_s)
+    return math.sqrt(2 * save_s * mtbf_s) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - save_s
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -102,7 +108,7 @@ class Auto(Trigger):
     def __init__(
         self,
         *,
-        overhead: float = DEFAULT_OVERHEAD_CAP,
+        overhead: float = OVERHEAD,
         mtbf: str | Time | None = None,
         at_least: str | Time = AT_LEAST,
         at_most: str | Time = AT_MOST,
@@ -160,24 +166,38 @@ class Auto(Trigger):
         """The current interval and its reasons; None before the first measurement."""
         return self._known.plan
 
-    def decide(self, costs: Costs, failures: FailureRate) -> IntervalPlan:
-        """Choose the interval for these costs and failures: the advisor's, within the bounds."""
-        advice = advise(costs, failures, overhead_cap=self.overhead)
-        least, most = float(self.at_least.value), float(self.at_most.value)
-        limits: dict[Bound, float] = {advice.limit: advice.exact_s}
-        if advice.exact_s < least:
-            limits = {"at_least": least}
-        elif advice.exact_s > most:
-            # `at_most` bounds what may be lost; but a save that waits would delay training anyway.
-            limits = {"at_most": most, "one_save_at_a_time": advice.commit_s}
-        limit = max(limits, key=lambda name: limits[name])
-        return IntervalPlan(interval_s=limits[limit], limit=limit, advice=advice)
-
-    def rate(self, num_failures: int, trained_s: float) -> FailureRate:
-        """Return the failure rate: `mtbf` if it was given, else an estimate from the run."""
+    def decide(self, history: History) -> IntervalPlan | None:
+        """Choose the interval for recorded saves and failures; None if no save was measured."""
+        saves = recent(history.saves)
+        if not saves:
+            return None
+        stall_s = median(save.stall_s for save in saves)
+        write_s = median([save.write_s for save in saves if save.write_s is not None] or [0.0])
         if self.mtbf is not None:
-            return given_rate(float(self.mtbf.value))
-        return learnt_rate(num_failures, trained_s)
+            num_failures, mtbf_s = None, float(self.mtbf.value)
+        else:
+            num_failures = history.num_failures
+            mtbf_s = (history.trained_s + _ASSUMED_S) / (num_failures + _ASSUMED_FAILURES)
+        limits: dict[Bound, float] = {
+            "optimum": daly_interval_s(stall_s, mtbf_s),
+            "overhead_cap": stall_s * (1 / self.overhead - 1),
+            "at_least": float(self.at_least.value),
+        }
+        most = float(self.at_most.value)
+        if max(limits.values()) > most:
+            limits = {"at_most": most}
+        # A save that waits for the previous one would delay training, also beyond `at_most`.
+        limits["one_save_at_a_time"] = write_s
+        limit = max(limits, key=lambda name: limits[name])
+        return IntervalPlan(
+            interval_s=limits[limit],
+            limit=limit,
+            stall_s=stall_s,
+            write_s=write_s,
+            mtbf_s=mtbf_s,
+            num_failures=num_failures,
+            overhead=self.overhead,
+        )
 
     # Measurements in and out. Called by the training thread unless a docstring says otherwise.
 
@@ -194,32 +214,13 @@ class Auto(Trigger):
             self._known.history = replace(
                 before,
                 saves=recent((*before.saves, cost)),
-                resumes_s=(*before.resumes_s, *(() if cost.resume_s is None else [cost.resume_s])),
                 trained_s=max(before.trained_s, at.wall_s),
             )
             self._replan()
 
-    def look(self, now: Timestamp, *, is_writing: bool) -> None:
-        """Record training's progress; `is_writing`: the last save is not committed yet."""
-        known = self._known
-        known.is_writing = is_writing
-        delay_s = known.delays.look(now.step, now.wall_s, is_writing=is_writing)
-        if delay_s is not None:
-            known.unrecorded[DELAY_S] = delay_s
-
-    def saved(self, stall_s: float) -> None:
-        """Record that a save has stopped training for `stall_s`, and is being written."""
-        self._known.delays.save(stall_s)
-
-    def restarted(self, resume_s: float) -> None:
-        """Record that training resumed from a checkpoint, which took `resume_s` to load."""
-        self._known.delays.reset()
-        self._known.unrecorded = {RESUME_S: resume_s}
-
-    def timings(self) -> dict[str, float]:
-        """Return measurements in seconds for the next save's manifest; each is returned once."""
-        unrecorded, self._known.unrecorded = self._known.unrecorded, {}
-        return unrecorded
+    def note_writing(self, is_writing: bool) -> None:
+        """Record whether the last save is still being written."""
+        self._known.is_writing = is_writing
 
     def news(self) -> str | None:
         """Describe the interval if it changed enough to be reported, else None. Thread-safe.
@@ -237,10 +238,7 @@ class Auto(Trigger):
             return str(plan)
 
     def _replan(self) -> None:
-        history = self._known.history
-        costs = typical_costs(history.saves, history.resumes_s)
-        rate = self.rate(history.num_failures, history.trained_s)
-        self._known.plan = None if costs is None else self.decide(costs, rate)
+        self._known.plan = self.decide(self._known.history)
 
 
 class _Measurements:
@@ -251,9 +249,7 @@ class _Measurements:
         self.history = History()
         self.plan: IntervalPlan | None = None
         self.reported_s: float | None = None
-        self.delays = DelayMeter()
         self.is_writing = False
-        self.unrecorded: dict[str, float] = {}
 
 
 def _seconds(value: str | Time, name: str) -> Time:

@@ -420,3 +420,15 @@ class Odometer:
 
 def _difference(total: int | None, part: int | None) -> int | None:
     return None if total is None or part is None else max(total - part, 0)
+
+
+def span(seconds: float) -> str:
+    """Format a duration for display.
+
+    >>> span(0.25), span(90), span(5400), span(400_000)
+    ('0.25 s', '90 s', '1.5 h', '4.63 d')
+    """
+    for size, unit, least in ((86_400, "d", 2 * 86_400), (3600, "h", 3600), (60, "min", 120)):
+        if seconds >= least:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds:.3g} s"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
@@ -102,30 +102,6 @@ class Log(Document, frozen=True):
     """As for `ls`."""
 
 
-class Input(Document, frozen=True):
-    """Cost or rate that an advice rests on."""
-
-    name: str
-    """What it is."""
-    value: float
-    """Seconds, or a share."""
-    source: Literal["measured", "given", "assumed"]
-    """Where it comes from."""
-    basis: str
-    """What it was measured from, or the option."""
-
-
-class Auto(Document, frozen=True):
-    """Interval that `every="auto"` would choose."""
-
-    interval_s: float
-    """Seconds between two saves."""
-    limit: str
-    """What limits it."""
-    text: str
-    """Both, in words."""
-
-
 class Advise(Document, frozen=True):
     """Answer of `advise`."""
 
@@ -133,28 +109,22 @@ class Advise(Document, frozen=True):
     """Path or URL of the root."""
     every: str
     """Interval to paste."""
-    inputs: list[Input]
-    """Costs and rates."""
-    advice: dict[str, Any]
-    """Fields of `holdfast.policy.advisor.Advice`."""
-    today: dict[str, Any] | None
-    """The present interval: `interval_s`, `steps`, `num_pairs`, `is_by_interval`, `goodput`,
-    `saving`, `lost`, `down`."""
-    starts: list[dict[str, Any]]
-    """Lives: `epoch`, `created`, `host`, `ending`, `resumed_from`, and of a failure
-    `resume_gap_s`, `steps_left_behind` or null."""
-    num_saves: int
-    """Saves that were recorded."""
-    nbytes: int | None
-    """Bytes of a save."""
+    interval_s: float
+    """Seconds of training between two saves."""
+    limit: Literal["optimum", "overhead_cap", "one_save_at_a_time", "at_least", "at_most"]
+    """Reason for the interval."""
+    stall_s: float
+    """Median of the seconds that a save stops training."""
+    write_s: float
+    """Median of the seconds that a save is written after that."""
+    mtbf_s: float
+    """Mean seconds between failures."""
+    num_failures: int | None
+    """Failures of the run; null if `--mtbf` was given."""
     trained_s: float
     """Seconds of training that were recorded."""
     unreadable: list[str]
     """Checkpoints that could not be read."""
-    auto: Auto | None
-    """What `every="auto"` would choose."""
-    notes: list[str]
-    """What to know about it."""
 
 
 class Series(Document, frozen=True):

@@ -271,7 +271,7 @@ class Sender:
         elif exists:
             raise CorruptData(
                 f"{self._remote.url}/{key}: not what is in {self._local.url}, though nobody but an "
-                "upload of this run writes there; it is left as it is"
+                "upload of this run writes there; it was not changed"
             )
         elif self._remote.has_links:
             self._send_aside(key, nbytes, pieces)
