@@ -114,7 +114,7 @@ def expect_nothing_left_behind(catalog: Catalog, folder: str) -> None:
         raise UsageError(
             f"{folder}: nothing was deleted. A rollback has left {left[0]} behind, and without "
             "this folder nothing else is there, so the next resume would take that. First resume "
-            f"the folder that the run is to go on from, as in resume({left[0]!r})"
+            f"the folder to resume from, as in resume({left[0]!r})"
         )
 
 

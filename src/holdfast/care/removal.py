@@ -176,11 +176,11 @@ def _expect_nothing_new(store: Store, asked: Asked) -> None:
     """Raise `NoCheckpoint` if the checkpoint or its marks changed since the user was asked."""
     fresh = Catalog(store).entry(asked.entry.name)
     if fresh is None:
-        raise NoCheckpoint(f"{store.url}/{asked.entry.folder}: it was deleted meanwhile")
+        raise NoCheckpoint(f"{store.url}/{asked.entry.folder}: it was deleted in the meantime")
     if (fresh.tags, fresh.marks.pinned) != (asked.entry.tags, asked.entry.marks.pinned):
         raise NoCheckpoint(
-            f"{store.url}/{asked.entry.folder}: its pin or tags were changed meanwhile; nothing "
-            "was deleted. Give the command again"
+            f"{store.url}/{asked.entry.folder}: its pin or tags have changed; nothing was "
+            "deleted. Give the command again"
         )
 
 
@@ -189,7 +189,7 @@ def _expect_whole(store: Store, base: Entry) -> None:
     report = verify(store, base.folder)
     if report.of_state:
         raise CorruptData(
-            f"nothing was deleted, for {base.folder}, from which the run would go on, cannot be "
+            f"nothing was deleted: {base.folder}, from which the run would resume, cannot be "
             "read back:\n" + listing([str(problem) for problem in report.of_state])
         )
 
@@ -215,8 +215,7 @@ def _choices(store: Store, asked: Asked, reason: str) -> Iterator[Choice]:
         after = standing(store, without=folder)
         if (after.point.folder if after.point is not None else None) != expected:
             raise NoCheckpoint(
-                f"{store.url}: the run went on meanwhile, and nothing was deleted. Give the "
-                "command again"
+                f"{store.url}: the run has continued; nothing was deleted. Give the command again"
             )
         stands_on_it = choice.point is not None and choice.point.folder == folder
         if stands_on_it and not asked.components:
