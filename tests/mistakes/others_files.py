@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
 from tests.mistakes.table import Theme
 from tests.mistakes.user import User
 
 import holdfast
-from holdfast.data import Loader
 
 THEME = Theme("Other files in a root")
 case = THEME.case
@@ -85,18 +83,3 @@ def _(user: User):
     yield
     user.goes_on(holdfast.Tiered(user.new, user.folder / "remote"))
     assert mine.read_bytes() == b"mine"
-
-
-@case(
-    "`predict` replaces a folder that has parts of one's own", names="predictions-00007", state=None
-)
-def _(user: User):
-    trainer = user.trainer(
-        data=Loader(torch.arange(8.0).reshape(2, 4), batch_size=2, shuffle=False)
-    )
-    out = user.folder / "out"
-    trainer.predict(Loader(torch.ones(2, 4), batch_size=2, shuffle=False), to=out)
-    own(out / "predictions-00007.safetensors")
-    yield
-    data = Loader(torch.ones(2, 4), batch_size=2, shuffle=False)
-    trainer.predict(data, to=out, overwrite=True)

@@ -96,23 +96,11 @@ def predictions(user: User) -> tuple[Any, Loader]:
     return trainer, Loader(torch.zeros(6, 4), batch_size=2, shuffle=False)
 
 
-@case("`predict` of other data into the folder of the first", names="overwrite=True", state=None)
+@case("`predict` of other data into the folder of the first", names="another folder", state=None)
 def _(user: User) -> Any:
     trainer, other = predictions(user)
     yield
     trainer.predict(other, to="predictions")
-
-
-@case(
-    "`predict` into a folder with parts of unknown origin",
-    names="no predictions.json lists",
-    state=None,
-)
-def _(user: User) -> Any:
-    trainer, other = predictions(user)
-    Path("predictions/predictions.json").unlink()
-    yield
-    trainer.predict(other, to="predictions", overwrite=True)
 
 
 @case("`Csv` writes to an existing file of another kind", names="name another file", state=None)

@@ -591,7 +591,6 @@ class Trainer:
         outputs: Callable[[nn.Module, Any], Any] | None = None,
         use_ema: bool = True,
         batches_per_part: int = 100,
-        overwrite: bool = False,
     ) -> Predictions:
         """Write the model's outputs for all samples into a folder, in the order of the samples.
 
@@ -599,13 +598,13 @@ class Trainer:
 
         Args:
             data: a loader that does not shuffle.
-            to: local folder of the parts, safetensors files; shared by all ranks.
+            to: local folder of the parts, safetensors files, without earlier predictions; shared by
+                all ranks.
             which: one checkpoint, as for `validate_all`; None: the weights as they are.
             outputs: called with the model and a batch; gives a tensor or a dict of tensors, whose
                 first dimension is the samples of the batch. None: `model(batch)`.
             use_ema: whether the averaged weights predict, if the Trainer keeps an average.
             batches_per_part: batches of a part, which are kept in memory until it is written.
-            overwrite: whether to delete predictions that the folder has, complete or not.
         """
         making.check_loader(data)
         weights = self._weights
@@ -625,7 +624,6 @@ class Trainer:
                 outputs=outputs,
                 update=self._update,
                 batches_per_part=batches_per_part,
-                overwrite=overwrite,
             )
 
     def find_learning_rate(

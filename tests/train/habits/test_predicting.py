@@ -120,11 +120,11 @@ def dies(model: nn.Module, batch: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("is_killed", [False, True])
-def test_a_folder_with_predictions_is_refused_unless_they_are_to_be_replaced(
-    is_killed: bool, tmp_path: Path
-) -> None:
+def test_a_folder_with_predictions_is_refused(is_killed: bool, tmp_path: Path) -> None:
     """They may be of other data, weights or outputs, and those of a killed call are not all."""
     trainer, folder = reader(), tmp_path / "out"
+    folder.mkdir()
+    (folder / "notes.txt").write_text("mine")
     if is_killed:
         with pytest.raises(Killed):
             trainer.predict(loader(), to=folder, outputs=dies, batches_per_part=1)
@@ -132,29 +132,10 @@ def test_a_folder_with_predictions_is_refused_unless_they_are_to_be_replaced(
             Predictions.of(folder)
     else:
         trainer.predict(loader(), to=folder, batches_per_part=1)
-    (folder / "notes.txt").write_text("mine")
     before = {path: path.read_bytes() for path in folder.iterdir()}
-    with pytest.raises(UsageError, match="overwrite=True"):
+    with pytest.raises(UsageError, match="another folder"):
         trainer.predict(loader(), to=folder)
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
-    negative = Loader([-sample for sample in samples()], batch_size=8, shuffle=False)
-    found = trainer.predict(negative, to=folder, outputs=lambda _, batch: batch, overwrite=True)
-    assert torch.equal(found.load()["output"], -torch.stack(samples()))
-    assert len(found.files) == 1
-    names = {"notes.txt", "predictions.json", found.files[0].name}
-    assert {path.name for path in folder.iterdir()} == names
-
-
-@pytest.mark.parametrize("has_own", [False, True])
-def test_parts_that_no_record_lists_are_not_deleted(tmp_path: Path, has_own: bool) -> None:
-    if has_own:
-        reader().predict(loader(), to=tmp_path)
-    stray = tmp_path / "predictions-00007.safetensors"
-    stray.write_bytes(b"mine")
-    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
-    with pytest.raises(UsageError, match="lists"):
-        reader().predict(loader(), to=tmp_path, overwrite=True)
-    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def test_names_and_dtypes_of_outputs_are_kept(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Predictions for all samples of a loader, written by parts into a folder.
 
 The folder has safetensors files, each with the outputs of some batches in the order of the samples,
-and `predictions.json`, which lists them when all are written.
+and `predictions.json`, which is written last and lists them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from holdfast.data import Loader, Stream
-from holdfast.errors import FormatError, UsageError, some_of
+from holdfast.errors import UsageError, some_of
 from holdfast.format.tensors import TensorSpec, lay_out, parse_header
 from holdfast.state.leaves import DTYPE_NAMES, TORCH_DTYPES
 from holdfast.system import sync
@@ -30,7 +30,6 @@ from holdfast.train.parallel.strategies import is_sharded
 from holdfast.train.window.loop import Update, moved
 
 _INDEX = "predictions.json"
-_PARTS = "predictions-[0-9][0-9][0-9][0-9][0-9].safetensors"
 _ONLY = "output"
 """Name of the tensor, where the outputs are one."""
 _NOT_IN_ORDER = (
@@ -64,9 +63,12 @@ class Predictions:
         Raises:
             UsageError: the folder has none, or they are not complete.
         """
-        index = _read_index(Path(folder))
-        if index is None or not index["complete"]:
-            raise UsageError(f"{folder}: has no complete predictions; call predict again")
+        try:
+            index = json.loads((Path(folder) / _INDEX).read_text("utf-8"))
+        except FileNotFoundError as error:
+            raise UsageError(
+                f"{folder}: has no complete predictions; call predict with another folder"
+            ) from error
         files = tuple(Path(folder) / name for name in index["files"])
         return cls(folder=Path(folder), num_samples=index["num_samples"], files=files)
 
@@ -88,14 +90,13 @@ def predict(
     outputs: Outputs | None,
     update: Update,
     batches_per_part: int,
-    overwrite: bool,
 ) -> Predictions:
     """Write the outputs for all batches of a loader."""
     check_range("batches_per_part", batches_per_part, 1, 2**31)
     source = _Source(data, update.parallel.group, is_sharded=is_sharded(model))
     whole = _Folder(folder, update.parallel.group)
     with undisturbed(), evaluating(model), torch.no_grad():
-        whole.begin(overwrite=overwrite)
+        whole.begin()
         batches, at = source.batches(), 0
         while True:
             own: list[Batch] = []
@@ -190,58 +191,39 @@ class _Folder:
         self._files: list[str] = []
         self._num_samples = 0
 
-    def begin(self, *, overwrite: bool) -> None:
-        """Make the folder, and delete earlier predictions in it if `overwrite`."""
-        problem = self._group.from_leader(
-            "preparing the folder of predictions", lambda: self._prepare(overwrite=overwrite)
-        )
-        if problem:
-            raise UsageError(problem)
+    def begin(self) -> None:
+        """Make the folder.
 
-    def _prepare(self, *, overwrite: bool) -> str:
-        index = _read_index(self._folder)
-        listed = [] if index is None else index["files"]
-        parts = sorted(self._folder.glob(_PARTS))
-        if unlisted := [path.name for path in parts if path.name not in listed]:
-            return (
-                f"{self._folder}: no {_INDEX} lists {some_of(unlisted)}, so nothing was deleted. "
-                "Move your own files elsewhere, or choose another folder"
-            )
-        if index is not None and not overwrite:
-            state = "predictions" if index["complete"] else "incomplete predictions"
-            return (
-                f"{self._folder}: has {state} of an earlier call, which may be of other data, "
-                "weights or outputs; open them with Predictions.of, choose another folder, or "
-                "replace them with overwrite=True"
-            )
+        Raises:
+            UsageError: it has predictions of an earlier call.
+        """
+        self._group.from_leader("preparing the folder of predictions", self._prepare)
+
+    def _prepare(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._files = [*listed]
-        self._write_index(is_complete=False)
-        for path in parts:
-            path.unlink()
-        self._files = []
-        return ""
+        if found := sorted(path.name for path in self._folder.glob("predictions[-.]*")):
+            raise UsageError(
+                f"{self._folder}: has predictions of an earlier call, which may be of other data, "
+                f"weights or outputs ({some_of(found)}). Open them with Predictions.of, delete "
+                "them, or choose another folder"
+            )
 
     def write(self, own: Sequence[Batch]) -> None:
         """Write the next part from the outputs of all ranks."""
         gathered = self._group.gather(list(own))
-        problem = ""
-        if self._group.is_leader:
-            batches = sorted(
-                (batch for of_rank in gathered for batch in of_rank), key=lambda item: item[:2]
-            )
-            try:
-                joined = _joined([found for _, _, found in batches])
-                path = self._folder / _file_name(len(self._files))
-                self._files.append(path.name)
-                self._write_index(is_complete=False)  # first, as it proves whose the part is
-                _write(path, joined, len(self._files) - 1)
-                self._num_samples += len(next(iter(joined.values())))
-            except (UsageError, OSError) as error:
-                problem = f"predict: {error}"
-        problem = self._group.gather(problem)[0]  # else the other ranks would wait for the leader
-        if problem:
-            raise UsageError(problem)
+        batches = sorted(
+            (batch for of_rank in gathered for batch in of_rank), key=lambda item: item[:2]
+        )
+        self._group.from_leader(
+            "writing predictions", lambda: self._write([found for _, _, found in batches])
+        )
+
+    def _write(self, batches: Sequence[Mapping[str, Tensor]]) -> None:
+        joined = _joined(batches)
+        path = self._folder / f"predictions-{len(self._files):05d}.safetensors"
+        _write(path, joined, len(self._files))
+        self._files.append(path.name)
+        self._num_samples += len(next(iter(joined.values())))
 
     def end(self) -> Predictions:
         """Record in the folder that all parts are complete."""
@@ -251,15 +233,7 @@ class _Folder:
     def _complete(self) -> None:
         if not self._files:
             raise UsageError("predict: the loader gave no batch")
-        self._write_index(is_complete=True)
-
-    def _write_index(self, *, is_complete: bool) -> None:
-        index = {
-            "format": 1,
-            "complete": is_complete,
-            "files": self._files,
-            "num_samples": self._num_samples,
-        }
+        index = {"format": 1, "files": self._files, "num_samples": self._num_samples}
         _replace(self._folder / _INDEX, [json.dumps(index, indent=1).encode()])
 
 
@@ -288,15 +262,13 @@ def _named(found: Any) -> dict[str, Tensor]:
 def _joined(batches: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     names = {tuple(sorted(found)) for found in batches}
     if len(names) > 1:
-        raise UsageError(f"batches give outputs of different names: {sorted(names)}")
+        raise UsageError(f"predict: batches give outputs of different names: {sorted(names)}")
     try:
         return {name: torch.cat([found[name] for found in batches]) for name in batches[0]}
     except RuntimeError as error:
-        raise UsageError(f"outputs of different shapes cannot be joined: {error}") from error
-
-
-def _file_name(number: int) -> str:
-    return f"predictions-{number:05d}.safetensors"
+        raise UsageError(
+            f"predict: outputs of different shapes cannot be joined: {error}"
+        ) from error
 
 
 def _write(path: Path, tensors: Mapping[str, Tensor], number: int) -> None:
@@ -306,7 +278,7 @@ def _write(path: Path, tensors: Mapping[str, Tensor], number: int) -> None:
     ]
     files = lay_out("predictions", specs, first_number=number)
     if len(files) != 1:
-        raise UsageError("a part is too large for one file; give fewer batches_per_part")
+        raise UsageError("predict: a part is too large for one file; give fewer batches_per_part")
     file, end = files[0], len(files[0].header)
     pieces: list[Any] = [file.header]
     for spec, start in zip(file.specs, file.starts, strict=True):
@@ -337,16 +309,4 @@ def _read(path: Path) -> dict[str, Tensor]:
             else torch.empty(0, dtype=torch.uint8)
         )
         found[name] = tensor.view(TORCH_DTYPES[dtype]).view(shape)
-    return found
-
-
-def _read_index(folder: Path) -> dict[str, Any] | None:
-    try:
-        found = json.loads((folder / _INDEX).read_text("utf-8"))
-    except FileNotFoundError:
-        return None
-    except ValueError as error:
-        raise FormatError(f"{folder / _INDEX}: {error}") from error
-    if not isinstance(found, dict) or found.get("format") != 1 or "files" not in found:
-        raise FormatError(f"{folder / _INDEX}: not an index of predictions of this version")
     return found
