@@ -133,6 +133,14 @@ def test_torn_and_strange_rows_go(tmp_path: Path, torn: str) -> None:
     assert [row["step"] for row in table(tmp_path)] == ["1", "2", "3", "4", "5"]
 
 
+def test_a_table_without_rows_is_continued(tmp_path: Path) -> None:
+    run(tmp_path, until=2)
+    path, before = tmp_path / "log" / "metrics.csv", text(tmp_path)
+    path.write_text(before.splitlines(keepends=True)[0])
+    run(tmp_path, until=4)
+    assert [row["step"] for row in table(tmp_path)] == ["3", "4"]
+
+
 def test_a_file_of_something_else_is_refused_and_stays(tmp_path: Path) -> None:
     path = tmp_path / "log" / "metrics.csv"
     path.parent.mkdir()

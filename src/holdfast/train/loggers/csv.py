@@ -6,9 +6,9 @@ import csv
 import io
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from holdfast.arguments import checked
 from holdfast.errors import UsageError
@@ -20,8 +20,6 @@ from holdfast.train.loggers.default import FLUSH_S, beyond_rates
 from holdfast.train.training import Metrics, Training
 
 if TYPE_CHECKING:
-    from _csv import Writer
-
     from holdfast.engine.checkpoint import Checkpoint
 
 _FIRST = ["step", "epoch"]
@@ -30,7 +28,7 @@ _OWN = (*_FIRST, *_COUNTS)
 _MEMBERS = "metrics/"
 """Beginning of the column of a metric whose name is that of a column of the file's own."""
 
-Row = Mapping[str, str]
+Row = dict[str, str]
 
 
 class Csv(Logger):
@@ -52,17 +50,17 @@ class Csv(Logger):
         """Write to the file `path`; its folder is made."""
         self.path = Path(path)
         self._columns: list[str] = []
-        self._file: TextIO | None = None
-        self._row: dict[str, str] = {}
+        self._file: BinaryIO | None = None
+        self._row: Row = {}
         """Row of the newest step, to which more may be added."""
-        self._row_nbytes = 0
-        """Length of the row's line at the end of the file; 0: it is not written yet."""
+        self._row_start = 0
+        """Position in the file of the line of that row."""
         self._next_flush_s = 0.0
 
     def fit_start(self, training: Training) -> None:
         """Drop rows of steps that will be done again, and open the file."""
         now = training.counters
-        self._open(lambda row: _kept(row, now.step, is_validated=not now.unvalidated))
+        self._rewrite(lambda rows: _kept(rows, now.step, is_validated=not now.unvalidated))
 
     def before_optimizer_step(self, training: Training) -> None:
         """Note the learning rates of the step, which schedulers change after it."""
@@ -82,9 +80,7 @@ class Csv(Logger):
     def test_end(self, training: Training, at: Timestamp, metrics: Metrics) -> None:
         """Add the metrics of a test to the row of its step, also outside of `fit`."""
         is_in_fit = self._file is not None
-        self.close(training)
-        row = _row_of(at.step, at, metrics)
-        self._open(lambda found: {**found, **row} if found["step"] == row["step"] else found, row)
+        self._rewrite(lambda rows: _merged(rows, _row_of(at.step, at, metrics)))
         if not is_in_fit:
             self.close(training)
 
@@ -100,115 +96,74 @@ class Csv(Logger):
 
     def close(self, training: Training) -> None:
         """Close the file."""
+        self._flush()
         if self._file is not None:
-            self._flush()
             self._file.close()
             self._file = None
 
-    def _open(self, edit: Callable[[Row], Row | None], new: Row | None = None) -> None:
-        """Open the file to append, after removing torn rows and those for which `edit` is None.
-
-        `new` is a row that is added if no row has its step.
-        """
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._columns, rows, num_lines = _read(self.path)
-        kept = [row for row in map(edit, rows) if row is not None]
-        if new is not None:
-            self._columns += [name for name in new if name not in self._columns]
-            if all(row["step"] != new["step"] for row in kept):
-                kept.append(new)
-        self._row = {name: value for name, value in kept[-1].items() if value} if kept else {}
-        line = self._line(self._row).encode() if kept else b""
-        self._row_nbytes = len(line)
-        if len(kept) < num_lines or kept != rows or not _ends_with(self.path, line):
-            self._replace(kept)
-        self._file = self.path.open("a", encoding="utf-8", newline="")
-
     def _add(self, row: Row) -> None:
         """Add to the newest row if it is of the same step, else begin another one."""
-        if self._row and self._row["step"] != row["step"]:
-            self._write()
-            self._row, self._row_nbytes = {}, 0
-        new = [name for name in row if name not in self._columns]
-        if new:
-            self._widen(new)
-        self._unwrite()
+        if not row.keys() <= {*self._columns}:
+            self._rewrite(lambda rows: _merged(rows, row))
+            return
+        if self._file is not None and self._row.get("step") != row["step"]:
+            self._flush()
+            self._row, self._row_start = {}, self._file.tell()
         self._row |= row
         if time.monotonic() >= self._next_flush_s:
             self._flush()
 
-    def _write(self) -> None:
-        """Write the newest row, unless its line is in the file."""
-        if self._row and not self._row_nbytes and self._file is not None:
-            line = self._line(self._row)
-            self._file.write(line)
-            self._row_nbytes = len(line.encode())
-
-    def _unwrite(self) -> None:
-        """Cut the line of the newest row off, as the row changes."""
-        if self._row_nbytes and self._file is not None:
-            self._file.flush()
-            os.truncate(self.path, self.path.stat().st_size - self._row_nbytes)
-            self._row_nbytes = 0
-
-    def _line(self, row: Row) -> str:
-        text = io.StringIO()
-        _writer(text).writerow([row.get(name, "") for name in self._columns])
-        return text.getvalue()
-
-    def _widen(self, new: Sequence[str]) -> None:
-        """Add columns, which are empty in all rows so far."""
-        assert self._file is not None
-        self._unwrite()
-        self._file.close()
-        _, rows, _ = _read(self.path)
-        self._columns += new
-        self._replace(rows)
-        self._file = self.path.open("a", encoding="utf-8", newline="")
-
-    def _replace(self, rows: Sequence[Row]) -> None:
-        """Replace the file as a whole: with the header, if any column is known, and these rows."""
-        aside = self.path.with_name(f".{self.path.name}.new")
-        with aside.open("w", encoding="utf-8", newline="") as file:
-            if self._columns:
-                lines = [[row.get(name, "") for name in self._columns] for row in rows]
-                _writer(file).writerows([self._columns, *lines])
-            file.flush()
-            sync(file.fileno())
-        aside.replace(self.path)
-
     def _flush(self) -> None:
-        if self._file is not None:
-            self._write()
+        """Write the newest row in the place of its earlier line, if it has one."""
+        if self._file is not None and self._row:
+            self._file.seek(self._row_start)
+            self._file.write(self._line(self._row))
+            self._file.truncate()
             self._file.flush()
             self._next_flush_s = time.monotonic() + FLUSH_S
 
+    def _rewrite(self, edit: Callable[[list[Row]], list[Row]]) -> None:
+        """Replace the file by one with the edited rows and all their columns, and open it."""
+        self._flush()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if self._file is not None:
+            self._file.close()
+        columns, rows = _read(self.path)
+        rows = edit(rows)
+        self._columns = [*dict.fromkeys((*columns, *(name for row in rows for name in row)))]
+        self._row, self._row_start = rows[-1] if rows else {}, 0
+        aside = self.path.with_name(f".{self.path.name}.new")
+        with aside.open("wb") as file:
+            if self._columns:
+                file.write(self._line({name: name for name in self._columns}))
+            for row in rows:
+                self._row_start = file.tell()
+                file.write(self._line(row))
+            file.flush()
+            sync(file.fileno())
+        aside.replace(self.path)
+        self._file = self.path.open("r+b")
+        self._file.seek(0, os.SEEK_END)
 
-def _ends_with(path: Path, line: bytes) -> bool:
-    if not path.exists() or path.stat().st_size < len(line):
-        return not line
-    with path.open("rb") as file:
-        file.seek(-len(line), os.SEEK_END)
-        return file.read() == line
+    def _line(self, row: Row) -> bytes:
+        text = io.StringIO()
+        csv.writer(text, lineterminator="\n").writerow([row.get(n, "") for n in self._columns])
+        return text.getvalue().encode()
 
 
-def _row_of(step: int, now: Timestamp, metrics: Metrics) -> dict[str, str]:
+def _row_of(step: int, now: Timestamp, metrics: Metrics) -> Row:
     counts = {name: getattr(now, name) for name in _COUNTS}
     row = {"step": str(step), "epoch": "" if now.epoch is None else str(now.epoch)}
     row |= {name: str(count) for name, count in counts.items() if count is not None}
     return row | {_column(name): repr(float(value)) for name, value in metrics.items()}
 
 
-def _writer(file: TextIO) -> Writer:
-    return csv.writer(file, lineterminator="\n")
-
-
 def _column(name: str) -> str:
     return f"{_MEMBERS}{name}" if name in _OWN else name
 
 
-def _read(path: Path) -> tuple[list[str], list[Row], int]:
-    """Read the columns, the whole rows, and how many lines there are, torn ones among them.
+def _read(path: Path) -> tuple[list[str], list[Row]]:
+    """Read the columns and the whole rows.
 
     Raises:
         UsageError: the file was not written by a `Csv`.
@@ -221,17 +176,27 @@ def _read(path: Path) -> tuple[list[str], list[Row], int]:
             f"{','.join(_FIRST)}: name another file, or move this one away"
         )
     whole = body if text.endswith("\n") else body[:-1]
-    rows: list[Row] = [
+    rows = [
         dict(zip(header, cells, strict=True))
         for cells in whole
         if len(cells) == len(header) and cells[0].isdecimal()
     ]
-    return header, rows, len(body)
+    return header, rows
 
 
-def _kept(row: Row, step: int, *, is_validated: bool) -> Row | None:
-    """Return what stays of a row when a run resumes from a step; None if the step is done again."""
-    number = int(row["step"])
-    if number != step or is_validated:
-        return row if number <= step else None
-    return {name: "" if name.startswith("val/") else value for name, value in row.items()}
+def _merged(rows: list[Row], new: Row) -> list[Row]:
+    """Add to the row of the same step, or append a row."""
+    for row in rows:
+        if row["step"] == new["step"]:
+            row.update(new)
+            return rows
+    return [*rows, new]
+
+
+def _kept(rows: Sequence[Row], step: int, *, is_validated: bool) -> list[Row]:
+    """Drop the rows after the step at which a run resumes, and a validation that is to be done."""
+    kept = [row for row in rows if int(row["step"]) <= step]
+    for row in kept:
+        if int(row["step"]) == step and not is_validated:
+            row.update({name: "" for name in row if name.startswith("val/")})
+    return kept
