@@ -536,12 +536,6 @@ def test_an_argument_that_is_given_twice_is_refused_with_the_order() -> None:
         holdfast.Best(1, metric="loss")  # type: ignore[misc]
 
 
-def test_a_removed_argument_is_refused_with_what_to_write_instead(tmp_path: Path) -> None:
-    """Each of them, for one release; nothing else is said before."""
-    with pytest.raises(UsageError, match=r"no root, every .* write checkpoints=…; .* every=…\)"):
-        a_trainer(tmp_path, root="run", every="5step", model=3)
-
-
 class StoreByMethods:
     """Store as before there was a class: it has the members and derives from nothing."""
 

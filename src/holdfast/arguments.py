@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import MISSING, fields
 from functools import cache, wraps
 from itertools import chain, repeat
@@ -27,28 +27,24 @@ _short = Repr()
 _short.maxstring = _short.maxother = 200
 
 
-def checked(
-    *, but: Collection[str] = (), removed: Mapping[str, str] | None = None
-) -> Callable[[F], F]:
+def checked(*, but: Collection[str] = ()) -> Callable[[F], F]:
     """Decorator: raise `UsageError` when an argument is not of its annotated type.
 
     Of a class, the arguments of `__init__` are checked. An argument given both by position and by
     name is an error, too. The check runs before the function. Arguments in `but` are not checked:
-    the function has a clearer message for them. `removed` has arguments of earlier releases, with
-    what to write instead.
+    the function has a clearer message for them.
     """
-    gone = removed or {}
 
     def decorated(target: F) -> F:
         if isinstance(target, type):
-            target.__init__ = _checking(target.__init__, but, gone)  # type: ignore[misc]
+            target.__init__ = _checking(target.__init__, but)  # type: ignore[misc]
             return target
-        return _checking(target, but, gone)
+        return _checking(target, but)
 
     return decorated
 
 
-def _checking(target: F, but: Collection[str], removed: Mapping[str, str]) -> F:
+def _checking(target: F, but: Collection[str]) -> F:
     @cache
     def hints() -> dict[str, Any]:
         # On the first call: an annotation may name the class that is still being defined.
@@ -73,10 +69,6 @@ def _checking(target: F, but: Collection[str], removed: Mapping[str, str]) -> F:
 
     @wraps(target)
     def checking(*args: Any, **named: Any) -> Any:
-        given = [name for name in named if name in removed]
-        if given:
-            instead = "; ".join(f"instead of {name}= write {removed[name]}" for name in given)
-            raise UsageError(f"{title} has no {', '.join(given)} any more: {instead}")
         for name, value in zip(chain(names, *map(repeat, others)), args, strict=False):
             if name in named:
                 raise UsageError(

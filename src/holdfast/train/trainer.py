@@ -98,20 +98,6 @@ C = TypeVar("C", bound=Callback)
 _IN_EVERY_RUN = frozenset({"model", "optimizer", "data"})
 """Components that every checkpoint from which a Trainer goes on has."""
 # For one release: removed arguments of the Trainer, with what replaces each.
-_REMOVED = {
-    "root": "checkpoints=…",
-    "clip_norm": "clip=…",
-    "clip_value": "clip=Clip(value=…)",
-    "count_samples": "counts=Counts(samples=…)",
-    "count_tokens": "counts=Counts(tokens=…)",
-    "cycle": "counts=Counts(cycle=…)",
-} | {
-    name: f"checkpoints=Checkpoints(root, {name}=…)"
-    for name in (
-        *("every", "keep", "savers", "on_existing", "label", "run_name", "takeover"),
-        *("overlap", "memory_budget", "compress", "encrypt"),
-    )
-}
 
 
 class Trainer:
@@ -128,7 +114,7 @@ class Trainer:
     raised.
     """
 
-    @checked(but=("model", "optimizer"), removed=_REMOVED)
+    @checked(but=("model", "optimizer"))
     def __init__(
         self,
         model: nn.Module | making.MakeModel,
