@@ -441,7 +441,7 @@ def size_of(batch: Any) -> int:
     tensor = next(_tensors(batch), None)
     if tensor is None:
         raise UsageError(
-            "validation: how many samples a batch has cannot be told; give "
+            "validation: the number of samples of a batch is unknown; give "
             "counts=Counts(samples=…) or weigh"
         )
     return len(tensor)
