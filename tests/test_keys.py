@@ -188,7 +188,7 @@ def test_a_box_that_no_reader_would_take_is_not_made() -> None:
     """What is sealed for it would be lost."""
     long = ServiceKey("vault", lambda d, c: bytes(5000), lambda d, c: d)
     for made in ([long], [SECRET] * 65):
-        with pytest.raises(errors.UsageError, match="nobody could open"):
+        with pytest.raises(errors.UsageError, match="these keys cannot be used"):
             encode_box(wrapped(made, fresh_secret(), SUITE))
     with pytest.raises(errors.UsageError, match="at most 64"):
         keys.Encryption(keys=[SECRET] * 65)

@@ -141,8 +141,8 @@ def load_weights(
             loaded = reader.read(kept.entry, options)
             if component in loaded.by_rank:
                 raise UsageError(
-                    f"{kept.entry.folder}: each rank saved its own {component!r}, and this cannot "
-                    "know which one to load. A CheckpointManager loads that of its rank"
+                    f"{kept.entry.folder}: each rank saved its own {component!r}, and the rank is "
+                    "not known here. A CheckpointManager loads the state of its rank"
                 )
             loaded.prepared.apply(loaded.tensors)
             note_loaded([model])

@@ -40,7 +40,7 @@ def test_every_checkpoint_is_listed_with_what_and_why(holdfast: Command, unmarke
     assert result.code == 0
     rows = [line.split(maxsplit=5) for line in result.out.splitlines()[1:-1]]
     assert [(row[0], row[4], row[5]) for row in rows] == [
-        ("500", "keep", "the run went on from it, newest, last 1"),
+        ("500", "keep", "the run resumed from it, newest, last 1"),
         ("400", "delete", "not kept by: last 1"),
         ("300", "delete", "not kept by: last 1"),
         ("200", "keep", "tagged paper"),

@@ -263,7 +263,7 @@ def test_only_another_batch_size_is_carried_on(other: dict[str, Any]) -> None:
     parts(ranks, 1)
     (differing,) = loaders(1, **{"num_samples": 20, "batch_size": 4, **other})
     before = differing.state_dict()
-    with pytest.raises(UsageError, match=rf"that of all ranks together[\s\S]*{next(iter(other))}"):
+    with pytest.raises(UsageError, match=rf"counts all ranks together[\s\S]*{next(iter(other))}"):
         differing.load_state_dict(ranks[0].state_dict())
     assert differing.state_dict() == before
 

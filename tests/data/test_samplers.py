@@ -395,7 +395,7 @@ def test_what_has_changed_in_the_data_is_told(caplog: pytest.LogCaptureFixture) 
         "the dataset had 8 samples and has 9 now",
     ]
     other = Loader(range(8), batch_size=2, fingerprint="v2")
-    with pytest.raises(UsageError, match="fingerprint='v1', and here is 'v2'"):
+    with pytest.raises(UsageError, match="fingerprint='v1', not 'v2'"):
         other.load_state_dict(loader.state_dict())
     fresh = Loader(range(8), batch_size=2, fingerprint="v1").state_dict()
     assert other.check_state_dict(fresh) == []

@@ -172,7 +172,7 @@ def test_another_fingerprint_is_refused_and_another_type_is_told(
     data, named, other = stream(fingerprint="a"), stream(fingerprint="a"), stream(fingerprint="b")
     list(islice(data, 1))
     named.load_state_dict(data.state_dict())
-    with pytest.raises(UsageError, match="fingerprint='a', and here is 'b'"):
+    with pytest.raises(UsageError, match="fingerprint='a', not 'b'"):
         other.load_state_dict(data.state_dict())
     assert caplog.messages == []
     with caplog.at_level(logging.WARNING, logger="holdfast"):
@@ -196,7 +196,7 @@ class Counted(NoState):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"source": NoState()}, 'give resume="replay"'),
+        ({"source": NoState()}, 'pass resume="replay"'),
         ({"source": Counted()}, "read it by index, with a Loader"),
         ({"source": iter([1])}, "each time it is iterated over"),
         ({"source": Augmented()}, "each time it is iterated over"),

@@ -392,7 +392,7 @@ def test_reasons_name_every_rule_that_keeps() -> None:
     decisions = decide(entries, Last(1) | Best("val", mode="min"), resumed_from=(1, 4))
     assert [decision.reason for decision in decisions] == [
         "newest, last 1, best val (min)",
-        "the run went on from it",
+        "the run resumed from it",
         "not kept by: last 1 | best val (min)",
         "tagged final, paper",
         "pinned",

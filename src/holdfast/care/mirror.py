@@ -144,7 +144,7 @@ class Mirror(Uploads):
         if not self._changed.acquire(timeout=timeout_s):
             raise DeadlineExceeded(
                 f"{self._local_url}: the queue of uploads is still being read after "
-                f"{time_limit(timeout_s)}; its storage, or what opens its keys, hangs"
+                f"{time_limit(timeout_s)}; its storage or key service hangs"
             )
         try:
             yield

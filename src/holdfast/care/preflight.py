@@ -399,9 +399,9 @@ class Beginning:
         if later:
             shown = ", ".join(map(str, later[:10])) + (", …" if len(later) > 10 else "")
             raise UsageError(
-                f'{self._store.url}: on_existing="error", and the run is to go on from '
-                f"{standing.folder if standing else 'its beginning'}, where there are checkpoints "
-                f'of the steps {shown} already. Pass on_existing="keep" or "replace", or use '
+                f'{self._store.url}: on_existing="error", and the run would resume from '
+                f"{standing.folder if standing else 'its beginning'}, but there already are "
+                f'checkpoints of the steps {shown}. Pass on_existing="keep" or "replace", or use '
                 "another root"
             )
 
@@ -453,8 +453,8 @@ class Beginning:
             raise UsageError(
                 f"{self._store.url} holds the checkpoints of a run. Call resume() to continue it, "
                 "load() one of them whole to start from there (part of one is not enough), "
-                "start_new() to begin another run beside them (a Trainer: "
-                'fit(…, resume="never")), or give this run a root of its own'
+                "start_new() to start another run in the same root (a Trainer: "
+                'fit(…, resume="never")), or use another root'
             )
 
     def _check_remote(self, size: SaveSize, owner: TieredOwnership) -> None:

@@ -45,8 +45,8 @@ def preview(
         )
     if lacks := unmet([item.decision.entry for item in planned], rule):
         raise UsageError(
-            f"{store.url}: nothing was deleted, because no checkpoint has what the rule needs: "
-            + "; ".join(f"{part!r} needs {what}" for part, what in lacks.items())
+            f"{store.url}: nothing was deleted, because the rule needs values that no checkpoint "
+            "has: " + "; ".join(f"{part!r} needs {what}" for part, what in lacks.items())
         )
     return planned
 

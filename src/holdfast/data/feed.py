@@ -194,8 +194,8 @@ class Feed(ABC):
     def _expect_alive(self, generation: int) -> None:
         if generation != self._generation:
             raise UsageError(
-                f"this iterator of the {self._name} has ended: another one began, or the position "
-                f"was loaded; iterate over the {self._name} anew"
+                f"this iterator of the {self._name} has ended: another one was started, or the "
+                f"position was loaded; iterate over the {self._name} again"
             )
 
     def _check_group(self) -> None:

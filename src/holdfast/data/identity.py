@@ -48,9 +48,9 @@ def changes(stored: Mapping[str, Any], data: str, fingerprint: str | None) -> li
     before = stored.get("fingerprint")
     if before is not None and fingerprint is not None and before != fingerprint:
         raise UsageError(
-            f"the position is one in the data with fingerprint={shown(before)}, and here is "
-            f"{shown(fingerprint)}: load that data, or begin a new run (to go on with other data "
-            "in any case, leave out the argument fingerprint)"
+            f"the position belongs to the data with fingerprint={shown(before)}, not "
+            f"{shown(fingerprint)}: load that data, or start a new run (to continue with other "
+            "data anyway, omit the argument fingerprint)"
         )
     notes = []
     if before is not None and fingerprint is None:

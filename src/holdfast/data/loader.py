@@ -421,7 +421,7 @@ class Loader(Feed):
             and not self._is_alone
         ):
             return self._carry_on(stored, notes)
-        of_all = "" if self._is_alone else " (batch_size is that of all ranks together)"
+        of_all = "" if self._is_alone else " (batch_size counts all ranks together)"
         raise UsageError(
             f"the position is batch {batch} of epoch {epoch}, and means nothing in "
             f"an epoch of another shape{of_all}:\n"

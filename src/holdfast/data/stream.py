@@ -212,7 +212,7 @@ class Stream(Feed):
         if differing:
             raise UsageError(
                 f"the position is batch {state['batch']} of epoch {state['epoch']}, and means "
-                "nothing in a stream with other settings; batch_size is that of all ranks "
+                "nothing in a stream with other settings; batch_size counts all ranks "
                 "together:\n"
                 + listing(
                     f"{name}: stored {state[name]}, here {self._settings[name]}"
@@ -471,13 +471,13 @@ def _check_source(source: Any, resume: str) -> None:
     if not hasattr(source, "state_dict") or not hasattr(source, "load_state_dict"):
         raise UsageError(
             f"source={shown(source)}: a {type(source).__name__} has no state_dict and "
-            'load_state_dict. Where it gives the same samples again, give resume="replay", which '
-            "reads the epoch again up to the position"
+            'load_state_dict. If it returns the same samples each time, pass resume="replay", '
+            "which reads the epoch again up to the position"
         )
     try:
         inspect.signature(source.state_dict).bind()
     except TypeError:
         raise UsageError(
-            f"source: the state_dict of {type(source).__name__} needs arguments, as that of "
+            f"source: the state_dict of {type(source).__name__} needs arguments, as for "
             "MosaicML's StreamingDataset: read it by index, with a Loader (docs/data.md)"
         ) from None

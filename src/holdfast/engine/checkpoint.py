@@ -280,9 +280,9 @@ class Seen:
             raise RolledBack(f"{where}: nothing is there, and commit {wanted} was seen before")
         if latest.order < self.order:
             raise RolledBack(
-                f"{where}: commit {wanted} was seen before, and the newest that can be gone on "
-                f"from is {latest.folder}. Something was taken away, put back or damaged; to go "
-                "on all the same, name a checkpoint, or leave `seen` out"
+                f"{where}: commit {wanted} was seen before, and the newest usable checkpoint "
+                f"is {latest.folder}. Something was removed, restored or damaged; to resume "
+                "anyway, name a checkpoint, or omit `seen`"
             )
         if latest.order == self.order and latest.manifest.save_id != self.save_id:
             raise RolledBack(f"{where}/{latest.folder}: another save was seen under this number")

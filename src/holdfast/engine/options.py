@@ -136,7 +136,7 @@ class Checkpoints:
         beside = [name for name, value in options.items() if value != defaults[name]]
         if beside:
             raise UsageError(
-                f"{', '.join(beside)}: not beside a Checkpoints; write Checkpoints(root, "
+                f"{', '.join(beside)}: not together with a Checkpoints; write Checkpoints(root, "
                 f"{', '.join(f'{name}=…' for name in beside)})"
             )
         return given
@@ -153,8 +153,8 @@ class Checkpoints:
             nbytes = number_of_bytes(nbytes, what="memory_budget=")
         if nbytes is not None and self.broadcast:
             raise UsageError(
-                "broadcast=True: not with memory_budget, as loads then need fresh memory for what "
-                "this rank has of the state"
+                "broadcast=True: not with memory_budget, as loads then need fresh memory for the "
+                "part of the state on this rank"
             )
         if nbytes is not None and nbytes < MIN_BUDGET:
             raise UsageError(

@@ -187,7 +187,7 @@ def open_sealed(data: bytes, visible: Visible, data_key: bytes, *, what: str) ->
         raise FormatError(f"{what}: what was sealed in it is no manifest")
     for name in ("save_id", "label", "epoch", "sequence", "created"):
         if getattr(manifest, name) != getattr(visible, name):
-            raise Tampered(f"{what}: `{name}` is not that of what was sealed in it")
+            raise Tampered(f"{what}: `{name}` differs from the sealed value")
     return Contents(
         document=data,
         visible=visible,
@@ -239,7 +239,7 @@ def encode_box(box: KeyBox) -> bytes:
     try:
         decode_box(data, what="keys")
     except FormatError as error:
-        raise UsageError(f"nobody could open what is sealed for these keys: {error}") from error
+        raise UsageError(f"these keys cannot be used for encryption: {error}") from error
     return data
 
 

@@ -314,7 +314,7 @@ def _protection(entry: Candidate, resumed_from: _Order | None) -> str:
     return join_reasons(
         "pinned" if entry.pinned else "",
         f"tagged {', '.join(entry.tags)}" if entry.tags else "",
-        "the run went on from it" if entry.order == resumed_from else "",
+        "the run resumed from it" if entry.order == resumed_from else "",
     )
 
 

@@ -324,7 +324,7 @@ def combined_rule(
         if strangers:
             raise UsageError(
                 f"keep={given}: no saver is called {', '.join(sorted(strangers))}; there are "
-                f"{', '.join(sorted(known))}. For what earlier runs saved there is `holdfast prune`"
+                f"{', '.join(sorted(known))}. For savers of earlier runs use `holdfast prune`"
             )
     for saver in savers:
         if not isinstance(saver, SideSaver):

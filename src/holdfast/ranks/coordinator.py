@@ -193,7 +193,7 @@ class Coordinator(ABC):
         """
         raise UsageError(
             f"broadcast=True: the ranks of {type(self).__name__} send each other no tensors; it "
-            "needs those of torch's default process group"
+            "needs the ranks of torch's default process group"
         )
 
     def close(self) -> None:  # noqa: B027 - most have nothing to do

@@ -397,7 +397,7 @@ class ModulePlan(LoadPlan):
         revive(stored, list(live.entries.values()), component, problems)
         names = stored.value if isinstance(stored.value, dict) else {None: None}
         if not all(isinstance(name, str) for name in names):
-            raise FormatError(f"{component}'s tree is not that of a module")
+            raise FormatError(f"{component}: the stored tree is not from a module")
         for name in live.collisions:
             problems.offenders.append((f"{component}.{name}", _COLLISION))
         renamed = wishes.rename.apply(stored.value, component)

@@ -165,7 +165,7 @@ class _Copy:
         num_steps = _steps(live)
         if self._begun_at:
             raise UsageError(
-                f"override: {name} was stepped before the load; make it anew and load right after"
+                f"override: {name} was stepped before the load; make a new one and load right after"
             )
         self._scale(live)
         with warnings.catch_warnings():

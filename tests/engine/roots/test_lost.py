@@ -199,7 +199,7 @@ def test_a_later_writer_tells_from_what_it_went_on(is_claim_lost: bool) -> None:
     folder = lose(store, 1)
     if is_claim_lost:
         store.delete(layout.writer_key(2))
-    with pytest.raises(errors.CorruptData, match="writer 2 went on from it"):
+    with pytest.raises(errors.CorruptData, match="writer 2 resumed from it"):
         Catalog(store).read(folder)
 
 

@@ -182,7 +182,7 @@ def test_a_callback_says_what_it_watches() -> None:
         watches = ("loss", "val/acc", "val/f1")
 
     made = trainer(MemoryStore(), callbacks=[Steps(), Plots()])
-    with pytest.raises(UsageError, match=r"watched:\n *plots: 'val/f1'"):
+    with pytest.raises(UsageError, match=r"logged:\n *plots: 'val/f1'"):
         made.fit(11)
 
 
@@ -214,7 +214,7 @@ def test_a_metric_of_an_epoch_may_come_after_the_first_validation() -> None:
 @pytest.mark.parametrize(("name", "step"), [("train/sizes", 2), ("train/size/none", 6)])
 def test_a_metric_that_no_epoch_gives_is_found_at_the_next_validation(name: str, step: int) -> None:
     made = _watching(name)
-    with pytest.raises(UsageError, match=rf"nobody logs are watched:\n.*{name}"):
+    with pytest.raises(UsageError, match=rf"are never logged:\n.*{name}"):
         made.fit("2ep")
     assert made.counters.step == step
 

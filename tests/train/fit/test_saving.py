@@ -126,7 +126,7 @@ def test_a_save_of_another_step_is_refused() -> None:
             assert training.manager is not None
             training.manager.save(7)
 
-    with pytest.raises(HookFailed, match="the state is that of step 1"):
+    with pytest.raises(HookFailed, match="the state is at step 1"):
         make(MemoryStore(), callbacks=[Saves()]).fit(2)
 
 

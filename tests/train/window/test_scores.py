@@ -392,7 +392,7 @@ def test_pictures_of_a_test_are_named_so() -> None:
         ({"loss": without_outputs}, "'own': the loss gives no outputs"),
         (
             {"metrics": {"own": Measured(OwnSaved(), lambda batch, outputs: batch[0])}},
-            "'own' does not take what it got",
+            "'own' does not accept its inputs",
         ),
         ({"metrics": {"own": Perplexity()}, "loss": without_outputs}, "tokens of a batch"),
         (

@@ -95,7 +95,7 @@ class Run(TrainerCallback):
         if loader is not None and loader is not getattr(self, "epochs", None):
             raise UsageError(
                 f"get_train_dataloader() returns a {type(loader).__name__}, whose position is not "
-                "that of the checkpoints: leave the method out, and give a Loader as `data`"
+                "in the checkpoints: remove the method, and pass a Loader as `data`"
             )
         for name in INTERVALS:
             number = getattr(args, name)

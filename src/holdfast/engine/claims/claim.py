@@ -284,8 +284,8 @@ def epoch_after(catalog: Catalog, after: int, point: Reference | None) -> int | 
     if point is not None and point_epoch > newest:
         raise UsageError(
             f"{catalog.store.url}/{point.folder} was copied here from another run: its writer "
-            f"epoch {point_epoch} is beyond those of this run ({newest}). Resume it in a root of "
-            "its own"
+            f"epoch {point_epoch} is later than all of this run ({newest}). Resume it in a root "
+            "of its own"
         )
     return newest + 1
 
@@ -390,7 +390,7 @@ def settled_choice(entry: Entry, *, is_rollback: bool) -> Iterator[Choice]:
     """Yield one checkpoint as the only choice for `claim_run`; raise if it asks for another."""
     yield Choice(point=entry.reference, is_rollback=is_rollback)
     raise NoCheckpoint(
-        f"{entry.folder}: it is being deleted, or the run went on from a newer one meanwhile; "
+        f"{entry.folder}: it is being deleted, or the run has resumed from a newer one; "
         "resume again"
     )
 

@@ -153,9 +153,9 @@ def expect_kept(store: Store, folder: str, marks: Marks) -> None:
     active = [epoch for epoch in marks.retired_by if not nothing_in_flight(store, epoch)]
     options = " ".join(f"--dead-epoch {epoch}" for epoch in active)
     raise BeingDeleted(
-        f"{store.url}/{folder}: writer {', '.join(map(str, active))} began to delete it and may "
-        "still be at it. Take another checkpoint. Where that writer is gone for good, `holdfast gc "
-        f"ROOT {options}` takes its mark away"
+        f"{store.url}/{folder}: writer {', '.join(map(str, active))} started to delete it and may "
+        "still be running. Use another checkpoint. If that writer is gone, `holdfast gc ROOT "
+        f"{options}` removes its mark"
     )
 
 

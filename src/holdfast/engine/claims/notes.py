@@ -104,8 +104,8 @@ def checked_reasons(reasons: Any) -> tuple[str, ...]:
     if isinstance(given, list | tuple) and all(isinstance(reason, str) for reason in given):
         return tuple(map(escaped, given))
     raise UsageError(
-        f"before_save returned {reasons!r}: return a list of reasons, each a text, why the state "
-        "should not be gone on from, or None"
+        f"before_save returned {reasons!r}: return a list of reasons, each a text, not to resume "
+        "from the state, or None"
     )
 
 
@@ -154,5 +154,5 @@ def _expect_kept(store: Store, entry: Entry) -> None:
     if lost:
         raise NoCheckpoint(
             f"{store.url}/{entry.folder}: retention has just dropped {', '.join(sorted(lost))} of "
-            "it; what is left is kept, and no run can go on from it"
+            "it; the rest is kept, and no run can resume from it"
         )

@@ -307,8 +307,8 @@ class Reader:
         missing = ", ".join(name for name in wanted if name in entry.manifest.left_out)
         if missing:
             raise Dropped(
-                f"{self._place(entry)}: saved without {missing}; a run cannot go on "
-                "from it. Load the components that are there by name, or take another checkpoint",
+                f"{self._place(entry)}: saved without {missing}; a run cannot resume "
+                "from it. Load its components by name, or use another checkpoint",
                 folder=entry.folder,
                 left=entry.manifest.components,
             )
@@ -349,8 +349,8 @@ class Reader:
         if missing:
             raise Dropped(
                 f"{self._place(entry)}: retention has dropped {missing} of it; a run "
-                "cannot go on from what is left. Load the other components by name, or take "
-                "another checkpoint",
+                "cannot resume from the rest. Load the other components by name, or use another "
+                "checkpoint",
                 folder=entry.folder,
                 left=[name for name in entry.manifest.components if name not in gone],
             )

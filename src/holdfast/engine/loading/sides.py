@@ -50,8 +50,8 @@ class Sides:
         for name in self.without:
             if name in live:
                 raise UsageError(
-                    f"without: {name!r} is a component of the state; take it out of the state, or "
-                    f"leave it as it is with load(skip=[{name!r}])"
+                    f"without: {name!r} is a component of the state; remove it from the state, "
+                    f"or keep its live value with load(skip=[{name!r}])"
                 )
 
     def one_sided(

@@ -766,7 +766,7 @@ class Catalog:
         if left:
             return (
                 f"{self.store.url}: no checkpoint for {wanted!r} in this run as it is now: "
-                f"{left[0].folder} was left behind by a rollback, when the run went on from an "
+                f"{left[0].folder} was left behind by a rollback, when the run resumed from an "
                 "earlier one. To mean it, name that folder"
             )
         return (

@@ -66,7 +66,7 @@ class Evidence:
         if self._newest_tiered > name.epoch:
             return ""
         if epoch:
-            return f"writer {epoch} went on from it"
+            return f"writer {epoch} resumed from it"
         if name.epoch not in self._closed_cleanly:
             is_closed = is_there(self._store, layout.closed_key(name.epoch))
             self._closed_cleanly[name.epoch] = is_closed and not self._is_tiered(name.epoch)

@@ -340,8 +340,8 @@ class _RanksSave(JointSave):
         )
         if not is_same:
             raise RanksError(
-                f"rank {rank}: the leaves of another rank have changed, and with them what this "
-                "rank writes, after it had copied its part. The next save plans anew"
+                f"rank {rank}: the leaves of another rank have changed, and so the part of this "
+                "rank, after it was copied. The next save makes a new plan"
             )
 
     def _know(self, plan_id: str, assignment: Assignment) -> None:
@@ -809,8 +809,8 @@ class FollowingSave(_RanksSave):
         if note.assignment is None:
             if known is None or known.plan_id != note.plan_id:
                 raise RanksError(
-                    f"rank {self._ranks.rank}: the leader goes by a plan that this rank does not "
-                    "know. The next save plans anew"
+                    f"rank {self._ranks.rank}: the leader uses a plan that this rank does not "
+                    "know. The next save makes a new plan"
                 )
             self._is_agreed = True
             return

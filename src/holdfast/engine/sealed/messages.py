@@ -142,7 +142,7 @@ class EncryptedRanks(Coordinator):
         try:
             return self._plain("announcement", LEADER, tag, data)
         except Tampered as error:
-            raise RanksError(f"{tag}: this is not what the leader has encrypted") from error
+            raise RanksError(f"{tag}: the leader has not encrypted this message") from error
 
     # The key
 
@@ -183,8 +183,8 @@ class EncryptedRanks(Coordinator):
             return unwrapped(self._encryption.opening, [box], self._suite, what=what)
         except SealError as error:
             raise type(error)(
-                f"{error}. With several ranks each of them needs a key that opens what the "
-                "leader's keys wrap"
+                f"{error}. With several ranks each of them needs a key that decrypts for the "
+                "leader's keys"
             ) from error
 
     def _in_clear(self, error: HoldfastError) -> Failure:

@@ -29,7 +29,7 @@ def redact_mark(name: str, data: bytes) -> bytes:
         return Rejected(by=rejected.by, reasons=(REDACTED,)).encode()
     if layout.parse_retired(name) is not None:
         return Retired(by=Retired.decode(data, what=name).by, reason=REDACTED).encode()
-    raise NotFound(f"{name}: there is no checkpoint that can be opened beside it")
+    raise NotFound(f"{name}: it has no checkpoint that can be opened")
 
 
 def redact_sidecar(name: str, data: bytes) -> bytes:

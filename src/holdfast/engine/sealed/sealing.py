@@ -429,8 +429,8 @@ class SealedStore(WrappedStore):
             return contents.manifest, contents
         if isinstance(register, Manifest) and not self._encryption.accept_plain:
             raise NotSealed(
-                f"{what}: this checkpoint is not sealed, so nobody vouches for it. If it is one "
-                "of yours from before, give Encryption(accept_plain=True), or --accept-plain"
+                f"{what}: this checkpoint is not sealed, so it may be forged. If it is your own, "
+                "pass Encryption(accept_plain=True), or --accept-plain"
             )
         return data, None
 
@@ -563,8 +563,8 @@ class SealedStore(WrappedStore):
         new = {*notes.tags}.difference(Catalog(self.inner).marks(folder).tags)
         if new:
             raise NotSealed(
-                f"{self.url}/{folder}: it is from before the run was sealed, so that its new tags "
-                "would lie there in clear. Pin it, or save anew and tag that"
+                f"{self.url}/{folder}: it was saved before the run was sealed, so new tags would "
+                "be in plain text. Pin it, or save a new checkpoint and tag that"
             )
 
     def _sidecar(self, folder: str, name: str, *, afresh: bool) -> bytes:

@@ -50,7 +50,7 @@ def catalog_of(
             if inner.url.startswith(f"{outer.url}/"):
                 raise UsageError(f"Tiered: {inner.url} is inside of the other tier, {outer.url}")
         if sealed(local) is not None or sealed(remote) is not None:
-            raise UsageError("Tiered: give the stores as they are; encrypt= seals both")
+            raise UsageError("Tiered: pass the stores without a wrapper; encrypt= seals both")
         local = sealing(local, encryption)
         return TieredCatalog(local, sealing(remote, encryption, twin=local), emit)
     return Catalog(sealing(open_store(root), encryption))

@@ -249,7 +249,7 @@ class TieredOwnership(Ownership):
         if not claims and known is not None and known.remote == self._remote.url and known.epoch:
             raise StoreError(
                 f"{self._remote.url}: claim {known.epoch} of this run was there, and now there is "
-                "nothing; was the root moved, deleted or unmounted? To begin it anew, delete "
+                "nothing; was the root moved, deleted or unmounted? To start it again, delete "
                 f"{self._store.url}/{layout.UPLOADS}"
             )
 

@@ -270,8 +270,8 @@ class Sender:
             self._expect_match(key, pieces)
         elif exists:
             raise CorruptData(
-                f"{self._remote.url}/{key}: not what is in {self._local.url}, though nobody but an "
-                "upload of this run writes there; it was not changed"
+                f"{self._remote.url}/{key}: differs from {self._local.url}, though only uploads of "
+                "this run write there; it was not changed"
             )
         elif self._remote.has_links:
             self._send_aside(key, nbytes, pieces)

@@ -97,7 +97,7 @@ def paths_of(names: Iterable[str], planner_data: Any) -> dict[str, Path]:
     if not isinstance(planner_data, dict):
         raise UsageError(
             f"the planner keeps a {type(planner_data).__qualname__} in the metadata, and this "
-            "writer only what DefaultSavePlanner keeps: the path of each item"
+            "writer only the path of each item, as DefaultSavePlanner does"
         )
     paths = {name: tuple(planner_data.get(name, (name,))) for name in names}
     for name, path in paths.items():

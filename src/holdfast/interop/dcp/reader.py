@@ -265,7 +265,7 @@ class HoldfastReader(StorageReader):
         if len(found) > 1:
             raise NoCheckpoint(
                 f"the ranks found different checkpoints: {', '.join(sorted(found))}. One was "
-                "committed meanwhile, or they do not have the same storage; name one by "
+                "committed in the meantime, or they do not have the same storage; name one by "
                 "checkpoint_id"
             )
         return plans

@@ -176,8 +176,8 @@ class _Builder:
         self._weight += weight
         if self._weight > self._max_values:
             raise LimitExceeded(
-                f"{self._where}: more than {MAX_VALUES:,} values, shared ones counted as often as "
-                f"they are used; {LIFTED}"
+                f"{self._where}: more than {MAX_VALUES:,} values, shared ones counted for each "
+                f"use; {LIFTED}"
             )
 
     def _text(self, path: _Path) -> str:

@@ -227,7 +227,7 @@ def _find_saved(
         raise FormatError(f"{what}: no tensor where the metadata has one")
     if (view.dtype, view.shape) != (dtype, sizes):
         raise FormatError(
-            f"{what}: {view.dtype} of {list(view.shape)}, where the metadata has {dtype} of "
+            f"{what}: {view.dtype} of {list(view.shape)}, but the metadata has {dtype} of "
             f"{list(sizes)}"
         )
     return _Laid(place.start + view.storage.data.start, view.offset, view.strides)

@@ -223,7 +223,7 @@ class Hdf5:
         if chunk_nbytes > MAX_CHUNK_NBYTES or count > _MAX_CHUNKS or band_nbytes > MAX_BAND_NBYTES:
             raise LimitExceeded(
                 f"{self._file.name}: {what}: {count:,} chunks of {chunk_nbytes:,} bytes, "
-                f"{band_nbytes:,} beside each other; at most {_MAX_CHUNKS:,}, "
+                f"{band_nbytes:,} in one row; at most {_MAX_CHUNKS:,}, "
                 f"{MAX_CHUNK_NBYTES:,} and {MAX_BAND_NBYTES:,}"
             )
         codec = self._codec(plist, what)

@@ -140,7 +140,7 @@ class Draft:
             if err.errno in UNSUPPORTED:
                 raise UnsupportedStore(
                     "the file system has neither hard links nor renames that refuse to replace, "
-                    "so two writers could not be told apart; use another one for checkpoints"
+                    "so it cannot keep two writers apart; use another one for checkpoints"
                 ) from err
             raise
 

@@ -208,7 +208,7 @@ class LocalPieces:
             os.makedirs(self._folder, mode=0o700, exist_ok=True)
             found = os.lstat(self._folder)
             if not stat.S_ISDIR(found.st_mode) or found.st_uid != user_number():
-                raise PermissionError("it belongs to somebody else")
+                raise PermissionError("it belongs to another user")
         except OSError as error:
             self._stop_keeping(error)
             return False

@@ -202,8 +202,8 @@ class Api:
         if coding not in ("identity", ""):
             raise UnsupportedStore(
                 f"get {self.url(key)}: is sent with Content-Encoding: {coding}, so these are not "
-                "the bytes that were saved. Let the server send the files of checkpoints as they "
-                "are, without compression of its own"
+                "the bytes that were saved. Let the server send the files of checkpoints without "
+                "compression"
             )
 
     def _bounded(self, key: str, result: Any, max_nbytes: int) -> bytes:

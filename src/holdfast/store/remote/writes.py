@@ -406,9 +406,9 @@ class MultipartPut(_Writer):
         has_come = start == self._position or self._position in self._pieces
         if not has_come and not self._uploads.is_sending():
             raise StoreError(
-                f"write {self._key}: byte {self._position} has not come, and the memory for copies "
-                "is full of what lies behind it. Write pieces in order, or from so many threads "
-                "that none waits for another one's"
+                f"write {self._key}: byte {self._position} is missing, and the memory for copies "
+                "is full of later bytes. Write pieces in order, or from so many threads that none "
+                "waits for another"
             ) from error
 
     def _may_copy(self, start: int) -> bool:

@@ -128,8 +128,8 @@ class Validation:
         given: object = self.every
         if isinstance(given, int | float):
             raise UsageError(
-                f"validation every={given!r}: what it counts is not said: '0.5ep' is half of "
-                "an epoch, '0.5dur' half of the whole run, '500step' each 500 steps of the "
+                f"validation every={given!r}: it has no unit: '0.5ep' is half of an "
+                "epoch, '0.5dur' half of the whole run, '500step' each 500 steps of the "
                 "optimizer"
             )
         return Every(parse(self.every, what="validation every", units=ALL_UNITS, parts=True))

@@ -57,7 +57,7 @@ class Watched:
         if wrong:
             known = ", ".join(sorted(self._seen))
             raise UsageError(
-                f"metrics that nobody logs are watched:\n{listing(wrong)}\nThere are: {known}"
+                f"metrics are watched that are never logged:\n{listing(wrong)}\nThere are: {known}"
             )
 
     def _unseen(self, *, but_of_steps: bool = False) -> Iterator[str]:

@@ -219,7 +219,7 @@ class Fit:
         if self._place.has_begun:
             raise UsageError(
                 f"this Trainer has trained before, to step {self._counters.step}, and nothing of "
-                "it was saved: there is nothing to go on from. Make a new Trainer"
+                "it was saved, so it cannot resume. Make a new Trainer"
             )
         if self._start is None:
             return None

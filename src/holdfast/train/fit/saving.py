@@ -290,7 +290,7 @@ class StepPosition:
                 "within a validation"
             )
         if step != self._counters.step:
-            raise UsageError(f"step={step!r}: the state is that of step {self._counters.step}")
+            raise UsageError(f"step={step!r}: the state is at step {self._counters.step}")
 
 
 Policy = Literal["warn", "skip", "raise"]

@@ -195,8 +195,8 @@ class Sharded(Parallel):
 
         if is_sharded(model):
             raise UsageError(
-                "strategy: the model is sharded already; leave strategy out, or pass the module "
-                "as it was before"
+                "strategy: the model is sharded already; omit strategy, or pass the unsharded "
+                "module"
             )
         self.group.copy_from_leader([*model.parameters(), *model.buffers()])
         options: dict[str, Any] = {

@@ -164,7 +164,7 @@ class Scores:
                 score.update(values)
             except TypeError as error:
                 raise UsageError(
-                    f"{self._what}: metric {name!r} does not take what it got "
+                    f"{self._what}: metric {name!r} does not accept its inputs "
                     f"({_described(values)}): {error}. Measured(metric, inputs=…) gives it others"
                 ) from error
 
@@ -315,7 +315,7 @@ def _score_of(metric: Any, group: Group, where: str, is_saved: bool) -> _Score:
     if is_saved and not saves:
         raise UsageError(
             f"{where}: {type(metric).__name__} has no state_dict and load_state_dict, so that a "
-            "resume within an epoch would lose what it has counted"
+            "resume within an epoch would lose its counts"
         )
     return _Merging(metric, group)
 
