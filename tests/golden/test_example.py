@@ -95,7 +95,7 @@ def test_the_seal_of_the_manifest_is_right() -> None:
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     """The example as a root."""
-    folder = tmp_path / re.findall(r"In `([^`]+)/` lie", section())[0]
+    folder = tmp_path / re.findall(r"^`([^`]+)/` has these files", section(), re.MULTILINE)[0]
     folder.mkdir()
     for name, data in files().items():
         (folder / name).write_bytes(data)
