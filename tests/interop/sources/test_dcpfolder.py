@@ -278,7 +278,7 @@ def test_a_chunk_that_is_not_what_the_metadata_says_is_refused(tmp_path: Path) -
     shutil.copy(other / "__0_0.distcp", folder)
     with (
         open_source(str(folder)) as source,
-        pytest.raises(FormatError, match=r"'w': I32 of \[2, 4\], where the metadata has F32"),
+        pytest.raises(FormatError, match=r"'w': I32 of \[2, 4\], but the metadata has F32"),
     ):
         read(source, "model", "w")
 
