@@ -212,7 +212,7 @@ def test_resuming_what_somebody_began_to_delete_is_refused_before_any_claim() ->
     claims = store.children(layout.WRITERS)
     with (
         manager_of(store, takeover=True) as manager,
-        pytest.raises(errors.NoCheckpoint, match=r"writer 2 began to delete it.*--dead-epoch 2"),
+        pytest.raises(errors.NoCheckpoint, match=r"writer 2 started to delete it.*--dead-epoch 2"),
     ):
         manager.resume(first)
     assert store.children(layout.WRITERS) == claims

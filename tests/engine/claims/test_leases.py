@@ -137,7 +137,7 @@ def test_a_reader_gives_way_to_a_deletion_that_has_begun(tmp_path: Path) -> None
             manager.save(step).wait()
         mark = Retired(by="writer 1", reason="a test").encode()
         store.put(f"{folder_at(store, 2)}/{layout.retired_name(1)}", mark)
-        begun = "began to delete it"
+        begun = "started to delete it"
         with pytest.raises(BeingDeleted, match=begun), leased(store, folder_at(store, 2)):
             pass
         named = f"{tmp_path}@step=2"
