@@ -87,8 +87,8 @@ class Moments:
                 self._has_warned = True
                 self._emit(
                     "warning",
-                    f"{name}={is_} is less than {was}, where the run stood: count on from what "
-                    "resume() gives, over all epochs",
+                    f"{name}={is_} is less than {was}, the last value of the run: keep "
+                    "counting from the value that resume() returns, over all epochs",
                 )
 
     def stand_on(self, entry: Entry) -> None:

@@ -154,7 +154,7 @@ class _Joining:
     def _refuse(self, path: str, first: int, value: Any, rank: int, other: Any) -> None:
         path, one, two = first_difference(value, other, join(self._component, path))
         reason = f"on rank {first} it is {one}, on rank {rank} {two}"
-        self.conflicts.append((path, f"{reason}; what several ranks have must be equal"))
+        self.conflicts.append((path, f"{reason}; values on several ranks must be equal"))
 
 
 def _members(parts: _OfRanks, name: str) -> Iterator[tuple[int, Any]]:

@@ -297,7 +297,7 @@ def not_loadable(wrapped: nn.Module, state: Mapping[str, Any]) -> list[tuple[str
         except Exception as error:  # noqa: BLE001 - code of others
             kind = type(module).__name__
             reason = (
-                f"{kind}.load_state_dict refuses what {kind}.state_dict gives, so that no resume "
+                f"{kind}.load_state_dict refuses the result of {kind}.state_dict, so no resume "
                 f"could load it: {error}"
             )
             return [(name, reason) for name in strange[:1] or [""]]
@@ -450,7 +450,7 @@ class ModulePlan(LoadPlan):
             elif found is not None:
                 problems.lost.append(
                     f"{self._component}.{new}: this buffer is not persistent, so it is not "
-                    f"loaded, and it is not as it was: {found}. Compute it anew after "
+                    f"loaded, and its values differ: {found}. Compute it again after "
                     "`to_empty`, or register it as persistent"
                 )
 

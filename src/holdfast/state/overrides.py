@@ -105,8 +105,8 @@ class OptimizerOptions:
                 )
             else:
                 notes.append(
-                    f"{option.path}: the checkpoint's {_text(stored)} goes on; the script says "
-                    f"{given}, which override=[{option.name!r}] would take"
+                    f"{option.path}: using {_text(stored)} from the checkpoint, not {given} from "
+                    f"the script; pass override=[{option.name!r}] to use the script's"
                 )
         return notes, settled
 

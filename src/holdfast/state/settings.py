@@ -35,7 +35,7 @@ class Settings:
     def replaced(self) -> tuple[str, ...]:
         """List a message for each setting whose value has changed since construction."""
         return tuple(
-            f"{path}: the checkpoint's {now!r} goes on; the script says {made!r}, {how}"
+            f"{path}: using {now!r} from the checkpoint, not {made!r} from the script; {how}"
             for path, how, owner, name, made in self._made
             if (now := _value(owner, name)) != made
         )
@@ -62,10 +62,10 @@ def _settings(state: Mapping[str, Any]) -> Iterator[tuple[str, str, dict[str, An
                 for name in sorted(options & group.keys() - NO_SETTINGS):
                     if not is_number(group[name]):
                         path = f"{component}.param_groups.{number}.{name}"
-                        how = "which you can set in optimizer.param_groups after the load"
+                        how = "to change it, set it in optimizer.param_groups after the load"
                         yield path, how, group, name
     for setting in schedule_settings(state):
-        how = f"which override=[{setting.path!r}] would take"
+        how = f"pass override=[{setting.path!r}] to use the script's"
         yield setting.path, how, setting.owner, setting.key
 
 

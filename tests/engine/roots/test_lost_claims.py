@@ -53,7 +53,7 @@ def test_the_newest_claim_that_was_lost_counts_all_the_same(
     orders = [name.order for name in Catalog(LocalStore(tmp_path)).attempts()]
     assert len(orders) == len(set(orders)) == 5
     assert max(orders) == (3, 1)
-    lost = [event.message for event in noted.of("warning") if "was lost" in event.message]
+    lost = [event.message for event in noted.of("warning") if "is lost" in event.message]
     assert len(lost) == 1
     assert layout.writer_key(2) in lost[0]
 

@@ -114,7 +114,7 @@ def test_the_rate_of_the_checkpoint_goes_on_and_is_told(
     trainer(store, 0.02, schedule).fit(2)
     outcome = trainer(store, 9.0, schedule, rates).fit(3)
     assert rates.seen == {3: 0.02}
-    text = "optimizer.param_groups.0.lr: the checkpoint's 0.02 goes on; the script says 9.0"
+    text = "optimizer.param_groups.0.lr: using 0.02 from the checkpoint, not 9.0 from the script"
     assert any(note.startswith(text) for note in outcome.notes)
     assert text in caplog.text
     # And again, until it is taken.
@@ -187,7 +187,7 @@ def test_only_what_is_named_is_taken_of_one_group_or_of_all() -> None:
         for group in again.optimizer.param_groups
     ]
     assert found == [(0.1, 0.01, (0.8, 0.9)), (0.1, 0.03, (0.8, 0.9))]
-    assert sum("goes on" in note for note in outcome.notes) == 3
+    assert sum("from the checkpoint, not" in note for note in outcome.notes) == 3
     assert sum("replaces" in note for note in outcome.notes) == 3
 
 
@@ -228,9 +228,11 @@ def test_a_part_that_is_not_loaded_is_not_told_about() -> None:
     for group in other.optimizer.param_groups:
         group["initial_lr"] = group["weight_decay"] = 0.5
     with other.manager(store) as manager:
-        assert "goes on" not in "".join(manager.load(components=["model"]).notes)
-        assert "goes on" not in "".join(manager.load(skip=["optimizer.param_groups"]).notes)
-        assert "goes on" in "".join(manager.load().notes)
+        assert "from the checkpoint, not" not in "".join(manager.load(components=["model"]).notes)
+        assert "from the checkpoint, not" not in "".join(
+            manager.load(skip=["optimizer.param_groups"]).notes
+        )
+        assert "from the checkpoint, not" in "".join(manager.load().notes)
 
 
 def test_a_rate_of_zero_is_left_for_that_of_the_script() -> None:

@@ -80,11 +80,11 @@ def check_owner(store: Store, *, takeover: bool, emit: Emitter, watch: Wait | No
     try:
         owner = Catalog(store).writer(epoch)
     except FormatError as error:
-        emit("warning", f"claim {epoch} cannot be read and binds nobody: {error}")
+        emit("warning", f"claim {epoch} cannot be read and is ignored: {error}")
         return epoch
     if owner is None:
-        text = f"{store.url}/{layout.writer_key(epoch)} was lost, and binds nobody"
-        emit("warning", f"{text}; the run goes on after what was saved under it", epoch=epoch)
+        text = f"{store.url}/{layout.writer_key(epoch)} is lost and ignored"
+        emit("warning", f"{text}; the run resumes after its saves", epoch=epoch)
         return epoch
     who, how = f"process {owner.process.pid} on {owner.process.host}", "Wait for it, stop it"
     if is_held_here(owner, patience_s=0.0 if takeover else _DROPPED_S):

@@ -233,7 +233,7 @@ class _Tray:
             self._emit("warning", f"a request for a save cannot be honoured: {error}")
             return partial(self.settle, name, _answer(None, None, str(error)))
         except (FormatError, AccessDenied) as error:  # not known to be a request
-            self._emit("warning", f"left alone, as it is no request for a save: {error}")
+            self._emit("warning", f"left alone, because it is no request for a save: {error}")
         except StoreError as error:
             self._mark_unread(name)  # tried again at the next look
             self._trouble = str(error)

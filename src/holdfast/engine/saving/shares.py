@@ -544,7 +544,7 @@ class Plan:
                 first = _holder_of(known, shares)
                 reason = (
                     f"on rank {first} it is {known[2]} {list(known[3])}, on rank {rank} {dtype} "
-                    f"{list(shape)}; what several ranks have must be equal"
+                    f"{list(shape)}; values on several ranks must be equal"
                 )
                 odd.append((f"{component}.{key}", reason))
             found.append(numbers.setdefault((component, key), len(numbers)))

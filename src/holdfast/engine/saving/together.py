@@ -559,7 +559,7 @@ class LeadingSave(_RanksSave):
                 why = (
                     f"it saves with {has}; the leader with {leader_has}. All ranks must save alike"
                 )
-                odd[rank] = Failure("sharing what it holds", why)
+                odd[rank] = Failure("sharing its state", why)
         if odd:
             raise RanksFailed(self._name, odd)
         self._compare_records([share.recorded for share in shares])
@@ -600,7 +600,7 @@ class LeadingSave(_RanksSave):
         if known is None and len(new) < len(shares):
             lacking = next(r for r, share in enumerate(shares) if isinstance(share, Unchanged))
             why = "it goes by a plan that the leader does not have; its next save sends all"
-            raise RanksFailed(self._name, {lacking: Failure("sharing what it holds", why)})
+            raise RanksFailed(self._name, {lacking: Failure("sharing its state", why)})
         whole = [
             share if isinstance(share, Share) else (known or new)[rank]
             for rank, share in enumerate(shares)

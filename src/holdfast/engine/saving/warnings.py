@@ -90,7 +90,7 @@ class ScriptWarnings:
         if not has_interval and stop is None:
             self._emit(
                 "warning",
-                f"{self._url}: maybe_save() saves only what `holdfast save` asks for, because "
+                f"{self._url}: maybe_save() saves only if `holdfast save` asks for it, because "
                 'the manager has no `every`, such as every="500step"',
             )
         if stop is not None and not stop.is_entered:
@@ -106,8 +106,8 @@ class ScriptWarnings:
         if step is not None and step != entry.step:
             self._emit(
                 "warning",
-                f"resume() has replaced the state of step {step}, which was not saved, by that of "
-                f"step {entry.step}",
+                f"resume() has replaced the state of step {step}, which was not saved, by the "
+                f"state of step {entry.step}",
             )
 
     def of_exception(self, error: BaseException, step: int) -> None:
@@ -115,8 +115,8 @@ class ScriptWarnings:
         self._emit(
             "warning",
             f'{self._url}: every has On("exception"), and step {step} was not saved when '
-            f"{type(error).__name__} ended the loop: nothing shows whether the state is that of a "
-            'whole step. Catch the error and call maybe_save(step, event="exception"), or use the '
+            f"{type(error).__name__} ended the loop: nothing shows whether the step is "
+            'complete. Catch the error and call maybe_save(step, event="exception"), or use the '
             "Trainer, which goes back to the last step",
             step=step,
         )

@@ -430,7 +430,7 @@ def claim_document(store: Store, epoch: int) -> bytes:
 
 def _diverged(local: Store, remote: Store, epoch: int) -> Diverged:
     return Diverged(
-        f"the run went on both in {local.url} and in {remote.url}, from epoch {epoch} on, while "
-        "they could not see each other. Nothing is sent and nothing is lost. Go on from the remote "
-        "tier with an empty local root, or from the local one with another remote root"
+        f"the run continued both in {local.url} and in {remote.url}, from epoch {epoch} on, while "
+        "they could not see each other. Nothing is sent and nothing is lost. Resume from the "
+        "remote tier with an empty local root, or from the local tier with another remote root"
     )
