@@ -336,7 +336,7 @@ def test_each_writer_that_may_still_delete_is_named(encrypt: Any) -> None:
     ways = "--dead-epoch 2 --dead-epoch 4"
     with (
         manager_of(inner, takeover=True, encrypt=encrypt) as manager,
-        pytest.raises(errors.NoCheckpoint, match=f"writer 2, 4 began.*{ways}`"),
+        pytest.raises(errors.NoCheckpoint, match=f"writer 2, 4 started.*{ways}`"),
     ):
         manager.resume(first)
     collect(inner, dead_epochs={2, 4})
