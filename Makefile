@@ -12,7 +12,7 @@ WITH := $(VENV)/.with
 
 # Folders of the quick tier, which is for other versions of Python than the one of `make test`.
 QUICK := $(addprefix tests/, format policy state cli platforms store/local store/test_store.py \
-  engine/claims interop test_layers.py test_doctests.py test_public.py)
+  ownership interop test_layers.py test_doctests.py test_public.py)
 
 # One thread of torch a worker, as in tests/conftest.py: $(JOBS) workers share the cores. Bytecode is
 # kept, whatever the environment says: the tests start hundreds of processes that import the same.

@@ -24,7 +24,7 @@ from bench.report import number, table
 from bench.results import Outcome, Results
 from bench.states import State, StateSpec, build
 from holdfast.format.index import decode_index, encode_index
-from holdfast.state.capture import capture
+from holdfast.state.capture.capture import capture
 
 _TIMEOUT_S = 900.0
 _REPEATS = 3

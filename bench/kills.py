@@ -28,7 +28,7 @@ from bench.remote import Place, server
 from bench.report import results_table
 from bench.results import Figures, Results
 from holdfast import CheckpointManager, Last
-from holdfast.engine.claims import claim
+from holdfast.ownership import claim
 from holdfast.store import open_store
 from holdfast.testing import Fault, FaultyStore
 

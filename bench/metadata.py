@@ -195,8 +195,8 @@ def load_one(spec: StateSpec, root: Path, *, settles: bool) -> Figures:
 
 def _places_of_one(root: Path) -> tuple[list[Path], Path, range]:
     """The documents that say where the tensor lies, its file, and where its blocks begin."""
-    from holdfast.engine.loading.load import open_checkpoint
-    from holdfast.engine.roots.catalog import standalone
+    from holdfast.loading.open import open_checkpoint
+    from holdfast.root.catalog import standalone
     from holdfast.store.local import LocalStore
 
     newest = newest_under(root)

@@ -52,10 +52,10 @@ PARTS: Mapping[str, str] = {
 
 def _places() -> Mapping[str, tuple[Any, str]]:
     """By part: the class and the name of its function."""
-    from holdfast.engine.staging.guard import Overlapped
-    from holdfast.engine.staging.overlap import Overlap
-    from holdfast.engine.staging.stage import Stager
-    from holdfast.state.capture import Capturer
+    from holdfast.staging.guard import Overlapped
+    from holdfast.staging.overlap import Overlap
+    from holdfast.staging.stage import Stager
+    from holdfast.state.capture.capture import Capturer
 
     return {
         "names": (Capturer, "_name_parameters"),
@@ -109,7 +109,7 @@ class _Clock:
 def calls(spec: StateSpec, folder: Path, kind: str) -> Figures:
     """Seconds by part of saves of one kind, of whole calls, and of plain walks in the same place;
     the first three saves, which lay out what later ones keep, do not count."""
-    from holdfast.state.capture import Capturer
+    from holdfast.state.capture.capture import Capturer
 
     state = build(spec)
     saver = PEERS["holdfast-overlap"].saver(state, folder)

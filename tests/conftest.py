@@ -84,7 +84,7 @@ def _same_numerics() -> None:
 @pytest.fixture
 def refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Do not wait whether another manager of this process has been dropped."""
-    monkeypatch.setattr("holdfast.engine.claims.claim._DROPPED_S", 0.0)
+    monkeypatch.setattr("holdfast.ownership.claim._DROPPED_S", 0.0)
 
 
 @pytest.fixture

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from holdfast.engine.claims.claim import Claim
-from holdfast.engine.claims.deletion import retract
-from holdfast.engine.claims.leases import Readers
-from holdfast.engine.roots.catalog import Catalog
-from holdfast.engine.roots.commit import SaveAttempt, begin
 from holdfast.events import Event
 from holdfast.manager import CheckpointManager
+from holdfast.ownership.claim import Claim
+from holdfast.ownership.deletion import retract
+from holdfast.ownership.leases import Readers
+from holdfast.root.catalog import Catalog
+from holdfast.root.commit import SaveAttempt, begin
 from holdfast.store.base import Store
 from holdfast.store.memory import MemoryStore
 

@@ -20,7 +20,7 @@ import pytest
 
 from holdfast import open_store
 from holdfast.cli.output import Code
-from holdfast.engine.roots.catalog import Catalog
+from holdfast.root.catalog import Catalog
 
 FOLDER = Path(__file__).resolve().parent.parent / "examples" / "clusters"
 UNTIL = 400

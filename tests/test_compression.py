@@ -14,12 +14,12 @@ import torch
 from click.testing import CliRunner
 
 from holdfast import CheckpointManager, Compression, reading
-from holdfast.care.verify import verify, verify_root
 from holdfast.cli.app import app
-from holdfast.engine.roots.catalog import Catalog
 from holdfast.errors import CorruptData, NoUsableCheckpoint, UnsupportedVersion, UsageError
 from holdfast.format import codec, frames
 from holdfast.format.layout import BLOCK_NBYTES
+from holdfast.maintenance.verify import verify, verify_root
+from holdfast.root.catalog import Catalog
 from holdfast.store import open_store
 from holdfast.store.base import Store
 from holdfast.store.local import LocalStore

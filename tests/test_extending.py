@@ -20,13 +20,13 @@ from torch.utils.data import TensorDataset
 
 import holdfast
 from holdfast import CheckpointManager, Store
-from holdfast.engine.roots.catalog import Catalog
 from holdfast.errors import UsageError
 from holdfast.format.manifest import Timestamp
 from holdfast.policy.retention import decide
 from holdfast.policy.rule import Candidate
 from holdfast.policy.rules import Last
 from holdfast.policy.triggers import At
+from holdfast.root.catalog import Catalog
 from holdfast.store.local import LocalStore
 from holdfast.testing import StoreContract
 from holdfast.train import Callback
@@ -274,7 +274,7 @@ Trainer(
     "codec": """
 import torch
 from holdfast import CheckpointManager, Compression
-from holdfast.engine.saving.compressing import candidates
+from holdfast.saving.compression import candidates
 from holdfast.errors import UsageError
 state = {"model": {"w": torch.arange(3 << 20).float()}}
 with CheckpointManager("run", state, compress="gzip") as manager:
@@ -353,6 +353,6 @@ def test_what_the_page_says_of_the_package_is_there() -> None:
     assert "__subclasses__()" in (policy / "rules.py").read_text("utf-8")
     assert "Last" in holdfast.__all__
     assert "\nMOMENTS: " in (train / "callbacks/hooks.py").read_text("utf-8")
-    assert "tell(Callback." in (train / "window/loop.py").read_text("utf-8")
+    assert "tell(Callback." in (train / "step/step.py").read_text("utf-8")
     assert "def import_extra(" in (train.parent / "sinks/extras.py").read_text("utf-8")
     assert not hasattr(Callback, "before_clip"), "name a hook that is not there"

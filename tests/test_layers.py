@@ -22,11 +22,16 @@ DESIGN = SRC.parent.parent / "docs" / "design.md"
 LAYERS = (
     ("errors", "events", "version"),
     ("arguments", "launched", "system"),
-    ("store",),
+    ("store", "threads"),
     ("format",),
     ("state", "policy", "ranks", "keys"),
-    ("engine",),
-    ("care",),
+    ("root", "staging"),
+    ("encryption", "results"),
+    ("ownership",),
+    ("control", "loading"),
+    ("saving",),
+    ("checkpoints", "maintenance"),
+    ("replication",),
     ("manager",),
     ("data", "interop", "sinks"),
     ("weights",),
@@ -37,37 +42,162 @@ LAYERS = (
 INNER: dict[str, tuple[tuple[str, ...], ...]] = {
     "store": (
         ("base",),
-        ("local", "memory", "remote"),
+        (
+            "local",
+            "memory",
+            "remote",
+        ),
+    ),
+    "threads": (
+        (
+            "buffers",
+            "gc_pause",
+            "progress",
+            "workers",
+        ),
+        ("pools",),
     ),
     "ranks": (
-        ("callthreads", "heartbeats", "waiting"),
+        (
+            "callthreads",
+            "heartbeats",
+            "waiting",
+        ),
         ("coordinator",),
-        ("alone", "exchange", "messages"),
+        (
+            "alone",
+            "exchange",
+            "messages",
+        ),
         ("c10d",),
         ("chosen",),
     ),
-    "engine": (
-        ("bars", "memory", "pause", "roots", "workers"),
-        ("checkpoint", "claims", "moments", "sealed", "staging", "threads"),
-        ("access", "control", "hooks", "loading", "tiers"),
-        ("saving",),
-        ("options",),
+    "root": (
+        (
+            "address",
+            "best",
+            "documents",
+        ),
+        (
+            "byte_ranges",
+            "lost_manifests",
+            "nesting",
+            "proof",
+            "single",
+        ),
+        ("finished_attempts",),
+        ("catalog",),
+        (
+            "commit",
+            "remaining",
+            "upload_records",
+        ),
     ),
-    "care": (
-        ("advise", "gc", "preflight", "reading", "rekey", "resuming", "supervise"),
-        ("scrub",),
+    "ownership": (
+        (
+            "process",
+            "tiered_options",
+        ),
+        (
+            "claim",
+            "tiered_catalog",
+        ),
+        (
+            "annotations",
+            "leases",
+            "owner",
+        ),
+        (
+            "access",
+            "deletion",
+            "pinning",
+            "tiered",
+        ),
+    ),
+    "saving": (
+        (
+            "environment",
+            "hooks",
+            "links",
+            "numerics",
+            "packing",
+            "positions",
+            "probe",
+            "progress_counters",
+            "shard_plan",
+            "step_boundary",
+            "validated",
+        ),
+        (
+            "compression",
+            "free_space",
+            "participants",
+            "script_warnings",
+            "settings_history",
+        ),
+        (
+            "distributed",
+            "write_files",
+        ),
+        (
+            "call_counter",
+            "save",
+        ),
+        ("saver",),
+    ),
+    "maintenance": (
+        (
+            "gc",
+            "preflight",
+            "recorded_costs",
+            "resume_plan",
+            "rotate_keys",
+            "verify_reads",
+        ),
+        ("verify_encrypted",),
         ("verify",),
-        ("mend", "retention"),
-        ("backlog", "housekeeping", "prune"),
-        ("damaged", "forecast", "sending"),
-        ("copying", "mirror", "removal"),
+        ("retention",),
+        (
+            "housekeeping",
+            "prune",
+        ),
+        (
+            "delete_damaged",
+            "forecast",
+        ),
+        ("delete",),
+    ),
+    "replication": (
+        (
+            "repair",
+            "upload",
+        ),
+        (
+            "copy_checkpoints",
+            "queue",
+        ),
+        ("upload_rounds",),
+        ("mirror",),
     ),
     "train": (
-        ("asked", "parallel"),
-        ("training", "outputs"),
+        (
+            "argument_checks",
+            "parallel",
+        ),
+        (
+            "training",
+            "outputs",
+        ),
         ("callbacks",),
-        ("loggers", "schedules", "window"),
-        ("evaluation", "making"),
+        (
+            "loggers",
+            "schedules",
+            "step",
+        ),
+        (
+            "build",
+            "evaluation",
+        ),
         ("fit",),
         ("trainer",),
     ),
@@ -83,12 +213,13 @@ WITHOUT_TORCH = (
     "store",
     "format",
     "policy",
-    "care",
+    "maintenance",
+    "replication",
     "cli",
 )
 WITHOUT_TORCH_MODULES = (
-    "holdfast.engine.roots.catalog",
-    "holdfast.engine.control.stop",
+    "holdfast.root.catalog",
+    "holdfast.control.stop",
     "holdfast.sinks",
     "holdfast.interop.comparing.differences",
     "holdfast.interop.comparing.statistics",
@@ -329,7 +460,9 @@ def test_few_modules_speak_to_other_ranks(tree: Tree) -> None:
         for m in tree.modules
         for i in tree.imports(m)
         if "distributed" in i.target
-        and not i.target.startswith(("torch.distributed.tensor", "torch.distributed.checkpoint"))
+        and not i.target.startswith(
+            ("torch.distributed.tensor", "torch.distributed.checkpoint", "holdfast.")
+        )
     }
     assert found == SPEAKERS
 
@@ -386,7 +519,7 @@ def _planted(tmp_path: Path, files: dict[str, str]) -> Tree:
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("store/local/store.py", "from holdfast.engine import save"),
+        ("store/local/store.py", "from holdfast.saving import save"),
         ("store/local/store.py", "def f():\n    import holdfast.manager"),
         ("store/local/store.py", "from holdfast import manager"),
         ("store/local/store.py", "import holdfast"),
@@ -395,7 +528,7 @@ def _planted(tmp_path: Path, files: dict[str, str]) -> Tree:
             "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import holdfast.cli",
         ),
         ("store/local/store.py", "from . import memory"),
-        ("state/capture.py", "from holdfast.policy import clock"),
+        ("state/capture/capture.py", "from holdfast.policy import clock"),
         ("manager.py", "import holdfast.data.loader"),
         ("cli/app.py", "from holdfast.testing import ranks"),
         ("novel/thing.py", "import holdfast.errors"),
@@ -427,9 +560,9 @@ def test_a_circle_and_an_upward_import_inside_a_folder_are_found(tmp_path: Path)
 
 def test_downward_imports_pass(tmp_path: Path) -> None:
     files = {
-        "engine/saving/save.py": "import torch\nfrom holdfast import errors",
-        "engine/staging/stage.py": "from holdfast.store import base",
-        "engine/loading/load.py": "import holdfast.engine.saving.save",
+        "saving/save.py": "import torch\nfrom holdfast import errors",
+        "staging/stage.py": "from holdfast.store import base",
+        "manager.py": "import holdfast.saving.save",
         "testing/ranks.py": "import holdfast",
         "errors.py": "",
         "store/base.py": "",
@@ -443,8 +576,8 @@ def test_downward_imports_pass(tmp_path: Path) -> None:
         {"format/blocks.py": "import torch"},
         {"format/blocks.py": "from torch import nn"},
         {"format/blocks.py": "def f():\n    import torch.nn"},
-        {"care/preflight.py": "def estimate():\n    import torch"},
-        {"engine/roots/catalog.py": "import torch"},
+        {"maintenance/preflight.py": "def estimate():\n    import torch"},
+        {"root/catalog.py": "import torch"},
         {
             "policy/a.py": "import holdfast.policy.b",
             "policy/b.py": "try:\n    import torch\nfinally:\n    pass",
@@ -457,19 +590,19 @@ def test_torch_in_the_wrong_place_is_found(tmp_path: Path, files: dict[str, str]
 
 def test_torch_through_a_package_is_found(tmp_path: Path) -> None:
     files = {
-        "engine/__init__.py": "from holdfast.engine.saving.save import save",
-        "engine/saving/save.py": "import torch",
-        "care/verify.py": "import holdfast.engine.roots.catalog",
-        "engine/roots/catalog.py": "",
+        "root/__init__.py": "from holdfast.saving.save import save",
+        "saving/save.py": "import torch",
+        "maintenance/verify.py": "import holdfast.root.catalog",
+        "root/catalog.py": "",
     }
     assert torch_breaches(_planted(tmp_path, files)) == [
-        "holdfast.care.verify -> holdfast.engine -> holdfast.engine.saving.save -> torch",
+        "holdfast.maintenance.verify -> holdfast.root -> holdfast.saving.save -> torch",
     ]
 
 
 def test_torch_for_types_passes(tmp_path: Path) -> None:
     files = {
         "policy/a.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch",
-        "engine/saving/save.py": "import torch",
+        "saving/save.py": "import torch",
     }
     assert torch_breaches(_planted(tmp_path, files)) == []

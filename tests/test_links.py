@@ -13,13 +13,13 @@ import torch
 from safetensors.torch import load_file
 
 from holdfast import Best, CachedStore, CheckpointManager, EveryNth, Last, StateHooks, Within
-from holdfast.care.prune import prune
-from holdfast.engine.claims.notes import reject
-from holdfast.engine.roots.catalog import Catalog
 from holdfast.errors import SaveFailed, TransientStoreError
 from holdfast.format import layout
 from holdfast.format.layout import BLOCK_NBYTES
 from holdfast.format.manifest import Timestamp
+from holdfast.maintenance.prune import prune
+from holdfast.ownership.annotations import reject
+from holdfast.root.catalog import Catalog
 from holdfast.store import open_store
 from holdfast.store.base import ObjectInfo
 from holdfast.store.local import LocalStore

@@ -19,22 +19,22 @@ import torch
 
 import warm
 from holdfast import SideSaver, Tiered, errors
-from holdfast.engine.claims import claim
-from holdfast.engine.claims.notes import reject
-from holdfast.engine.hooks import StateHooks
-from holdfast.engine.roots.catalog import Catalog
-from holdfast.engine.saving import save as save_module
-from holdfast.engine.saving import saver
-from holdfast.engine.staging.arena import Arena
-from holdfast.engine.staging.inmemory import ImageTransfer
-from holdfast.engine.staging.pool import Pool
-from holdfast.engine.staging.staged import Staged
 from holdfast.format import layout
 from holdfast.format.records import Retired
 from holdfast.manager import CheckpointManager
+from holdfast.ownership import claim
+from holdfast.ownership.annotations import reject
 from holdfast.policy.rule import Rule
 from holdfast.policy.rules import Best, EveryNth, Last
 from holdfast.policy.savers import SavePolicy
+from holdfast.root.catalog import Catalog
+from holdfast.saving import save as save_module
+from holdfast.saving import saver
+from holdfast.saving.hooks import StateHooks
+from holdfast.staging.arena import Arena
+from holdfast.staging.in_memory import ImageTransfer
+from holdfast.staging.interfaces import Staged
+from holdfast.staging.pool import Pool
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
 from holdfast.testing import Fault, FaultyStore

@@ -11,8 +11,6 @@ import pytest
 import torch
 
 from holdfast import SideSaver, StateHooks, Stop, load_weights
-from holdfast.engine.claims.notes import reject
-from holdfast.engine.staging import image
 from holdfast.errors import (
     MismatchError,
     NoCheckpoint,
@@ -22,8 +20,10 @@ from holdfast.errors import (
     UsageError,
 )
 from holdfast.manager import CheckpointManager
+from holdfast.ownership.annotations import reject
 from holdfast.policy.rules import All, Last
 from holdfast.policy.triggers import AtEnd, Every, On
+from holdfast.staging import image
 from holdfast.store import open_store
 from holdfast.testing import Fault, FaultyStore
 from runs import Run, new_run

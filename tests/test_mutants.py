@@ -1,7 +1,7 @@
 """The tests of stores and of sealing are alive: with a line of ours taken out, one of them fails.
 
 As `format/test_mutants.py`, for the promises R25 and R31 to R37; mutants for R24 are in
-`stores/test_commits.py`, for R26 in `care/test_gc_uploads.py`.
+`stores/test_commits.py`, for R26 in `maintenance/test_gc_uploads.py`.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from typing import Any
 
 import pytest
 from tests import test_keys
-from tests.care import test_preflight, test_rekey
-from tests.engine.sealed import test_sealing
+from tests.encryption import test_store
 from tests.format import test_envelope, test_segments, test_suites
+from tests.maintenance import test_preflight, test_rotate_keys
 
 from holdfast import errors, keys
-from holdfast.care import preflight, rekey
-from holdfast.engine.checkpoint import Seen
-from holdfast.engine.sealed import sealing
+from holdfast.encryption import store
 from holdfast.format import envelope, layout, suites
 from holdfast.format.suites import Cipher, FileCipher
+from holdfast.maintenance import preflight, rotate_keys
+from holdfast.results import Seen
 
 _REAL_HKDF = suites.hkdf
-_REAL_PUT = rekey.put_box
+_REAL_PUT = rotate_keys.put_box
 
 
 def nothing(*arguments: Any, **options: Any) -> tuple[()]:
@@ -112,12 +112,12 @@ def equal_randomness() -> None:
 
 def nonces() -> None:
     with pytest.MonkeyPatch.context() as patch:
-        test_sealing.test_no_key_meets_a_nonce_twice(patch)
+        test_store.test_no_key_meets_a_nonce_twice(patch)
 
 
 def words() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        test_sealing.test_no_word_and_no_weight_is_stored_in_clear(Path(folder))
+        test_store.test_no_word_and_no_weight_is_stored_in_clear(Path(folder))
 
 
 RACES = test_preflight.test_a_store_whose_puts_are_not_atomic_is_found_out
@@ -128,9 +128,9 @@ CHACHA = partial(
     "chacha20-poly1305",
     test_suites.CHACHA,
 )
-OLD_KEYS = test_rekey.test_old_keys_go_only_when_the_new_ones_open
-STOPS = partial(test_rekey.test_a_stop_at_any_operation_leaves_every_checkpoint_readable, 1)
-SEEN = test_sealing.test_what_is_older_than_what_was_seen_is_refused
+OLD_KEYS = test_rotate_keys.test_old_keys_go_only_when_the_new_ones_open
+STOPS = partial(test_rotate_keys.test_a_stop_at_any_operation_leaves_every_checkpoint_readable, 1)
+SEEN = test_store.test_what_is_older_than_what_was_seen_is_refused
 
 MUTANTS: list[tuple[str, Any, str, Any, Callable[[], None]]] = [
     ("R25: puts at once", preflight, "_race_refusals", nothing, RACES),
@@ -153,7 +153,7 @@ MUTANTS: list[tuple[str, Any, str, Any, Callable[[], None]]] = [
     ),
     ("R33: nonces", suites, "_nonce", lambda *a, **o: bytes(12), nonces),
     ("R33: equal randomness", suites, "hkdf", without_moment, equal_randomness),
-    ("R34: marks", sealing, "encode_mark", in_clear, words),
+    ("R34: marks", store, "encode_mark", in_clear, words),
     ("R35: ciphers", suites, "_aead", always_aes, CHACHA),
     ("R35: derivation", suites, "hkdf", without_info, PURPOSES),
     (
@@ -163,8 +163,14 @@ MUTANTS: list[tuple[str, Any, str, Any, Callable[[], None]]] = [
         lambda data_key, *a: data_key,
         partial(OLD_KEYS, b"1" * 32),
     ),
-    ("R36: a refusal", rekey, "_expect_opens", nothing, partial(OLD_KEYS, ConnectionError("no"))),
-    ("R36: the order", rekey, "put_box", old_ones_first, STOPS),
+    (
+        "R36: a refusal",
+        rotate_keys,
+        "_expect_opens",
+        nothing,
+        partial(OLD_KEYS, ConnectionError("no")),
+    ),
+    ("R36: the order", rotate_keys, "put_box", old_ones_first, STOPS),
     ("R37: what was seen", Seen, "expect", nothing, SEEN),
 ]
 

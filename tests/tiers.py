@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from holdfast.care.verify import verify
-from holdfast.engine.roots.catalog import Catalog
-from holdfast.engine.tiers.tiered import Tiered
 from holdfast.events import Event
+from holdfast.maintenance.verify import verify
 from holdfast.manager import CheckpointManager
+from holdfast.ownership.tiered_options import Tiered
+from holdfast.root.catalog import Catalog
 from holdfast.store.base import Store
 from holdfast.store.memory import MemoryStore
 from ways import Tiny
@@ -117,4 +117,4 @@ class Switch(MemoryStore):
 
 def without_backoff(monkeypatch: Any) -> None:
     """Have failed uploads tried again at once."""
-    monkeypatch.setattr("holdfast.care.sending.BACKOFF_S", 0.001)
+    monkeypatch.setattr("holdfast.replication.upload_rounds.BACKOFF_S", 0.001)

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from holdfast import errors
-from holdfast.engine.checkpoint import Checkpoint
-from holdfast.engine.staging.inmemory import ImageTransfer
-from holdfast.engine.staging.waves import WaveTransfer
 from holdfast.manager import CheckpointManager
 from holdfast.policy.rules import Last
+from holdfast.results import Checkpoint
+from holdfast.staging.in_memory import ImageTransfer
+from holdfast.staging.waves import WaveTransfer
 from holdfast.store.base import Store
 from holdfast.store.local import LocalStore
 from holdfast.store.local.blocks import LocalBlockWriter

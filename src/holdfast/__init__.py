@@ -18,21 +18,17 @@ if TYPE_CHECKING:
     from holdfast import sinks as sinks
     from holdfast import testing as testing
     from holdfast import train as train
-    from holdfast.engine.access import reading as reading
-    from holdfast.engine.bars import progress as progress
-    from holdfast.engine.checkpoint import Checkpoint as Checkpoint
-    from holdfast.engine.checkpoint import PendingSave as PendingSave
-    from holdfast.engine.control.on_commit import OnCommit as OnCommit
-    from holdfast.engine.control.stop import Stop as Stop
-    from holdfast.engine.hooks import StateHooks as StateHooks
-    from holdfast.engine.loading.caching import CachedStore as CachedStore
-    from holdfast.engine.options import Checkpoints as Checkpoints
-    from holdfast.engine.tiers.tiered import Tiered as Tiered
+    from holdfast.checkpoints import Checkpoints as Checkpoints
+    from holdfast.control.on_commit import OnCommit as OnCommit
+    from holdfast.control.stop import Stop as Stop
     from holdfast.format.codec import Compression as Compression
     from holdfast.format.manifest import Timestamp as Timestamp
     from holdfast.interop.lazy import load_file as load_file
     from holdfast.keys import Encryption as Encryption
+    from holdfast.loading.cached_store import CachedStore as CachedStore
     from holdfast.manager import CheckpointManager as CheckpointManager
+    from holdfast.ownership.access import reading as reading
+    from holdfast.ownership.tiered_options import Tiered as Tiered
     from holdfast.policy.auto import Auto as Auto
     from holdfast.policy.clock import Time as Time
     from holdfast.policy.clock import Unit as Unit
@@ -66,6 +62,9 @@ if TYPE_CHECKING:
     from holdfast.policy.triggers import Trigger as Trigger
     from holdfast.policy.triggers import WallClock as WallClock
     from holdfast.policy.triggers import When as When
+    from holdfast.results import Checkpoint as Checkpoint
+    from holdfast.results import PendingSave as PendingSave
+    from holdfast.saving.hooks import StateHooks as StateHooks
     from holdfast.state.components import PerRank as PerRank
     from holdfast.store import open_store as open_store
     from holdfast.store.base import ObjectInfo as ObjectInfo
@@ -75,6 +74,7 @@ if TYPE_CHECKING:
     from holdfast.store.memory import MemoryStore as MemoryStore
     from holdfast.store.remote.opening import RemoteOptions as RemoteOptions
     from holdfast.store.remote.store import RemoteStore as RemoteStore
+    from holdfast.threads.progress import progress as progress
     from holdfast.version import __version__ as __version__
     from holdfast.weights import load_weights as load_weights
 
@@ -89,11 +89,11 @@ _HOMES = {
     "Budget": "holdfast.policy.rules",
     "ByClass": "holdfast.policy.rules",
     "BySaver": "holdfast.policy.rule",
-    "CachedStore": "holdfast.engine.loading.caching",
+    "CachedStore": "holdfast.loading.cached_store",
     "Candidate": "holdfast.policy.rule",
-    "Checkpoint": "holdfast.engine.checkpoint",
+    "Checkpoint": "holdfast.results",
     "CheckpointManager": "holdfast.manager",
-    "Checkpoints": "holdfast.engine.options",
+    "Checkpoints": "holdfast.checkpoints",
     "Compression": "holdfast.format.codec",
     "Daily": "holdfast.policy.rules",
     "Due": "holdfast.policy.savers",
@@ -107,8 +107,8 @@ _HOMES = {
     "MemoryStore": "holdfast.store.memory",
     "ObjectInfo": "holdfast.store.base",
     "On": "holdfast.policy.triggers",
-    "OnCommit": "holdfast.engine.control.on_commit",
-    "PendingSave": "holdfast.engine.checkpoint",
+    "OnCommit": "holdfast.control.on_commit",
+    "PendingSave": "holdfast.results",
     "PerRank": "holdfast.state.components",
     "RemoteOptions": "holdfast.store.remote.opening",
     "RemoteStore": "holdfast.store.remote.store",
@@ -117,10 +117,10 @@ _HOMES = {
     "SavePolicy": "holdfast.policy.savers",
     "Saved": "holdfast.policy.savers",
     "SideSaver": "holdfast.policy.savers",
-    "StateHooks": "holdfast.engine.hooks",
-    "Stop": "holdfast.engine.control.stop",
+    "StateHooks": "holdfast.saving.hooks",
+    "Stop": "holdfast.control.stop",
     "Store": "holdfast.store.base",
-    "Tiered": "holdfast.engine.tiers.tiered",
+    "Tiered": "holdfast.ownership.tiered_options",
     "Time": "holdfast.policy.clock",
     "Timestamp": "holdfast.format.manifest",
     "Trigger": "holdfast.policy.triggers",
@@ -141,8 +141,8 @@ _HOMES = {
     "load_weights": "holdfast.weights",
     "open_store": "holdfast.store",
     "parse_rule": "holdfast.policy.rules",
-    "progress": "holdfast.engine.bars",
-    "reading": "holdfast.engine.access",
+    "progress": "holdfast.threads.progress",
+    "reading": "holdfast.ownership.access",
     "sinks": "holdfast",
     "testing": "holdfast",
     "train": "holdfast",

@@ -1,7 +1,7 @@
 """CheckpointManager: the object through which a training loop saves and resumes.
 
 Owns the order of operations in the caller's thread (docs/design.md, section 4) and delegates the
-rest to the engine. Knows nothing of bytes on disk.
+rest to other modules. Knows nothing of bytes on disk.
 """
 
 from __future__ import annotations
@@ -18,53 +18,14 @@ from types import TracebackType
 from typing import Any, Literal
 
 from holdfast.arguments import checked, escaped
-from holdfast.care.housekeeping import FollowingChores, ManagerChores, Tuning
-from holdfast.care.mirror import ownership
-from holdfast.care.preflight import Beginning, look
-from holdfast.engine.checkpoint import Checkpoint, CheckpointList, PendingSave, describe, parse_seen
-from holdfast.engine.claims.marking import Marking
-from holdfast.engine.claims.notes import checked_metrics, checked_reasons, checked_tags
-from holdfast.engine.claims.owner import left_s
-from holdfast.engine.claims.process import liveness, this_process
-from holdfast.engine.control import exits
-from holdfast.engine.control.on_commit import CommitFunction, OnCommit, commands_of
-from holdfast.engine.control.outside import Asked, outside_of
-from holdfast.engine.control.requests import POLL_S, Requests
-from holdfast.engine.control.stop import Stop
-from holdfast.engine.hooks import StateHooks
-from holdfast.engine.loading.loaded import ScriptSettings, loaded
-from holdfast.engine.loading.resume import (
-    LoadCandidate,
-    LoadOptions,
-    Reader,
-    Rename,
-    Search,
-    Unhealthy,
-)
-from holdfast.engine.loading.sides import Sides
-from holdfast.engine.loading.together import applying
-from holdfast.engine.moments import Counters, Moments
-from holdfast.engine.options import Checkpoints, OnExisting
-from holdfast.engine.options import best_rules as best_saves_of
-from holdfast.engine.pause import collector_paused
-from holdfast.engine.roots.catalog import Entry
-from holdfast.engine.saving.boundary import StepBoundary
-from holdfast.engine.saving.calls import Calls, counted
-from holdfast.engine.saving.compressing import Compress, Compressing, choices
-from holdfast.engine.saving.environment import environment
-from holdfast.engine.saving.fingerprint import differences, numerics
-from holdfast.engine.saving.history import History
-from holdfast.engine.saving.joint import JointSave
-from holdfast.engine.saving.save import SaveRequest
-from holdfast.engine.saving.saver import Saver
-from holdfast.engine.saving.together import Together
-from holdfast.engine.saving.validated import ValidatedSaves
-from holdfast.engine.saving.warnings import ScriptWarnings
-from holdfast.engine.sealed.messages import encrypted
-from holdfast.engine.staging.device import refuse_capture
-from holdfast.engine.staging.overlap import Mode, Overlap
-from holdfast.engine.tiers.catalog import catalog_of
-from holdfast.engine.tiers.tiered import Rules, Tiered
+from holdfast.checkpoints import Checkpoints, OnExisting
+from holdfast.checkpoints import best_rules as best_saves_of
+from holdfast.control import exits
+from holdfast.control.external_events import Asked, outside_of
+from holdfast.control.on_commit import CommitFunction, OnCommit, commands_of
+from holdfast.control.save_requests import POLL_S, Requests
+from holdfast.control.stop import Stop
+from holdfast.encryption.messages import encrypted
 from holdfast.errors import (
     DeadlineExceeded,
     HoldfastError,
@@ -78,6 +39,25 @@ from holdfast.errors import (
 from holdfast.events import Emitter, Sink, log_event
 from holdfast.format.manifest import Timestamp, Watched
 from holdfast.keys import Encryption
+from holdfast.loading.distributed import applying
+from holdfast.loading.optional_components import Sides
+from holdfast.loading.result import ScriptSettings, loaded
+from holdfast.loading.search import (
+    LoadCandidate,
+    LoadOptions,
+    Reader,
+    Rename,
+    Search,
+    Unhealthy,
+)
+from holdfast.maintenance.housekeeping import FollowingChores, ManagerChores, Tuning
+from holdfast.maintenance.preflight import Beginning, look
+from holdfast.ownership.annotations import checked_metrics, checked_reasons, checked_tags
+from holdfast.ownership.owner import left_s
+from holdfast.ownership.pinning import Marking
+from holdfast.ownership.process import liveness, this_process
+from holdfast.ownership.tiered_catalog import catalog_of
+from holdfast.ownership.tiered_options import Rules, Tiered
 from holdfast.policy.clock import Time, parse
 from holdfast.policy.naming import DEFAULT_LABEL, LabelFunction, compile_label
 from holdfast.policy.rule import Rule, SaveClass
@@ -90,13 +70,33 @@ from holdfast.policy.triggers import SaveFunction, Trigger
 from holdfast.ranks.chosen import GroupAlarm, coordinator_of
 from holdfast.ranks.coordinator import Coordinator
 from holdfast.ranks.waiting import Processes
-from holdfast.state.capture import Captured, Capturer
+from holdfast.replication.mirror import ownership
+from holdfast.results import Checkpoint, CheckpointList, PendingSave, describe, parse_seen
+from holdfast.root.catalog import Entry
+from holdfast.saving.call_counter import Calls, counted
+from holdfast.saving.compression import Compress, Compressing, choices
+from holdfast.saving.distributed import Together
+from holdfast.saving.environment import environment
+from holdfast.saving.hooks import StateHooks
+from holdfast.saving.numerics import differences, numerics
+from holdfast.saving.participants import JointSave
+from holdfast.saving.progress_counters import Counters, Moments
+from holdfast.saving.save import SaveRequest
+from holdfast.saving.saver import Saver
+from holdfast.saving.script_warnings import ScriptWarnings
+from holdfast.saving.settings_history import History
+from holdfast.saving.step_boundary import StepBoundary
+from holdfast.saving.validated import ValidatedSaves
+from holdfast.staging.device import refuse_capture
+from holdfast.staging.overlap import Mode, Overlap
+from holdfast.state.capture.capture import Captured, Capturer
+from holdfast.state.capture.edits import Edit, edited
+from holdfast.state.capture.refusals import refusals, slots_stamp
 from holdfast.state.components import RNG, check_state, marked, refuse_fsdp1, unwrapped
-from holdfast.state.edits import Edit, edited
 from holdfast.state.modules import is_loaded
 from holdfast.state.patterns import listed
-from holdfast.state.refusals import refusals, slots_stamp
 from holdfast.store.base import Store
+from holdfast.threads.gc_pause import collector_paused
 
 _UPLOADS_END_S = 6.0
 """Time that a stop's grace keeps for ending the uploads under way, and for releasing the run."""

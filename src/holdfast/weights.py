@@ -14,25 +14,25 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.arguments import checked
-from holdfast.engine.access import located
-from holdfast.engine.checkpoint import Checkpoint, describe
-from holdfast.engine.claims.leases import KeptEntry
-from holdfast.engine.loading.resume import LoadOptions, Reader, Rename
-from holdfast.engine.roots.catalog import Catalog
-from holdfast.engine.staging.device import refuse_capture
-from holdfast.engine.threads import Threads
 from holdfast.errors import HoldfastError, NoCheckpoint, StoreError, UsageError, listing
 from holdfast.interop.lazy import open_any
 from holdfast.interop.opening import open_source
 from holdfast.interop.reading import pieces
 from holdfast.interop.source import Source, lost_tensors
 from holdfast.keys import Encryption
-from holdfast.state.copying import bytes_of
-from holdfast.state.edits import Edit, StateView, cast_floats
+from holdfast.loading.search import LoadOptions, Reader, Rename
+from holdfast.ownership.access import located
+from holdfast.ownership.leases import KeptEntry
+from holdfast.results import Checkpoint, describe
+from holdfast.root.catalog import Catalog
+from holdfast.staging.device import refuse_capture
+from holdfast.state.capture.edits import Edit, StateView, cast_floats
 from holdfast.state.leaves import TORCH_DTYPES
 from holdfast.state.modules import note_loaded
 from holdfast.state.patterns import Entries, listed
+from holdfast.state.planning.copying import bytes_of
 from holdfast.store.base import Store
+from holdfast.threads.pools import Threads
 
 AVERAGES = ("ema", "swa")
 """Components of averages, which are kept in float32 and are loaded into models of any dtype."""

@@ -13,7 +13,7 @@ from bridges import trainers
 from bridges.frameworks import needed
 from bridges.trainers import TRAINERS
 from holdfast import LocalStore, Tiered
-from holdfast.engine.control.stop import REQUEUE_EXIT_CODE
+from holdfast.control.stop import REQUEUE_EXIT_CODE
 from marks import diagonal
 from train.remotes import ENDS, KINDS, SHORT_END_S, assert_only_local, remote_of
 
@@ -52,7 +52,7 @@ def test_the_last_step_is_local_whatever_the_remote_tier_does(
 ) -> None:
     """And a warning names it; no end waits longer than `close_timeout_s`."""
     needed(name)
-    monkeypatch.setattr("holdfast.care.mirror._END_S", SHORT_END_S)
+    monkeypatch.setattr("holdfast.replication.mirror._END_S", SHORT_END_S)
     local, remote = LocalStore(ram_path), remote_of(kind)
     ends = LIGHTNINGS if name == "lightning" else ENDS
     with monkeypatch.context() as patched, ends[end] as raised:

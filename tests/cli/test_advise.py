@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.care.recorded import RecordedRun, three_failures
 from tests.cli.roots import Result
 from tests.cli.test_app import in_a_process
+from tests.maintenance.recorded import RecordedRun, three_failures
 
-from holdfast.care.advise import gather
+from holdfast.maintenance.recorded_costs import gather
 from holdfast.policy.auto import Auto
 from holdfast.policy.triggers import Every
 from holdfast.store.local import LocalStore

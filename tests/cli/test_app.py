@@ -221,7 +221,7 @@ def test_an_error_of_ours_is_not_taken_for_an_interrupt(root: Path) -> None:
 def test_an_interrupt_in_the_middle_of_a_report_ends_quietly(root: Path) -> None:
     interrupt = (
         "import os, signal\n"
-        "from holdfast.care import verify\n"
+        "from holdfast.maintenance import verify\n"
         "verify.verify.__globals__['look_at'] = lambda *_: os.kill(os.getpid(), signal.SIGINT)\n"
     )
     done = in_a_process("verify", root, code=interrupt)

@@ -12,12 +12,12 @@ import pytest
 from tests.cli.roots import Result, flip, folder_of
 
 from holdfast import Encryption, keys
-from holdfast.care.copying import _expect_same_run, copy, plan
-from holdfast.care.verify import verify_root
-from holdfast.engine.roots.catalog import Catalog
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.events import Emitter
 from holdfast.format.manifest import Deleted
+from holdfast.maintenance.verify import verify_root
+from holdfast.replication.copy_checkpoints import _expect_same_run, copy, plan
+from holdfast.root.catalog import Catalog
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.faulty import Fault, FaultyStore, Stopped
@@ -105,7 +105,7 @@ def test_a_live_owner_of_the_source_is_no_obstacle(
 def test_a_live_owner_of_the_target_refuses_it(
     holdfast: Command, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("holdfast.engine.claims.claim._DROPPED_S", 0.0)
+    monkeypatch.setattr("holdfast.ownership.claim._DROPPED_S", 0.0)
     copy_root = tmp_path / "copy"
     assert holdfast("cp", f"{root}@step=100", copy_root).code == 0
     run = new_run()
@@ -133,7 +133,7 @@ def test_a_training_that_claims_the_target_after_it_was_found_free_keeps_its_cla
                 manager = training.enter_context(new_run().manager(tmp_path / "copy"))
                 manager.save(1).wait()
 
-        monkeypatch.setattr("holdfast.care.copying._expect_same_run", then_claimed)
+        monkeypatch.setattr("holdfast.replication.copy_checkpoints._expect_same_run", then_claimed)
         with pytest.raises(UsageError, match="holds another run"):
             [*copy(source, target, planned, emit=Emitter(()))]
     assert steps(tmp_path / "copy") == [1]

@@ -11,10 +11,10 @@ import pytest
 from tests.cli.roots import Result, flip, folder_of, overwrite
 
 from holdfast import keys
-from holdfast.engine.tiers.tiered import Tiered
 from holdfast.format.manifest import Aborted, Deleted
 from holdfast.keys import Encryption
 from holdfast.manager import CheckpointManager
+from holdfast.ownership.tiered_options import Tiered
 from runs import Recorder, new_run
 
 Command = Callable[..., Result]

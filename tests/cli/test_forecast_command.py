@@ -1,6 +1,6 @@
 """Claims about `holdfast forecast`: its answer, the rule that it uses, and its errors.
 
-A comparison with real runs is in tests/care/test_forecast.py.
+A comparison with real runs is in tests/maintenance/test_forecast.py.
 """
 
 from __future__ import annotations

@@ -14,10 +14,10 @@ import msgspec
 import pytest
 from tests.cli.roots import Result, cut_off, flip, folder_of, overwrite
 
-from holdfast.engine.claims import claim
-from holdfast.engine.claims.process import this_process
 from holdfast.format import layout
 from holdfast.format.records import Alive, WriterRecord
+from holdfast.ownership import claim
+from holdfast.ownership.process import this_process
 from holdfast.store.local import LocalStore
 
 Command = Callable[..., Result]

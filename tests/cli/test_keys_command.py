@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from tests.cli.roots import Result
-from tests.engine.sealed.test_sealing import saved
+from tests.encryption.test_store import saved
 
 from holdfast import keys
 from holdfast.keys import Encryption

@@ -15,7 +15,7 @@ import torch
 from tests.cli.roots import Result, flip, folder_of
 
 from holdfast import CheckpointManager, Last, Tiered
-from holdfast.engine.roots.catalog import Catalog
+from holdfast.root.catalog import Catalog
 from holdfast.store import open_store
 from runs import new_run, retracted
 

@@ -12,10 +12,10 @@ import msgspec
 import pytest
 from tests.cli.roots import Result, flip, folder_of, overwrite
 
-from holdfast.engine.claims.process import this_process
-from holdfast.engine.roots.catalog import Catalog
 from holdfast.format.manifest import decode_register, encode_manifest
 from holdfast.format.records import WriterRecord
+from holdfast.ownership.process import this_process
+from holdfast.root.catalog import Catalog
 from holdfast.store.local import LocalStore
 
 Command = Callable[..., Result]

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from tests.cli.roots import Result, folder_of
 
-from holdfast.engine.claims.leases import leased
 from holdfast.format import layout
+from holdfast.ownership.leases import leased
 from holdfast.store.local import LocalStore
 from runs import new_run
 

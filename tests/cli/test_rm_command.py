@@ -16,14 +16,14 @@ from tests.cli.roots import Result, flip, folder_of
 
 from children import environment
 from holdfast import Encryption, keys
-from holdfast.care.removal import examine, remove
-from holdfast.care.verify import verify_root
-from holdfast.engine.claims.leases import leased
-from holdfast.engine.roots.catalog import Catalog
-from holdfast.engine.roots.commit import settle
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.events import Emitter
+from holdfast.maintenance.delete import examine, remove
+from holdfast.maintenance.verify import verify_root
 from holdfast.manager import CheckpointManager
+from holdfast.ownership.leases import leased
+from holdfast.root.catalog import Catalog
+from holdfast.root.commit import settle
 from holdfast.store.base import Store
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
@@ -167,7 +167,7 @@ def test_a_reader_that_comes_after_the_claim_keeps_it_and_the_answer_says_what_h
             readers.enter_context(leased(store, entry.folder, emit=quiet))
             settle(*given)
 
-        monkeypatch.setattr("holdfast.care.removal.settle", late)
+        monkeypatch.setattr("holdfast.maintenance.delete.settle", late)
         why = remove(store, examine(store, entry), reason="test", emit=quiet)
     before = folder_of(longer, 300).name
     assert f"reads it; but the run begins from {before} from now on" in why
@@ -190,7 +190,7 @@ def test_the_reason_of_an_encrypted_checkpoint_is_nowhere(
 def test_a_run_with_a_live_owner_is_refused(
     holdfast: Command, longer: Path, saving: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("holdfast.engine.claims.claim._DROPPED_S", 0.0)
+    monkeypatch.setattr("holdfast.ownership.claim._DROPPED_S", 0.0)
     saving()
     result = holdfast("rm", f"{longer}@step=300", *SURE)
     assert (result.code, "owns this run" in result.err) == (1, True)

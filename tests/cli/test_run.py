@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from tests.cli.roots import Result
 
-from holdfast.care.supervise import FORWARDED, Limits
 from holdfast.cli.app import app
-from holdfast.engine.roots.catalog import Catalog
+from holdfast.cli.supervisor import FORWARDED, Limits
 from holdfast.policy.clock import parse
+from holdfast.root.catalog import Catalog
 from holdfast.store.local import LocalStore
 
 Command = Callable[..., Result]

@@ -17,8 +17,8 @@ from tests.cli.roots import Result, overwrite
 
 import warm
 from holdfast.cli import save as command
-from holdfast.engine.claims.process import this_process
 from holdfast.format.records import Alive, AnswerRecord, WriterRecord
+from holdfast.ownership.process import this_process
 from holdfast.store.local import LocalStore
 from rights import read_only
 

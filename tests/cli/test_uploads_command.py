@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from tests.cli.roots import Result
 
-from holdfast.engine.tiers.tiered import Tiered
 from holdfast.errors import AccessDenied
+from holdfast.ownership.tiered_options import Tiered
 from holdfast.policy.rules import Last
 from holdfast.store.local import LocalStore
 from holdfast.testing.faulty import Fault, FaultyStore

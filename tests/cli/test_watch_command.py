@@ -12,8 +12,8 @@ from tests.cli.roots import Result, cut_off, folder_of
 
 from holdfast.cli import watch as watch_module
 from holdfast.cli.watch import Watcher
-from holdfast.engine.roots.catalog import Catalog
 from holdfast.keys import Encryption, generate
+from holdfast.root.catalog import Catalog
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.faulty import FaultyStore

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from holdfast import errors
-from holdfast.engine.claims import deletion
-from holdfast.engine.roots import commit as commit_module
 from holdfast.manager import CheckpointManager
+from holdfast.ownership import deletion
+from holdfast.root import commit as commit_module
 
 
 def tell(**what: Any) -> None:

@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from holdfast.care.gc import collect
-from holdfast.care.verify import verify_root
-from holdfast.engine.roots.catalog import Catalog
 from holdfast.interop import export_checkpoint, import_checkpoint
 from holdfast.interop.roots import release_all
+from holdfast.maintenance.gc import collect
+from holdfast.maintenance.verify import verify_root
+from holdfast.root.catalog import Catalog
 from holdfast.store.local import LocalStore
 from holdfast.weights import load_weights
 from ways import Way

@@ -28,7 +28,7 @@ import torch
 from storm import advance, forked, new_state, step_of
 
 from aead import noting
-from holdfast.engine.sealed import sealedfiles
+from holdfast.encryption import files
 from holdfast.format import suites
 from holdfast.keys import Encryption, SecretKey
 from holdfast.manager import CheckpointManager
@@ -126,7 +126,7 @@ def main() -> int:
     parser.add_argument("--mutant", choices=sorted(MUTANTS))
     options = parser.parse_args()
     torch.set_num_threads(1)
-    suites.SEGMENT_NBYTES = sealedfiles.SEGMENT_NBYTES = SEGMENT_NBYTES
+    suites.SEGMENT_NBYTES = files.SEGMENT_NBYTES = SEGMENT_NBYTES
     if options.mutant:
         MUTANTS[options.mutant]()
     counts, rng, life_s = Counts(options.folder), random.Random(0), 0.0

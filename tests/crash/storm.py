@@ -36,17 +36,17 @@ from typing import Any, TextIO
 import psutil
 import torch
 
-from holdfast.care.gc import collect
-from holdfast.care.verify import verify
-from holdfast.engine.roots import commit as commit_module
-from holdfast.engine.roots.catalog import Catalog, Entry
-from holdfast.engine.saving import save as save_module
 from holdfast.events import Event
 from holdfast.format import layout
 from holdfast.format.layout import AttemptName
 from holdfast.format.manifest import Manifest
+from holdfast.maintenance.gc import collect
+from holdfast.maintenance.verify import verify
 from holdfast.manager import CheckpointManager
 from holdfast.policy.rules import Last
+from holdfast.root import commit as commit_module
+from holdfast.root.catalog import Catalog, Entry
+from holdfast.saving import save as save_module
 from holdfast.store import open_store
 from holdfast.store.base import Store
 

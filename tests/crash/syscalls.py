@@ -35,17 +35,17 @@ import conversions
 import storm
 import torch
 
-from holdfast.care.gc import collect
 from holdfast.cli.cp import copy_all
 from holdfast.cli.rm import Leave, rm, thin
-from holdfast.engine.claims import deletion
-from holdfast.engine.roots.catalog import Catalog
-from holdfast.engine.saving.environment import environment
-from holdfast.engine.workers import Workers
 from holdfast.errors import NoCheckpoint
 from holdfast.format import layout
+from holdfast.maintenance.gc import collect
 from holdfast.manager import CheckpointManager
+from holdfast.ownership import deletion
+from holdfast.root.catalog import Catalog
+from holdfast.saving.environment import environment
 from holdfast.store.local import LocalStore
+from holdfast.threads.workers import Workers
 from runs import begun
 from ways import PLAIN, WAYS, Tiny, Trained, Way, save_and_go_on
 

@@ -16,12 +16,12 @@ import torch
 from torch import nn
 
 from holdfast import errors
-from holdfast.care.verify import verify
-from holdfast.engine.loading import applying, pipeline
-from holdfast.engine.roots.catalog import Catalog
 from holdfast.format import blocks, strictjson
+from holdfast.loading import apply, pipeline
+from holdfast.maintenance.verify import verify
 from holdfast.manager import CheckpointManager
 from holdfast.policy.rules import Last
+from holdfast.root.catalog import Catalog
 from holdfast.store.local import LocalStore
 from marks import full
 from runs import Recorder, new_run, remove_folder
@@ -372,7 +372,7 @@ def test_a_resume_that_deletes_what_it_rejects_is_caught(
 ) -> None:
     """R19, D13: the mutant takes the evidence away."""
     monkeypatch.setattr(
-        applying,
+        apply,
         "reject",
         lambda store, folder, **named: remove_folder(store, folder),
     )

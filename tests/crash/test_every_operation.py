@@ -18,13 +18,13 @@ from typing import Any
 import pytest
 
 from holdfast import errors
-from holdfast.care import gc as gc_module
-from holdfast.care.gc import collect
-from holdfast.care.verify import verify
-from holdfast.engine.claims import deletion
-from holdfast.engine.roots.catalog import Catalog
-from holdfast.engine.saving import save as save_module
+from holdfast.maintenance import gc as gc_module
+from holdfast.maintenance.gc import collect
+from holdfast.maintenance.verify import verify
+from holdfast.ownership import deletion
 from holdfast.policy.rules import Last
+from holdfast.root.catalog import Catalog
+from holdfast.saving import save as save_module
 from holdfast.store.base import Store
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore

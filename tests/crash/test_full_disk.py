@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from holdfast import errors
-from holdfast.care.verify import verify_root
-from holdfast.engine.saving import save as save_module
+from holdfast.maintenance.verify import verify_root
 from holdfast.manager import CheckpointManager
 from holdfast.policy.rules import Last
+from holdfast.saving import save as save_module
 from holdfast.store.local import LocalStore
 from holdfast.store.local.blocks import LocalBlockWriter
 

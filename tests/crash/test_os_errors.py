@@ -22,11 +22,11 @@ import pytest
 import torch
 
 from holdfast import errors
-from holdfast.care.gc import collect
-from holdfast.care.verify import verify
-from holdfast.engine.roots.catalog import Catalog
+from holdfast.maintenance.gc import collect
+from holdfast.maintenance.verify import verify
 from holdfast.manager import CheckpointManager
 from holdfast.policy.rules import Last
+from holdfast.root.catalog import Catalog
 from holdfast.store.local import LocalStore
 from holdfast.store.local import files as localfiles
 from holdfast.store.local.blocks import LocalBlockWriter

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 import warm
-from holdfast.care.gc import collect
-from holdfast.care.verify import verify_root
-from holdfast.engine.roots.catalog import Catalog
+from holdfast.maintenance.gc import collect
+from holdfast.maintenance.verify import verify_root
+from holdfast.root.catalog import Catalog
 from holdfast.store.local import LocalStore
 
 CHILD = Path(__file__).with_name("child.py")

@@ -13,11 +13,11 @@ import torch
 
 import warm
 from holdfast import errors
-from holdfast.engine.saving import save as save_module
-from holdfast.engine.staging.stage import Stager
-from holdfast.engine.staging.staged import Staged
 from holdfast.manager import CheckpointManager
-from holdfast.state.capture import Captured
+from holdfast.saving import save as save_module
+from holdfast.staging.interfaces import Staged
+from holdfast.staging.stage import Stager
+from holdfast.state.capture.capture import Captured
 
 WRITER = """
 import sys, torch
@@ -39,8 +39,8 @@ with CheckpointManager(sys.argv[1], {"tree": tree}, keep=Last(2), sinks=()) as m
 COMMITS_EARLY = """
 import os, time
 num_commits = 0
-from holdfast.engine.saving import save
-from holdfast.engine.saving.writing import WrittenFile
+from holdfast.saving import save
+from holdfast.saving.write_files import WrittenFile
 real_commit, held = save.commit, []
 
 def write_files(store, files, **options):

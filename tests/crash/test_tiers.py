@@ -12,14 +12,14 @@ import pytest
 
 import warm
 from holdfast import errors
-from holdfast.care import sending
-from holdfast.engine.roots.catalog import Catalog
-from holdfast.engine.sealed.sealing import sealing
-from holdfast.engine.tiers import upload as upload_module
-from holdfast.engine.tiers.ledger import Ledger
-from holdfast.engine.tiers.tiered import Tiered
+from holdfast.encryption.store import sealing
 from holdfast.keys import Encryption, SecretKey
+from holdfast.ownership.tiered_options import Tiered
 from holdfast.policy.rules import Last
+from holdfast.replication import upload as upload_module
+from holdfast.replication import upload_rounds
+from holdfast.root.catalog import Catalog
+from holdfast.root.upload_records import Ledger
 from holdfast.store.base import Store
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
@@ -103,7 +103,7 @@ def worlds(
     request: pytest.FixtureRequest, ram_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Worlds:
     """New worlds, with either kind of remote tier."""
-    monkeypatch.setattr(sending, "BACKOFF_S", 0.0001)
+    monkeypatch.setattr(upload_rounds, "BACKOFF_S", 0.0001)
 
     def make(number: int, size: int = SMALL, encrypt: Encryption | None = None) -> World:
         is_folder = request.param == "folder"

@@ -30,15 +30,15 @@ from storm import (
     tell_event,
 )
 
-from holdfast.care.backlog import Backlog
-from holdfast.care.sending import Sending
-from holdfast.engine.roots.catalog import Entry
-from holdfast.engine.sealed.sealing import sealing
-from holdfast.engine.tiers.ledger import Ledger
-from holdfast.engine.tiers.tiered import Tiered
+from holdfast.encryption.store import sealing
 from holdfast.keys import Encryption, SecretKey
 from holdfast.manager import CheckpointManager
+from holdfast.ownership.tiered_options import Tiered
 from holdfast.policy.rules import EveryNth, Last
+from holdfast.replication.queue import Backlog
+from holdfast.replication.upload_rounds import Sending
+from holdfast.root.catalog import Entry
+from holdfast.root.upload_records import Ledger
 from holdfast.store import open_store
 from holdfast.store.base import Store
 from holdfast.store.local import LocalStore

@@ -23,14 +23,14 @@ from typing import Any
 import storm
 import torch
 
-from holdfast.care.gc import collect
-from holdfast.engine.claims import deletion
-from holdfast.engine.roots import commit as commit_module
-from holdfast.engine.roots.catalog import Catalog
-from holdfast.engine.saving import save as save_module
-from holdfast.engine.saving.environment import environment
 from holdfast.format import layout
 from holdfast.format.manifest import Deleted
+from holdfast.maintenance.gc import collect
+from holdfast.ownership import deletion
+from holdfast.root import commit as commit_module
+from holdfast.root.catalog import Catalog
+from holdfast.saving import save as save_module
+from holdfast.saving.environment import environment
 from holdfast.store.local import LocalStore
 from runs import begun
 from ways import PLAIN, WAYS, Trained, Way, save_and_go_on

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from distributed.run import run_ranks
-from holdfast.engine.control.requests import ask
-from holdfast.engine.control.stop import Stop
+from holdfast.control.save_requests import ask
+from holdfast.control.stop import Stop
 from holdfast.errors import RanksSilent
 from holdfast.manager import CheckpointManager
 from holdfast.policy.triggers import Trigger, When

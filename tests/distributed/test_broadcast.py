@@ -19,12 +19,12 @@ from allranks import Member
 from distributed.jobs import WAYS, make
 from distributed.run import run_ranks
 from holdfast import CheckpointManager, errors
-from holdfast.engine.control import exits
-from holdfast.engine.roots.catalog import Catalog
+from holdfast.control import exits
 from holdfast.ranks import c10d
 from holdfast.ranks.c10d import C10d
 from holdfast.ranks.coordinator import GRACE_S
 from holdfast.ranks.exchange import _GroupTransfer, _Operation
+from holdfast.root.catalog import Catalog
 from holdfast.store.base import WrappedStore
 from holdfast.store.local import LocalStore
 

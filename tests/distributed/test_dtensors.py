@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from distributed.run import run_ranks
 from holdfast.format.tensors import TensorSpec
 from holdfast.state.apply import Prepared, prepare
-from holdfast.state.capture import Captured, Capturer
+from holdfast.state.capture.capture import Captured, Capturer
 from holdfast.state.components import StoredComponent
 from holdfast.state.leaves import local_of
 from state.layouts import region

@@ -15,7 +15,7 @@ from allranks import Member
 from distributed.run import run_ranks
 from distributed.test_alike import said_by
 from holdfast import CheckpointManager
-from holdfast.engine.control.stop import Stop
+from holdfast.control.stop import Stop
 from holdfast.ranks.c10d import C10d, open_group
 from marks import full
 

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import warm
-from holdfast.engine.roots.catalog import Catalog
+from holdfast.root.catalog import Catalog
 from holdfast.store.local import LocalStore
 
 HERE = Path(__file__).parent

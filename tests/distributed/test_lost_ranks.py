@@ -1,7 +1,7 @@
 """R38: processes that are killed or stopped in a save or a load. Invariant 1: one checkpoint, or
 none. Invariant 6: a load changes all ranks or none, or says that it is half done.
 
-`tests/engine/saving/test_lost_ranks.py` and that of `loading` do it in every part, to threads.
+`tests/saving/test_lost_ranks.py` and that of `loading` do it in every part, to threads.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from typing_extensions import override
 from allranks import Member
 from distributed.run import run_ranks
 from holdfast import CheckpointManager, errors, manager
-from holdfast.care.verify import verify
-from holdfast.engine.control import exits
-from holdfast.engine.roots.catalog import Catalog
+from holdfast.control import exits
 from holdfast.events import Event
+from holdfast.maintenance.verify import verify
 from holdfast.ranks import c10d, waiting
 from holdfast.ranks.c10d import C10d
+from holdfast.root.catalog import Catalog
 from holdfast.store.base import BlockWriter, Buffer, WrappedStore
 from holdfast.store.local import LocalStore
 

@@ -21,8 +21,8 @@ from torch.optim.swa_utils import AveragedModel
 from distributed.run import run_ranks
 from holdfast import CheckpointManager, Checkpoints
 from holdfast.data import Loader
-from holdfast.engine.saving.together import _COMPARED_EVERY
 from holdfast.errors import HoldfastError, UnsupportedState
+from holdfast.saving.distributed import _COMPARED_EVERY
 from holdfast.train import Trainer
 from stages import Stage
 

@@ -11,9 +11,9 @@ import pytest
 from distributed.jobs import make
 from distributed.run import run_ranks
 from holdfast import CheckpointManager, Encryption, Tiered
-from holdfast.care.verify import verify_root
-from holdfast.engine.sealed.sealing import sealing
+from holdfast.encryption.store import sealing
 from holdfast.keys import SecretKey
+from holdfast.maintenance.verify import verify_root
 from holdfast.store.local import LocalStore
 from marks import full
 

@@ -326,7 +326,7 @@ def make_all(roots: Mapping[str, Callable[[Path], None]], base: Path = V1) -> No
     same = {
         "holdfast.manager.environment": {"host": "golden"},
         "holdfast.manager.numerics": {"torch": str(torch.__version__), "num_threads": 2},
-        "holdfast.engine.claims.claim.this_process": PROCESS,
+        "holdfast.ownership.claim.this_process": PROCESS,
     }
     patches = [mock.patch(name, return_value=value) for name, value in same.items()]
     for patch in patches:

@@ -11,7 +11,7 @@ import torch
 from blake3 import blake3
 from tests.golden import reader
 
-from holdfast.care.verify import verify
+from holdfast.maintenance.verify import verify
 from holdfast.manager import CheckpointManager
 from holdfast.store.local import LocalStore
 

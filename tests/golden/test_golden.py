@@ -30,16 +30,16 @@ import zstandard
 from tests.golden import make, reader
 
 from holdfast import errors
-from holdfast.care.verify import verify_root
-from holdfast.engine.roots.catalog import Catalog
-from holdfast.engine.staging.image import Image
-from holdfast.engine.staging.stage import Stager
-from holdfast.engine.workers import Workers
 from holdfast.format.manifest import Aborted, Deleted
 from holdfast.format.nodes import EnumValue
+from holdfast.maintenance.verify import verify_root
 from holdfast.manager import CheckpointManager
-from holdfast.state.capture import capture
+from holdfast.root.catalog import Catalog
+from holdfast.staging.image import Image
+from holdfast.staging.stage import Stager
+from holdfast.state.capture.capture import capture
 from holdfast.store.local import LocalStore
+from holdfast.threads.workers import Workers
 from holdfast.weights import load_weights
 
 V1 = Path(__file__).parent / "v1"

@@ -12,9 +12,9 @@ from tests.golden import make, reader
 from tests.golden.make_sealed import PASSPHRASE, PRIVATE, SEALED, SECRET, SUITES, keys, turned
 from tests.golden.unsealer import hpke_open, unseal_root
 
-from holdfast.care.verify import verify_root
-from holdfast.engine.sealed.sealing import SealedStore
+from holdfast.encryption.store import SealedStore
 from holdfast.keys import Encryption
+from holdfast.maintenance.verify import verify_root
 from holdfast.manager import CheckpointManager
 from holdfast.store.local import LocalStore
 

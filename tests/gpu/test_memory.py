@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from gpu.states import Run
-from holdfast.engine.staging import device as staging
 from holdfast.manager import CheckpointManager
+from holdfast.staging import device as staging
 
 
 class Counting:

@@ -38,9 +38,9 @@ from holdfast.cli.ls import list_root
 from holdfast.cli.output import Answer, give
 from holdfast.cli.show import show
 from holdfast.cli.verify import check
-from holdfast.engine.claims import claim
 from holdfast.errors import HoldfastError
 from holdfast.format.records import Rejected
+from holdfast.ownership import claim
 from holdfast.store.local.syscalls import is_cached
 from holdfast.weights import load_weights
 

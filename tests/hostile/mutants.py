@@ -9,11 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.engine.loading import documents
 from holdfast.format import layout
 from holdfast.format.nodes import EnumValue
-from holdfast.state import merge, plans
+from holdfast.loading import documents
 from holdfast.state import trees as state_trees
+from holdfast.state.planning import merge, plans
 from holdfast.store.local import files as localfiles
 from holdfast.store.local import folders as localfolders
 from holdfast.store.local import store as localstore

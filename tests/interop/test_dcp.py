@@ -27,13 +27,13 @@ from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
 
 from distributed.run import run_ranks
 from holdfast import CheckpointManager, Encryption, Last, errors, load_weights
-from holdfast.care.gc import collect
-from holdfast.engine.access import locate
-from holdfast.engine.roots.catalog import Catalog
 from holdfast.errors import CorruptData, NoCheckpoint, OwnedElsewhere, Superseded, UsageError
 from holdfast.interop.dcp import HoldfastReader, HoldfastWriter
 from holdfast.interop.roots import release_all
 from holdfast.keys import generate
+from holdfast.maintenance.gc import collect
+from holdfast.ownership.access import locate
+from holdfast.root.catalog import Catalog
 from holdfast.store import open_store
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore

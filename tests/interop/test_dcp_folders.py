@@ -28,12 +28,12 @@ from torch.distributed.checkpoint.metadata import (
 
 from allranks import Member, all_of, on_ranks
 from holdfast import CheckpointManager, PerRank
-from holdfast.care.verify import verify
-from holdfast.engine.access import locate
-from holdfast.engine.roots.catalog import Catalog
 from holdfast.errors import CorruptData, FormatError, UnsupportedState, UsageError
 from holdfast.interop.dcp import HoldfastReader, HoldfastWriter, export_folder, import_folder
 from holdfast.interop.dcp.folders import read_metadata
+from holdfast.maintenance.verify import verify
+from holdfast.ownership.access import locate
+from holdfast.root.catalog import Catalog
 from holdfast.store import open_store
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

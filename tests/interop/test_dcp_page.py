@@ -11,8 +11,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from holdfast import CheckpointManager
-from holdfast.engine.access import locate
 from holdfast.interop.roots import release_all
+from holdfast.ownership.access import locate
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "interop-dcp.md").read_text("utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)

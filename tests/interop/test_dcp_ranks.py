@@ -20,15 +20,15 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from distributed.jobs import Job, make
 from distributed.run import run_ranks
 from holdfast import load_weights
-from holdfast.care.verify import verify
-from holdfast.engine.access import locate
-from holdfast.engine.roots.catalog import Catalog
 from holdfast.interop.dcp import (
     HoldfastReader,
     HoldfastWriter,
     export_folder,
     import_folder,
 )
+from holdfast.maintenance.verify import verify
+from holdfast.ownership.access import locate
+from holdfast.root.catalog import Catalog
 from holdfast.store import open_store
 
 Bits = dict[str, bytes]

@@ -15,14 +15,14 @@ from torch.optim.lr_scheduler import StepLR
 from typing_extensions import override
 
 from holdfast import CheckpointManager, load_weights
-from holdfast.care.verify import verify_root
-from holdfast.engine.roots.catalog import Catalog
 from holdfast.errors import CorruptData, UnsupportedState, UsageError
 from holdfast.interop import import_checkpoint
 from holdfast.interop.importing import ImportPlan, commit_import, plan_import
 from holdfast.interop.opening import open_source
 from holdfast.interop.renaming import Rules
 from holdfast.interop.source import LeftOut
+from holdfast.maintenance.verify import verify_root
+from holdfast.root.catalog import Catalog
 from holdfast.store.local import LocalStore
 
 

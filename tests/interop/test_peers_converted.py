@@ -10,7 +10,6 @@ import msgspec
 import pytest
 import torch
 
-from holdfast.care.verify import verify_root
 from holdfast.format.nodes import ArrayRef, TensorRef
 from holdfast.interop.exporting.export import Export, ExportOptions
 from holdfast.interop.importing import commit_import, plan_import
@@ -18,6 +17,7 @@ from holdfast.interop.opening import open_source
 from holdfast.interop.optimizers import is_torch_form, numbered
 from holdfast.interop.renaming import Rules
 from holdfast.interop.source import Source
+from holdfast.maintenance.verify import verify_root
 from holdfast.store.local import LocalStore
 from marks import full
 

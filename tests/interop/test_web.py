@@ -24,9 +24,6 @@ from holdfast import (
 )
 from holdfast.cli import main
 from holdfast.data import Loader
-from holdfast.engine.access import reading
-from holdfast.engine.roots.alone import alone
-from holdfast.engine.roots.catalog import Catalog, standalone
 from holdfast.errors import (
     CorruptData,
     FormatError,
@@ -36,6 +33,9 @@ from holdfast.errors import (
     UsageError,
 )
 from holdfast.keys import generate
+from holdfast.ownership.access import reading
+from holdfast.root.catalog import Catalog, standalone
+from holdfast.root.single import alone
 from holdfast.store import open_store
 from holdfast.train import Trainer
 from webserver import Web, serving

@@ -10,7 +10,7 @@ from unittest import mock
 from tests.mistakes.table import Theme
 from tests.mistakes.user import User
 
-from holdfast.engine.claims import process
+from holdfast.ownership import process
 
 THEME = Theme("Clocks")
 case = THEME.case

@@ -26,8 +26,8 @@ def impatient() -> Iterator[None]:
     """Ranks wait for moments only."""
     with (
         mock.patch("holdfast.ranks.waiting.FIRST_S", 0.1),
-        mock.patch("holdfast.engine.saving.together.GRACE_S", 0.2),
-        mock.patch("holdfast.engine.loading.together.GRACE_S", 0.2),
+        mock.patch("holdfast.saving.distributed.GRACE_S", 0.2),
+        mock.patch("holdfast.loading.distributed.GRACE_S", 0.2),
     ):
         yield
 

@@ -126,7 +126,7 @@ MUTANTS: tuple[Mutant, ...] = (
         file="format/layout.py",
         before="    epoch: int\n    sequence: int\n    id8: str\n    label: str\n",
         after="    label: str\n    epoch: int\n    sequence: int\n    id8: str\n",
-        near=("tests/engine/roots/test_catalog.py", "tests/engine/loading/test_resume.py"),
+        near=("tests/root/test_catalog.py", "tests/loading/test_search.py"),
     ),
     Mutant(
         name="a-name-twice-in-an-object",
@@ -158,7 +158,7 @@ MUTANTS: tuple[Mutant, ...] = (
         file="format/suites.py",
         before="if rest or number in self._tags or number >= MAX_SEGMENTS - 1:",
         after="if rest or number >= MAX_SEGMENTS - 1:",
-        near=("tests/format/test_segments.py", "tests/engine/sealed/test_sealing.py"),
+        near=("tests/format/test_segments.py", "tests/encryption/test_store.py"),
     ),
     Mutant(
         name="segments-with-one-nonce",
@@ -170,7 +170,7 @@ MUTANTS: tuple[Mutant, ...] = (
             "tests/format/test_segments.py",
             "tests/golden/test_sealed.py",
             "tests/crash/test_nonces.py",
-            "tests/engine/sealed/test_sealing.py",
+            "tests/encryption/test_store.py",
         ),
     ),
     Mutant(
@@ -179,7 +179,7 @@ MUTANTS: tuple[Mutant, ...] = (
         file="format/suites.py",
         before="self._cipher.decrypt(tags[-TAG_NBYTES:], _length(nbytes), nonce=nonce, what=what)",
         after="assert tags and nonce and what",
-        near=("tests/format/test_segments.py", "tests/engine/sealed/test_sealing.py"),
+        near=("tests/format/test_segments.py", "tests/encryption/test_store.py"),
     ),
     Mutant(
         name="secrets-from-randomness-alone",
@@ -203,7 +203,7 @@ MUTANTS: tuple[Mutant, ...] = (
         file="format/envelope.py",
         before='    if members.get("name") != name:\n',
         after='    if members.get("name") is None:\n',
-        near=("tests/format/test_envelope.py", "tests/engine/sealed/test_sealing.py"),
+        near=("tests/format/test_envelope.py", "tests/encryption/test_store.py"),
     ),
     Mutant(
         name="passphrases-that-take-any-memory",

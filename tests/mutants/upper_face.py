@@ -285,10 +285,10 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="pin-reaches-the-local-tier-alone",
         promise="R20: a pinned checkpoint is kept in both tiers",
-        file="engine/claims/notes.py",
+        file="ownership/annotations.py",
         before="for found in catalog.copies(entry):",
         after="for found in [*catalog.copies(entry)][:1]:",
-        near=("tests/care/test_mirror.py", "tests/engine/tiers/test_catalog.py"),
+        near=("tests/replication/test_mirror.py", "tests/ownership/test_tiered_catalog.py"),
     ),
     # weights, events, testing
     Mutant(
@@ -297,7 +297,7 @@ MUTANTS: tuple[Mutant, ...] = (
         file="weights.py",
         before="found = stack.enter_context(located(source, which=which, encrypt=encrypt))",
         after="found = stack.enter_context(located(source, which=None, encrypt=encrypt))",
-        near=("tests/engine/loading/test_load_options.py",),
+        near=("tests/loading/test_load_options.py",),
     ),
     Mutant(
         name="weights-are-never-loaded-strictly",
@@ -305,7 +305,7 @@ MUTANTS: tuple[Mutant, ...] = (
         file="weights.py",
         before="        strict=strict,\n",
         after="        strict=False,\n",
-        near=("tests/engine/loading/test_load_options.py",),
+        near=("tests/loading/test_load_options.py",),
     ),
     Mutant(
         name="failing-sink-stops-a-save",

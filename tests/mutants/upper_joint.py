@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant
 
-_SAVES = ("tests/engine/saving/test_together.py", "tests/engine/saving/test_lost_ranks.py")
-_LOADS = ("tests/engine/loading/test_together.py",)
-_SEALED = ("tests/engine/sealed/test_ranks.py",)
-_TIERS = ("tests/engine/tiers/test_ranks.py",)
-_PER_RANK = ("tests/engine/saving/test_per_rank.py",)
-_PREFLIGHT = ("tests/care/test_preflight_of_ranks.py",)
-_ROOM = ("tests/engine/saving/test_room.py",)
-_CALLS = ("tests/engine/saving/test_calls.py",)
-_SHARING = ("tests/engine/loading/test_sharing.py", "tests/engine/loading/test_broadcast.py")
-_JOINED = ("tests/state/test_joining.py", "tests/engine/saving/test_joined_trees.py")
+_SAVES = ("tests/saving/test_distributed.py", "tests/saving/test_lost_ranks.py")
+_LOADS = ("tests/loading/test_distributed.py",)
+_SEALED = ("tests/encryption/test_ranks.py",)
+_TIERS = ("tests/replication/test_ranks.py",)
+_PER_RANK = ("tests/saving/test_per_rank.py",)
+_PREFLIGHT = ("tests/maintenance/test_preflight_of_ranks.py",)
+_ROOM = ("tests/saving/test_free_space.py",)
+_CALLS = ("tests/saving/test_call_counter.py",)
+_SHARING = ("tests/loading/test_broadcast_plan.py", "tests/loading/test_broadcast.py")
+_JOINED = ("tests/state/test_joining.py", "tests/saving/test_joined_trees.py")
 
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="a-commit-without-the-post-of-each-rank",
         promise="I2: the leader commits when every rank has said that its files are durable",
-        file="engine/saving/together.py",
+        file="saving/distributed.py",
         before='watch=watch).expect_all(\n            f"{tag} (step {self._step})"\n        )',
         after="watch=watch).came.values()",
         near=_SAVES[1:],
@@ -27,7 +27,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="a-follower-gives-up-unread",
         promise="R38: what the register holds is the outcome, also for who gives up",
-        file="engine/roots/commit.py",
+        file="root/commit.py",
         before="        if committed:\n            return True\n",
         after="",
         near=_SAVES,
@@ -35,7 +35,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="a-follower-gives-up-and-puts-nothing",
         promise="I1: what goes on after a follower gave up never commits",
-        file="engine/roots/commit.py",
+        file="root/commit.py",
         before="        put_once(store, attempt.manifest_key, Aborted(by=by, reason=",
         after="        _Absent(store, attempt.manifest_key, Aborted(by=by, reason=",
         near=_SAVES,
@@ -43,7 +43,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="sizes-of-other-ranks-unseen",
         promise="I2: the leader looks at the files of all ranks before it commits",
-        file="engine/saving/save.py",
+        file="saving/save.py",
         before="    _check_sizes(store, files)\n",
         after="",
         near=_SAVES,
@@ -51,7 +51,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="plan-id-not-compared",
         promise="R38: no rank goes by a plan that it does not know",
-        file="engine/saving/together.py",
+        file="saving/distributed.py",
         before="if known is None or known.plan_id != note.plan_id:",
         after="if known is None:",
         near=_SAVES,
@@ -59,7 +59,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="step-of-other-ranks-not-compared",
         promise="R38: ranks that save different steps are told so",
-        file="engine/saving/together.py",
+        file="saving/distributed.py",
         before='{"step": f"{of_step}", "components"',
         after='{"components"',
         near=_SAVES,
@@ -67,7 +67,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="a-leader-fails-unheard",
         promise="R38: a leader that fails before it has shared anything is heard at once",
-        file="engine/saving/together.py",
+        file="saving/distributed.py",
         before='        self._said = "plan"\n',
         after="",
         near=_SAVES,
@@ -75,7 +75,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="a-leader-in-doubt-says-that-it-failed",
         promise="R38: what the register holds is the outcome, whatever the leader fears",
-        file="engine/saving/save.py",
+        file="saving/save.py",
         before="leading.is_in_doubt = attempt.put_sent and",
         after="leading.is_in_doubt = False and",
         near=_SAVES,
@@ -83,7 +83,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="a-follower-claims",
         promise="I1: one writer of the register: the leader",
-        file="care/mirror.py",
+        file="replication/mirror.py",
         before="    if not leads:\n",
         after="    if not leads and takeover:\n",
         near=_SAVES,
@@ -99,7 +99,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="damage-on-another-rank-ignored",
         promise="I6: damage that one rank reads is damage for all",
-        file="engine/loading/together.py",
+        file="loading/distributed.py",
         before='if answer.kind == "damaged":',
         after='if answer.kind == "damage":',
         near=_LOADS,
@@ -107,7 +107,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="applied-before-all-are-ready",
         promise="I6: a load changes nothing on any rank before all can use it",
-        file="engine/loading/together.py",
+        file="loading/distributed.py",
         before="        self.loads.expect_ready(entry, candidate)\n",
         after="",
         near=_LOADS,
@@ -115,7 +115,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="a-failed-read-is-damage",
         promise="I4: no checkpoint is given up because a rank could not read it for a moment",
-        file="engine/loading/together.py",
+        file="loading/distributed.py",
         before="        elif is_damage(error):\n",
         after="        elif isinstance(error, HoldfastError):\n",
         near=_LOADS,
@@ -123,7 +123,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="half-loaded-on-one-rank-only",
         promise="I6: a rank that fails while it applies leaves all half loaded, and all say so",
-        file="engine/loading/together.py",
+        file="loading/distributed.py",
         before="            self._collected()\n            self._say",
         after="            self._say",
         near=_LOADS,
@@ -131,7 +131,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="an-error-in-a-hook-stays-on-its-rank",
         promise="R38: a rank that fails is heard at once",
-        file="engine/loading/together.py",
+        file="loading/distributed.py",
         before="            self._fail(self._tag, error, phase)\n",
         after="",
         near=_LOADS,
@@ -139,7 +139,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="a-follower-listens-no-longer-than-the-leader",
         promise="R38: who is silent is named, and not the leader that waits for it",
-        file="engine/saving/together.py",
+        file="saving/distributed.py",
         before="self._ranks.hear(tag, timeout_s=self._left_s() + GRACE_S, watch=watch)",
         after="self._ranks.hear(tag, timeout_s=self._left_s() - 1, watch=watch)",
         near=_SAVES,
@@ -147,18 +147,18 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="a-follower-blames-what-the-leader-removed",
         promise="R38: an error names the rank that failed",
-        file="engine/saving/save.py",
+        file="saving/save.py",
         before="        joint.expect_going_on(tools.store, attempt)\n",
         after="",
         near=(
-            "tests/engine/saving/test_lost_ranks.py::"
+            "tests/saving/test_lost_ranks.py::"
             "test_a_follower_whose_files_the_leader_has_removed_says_why_the_leader_gave_up",
         ),
     ),
     Mutant(
         name="ranks-compare-with-other-checkpoints",
         promise="R38: no rank waits for a comparison that others do not begin",
-        file="engine/saving/together.py",
+        file="saving/distributed.py",
         before="self.compares = all(share.standing == self._standing for share in shares)",
         after="self.compares = True",
         near=_SAVES,
@@ -166,7 +166,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="messages-not-bound-to-their-round",
         promise="R33: a message between ranks that was moved or came from another rank is refused",
-        file="engine/sealed/messages.py",
+        file="encryption/messages.py",
         before='    return f"{way} of rank {rank}: {tag}".encode()',
         after='    return b""',
         near=_SEALED,
@@ -174,7 +174,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="messages-under-one-key-and-nonce",
         promise="R33: no key meets a nonce twice",
-        file="engine/sealed/messages.py",
+        file="encryption/messages.py",
         before="salt = fresh_secret()  #",
         after="salt = bytes(SECRET_NBYTES)  #",
         near=_SEALED,
@@ -182,7 +182,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="failures-told-in-clear",
         promise="R34: what ranks tell each other is not in clear",
-        file="engine/sealed/messages.py",
+        file="encryption/messages.py",
         before="        self._inner.fail(tag, said, timeout_s=left_s)",
         after="        self._inner.fail(tag, failure, timeout_s=left_s)",
         near=_SEALED,
@@ -190,7 +190,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="failures-of-a-rank-without-the-key-told-in-clear",
         promise="R34: what ranks tell each other is not in clear",
-        file="engine/sealed/messages.py",
+        file="encryption/messages.py",
         before="            without = self._in_clear(error)",
         after="            without = failure",
         near=_SEALED,
@@ -198,7 +198,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="words-of-a-key-service-told-in-clear",
         promise="R34: what ranks tell each other is not in clear",
-        file="engine/sealed/messages.py",
+        file="encryption/messages.py",
         before="        if not isinstance(error, SealError):",
         after="        if True:",
         near=_SEALED,
@@ -206,7 +206,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="a-leader-without-a-key-is-not-heard",
         promise="R38: a leader that fails is named at once",
-        file="engine/sealed/messages.py",
+        file="encryption/messages.py",
         before="for said_as in (self._tag, tag) if self.is_leader else (tag,):",
         after="for said_as in (tag,):",
         near=_SEALED,
@@ -214,7 +214,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="suites-of-ranks-not-compared",
         promise="R38: a rank with another suite fails all by its name",
-        file="engine/sealed/messages.py",
+        file="encryption/messages.py",
         before="        if note.suite != self._suite.name:",
         after="        if note.suite is None:",
         near=_SEALED,
@@ -222,7 +222,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="ranks-with-encryption-count-otherwise",
         promise="R38: a rank that does not encrypt is named",
-        file="engine/sealed/messages.py",
+        file="encryption/messages.py",
         before="    if ranks.world_size == 1:",
         after="    if ranks.world_size == 1 or encryption is None:",
         near=_SEALED,
@@ -230,7 +230,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="ranks-share-numbers-of-files",
         promise="R33: no stored file of one rank is written by another",
-        file="engine/sealed/sealing.py",
+        file="encryption/store.py",
         before="attempt.numbers = count(rank, world_size)",
         after="attempt.numbers = count(rank)",
         near=_SEALED,
@@ -238,7 +238,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="a-stored-file-of-two-ranks-is-taken",
         promise="R33: no stored file of one rank is written by another",
-        file="engine/sealed/sealing.py",
+        file="encryption/store.py",
         before="if name in attempt.seals or seal.name in attempt.stored:",
         after="if name in attempt.seals:",
         near=_SEALED,
@@ -246,7 +246,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="a-follower-keeps-its-attempt",
         promise="R38: a follower reads the files of all ranks after the commit",
-        file="engine/sealed/sealing.py",
+        file="encryption/store.py",
         before="self._attempts.pop(folder, None)  # another rank has committed it",
         after="pass",
         near=_SEALED,
@@ -262,7 +262,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="followers-stay-in-the-local-tier",
         promise="R38: what is damaged locally for one rank all read remotely",
-        file="engine/loading/resume.py",
+        file="loading/search.py",
         before="        if is_remote:\n            catalog.switch_tier(folder)\n",
         after="",
         near=_TIERS,
@@ -286,7 +286,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="two-values-of-one-name-joined",
         promise="R38: what several ranks have under one name is equal, or the save is refused",
-        file="state/joining.py",
+        file="state/planning/joining.py",
         before="elif not are_equal(joined[name], value):",
         after="elif type(joined[name]) is not type(value):",
         near=_JOINED,
@@ -294,7 +294,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="slots-of-one-rank-joined-to-a-parameter-of-another",
         promise="R38: a parameter that several ranks have has its slots on all of them",
-        file="state/joining.py",
+        file="state/planning/joining.py",
         before='.get(name, default) for name in tree["shapes"]}',
         after="[name] for name in tree[member]}",
         near=_JOINED,
@@ -302,7 +302,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="a-position-joined-as-a-name",
         promise="R38: parameters that have no name are not joined",
-        file="state/joining.py",
+        file="state/planning/joining.py",
         before="for name in home if _POSITION.fullmatch(name))",
         after="for name in home if not name)",
         near=_JOINED,
@@ -310,7 +310,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="a-parameter-in-two-groups",
         promise="R38: parameter groups are joined by number, or refused",
-        file="state/joining.py",
+        file="state/planning/joining.py",
         before="                    if known != number:\n",
         after="                    if known < 0:\n",
         near=_JOINED,
@@ -318,7 +318,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="a-leaf-that-no-rank-takes",
         promise="R38: a load by several ranks takes all of a checkpoint, or is refused",
-        file="engine/loading/together.py",
+        file="loading/distributed.py",
         before="if untaken and found.options.strict and not found.options.is_grown:",
         after="if untaken and not found.options.is_full:",
         near=_JOINED,
@@ -326,7 +326,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="leaves-of-other-ranks-demanded",
         promise="R38: a rank takes what its own objects name, however the stages were cut",
-        file="engine/loading/resume.py",
+        file="loading/search.py",
         before="opened.by_rank if self.world_size > 1 else ()",
         after="opened.by_rank if self.world_size < 1 else ()",
         near=_JOINED,
@@ -342,7 +342,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="kinds-of-components-not-compared",
         promise="R38: ranks that save other kinds of components are told so",
-        file="engine/saving/shares.py",
+        file="saving/shard_plan.py",
         before="if kinds != (self._components, self._kinds):",
         after="if kinds[0] != self._components:",
         near=_JOINED,
@@ -350,7 +350,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="joined-trees-are-never-unchanged",
         promise="R38: a save of the same step with not one byte changed commits nothing",
-        file="engine/saving/together.py",
+        file="saving/distributed.py",
         before="                or recorded.get(layout.tree_file(name)) != roots",
         after="                and recorded.get(layout.tree_file(name)) != roots",
         near=_JOINED,
@@ -358,7 +358,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="per-rank-of-the-first-for-all",
         promise="R38: each rank gets its own back",
-        file="state/byrank.py",
+        file="state/capture/byrank.py",
         before="    old = rank % len(nodes)\n",
         after="    old = 0\n",
         near=_PER_RANK,
@@ -366,7 +366,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="shapes-of-another-rank-taken",
         promise="R38: what each rank has is given to another number of ranks only where it fits",
-        file="state/byrank.py",
+        file="state/capture/byrank.py",
         before="    if odd:\n        names",
         after="    if len(odd) > num_ranks:\n        names",
         near=_PER_RANK,
@@ -374,7 +374,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="another-ranks-leaves-excuse-ones-own",
         promise="R38: what is of each rank is loaded whole on each",
-        file="engine/loading/resume.py",
+        file="loading/search.py",
         before="divided=opened.components.keys() - opened.by_rank if",
         after="divided=opened.components.keys() if",
         near=_PER_RANK,
@@ -382,7 +382,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="versions-of-each-rank-lost",
         promise="R38: what is beside the trees of ranks comes back, too",
-        file="state/byrank.py",
+        file="state/capture/byrank.py",
         before='tree = {**document, "tree": _without_prefix',
         after='tree = {"holdfast": document["holdfast"], "tree": _without_prefix',
         near=_PER_RANK,
@@ -390,7 +390,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="the-mark-of-a-rank-not-compared",
         promise="R38: ranks that mark other components as of each rank are told so",
-        file="engine/saving/shares.py",
+        file="saving/shard_plan.py",
         before='return f"{part.kind}, per rank" if part.by_rank else part.kind',
         after="return part.kind",
         near=_PER_RANK,
@@ -398,7 +398,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="problems-of-other-ranks-unheard",
         promise="R38: what will not work on any rank is said before the first save",
-        file="care/preflight.py",
+        file="maintenance/preflight.py",
         before="        *others.problems(),\n",
         after="",
         near=_PREFLIGHT,
@@ -406,7 +406,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="a-rank-that-sees-nothing-unnoticed",
         promise="R38: a rank with other storage is named before the first save",
-        file="care/preflight.py",
+        file="maintenance/preflight.py",
         before="            if not found.sees:\n",
         after="            if found.problems:\n",
         near=_PREFLIGHT,
@@ -414,7 +414,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="files-of-a-rank-not-looked-for",
         promise="R38: a rank whose files the leader does not see is named before the first save",
-        file="care/preflight.py",
+        file="maintenance/preflight.py",
         before="elif not found.problems and _key_of(folder, rank) not in keys:",
         after="elif not keys:",
         near=_PREFLIGHT,
@@ -422,7 +422,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="room-as-the-leader-sees-it",
         promise="R38: a save fits into the least room that any rank sees",
-        file="engine/saving/room.py",
+        file="saving/free_space.py",
         before="self.nbytes = _least([self.nbytes, nbytes])",
         after="self.nbytes = self.nbytes or nbytes",
         near=_PREFLIGHT,
@@ -430,7 +430,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="room-of-shared-storage-summed-over-hosts",
         promise="R38: storage that several hosts see is counted once",
-        file="engine/saving/room.py",
+        file="saving/free_space.py",
         before="nbytes=_most(room.nbytes for room in rooms.values()),",
         after="nbytes=sum(room.nbytes or 0 for room in rooms.values()),",
         near=_ROOM,
@@ -438,7 +438,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="a-host-needs-room-for-one-of-its-ranks",
         promise="R38: what all ranks of a host write is summed",
-        file="engine/saving/room.py",
+        file="saving/free_space.py",
         before="nbytes = sum(size.of_ranks[rank][0] for rank in room.ranks)",
         after="nbytes = max(size.of_ranks[rank][0] for rank in room.ranks)",
         near=_ROOM,
@@ -446,7 +446,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="a-follower-fails-its-probe-unheard",
         promise="R38: a rank that fails is heard at once",
-        file="engine/saving/together.py",
+        file="saving/distributed.py",
         before='            said, self._said = self._said, "probe"\n',
         after="            said = self._said\n",
         near=_PREFLIGHT,
@@ -454,7 +454,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="a-leader-fails-unheard-after-the-probe",
         promise="R38: a leader that fails before it has announced its plan is heard at once",
-        file="engine/saving/together.py",
+        file="saving/distributed.py",
         before="self._said = self._plan_part = _PLAN_AFTER_PROBE",
         after="self._plan_part = _PLAN_AFTER_PROBE",
         near=_PREFLIGHT,
@@ -462,7 +462,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="a-call-that-raised-is-not-counted",
         promise="R38: calls of maybe_save are counted alike, also where one raises",
-        file="engine/control/outside.py",
+        file="control/external_events.py",
         before="            if not self._has_looked:\n                self._agreed.skip()\n",
         after="            pass\n",
         near=_CALLS,
@@ -470,7 +470,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="a-save-that-raised-is-not-counted",
         promise="R38: ranks number their saves alike, also where a call raises on one of them",
-        file="engine/saving/together.py",
+        file="saving/distributed.py",
         before="            if self._count == before:\n",
         after="            if self._count < before:\n",
         near=_CALLS,
@@ -478,7 +478,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="a-due-save-that-the-leader-cannot-decide-on-is-not-counted",
         promise="R38: ranks number their saves alike, also where maybe_save has found one due",
-        file="engine/saving/together.py",
+        file="saving/distributed.py",
         before="self._is_due and self._count == before:\n",
         after="self._is_due and self._count < before:\n",
         near=_CALLS,
@@ -494,7 +494,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="an-interrupt-fails-a-save-that-goes-on",
         promise="R38: a save has one outcome for all ranks",
-        file="engine/saving/joint.py",
+        file="saving/participants.py",
         before="if error is not None and not self.is_under_way:",
         after="if error is not None:",
         near=_CALLS,
@@ -502,7 +502,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="posts-of-a-failed-save-stay",
         promise="R38: the store of the group does not grow with saves that fail",
-        file="engine/saving/together.py",
+        file="saving/distributed.py",
         before="            self._drop_posts()\n",
         after="",
         near=_CALLS,
@@ -510,7 +510,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="a-follower-gives-up-a-save-that-waits-for-uploads",
         promise="R38: callers in a follower wait for a leader that waits for uploads",
-        file="engine/saving/together.py",
+        file="saving/distributed.py",
         before="self.patience_s = 2 * GRACE_S + waited_s",
         after="self.patience_s = 2 * GRACE_S",
         near=_CALLS,
@@ -518,7 +518,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="a-rank-that-lost-count-goes-on",
         promise="R38: after a rank has lost count of the saves they fail at once",
-        file="engine/saving/together.py",
+        file="saving/distributed.py",
         before="        if why is not None:\n            raise RanksError(",
         after="        if why == '':\n            raise RanksError(",
         near=_CALLS,
@@ -526,7 +526,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="a-lost-count-is-never-found-again",
         promise="R38: a load by all ranks makes them number their saves alike",
-        file="engine/saving/together.py",
+        file="saving/distributed.py",
         before="        self._count = 0\n        self.miscounted = self._refused = None\n",
         after="        self._count = 0\n",
         near=_CALLS,
@@ -534,7 +534,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="a-rank-that-refused-a-save-finds-another-one-due",
         promise="R38: a rank that may find other saves due than the others says so",
-        file="engine/saving/together.py",
+        file="saving/distributed.py",
         before="                self._refused = error\n",
         after="",
         near=_CALLS,
@@ -551,7 +551,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="a-load-that-one-rank-refuses-is-not-told",
         promise="R38: a load that one rank refuses fails on all at once",
-        file="engine/loading/together.py",
+        file="loading/distributed.py",
         before="            if not self._has_begun:\n",
         after="            if self._num_messages:\n",
         near=_CALLS,
@@ -559,7 +559,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="the-leaders-wait-for-uploads-is-part-of-the-save",
         promise="R38: the deadline of a save begins after the wait for uploads",
-        file="engine/saving/together.py",
+        file="saving/distributed.py",
         before="            self._end = time.monotonic() + 2 * self._together.timeout_s\n",
         after="",
         near=_CALLS,
@@ -567,7 +567,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="one-replica-reads-everything",
         promise="R38: replicas read equally many blocks",
-        file="engine/loading/sharing.py",
+        file="loading/broadcast_plan.py",
         before="reader = ranks[counts[kind] % len(ranks)]",
         after="reader = ranks[0]",
         near=_SHARING,
@@ -575,7 +575,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="shared-blocks-read-again",
         promise="R38: each byte is read once for all ranks that share it",
-        file="engine/loading/pipeline.py",
+        file="loading/pipeline.py",
         before="if block not in shared}",
         after="if block is not shared}",
         near=_SHARING,
@@ -583,7 +583,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="damage-that-was-sent-unnoticed",
         promise="I6: damage that one rank reads for others is damage for all",
-        file="engine/loading/exchanging.py",
+        file="loading/broadcast.py",
         before="            except HoldfastError as error:\n"
         "                self._failure = error\n",
         after="            except HoldfastError:\n                pass\n",
@@ -592,7 +592,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="turns-for-a-rank-that-has-read-all",
         promise="R38: ranks wait for no block of a rank that has read all, or refuses",
-        file="engine/loading/together.py",
+        file="loading/distributed.py",
         before="tuple(-1 if of is None else numbers[of] for of in runs)",
         after="tuple(0 if of is None else numbers[of] for of in runs)",
         near=_SHARING,

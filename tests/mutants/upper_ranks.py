@@ -8,18 +8,18 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="copies-are-compared-once",
         promise="R38: what several ranks hold is compared again in every tenth save",
-        file="engine/saving/together.py",
+        file="saving/distributed.py",
         before="if self._own.num_saves % _COMPARED_EVERY == 0:",
         after="if self._own.num_saves == 0:",
-        near=("tests/engine/saving/test_replicas.py",),
+        near=("tests/saving/test_replicas.py",),
     ),
     Mutant(
         name="buffers-come-from-any-rank",
         promise="R38: buffers of any size are those of rank 0, as under DDP",
-        file="engine/saving/shares.py",
+        file="saving/shard_plan.py",
         before="and (component, key) not in self._buffers",
         after="and True",
-        near=("tests/engine/saving/test_replicas.py",),
+        near=("tests/saving/test_replicas.py",),
     ),
     Mutant(
         name="all-lives-of-a-group-share-their-keys",

@@ -56,7 +56,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="one-live-tensor-takes-two-values",
         promise="I6: names that are one tensor here, and had two values when saved, are refused",
-        file="state/merge.py",
+        file="state/planning/merge.py",
         before="if known is not stored and not _same_bits(fetched(known), fetched(stored)):",
         after="if known is not stored and not path:",
         near=("tests/state/test_modules.py",),
@@ -64,7 +64,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="a-trial-load-is-not-undone",
         promise="I6: loading code that refuses a state leaves no trace",
-        file="state/trial.py",
+        file="state/planning/trial.py",
         before="            undoing.callback(_Values(tensor).put_back)\n",
         after="            _Values(tensor)\n",
         near=("tests/state/test_modules.py",),
@@ -112,7 +112,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="generators-are-set-before-foreign-code-runs",
         promise="I7: generators are restored last, after code that may draw from them",
-        file="state/plans.py",
+        file="state/planning/plans.py",
         before="    finish_order = 1\n",
         after="    finish_order = -1\n",
         near=("tests/state/test_apply.py",),
@@ -120,7 +120,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="other-versions-are-not-told",
         promise="I7: where exact resumption is not certain, it is reported",
-        file="state/plans.py",
+        file="state/planning/plans.py",
         before="        if name in stored and stored[name] != live[name]\n",
         after="        if name in stored and not live[name]\n",
         near=("tests/state/test_generators.py",),
@@ -128,7 +128,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="tree-overwrites-the-weights-of-the-model",
         promise="I6: a stored tree is not copied into memory of the model",
-        file="state/merge.py",
+        file="state/planning/merge.py",
         before="        if storage in self._protected:\n            return _OF_MODULE\n",
         after="",
         near=("tests/state/test_merge.py",),
@@ -152,7 +152,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="slots-are-not-looked-at-again",
         promise="I6: what cannot be saved is refused as soon as it exists",
-        file="state/refusals.py",
+        file="state/capture/refusals.py",
         before="    return len(state), len(last) if isinstance(last, dict) else 0\n",
         after="    return 0, 0\n",
         near=("tests/state/test_refusals.py",),
@@ -160,7 +160,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="edits-keep-what-cannot-be-saved",
         promise="I6: what the hook does not leave out is refused, not stored empty",
-        file="state/edits.py",
+        file="state/capture/edits.py",
         before="    if left:\n        raise UnsupportedState(left)\n",
         after="",
         near=("tests/state/test_refusals.py",),
@@ -168,7 +168,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="changes-in-place-are-no-state",
         promise="I6: attributes that training changes and no component holds are named",
-        file="state/outside.py",
+        file="state/capture/outside.py",
         before="            return bool(before.value[:2] == now.value[:2])\n",
         after="            return False\n",
         near=("tests/state/test_outside.py",),

@@ -16,7 +16,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="an-overridden-schedule-is-not-stepped-again",
         promise="I7: a schedule that is taken from the script has the rates of a run with it",
-        file="state/schedulesettings.py",
+        file="state/planning/schedulesettings.py",
         before="for _ in range(num_steps):",
         after="for _ in range(0):",
         near=("tests/train/fit/test_longer_schedules.py",),
@@ -35,7 +35,7 @@ MUTANTS: tuple[Mutant, ...] = (
         file="train/trainer.py",
         before='            own["scaler"] = self._numerics.scaler\n',
         after="            pass\n",
-        near=("tests/train/window/test_precision.py",),
+        near=("tests/train/step/test_precision.py",),
     ),
     Mutant(
         name="ema-is-not-saved",
@@ -51,7 +51,7 @@ MUTANTS: tuple[Mutant, ...] = (
         file="train/trainer.py",
         before="        own |= self.schedulers\n",
         after="",
-        near=("tests/train/window/test_schedulers.py",),
+        near=("tests/train/step/test_schedulers.py",),
     ),
     Mutant(
         name="metrics-of-an-epoch-are-not-saved",
@@ -59,7 +59,7 @@ MUTANTS: tuple[Mutant, ...] = (
         file="train/trainer.py",
         before='            own["metrics"] = self._scores\n',
         after="            pass\n",
-        near=("tests/train/window/test_scores.py",),
+        near=("tests/train/step/test_epoch_metrics.py",),
     ),
     Mutant(
         name="size-of-micro-batches-is-not-saved",
@@ -67,20 +67,20 @@ MUTANTS: tuple[Mutant, ...] = (
         file="train/trainer.py",
         before='            own["micro_batch"] = self._micro_batches\n',
         after="            pass\n",
-        near=("tests/train/window/test_splitting.py",),
+        near=("tests/train/step/test_micro_batches.py",),
     ),
     Mutant(
         name="a-failed-try-leaves-traces",
         promise="I7: a step that is done again with smaller parts begins where it began",
-        file="train/window/loop.py",
+        file="train/step/step.py",
         before="            before.put_back()\n",
         after="",
-        near=("tests/train/window/test_splitting.py",),
+        near=("tests/train/step/test_micro_batches.py",),
     ),
     Mutant(
         name="ranks-weigh-by-themselves",
         promise="R38: a step is the mean over the tokens of all ranks",
-        file="train/window/weighing.py",
+        file="train/step/loss_weights.py",
         before="        if self._group.is_alone:\n            return total\n",
         after="        return total\n",
         near=("tests/train/parallel/test_ranks.py",),
@@ -112,7 +112,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="callback-state-is-keyed-by-class",
         promise="D55: two callbacks of one class keep their states apart",
-        file="train/callbacks/calling.py",
+        file="train/callbacks/registry.py",
         before="        if len(found) > 1:\n            former",
         after="        if len(found) > 2:\n            former",
         near=("tests/train/callbacks/test_callbacks.py",),
@@ -136,7 +136,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="patience-begins-anew-after-a-resume",
         promise="I7: early stopping ends a resumed run where an undisturbed one ends",
-        file="train/callbacks/ready.py",
+        file="train/callbacks/early_stopping.py",
         before='self.best, self.num_waited = state["best"], state["num_waited"]',
         after='self.best = state["best"]',
         near=("tests/train/callbacks/test_early.py",),
@@ -152,7 +152,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="log-of-a-late-validation-lacks-the-step-s-numbers",
         promise="I7: a resume that makes up for a validation logs all numbers of its step",
-        file="train/callbacks/calling.py",
+        file="train/callbacks/registry.py",
         before="            item.step_numbers = numbers.get(name, {})\n",
         after="            pass\n",
         near=("tests/train/evaluation/test_made_up.py",),
@@ -216,10 +216,10 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="buffers-are-not-put-back",
         promise="I7: a step that was given up leaves buffers as they were",
-        file="train/window/wayback.py",
+        file="train/step/undo.py",
         before="            buffer.copy_(kept)\n",
         after="            pass\n",
-        near=("tests/train/window/test_boundary.py",),
+        near=("tests/train/step/test_boundary.py",),
     ),
     Mutant(
         name="one-step-beyond-the-goal",
@@ -232,7 +232,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="error-of-a-callback-at-close-is-swallowed",
         promise="D39: errors at close are raised, and all callbacks are closed",
-        file="train/callbacks/calling.py",
+        file="train/callbacks/registry.py",
         before="        if failures:\n            raise failures[0]\n",
         after="",
         near=("tests/train/callbacks/test_callbacks.py",),
@@ -296,7 +296,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="metrics-are-those-of-one-rank",
         promise="R38: metrics are means over ranks",
-        file="train/window/metrics.py",
+        file="train/step/device_metrics.py",
         before="        means = added[:, 0] / _divisor(added[:, 1])\n",
         after="        means = added[:, 0]\n",
         near=("tests/train/parallel/test_ranks.py",),
@@ -305,8 +305,8 @@ MUTANTS: tuple[Mutant, ...] = (
         name="ranks-seed-alike",
         promise="R38: ranks draw differently",
         file="train/fit/fitting.py",
-        before="making.seed_generators(self._gear.seed + self._group.rank)",
-        after="making.seed_generators(self._gear.seed)",
+        before="build.seed_generators(self._gear.seed + self._group.rank)",
+        after="build.seed_generators(self._gear.seed)",
         near=("tests/train/parallel/test_ranks.py",),
     ),
     Mutant(
@@ -320,7 +320,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="loggers-on-every-rank",
         promise="R38: only the leader logs",
-        file="train/callbacks/calling.py",
+        file="train/callbacks/registry.py",
         before="called = [item for item in self._all if is_leader or not isinstance(item, Logger)]",
         after="called = [*self._all]",
         near=("tests/train/parallel/test_ranks.py",),

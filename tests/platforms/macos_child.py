@@ -21,9 +21,9 @@ def main(root: str, *words: str) -> None:
     calls = disguised.as_macos(has_full_sync=not words)
     for module in disguised.modules():
         importlib.import_module(module)
-    from holdfast.engine.claims import claim
-    from holdfast.engine.claims.process import liveness, this_process
     from holdfast.manager import CheckpointManager
+    from holdfast.ownership import claim
+    from holdfast.ownership.process import liveness, this_process
 
     claim.WATCH_S = None  # type: ignore[assignment]  # an error where it would watch heartbeats
     model = nn.Linear(4, 4)

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from holdfast.engine.roots.catalog import Catalog
 from holdfast.format.manifest import Timestamp
 from holdfast.policy import rule, rules
 from holdfast.policy.retention import decide
 from holdfast.policy.rule import AnyRule, Candidate, Rule, ThenDrop
 from holdfast.policy.rules import Last, parse_rule
+from holdfast.root.catalog import Catalog
 from holdfast.store.local import LocalStore
 from runs import new_run
 

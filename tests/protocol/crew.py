@@ -10,13 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import repeat
 
-from holdfast.care.gc import collect
-from holdfast.care.retention import Deleter
-from holdfast.engine.claims.claim import Choice, Claim, claim_run, dropped, is_being_deleted
-from holdfast.engine.claims.leases import leased
-from holdfast.engine.claims.notes import annotate
-from holdfast.engine.roots.catalog import Catalog, Entry
-from holdfast.engine.roots.commit import begin, commit
 from holdfast.errors import (
     CommitConflict,
     NoCheckpoint,
@@ -26,8 +19,15 @@ from holdfast.errors import (
 )
 from holdfast.events import Emitter
 from holdfast.format.manifest import ComponentEntry, FileEntry, Manifest, Reference, Timestamp
+from holdfast.maintenance.gc import collect
+from holdfast.maintenance.retention import Deleter
+from holdfast.ownership.annotations import annotate
+from holdfast.ownership.claim import Choice, Claim, claim_run, dropped, is_being_deleted
+from holdfast.ownership.leases import leased
 from holdfast.policy.rule import Rule
 from holdfast.policy.rules import All, Last
+from holdfast.root.catalog import Catalog, Entry
+from holdfast.root.commit import begin, commit
 from holdfast.store.base import Store
 from holdfast.store.memory import MemoryStore
 

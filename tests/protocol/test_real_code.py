@@ -8,12 +8,12 @@ from functools import partial
 
 import pytest
 
-from holdfast.care import retention
-from holdfast.engine.claims import leases
-from holdfast.engine.claims.claim import Claim
-from holdfast.engine.claims.leases import Readers
-from holdfast.engine.roots.catalog import Catalog
 from holdfast.errors import HoldfastError
+from holdfast.maintenance import retention
+from holdfast.ownership import leases
+from holdfast.ownership.claim import Claim
+from holdfast.ownership.leases import Readers
+from holdfast.root.catalog import Catalog
 from holdfast.store.memory import MemoryStore
 
 from . import crew

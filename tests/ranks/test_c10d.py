@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import warm
 from children import environment
-from holdfast.engine.sealed.messages import encrypted
+from holdfast.encryption.messages import encrypted
 from holdfast.errors import (
     DeadlineExceeded,
     Disconnected,
@@ -215,7 +215,7 @@ def test_a_save_that_is_finished_at_exit_still_has_its_coordinator(
         "def refuse(*_, **__): raise RuntimeError('no new thread at interpreter shutdown')\n"
         "atexit.register(setattr, threading, '_start_new_thread', refuse)\n"
     )
-    importing = "from holdfast.engine.control import exits\n"
+    importing = "from holdfast.control import exits\n"
     never_used = "import weakref; weakref.finalize._registered_with_atexit = False\n"
     code = (
         (never_used + importing + HOST if comes == "first" else HOST + importing)

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from children import Child
-from holdfast.engine.sealed.messages import encrypted
+from holdfast.encryption.messages import encrypted
 from holdfast.keys import Encryption, SecretKey
 from holdfast.ranks.alone import Alone
 from holdfast.ranks.c10d import C10d

@@ -21,9 +21,9 @@ from holdfast.cli.target import NAMED, KeySources
 from holdfast.cli.watch import Watcher
 from holdfast.cli.web import checkpoints, jobs, runs
 from holdfast.cli.web.rendering import MAX_TEXT, _shown
-from holdfast.engine.roots.catalog import Catalog
 from holdfast.errors import StoreError
 from holdfast.keys import Encryption, from_file
+from holdfast.root.catalog import Catalog
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
 from runs import new_run

@@ -10,8 +10,8 @@ from tests.serve.client import serving
 from tests.serve.test_pages import text_of
 
 from holdfast.cli.web import runs
-from holdfast.engine.tiers.tiered import Tiered
 from holdfast.errors import StoreError, TransientStoreError
+from holdfast.ownership.tiered_options import Tiered
 from holdfast.store.local import LocalStore
 from holdfast.store.remote.store import RemoteStore
 from runs import new_run

@@ -19,10 +19,10 @@ import pytest
 import warm
 from distributed.run import run_ranks
 from holdfast import Checkpoint, CheckpointManager, Checkpoints, MemoryStore, OnCommit
-from holdfast.engine.control.on_commit import CommandFailed, run
-from holdfast.engine.roots.catalog import Catalog
+from holdfast.control.on_commit import CommandFailed, run
 from holdfast.errors import UsageError
 from holdfast.format.manifest import manifest_digest
+from holdfast.root.catalog import Catalog
 from holdfast.store import open_store
 
 WRITE = "import json, sys; print(json.dumps(sys.argv[2:]), file=open(sys.argv[1], 'a'))"

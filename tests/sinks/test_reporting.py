@@ -105,7 +105,7 @@ def test_slowness_is_told_while_training_goes_on(
     began_s = hanging._began_s
     assert began_s is not None
     monkeypatch.setattr(
-        "holdfast.engine.control.reporting.time.monotonic", lambda: began_s + hanging.timeout_s + 1
+        "holdfast.control.reporter.time.monotonic", lambda: began_s + hanging.timeout_s + 1
     )
     hanging(event)
     hanging(event)
@@ -115,7 +115,7 @@ def test_slowness_is_told_while_training_goes_on(
 def test_what_waits_is_bounded(
     hanging: Recording, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("holdfast.engine.control.reporting.MAX_WAITING", 2)
+    monkeypatch.setattr("holdfast.control.reporter.MAX_WAITING", 2)
     for _ in range(5):
         hanging(Event(kind="committed", message="", step=1))
     assert len(hanging._queued) == 2

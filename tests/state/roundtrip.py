@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.state.apply import Prepared, prepare
-from holdfast.state.capture import Captured, capture
+from holdfast.state.capture.capture import Captured, capture
 from holdfast.state.components import StoredComponent
 
 

@@ -13,7 +13,7 @@ from holdfast.errors import FormatError, HoldfastError, MismatchError, UsageErro
 from holdfast.format.nodes import TensorRef
 from holdfast.format.objects import document
 from holdfast.state.apply import OpaqueLoadFailed
-from holdfast.state.capture import capture
+from holdfast.state.capture.capture import capture
 from holdfast.state.components import StoredComponent
 from state.roundtrip import (
     assert_same_tensors,

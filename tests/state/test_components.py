@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from holdfast.errors import UsageError
-from holdfast.state.capture import capture
+from holdfast.state.capture.capture import capture
 from holdfast.state.components import check_state, kind_of
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from holdfast.errors import UsageError
-from holdfast.state.copying import (
+from holdfast.state.planning.copying import (
     LARGE_NBYTES,
     PIECE_NBYTES,
     are_plain,

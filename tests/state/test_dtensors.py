@@ -20,11 +20,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from holdfast.errors import MismatchError, UnsupportedState, UsageError
 from holdfast.format.tensors import TensorSpec
 from holdfast.state.apply import Prepared, prepare
-from holdfast.state.capture import Capturer
+from holdfast.state.capture.capture import Capturer
 from holdfast.state.collecting import Leaves
 from holdfast.state.components import StoredComponent
-from holdfast.state.destinations import placed_as
 from holdfast.state.leaves import local_of
+from holdfast.state.planning.destinations import placed_as
 from holdfast.state.shards import LocalShards, shards_of
 from state.layouts import Layout
 

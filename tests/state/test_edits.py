@@ -13,10 +13,10 @@ from torch import Tensor, nn, optim
 
 from holdfast.errors import CorruptData, FormatError, MismatchError, UnsupportedState, UsageError
 from holdfast.state.apply import Prepared, prepare
-from holdfast.state.capture import Captured, Capturer, capture
+from holdfast.state.capture.capture import Captured, Capturer, capture
+from holdfast.state.capture.edits import StateView, edited, edited_load
+from holdfast.state.capture.views import ComponentView
 from holdfast.state.components import StoredComponent
-from holdfast.state.edits import StateView, edited, edited_load
-from holdfast.state.views import ComponentView
 from state.roundtrip import Image, as_view, digest, image, raw_bytes, train
 
 Edit = Callable[[StateView], None]

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from holdfast.state import modules
-from holdfast.state.capture import Capturer, capture
-from holdfast.state.recall import foresee
+from holdfast.state.capture.capture import Capturer, capture
+from holdfast.state.capture.recall import foresee
 
 
 class Branching(nn.Module):

@@ -13,7 +13,7 @@ import torch
 from holdfast.errors import FormatError, MismatchError, UnsupportedState
 from holdfast.format.nodes import GeneratorState
 from holdfast.format.objects import decode_tree, document
-from holdfast.state.capture import capture
+from holdfast.state.capture.capture import capture
 from holdfast.state.components import StoredComponent
 from state.roundtrip import Image, global_generators_kept, image
 

@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 from holdfast import CheckpointManager, SideSaver
 from holdfast.data import Loader
 from holdfast.errors import UnsupportedState, UsageError
-from holdfast.state.lacking import lacks_optimizer
+from holdfast.state.capture.lacking import lacks_optimizer
 from holdfast.store.memory import MemoryStore
 
 SAMPLES = list(range(10))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
 from holdfast.errors import UnsupportedState
-from holdfast.state.capture import capture
+from holdfast.state.capture.capture import capture
 from holdfast.state.leaves import DTYPE_NAMES, TORCH_DTYPES, refusal
 from state.roundtrip import image, raw_bytes
 

@@ -15,13 +15,13 @@ from holdfast.errors import FormatError, MismatchError
 from holdfast.format.nodes import TensorRef
 from holdfast.format.objects import decode_tree, document
 from holdfast.format.tensors import TensorSpec
-from holdfast.state import merge
 from holdfast.state.apply import prepare
-from holdfast.state.capture import capture
+from holdfast.state.capture.capture import capture
 from holdfast.state.components import StoredComponent
-from holdfast.state.copying import copy_tensors
 from holdfast.state.leaves import DTYPE_NAMES
-from holdfast.state.merge import Claims, Merge, Placement
+from holdfast.state.planning import merge
+from holdfast.state.planning.copying import copy_tensors
+from holdfast.state.planning.merge import Claims, Merge, Placement
 from holdfast.state.trees import decode_skeleton
 from holdfast.store.memory import MemoryStore
 from state.roundtrip import image, packed

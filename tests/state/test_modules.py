@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from holdfast.errors import FormatError, MismatchError, UnsupportedState
 from holdfast.format.objects import document
-from holdfast.state.capture import capture
+from holdfast.state.capture.capture import capture
 from holdfast.state.components import StoredComponent
 from state.roundtrip import assert_same_tensors, digest, image, small_model
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn, optim
 
 from holdfast.errors import FormatError, MismatchError, UnsupportedState
 from holdfast.format.objects import decode_tree, document
-from holdfast.state.capture import capture
+from holdfast.state.capture.capture import capture
 from holdfast.state.components import StoredComponent
 from state.roundtrip import assert_same_tensors, digest, image, small_model, train
 

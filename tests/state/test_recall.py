@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from holdfast.errors import UnsupportedState
-from holdfast.state.capture import Captured, Capturer, capture
-from holdfast.state.recall import Recollection
+from holdfast.state.capture.capture import Captured, Capturer, capture
+from holdfast.state.capture.recall import Recollection
 
 State = dict[str, Any]
 

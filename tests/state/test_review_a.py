@@ -17,10 +17,10 @@ from holdfast.errors import FormatError
 from holdfast.format.nodes import GeneratorState
 from holdfast.format.objects import document
 from holdfast.state import generators
-from holdfast.state.capture import capture
+from holdfast.state.capture.capture import capture
+from holdfast.state.capture.lacking import describe
 from holdfast.state.collecting import Leaves
 from holdfast.state.components import StoredComponent, kind_of
-from holdfast.state.lacking import describe
 from holdfast.state.leaves import identity
 
 

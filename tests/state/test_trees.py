@@ -19,7 +19,7 @@ from holdfast.errors import FormatError, MismatchError, UnsupportedState
 from holdfast.format.nodes import ArrayRef, DeviceName, DtypeName, EnumValue, TensorRef
 from holdfast.format.objects import document
 from holdfast.state.apply import OpaqueLoadFailed
-from holdfast.state.capture import capture
+from holdfast.state.capture.capture import capture
 from holdfast.state.components import StoredComponent
 from state.roundtrip import Image, digest, image, raw_bytes
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from holdfast.state.capture import Capturer
+from holdfast.state.capture.capture import Capturer
 from state.roundtrip import Image, image
 
 

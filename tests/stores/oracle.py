@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from holdfast.care.verify import verify
-from holdfast.engine.roots.catalog import Catalog
 from holdfast.errors import AlreadyExists, CommitConflict, HoldfastError, OutcomeUnknown
+from holdfast.maintenance.verify import verify
 from holdfast.manager import CheckpointManager
 from holdfast.policy.rules import Last
+from holdfast.root.catalog import Catalog
 from holdfast.store.base import Store
 
 KEPT = 4

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from holdfast.care.verify import verify
+from holdfast.maintenance.verify import verify
 from holdfast.store import open_store
 from holdfast.store.base import Store
 from holdfast.testing.store_contract import noise

@@ -11,9 +11,9 @@ from dataclasses import replace
 
 import pytest
 
-from holdfast.care.gc import collect
-from holdfast.engine.roots import commit as commit_module
 from holdfast.errors import CommitConflict, OutcomeUnknown, StoreError, TransientStoreError
+from holdfast.maintenance.gc import collect
+from holdfast.root import commit as commit_module
 from holdfast.store import open_store
 from holdfast.store.base import Buffer, Store
 from holdfast.store.remote import RemoteOptions, RemoteStore

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from holdfast.engine.tiers.ledger import Ledger
-from holdfast.engine.tiers.tiered import Tiered
 from holdfast.errors import SaveFailed
 from holdfast.manager import CheckpointManager
+from holdfast.ownership.tiered_options import Tiered
 from holdfast.policy.rules import Last
+from holdfast.root.upload_records import Ledger
 from holdfast.store import open_store
 from holdfast.store.local import LocalStore
 from holdfast.store.remote import RemoteOptions, RemoteStore

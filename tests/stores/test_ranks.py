@@ -8,9 +8,9 @@ import pytest
 
 from allranks import Member, all_of, on_ranks
 from holdfast import Encryption, Tiered
-from holdfast.engine.roots.catalog import Catalog
-from holdfast.engine.sealed.sealing import sealing
+from holdfast.encryption.store import sealing
 from holdfast.keys import SecretKey
+from holdfast.root.catalog import Catalog
 from holdfast.store import open_store
 from holdfast.store.memory import MemoryStore
 from servers.fixtures import on, use

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from holdfast import LocalStore
-from holdfast.engine.roots.catalog import Catalog
 from holdfast.errors import StoreFull
+from holdfast.root.catalog import Catalog
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.faulty import Fault, FaultyStore
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.care.advise import gather
+from holdfast.maintenance.recorded_costs import gather
 from holdfast.policy.auto import Auto
 from holdfast.policy.savers import SavePolicy
 from holdfast.store.memory import MemoryStore

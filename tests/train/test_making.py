@@ -12,7 +12,7 @@ from torch import nn
 from holdfast.errors import UsageError
 from holdfast.keys import Encryption, generate
 from holdfast.store.memory import MemoryStore
-from holdfast.train import making
+from holdfast.train import build
 from train.small import make, network
 
 
@@ -96,12 +96,12 @@ def test_what_cannot_work_is_refused_at_construction(options: dict[str, Any], me
 @pytest.mark.parametrize("max_time", ["5step", "10", "0s", 5])
 def test_what_is_no_time_is_refused(max_time: Any) -> None:
     with pytest.raises(UsageError, match="max_time"):
-        making.checked_max_time_s(max_time)
+        build.checked_max_time_s(max_time)
 
 
 def test_times_are_seconds() -> None:
-    assert making.checked_max_time_s("3h50min") == 13_800.0
-    assert making.checked_max_time_s(None) == float("inf")
+    assert build.checked_max_time_s("3h50min") == 13_800.0
+    assert build.checked_max_time_s(None) == float("inf")
 
 
 def test_a_sealed_run_goes_on_and_writes_no_log_beside_its_checkpoints(tmp_path: Path) -> None:

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from holdfast.data import Loader
-from holdfast.engine.roots.catalog import Catalog
-from holdfast.engine.staging import guard, image, inmemory
+from holdfast.root.catalog import Catalog
+from holdfast.staging import guard, image, in_memory
 from holdfast.store import open_store
 from holdfast.train import Callback, Training, Validation
-from holdfast.train.making import checked_overlap
+from holdfast.train.build import checked_overlap
 from train.small import Noisy, make
 
 
@@ -22,9 +22,9 @@ from train.small import Noisy, make
 def held(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Copies beside training are made when somebody waits for them, and not before."""
     opened = threading.Event()
-    run_later, wait = inmemory.ImageTransfer.run_later, guard.StepGuard.wait
+    run_later, wait = in_memory.ImageTransfer.run_later, guard.StepGuard.wait
 
-    def copy_late(self: inmemory.ImageTransfer) -> None:
+    def copy_late(self: in_memory.ImageTransfer) -> None:
         assert opened.wait(60)
         run_later(self)
 
@@ -34,10 +34,10 @@ def held(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
         wait(self, who)
         opened.clear()
 
-    monkeypatch.setattr(inmemory.ImageTransfer, "run_later", copy_late)
+    monkeypatch.setattr(in_memory.ImageTransfer, "run_later", copy_late)
     monkeypatch.setattr(guard.StepGuard, "wait", wait_and_open)
     monkeypatch.setattr(image, "LARGE_NBYTES", 4)
-    monkeypatch.setattr("holdfast.engine.staging.overlap.LARGE_NBYTES", 4)
+    monkeypatch.setattr("holdfast.staging.overlap.LARGE_NBYTES", 4)
     return opened
 
 

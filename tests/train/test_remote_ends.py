@@ -10,7 +10,7 @@ import pytest
 from torch import nn
 
 from holdfast import CheckpointManager, LocalStore, Stop, Tiered
-from holdfast.engine.roots.catalog import Catalog
+from holdfast.root.catalog import Catalog
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.faulty import Fault, FaultyStore
 from holdfast.train import Callback
@@ -65,7 +65,7 @@ def test_the_last_step_is_local_whatever_the_remote_tier_does(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """And a warning names the steps that are not uploaded, and how to upload them later."""
-    monkeypatch.setattr("holdfast.care.mirror._END_S", SHORT_END_S)
+    monkeypatch.setattr("holdfast.replication.mirror._END_S", SHORT_END_S)
     local, remote = LocalStore(ram_path), remote_of(kind)
     with ENDS[end]:
         LOOPS[loop](Tiered(local, remote, close_timeout_s=SHORT_END_S), end)

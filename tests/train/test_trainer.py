@@ -18,13 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.data import Loader
-from holdfast.engine.checkpoint import Checkpoint
 from holdfast.errors import MismatchError, OwnedElsewhere, SaveFailed, Superseded, UsageError
 from holdfast.format.manifest import Timestamp
 from holdfast.manager import CheckpointManager
 from holdfast.policy.rules import Last
 from holdfast.policy.savers import SavePolicy, SideSaver
 from holdfast.policy.triggers import At, AtStart, Every, On
+from holdfast.results import Checkpoint
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.faulty import Fault, FaultyStore
 from holdfast.testing.resume import Report, StepReporter, assert_resume_equivalent

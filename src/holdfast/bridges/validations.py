@@ -10,18 +10,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from holdfast.bridges.parts import Agree, only_leader
-from holdfast.engine.checkpoint import Checkpoint, PendingSave, metrics_by_step
-from holdfast.engine.options import Checkpoints, best_rules
-from holdfast.engine.tiers.catalog import catalog_of
+from holdfast.checkpoints import Checkpoints, best_rules
 from holdfast.errors import SaveSkipped, UsageError
 from holdfast.events import Emitter
 from holdfast.format.manifest import Mode
 from holdfast.manager import CheckpointManager
+from holdfast.ownership.tiered_catalog import catalog_of
 from holdfast.policy.best import BestSaves
 from holdfast.policy.direction import direction
 from holdfast.policy.savers import Due
 from holdfast.policy.schedule import together
 from holdfast.policy.triggers import Event
+from holdfast.results import Checkpoint, PendingSave, metrics_by_step
 
 _WORDS = {"min": "lower", "max": "higher"}
 

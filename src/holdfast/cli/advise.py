@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 
-from holdfast.care.advise import gather
 from holdfast.cli.answers.history import Advise
 from holdfast.cli.output import Answer
 from holdfast.cli.target import open_root
 from holdfast.errors import NoCheckpoint
+from holdfast.maintenance.recorded_costs import gather
 from holdfast.policy.auto import Auto
 from holdfast.policy.clock import Time, Unit
 

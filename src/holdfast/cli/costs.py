@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from holdfast.cli.answers import history
-from holdfast.engine.roots.catalog import Entry
-from holdfast.engine.sealed.sealing import bare
-from holdfast.engine.tiers.ledger import Ledger
+from holdfast.encryption.store import bare
 from holdfast.errors import NotFound
 from holdfast.format.records import UploadRecord
 from holdfast.policy.costs import SaveCost
 from holdfast.policy.rules import recorded_time
+from holdfast.root.catalog import Entry
+from holdfast.root.upload_records import Ledger
 from holdfast.store.base import Store
 
 

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import msgspec
 
-from holdfast.care.copying import Copied, Planned, copy, plan
 from holdfast.cli.output import Answer, Code, TextTable, emitter, progress_bar, size
 from holdfast.cli.target import open_root, open_target, opened, unlocked
-from holdfast.engine.roots.catalog import Catalog, is_root
-from holdfast.engine.roots.sources import expect_writable, split_folder, split_source
 from holdfast.errors import CorruptData, HoldfastError, NoCheckpoint, SealError, UsageError
 from holdfast.events import Emitter
+from holdfast.replication.copy_checkpoints import Copied, Planned, copy, plan
+from holdfast.root.address import expect_writable, split_folder, split_source
+from holdfast.root.catalog import Catalog, is_root
 from holdfast.store.base import Store
 
 

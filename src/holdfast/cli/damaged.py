@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from holdfast.care.damaged import Damaged, delete, examine
 from holdfast.cli.answers.base import of
 from holdfast.cli.answers.health import GcDamaged
 from holdfast.cli.output import Answer, Code, emitter, size
 from holdfast.cli.target import open_root, opened
-from holdfast.engine.roots.catalog import Catalog, is_root
-from holdfast.engine.roots.documents import read_if_there
-from holdfast.engine.sealed.sealing import bare
-from holdfast.engine.tiers.pieces import read_listing
+from holdfast.encryption.store import bare
 from holdfast.errors import (
     FormatError,
     HoldfastError,
@@ -25,6 +21,10 @@ from holdfast.format import layout
 from holdfast.format.envelope import Visible
 from holdfast.format.manifest import Manifest
 from holdfast.format.records import TiersRecord
+from holdfast.maintenance.delete_damaged import Damaged, delete, examine
+from holdfast.root.byte_ranges import read_listing
+from holdfast.root.catalog import Catalog, is_root
+from holdfast.root.documents import read_if_there
 from holdfast.store.base import Store
 
 

@@ -15,17 +15,17 @@ from typing import Literal, TypeVar
 
 import msgspec
 
-from holdfast.care.preflight import preflight
 from holdfast.cli.output import Answer, Code, TextTable, size
 from holdfast.cli.target import opened, unlocked
-from holdfast.engine.roots.catalog import Catalog, Entry, is_root
-from holdfast.engine.roots.commit import remove_scratch
-from holdfast.engine.roots.sources import split_source
-from holdfast.engine.sealed.sealing import bare
-from holdfast.engine.tiers.ledger import Ledger
+from holdfast.encryption.store import bare
 from holdfast.errors import HoldfastError, PreflightFailed, SealError, StoreError, UsageError
 from holdfast.format import layout
+from holdfast.maintenance.preflight import preflight
 from holdfast.policy.rules import recorded_time
+from holdfast.root.address import split_source
+from holdfast.root.catalog import Catalog, Entry, is_root
+from holdfast.root.commit import remove_scratch
+from holdfast.root.upload_records import Ledger
 from holdfast.store.base import Store
 from holdfast.store.local import LocalStore
 from holdfast.store.remote.opening import SCHEMES

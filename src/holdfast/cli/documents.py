@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from holdfast.engine.roots.catalog import Entry
-from holdfast.engine.roots.parts import parts_of
 from holdfast.errors import HoldfastError, SealError
 from holdfast.format.manifest import Manifest
+from holdfast.root.catalog import Entry
+from holdfast.root.remaining import parts_of
 from holdfast.store.base import Store
 
 if TYPE_CHECKING:
-    from holdfast.care.reading import Problem, VerifyReport
+    from holdfast.maintenance.verify_reads import Problem, VerifyReport
 
 
 _TIMING = re.compile(r"(.*_)?(runtime|duration|duration_s|wall_s|seconds|per_second)", re.DOTALL)

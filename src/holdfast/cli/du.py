@@ -11,10 +11,10 @@ import msgspec
 from holdfast.cli.documents import unread_line
 from holdfast.cli.output import Answer, TextTable, size
 from holdfast.cli.target import open_root
-from holdfast.engine.roots.catalog import Catalog, Entry
-from holdfast.engine.sealed.sealing import bare
+from holdfast.encryption.store import bare
 from holdfast.errors import HoldfastError, NotFound
 from holdfast.format import layout
+from holdfast.root.catalog import Catalog, Entry
 from holdfast.store.base import ObjectInfo, Store
 
 RECORDS = "records"

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from holdfast.care.forecast import AssumedSave, forecast_retention
 from holdfast.cli.answers.base import of
 from holdfast.cli.answers.retention import ComingSave, Forecast, Gone, Kept
 from holdfast.cli.documents import expect_something_opened, unread_documents, unread_line
 from holdfast.cli.output import Answer, TextTable, size
 from holdfast.cli.target import open_root
-from holdfast.engine.roots.catalog import Catalog
 from holdfast.errors import NoCheckpoint
+from holdfast.maintenance.forecast import AssumedSave, forecast_retention
 from holdfast.policy.rules import parse_rule
+from holdfast.root.catalog import Catalog
 
 
 def forecast_deletions(root: str, *, number: int = 10, keep: str | None = None) -> Answer:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from holdfast.care.gc import GcReport, collect
 from holdfast.cli.answers.base import of
 from holdfast.cli.answers.health import Gc
 from holdfast.cli.output import Answer, Code, emitter, say_event, size
 from holdfast.cli.target import open_root
-from holdfast.engine.claims.claim import is_closed, is_live
-from holdfast.engine.claims.process import liveness
-from holdfast.engine.roots.catalog import Catalog
-from holdfast.engine.sealed.sealing import bare
+from holdfast.encryption.store import bare
 from holdfast.errors import FormatError, UsageError
 from holdfast.events import Emitter
+from holdfast.maintenance.gc import GcReport, collect
+from holdfast.ownership.claim import is_closed, is_live
+from holdfast.ownership.process import liveness
+from holdfast.root.catalog import Catalog
 from holdfast.store.base import Store
 
 

@@ -7,16 +7,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from holdfast.care.rekey import Rekeyed, Sealed, sealed_in
-from holdfast.care.rekey import rotate as rotate_root
 from holdfast.cli.answers.base import of
 from holdfast.cli.answers.keys import KeysGenerate, KeysList, KeysRotate
 from holdfast.cli.output import Answer, Code
 from holdfast.cli.target import NAMED, KeySources, keys_of, open_root
-from holdfast.engine.sealed.sealing import bare
+from holdfast.encryption.store import bare
 from holdfast.errors import UsageError
 from holdfast.keys import PrivateKey
 from holdfast.keys import generate as new_key
+from holdfast.maintenance.rotate_keys import Rekeyed, Sealed, sealed_in
+from holdfast.maintenance.rotate_keys import rotate as rotate_root
 from holdfast.system import CLOSED_ON_EXEC, sync, sync_folder
 
 

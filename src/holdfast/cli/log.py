@@ -9,21 +9,21 @@ from typing import Any, Literal
 
 import msgspec
 
-from holdfast.care.advise import Ending, ending_of
 from holdfast.cli.answers.base import of
 from holdfast.cli.answers.history import Log, LoggedSave, SaveCost
 from holdfast.cli.costs import costs_of
 from holdfast.cli.documents import unread_documents, unread_line
 from holdfast.cli.output import Answer, TextTable, size
 from holdfast.cli.target import open_root
-from holdfast.engine.pause import collector_paused
-from holdfast.engine.roots.catalog import Catalog, Entry
 from holdfast.errors import FormatError, HoldfastError, SealError
 from holdfast.format import layout
 from holdfast.format.manifest import Aborted, Deleted
 from holdfast.format.records import WriterRecord
+from holdfast.maintenance.recorded_costs import Ending, ending_of
 from holdfast.policy.clock import span
+from holdfast.root.catalog import Catalog, Entry
 from holdfast.store.base import Store
+from holdfast.threads.gc_pause import collector_paused
 
 ENDINGS: Mapping[Ending, str] = {
     "failed": "ended without closing",

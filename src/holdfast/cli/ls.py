@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.care.resuming import missing_files
 from holdfast.cli.answers.base import of
 from holdfast.cli.answers.checkpoints import Ls
 from holdfast.cli.documents import (
@@ -21,14 +20,15 @@ from holdfast.cli.documents import (
 )
 from holdfast.cli.output import Answer, Code, TextTable, number, one_line, size
 from holdfast.cli.target import open_root
-from holdfast.engine.claims.claim import is_closed
-from holdfast.engine.claims.leases import FoundLease, find_leases
-from holdfast.engine.claims.process import liveness
-from holdfast.engine.pause import collector_paused
-from holdfast.engine.roots.catalog import Catalog, Entry
 from holdfast.errors import FormatError, HoldfastError, NoCheckpoint
 from holdfast.format.manifest import Manifest
+from holdfast.maintenance.resume_plan import missing_files
+from holdfast.ownership.claim import is_closed
+from holdfast.ownership.leases import FoundLease, find_leases
+from holdfast.ownership.process import liveness
+from holdfast.root.catalog import Catalog, Entry
 from holdfast.store.base import Store
+from holdfast.threads.gc_pause import collector_paused
 
 MAX_METRICS = 3
 """Most metrics of a checkpoint for people; JSON has all."""

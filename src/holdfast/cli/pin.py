@@ -8,9 +8,9 @@ from holdfast.cli.answers.base import of
 from holdfast.cli.answers.checkpoints import Marked
 from holdfast.cli.output import Answer
 from holdfast.cli.target import open_target, read_entry
-from holdfast.engine.claims.notes import annotate, expect_removable
-from holdfast.engine.roots.sources import split_folder, split_source
 from holdfast.errors import UsageError
+from holdfast.ownership.annotations import annotate, expect_removable
+from holdfast.root.address import split_folder, split_source
 from holdfast.store.base import Store
 
 

@@ -12,16 +12,16 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from holdfast.care.advise import RecordedStart, gather
 from holdfast.cli.answers.base import of
 from holdfast.cli.answers.history import Plot, Series
 from holdfast.cli.documents import is_timing
 from holdfast.cli.drawing import expect_drawable, save_figure
 from holdfast.cli.output import Answer, TextTable, number, one_line
 from holdfast.cli.target import open_root
-from holdfast.engine.roots.catalog import Catalog, Entry
 from holdfast.errors import NoCheckpoint, UsageError
 from holdfast.format.manifest import Timestamp
+from holdfast.maintenance.recorded_costs import RecordedStart, gather
+from holdfast.root.catalog import Catalog, Entry
 
 _STEP = re.compile(r"step-(\d{1,18})\b", re.ASCII)
 _LOSSES = ("loss", "val/loss")

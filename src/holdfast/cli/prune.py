@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from holdfast.care.prune import preview, prune
-from holdfast.care.retention import Planned, Pruned
 from holdfast.cli.answers.base import of
 from holdfast.cli.answers.retention import Prune
 from holdfast.cli.documents import (
@@ -19,9 +17,11 @@ from holdfast.cli.documents import (
 )
 from holdfast.cli.output import Answer, Code, TextTable, emitter, size
 from holdfast.cli.target import open_root
-from holdfast.engine.roots.catalog import Catalog, Entry
 from holdfast.errors import NoCheckpoint
+from holdfast.maintenance.prune import preview, prune
+from holdfast.maintenance.retention import Planned, Pruned
 from holdfast.policy.rules import parse_rule
+from holdfast.root.catalog import Catalog, Entry
 
 _OTHER_RUN = "copied here from another run, which this one does not judge"
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from holdfast.care.resuming import Step, resume_steps
 from holdfast.cli.answers.base import Owner, of
 from holdfast.cli.answers.checkpoints import ResumePlan, ResumeStep
 from holdfast.cli.ls import owner_of
 from holdfast.cli.output import Answer, Code, TextTable, progress_bar
 from holdfast.cli.target import open_root
-from holdfast.engine.roots.catalog import Catalog
 from holdfast.errors import NoCheckpoint
+from holdfast.maintenance.resume_plan import Step, resume_steps
+from holdfast.root.catalog import Catalog
 from holdfast.store.base import Store
 
 
@@ -38,7 +38,7 @@ def plan_of(root: str, *, verify: bool) -> Answer:
 
 
 def _verified(store: Store) -> list[Step]:
-    from holdfast.care.verify import verify_kept
+    from holdfast.maintenance.verify import verify_kept
 
     with progress_bar() as progress:
 

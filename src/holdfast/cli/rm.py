@@ -10,16 +10,16 @@ from dataclasses import dataclass
 import click
 import msgspec
 
-from holdfast.care.removal import Asked, already_dropped, examine, finish, remove
 from holdfast.cli.documents import expect_something_opened
 from holdfast.cli.output import Answer, Code, emitter, printable, size
 from holdfast.cli.target import open_root, opened, unlocked
-from holdfast.engine.roots.catalog import Catalog, Entry
-from holdfast.engine.roots.sources import split_folder, split_source
 from holdfast.errors import FormatError, NoCheckpoint, SealError, UsageError, listing
 from holdfast.format import layout
 from holdfast.format.layout import AttemptName
 from holdfast.format.manifest import Deleted
+from holdfast.maintenance.delete import Asked, already_dropped, examine, finish, remove
+from holdfast.root.address import split_folder, split_source
+from holdfast.root.catalog import Catalog, Entry
 from holdfast.store.base import Store
 
 _MOST_REASON = 1000

@@ -8,7 +8,10 @@ from typing import Any
 
 import click
 
-from holdfast.care.supervise import (
+from holdfast.cli.answers.base import of
+from holdfast.cli.answers.training import ChildLived, RunEnd
+from holdfast.cli.output import Code, TextTable, aligned, give_line, say
+from holdfast.cli.supervisor import (
     ChildLife,
     ChildProcess,
     Limits,
@@ -17,14 +20,11 @@ from holdfast.care.supervise import (
     signal_name,
     supervise,
 )
-from holdfast.cli.answers.base import of
-from holdfast.cli.answers.training import ChildLived, RunEnd
-from holdfast.cli.output import Code, TextTable, aligned, give_line, say
 from holdfast.cli.target import opened, unlocked
-from holdfast.engine.roots.catalog import Catalog
-from holdfast.engine.roots.sources import expect_writable, split_source
 from holdfast.errors import FormatError, SealError, StoreError, UsageError
 from holdfast.policy.clock import Unit, parse
+from holdfast.root.address import expect_writable, split_source
+from holdfast.root.catalog import Catalog
 from holdfast.store.base import Store
 from holdfast.store.memory import MemoryStore
 
@@ -84,7 +84,7 @@ def _open(root: str) -> Store:
     name, which = split_source(root)
     if which is not None:
         raise UsageError(f"--root {root!r}: must be a whole root, without @{which}")
-    from holdfast.engine.sealed.sealing import bare
+    from holdfast.encryption.store import bare
 
     store = unlocked(opened(name))
     if isinstance(bare(store), MemoryStore):

@@ -12,11 +12,7 @@ from holdfast.cli.answers.base import of
 from holdfast.cli.answers.training import Save
 from holdfast.cli.output import Answer, printable, say
 from holdfast.cli.target import open_root
-from holdfast.engine.claims.claim import WATCH_S, is_closed
-from holdfast.engine.claims.process import liveness
-from holdfast.engine.control.requests import answer_to, ask, is_open, new_id, withdraw
-from holdfast.engine.roots.catalog import Catalog
-from holdfast.engine.roots.documents import read_if_there
+from holdfast.control.save_requests import answer_to, ask, is_open, new_id, withdraw
 from holdfast.errors import (
     DeadlineExceeded,
     FormatError,
@@ -29,7 +25,11 @@ from holdfast.errors import (
 from holdfast.format import layout
 from holdfast.format.manifest import Manifest
 from holdfast.format.records import Alive, AnswerRecord, WriterRecord
+from holdfast.ownership.claim import WATCH_S, is_closed
+from holdfast.ownership.process import liveness
 from holdfast.policy.clock import Unit, parse
+from holdfast.root.catalog import Catalog
+from holdfast.root.documents import read_if_there
 from holdfast.store.base import Store
 
 _LOOK_S = 0.2

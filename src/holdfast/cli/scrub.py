@@ -11,16 +11,16 @@ from pathlib import Path
 
 import msgspec
 
-from holdfast.care.reading import VerifyReport
-from holdfast.care.verify import verify_root
 from holdfast.cli.answers.base import Unopened
 from holdfast.cli.answers.health import ProblemFound, Verified, Verify
 from holdfast.cli.output import Answer, progress_bar
 from holdfast.cli.target import open_root
 from holdfast.cli.verify import answer_of
-from holdfast.engine.claims.process import utc_now
-from holdfast.engine.sealed.sealing import bare
+from holdfast.encryption.store import bare
 from holdfast.errors import UsageError
+from holdfast.maintenance.verify import verify_root
+from holdfast.maintenance.verify_reads import VerifyReport
+from holdfast.ownership.process import utc_now
 from holdfast.policy.rules import number_of_bytes
 from holdfast.store.local import LocalStore
 

@@ -10,13 +10,13 @@ from holdfast.cli.answers.checkpoints import Show
 from holdfast.cli.documents import codecs, details_document, nbytes_left
 from holdfast.cli.output import Answer, TextTable, number, size
 from holdfast.cli.target import open_target, read_entry
-from holdfast.engine.roots.catalog import Entry
-from holdfast.engine.roots.documents import read_document
 from holdfast.errors import CorruptData
 from holdfast.format import layout
 from holdfast.format.blocks import digest_blocks, file_digest
 from holdfast.format.index import Index, decode_index
 from holdfast.format.manifest import Timestamp
+from holdfast.root.catalog import Entry
+from holdfast.root.documents import read_document
 from holdfast.store.base import Store
 
 _IMPORTED = "imported"

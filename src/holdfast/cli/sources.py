@@ -8,11 +8,11 @@ from typing import Any
 from holdfast.cli.child import open_limited
 from holdfast.cli.output import say
 from holdfast.cli.target import opened
-from holdfast.engine.roots.sources import split_source
 from holdfast.errors import UsageError, listing
 from holdfast.format.nodes import ArrayRef, GeneratorState, TensorRef
 from holdfast.format.tensors import TensorSpec
 from holdfast.interop.source import Source, lost_tensors
+from holdfast.root.address import split_source
 
 
 def open_named(text: str) -> Source:

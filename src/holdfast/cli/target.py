@@ -14,9 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from holdfast.engine.roots.alone import alone
-from holdfast.engine.roots.catalog import Catalog, Entry, is_root, standalone
-from holdfast.engine.roots.sources import split_folder, split_source
 from holdfast.errors import (
     AccessDenied,
     KeyUnavailable,
@@ -27,6 +24,9 @@ from holdfast.errors import (
 )
 from holdfast.format import layout
 from holdfast.policy.clock import Unit, parse
+from holdfast.root.address import split_folder, split_source
+from holdfast.root.catalog import Catalog, Entry, is_root, standalone
+from holdfast.root.single import alone
 from holdfast.store import is_web, open_store
 from holdfast.store.base import Store
 from holdfast.store.local import LocalStore
@@ -136,7 +136,7 @@ def unlocked(store: Store) -> Store:
     keys = named_keys()
     if keys is None:
         return store
-    from holdfast.engine.sealed.sealing import sealing
+    from holdfast.encryption.store import sealing
 
     return sealing(store, keys)
 

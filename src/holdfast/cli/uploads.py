@@ -13,14 +13,14 @@ from holdfast.cli.answers.base import of
 from holdfast.cli.answers.uploads import Uploads
 from holdfast.cli.output import Answer, Code, TextTable, size
 from holdfast.cli.target import open_root, opened
-from holdfast.engine.roots.catalog import Catalog
-from holdfast.engine.sealed.sealing import bare
-from holdfast.engine.tiers.ledger import Ledger
-from holdfast.engine.tiers.pieces import length, read_listing
+from holdfast.encryption.store import bare
 from holdfast.errors import FormatError, HoldfastError, NoCheckpoint
 from holdfast.format.envelope import Visible
 from holdfast.format.manifest import Deleted, Manifest
 from holdfast.format.records import TiersRecord, UploadRecord
+from holdfast.root.byte_ranges import length, read_listing
+from holdfast.root.catalog import Catalog
+from holdfast.root.upload_records import Ledger
 from holdfast.store.base import Store
 
 

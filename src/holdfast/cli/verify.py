@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from holdfast.care.reading import RootReport, VerifyReport
-from holdfast.care.scrub import NOTE
-from holdfast.care.verify import verify_kept, verify_root
 from holdfast.cli.answers.base import of
 from holdfast.cli.answers.health import Verify
 from holdfast.cli.documents import (
@@ -16,10 +13,13 @@ from holdfast.cli.documents import (
 )
 from holdfast.cli.output import Answer, Code, progress_bar, size
 from holdfast.cli.target import open_root, open_target
-from holdfast.engine.checkpoint import parse_seen
-from holdfast.engine.roots.catalog import Catalog
-from holdfast.engine.roots.sources import split_folder, split_source
 from holdfast.errors import NoCheckpoint, UsageError
+from holdfast.maintenance.verify import verify_kept, verify_root
+from holdfast.maintenance.verify_encrypted import NOTE
+from holdfast.maintenance.verify_reads import RootReport, VerifyReport
+from holdfast.results import parse_seen
+from holdfast.root.address import split_folder, split_source
+from holdfast.root.catalog import Catalog
 from holdfast.store.base import Store
 
 

@@ -13,20 +13,20 @@ import msgspec
 
 from holdfast.cli.output import Code, TextTable, aligned, give_line, printable, size
 from holdfast.cli.target import open_root
-from holdfast.engine.claims.claim import WATCH_S, is_closed
-from holdfast.engine.claims.process import liveness, utc_now
-from holdfast.engine.roots.catalog import Catalog, is_root
-from holdfast.engine.roots.documents import read_if_there
-from holdfast.engine.sealed.sealing import bare
-from holdfast.engine.tiers.ledger import Ledger
-from holdfast.engine.tiers.pieces import Listing, length, read_listing
+from holdfast.encryption.store import bare
 from holdfast.errors import FormatError, NotFound, SealError, StoreError
 from holdfast.format import layout
 from holdfast.format.layout import AttemptName
 from holdfast.format.manifest import Aborted, Deleted, Manifest
 from holdfast.format.records import WriterRecord
+from holdfast.ownership.claim import WATCH_S, is_closed
+from holdfast.ownership.process import liveness, utc_now
 from holdfast.policy.clock import Unit, parse
 from holdfast.policy.rules import recorded_time
+from holdfast.root.byte_ranges import Listing, length, read_listing
+from holdfast.root.catalog import Catalog, is_root
+from holdfast.root.documents import read_if_there
+from holdfast.root.upload_records import Ledger
 from holdfast.store.base import Store
 
 _READ_AGAIN_S = 60.0

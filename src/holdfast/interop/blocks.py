@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from holdfast.engine.loading.blockreading import FileBlocks, begin_block
-from holdfast.engine.memory import Buffers
 from holdfast.errors import CorruptData, DeadlineExceeded
 from holdfast.interop.files import copy
+from holdfast.loading.block_reader import FileBlocks, begin_block
 from holdfast.store.base import Store
+from holdfast.threads.buffers import Buffers
 
 KEPT_NBYTES = 64 << 20
 """Most bytes of blocks that are kept while nobody reads from them: more than `reading.pieces` reads

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 from typing_extensions import override
 
-from holdfast.engine.memory import Buffers
 from holdfast.errors import CorruptData, StoreError
 from holdfast.store.base import ignore
 from holdfast.store.local.reads import DIRECT_NBYTES_MIN, OpenFile, fill
 from holdfast.system import CLOSED_ON_EXEC
+from holdfast.threads.buffers import Buffers
 
 _COPIED_NBYTES = 64 << 10
 """Least bytes of a copy by numpy, which lets other threads run meanwhile."""

@@ -19,11 +19,11 @@ from typing import Any, TypeVar
 
 from typing_extensions import Self
 
-from holdfast.engine.claims.owner import left_s
-from holdfast.engine.workers import num_cores
 from holdfast.errors import DeadlineExceeded, OutOfMemory
 from holdfast.interop.reading import READ_TIMEOUT_S
+from holdfast.ownership.owner import left_s
 from holdfast.system import IS_LINUX
+from holdfast.threads.workers import num_cores
 
 T = TypeVar("T")
 

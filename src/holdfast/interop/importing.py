@@ -15,16 +15,7 @@ from typing import Any
 from typing_extensions import override
 
 from holdfast.arguments import checked
-from holdfast.engine.checkpoint import Checkpoint, Phase, describe
-from holdfast.engine.roots.catalog import Catalog
-from holdfast.engine.saving.environment import environment
-from holdfast.engine.saving.joint import JointSave
-from holdfast.engine.saving.save import SaveRequest, write
-from holdfast.engine.sealed.sealing import sealing
-from holdfast.engine.staging.known import KnownFile
-from holdfast.engine.staging.pool import Pool, PooledContent
-from holdfast.engine.staging.staged import Staged, StagedContent, Transfer
-from holdfast.engine.workers import Workers
+from holdfast.encryption.store import sealing
 from holdfast.errors import MissingKey, NoCheckpoint, NotSealed, UsageError
 from holdfast.format.blocks import num_blocks
 from holdfast.format.layout import BLOCK_NBYTES, RNG, check_component, check_label
@@ -40,8 +31,17 @@ from holdfast.interop.roots import WrittenRoot
 from holdfast.interop.source import LeftOut, Part, Source, expect_no_loss
 from holdfast.keys import Encryption
 from holdfast.policy.naming import DEFAULT_LABEL
+from holdfast.results import Checkpoint, Phase, describe
+from holdfast.root.catalog import Catalog
+from holdfast.saving.environment import environment
+from holdfast.saving.participants import JointSave
+from holdfast.saving.save import SaveRequest, write
+from holdfast.staging.interfaces import Staged, StagedContent, Transfer
+from holdfast.staging.layout import KnownFile
+from holdfast.staging.pool import Pool, PooledContent
 from holdfast.store import open_store
 from holdfast.store.base import Store
+from holdfast.threads.workers import Workers
 
 MAX_RECORDED = 1000
 """Most values left out that a manifest names."""

@@ -12,7 +12,6 @@ import numpy as np
 from typing_extensions import Self, override
 
 from holdfast.arguments import checked
-from holdfast.engine.roots.sources import which_beside
 from holdfast.errors import UsageError
 from holdfast.format.nodes import ArrayRef, GeneratorState, TensorRef
 from holdfast.format.tensors import ITEM_NBYTES, TensorSpec
@@ -22,6 +21,7 @@ from holdfast.interop.reading import read_whole
 from holdfast.interop.source import LeftOut, Source, expect_no_loss
 from holdfast.interop.sources.checkpoint import CheckpointSource
 from holdfast.keys import Encryption
+from holdfast.root.address import which_beside
 from holdfast.store.base import Store
 
 if TYPE_CHECKING:

@@ -12,10 +12,10 @@ from functools import partial
 from threading import BoundedSemaphore
 from typing import TypeVar
 
-from holdfast.engine.memory import Buffers
-from holdfast.engine.workers import Workers, cancel, gather, num_cores
 from holdfast.errors import DeadlineExceeded
 from holdfast.interop.source import Source
+from holdfast.threads.buffers import Buffers
+from holdfast.threads.workers import Workers, cancel, gather, num_cores
 
 T = TypeVar("T")
 

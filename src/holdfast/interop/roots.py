@@ -12,22 +12,22 @@ import os
 from collections.abc import Iterator
 from contextlib import suppress
 
-from holdfast.care.preflight import preflight
-from holdfast.engine.claims.claim import Choice, Claim
-from holdfast.engine.claims.owner import Ownership
-from holdfast.engine.roots.catalog import Catalog
-from holdfast.engine.roots.commit import SaveAttempt, name_latest
-from holdfast.engine.saving.compressing import Compressing
-from holdfast.engine.saving.links import Links
-from holdfast.engine.saving.save import Tools, clean_up
-from holdfast.engine.staging.pool import Pool
-from holdfast.engine.threads import Threads
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.events import Emitter
 from holdfast.format.layout import BLOCK_NBYTES
 from holdfast.format.manifest import Reference
+from holdfast.maintenance.preflight import preflight
+from holdfast.ownership.claim import Choice, Claim
+from holdfast.ownership.owner import Ownership
+from holdfast.root.catalog import Catalog
+from holdfast.root.commit import SaveAttempt, name_latest
+from holdfast.saving.compression import Compressing
+from holdfast.saving.links import Links
+from holdfast.saving.save import Tools, clean_up
+from holdfast.staging.pool import Pool
 from holdfast.store import open_store
 from holdfast.store.base import Store
+from holdfast.threads.pools import Threads
 
 POOL_NBYTES = 16 * BLOCK_NBYTES
 """Host memory for the blocks that are copied, hashed and written at a time."""

@@ -11,7 +11,7 @@ from typing import Any
 from typing_extensions import override
 
 from holdfast.arguments import checked
-from holdfast.engine.control.reporting import Reporter
+from holdfast.control.reporter import Reporter
 from holdfast.events import Event
 from holdfast.sinks.extras import expect_methods, import_extra
 from holdfast.sinks.measures import INSTRUMENTS, SECONDS, Instrument, Measures

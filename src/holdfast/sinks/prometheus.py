@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 from typing_extensions import override
 
 from holdfast.arguments import checked
-from holdfast.engine.control.reporting import Reporter
+from holdfast.control.reporter import Reporter
 from holdfast.errors import UsageError
 from holdfast.events import Event
 from holdfast.sinks.extras import expect_methods, import_extra

@@ -19,7 +19,7 @@ from typing import Any
 from typing_extensions import override
 
 from holdfast.arguments import checked
-from holdfast.engine.control.reporting import Reporter
+from holdfast.control.reporter import Reporter
 from holdfast.errors import UsageError
 from holdfast.events import Event, Kind, url_without_secrets, without_secrets
 from holdfast.format.manifest import manifest_digest

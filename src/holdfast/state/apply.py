@@ -19,9 +19,9 @@ from holdfast.state.components import (
     kind_of,
     parameter_names,
 )
-from holdfast.state.copying import Stored, Unread
-from holdfast.state.merge import Claims
-from holdfast.state.plans import GeneratorPlan, LoadPlan, ObjectPlan, RngPlan, TreePlan
+from holdfast.state.planning.copying import Stored, Unread
+from holdfast.state.planning.merge import Claims
+from holdfast.state.planning.plans import GeneratorPlan, LoadPlan, ObjectPlan, RngPlan, TreePlan
 from holdfast.state.selection import (
     NOT_LOADED,
     WHOLE,

@@ -24,15 +24,22 @@ from holdfast.format.tensors import TensorSpec
 from holdfast.state import generators
 from holdfast.state.collecting import Leaves
 from holdfast.state.components import Cleaner, cleaner_of, is_of_fsdp, unwrap
-from holdfast.state.copying import Fetching, Stored, StoredPair, copy_tensors, fetched, read_all
 from holdfast.state.leaves import PASSING, identity, is_dtensor, local_of, refusal
-from holdfast.state.livevalues import revive
-from holdfast.state.merge import Claims, is_writable_in_place
-from holdfast.state.plans import LoadPlan
+from holdfast.state.planning.copying import (
+    Fetching,
+    Stored,
+    StoredPair,
+    copy_tensors,
+    fetched,
+    read_all,
+)
+from holdfast.state.planning.livevalues import revive
+from holdfast.state.planning.merge import Claims, is_writable_in_place
+from holdfast.state.planning.plans import LoadPlan
+from holdfast.state.planning.trial import put_back
 from holdfast.state.prefixes import proposal
 from holdfast.state.selection import NOT_LOADED, Problems, Wishes
 from holdfast.state.trees import Lifting, Skeleton, encoded, keys_in, owned
-from holdfast.state.trial import put_back
 from holdfast.state.unsaved import buffers_of, difference, other_size
 
 # Their own loading only converts older forms, which then have other names.

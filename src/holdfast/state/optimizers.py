@@ -23,11 +23,11 @@ from holdfast.format.objects import TreeDocument
 from holdfast.format.tensors import ITEM_NBYTES, TensorSpec
 from holdfast.state.collecting import Leaves
 from holdfast.state.components import ParameterNames
-from holdfast.state.copying import Stored
 from holdfast.state.leaves import local_of, refusal
-from holdfast.state.livevalues import revive
-from holdfast.state.merge import Claims, Merge, Placement
-from holdfast.state.plans import LoadPlan
+from holdfast.state.planning.copying import Stored
+from holdfast.state.planning.livevalues import revive
+from holdfast.state.planning.merge import Claims, Merge, Placement
+from holdfast.state.planning.plans import LoadPlan
 from holdfast.state.selection import Problems, Wishes
 from holdfast.state.trees import Skeleton, encoded, keys_in, nodes_in, owned
 

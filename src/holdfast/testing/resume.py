@@ -28,7 +28,7 @@ from blake3 import blake3
 
 from holdfast.errors import DeadlineExceeded, UsageError, listing
 from holdfast.train import Callback, Metrics, Training
-from holdfast.train.making import seed_generators
+from holdfast.train.build import seed_generators
 
 StartMethod = Literal["spawn", "forkserver"]
 

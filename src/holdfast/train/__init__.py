@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from holdfast.engine.control.stop import REQUEUE_EXIT_CODE
-from holdfast.train.asked import Counts
-from holdfast.train.callbacks.calling import HookFailed
+from holdfast.control.stop import REQUEUE_EXIT_CODE
+from holdfast.train.argument_checks import Counts
+from holdfast.train.build import for_group
+from holdfast.train.callbacks.early_stopping import CollectGarbage, EarlyStopping, Pruning, StopWhen
 from holdfast.train.callbacks.exporting import ExportModel
 from holdfast.train.callbacks.freezing import Freeze
 from holdfast.train.callbacks.hooks import HOOKS, Callback, Logger
@@ -14,30 +15,29 @@ from holdfast.train.callbacks.measuring import (
     MemoryMonitor,
     SpeedMonitor,
 )
-from holdfast.train.callbacks.ready import CollectGarbage, EarlyStopping, Pruning, StopWhen
+from holdfast.train.callbacks.registry import HookFailed
 from holdfast.train.evaluation.predicting import Predictions
 from holdfast.train.evaluation.targets import Validated
 from holdfast.train.evaluation.validation import Downstream, Validation
 from holdfast.train.fit.ending import Outcome
-from holdfast.train.fit.finding import LearningRateCurve
 from holdfast.train.fit.saving import UnhealthyState
+from holdfast.train.fit.tuner import LearningRateCurve
 from holdfast.train.loggers.csv import Csv
 from holdfast.train.loggers.default import JsonLines
 from holdfast.train.loggers.progress import ProgressBar
 from holdfast.train.loggers.services import MLflow, TensorBoard, WeightsAndBiases
-from holdfast.train.making import for_group
 from holdfast.train.outputs import Histogram, Image, Reduced, StepOutput, Table
 from holdfast.train.parallel.options import DDP, FSDP2
 from holdfast.train.schedules.curves import Curve, cosine, linear, one_cycle, warmup, wsd
 from holdfast.train.schedules.stepping import Schedule
+from holdfast.train.step.epoch_metrics import Measured, Perplexity
+from holdfast.train.step.limits import Limits
+from holdfast.train.step.nan_budget import NotFinite
+from holdfast.train.step.several_optimizers import Control
+from holdfast.train.step.step import Clip, Precision
+from holdfast.train.step.swa import SWA
 from holdfast.train.trainer import Trainer
 from holdfast.train.training import Counters, Metrics, Training
-from holdfast.train.window.limits import Limits
-from holdfast.train.window.loop import Clip, Precision
-from holdfast.train.window.nan import NotFinite
-from holdfast.train.window.scores import Measured, Perplexity
-from holdfast.train.window.several import Control
-from holdfast.train.window.swa import SWA
 
 __all__ = [
     "DDP",

@@ -18,27 +18,34 @@ import torch
 from torch import nn
 
 from holdfast.arguments import checked
-from holdfast.engine.checkpoint import Checkpoint
-from holdfast.engine.control.stop import Stop
-from holdfast.engine.hooks import StateHooks
-from holdfast.engine.loading.sides import Sides
-from holdfast.engine.options import Checkpoints, best_rules
-from holdfast.engine.tiers.tiered import Tiered
+from holdfast.checkpoints import Checkpoints, best_rules
+from holdfast.control.stop import Stop
 from holdfast.errors import NoCheckpoint, UsageError
 from holdfast.format.manifest import Timestamp
+from holdfast.loading.optional_components import Sides
 from holdfast.manager import CheckpointManager
+from holdfast.ownership.tiered_options import Tiered
 from holdfast.policy.clock import Time, Unit
+from holdfast.results import Checkpoint
+from holdfast.saving.hooks import StateHooks
 from holdfast.state.apply import OpaqueLoadFailed
+from holdfast.state.capture.edits import StateView
 from holdfast.state.components import PROGRESS, RNG, TRAINER, PerRank, check_state, marked
-from holdfast.state.edits import StateView
 from holdfast.state.patterns import listed
-from holdfast.state.schedulesettings import check_override
+from holdfast.state.planning.schedulesettings import check_override
 from holdfast.store.base import Store
-from holdfast.train import making
-from holdfast.train.asked import Counts, asks_for, check_counted, check_range, checked_every
-from holdfast.train.callbacks.calling import Callbacks, HookFailed
+from holdfast.train import build
+from holdfast.train.argument_checks import (
+    Counts,
+    asks_for,
+    check_counted,
+    check_range,
+    checked_every,
+)
+from holdfast.train.build import epoch_length, make_schedulers
 from holdfast.train.callbacks.hooks import Callback, Logger
 from holdfast.train.callbacks.measuring import read_numbers
+from holdfast.train.callbacks.registry import Callbacks, HookFailed
 from holdfast.train.evaluation.predicting import Predictions, predict
 from holdfast.train.evaluation.targets import Target, Validated, Which, borrowed, kept_all, select
 from holdfast.train.evaluation.validation import (
@@ -55,24 +62,28 @@ from holdfast.train.evaluation.watching import Watched
 from holdfast.train.fit.best import check_load_best, finder, saves_of_validations
 from holdfast.train.fit.config import config_of, config_of_data
 from holdfast.train.fit.ending import EndReason, FitEnding, Outcome
-from holdfast.train.fit.finding import (
-    LearningRateCurve,
-    Trial,
-    find_learning_rate,
-)
 from holdfast.train.fit.fitting import Fit, Gear
 from holdfast.train.fit.resuming import Resuming
 from holdfast.train.fit.saving import Policy, Saves, StepPosition, check_health
 from holdfast.train.fit.starting import StartingPoint, Tried, Unsaved
-from holdfast.train.making import epoch_length, make_schedulers
+from holdfast.train.fit.tuner import (
+    LearningRateCurve,
+    Trial,
+    find_learning_rate,
+)
 from holdfast.train.outputs import Entry, Histogram, Table, entry_of
 from holdfast.train.parallel.options import Name, Strategy
 from holdfast.train.parallel.strategies import chosen_strategy, parallel_of, recompute
 from holdfast.train.schedules.curves import EpochLength
 from holdfast.train.schedules.stepping import Schedules
-from holdfast.train.training import Average, Counters, Metrics, Training, cast_averages
-from holdfast.train.window.limits import Limits
-from holdfast.train.window.loop import (
+from holdfast.train.step.device_metrics import LazyMetrics, Numbers, RankMeans
+from holdfast.train.step.epoch_metrics import Scores, check_apart
+from holdfast.train.step.limits import Limits
+from holdfast.train.step.loss_weights import Weighing
+from holdfast.train.step.micro_batches import MicroBatches
+from holdfast.train.step.nan_budget import NanBudget
+from holdfast.train.step.several_optimizers import SeveralUpdate, UpdateFunction
+from holdfast.train.step.step import (
     Clip,
     LossFunction,
     Numerics,
@@ -82,14 +93,9 @@ from holdfast.train.window.loop import (
     checked_skips,
     moved,
 )
-from holdfast.train.window.metrics import LazyMetrics, Numbers, RankMeans
-from holdfast.train.window.nan import NanBudget
-from holdfast.train.window.scores import Scores, check_apart
-from holdfast.train.window.several import SeveralUpdate, UpdateFunction
-from holdfast.train.window.splitting import MicroBatches
-from holdfast.train.window.swa import SWA, EqualAverage
-from holdfast.train.window.wayback import Boundary, WayBack, modules_of, small
-from holdfast.train.window.weighing import Weighing
+from holdfast.train.step.swa import SWA, EqualAverage
+from holdfast.train.step.undo import Boundary, WayBack, modules_of, small
+from holdfast.train.training import Average, Counters, Metrics, Training, cast_averages
 
 logger = logging.getLogger("holdfast")
 
@@ -117,9 +123,9 @@ class Trainer:
     @checked(but=("model", "optimizer"))
     def __init__(
         self,
-        model: nn.Module | making.MakeModel,
+        model: nn.Module | build.MakeModel,
         *,
-        optimizer: making.Optimizers | None = None,
+        optimizer: build.Optimizers | None = None,
         data: Any = None,
         loss: LossFunction | None = None,
         update: UpdateFunction | None = None,
@@ -213,21 +219,21 @@ class Trainer:
         """
         callbacks = list(callbacks)
         given = dict(locals())
-        making.check_data(data)
+        build.check_data(data)
         check_range("accumulate", accumulate, 1, 2**31)
         check_range("seed", seed, 0, 2**32)
         check_range("log_every", log_every, 1, 2**63)
-        on = making.checked_device(device)
-        group = making.group_for(strategy, on)
-        on = making.device_for(group, on, model)
-        self.model = making.make_model(model, seed, on)
+        on = build.checked_device(device)
+        group = build.group_for(strategy, on)
+        on = build.device_for(group, on, model)
+        self.model = build.make_model(model, seed, on)
         chosen = chosen_strategy(strategy, self.model, group)
         if limits.fast_dev_run:
             logger.info("limits: fast_dev_run: nothing of this training is saved or logged")
             checkpoints, log, accumulate = None, False, 1
         self.checkpoints = Checkpoints.of(checkpoints, {})
         """The argument `checkpoints`, as a record: the root and how checkpoints are made."""
-        loggers = making.own_loggers(self.checkpoints, log, progress)
+        loggers = build.own_loggers(self.checkpoints, log, progress)
         if limits.fast_dev_run:
             callbacks = [item for item in callbacks if not isinstance(item, Logger)]
         self._callbacks = Callbacks([*callbacks, *loggers], self, is_leader=group.is_leader)
@@ -241,14 +247,14 @@ class Trainer:
         if compile is not False:
             self.model.compile(**({} if compile is True else compile))
         if isinstance(optimizer, Mapping) or update is not None:
-            making.check_several(
+            build.check_several(
                 loss=loss,
                 update=update,
                 micro_batch=micro_batch,
                 skip_nan=skip_nan,
                 metrics=metrics,
             )
-        self.optimizer = making.make_optimizer(
+        self.optimizer = build.make_optimizer(
             optimizer, self.model, self.model is not model, takes_closure=update is not None
         )
         """The optimizer, or several by name; None where nothing is trained."""
@@ -273,19 +279,19 @@ class Trainer:
         self._every = checked_times(self.checkpoints.every)
         for saver in self.checkpoints.savers:
             checked_times(saver.policy, what=f"saver {saver.name!r}: every")
-        self._overlap = making.checked_overlap(
-            self.checkpoints.overlap, making.device_type(self.model, on)
+        self._overlap = build.checked_overlap(
+            self.checkpoints.overlap, build.device_type(self.model, on)
         )
         self._stop = stop
         self._place = StepPosition(self.counters)
         self._numbers = Numbers()
         self._unhealthy = unhealthy
-        self._numerics = Numerics(checked_precision(precision), making.device_type(self.model, on))
+        self._numerics = Numerics(checked_precision(precision), build.device_type(self.model, on))
         self._way_back: WayBack
-        making.check_shared_data(data, chosen, group)
+        build.check_shared_data(data, chosen, group)
         is_single = isinstance(self.optimizer, torch.optim.Optimizer)
         named = {"": self.optimizer} if is_single and update is not None else self.optimizer
-        making.check_parallel(
+        build.check_parallel(
             named,
             self.model,
             chosen,
@@ -311,8 +317,8 @@ class Trainer:
             snapshot=self._snapshot,
             optimizer=self.optimizer,  # not used where it is None
             schedulers=self._schedules.plain,
-            loss=making.no_loss if loss is None else loss,
-            clip=Clip() if isinstance(named, Mapping) else making.checked_clip(clip),
+            loss=build.no_loss if loss is None else loss,
+            clip=Clip() if isinstance(named, Mapping) else build.checked_clip(clip),
             numerics=self._numerics,
             device=on,
             callbacks=self._callbacks,
@@ -324,7 +330,7 @@ class Trainer:
             self._update = SeveralUpdate.of(
                 self._update,
                 optimizers=named,
-                clips=making.clips_of(clip, named),
+                clips=build.clips_of(clip, named),
                 update=update,
                 accumulate=accumulate,
             )
@@ -336,7 +342,7 @@ class Trainer:
         extra, self._per_rank = marked(state or {})
         self.state = self._components(extra)
         check_state(self.state)
-        making.check_held(self.state, loss)
+        build.check_held(self.state, loss)
         self.checkpoints.check_components({*self.state, RNG})
         self._way_back = self._make_way_back()
         self._gear = Gear(
@@ -434,7 +440,7 @@ class Trainer:
             raise UsageError(
                 "fit needs an optimizer, a loss and data; this Trainer was made without one of them"
             )
-        goal = making.checked_goal(until)
+        goal = build.checked_goal(until)
         if self._limits.num_steps is not None:
             goal = Time(self._limits.num_steps, Unit.STEP)
         check_counted(goal.unit, f"until={until!r}", self._counts.units)
@@ -455,7 +461,7 @@ class Trainer:
             goal,
             self.counters,
             stop=self._stop,
-            max_time_s=making.checked_max_time_s(max_time),
+            max_time_s=build.checked_max_time_s(max_time),
             group=self._parallel.group,
             shares_signals=self.root is None,
             find_best=finder(self.checkpoints),
@@ -592,7 +598,7 @@ class Trainer:
             use_ema: whether the averaged weights predict, if the Trainer keeps an average.
             batches_per_part: batches of a part, which are kept in memory until it is written.
         """
-        making.check_loader(data)
+        build.check_loader(data)
         weights = self._weights
         with ExitStack() as stack:
             if which is not None:
@@ -1081,8 +1087,8 @@ class Trainer:
         """Train on other data from now on."""
         if self._is_running:
             raise UsageError("fit(data=…): fit runs already")
-        making.check_data(data)
-        making.check_shared_data(data, self._strategy, self._parallel.group)
+        build.check_data(data)
+        build.check_shared_data(data, self._strategy, self._parallel.group)
         self._check_held_out(plans_of(self._validate), data)
         self._given_data, self.data = data, self._limits.of_data(data)
         self.state["data"] = self.data

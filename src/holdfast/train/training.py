@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from holdfast.errors import UsageError
 from holdfast.format.manifest import Timestamp
 from holdfast.policy.clock import Time, argument_name
-from holdfast.state.edits import StateView, cast_floats
+from holdfast.state.capture.edits import StateView, cast_floats
 from holdfast.train.parallel.strategies import local
 
 if TYPE_CHECKING:
-    from holdfast.engine.options import Checkpoints
+    from holdfast.checkpoints import Checkpoints
     from holdfast.manager import CheckpointManager
 
 logger = logging.getLogger("holdfast")

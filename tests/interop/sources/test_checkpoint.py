@@ -18,8 +18,6 @@ from torch import Tensor
 from allranks import Member, all_of, on_ranks
 from boxed import bits, random_cuts, reshard
 from holdfast import CheckpointManager, Encryption, PerRank, keys
-from holdfast.engine.claims.leases import find_leases
-from holdfast.engine.roots.catalog import Catalog
 from holdfast.errors import CorruptData, MissingKey, NoCheckpoint
 from holdfast.format import layout
 from holdfast.format.codec import CodecName
@@ -31,6 +29,8 @@ from holdfast.interop.reading import pieces
 from holdfast.interop.source import Source
 from holdfast.interop.sources import checkpoint
 from holdfast.interop.sources.checkpoint import CheckpointSource
+from holdfast.ownership.leases import find_leases
+from holdfast.root.catalog import Catalog
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
 

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.engine.roots.catalog import Catalog
 from holdfast.errors import AccessDenied, HoldfastError, NotFound, SaveFailed, UsageError
+from holdfast.root.catalog import Catalog
 from holdfast.store import open_store
 from holdfast.store.base import Buffer, Store
 from holdfast.store.remote import RemoteOptions

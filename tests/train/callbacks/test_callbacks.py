@@ -10,8 +10,8 @@ import pytest
 
 from holdfast.errors import UsageError
 from holdfast.train import Callback, HookFailed, Logger, Training
-from holdfast.train.callbacks.calling import Callbacks
 from holdfast.train.callbacks.hooks import HOOKS
+from holdfast.train.callbacks.registry import Callbacks
 
 
 class Nobody:

@@ -16,7 +16,7 @@ from holdfast.errors import MismatchError, UsageError
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.resume import Report, StepReporter, assert_resume_equivalent
 from holdfast.train import Callback, HookFailed, Metrics, Pruning, Training
-from holdfast.train.callbacks.ready import sparsity
+from holdfast.train.callbacks.early_stopping import sparsity
 from train.small import make, network
 
 METHODS = ["l1_unstructured", "random_unstructured", "ln_structured", "random_structured"]

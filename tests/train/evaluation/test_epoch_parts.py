@@ -11,10 +11,10 @@ from torch.optim.lr_scheduler import StepLR
 
 from holdfast import CheckpointManager, MemoryStore, SavePolicy, SideSaver, Timestamp
 from holdfast.data import Loader
-from holdfast.engine.roots.catalog import Catalog
 from holdfast.errors import UsageError
 from holdfast.policy.clock import parse
 from holdfast.policy.triggers import At, Every
+from holdfast.root.catalog import Catalog
 from holdfast.store import open_store
 from holdfast.testing.resume import leaf_digests
 from holdfast.train import Callback, Metrics, Schedule, Training, Validation, cosine

@@ -14,10 +14,10 @@ from torch.utils.data import DataLoader
 
 from holdfast import Last
 from holdfast.data import Loader
-from holdfast.engine.roots.catalog import Catalog
 from holdfast.errors import NoCheckpoint, UsageError
 from holdfast.policy.savers import SavePolicy
-from holdfast.state.edits import StateView
+from holdfast.root.catalog import Catalog
+from holdfast.state.capture.edits import StateView
 from holdfast.store import open_store
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.resume import leaf_digests

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from holdfast import Best, Checkpoints, Last, SideSaver, load_weights
-from holdfast.engine.roots.catalog import Catalog
 from holdfast.errors import NoCheckpoint, SaveFailed, UsageError
 from holdfast.policy.savers import SavePolicy
+from holdfast.root.catalog import Catalog
 from holdfast.store import open_store
 from holdfast.store.base import Store
 from holdfast.store.memory import MemoryStore

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from holdfast.engine.roots.catalog import Catalog
 from holdfast.errors import SaveSkipped, UsageError
+from holdfast.root.catalog import Catalog
 from holdfast.store import open_store
 from holdfast.store.memory import MemoryStore
 from holdfast.train import Callback, Training, UnhealthyState

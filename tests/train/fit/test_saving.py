@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from holdfast.data import Loader
-from holdfast.engine.roots.catalog import Catalog
 from holdfast.errors import SaveFailed, StoreError, UsageError
 from holdfast.policy.savers import SavePolicy, SideSaver
 from holdfast.policy.triggers import On
+from holdfast.root.catalog import Catalog
 from holdfast.store import open_store
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from holdfast.data import Loader
-from holdfast.engine.roots.catalog import Catalog
 from holdfast.errors import UsageError
 from holdfast.policy.triggers import On
+from holdfast.root.catalog import Catalog
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.resume import leaf_digests
@@ -36,9 +36,9 @@ from holdfast.train import (
     Training,
     Validation,
 )
-from holdfast.train.making import device_for
+from holdfast.train.build import device_for
 from holdfast.train.parallel.group import ALONE
-from holdfast.train.window.loop import checked_precision
+from holdfast.train.step.step import checked_precision
 from holdfast.weights import load_weights
 from train.small import Noisy, NoLength, make, mean_square, network
 

@@ -16,7 +16,7 @@ from holdfast import Checkpoints
 from holdfast.data import Loader
 from holdfast.store.memory import MemoryStore
 from holdfast.train import Counts, Metrics, ProgressBar, Trainer, Training, Validation
-from holdfast.train.loggers.words import MAX_ROWS, duration, short, size, summary
+from holdfast.train.loggers.text import MAX_ROWS, duration, short, size, summary
 from train.small import Noisy, make
 
 

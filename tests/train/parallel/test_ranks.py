@@ -21,9 +21,9 @@ from torchmetrics.classification import MulticlassConfusionMatrix, MulticlassF1S
 from distributed.run import run_ranks
 from holdfast import Best, CheckpointManager, Checkpoints, Last, load_weights
 from holdfast.data import Loader, Stream
-from holdfast.engine.roots.catalog import Catalog
 from holdfast.errors import HoldfastError, StoreError, StoreFull, UsageError
 from holdfast.policy.triggers import On
+from holdfast.root.catalog import Catalog
 from holdfast.store import open_store
 from holdfast.store.base import Store
 from holdfast.store.local.store import LocalStore
@@ -50,7 +50,7 @@ from holdfast.train import (
 )
 from holdfast.train.fit import best
 from holdfast.train.parallel.group import join_group
-from holdfast.train.window.metrics import Mean, RankMeans, mean_of_ranks
+from holdfast.train.step.device_metrics import Mean, RankMeans, mean_of_ranks
 from marks import diagonal
 
 GLOBAL_BATCH = 12

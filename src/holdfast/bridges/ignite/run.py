@@ -33,19 +33,19 @@ from holdfast.bridges.parts import (
     warn_without_interval,
 )
 from holdfast.bridges.validations import Validations
+from holdfast.checkpoints import Checkpoints
+from holdfast.control.stop import Stop
 from holdfast.data.options import check_whole
-from holdfast.engine.access import place_of
-from holdfast.engine.checkpoint import Checkpoint
-from holdfast.engine.control.stop import Stop
-from holdfast.engine.hooks import StateHooks
-from holdfast.engine.options import Checkpoints
-from holdfast.engine.tiers.tiered import Tiered
 from holdfast.errors import UsageError, listing
 from holdfast.manager import CheckpointManager
+from holdfast.ownership.access import place_of
+from holdfast.ownership.tiered_options import Tiered
 from holdfast.policy.clock import Time
 from holdfast.policy.rule import Rule
 from holdfast.policy.savers import SavePolicy
 from holdfast.policy.triggers import Event, SaveFunction, Trigger
+from holdfast.results import Checkpoint
+from holdfast.saving.hooks import StateHooks
 from holdfast.state.components import TRAINER
 from holdfast.store.base import Store
 

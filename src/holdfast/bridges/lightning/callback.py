@@ -39,20 +39,20 @@ from holdfast.bridges.parts import (
     warn_without_interval,
 )
 from holdfast.bridges.validations import Validations, check_direction
-from holdfast.engine.checkpoint import Checkpoint
-from holdfast.engine.control.stop import Stop
-from holdfast.engine.hooks import StateHooks
-from holdfast.engine.options import Checkpoints
-from holdfast.engine.roots.best import BEST
-from holdfast.engine.tiers.catalog import catalog_of
-from holdfast.engine.tiers.tiered import Tiered
+from holdfast.checkpoints import Checkpoints
+from holdfast.control.stop import Stop
 from holdfast.errors import NoCheckpoint, UsageError
 from holdfast.events import Emitter, url_without_secrets
 from holdfast.manager import CheckpointManager
+from holdfast.ownership.tiered_catalog import catalog_of
+from holdfast.ownership.tiered_options import Tiered
 from holdfast.policy.clock import Time
 from holdfast.policy.rule import Rule
 from holdfast.policy.savers import SavePolicy
 from holdfast.policy.triggers import Event, SaveFunction, Trigger
+from holdfast.results import Checkpoint
+from holdfast.root.best import BEST
+from holdfast.saving.hooks import StateHooks
 from holdfast.state.components import TRAINER
 from holdfast.store.base import Store
 

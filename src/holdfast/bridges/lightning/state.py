@@ -9,8 +9,8 @@ from torch import Tensor
 
 from holdfast.bridges.lightning.seams import FRAMEWORK, RESTARTING, position_of
 from holdfast.bridges.naming import left_out
-from holdfast.engine.checkpoint import Checkpoint
 from holdfast.events import Emitter
+from holdfast.results import Checkpoint
 
 _HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
 

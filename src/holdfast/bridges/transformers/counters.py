@@ -9,7 +9,7 @@ from transformers.trainer_callback import ExportableState
 
 from holdfast.bridges.naming import left_out
 from holdfast.bridges.transformers.seams import FRAMEWORK
-from holdfast.engine.checkpoint import Checkpoint
+from holdfast.results import Checkpoint
 
 INTERVALS = ("logging_steps", "eval_steps", "save_steps")
 """Arguments that the TrainerState repeats."""

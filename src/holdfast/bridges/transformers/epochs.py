@@ -13,8 +13,8 @@ from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
 from holdfast.bridges.parts import Generators
 from holdfast.bridges.transformers.seams import COUNTS_UNFULL_WINDOWS, SKIP, major_version
 from holdfast.data.loader import Loader
-from holdfast.engine.checkpoint import Checkpoint
 from holdfast.errors import UsageError
+from holdfast.results import Checkpoint
 
 
 class Epochs:

@@ -28,16 +28,16 @@ from holdfast.bridges.transformers.counters import INTERVALS, Counters
 from holdfast.bridges.transformers.epochs import Epochs, check_place
 from holdfast.bridges.transformers.seams import STATE_FILE, beside_bar, leaders, measured_at
 from holdfast.bridges.validations import Validations
+from holdfast.checkpoints import Checkpoints
+from holdfast.control.stop import Stop
 from holdfast.data.loader import Loader
 from holdfast.data.stream import Stream
-from holdfast.engine.control.stop import Stop
-from holdfast.engine.hooks import StateHooks
-from holdfast.engine.options import Checkpoints
-from holdfast.engine.roots.sources import split_folder
 from holdfast.errors import UsageError
 from holdfast.manager import CheckpointManager
 from holdfast.policy.savers import Due
 from holdfast.policy.triggers import Event
+from holdfast.root.address import split_folder
+from holdfast.saving.hooks import StateHooks
 from holdfast.state.components import PerRank
 
 _ONE_SIDED = ("scheduler", "scaler")

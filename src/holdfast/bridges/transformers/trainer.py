@@ -24,10 +24,10 @@ from holdfast.bridges.transformers.epochs import (
 from holdfast.bridges.transformers.run import Elsewhere, Run, newest_step
 from holdfast.bridges.transformers.seams import SUMMARY, check_names, leaders, refuse_arguments
 from holdfast.bridges.validations import check_direction
+from holdfast.checkpoints import Checkpoints
+from holdfast.control.stop import Stop
 from holdfast.data.loader import Loader
 from holdfast.data.stream import Stream
-from holdfast.engine.control.stop import Stop
-from holdfast.engine.options import Checkpoints
 from holdfast.errors import UsageError
 from holdfast.format.manifest import Mode
 from holdfast.manager import CheckpointManager

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from holdfast.cli.output import PROGRESS, Answer
-from holdfast.engine.workers import Workers
 from holdfast.errors import DeadlineExceeded, UsageError
+from holdfast.threads.workers import Workers
 
 MAX_JOBS = 8
 """Jobs that are kept, with their results; the oldest that have ended are dropped."""

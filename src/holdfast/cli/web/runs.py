@@ -20,7 +20,7 @@ from holdfast.cli.ls import list_root
 from holdfast.cli.output import PROGRESS, Answer
 from holdfast.cli.target import open_root
 from holdfast.cli.watch import Watched, Watcher
-from holdfast.engine.workers import Workers
+from holdfast.threads.workers import Workers
 
 LOCAL_LOOK_S, REMOTE_LOOK_S = 2.0, 10.0
 """Shortest time between two looks at a root, as `watch` has by default."""

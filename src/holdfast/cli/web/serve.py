@@ -17,8 +17,8 @@ import msgspec
 
 from holdfast.cli.output import Code, give_line, printable, say
 from holdfast.cli.target import open_root
-from holdfast.engine.workers import Workers
 from holdfast.errors import TransientStoreError, UsageError
+from holdfast.threads.workers import Workers
 
 DEFAULT_PORT = 8770
 _MAX_OPENING = 16

@@ -38,13 +38,13 @@ from torch.distributed.checkpoint.planner import (
 from typing_extensions import override
 
 from holdfast.arguments import checked
-from holdfast.engine.checkpoint import Checkpoint, describe
 from holdfast.errors import FormatError, StoreError, UnsupportedState, UsageError
 from holdfast.interop.dcp.anysource import SourceState
 from holdfast.interop.dcp.reader import HoldfastReader, StoredState, refuse_pickles
 from holdfast.interop.dcp.writer import HoldfastWriter
 from holdfast.interop.source import Source
 from holdfast.keys import Encryption
+from holdfast.results import Checkpoint, describe
 from holdfast.state.geometry import Box
 from holdfast.store.base import Store
 

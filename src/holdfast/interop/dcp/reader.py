@@ -26,24 +26,24 @@ from torch.futures import Future
 from typing_extensions import override
 
 from holdfast.arguments import checked
-from holdfast.engine.access import located
-from holdfast.engine.claims.claim import dropped
-from holdfast.engine.loading.load import Opened, open_checkpoint
-from holdfast.engine.loading.tensors import TensorReader
-from holdfast.engine.roots.catalog import Entry
-from holdfast.engine.roots.sources import split_source
-from holdfast.engine.threads import Threads
 from holdfast.errors import FormatError, NoCheckpoint, UsageError
 from holdfast.interop.dcp.items import Item, items_of
 from holdfast.interop.dcp.objects import pickled
 from holdfast.interop.roots import expect_path, written_root
 from holdfast.keys import Encryption
-from holdfast.state.byrank import BY_RANK
+from holdfast.loading.open import Opened, open_checkpoint
+from holdfast.loading.tensor_reader import TensorReader
+from holdfast.ownership.access import located
+from holdfast.ownership.claim import dropped
+from holdfast.root.address import split_source
+from holdfast.root.catalog import Entry
+from holdfast.state.capture.byrank import BY_RANK
 from holdfast.state.geometry import Box
 from holdfast.state.leaves import TORCH_DTYPES
 from holdfast.state.shards import LocalShards
 from holdfast.state.trees import decode_skeleton, keys_in
 from holdfast.store.base import Store
+from holdfast.threads.pools import Threads
 
 BATCH_NBYTES = 4 << 30
 """Most bytes of tensors that are read before any of them is copied to its destination."""

@@ -18,16 +18,6 @@ from torch.futures import Future
 from typing_extensions import override
 
 from holdfast.arguments import checked
-from holdfast.engine.checkpoint import Phase
-from holdfast.engine.claims.claim import Claim
-from holdfast.engine.roots.catalog import Catalog, Entry
-from holdfast.engine.roots.commit import SaveAttempt, begin, commit
-from holdfast.engine.saving.environment import environment
-from holdfast.engine.saving.fingerprint import numerics
-from holdfast.engine.saving.joint import Gathered, JointSave, OwnFile
-from holdfast.engine.saving.save import AttemptFiles, SaveRequest, manifest_of, write_index
-from holdfast.engine.staging.staged import Staged
-from holdfast.engine.staging.waves import WaveTransfer
 from holdfast.errors import NoCheckpoint, NotFound, NotShared, UnsupportedState, UsageError
 from holdfast.format.layout import AttemptName, check_label, parse_attempt
 from holdfast.format.manifest import MAX_COUNT, Reference, Timestamp
@@ -46,7 +36,17 @@ from holdfast.interop.dcp.plans import (
 )
 from holdfast.interop.dcp.writing import places_of, write_tensors
 from holdfast.interop.roots import WrittenRoot, expect_path, written_root
+from holdfast.ownership.claim import Claim
 from holdfast.policy.naming import DEFAULT_LABEL
+from holdfast.results import Phase
+from holdfast.root.catalog import Catalog, Entry
+from holdfast.root.commit import SaveAttempt, begin, commit
+from holdfast.saving.environment import environment
+from holdfast.saving.numerics import numerics
+from holdfast.saving.participants import Gathered, JointSave, OwnFile
+from holdfast.saving.save import AttemptFiles, SaveRequest, manifest_of, write_index
+from holdfast.staging.interfaces import Staged
+from holdfast.staging.waves import WaveTransfer
 from holdfast.state.leaves import TORCH_DTYPES, refusal
 from holdfast.store.base import Store
 

@@ -8,16 +8,16 @@ from functools import partial
 from torch import Tensor
 from typing_extensions import override
 
-from holdfast.engine.checkpoint import Phase
-from holdfast.engine.roots.commit import SaveAttempt
-from holdfast.engine.saving.joint import JointSave
-from holdfast.engine.saving.save import AttemptFiles, Tools
-from holdfast.engine.staging.known import KnownFile
-from holdfast.engine.staging.pool import Pool
-from holdfast.engine.staging.staged import Staged
-from holdfast.engine.staging.waves import WaveContent, WaveTransfer
 from holdfast.format.layout import number_of_file
 from holdfast.format.tensors import TensorSpec, lay_out
+from holdfast.results import Phase
+from holdfast.root.commit import SaveAttempt
+from holdfast.saving.participants import JointSave
+from holdfast.saving.save import AttemptFiles, Tools
+from holdfast.staging.interfaces import Staged
+from holdfast.staging.layout import KnownFile
+from holdfast.staging.pool import Pool
+from holdfast.staging.waves import WaveContent, WaveTransfer
 
 Resolve = Callable[[str, TensorSpec], Tensor]
 """Function that gives the tensor of a component with that spec."""

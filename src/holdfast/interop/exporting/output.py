@@ -11,13 +11,13 @@ from contextlib import contextmanager
 from functools import partial
 from typing import BinaryIO
 
-from holdfast.engine.memory import take
-from holdfast.engine.workers import Workers, cancel
 from holdfast.errors import DeadlineExceeded
 from holdfast.interop.files import copy
 from holdfast.store.local.oserrors import UNSUPPORTED
 from holdfast.store.local.syscalls import preallocate
 from holdfast.system import CLOSED_ON_EXEC
+from holdfast.threads.buffers import take
+from holdfast.threads.workers import Workers, cancel
 
 BLOCK_NBYTES = 4 << 20
 """Bytes of one write."""

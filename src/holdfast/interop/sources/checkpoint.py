@@ -17,12 +17,6 @@ from typing import Any
 import numpy as np
 from typing_extensions import override
 
-from holdfast.engine.access import located
-from holdfast.engine.loading.blockreading import FileBlocks
-from holdfast.engine.loading.documents import check_size, read_index, read_tree
-from holdfast.engine.roots.catalog import is_root
-from holdfast.engine.roots.parts import parts_of
-from holdfast.engine.roots.sources import split_folder, split_source
 from holdfast.errors import CorruptData, Tampered
 from holdfast.format import layout
 from holdfast.format.blocks import DIGEST_NBYTES
@@ -37,6 +31,12 @@ from holdfast.interop.source import BlockDigests, LeftOut, Part, Source
 from holdfast.interop.sources.recognising import first_bytes
 from holdfast.interop.sources.web import names_checkpoint
 from holdfast.keys import Encryption
+from holdfast.loading.block_reader import FileBlocks
+from holdfast.loading.documents import check_size, read_index, read_tree
+from holdfast.ownership.access import located
+from holdfast.root.address import split_folder, split_source
+from holdfast.root.catalog import is_root
+from holdfast.root.remaining import parts_of
 from holdfast.store import is_web, open_store
 from holdfast.store.base import Store
 

@@ -17,9 +17,9 @@ from holdfast.train.training import Metrics, Training
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from holdfast.engine.checkpoint import Checkpoint
     from holdfast.format.manifest import Timestamp
-    from holdfast.state.edits import StateView
+    from holdfast.results import Checkpoint
+    from holdfast.state.capture.edits import StateView
     from holdfast.train.outputs import Histogram, Image, StepOutput, Table
 
 MOMENTS: Mapping[str, tuple[str, ...]] = {

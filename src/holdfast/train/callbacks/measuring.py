@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from holdfast.arguments import checked
 from holdfast.errors import UsageError
 from holdfast.system import peak_nbytes, resident_nbytes
-from holdfast.train.asked import check_range
+from holdfast.train.argument_checks import check_range
 from holdfast.train.callbacks.hooks import Callback
 from holdfast.train.parallel.strategies import whole
 from holdfast.train.training import Counters, Metrics, Training

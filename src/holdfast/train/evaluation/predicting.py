@@ -23,11 +23,11 @@ from holdfast.errors import UsageError, some_of
 from holdfast.format.tensors import TensorSpec, lay_out, parse_header
 from holdfast.state.leaves import DTYPE_NAMES, TORCH_DTYPES
 from holdfast.system import sync
-from holdfast.train.asked import check_range
+from holdfast.train.argument_checks import check_range
 from holdfast.train.evaluation.validation import evaluating, undisturbed
 from holdfast.train.parallel.group import Group
 from holdfast.train.parallel.strategies import is_sharded
-from holdfast.train.window.loop import Update, moved
+from holdfast.train.step.step import Update, moved
 
 _INDEX = "predictions.json"
 _ONLY = "output"

@@ -14,23 +14,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from holdfast.engine.access import locate
-from holdfast.engine.checkpoint import Checkpoint, describe
-from holdfast.engine.claims.leases import leased
-from holdfast.engine.loading.resume import LoadOptions, Reader
-from holdfast.engine.roots.best import means_best
-from holdfast.engine.roots.catalog import Catalog, Entry, is_root
-from holdfast.engine.roots.sources import split_source
-from holdfast.engine.threads import Threads
-from holdfast.engine.tiers.catalog import catalog_of
-from holdfast.engine.tiers.tiered import Tiered
 from holdfast.errors import NoCheckpoint, UsageError
 from holdfast.events import Emitter
 from holdfast.format import layout
 from holdfast.keys import Encryption
-from holdfast.state.edits import Edit
+from holdfast.loading.search import LoadOptions, Reader
+from holdfast.ownership.access import locate
+from holdfast.ownership.leases import leased
+from holdfast.ownership.tiered_catalog import catalog_of
+from holdfast.ownership.tiered_options import Tiered
+from holdfast.results import Checkpoint, describe
+from holdfast.root.address import split_source
+from holdfast.root.best import means_best
+from holdfast.root.catalog import Catalog, Entry, is_root
+from holdfast.state.capture.edits import Edit
 from holdfast.store import is_web, open_store
 from holdfast.store.base import Store
+from holdfast.threads.pools import Threads
 from holdfast.train.parallel.strategies import is_sharded, local
 
 Which = str | int | os.PathLike[str]

@@ -25,14 +25,14 @@ from holdfast.format.manifest import Timestamp
 from holdfast.policy.clock import ALL_UNITS, Time, Unit, parse
 from holdfast.policy.triggers import Every
 from holdfast.state.generators import device_generators
-from holdfast.train.asked import check_range
+from holdfast.train.argument_checks import check_range
 from holdfast.train.callbacks.hooks import Callback
 from holdfast.train.outputs import Image, StepOutput
 from holdfast.train.schedules.curves import EpochLength
+from holdfast.train.step.device_metrics import LazyMetrics, Mean, mean_of_ranks, number
+from holdfast.train.step.epoch_metrics import Scores
+from holdfast.train.step.step import LossFunction, Update, evaluate, moved
 from holdfast.train.training import Metrics
-from holdfast.train.window.loop import LossFunction, Update, evaluate, moved
-from holdfast.train.window.metrics import LazyMetrics, Mean, mean_of_ranks, number
-from holdfast.train.window.scores import Scores
 
 logger = logging.getLogger("holdfast")
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from holdfast.engine.checkpoint import Checkpoint, describe, metrics_by_step
-from holdfast.engine.options import Checkpoints, best_rules
-from holdfast.engine.roots.best import BEST
-from holdfast.engine.tiers.catalog import catalog_of
+from holdfast.checkpoints import Checkpoints, best_rules
 from holdfast.errors import NoCheckpoint, UsageError
 from holdfast.events import Emitter
 from holdfast.manager import CheckpointManager
+from holdfast.ownership.tiered_catalog import catalog_of
 from holdfast.policy.best import BestSaves
+from holdfast.results import Checkpoint, describe, metrics_by_step
+from holdfast.root.best import BEST
 from holdfast.train.evaluation.watching import OF_VALIDATION
 from holdfast.train.parallel.group import Group
 

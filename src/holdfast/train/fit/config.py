@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import nn
 
+from holdfast.checkpoints import Checkpoints
 from holdfast.data import Loader
-from holdfast.engine.options import Checkpoints
-from holdfast.engine.saving.history import as_text
+from holdfast.saving.settings_history import as_text
 from holdfast.train.callbacks.hooks import Callback
 
 _LEFT_OUT = frozenset({"self", "checkpoints", "stop", "log", "log_every", "progress", "device"})

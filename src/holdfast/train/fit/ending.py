@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from signal import Signals
 from typing import Any, Literal
 
-from holdfast.engine.checkpoint import Checkpoint
-from holdfast.engine.control.stop import REQUEUE_EXIT_CODE, Stop
+from holdfast.control.stop import REQUEUE_EXIT_CODE, Stop
 from holdfast.policy.clock import Time, argument_name
+from holdfast.results import Checkpoint
 from holdfast.train.parallel.group import Group
 from holdfast.train.training import Counters
 

@@ -13,10 +13,9 @@ from typing import Any
 
 from torch import nn
 
+from holdfast.checkpoints import Checkpoints
+from holdfast.control.stop import Interrupted
 from holdfast.data.randomness import preserved
-from holdfast.engine.checkpoint import Checkpoint
-from holdfast.engine.control.stop import Interrupted
-from holdfast.engine.options import Checkpoints
 from holdfast.errors import OwnershipError, UsageError
 from holdfast.format.manifest import Timestamp
 from holdfast.manager import CheckpointManager
@@ -24,12 +23,13 @@ from holdfast.policy.best import BestSaves
 from holdfast.policy.rule import SaveClass
 from holdfast.policy.savers import Due
 from holdfast.policy.triggers import Event
+from holdfast.results import Checkpoint
 from holdfast.state.components import PROGRESS
 from holdfast.state.modules import is_loaded
-from holdfast.train import making
-from holdfast.train.asked import Counts
-from holdfast.train.callbacks.calling import Callbacks, HookFailed
+from holdfast.train import build
+from holdfast.train.argument_checks import Counts
 from holdfast.train.callbacks.hooks import Callback
+from holdfast.train.callbacks.registry import Callbacks, HookFailed
 from holdfast.train.evaluation.validation import ValidationPart, Validations
 from holdfast.train.evaluation.watching import Watched
 from holdfast.train.fit import best
@@ -38,12 +38,12 @@ from holdfast.train.fit.resuming import Resuming
 from holdfast.train.fit.saving import Saves, StepPosition, StepSaver
 from holdfast.train.outputs import Image
 from holdfast.train.schedules.stepping import Schedules
+from holdfast.train.step.batches import Batches
+from holdfast.train.step.device_metrics import LazyMetrics
+from holdfast.train.step.step import Update
+from holdfast.train.step.swa import EqualAverage
+from holdfast.train.step.undo import WayBack
 from holdfast.train.training import Average, Counters, Metrics
-from holdfast.train.window.batches import Batches
-from holdfast.train.window.loop import Update
-from holdfast.train.window.metrics import LazyMetrics
-from holdfast.train.window.swa import EqualAverage
-from holdfast.train.window.wayback import WayBack
 
 """Whether a `fit` resumes: if there is a checkpoint, or else not at all, or never."""
 
@@ -255,7 +255,7 @@ class Fit:
                 now.step,
             )
         else:
-            making.seed_generators(self._gear.seed + self._group.rank)
+            build.seed_generators(self._gear.seed + self._group.rank)
         if ema is not None and not is_loaded(ema.model):
             ema.begin(model)
         if now.were_loaded or is_loaded(model):

@@ -6,9 +6,9 @@ import logging
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from holdfast.engine.checkpoint import Checkpoint
 from holdfast.errors import NoCheckpoint, UsageError
 from holdfast.manager import CheckpointManager
+from holdfast.results import Checkpoint
 from holdfast.train.fit.starting import StartingPoint
 
 logger = logging.getLogger("holdfast")

@@ -15,7 +15,6 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from holdfast.engine.checkpoint import PendingSave
 from holdfast.errors import HoldfastError, SaveFailed, SaveSkipped, UsageError, listing
 from holdfast.events import Event as ManagerEvent
 from holdfast.manager import CheckpointManager
@@ -23,8 +22,9 @@ from holdfast.policy.best import BestSaves
 from holdfast.policy.savers import Due
 from holdfast.policy.schedule import covers, together
 from holdfast.policy.triggers import Event
-from holdfast.train.callbacks.calling import Callbacks
+from holdfast.results import PendingSave
 from holdfast.train.callbacks.hooks import Callback
+from holdfast.train.callbacks.registry import Callbacks
 from holdfast.train.parallel.group import Group
 from holdfast.train.parallel.strategies import local
 from holdfast.train.training import Counters, Metrics

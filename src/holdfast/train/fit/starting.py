@@ -15,20 +15,20 @@ from typing import Any, Literal
 import msgspec
 
 from holdfast.arguments import checked
-from holdfast.engine.access import place_of
-from holdfast.engine.checkpoint import Checkpoint, CheckpointList, PendingSave
-from holdfast.engine.claims.notes import checked_metrics, checked_tags
-from holdfast.engine.claims.process import utc_now
-from holdfast.engine.hooks import StateHooks
-from holdfast.engine.tiers.tiered import Tiered
 from holdfast.errors import SaveSkipped, UsageError
 from holdfast.events import url_without_secrets
 from holdfast.format.layout import parse_attempt
 from holdfast.format.manifest import Timestamp
 from holdfast.keys import Encryption
 from holdfast.manager import CheckpointManager
+from holdfast.ownership.access import place_of
+from holdfast.ownership.annotations import checked_metrics, checked_tags
+from holdfast.ownership.process import utc_now
+from holdfast.ownership.tiered_options import Tiered
 from holdfast.policy.rule import SaveClass
 from holdfast.policy.savers import Due
+from holdfast.results import Checkpoint, CheckpointList, PendingSave
+from holdfast.saving.hooks import StateHooks
 from holdfast.store import open_store
 from holdfast.store.base import Store
 from holdfast.train.training import Counters

@@ -20,7 +20,7 @@ from holdfast.train.loggers.default import FLUSH_S, beyond_rates
 from holdfast.train.training import Metrics, Training
 
 if TYPE_CHECKING:
-    from holdfast.engine.checkpoint import Checkpoint
+    from holdfast.results import Checkpoint
 
 _FIRST = ["step", "epoch"]
 _COUNTS = ("samples", "tokens")

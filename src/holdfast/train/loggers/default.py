@@ -21,7 +21,7 @@ from holdfast.train.outputs import Histogram, Image, Table
 from holdfast.train.training import Metrics, Training
 
 if TYPE_CHECKING:
-    from holdfast.engine.checkpoint import Checkpoint
+    from holdfast.results import Checkpoint
 
 FLUSH_S = 0.5
 """Longest delay, in seconds, of lines of fast steps, which are written together."""

@@ -11,11 +11,11 @@ from rich.progress import BarColumn, Progress, TextColumn
 from holdfast.policy.clock import Unit
 from holdfast.train.callbacks.hooks import Logger
 from holdfast.train.callbacks.measuring import Clock, Pace, memory_nbytes, rates_of
-from holdfast.train.loggers.words import duration, short, size, summary
+from holdfast.train.loggers.text import duration, short, size, summary
 from holdfast.train.training import Metrics, Training
 
 if TYPE_CHECKING:
-    from holdfast.engine.checkpoint import Checkpoint
+    from holdfast.results import Checkpoint
 
 MAX_METRICS = 8
 """Most metrics of a validation that are shown."""

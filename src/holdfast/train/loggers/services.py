@@ -31,8 +31,8 @@ from holdfast.train.outputs import Histogram, Image, Table
 from holdfast.train.training import Metrics, Training
 
 if TYPE_CHECKING:
-    from holdfast.engine.checkpoint import Checkpoint
     from holdfast.format.manifest import Timestamp
+    from holdfast.results import Checkpoint
 
 
 _POSITION = re.compile(r"([0-9]{1,18})/([0-9]{1,18})", re.ASCII)

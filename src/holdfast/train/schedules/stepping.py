@@ -26,9 +26,9 @@ from holdfast.format.manifest import Mode, Timestamp
 from holdfast.policy.clock import ALL_UNITS, Time, Unit, parse
 from holdfast.policy.direction import direction, mode_for
 from holdfast.policy.triggers import Every
-from holdfast.train.asked import check_counted
-from holdfast.train.callbacks.calling import Callbacks
+from holdfast.train.argument_checks import check_counted
 from holdfast.train.callbacks.hooks import Callback
+from holdfast.train.callbacks.registry import Callbacks
 from holdfast.train.schedules.curves import Curve, CurveScheduler, EpochLength
 from holdfast.train.training import Counters, Metrics
 

@@ -1,1 +1,0 @@
-"""Upkeep of a root: preflight, verify, retention, gc. Without torch."""

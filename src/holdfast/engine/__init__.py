@@ -1,1 +1,0 @@
-"""Procedures of checkpointing, safe under failures: stage, save, load, claim, commit, resolve."""

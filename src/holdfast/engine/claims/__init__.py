@@ -1,1 +1,0 @@
-"""Claims and leases of a run, and whether the processes that hold them still live."""

@@ -1,1 +1,0 @@
-"""Loads checkpoints: finds one that can be used, reads it, verifies it, applies it."""

@@ -1,1 +1,0 @@
-"""Writing and committing of checkpoints, from a copy of the state in host memory."""

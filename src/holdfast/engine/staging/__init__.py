@@ -1,1 +1,0 @@
-"""Staging: a consistent copy of the state in host memory, made during training where safe."""

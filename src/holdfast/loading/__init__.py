@@ -1,0 +1,1 @@
+"""Loads checkpoints: finds a usable one, reads it, verifies it, applies it."""

@@ -1,0 +1,211 @@
+"""Tensors that are put together from parts of stored boxes, in fresh memory.
+
+A box that is stored and one that is held share a box of elements. Where these follow each other in
+the file and in the held tensor, they are copied as bytes from the block that was read. Others are
+read together with what lies between them, and then copied by their strides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from holdfast.errors import OutOfMemory
+from holdfast.format.boxes import Column
+from holdfast.format.index import Index, Places, TensorTable
+from holdfast.format.tensors import ITEM_NBYTES, TensorSpec
+from holdfast.loading.plan import Packed
+from holdfast.staging.arena import check_aligned
+from holdfast.state.leaves import TORCH_DTYPES
+from holdfast.state.planning.copying import bytes_of, copy_tensors
+from holdfast.state.shards import LocalShards
+
+HeldBoxes: TypeAlias = Mapping[str, Mapping[str, LocalShards | None]]
+"""By component and key what is needed of a tensor; None: all of it."""
+
+_BITS = {1: "U8", 2: "I16", 4: "I32", 8: "I64", 16: "C128"}
+"""By the bytes of an element, a dtype that torch copies bit by bit."""
+
+
+class Assembly:
+    """Tensors to be put together, and the pieces of stored boxes that go into each.
+
+    A piece is a row: the elements that a stored box and a held box share, and the bytes of a file
+    from the first of them to the last.
+    """
+
+    def __init__(self, index: Index, held: HeldBoxes) -> None:
+        """Plan the pieces; allocates no memory for tensors."""
+        files: list[str] = []
+        pieces: list[_Pieces] = []
+        self._targets: list[tuple[str, TensorSpec, tuple[int, ...]]] = []
+        for component, of_component in held.items():
+            table = index.components[component]
+            for key, local in of_component.items():
+                spec = table.specs[key]
+                pieces.append(_Pieces(table, spec, local, first_file=len(files)))
+                shape = spec.shape if local is None else local.local_shape
+                self._targets.append((component, spec, shape))
+            files += table.shards.files
+        counts = [len(of_tensor.start) for of_tensor in pieces]
+        self._owner = np.repeat(np.arange(len(pieces)), counts).tolist()
+        self._strides = [row for of_tensor in pieces for row in of_tensor.strides.tolist()]
+        self._sizes = [row for of_tensor in pieces for row in of_tensor.sizes.tolist()]
+        self._at = [at for of_tensor in pieces for at in of_tensor.at.tolist()]
+        self.places = Places(
+            files,
+            _joined([of_tensor.file for of_tensor in pieces]),
+            _joined([of_tensor.start for of_tensor in pieces]),
+            _joined([of_tensor.nbytes for of_tensor in pieces]),
+        )
+        """File and bytes of each piece."""
+        self.is_run = _joined([of_tensor.is_run for of_tensor in pieces]).astype(np.bool_)
+        """Whether the bytes of each piece follow each other in the tensor, too."""
+        self._bytes: list[Any] = []
+        self._bits: list[Tensor] = []
+
+    @property
+    def files(self) -> list[str]:
+        """The tensor files that hold the pieces."""
+        numbers = np.flatnonzero(np.bincount(self.places.file)).tolist()
+        return [self.places.files[number] for number in numbers]
+
+    def allocate(self) -> dict[str, dict[str, Tensor]]:
+        """Allocate the tensors, by component and key, with undefined values."""
+        tensors: dict[str, dict[str, Tensor]] = {}
+        for component, spec, shape in self._targets:
+            tensor = tensors.setdefault(component, {})[spec.key] = _empty(spec, shape)
+            self._bytes.append(bytes_of(tensor))
+            self._bits.append(tensor.view(TORCH_DTYPES[_bits_of(spec)]))
+        return tensors
+
+    def target(self, number: int) -> Any:
+        """Return the memory of a piece whose bytes follow each other in its tensor."""
+        owner = self._owner[number]
+        start = self._at[number] * self._bits[owner].itemsize
+        return self._bytes[owner][start : start + int(self.places.nbytes[number])]
+
+    def scatter(self, numbers: Column, packed: Packed) -> None:
+        """Copy pieces from packed memory to their places in the tensors."""
+        chosen = numbers.tolist()
+        specs = []
+        for number, nbytes in zip(chosen, packed.nbytes.tolist(), strict=True):
+            spec = self._targets[self._owner[number]][1]
+            specs.append(TensorSpec(spec.key, _bits_of(spec), (nbytes // ITEM_NBYTES[spec.dtype],)))
+        values = packed.arena.tensors(specs, packed.starts, packed.nbytes)
+        copy_tensors(
+            [
+                (self._view(number), value.as_strided(self._sizes[number], self._strides[number]))
+                for number, value in zip(chosen, values, strict=True)
+            ]
+        )
+
+    def _view(self, number: int) -> Tensor:
+        bits = self._bits[self._owner[number]]
+        strides = bits.stride() or (1,)
+        view: Tensor = bits.as_strided(self._sizes[number], strides, self._at[number])
+        return view
+
+
+class _Pieces:
+    """The pieces of one tensor as columns: where each lies in a file, and in the held tensor."""
+
+    def __init__(
+        self, table: TensorTable, spec: TensorSpec, local: LocalShards | None, *, first_file: int
+    ) -> None:
+        assert local is None or local.shape == spec.shape, spec.key
+        shards, stored = table.boxes_of(spec.key)
+        held, places, local_shape = _held(spec, local)
+        of_held, of_stored = _overlaps(held, stored)
+        low = np.maximum(held[of_held, 0], stored[of_stored, 0])
+        high = np.minimum(held[of_held, 1], stored[of_stored, 1])
+        self.sizes: Column = high - low
+        """Elements in each dimension, a row for each piece."""
+        self.strides: Column = _strides(np.diff(stored, axis=1)[of_stored, 0])
+        """Strides of these elements in the file, in elements; a row for each piece."""
+        of_local = _strides(np.array([local_shape], np.int64))
+        first = ((low - stored[of_stored, 0]) * self.strides).sum(axis=1)
+        self.at: Column = ((low - held[of_held, 0] + places[of_held]) * of_local).sum(axis=1)
+        """Position of the first element in the held tensor."""
+        length = ((self.sizes - 1) * self.strides).sum(axis=1) + 1
+        at_length = ((self.sizes - 1) * of_local).sum(axis=1) + 1
+        count = self.sizes.prod(axis=1)
+        self.is_run = (length == count) & (at_length == count)
+        item_nbytes, at = ITEM_NBYTES[spec.dtype], table.shards.of(shards[of_stored])
+        check_aligned([spec] * len(at.start), at.start)
+        self.file: Column = at.file + first_file
+        self.start: Column = at.start + first * item_nbytes
+        self.nbytes: Column = length * item_nbytes
+
+
+def _held(spec: TensorSpec, local: LocalShards | None) -> tuple[Column, Column, tuple[int, ...]]:
+    """Return the held boxes as (start, stop), where each begins in the held tensor, and its shape.
+
+    A scalar is taken for a vector of one element.
+    """
+    if local is None:
+        boxes, places, shape = [((0,) * len(spec.shape), spec.shape)], None, spec.shape
+    else:
+        boxes, places, shape = [*local.boxes], local.places, local.local_shape
+    rows = np.array([(start, size) for start, size in boxes], np.int64)
+    rows = rows.reshape(len(boxes), 2, len(spec.shape))
+    if not spec.shape:
+        rows, shape = np.tile(np.array([[[0], [1]]]), (len(boxes), 1, 1)), (1,)
+        return rows, np.zeros((len(boxes), 1), np.int64), shape
+    rows[:, 1] += rows[:, 0]
+    if places is None:
+        return rows, rows[:, 0], shape
+    begins = np.array([place.offsets for place in places], np.int64)
+    return rows, begins.reshape(len(boxes), len(spec.shape)), shape
+
+
+def _overlaps(held: Column, stored: Column) -> tuple[Column, Column]:
+    """Find the pairs of boxes that share elements: their numbers in `held` and in `stored`.
+
+    Both have an entry (start, stop) for each box. Not quadratic for the boxes of a grid: along the
+    dimension that is cut most often, only boxes at the same place are compared.
+    """
+    starts = np.sort(stored[:, 0], axis=0)
+    dim = int(np.argmax((starts[1:] != starts[:-1]).sum(axis=0)))
+    order = np.argsort(stored[:, 0, dim], kind="stable")
+    ends = np.maximum.accumulate(stored[order, 1, dim])
+    first = np.searchsorted(ends, held[:, 0, dim], side="right")
+    stop = np.searchsorted(stored[order, 0, dim], held[:, 1, dim], side="left")
+    counts = np.maximum(stop - first, 0)
+    of_held = np.repeat(np.arange(len(held)), counts)
+    skipped = np.repeat(np.cumsum(counts) - counts - first, counts)
+    of_stored = order[np.arange(len(of_held)) - skipped]
+    low = np.maximum(held[of_held, 0], stored[of_stored, 0])
+    high = np.minimum(held[of_held, 1], stored[of_stored, 1])
+    shared = np.flatnonzero((low < high).all(axis=1))
+    return of_held[shared], of_stored[shared]
+
+
+def _strides(sizes: Column) -> Column:
+    """Compute the row-major strides of boxes, in elements, from the sizes of each."""
+    strides = np.ones_like(sizes)
+    np.cumprod(sizes[:, :0:-1], axis=1, out=strides[:, -2::-1])
+    return strides
+
+
+def _bits_of(spec: TensorSpec) -> str:
+    return _BITS[ITEM_NBYTES[spec.dtype]]
+
+
+def _empty(spec: TensorSpec, shape: Sequence[int]) -> Tensor:
+    try:
+        # An inference tensor could not be written to outside of inference mode.
+        with torch.inference_mode(False):
+            return torch.empty(shape, dtype=TORCH_DTYPES[spec.dtype])
+    except RuntimeError as error:
+        raise OutOfMemory(
+            f"tensor {spec.key!r}: a part of shape {tuple(shape)} cannot be allocated: {error}"
+        ) from error
+
+
+def _joined(columns: Sequence[Any]) -> Any:
+    return np.concatenate(columns) if columns else np.empty(0, np.int64)

@@ -1,0 +1,499 @@
+"""Loads by all ranks of a run: one candidate at a time, which all read before any applies it.
+
+The leader searches, and announces each candidate; damage on any rank is damage for all, and a
+misfit on any rank changes nothing anywhere (decision 0035).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+from typing_extensions import override
+
+from holdfast.errors import (
+    CorruptData,
+    Disconnected,
+    HoldfastError,
+    MismatchError,
+    RanksError,
+    RanksFailed,
+    TransientStoreError,
+    is_damage,
+)
+from holdfast.events import Emitter
+from holdfast.loading.apply import Applying
+from holdfast.loading.broadcast_plan import Runs, Sharing, Turn, turns_of
+from holdfast.loading.search import LoadCandidate, LoadOptions, Reader, Search
+from holdfast.ownership.claim import Claim
+from holdfast.ownership.owner import Ownership
+from holdfast.ranks.coordinator import GRACE_S, Coordinator, Failure, decoded
+from holdfast.ranks.waiting import Watch
+from holdfast.root.catalog import Entry
+from holdfast.store.base import Store
+
+_FAIL_S = 5.0
+"""Limit on saying that this rank failed."""
+
+
+class _Read(msgspec.Struct, frozen=True, tag="read"):
+    """Announcement: all ranks read this checkpoint."""
+
+    folder: str
+    is_remote: bool
+    """Whether they read the remote tier's copy, as that in the local one is missing or damaged."""
+
+
+class _Turns(msgspec.Struct, frozen=True, tag="turns"):
+    """Announcement of the blocks that ranks need; each rank computes the turns from it."""
+
+    needs: tuple[Runs, ...]
+    of_rank: tuple[int, ...]
+    """Number among these of each rank's needs; negative where it has read all."""
+
+
+class _Apply(msgspec.Struct, frozen=True, tag="apply"):
+    """Announcement: all ranks apply what they have read; without a folder the run starts anew."""
+
+    folder: str | None
+    claim: Claim | None
+    rejected: tuple[tuple[str, str], ...]
+    """(folder, reason) of each checkpoint that was skipped."""
+    untaken: tuple[str, ...] = ()
+    """Leaves of the checkpoint that no rank takes, as a load that is not strict allows."""
+
+
+class _Call(msgspec.Struct, frozen=True, tag="call"):
+    """First post of a rank in a load: what it calls, with the arguments that must be equal."""
+
+    method: str
+    arguments: dict[str, str]
+
+
+_Kind: TypeAlias = Literal["ready", "damaged", "unread", "misfit", "failed"]
+"""`unread`: it could not be read this time, which is no damage."""
+
+
+class _Needs(msgspec.Struct, frozen=True, tag="needs"):
+    """Post of a rank: the blocks that it needs now."""
+
+    runs: Runs
+
+
+class _Answer(msgspec.Struct, frozen=True, tag="answer"):
+    """Answer of a rank: whether it can use a candidate, and why not."""
+
+    kind: _Kind
+    reason: str = ""
+    untaken: tuple[str, ...] = ()
+    """Leaves of the checkpoint that this rank does not take."""
+
+
+def _ready(candidate: LoadCandidate) -> _Answer:
+    return _Answer("ready", untaken=candidate.prepared.untaken)
+
+
+class _Interrupted(Exception):
+    """The leader has announced something else while this rank was reading."""
+
+    def __init__(self, note: _Read | _Apply) -> None:
+        super().__init__()
+        self.note = note
+
+
+def applying(
+    ranks: Coordinator,
+    store: Store,
+    owner: Ownership,
+    emit: Emitter,
+    *,
+    timeout_s: float,
+    broadcasts: bool = False,
+) -> Applying:
+    """Return what applies checkpoints in this rank; no message may take longer than `timeout_s`.
+
+    With `broadcasts` ranks read for each other what several of them need.
+    """
+    if ranks.world_size == 1:
+        return Applying(store, owner, emit)
+    kind = LeadingApplying if ranks.is_leader else FollowingApplying
+    return kind(store, owner, emit, ranks, timeout_s=timeout_s, broadcasts=broadcasts)
+
+
+class _RanksApplying(Applying):
+    """Common part of a leader's and a follower's loads."""
+
+    def __init__(
+        self,
+        store: Store,
+        owner: Ownership,
+        emit: Emitter,
+        ranks: Coordinator,
+        *,
+        timeout_s: float,
+        broadcasts: bool,
+    ) -> None:
+        super().__init__(store, owner, emit)
+        self._ranks = ranks
+        self._timeout_s = timeout_s
+        self._exchange = ranks.exchange(timeout_s=timeout_s) if broadcasts else None
+        self._exchange_end = 0.0
+        """When the last exchange of blocks of this load is over, in monotonic seconds; 0: none."""
+        self._manager = ranks.number()
+        self._num_loads = 0
+        self._call = _Call("load", {})
+        self._has_begun = False
+        """Whether `apply` was reached in this load."""
+        self._num_messages = 0
+
+    @override
+    def reader(self, **parts: Any) -> Reader:
+        sharing = None
+        if self._exchange is not None:
+            sharing = Sharing(
+                rank=self._ranks.rank,
+                exchange=self._exchange,
+                agree=self._agree,
+                timeout_s=self._timeout_s,
+            )
+        return self._make_reader(**parts, sharing=sharing)
+
+    def _make_reader(self, **parts: Any) -> Reader:
+        return Reader(**parts)
+
+    def _agree(self, needs: Runs) -> Sequence[Turn]:
+        """Tell the leader what blocks this rank needs; return the turns in which it takes part."""
+        raise NotImplementedError
+
+    def _turns(self, note: _Turns) -> Sequence[Turn]:
+        self._exchange_end = time.monotonic() + self._timeout_s
+        return turns_of(self._ranks.rank, note.needs, note.of_rank)
+
+    @override
+    @contextmanager
+    def one_load(self, method: str, arguments: Mapping[str, str]) -> Iterator[None]:
+        """Count the load in the `with` block; tell the others if it fails before it begins."""
+        self._call = _Call(method, dict(arguments))
+        self._num_loads += 1
+        self._num_messages = 0
+        self._has_begun = False
+        self._exchange_end = 0.0
+        try:
+            yield
+        except BaseException as error:
+            if not self._has_begun:
+                tag = self._tag_of(1 if self._ranks.is_leader else 0)
+                self._fail(tag, error, "beginning the load")
+            if self._exchange_end > 0 and isinstance(error, RanksError):
+                self._leave_exchange()
+            raise
+
+    def _leave_exchange(self) -> None:
+        """Take part in no exchange any more, after one whose connections may have been closed."""
+        self._exchange = None
+        self._emit(
+            "warning",
+            f"{self._store.url}: ranks were lost while they exchanged blocks. From now on this "
+            "rank reads all that it needs by itself, as without broadcast=True",
+        )
+
+    @property
+    def _tag(self) -> str:
+        return self._tag_of(self._num_messages)
+
+    def _tag_of(self, message: int) -> str:
+        return f"load {self._num_loads} of manager {self._manager}, message {message}"
+
+    def _fail(self, tag: str, error: BaseException, phase: str) -> None:
+        """Tell the other ranks that this one failed, in place of the message `tag`."""
+        # Ranks that this does not reach notice at the deadline.
+        with suppress(HoldfastError):
+            self._ranks.fail(tag, Failure.of(error, phase=phase), timeout_s=_FAIL_S)
+
+    def _limit_s(self, error: HoldfastError | None) -> float:
+        """Return how long to wait for other ranks: until its end, after an exchange that failed."""
+        if isinstance(error, Disconnected):
+            return max(self._exchange_end - time.monotonic(), 0.0)
+        return self._timeout_s
+
+    def _watch(self) -> Watch:
+        """Watch a wait for ranks, of which some may not have called it before message 1."""
+        begins = self._tag_of(0) if self._num_messages < 2 else None
+        return Watch(partial(self._emit, "warning"), f"{self._call.method}()", begins)
+
+    def _post(self, said: _Answer | _Needs | _Call) -> None:
+        data = msgspec.msgpack.encode(said)
+        self._ranks.post(self._tag, data, timeout_s=self._timeout_s)
+
+    def _answer_of(self, error: BaseException) -> _Answer:
+        kind: _Kind = "failed"
+        if isinstance(error, MismatchError):
+            kind = "misfit"
+        elif is_damage(error):
+            kind = "damaged"
+        elif isinstance(error, TransientStoreError):
+            kind = "unread"
+        return _Answer(kind, str(error) or repr(error))
+
+
+class LeadingApplying(_RanksApplying):
+    """The leader's part in loads by all ranks."""
+
+    _refusal: HoldfastError | None = None
+    """Error that another rank's answer has raised while this one was reading."""
+
+    @override
+    def _make_reader(self, **parts: Any) -> Reader:
+        return _LeadingReader(**parts, loads=self)
+
+    @override
+    def apply(self, search: Search, *, claims: bool) -> LoadCandidate | None:
+        self._has_begun = True
+        try:
+            self._post(self._call)
+            self._expect_same_calls(self._collect(_Call))
+            found = super().apply(search, claims=claims)
+            if found is None:
+                self._say(self._apply_note(search))
+        except BaseException as error:
+            self._fail(self._tag_of(self._num_messages + 1), error, "loading")
+            raise
+        return found
+
+    def _expect_same_calls(self, calls: Sequence[_Call]) -> None:
+        """Raise `RanksFailed` if another rank has called something else than this one."""
+        own = self._call
+        odd: dict[int, Failure] = {}
+        for rank, call in enumerate(calls):
+            names = [
+                name
+                for name in own.arguments
+                if call.method == own.method and call.arguments.get(name) != own.arguments[name]
+            ]
+            if call.method == own.method and not names:
+                continue
+            theirs, ours = (
+                f"{of.method}({', '.join(f'{name}={of.arguments.get(name)}' for name in names)})"
+                for of in (call, own)
+            )
+            why = f"it calls {theirs}; the leader calls {ours}. All ranks must call the same"
+            odd[rank] = Failure("calling it", why)
+        if odd:
+            raise RanksFailed(f"{own.method}(), {self._tag}", odd)
+
+    def ask_to_read(self, entry: Entry, *, is_remote: bool) -> None:
+        """Let all followers read a candidate, from the same tier."""
+        self._entry = entry
+        self._refusal = None
+        self._say(_Read(entry.folder, is_remote))
+
+    def expect_ready(self, entry: Entry, found: LoadCandidate | HoldfastError) -> None:
+        """Wait until all ranks have read a candidate; `found` is what this rank has read of it."""
+        if isinstance(found, HoldfastError):
+            if self._refusal is None:
+                self._post(self._answer_of(found))
+                self._collected(found)
+            raise found
+        posts = self._after(_ready(found))
+        while any(isinstance(post, _Needs) for post in posts):
+            self._share(posts)
+            posts = self._after(_ready(found))
+        others = [{*answer.untaken} for answer in posts if isinstance(answer, _Answer)]
+        untaken = [path for path in found.prepared.untaken if all(path in of for of in others)]
+        if untaken and found.options.strict and not found.options.is_grown:
+            raise MismatchError(entry.folder, unexpected=untaken)
+        found.prepared.note_untaken(untaken)
+
+    @override
+    def _agree(self, needs: Runs) -> Sequence[Turn]:
+        try:
+            posts = self._after(_Needs(needs))
+        except HoldfastError as error:
+            self._refusal = error
+            raise
+        return self._turns(self._share(posts))
+
+    def _after(self, said: _Answer | _Needs) -> list[_Answer | _Needs]:
+        """Post; return what all ranks have posted, if none of them refuses the candidate."""
+        self._post(said)
+        posts = self._collected()
+        for rank, answer in enumerate(posts):
+            if isinstance(answer, _Needs):
+                continue
+            text = f"{self._entry.folder}, on rank {rank}: {answer.reason}"
+            if answer.kind == "misfit":
+                raise MismatchError(text)
+            if answer.kind == "damaged":
+                raise CorruptData(text)
+            if answer.kind == "unread":
+                raise TransientStoreError(text)
+            if answer.kind == "failed":
+                raise RanksFailed("the load", {rank: Failure("reading", answer.reason)})
+        return posts
+
+    def _share(self, posts: Sequence[_Answer | _Needs]) -> _Turns:
+        """Announce what all ranks need."""
+        runs = [post.runs if isinstance(post, _Needs) else None for post in posts]
+        numbers = {of: n for n, of in enumerate(dict.fromkeys(of for of in runs if of is not None))}
+        note = _Turns(tuple(numbers), tuple(-1 if of is None else numbers[of] for of in runs))
+        self._say(note)
+        return note
+
+    @override
+    def _try_apply(self, candidate: LoadCandidate, search: Search) -> bool:
+        self._say(self._apply_note(search))
+        self._apply(candidate)
+        try:
+            self._post(_Answer("ready"))
+            self._collected()
+            self._say(self._apply_note(search))
+        except BaseException as error:
+            self.half_loaded = f"loading {candidate.entry.folder} failed on another rank: {error}"
+            raise
+        return True
+
+    def _apply_note(self, search: Search) -> _Apply:
+        claim, candidate = self._owner.claim, search.candidate
+        return _Apply(
+            None if candidate is None else candidate.entry.folder,
+            claim,
+            search.rejected,
+            () if candidate is None else candidate.prepared.untaken,
+        )
+
+    def _say(self, note: _Read | _Turns | _Apply) -> None:
+        data = msgspec.msgpack.encode(note)
+        tag = self._tag_of(self._num_messages + 1)
+        self._ranks.announce(tag, data, timeout_s=self._timeout_s)
+        self._num_messages += 1
+
+    def _collected(self, error: HoldfastError | None = None) -> list[_Answer | _Needs]:
+        """Return the posts of all ranks, after an own `error` or without one."""
+        timeout_s = self._limit_s(error)
+        if isinstance(error, Disconnected):
+            timeout_s += GRACE_S / 2  # the others have ended by then, and still listen
+        kind: Any = _Answer | _Needs
+        return self._collect(kind, timeout_s)
+
+    def _collect(self, kind: Any, timeout_s: float | None = None) -> list[Any]:
+        tag = self._tag
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        posts = self._ranks.collect(tag, timeout_s=limit_s, watch=self._watch()).expect_all(
+            f"{self._call.method}(), {tag}"
+        )
+        return [decoded(post, kind, tag) for post in posts]
+
+
+@dataclass(slots=True)
+class _LeadingReader(Reader):
+    """Reader whose candidates all ranks must be able to use."""
+
+    loads: LeadingApplying = None  # type: ignore[assignment]  # fields before it have defaults
+
+    @override
+    def read(self, entry: Entry, options: LoadOptions) -> LoadCandidate:
+        is_remote = self.catalog.home(entry.folder) is not self.catalog.store
+        self.loads.ask_to_read(entry, is_remote=is_remote)
+        try:
+            candidate = Reader.read(self, entry, options)
+        except HoldfastError as error:
+            self.loads.expect_ready(entry, error)
+            raise
+        self.loads.expect_ready(entry, candidate)
+        return candidate
+
+
+class FollowingApplying(_RanksApplying):
+    """A follower's part in loads by all ranks."""
+
+    _lost: HoldfastError | None = None
+    """Why the leader could not be heard while this rank was reading."""
+    _unread: HoldfastError | None = None
+    """Why this rank could not read the candidate."""
+
+    @override
+    def apply(self, search: Search, *, claims: bool) -> LoadCandidate | None:
+        self._has_begun = True
+        phase = "reading"
+        try:
+            self._post(self._call)
+            note, answer = self._hear(), _Answer("failed", "the leader has named no checkpoint")
+            while not isinstance(note, _Apply):
+                try:
+                    if isinstance(note, _Read):
+                        self._unread = None
+                        answer = self._read(search, note)
+                    self._post(answer)  # again after turns of others, when this rank is done
+                    note = self._hear(self._limit_s(self._unread))
+                except _Interrupted as other:
+                    note = other.note
+            self._adopt(note, search)
+            if note.folder is None:
+                search.begin_anew()
+                return None
+            candidate = search.candidate
+            assert candidate is not None, "the leader applies what all have read"
+            phase = "applying"
+            self._apply_jointly(candidate)
+            return candidate
+        except RanksFailed:
+            raise
+        except BaseException as error:
+            self._fail(self._tag, error, phase)
+            raise
+
+    def _read(self, search: Search, note: _Read) -> _Answer:
+        try:
+            search.choose_alike(note.folder, is_remote=note.is_remote)
+        except HoldfastError as error:
+            if error is self._lost:
+                raise
+            self._unread = error
+            return self._answer_of(error)
+        assert search.candidate is not None, "it was chosen"
+        return _ready(search.candidate)
+
+    @override
+    def _agree(self, needs: Runs) -> Sequence[Turn]:
+        self._post(_Needs(needs))
+        try:
+            note = self._hear()
+        except HoldfastError as error:
+            self._lost = error
+            raise
+        if isinstance(note, _Turns):
+            return self._turns(note)
+        raise _Interrupted(note)
+
+    def _adopt(self, note: _Apply, search: Search) -> None:
+        if note.claim is not None:
+            self._owner.adopt(note.claim)
+        search.reject_alike(note.rejected)
+        if search.candidate is not None:
+            search.candidate.prepared.note_untaken(note.untaken)
+
+    def _apply_jointly(self, candidate: LoadCandidate) -> None:
+        """Apply a checkpoint, and wait until all ranks have."""
+        self._apply(candidate)
+        try:
+            self._post(_Answer("ready"))
+            self._hear()
+        except BaseException as error:
+            self.half_loaded = f"loading {candidate.entry.folder} failed on another rank: {error}"
+            raise
+
+    def _hear(self, timeout_s: float | None = None) -> _Read | _Turns | _Apply:
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        self._num_messages += 1
+        kind: Any = _Read | _Turns | _Apply
+        note: _Read | _Turns | _Apply = decoded(
+            self._ranks.hear(self._tag, timeout_s=timeout_s + GRACE_S, watch=self._watch()),
+            kind,
+            self._tag,
+        )
+        return note

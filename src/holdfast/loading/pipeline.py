@@ -1,0 +1,322 @@
+"""Parallel reads of planned blocks: each is read, checked, and copied to its destinations.
+
+Needs memory for 16 blocks, however large the state is. If a block is damaged, others may have been
+copied already; so either all of them are checked before, or the caller accepts that the live state
+is undefined until a whole load succeeds.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from functools import partial
+from operator import attrgetter
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from holdfast.errors import CorruptData, Tampered
+from holdfast.loading.block_reader import FileBlocks, begin_block, cached_block
+from holdfast.loading.broadcast import Exchanging
+from holdfast.loading.broadcast_plan import Sharing, runs_of
+from holdfast.loading.documents import check_size
+from holdfast.loading.open import Opened
+from holdfast.loading.plan import BlockId, BlockRead, ReadPlan, Segment
+from holdfast.staging.device import pin
+from holdfast.store.base import Store
+from holdfast.threads.buffers import Buffers
+from holdfast.threads.pools import Threads, Use
+
+
+class _PinnedBuffer:
+    """A pinned buffer, from which a device copies; kept alive until the device unpins it."""
+
+    def __init__(self, buffer: memoryview, device: torch.device) -> None:
+        self._buffer = buffer
+        pin(torch.frombuffer(buffer, dtype=torch.uint8), self, device)
+
+
+_NUM_KEPT = 4
+"""Most blocks cached from small reads: the next tensors are often in them, too."""
+_NUM_SMALL = 2
+"""Most blocks of a small read, whose blocks are cached."""
+_SEGMENT_NBYTES_MIN = 16 * 1024
+"""Least average bytes of the segments that are copied straight from the page cache."""
+
+
+class ReadPipeline:
+    """Executes read plans for the tensor files of one checkpoint, on several threads."""
+
+    def __init__(
+        self,
+        store: Store,
+        opened: Opened,
+        *,
+        threads: Threads,
+        timeout_s: float,
+        verify: bool,
+        sharing: Sharing | None = None,
+    ) -> None:
+        self._store = store
+        self._opened = opened
+        self._threads = threads
+        self._timeout_s = timeout_s
+        self._verify = verify
+        self._sharing = sharing
+        self._block_nbytes = opened.index.block_nbytes
+        self._files: dict[str, FileBlocks] = {}
+        self._buffers = Buffers()
+        self._pinned: dict[int, _PinnedBuffer] = {}
+        """`id` of a buffer → its pinned form."""
+        self._device: torch.device | None = None
+        self._kept: dict[BlockId, memoryview] = {}
+        self.failure: BaseException | None = None
+        """The error of the last read that failed."""
+
+    def expect(self, file: str) -> None:
+        """Check that a tensor file exists in full length, and register it for `run`."""
+        opened, entry = self._opened, self._opened.manifest.files[file]
+        check_size(self._store, f"{opened.folder}/{file}", entry)
+        self._files[file] = FileBlocks.of(opened.folder, file, entry, opened.index)
+
+    def pin_for(self, device: torch.device) -> None:
+        """Pin buffers from now on, for copies of blocks to a device."""
+        self._device = device
+
+    def run(self, plan: ReadPlan) -> None:
+        """Read, check and copy all blocks of a plan, and wait for them."""
+        reads: Mapping[BlockId, BlockRead] = plan.reads
+        if self._sharing is not None and reads:
+            reads = self._run_shared(reads, self._sharing)
+        given_up = threading.Event()
+        # In the order of the files, in which a disk is read fastest.
+        blocks = [block for block in sorted(reads) if not self._copy_kept(block, reads[block])]
+        is_small = len(blocks) <= _NUM_SMALL
+        what = f"reading {self._store.url}/{self._opened.folder}"
+        try:
+            with self._store.keeping_open():
+                self._threads.read_all(
+                    [
+                        partial(self._begin, block, reads[block], given_up, keeps=is_small)
+                        for block in blocks
+                    ],
+                    timeout_s=self._timeout_s,
+                    what=what,
+                )
+        except BaseException as error:
+            self.failure = error
+            # A read that hangs may return much later, and then sees `given_up`. Copies under way
+            # are waited for: after this the live tensors no longer change.
+            given_up.set()
+            for read in reads.values():
+                with read.copying:
+                    continue
+            raise
+        while len(self._kept) > _NUM_KEPT:
+            self._buffers.give_back(self._kept.pop(next(iter(self._kept))))
+
+    def _run_shared(
+        self, reads: Mapping[BlockId, BlockRead], sharing: Sharing
+    ) -> Mapping[BlockId, BlockRead]:
+        """Read and exchange the blocks that other ranks need, too; return the other reads.
+
+        Raises what `run` raises, but only at the end. What this rank cannot read it sends as
+        undefined bytes, and no rank uses any, because this one says that it failed.
+        """
+        turns = sharing.agree(runs_of(sorted(reads)))
+        end = time.monotonic() + sharing.timeout_s
+        try:
+            with self._store.keeping_open():
+                Exchanging(self, reads, sharing, turns, end).run()
+        except BaseException as error:
+            self.failure = error
+            raise
+        shared = {turn.block for turn in turns}
+        return {block: read for block, read in reads.items() if block not in shared}
+
+    def memory_of(self, block: BlockId, read: BlockRead) -> memoryview:
+        """Return the memory into which a block is read, of its length."""
+        if read.memory is not None:
+            return read.memory
+        file, number = block
+        left = self._opened.manifest.files[file].nbytes - number * self._block_nbytes
+        return self._buffer()[: min(self._block_nbytes, left)]
+
+    def submit(self, block: BlockId, memory: memoryview) -> Future[None]:
+        """Begin to read and check a block."""
+        return self._threads.submit(partial(self._begin_checked, block, memory))
+
+    def use(self, read: BlockRead, memory: memoryview) -> None:
+        """Copy a block that is right to its destinations, and reuse its memory if it may be."""
+        _copy(memory, read.segments)
+        if read.memory is None:
+            self._buffers.give_back(memory)
+
+    def drop_buffers(self) -> None:
+        """Free the memory of the read buffers."""
+        self._buffers = Buffers()
+
+    def _copy_kept(self, block: BlockId, read: BlockRead) -> bool:
+        """Copy a block to its destinations from this reader's cache; False if it is not there."""
+        kept = self._kept.get(block)
+        if kept is None or read.memory is not None:
+            return False
+        _copy(kept, read.segments)
+        return True
+
+    def _begin(
+        self, block: BlockId, read: BlockRead, given_up: threading.Event, *, keeps: bool
+    ) -> Use | None:
+        """Read a block; return a function that checks and copies it, or None if it is done."""
+        if given_up.is_set():
+            return None
+        if read.memory is not None:
+            # Not used before the whole plan has succeeded, so a late read does no harm.
+            fill = self._begin_checked(block, read.memory)
+            return partial(self._fill, read, given_up, fill) if read.segments else fill
+        file, number = block
+        left = self._opened.manifest.files[file].nbytes - number * self._block_nbytes
+        buffer = self._buffer()
+        memory = buffer[: min(self._block_nbytes, left)]
+        use: Use | None = None
+        try:
+            if keeps or not self._copy_from_page_cache(block, read, memory, given_up):
+                fill = self._begin_checked(block, memory)
+                use = partial(self._use, block, read, given_up, buffer, fill, keeps=keeps)
+        finally:
+            if use is None:
+                self._buffers.give_back(buffer)
+        return use
+
+    def _fill(self, read: BlockRead, given_up: threading.Event, fill: Use) -> None:
+        fill()
+        assert read.memory is not None
+        with read.copying:
+            if not given_up.is_set():
+                _copy(read.memory, read.segments)
+
+    def _use(
+        self,
+        block: BlockId,
+        read: BlockRead,
+        given_up: threading.Event,
+        buffer: memoryview,
+        fill: Use,
+        *,
+        keeps: bool,
+    ) -> None:
+        is_kept = False
+        try:
+            fill()
+            with read.copying:
+                if not given_up.is_set():
+                    _copy(buffer, read.segments)
+                    # A component that reads its tensors one by one needs this block again.
+                    if keeps:
+                        self._kept[block], is_kept = buffer, True
+        finally:
+            if not is_kept:
+                self._buffers.give_back(buffer)
+
+    def _copy_from_page_cache(
+        self, block: BlockId, read: BlockRead, memory: memoryview, given_up: threading.Event
+    ) -> bool:
+        """Copy a block to its destinations from the page cache; False if that is not possible.
+
+        `memory`, which has the length of the block, takes the unwanted bytes.
+        """
+        targets = _targets(read.segments, memory)
+        if targets is None:
+            return False
+        file, number = block
+        fill = cached_block(self._store, self._files[file], number, len(memory))
+        if fill is None:
+            return False
+        with read.copying:
+            # Nothing in this block may hang: a load that is given up waits for it.
+            return given_up.is_set() or fill(targets, self._verify)
+
+    def _begin_checked(self, block: BlockId, memory: memoryview) -> Use:
+        """Read a block; return a function that fills `memory` with its plain, checked bytes.
+
+        Both raise as `run` does.
+        """
+        file, number = block
+        start = number * self._block_nbytes
+        stop = start + len(memory)
+        blocks = self._files[file]
+        with self._naming_tensors(file, start, stop):
+            check = begin_block(
+                self._store, blocks, number, memory, verify=self._verify, buffers=self._buffers
+            )
+
+        def fill() -> None:
+            with self._naming_tensors(file, start, stop):
+                fault = check()
+            if fault:
+                raise CorruptData(
+                    f"{self._store.url}/{blocks.key}: block {number} (bytes {start} to {stop}) "
+                    f"{fault}; {self._contents(file, start, stop)}"
+                )
+
+        return fill
+
+    def _buffer(self) -> memoryview:
+        """Return memory for a block, pinned if a device is to copy from it."""
+        # Pinning is slow, so it is done once for each buffer, which is reused often.
+        buffer = self._buffers.take(self._block_nbytes)
+        if self._device is not None and id(buffer) not in self._pinned:
+            self._pinned[id(buffer)] = _PinnedBuffer(buffer, self._device)
+        return buffer
+
+    @contextmanager
+    def _naming_tensors(self, file: str, start: int, stop: int) -> Iterator[None]:
+        """Add the names of the tensors to a `Tampered` error that the block raises."""
+        try:
+            yield
+        except Tampered as error:
+            raise Tampered(f"{error}; {self._contents(file, start, stop)}") from error
+
+    def _contents(self, file: str, start: int, stop: int) -> str:
+        """List the tensors in a byte range of a file, as text for messages."""
+        names = [
+            f"{component}.{key}"
+            for component, entries in self._opened.index.components.items()
+            for key, entry in entries.items()
+            for shard in entry.shards
+            if shard.file == file and shard.start < stop and shard.start + shard.nbytes > start
+        ]
+        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+        return f"it holds {', '.join(names[:5]) or 'the header'}{more}"
+
+
+def _targets(segments: Sequence[Segment], memory: memoryview) -> list[memoryview] | None:
+    """Return the destinations of all bytes of a block, in order; `memory` for unwanted bytes.
+
+    None if bytes have two destinations, or one on a device, or so many that this is slower.
+    """
+    if len(segments) * _SEGMENT_NBYTES_MIN > len(memory) + _SEGMENT_NBYTES_MIN:
+        return None
+    targets: list[memoryview] = []
+    done = 0
+    for segment in sorted(segments, key=attrgetter("start")):
+        # The copy from the cache passes over the block once; other cases need a buffer.
+        if segment.start < done or isinstance(segment.target, Tensor):
+            return None
+        targets += [memory[done : segment.start], memoryview(segment.target)]
+        done = segment.start + len(segment.target)
+    return [*targets, memory[done:]]
+
+
+def _copy(memory: memoryview, segments: Sequence[Segment]) -> None:
+    source = np.frombuffer(memory, np.uint8)
+    for segment in segments:
+        values = source[segment.start : segment.start + len(segment.target)]
+        if isinstance(segment.target, Tensor):
+            segment.target.copy_(torch.from_numpy(values))
+        else:
+            np.copyto(segment.target, values)

@@ -1,0 +1,1 @@
+"""Upkeep of a root: preflight, verify, retention, gc, deletion. Without torch."""

@@ -1,0 +1,424 @@
+"""Deletion of what the retention rule does not keep, one checkpoint at a time, oldest first.
+
+Whole checkpoints are deleted first, then components of some that stay. A dry run calls `plan` only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from holdfast.errors import (
+    CorruptData,
+    FormatError,
+    HoldfastError,
+    NoCheckpoint,
+    OutcomeUnknown,
+    StoreError,
+    Superseded,
+)
+from holdfast.events import Emitter
+from holdfast.format.manifest import Deleted, Manifest, encode_manifest
+from holdfast.format.records import WriterRecord
+from holdfast.ownership.annotations import reject
+from holdfast.ownership.claim import Claim, dropped
+from holdfast.ownership.deletion import retract, thin
+from holdfast.ownership.leases import FoundLease, Readers
+from holdfast.policy.retention import Decision, judge, may_rest_on, renamed, unmet
+from holdfast.policy.rule import Candidate, Rule
+from holdfast.root.catalog import Catalog, Entry
+from holdfast.root.commit import kept_of_others, settle
+from holdfast.root.remaining import parts_of
+from holdfast.store.base import Store, is_one_file
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """A retention decision and the checkpoint that it is about."""
+
+    entry: Entry
+    decision: Decision
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of tensors and trees that carrying out the decision frees."""
+        if not self.decision.keep:
+            return self.decision.entry.nbytes
+        parts = self.entry.manifest.components
+        return sum(parts[name].nbytes for name in self.decision.drop)
+
+
+def plan(
+    catalog: Catalog,
+    entries: Iterable[Entry],
+    rule: Rule,
+    *,
+    epoch: int,
+    resumed_from: tuple[int, int] | None,
+    replaces: bool = False,
+) -> tuple[Planned, ...]:
+    """Decide for each committed checkpoint of this run whether it stays, newest first.
+    Leaves out checkpoints of epochs after `epoch`, the caller's: a later writer decides on them.
+    Those from before a fresh start are left out too, and so stay.
+    """
+    first = catalog.fresh_epoch()
+    by_order = {entry.order: entry for entry in entries if first <= entry.name.epoch <= epoch}
+    decisions = judge(
+        [candidate(catalog.store, entry) for entry in by_order.values()],
+        rule,
+        resumed_from=resumed_from,
+        lineage={name.order for name in catalog.lineage()},
+        replaces=replaces,
+        share_files=lambda a, b: share_files(catalog.store, by_order[a], by_order[b]),
+    )
+    return tuple(Planned(entry=by_order[made.entry.order], decision=made) for made in decisions)
+
+
+def share_files(store: Store, one: Entry, other: Entry) -> bool:
+    """Whether two checkpoints are hard-linked to a common file, so that damage hits both."""
+    if not store.has_links:
+        return False
+    files = other.manifest.files
+    same = (name for name, entry in one.manifest.files.items() if files.get(name) == entry)
+    return any(is_one_file(store, f"{one.folder}/{n}", f"{other.folder}/{n}") for n in same)
+
+
+def candidate(store: Store, entry: Entry) -> Candidate:
+    """Describe a checkpoint as the retention rules need it."""
+    manifest, marks = entry.manifest, entry.marks
+    parts = parts_of(store, entry.folder, manifest, marks)
+    return Candidate(
+        order=entry.order,
+        timestamp=manifest.timestamp,
+        created=manifest.created,
+        save_class=manifest.save_class,
+        nbytes=parts.nbytes,
+        metrics=manifest.metrics,
+        tags=entry.tags,
+        pinned=marks.pinned,
+        rejected=bool(marks.rejected),
+        retired=marks.retired,
+        components=parts.whole,
+        begun=parts.begun,
+        dropped=dropped(store, entry.folder, manifest, marks),
+        healthy=not manifest.unhealthy,
+        savers=manifest.savers,
+        left_out=manifest.left_out,
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class Pruned:
+    """Result of applying a retention rule: its decisions, newest first, and the deletions."""
+
+    planned: tuple[Planned, ...] = ()
+    deleted: list[str] = field(default_factory=list)
+    """Folders that were deleted."""
+    thinned: list[str] = field(default_factory=list)
+    """Folders that lost components."""
+    failed: list[tuple[str, str]] = field(default_factory=list)
+    """(folder, why) of deletions that failed, and of checkpoints that were found damaged."""
+    is_clean: bool = True
+    """Whether every put is known to have ended."""
+    postponed: list[tuple[str, str]] = field(default_factory=list)
+    """(folder, why) of checkpoints that are being read or uploaded; they stay until the next time.
+    """
+
+
+class Waiting(Protocol):
+    """Interface that vetoes deletions, such as those of checkpoints not uploaded yet."""
+
+    def holds(self, entry: Entry) -> str:
+        """Return why a checkpoint must not be deleted yet; empty if it may be."""
+        ...
+
+
+class Deleter:
+    """Deletes checkpoints that the rule does not keep, oldest first, while a claim owns the run.
+
+    Nothing is deleted unless a newer checkpoint that stays and stands in for it was read in full
+    and found whole: what this process resumed from, or else the newest, which is then read back
+    (invariant 4). A checkpoint that is being read waits for the next time; each reader is reported
+    once (rule 8).
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rule: Rule,
+        emit: Emitter,
+        *,
+        replaces: bool = False,
+        is_sent_to: bool = True,
+        readers: Readers | None = None,
+        waiting: Waiting | None = None,
+    ) -> None:
+        """Create a deleter that has deleted nothing yet.
+        `is_sent_to`: whether the root may be the remote tier of a run, where uploads put manifests.
+        `waiting` vetoes deletions that the rule asks for."""
+        self._store = store
+        self._rule = rule
+        self._emit = emit
+        self._replaces = replaces
+        self._is_sent_to = is_sent_to
+        self._readers = readers if readers is not None else Readers(store)
+        self._waiting = waiting
+        self._reported: set[str] = set()
+        """Subjects and lease keys that were reported, as each is reported once."""
+        self._unclear: frozenset[str] = frozenset()
+        self._verified: set[str] = set()
+        self._manifests: dict[str, Manifest] = {}
+        """Cached manifests by folder; they do not change until their deletion begins."""
+        self._claims: dict[int, WriterRecord] = {}
+        """Claims read under the claim `_claimed`, by epoch. They change only when a run is claimed
+        whose two tiers had been claimed apart."""
+        self._claimed = 0
+        self._failures: dict[str, Planned] = {}
+        """Deletions that failed or did not finish, by folder."""
+        self.report = Pruned()
+        """Result of the last `carry_out` call."""
+
+    def trust(self, entry: Entry) -> None:
+        """Mark a checkpoint as verified: the caller has read every byte and found it right."""
+        self._verified.add(entry.manifest.save_id)
+
+    def carry_out(
+        self, claim: Claim, *, has_committed: bool, unclear: Collection[str] = ()
+    ) -> None:
+        """Apply the rule: delete what it does not keep now. `plan` gives the same decisions.
+
+        A deletion that fails is tried again next time. Until this claim has committed
+        (`has_committed`), the checkpoint it resumed from is kept whole. The registers of `unclear`
+        folders stay.
+        """
+        self._unclear = frozenset(unclear)
+        point = claim.resumed_from
+        keep = point.order if point is not None and not has_committed else None
+        if self._claimed != claim.epoch:
+            self._claimed, self._claims = claim.epoch, {}
+        catalog = Catalog(self._store, claims=self._claims)
+        entries, unread = catalog.survey(known=self._manifests)
+        for folder, error in unread:
+            if self._is_first_time(folder):
+                text = f"{folder} stays, whatever the rule says, because it cannot be read: {error}"
+                self._emit("warning", text, folder=folder)
+        planned = plan(
+            catalog,
+            entries,
+            self._rule,
+            epoch=claim.epoch,
+            resumed_from=keep,
+            replaces=self._replaces,
+        )
+        self.report = Pruned(planned=planned)
+        self._manifests = {item.entry.folder: item.entry.manifest for item in planned}
+        self._report_lacks(planned)
+        self._finish(claim, catalog)
+        # Check before any mark is written: a mark stays, and blocks new readers.
+        due = [item for item in reversed(planned) if item.decision.drop or not item.decision.keep]
+        work = [item for item in due if not self._must_stay(item.entry)]
+        damaged: set[str] = set()
+        settled: set[str] = set()
+        for item in sorted(work, key=lambda item: item.decision.keep):
+            base = self._proven_base(item, planned, damaged)
+            if base is None:
+                continue
+            if base.folder not in settled:
+                settle(self._store, base.folder)
+                settled.add(base.folder)
+            self._execute(claim, item)
+
+    def release(self, claim: Claim, entry: Entry, *, unclear: Collection[str] = ()) -> None:
+        """Delete the copy here of a checkpoint that the other tier was seen to have, even the
+        newest; unless it is pinned, tagged, read or waits for its upload. `latest` still names it:
+        by that a process that cannot reach the other tier knows that it must not go back.
+        """
+        if entry.marks.pinned or entry.tags or self._must_stay(entry):
+            return
+        self._unclear = frozenset(unclear)
+        why = "uploaded, and keep_local=0"
+        made = Decision(entry=candidate(self._store, entry), keep=False, reason=why)
+        self._execute(claim, Planned(entry=entry, decision=made))
+
+    def _report_lacks(self, planned: Sequence[Planned]) -> None:
+        """Warn of what parts of the rule need and no checkpoint has, once it cannot come late."""
+        newest = max((item.entry.step for item in planned), default=0)
+        entries = [item.decision.entry for item in planned]
+        lacks = unmet(entries, self._rule, of_metrics=newest > self._emit.first_metrics_at)
+        for best, new in renamed([item.decision for item in planned], self._rule):
+            if self._is_first_time(f"renamed {best}"):
+                names = f" New are {', '.join(map(repr, new[:10]))}: was it renamed?" if new else ""
+                self._emit(
+                    "warning",
+                    f"the rule {str(best)!r} needs the metric {best.metric!r}, which no checkpoint "
+                    f"since the last resume has, and keeps all of these.{names} Correct the rule, "
+                    "or pass the metric to a save",
+                )
+        for part, what in lacks.items():
+            if self._is_first_time(part):
+                self._emit(
+                    "warning",
+                    f"the rule {part!r} needs {what}, which no checkpoint has. It keeps "
+                    "everything until one has: correct the rule, or pass the missing value to a "
+                    "save",
+                )
+
+    def _finish(self, claim: Claim, catalog: Catalog) -> None:
+        """Retry deletions that stopped half-way; their folders are in no plan any more."""
+        for folder, item in [*self._failures.items()]:
+            try:
+                is_gone = isinstance(catalog.read(folder), Deleted)
+            except FormatError:
+                # It cannot be read any more: give the retry up; later plans leave it out.
+                del self._failures[folder]
+                self._manifests.pop(folder, None)
+                continue
+            if is_gone:
+                self._execute(claim, item)
+
+    def _proven_base(
+        self, item: Planned, planned: Sequence[Planned], damaged: set[str]
+    ) -> Entry | None:
+        """Find a newer verified checkpoint that stays and can replace `item`.
+
+        Where none is verified yet, reads them back, newest first, until one is. Adds the folders
+        of those that fail to `damaged`.
+        """
+        newer = [other.entry for other in planned if may_rest_on(other.decision, item.decision)]
+        known = [entry for entry in newer if entry.manifest.save_id in self._verified]
+        for entry in (*known, *newer):
+            if entry.folder in damaged:
+                continue
+            if self._is_unchanged(entry) if entry in known else self._reads_back_well(entry):
+                return entry
+            damaged.add(entry.folder)
+        return None
+
+    def _is_unchanged(self, entry: Entry) -> bool:
+        """Whether the manifest of a verified checkpoint is still as it was when read back."""
+        try:
+            register = Catalog(self._store).read(entry.folder)
+            # As bytes: a metric that is nan is not equal to itself.
+            if isinstance(register, Manifest) and encode_manifest(register) == encode_manifest(
+                entry.manifest
+            ):
+                return True
+        except FormatError as error:
+            self._report_failure(entry, error)
+        self._verified.discard(entry.manifest.save_id)
+        self._manifests.pop(entry.folder, None)
+        return False
+
+    def _reads_back_well(self, entry: Entry) -> bool:
+        from holdfast.maintenance.verify import verify  # needs numpy; a dry run does not
+
+        try:
+            report = verify(self._store, entry.folder)
+        except NoCheckpoint:
+            return False  # a writer that took the run over has deleted it
+        if not report.of_state:
+            self.trust(entry)
+            return True
+        problems = "; ".join(str(problem) for problem in report.of_state[:3])
+        if not any(problem.is_damage for problem in report.of_state):
+            # A mark would stay; what could not be read may well be read the next time.
+            self._report_failure(entry, StoreError(f"it cannot be read back now: {problems}"))
+            return False
+        self._report_failure(entry, CorruptData(f"read back, it is damaged: {problems}"))
+        reject(self._store, entry.folder, by="retention", reason=f"read back: {problems}")
+        return False
+
+    def _execute(self, claim: Claim, item: Planned) -> None:
+        self._failures.pop(item.entry.folder, None)
+        try:
+            if item.decision.keep:
+                self._thin(claim, item)
+            else:
+                self._retract(claim, item)
+        except Superseded:
+            raise
+        except HoldfastError as error:
+            self._failures[item.entry.folder] = item
+            self._report_failure(item.entry, error)
+
+    def _retract(self, claim: Claim, item: Planned) -> None:
+        entry, why = item.entry, item.decision.reason
+        self._manifests.pop(entry.folder, None)
+        removal = retract(
+            self._store,
+            entry.folder,
+            claim=claim,
+            reason=why,
+            readers=self._readers,
+            is_sent_to=self._is_sent_to,
+            unclear=self._unclear,
+            listed=entry.manifest.files,
+        )
+        self._report_readers(entry, removal.leases)
+        if removal.is_done:
+            folder = entry.folder
+            if removal.left:
+                self._emit("warning", kept_of_others(self._store, folder, removal.left))
+            self.report.deleted.append(folder)
+            self._emit(
+                "retracted",
+                f"deleted {folder}: {why}",
+                step=entry.step,
+                folder=folder,
+                root=self._store.url,
+                reason=why,
+            )
+            self._readers.tidy(folder)
+
+    def _thin(self, claim: Claim, item: Planned) -> None:
+        entry, why, components = item.entry, item.decision.reason, item.decision.drop
+        removal = thin(
+            self._store,
+            entry.folder,
+            components,
+            epoch=claim.epoch,
+            reason=why,
+            readers=self._readers,
+        )
+        self._report_readers(entry, removal.leases)
+        if removal.is_done:
+            folder, step = entry.folder, entry.step
+            self.report.thinned.append(folder)
+            text = f"dropped {', '.join(components)} of {folder}: {why}"
+            self._emit("thinned", text, step=step, folder=folder, components=components)
+
+    def _must_stay(self, entry: Entry) -> bool:
+        """Whether a checkpoint is still needed by an upload or a reader; reported once."""
+        why = self._waiting.holds(entry) if self._waiting is not None else ""
+        if why and self._is_first_time(entry.folder):
+            self._postpone(entry, why)
+        if why:
+            return True
+        leases = self._readers.of(entry.folder)
+        self._report_readers(entry, leases)
+        return bool(leases)
+
+    def _report_readers(self, entry: Entry, leases: Iterable[FoundLease]) -> None:
+        for lease in leases:
+            if self._is_first_time(lease.key):
+                self._postpone(entry, f"{lease.who} reads it")
+
+    def _report_failure(self, entry: Entry, error: HoldfastError) -> None:
+        # The error itself is not kept: with its frames, it would hold a copy of the state.
+        self.report.failed.append((entry.folder, str(error)))
+        self.report.is_clean = self.report.is_clean and not isinstance(error, OutcomeUnknown)
+        text = f"retention of {entry.folder}: {error}"
+        self._emit("housekeeping_failed", text, step=entry.step)
+
+    def _postpone(self, entry: Entry, why: str) -> None:
+        folder = entry.folder
+        self.report.postponed.append((folder, why))
+        text = f"{folder} is deleted or thinned later: {why}"
+        self._emit("postponed", text, step=entry.step, folder=folder)
+
+    def _is_first_time(self, subject: str) -> bool:
+        """Whether this is the first call with this subject."""
+        is_first = subject not in self._reported
+        self._reported.add(subject)
+        return is_first

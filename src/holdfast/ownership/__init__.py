@@ -1,0 +1,1 @@
+"""Claims and leases: who may write to and delete from a root."""

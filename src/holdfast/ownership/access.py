@@ -1,0 +1,115 @@
+"""Access to a checkpoint that a user names: resolve it, and lease it while it is read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from holdfast.encryption.store import sealing
+from holdfast.errors import FormatError, NoCheckpoint
+from holdfast.events import Emitter
+from holdfast.format.manifest import Manifest
+from holdfast.keys import Encryption
+from holdfast.ownership.claim import dropped
+from holdfast.ownership.leases import KeptEntry, kept, leased
+from holdfast.results import Checkpoint, describe
+from holdfast.root.address import split_folder, split_source, which_beside
+from holdfast.root.catalog import Catalog, Entry, standalone
+from holdfast.root.single import alone
+from holdfast.store import open_store
+from holdfast.store.base import Store
+
+
+def place_of(source: str | os.PathLike[str]) -> tuple[Store, str, str]:
+    """Open the store of a source; return (store, which, folder), the last two naming a checkpoint.
+
+    `which` is empty for the folder of one checkpoint, `folder` for a root or `root@which`.
+    """
+    root, which = split_source(source)
+    parent, folder = split_folder(root) if which is None else ("", "")
+    if folder:
+        return alone(open_store(parent), folder), "", folder
+    return open_store(root), "latest" if which is None else which, ""
+
+
+def locate(source: str | os.PathLike[str]) -> tuple[Store, Entry]:
+    """Resolve a source to its store and checkpoint, without a lease against deletion.
+
+    A root means its newest checkpoint.
+    """
+    store, which, folder = place_of(source)
+    entry = standalone(store, folder) if folder else Catalog(store).resolve(which)
+    return store, entry
+
+
+@contextmanager
+def located(
+    source: str | os.PathLike[str] | Store,
+    *,
+    which: int | str | None = None,
+    emit: Emitter | None = None,
+    encrypt: Encryption | None = None,
+) -> Iterator[tuple[Store, KeptEntry]]:
+    """Resolve a source to its store and checkpoint, with a lease while the block lasts.
+
+    A root means the newest checkpoint whose deletion has not begun; for a store, `which` may
+    choose another. `encrypt` holds the keys of encrypted ones.
+
+    Raises:
+        UsageError: `which` is given for a source that is not a store.
+        NoCheckpoint: no checkpoint matches, or its deletion has begun.
+        FormatError: its manifest is damaged.
+    """
+    if isinstance(source, str | os.PathLike):
+        if which is not None:
+            raise which_beside(source, which)
+        store, which, folder = place_of(source)
+    else:
+        store, which, folder = open_store(source), "latest" if which is None else which, ""
+    store = sealing(store, encrypt)
+    if folder:
+        with leased(store, folder, emit=emit) as refused:
+            notes = (refused,) if refused else ()
+            yield store, KeptEntry(entry=standalone(store, folder), notes=notes)
+        return
+    with kept(Catalog(store), which, emit=emit) as entry:
+        yield store, entry
+
+
+@contextmanager
+def reading(source: str | os.PathLike[str]) -> Iterator[Checkpoint]:
+    """Keep a checkpoint from being deleted or thinned while the block lasts.
+
+    `source` is what `load_weights` takes: a root (its newest checkpoint), `root@step=1000`,
+    `root@tag`, or the folder of one checkpoint. Other programs may read the files at `path` as
+    long as the block lasts. Where this process may not write there is no such promise, and
+    `notes` says so, as it names components that retention has dropped before.
+
+    Raises:
+        NoCheckpoint: no checkpoint matches, or its deletion has begun; at the end of the block,
+            that it was deleted all the same.
+        FormatError: its manifest is damaged.
+    """
+    with located(source) as (store, kept_entry):
+        entry = kept_entry.entry
+        lost = dropped(store, entry.folder, entry.manifest, entry.marks)
+        gone = (f"retention has dropped {', '.join(lost)} of it",) if lost else ()
+        yield describe(store, entry, notes=(*kept_entry.notes, *gone))
+        _expect_kept(store, entry.folder)
+
+
+def _expect_kept(store: Store, folder: str) -> None:
+    """Raise `NoCheckpoint` if a checkpoint was deleted while it was read.
+
+    That can happen without a lease, or if this process was paused for long.
+    """
+    try:
+        is_committed = isinstance(Catalog(store).read(folder), Manifest)
+    except FormatError:
+        return  # renamed by a user, or damaged: not deleted
+    if not is_committed:
+        raise NoCheckpoint(
+            f"{store.url}/{folder}: it was deleted while it was read; what was read may be "
+            "incomplete"
+        )

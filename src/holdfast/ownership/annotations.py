@@ -1,0 +1,158 @@
+"""Tags, pins and rejections of committed checkpoints; checks of tags, reasons and metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from holdfast.arguments import escaped
+from holdfast.errors import AlreadyExists, CommitConflict, NoCheckpoint, NotFound, UsageError
+from holdfast.format import layout
+from holdfast.format.manifest import Manifest
+from holdfast.format.records import Notes, Rejected
+from holdfast.ownership.claim import dropped, is_being_deleted
+from holdfast.root.catalog import Catalog, Entry
+from holdfast.store.base import Store
+
+_MAX_RACES = 100
+
+
+def annotate(
+    store: Store,
+    entry: Entry,
+    *,
+    add_tags: Iterable[str] = (),
+    remove_tags: Iterable[str] = (),
+    pinned: bool | None = None,
+) -> None:
+    """Add tags to a checkpoint, remove those of `remove_tags` that it has, pin or unpin it.
+
+    The notes are put first; then a deletion under way is detected (docs/design.md, rule 4).
+    """
+    catalog = Catalog(store)
+    removed = tuple(remove_tags)
+    for _ in range(_MAX_RACES):
+        marks = catalog.marks(entry.folder)
+        notes = Notes(
+            tags=tuple(
+                tag
+                for tag in dict.fromkeys((*marks.tags, *checked_tags(add_tags)))
+                if tag not in removed
+            ),
+            pinned=marks.pinned if pinned is None else pinned,
+        )
+        key = f"{entry.folder}/{layout.notes_name(marks.notes_number + 1)}"
+        try:
+            store.put(key, notes.encode(), if_absent=True)
+        except AlreadyExists:
+            continue
+        except NotFound as error:
+            raise NoCheckpoint(f"{store.url}/{entry.folder}: it is gone") from error
+        _expect_kept(store, entry)
+        return
+    raise CommitConflict(f"{store.url}/{entry.folder}: {_MAX_RACES} others wrote notes at once")
+
+
+def annotate_copies(catalog: Catalog, which: str | int, **notes: Any) -> None:
+    """Annotate a checkpoint, by its name, in each tier that keeps it; `notes` as in `annotate`."""
+    catalog.look_again()
+    entry = catalog.resolve(which)
+    expect_removable(entry, notes.get("remove_tags", ()))
+    is_done, failure = False, None
+    for found in catalog.copies(entry):
+        try:
+            annotate(*found, **notes)
+            is_done = True
+        except NoCheckpoint as error:  # retention may be deleting the copy in one tier
+            failure = failure or error
+    if failure is not None and not is_done:
+        raise failure
+
+
+def expect_removable(entry: Entry, tags: Iterable[str]) -> None:
+    """Check that tags can be removed from a checkpoint."""
+    given = tuple(tags)
+    if fixed := [tag for tag in given if tag in entry.manifest.tags]:
+        raise UsageError(
+            f"{entry.folder}: {', '.join(fixed)} was given by the save and is part of the "
+            "checkpoint, which never changes; only tags that were added later can be removed"
+        )
+    if unknown := [tag for tag in given if tag not in entry.marks.tags]:
+        there = ", ".join(entry.marks.tags) or "none"
+        raise UsageError(f"{entry.folder} has no tag {', '.join(unknown)}; added tags: {there}")
+
+
+def checked_tags(tags: Iterable[str]) -> tuple[str, ...]:
+    """Check and return tags: each one word that cannot be read as a step, folder or `latest`."""
+    if isinstance(tags, str):
+        raise UsageError(f"tags={tags!r}: give a list of tags, not one text")
+    checked = tuple(tags)
+    for tag in checked:
+        is_text = isinstance(tag, str) and tag.isprintable() and 0 < len(tag) <= 200
+        if not is_text or any(map(str.isspace, tag)):
+            raise UsageError(
+                f"tags: {tag!r}: 1 to 200 characters that can be printed, and no blank"
+            )
+        if tag == "latest" or tag.startswith("step=") or layout.parse_attempt(tag) is not None:
+            raise UsageError(f"tags: {tag!r} would be taken for something else")
+    return checked
+
+
+def checked_reasons(reasons: Any) -> tuple[str, ...]:
+    """Check and return the reasons for an unhealthy state, given by `before_save`, or None."""
+    given = () if reasons is None else reasons
+    if isinstance(given, list | tuple) and all(isinstance(reason, str) for reason in given):
+        return tuple(map(escaped, given))
+    raise UsageError(
+        f"before_save returned {reasons!r}: return a list of reasons, each a text, not to resume "
+        "from the state, or None"
+    )
+
+
+def checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
+    """Convert metrics to floats; one-element tensors and NumPy scalars are accepted, too."""
+    if metrics is not None and not isinstance(metrics, Mapping):
+        raise UsageError(f"metrics={metrics!r}: give a dict, such as {{'loss': 0.5}}")
+    checked: dict[str, float] = {}
+    for name, value in (metrics or {}).items():
+        if not isinstance(name, str):
+            raise UsageError(f"metrics: the name {name!r} is not text")
+        if name != escaped(name):
+            raise UsageError(f"metrics: the name {name!r} is not Unicode")
+        try:
+            # torch warns of a tensor with a graph, which the loss of a training loop is.
+            checked[name] = float(value.detach() if hasattr(value, "detach") else value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise UsageError(f"metrics[{name!r}]={value!r} is not one number") from error
+        except OverflowError as error:
+            raise UsageError(f"metrics[{name!r}] is too large for a float") from error
+    return checked
+
+
+def reject(store: Store, folder: str, *, by: str, reason: str) -> None:
+    """Mark a checkpoint that resume could not use. It is not deleted, and may be tried again.
+
+    A checkpoint from which retention dropped components is not marked: the rest is not damaged.
+    """
+    if Catalog(store).marks(folder).thinned_by:
+        return
+    record = Rejected(by=by, reasons=(reason,)).encode()
+    try:
+        store.put(f"{folder}/{layout.REJECTED}", record, if_absent=True)
+    except (AlreadyExists, NotFound):
+        return  # marked before, or gone: either way there is nothing to add
+
+
+def _expect_kept(store: Store, entry: Entry) -> None:
+    # Marks first: a deleter that is done has removed its mark, but has put the tombstone before.
+    being_deleted = is_being_deleted(store, Catalog(store).marks(entry.folder))
+    if being_deleted or not isinstance(Catalog(store).read(entry.folder), Manifest):
+        raise NoCheckpoint(f"{store.url}/{entry.folder}: its deletion has begun; it is not kept")
+    marks = Catalog(store).marks(entry.folder)
+    before = dropped(store, entry.folder, entry.manifest, entry.marks)
+    lost = set(dropped(store, entry.folder, entry.manifest, marks)).difference(before)
+    if lost:
+        raise NoCheckpoint(
+            f"{store.url}/{entry.folder}: retention has just dropped {', '.join(sorted(lost))} of "
+            "it; the rest is kept, and no run can resume from it"
+        )

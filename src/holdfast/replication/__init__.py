@@ -1,0 +1,1 @@
+"""The second copy of a run: uploads to the remote tier, copies, repairs."""

@@ -1,0 +1,428 @@
+"""Copies checkpoints to another root: the stored bytes, committed like an upload.
+
+The other root gets the claims under which the checkpoints were saved, so that it holds the same
+run, and this process claims it for as long as it copies (docs/design.md, rule 9).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import suppress
+from dataclasses import dataclass
+
+from typing_extensions import override
+
+from holdfast.encryption.store import bare
+from holdfast.errors import (
+    CommitConflict,
+    CorruptData,
+    DeadlineExceeded,
+    FormatError,
+    HoldfastError,
+    NoCheckpoint,
+    OutcomeUnknown,
+    SealError,
+    UsageError,
+)
+from holdfast.events import Emitter
+from holdfast.format import layout
+from holdfast.format.layout import AttemptName
+from holdfast.format.manifest import MAX_MANIFEST_NBYTES, Aborted, Deleted, Manifest
+from holdfast.maintenance.prune import standing
+from holdfast.ownership.annotations import annotate
+from holdfast.ownership.claim import Choice, Claim, check_owner, claim_run
+from holdfast.ownership.leases import leased
+from holdfast.ownership.owner import Ownership
+from holdfast.ownership.tiered import claim_document, is_in_use
+from holdfast.replication.upload import Cost, Sender
+from holdfast.root.byte_ranges import Listing, length, read_listing
+from holdfast.root.catalog import Catalog
+from holdfast.root.commit import name_latest, put_once, settle
+from holdfast.root.documents import read_document
+from holdfast.root.lost_manifests import latest_of
+from holdfast.store.base import Store
+
+NUM_THREADS = 4
+_BLOCK_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copied:
+    """Outcome of copying one checkpoint."""
+
+    folder: str
+    step: int | None
+    """Completed optimizer windows; None where the checkpoint is encrypted and no key was given."""
+    nbytes: int
+    """Bytes of its files, as stored."""
+    sent_nbytes: int
+    """Bytes that were sent; fewer where an earlier copy was interrupted."""
+    was_there: bool
+    """Whether the other root had it already."""
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """A checkpoint that is to be copied."""
+
+    name: AttemptName
+    listing: Listing
+    manifest: Manifest | None
+    """None where it is encrypted and the keys do not decrypt it."""
+    was_there: bool
+    missing_nbytes: int
+    """Bytes of the files that the other root lacks."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the other root already has all of it."""
+        return self.was_there and not self.missing_nbytes
+
+    @property
+    def folder(self) -> str:
+        """Name of its folder, in both roots."""
+        return str(self.name)
+
+    @property
+    def step(self) -> int | None:
+        """Completed optimizer windows; None where it cannot be decrypted."""
+        return None if self.manifest is None else self.manifest.timestamp.step
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its files, as stored."""
+        return sum(map(length, self.listing.files.values()))
+
+
+def plan(
+    source: Store,
+    target: Store,
+    folders: Sequence[str],
+    *,
+    passed_over: Callable[[str, HoldfastError], None] | None = None,
+) -> tuple[Planned, ...]:
+    """Plan the copies of these checkpoints, oldest first. Writes nothing.
+
+    `passed_over` is told of a checkpoint that was deleted, or has other bytes in the target, and
+    the others are planned; without it this raises.
+    """
+    planned = []
+    for folder in folders:
+        try:
+            planned.append(_planned(source, target, folder))
+        except (NoCheckpoint, CorruptData) as error:
+            if passed_over is None:
+                raise
+            passed_over(folder, error)
+    planned.sort(key=lambda item: item.name)
+    _expect_same_run(source, target, planned)
+    return tuple(planned)
+
+
+def _planned(source: Store, target: Store, folder: str) -> Planned:
+    where = f"{source.url}/{folder}"
+    name = layout.parse_attempt(folder)
+    listing = read_listing(bare(source), folder)
+    if listing is None or isinstance(listing, Aborted | Deleted):
+        raise NoCheckpoint(f"{where}: not committed, or deleted")
+    own = layout.attempt_name(listing.label, listing.epoch, listing.sequence, listing.save_id)
+    if name is None or name != own:
+        raise UsageError(f"{where}: this folder was renamed from {own}; name it so to copy it")
+    if dropped := Catalog(source).marks(folder).thinned:
+        raise UsageError(
+            f"{where}: {', '.join(dropped)} was dropped from it, and only whole checkpoints are "
+            "copied; `holdfast export` writes what is left of one"
+        )
+    there = read_listing(bare(target), folder)
+    if isinstance(there, Aborted | Deleted):
+        what = type(there).__name__.lower()
+        raise NoCheckpoint(
+            f"{target.url}/{folder}: it was {what} there by {there.by} ({there.reason}), which is "
+            "final; copy it to another root"
+        )
+    if there is not None:
+        _expect_same_bytes(source, target, folder)
+    sizes = {info.key: info.nbytes for info in target.list(f"{folder}/")}
+    files = listing.files.items()
+    lacking = (e for n, e in files if sizes.get(f"{folder}/{n}") != length(e))
+    return Planned(
+        name=name,
+        listing=listing,
+        manifest=_manifest(source, folder),
+        was_there=there is not None,
+        missing_nbytes=sum(map(length, lacking)),
+    )
+
+
+def _expect_same_bytes(source: Store, target: Store, folder: str) -> None:
+    key = f"{folder}/{layout.MANIFEST}"
+    ours, theirs = (
+        read_document(bare(store), key, max_nbytes=MAX_MANIFEST_NBYTES)
+        for store in (source, target)
+    )
+    if ours != theirs:
+        raise CorruptData(
+            f"{target.url}/{key}: not the manifest of {source.url}/{folder}; nothing was copied "
+            "or changed. `holdfast verify` says which of the two is damaged"
+        )
+
+
+def copy(
+    source: Store,
+    target: Store,
+    planned: Sequence[Planned],
+    *,
+    emit: Emitter,
+    told: Callable[[str, int, int], None] | None = None,
+) -> Iterator[Copied]:
+    """Copy checkpoints as planned; yield the outcome of each. Encrypted ones stay encrypted.
+
+    Claims the target meanwhile. Every block is compared with its digest on the way. What an
+    interrupted copy has sent is not sent again; pins and tags are copied, too. `told` is called
+    with a folder, its bytes so far and all its bytes, from several threads.
+    """
+    if all(item.is_complete for item in planned):
+        for item in planned:
+            _copy_marks(source, target, item.name)
+            yield Copied(
+                folder=item.folder,
+                step=item.step,
+                nbytes=item.nbytes,
+                sent_nbytes=0,
+                was_there=True,
+                seconds=0.0,
+            )
+        return
+    above = max(item.name.epoch for item in planned)
+    # Before the look for a live owner: a claim that is put later is neither replaced nor passed.
+    known, differing = {*Catalog(target).claims()}, _differing(source, target)
+    _expect_free(source, target, emit)
+    _expect_same_run(source, target, planned)
+    _give_claims(source, target, upto=above, known=known, differing=differing)
+    owner = _CopyOwnership(target, above=above)
+    owner.take(_choices(source, target, emit))
+    claim = owner.claim
+    assert claim is not None
+    sender = Sender(source, target, num_threads=NUM_THREADS, timeout_s=_BLOCK_TIMEOUT_S)
+    warned = ""
+    try:
+        for item in planned:
+            with leased(source, item.folder, emit=emit):
+                copied = _send(sender, source, target, item, owner, claim, told)
+                warning = _point_latest(target)
+                if warning and not warned:
+                    warned = warning
+                    emit("warning", warning)
+                yield copied
+    except (OutcomeUnknown, DeadlineExceeded):
+        owner.is_clean = False
+        raise
+    finally:
+        sender.close()
+        owner.release()
+
+
+def _send(
+    sender: Sender,
+    source: Store,
+    target: Store,
+    item: Planned,
+    owner: Ownership,
+    claim: Claim,
+    told: Callable[[str, int, int], None] | None,
+) -> Copied:
+    folder, total = item.folder, item.nbytes
+
+    def tell(cost: Cost) -> None:
+        if told is not None:
+            told(folder, min(cost.nbytes, total), total)
+
+    cost = sender.send(folder, epoch=claim.epoch, told=tell, unclear=owner.unclear)
+    _copy_marks(source, target, item.name)
+    return Copied(
+        folder=folder,
+        step=item.step,
+        nbytes=total,
+        sent_nbytes=cost.nbytes,
+        was_there=item.was_there,
+        seconds=cost.seconds,
+    )
+
+
+def _copy_marks(source: Store, target: Store, name: AttemptName) -> None:
+    """Copy the pin and the tags that were given after the save; without a key there are none."""
+    with suppress(SealError):
+        marks, copy_ = Catalog(source).marks(str(name)), Catalog(target).entry(name)
+        if copy_ is None or not (marks.pinned or marks.tags):
+            return
+        if copy_.marks.pinned >= marks.pinned and {*copy_.marks.tags} >= {*marks.tags}:
+            return
+        annotate(target, copy_, add_tags=marks.tags, pinned=marks.pinned or None)
+
+
+def _point_latest(target: Store) -> str:
+    """Point `latest` to the checkpoint from which the run would resume there, if it can be read.
+
+    Returns a warning if something of others has that name.
+    """
+    with suppress(SealError):
+        point = standing(target).point
+        if point is not None and latest_of(target) != point.folder:
+            settle(target, point.folder)
+            return name_latest(target, point.folder)
+    return ""
+
+
+# The claims
+
+
+class _CopyOwnership(Ownership):
+    """Ownership of the root that is copied to, while the copy lasts.
+
+    Its claim is `tiered`, as those of two tiers are: the root may have files of checkpoints that
+    were never committed in it.
+    """
+
+    def __init__(self, target: Store, *, above: int) -> None:
+        # Copied claims may be of live processes that know nothing of this root: `_expect_free`.
+        super().__init__(target, takeover=True, emit=Emitter(()))
+        self._above = above
+
+    @override
+    def _claim(self, choices: Iterator[Choice]) -> Claim:
+        return claim_run(
+            self._store,
+            choices,
+            takeover=True,
+            emit=self._emit,
+            tiered=True,
+            above=self._above,
+        )
+
+
+def _choices(source: Store, target: Store, emit: Emitter) -> Iterator[Choice]:
+    while True:
+        _expect_free(source, target, emit)
+        try:
+            yield standing(target)
+        except SealError:
+            yield Choice(point=None, passed_over=frozenset(map(str, Catalog(target).attempts())))
+
+
+def _expect_free(source: Store, target: Store, emit: Emitter) -> None:
+    """Raise `OwnedElsewhere` if a live process owns the target.
+
+    A claim that was copied from the source, with which its process saves there, does not count.
+    """
+    newest = Catalog(target).highest_epoch()
+    document = claim_document(target, newest) if newest else b""
+    if document and document == claim_document(source, newest):
+        with suppress(FormatError):
+            claim = Catalog(target).writer(newest)
+            if claim is not None and not claim.tiered:
+                return
+    check_owner(target, takeover=False, emit=emit)
+
+
+def _give_claims(
+    source: Store, target: Store, *, upto: int, known: Set[int], differing: Sequence[int]
+) -> None:
+    """Give the target the claims of the source up to an epoch, oldest first.
+
+    Of the claims that the target is `known` to have, those in `differing`, under which nothing was
+    saved, are replaced by the source's of the same epoch.
+    """
+    theirs = {epoch: _sound_claim(source, epoch) for epoch in Catalog(source).claims()}
+    theirs = {epoch: data for epoch, data in theirs.items() if data and epoch <= upto}
+    for epoch in sorted(differing):
+        if epoch in theirs:
+            target.put(layout.writer_key(epoch), theirs[epoch])
+    target.make_folder(layout.WRITERS)
+    for epoch in sorted({*theirs} - known):
+        try:
+            put_once(target, layout.writer_key(epoch), theirs[epoch])
+        except CommitConflict:
+            raise _other_run(source, target, epoch) from None
+
+
+def _sound_claim(store: Store, epoch: int) -> bytes:
+    with suppress(FormatError):
+        if Catalog(store).writer(epoch) is not None:
+            return claim_document(store, epoch)
+    return b""
+
+
+def _differing(source: Store, target: Store) -> list[int]:
+    """List the epochs of which both roots have claims, and different ones.
+
+    Claims are put in order, so all above the first that differs do.
+    """
+    theirs = {*Catalog(source).claims()}
+    differing: list[int] = []
+    for epoch in Catalog(target).claims():
+        if epoch not in theirs:
+            continue
+        if claim_document(source, epoch) == claim_document(target, epoch):
+            break
+        differing.append(epoch)
+    return differing
+
+
+def _expect_same_run(source: Store, target: Store, planned: Sequence[Planned]) -> None:
+    """Raise `UsageError` if the target holds another run than the source."""
+    differing = _differing(source, target)
+    upto = max((item.name.epoch for item in planned), default=0)
+    wrong = [epoch for epoch in differing if epoch <= upto]
+    for epoch in Catalog(target).claims():
+        if wrong and epoch >= wrong[-1] and _is_in_use(target, epoch):
+            raise _other_run(source, target, epoch)
+    nonces = {item.name.epoch: _nonce(source, item.name.epoch) for item in planned}
+    for item in planned:
+        epoch = item.name.epoch
+        writer = item.manifest.writer if item.manifest is not None else None
+        there = nonces[epoch] if epoch in differing else _nonce(target, epoch)
+        if writer and there and writer != there:
+            raise _other_run(source, target, epoch)
+    for name in Catalog(target).attempts():
+        # Checkpoints that were copied by hand lie there without their claims.
+        nonce = nonces.get(name.epoch) if not _nonce(target, name.epoch) else None
+        other = _manifest(target, str(name)) if nonce else None
+        if other is not None and other.writer not in (None, nonce):
+            raise _other_run(source, target, name.epoch)
+
+
+def _is_in_use(target: Store, epoch: int) -> bool:
+    """Whether anything was saved under a claim of the target, or may still be.
+
+    Of the claim of an earlier copy only attempts count. If that copy was killed, a put of it that
+    still arrives has the bytes that are copied now.
+    """
+    with suppress(FormatError):
+        claim = Catalog(target).writer(epoch)
+        if claim is not None and claim.tiered and claim.takeover:
+            return any(name.epoch == epoch for name in Catalog(target).attempts())
+    return is_in_use(target, epoch)
+
+
+def _nonce(store: Store, epoch: int) -> str:
+    with suppress(FormatError):
+        claim = Catalog(store).writer(epoch)
+        return "" if claim is None else claim.nonce
+    return ""
+
+
+def _manifest(store: Store, folder: str) -> Manifest | None:
+    """Read the manifest of a checkpoint; None where it cannot be read or decrypted."""
+    with suppress(FormatError, SealError):
+        register = Catalog(store).read(folder)
+        return register if isinstance(register, Manifest) else None
+    return None
+
+
+def _other_run(source: Store, target: Store, epoch: int) -> UsageError:
+    return UsageError(
+        f"{target.url} holds another run than {source.url}: writer {epoch} is not the same in "
+        "both. Nothing was copied; a run could not tell its checkpoints from the others. Give "
+        "the copy a root of its own"
+    )

@@ -1,0 +1,462 @@
+"""Upload of one checkpoint from one root to another: its stored bytes, its manifest last.
+
+Every block is compared with its digest between the disk and the network, so that damage is never
+uploaded. Encrypted files are uploaded as stored; only the manifest is decrypted. A file appears in
+the other root once it is whole: if a store shows files that are being written, they are written in
+a scratch folder and linked to their name at the end. So an upload never replaces or removes
+anything in a checkpoint's folder, and files that exist need not be uploaded again.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+from holdfast.encryption.manifests import box_documents, boxes_of
+from holdfast.encryption.store import bare, sealed, vouched
+from holdfast.errors import (
+    AlreadyExists,
+    CommitConflict,
+    CorruptData,
+    DeadlineExceeded,
+    HoldfastError,
+    NoCheckpoint,
+    NotFound,
+    NotSealed,
+    StoreError,
+    UnsupportedStore,
+    time_limit,
+)
+from holdfast.format import layout
+from holdfast.format.blocks import block_digest, digest_blocks, file_digest, split
+from holdfast.format.envelope import Visible
+from holdfast.format.manifest import (
+    MAX_MANIFEST_NBYTES,
+    Aborted,
+    Deleted,
+    FileEntry,
+    Manifest,
+)
+from holdfast.root.byte_ranges import (
+    FilePiece,
+    Listing,
+    PieceGroup,
+    decode_listing,
+    groups_of,
+    length,
+    pieces_of,
+    pieces_of_sealed,
+    read_listing,
+)
+from holdfast.root.commit import SaveAttempt, publish, remove_scratch, settle
+from holdfast.root.documents import is_own_mark, read_document
+from holdfast.store.base import BlockWriter, Store
+from holdfast.threads.workers import Background, cancel
+
+T = TypeVar("T")
+
+NICENESS = 10
+"""Nice value of upload threads: less priority than training and saving, where supported."""
+
+
+class UploadInterrupted(HoldfastError):
+    """An upload was stopped because the process is closing; files already sent stay."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Cost:
+    """Cost of the upload of one checkpoint so far."""
+
+    nbytes: int = 0
+    """Bytes of files and documents that were sent."""
+    requests: int = 0
+    """Operations on the store, each counted once however often the store retried it."""
+    seconds: float = 0.0
+    is_all: bool = False
+    """Whether every file was uploaded, as none existed in the remote root already."""
+
+
+class Sender:
+    """Uploader of checkpoints from `local` to `remote`, a few blocks at a time."""
+
+    def __init__(
+        self,
+        local: Store,
+        remote: Store,
+        *,
+        num_threads: int,
+        timeout_s: float,
+        reads_back: bool = False,
+    ) -> None:
+        """`timeout_s` limits the upload of one block, or the end of one file, in seconds; with
+        `reads_back` each file is downloaded and compared before the commit."""
+        self._verifying_local = local
+        self._local, self._remote = bare(local), bare(remote)
+        self._reads_back = reads_back or not _shows_whole_files(self._remote)
+        self._num_threads = num_threads
+        self._timeout_s = timeout_s
+        self._background = Background("holdfast-upload", num_threads=num_threads)
+        self._lock = threading.Lock()
+        self._cost = Cost()
+        self._on_progress: Callable[[Cost], None] = lambda cost: None
+
+    def start(self) -> None:
+        """Start the upload threads early: an exiting interpreter cannot start threads."""
+        self._background.start()
+
+    def interrupt(self) -> None:
+        """Stop the current upload soon, with `UploadInterrupted`; does not wait."""
+        self._background.ask_to_stop()
+
+    def proceed(self) -> None:
+        """Allow uploads again after an `interrupt`."""
+        self._background.proceed()
+
+    def close(self) -> None:
+        """End the threads; a current upload is interrupted."""
+        self._background.end()
+
+    def send(
+        self, folder: str, *, epoch: int, told: Callable[[Cost], None], unclear: set[str]
+    ) -> Cost:
+        """Upload a checkpoint to the remote root, and commit it there under claim `epoch`.
+
+        A checkpoint that it already has is made durable and compared. `told` is a callback with the
+        cost so far, called from several threads. The folder is added to `unclear` if a copy of
+        the manifest's put may still arrive.
+
+        Raises:
+            NoCheckpoint: it is not committed locally, or was deleted remotely; do not retry.
+            SealError: the keys do not decrypt it, or it is unencrypted in an encrypted run.
+            CommitConflict: gc has aborted it in the remote root.
+            CorruptData: it is damaged locally, or the remote root has other bytes.
+            Superseded: a later writer owns the remote root.
+            StoreError, DeadlineExceeded: a retry may work.
+            UploadInterrupted: `interrupt` was called.
+        """
+        began = time.perf_counter()
+        self._cost, self._on_progress = Cost(), told
+        data, listing = self._listing(folder)
+        if not self._is_committed(folder):
+            self._send_files(folder, listing)
+            self._expect_sizes(folder, listing)
+            if isinstance(listing, Visible):
+                self._send_keys(folder, listing)
+            self._commit(folder, listing, data, epoch, unclear)
+        else:
+            self._expect_complete(folder, listing)
+        self._confirm(folder, data)
+        self._cost.seconds = time.perf_counter() - began
+        return self._cost
+
+    def _listing(self, folder: str) -> tuple[bytes, Listing]:
+        """Read and decode the local manifest; an encrypted one is authenticated by the keys."""
+        where = f"{self._local.url}/{folder}"
+        try:
+            data = vouched(self._verifying_local, folder)
+        except NotFound as error:
+            raise NoCheckpoint(f"{where}: it is not committed") from error
+        listing = decode_listing(data, what=f"{where}/{layout.MANIFEST}")
+        if isinstance(listing, Aborted | Deleted):
+            raise NoCheckpoint(f"{where}: it was deleted")
+        if isinstance(listing, Manifest) and sealed(self._verifying_local) is not None:
+            raise NotSealed(f"{where}: it is from before the run was sealed, and not sent in clear")
+        return data, listing
+
+    def _is_committed(self, folder: str) -> bool:
+        """Whether a checkpoint is committed in the remote root."""
+        self._count()
+        register = read_listing(self._remote, folder)
+        if register is None:
+            return False
+        if not isinstance(register, Aborted | Deleted):
+            return True
+        what = type(register).__name__.lower()
+        where = f"{self._remote.url}/{folder}"
+        error = f"{where}: it was {what} there by {register.by} ({register.reason})"
+        raise CommitConflict(error) if what == "aborted" else NoCheckpoint(error)
+
+    def _expect_complete(self, folder: str, listing: Listing) -> None:
+        """Raise an error if the committed remote copy lacks its keys, or lacks files although
+        retention has dropped no components of it: it may have been damaged since."""
+        sizes = self._remote_sizes(folder)
+        is_thinned = any(
+            layout.parse_thinned(name) and is_own_mark(self._remote, f"{folder}/{name}")
+            for name in sizes
+        )
+        wrong = [name for name, entry in listing.files.items() if sizes.get(name) != length(entry)]
+        if wrong and not is_thinned:
+            raise CorruptData(f"{self._remote.url}/{folder} lacks {', '.join(wrong)}")
+        if isinstance(listing, Visible):
+            self._count(requests=2)
+            boxes_of(self._remote, folder, listing)
+
+    # Files
+
+    def _send_files(self, folder: str, listing: Listing) -> None:
+        self._remote.make_folder(folder)
+        pieces_of_file = self._pieces(folder, listing)
+        sizes = self._remote_sizes(folder)
+        num_whole = 0
+        for name, entry in listing.files.items():
+            key, nbytes = f"{folder}/{name}", length(entry)
+            exists = sizes.get(name) == nbytes
+            if exists and (not self._reads_back or self._matches(key, pieces_of_file(name))):
+                num_whole += 1
+            else:
+                self._send_file(key, nbytes, pieces_of_file(name), exists=name in sizes)
+        self._cost.is_all = not num_whole
+
+    def _pieces(self, folder: str, listing: Listing) -> Callable[[str], tuple[FilePiece, ...]]:
+        """Return a function that maps a file's name to its pieces."""
+        if isinstance(listing, Visible):
+            return partial(self._pieces_of_sealed, folder, listing.files)
+        index_entry = listing.files[layout.INDEX]
+        data = self._whole(folder, layout.INDEX, index_entry, listing.block_nbytes)
+        what = f"{self._local.url}/{folder}/{layout.INDEX}"
+        return pieces_of(listing, data, what=what).__getitem__
+
+    def _pieces_of_sealed(
+        self, folder: str, files: Mapping[str, FileEntry], name: str
+    ) -> tuple[FilePiece, ...]:
+        key = f"{folder}/{name}"
+        what = f"{self._local.url}/{key}"
+
+        def digest(start: int, stop: int) -> bytes:
+            _lower_priority()
+            self._check_interrupt(key)
+            return block_digest(self._local.get(key, start, stop - start))
+
+        def digests() -> Iterator[bytes]:
+            return self._each((partial(digest, *span) for span in split(files[name].nbytes)), key)
+
+        try:
+            return pieces_of_sealed(files[name], digests(), what=what)
+        except CorruptData:
+            # Retried once: a transient read error is not damage.
+            return pieces_of_sealed(files[name], digests(), what=what)
+
+    def _send_keys(self, folder: str, visible: Visible) -> None:
+        """Upload the current files of wrapped keys; others in the remote root are kept."""
+        for name, data in box_documents(self._local, folder, visible).items():
+            key = f"{folder}/{name}"
+            self._put(key, data)
+            self._count()
+            if self._remote.get(key) != data:
+                raise StoreError(
+                    f"{self._remote.url}/{key}: read back, these are not the keys that were sent"
+                )
+
+    def _remote_sizes(self, folder: str) -> dict[str, int]:
+        self._count()
+        start = len(folder) + 1
+        return {info.key[start:]: info.nbytes for info in self._remote.list(f"{folder}/")}
+
+    def _send_file(
+        self, key: str, nbytes: int, pieces: tuple[FilePiece, ...], *, exists: bool
+    ) -> None:
+        # By one put, which replaces a file that exists, where `create` would put it whole too.
+        if len(pieces) <= 1 or type(self._remote).create is Store.create:
+            self._put(key, b"".join(self._read(key, piece) for piece in pieces))
+            self._expect_match(key, pieces)
+        elif exists:
+            raise CorruptData(
+                f"{self._remote.url}/{key}: differs from {self._local.url}, though only uploads of "
+                "this run write there; it was not changed"
+            )
+        elif self._remote.has_links:
+            self._send_aside(key, nbytes, pieces)
+        else:
+            with suppress(AlreadyExists):  # whole: files appear under their names when finished
+                self._send_pieces(key, key, nbytes, pieces)
+            self._expect_match(key, pieces)
+
+    def _send_aside(self, key: str, nbytes: int, pieces: tuple[FilePiece, ...]) -> None:
+        """Upload a file into a scratch folder, and link it to its key once it is whole."""
+        scratch = layout.sending_folder(os.urandom(8))
+        aside = f"{scratch}/{key.rpartition('/')[2]}"
+        self._remote.make_folder(scratch, exclusive=True)
+        try:
+            self._send_pieces(key, aside, nbytes, pieces)
+            self._expect_match(aside, pieces)
+            self._count()
+            with suppress(AlreadyExists):
+                if not self._remote.link(aside, key):
+                    raise UnsupportedStore(
+                        f"{self._remote.url}/{aside}: cannot be given its name {key}; without two "
+                        "names for a file, a half-sent one could be taken for whole"
+                    )
+        finally:
+            with suppress(StoreError):  # gc removes it
+                remove_scratch(self._remote, scratch)
+
+    def _send_pieces(
+        self, source: str, key: str, nbytes: int, pieces: tuple[FilePiece, ...]
+    ) -> None:
+        self._count()
+        writer = self._remote.create(key, nbytes)
+        send = partial(self._send_group, writer, source)
+        try:
+            with closing(
+                self._each((partial(send, group) for group in groups_of(pieces)), source)
+            ) as sent:
+                for _ in sent:
+                    continue
+            self._result(self._submit(writer.finish, source), source)
+        except BaseException:
+            writer.abort()
+            raise
+
+    def _send_group(self, writer: BlockWriter, source: str, group: PieceGroup) -> None:
+        _lower_priority()
+        self._check_interrupt(source)
+        first, data = group.pieces[0].start, b"".join(self._read(source, p) for p in group.pieces)
+        sent = memoryview(data)[group.start - first : group.stop - first]
+        writer.write(group.start, sent)
+        self._count(len(sent))
+
+    def _matches(self, key: str, pieces: tuple[FilePiece, ...]) -> bool:
+        """Whether the remote file has these bytes; True, unread, if nothing is to be read back."""
+        if not self._reads_back:
+            return True
+        answers = self._each((partial(self._has_piece, key, piece) for piece in pieces), key)
+        with closing(answers):
+            return all(answers)
+
+    def _each(self, jobs: Iterable[Callable[[], T]], key: str) -> Generator[T, None, None]:
+        """Run jobs, a few at once, and yield their results in order."""
+        waiting = deque[Future[T]]()
+        try:
+            for job in jobs:
+                waiting.append(self._submit(job, key))
+                if len(waiting) >= 2 * self._num_threads:
+                    yield self._result(waiting.popleft(), key)
+            while waiting:
+                yield self._result(waiting.popleft(), key)
+        finally:
+            cancel(waiting, timeout_s=self._timeout_s)
+
+    def _has_piece(self, key: str, piece: FilePiece) -> bool:
+        self._count()
+        data = self._remote.get(key, piece.start, piece.stop - piece.start)
+        return block_digest(data) == piece.digest
+
+    def _expect_match(self, key: str, pieces: tuple[FilePiece, ...]) -> None:
+        if not self._matches(key, pieces):
+            raise StoreError(
+                f"{self._remote.url}/{key}: read back, these are not the bytes that were sent"
+            )
+
+    def _read(self, key: str, piece: FilePiece) -> bytes:
+        """Read a piece of a local file and check its digest; one retry if it differs."""
+        for _ in range(2):
+            data = self._local.get(key, piece.start, piece.stop - piece.start)
+            if block_digest(data) == piece.digest:
+                return data
+        raise CorruptData(
+            f"{self._local.url}/{key}: bytes {piece.start} to {piece.stop} are not what was "
+            "written, and are not sent"
+        )
+
+    def _whole(self, folder: str, name: str, entry: FileEntry, block_nbytes: int) -> bytes:
+        """Read a whole local file, and check it against the manifest's digest; one retry."""
+        key = f"{folder}/{name}"
+        for _ in range(2):
+            data = read_document(self._local, key, max_nbytes=layout.MAX_INDEX_NBYTES)
+            if file_digest(len(data), digest_blocks(data, block_nbytes)) == entry.digest:
+                return data
+        raise CorruptData(f"{self._local.url}/{key}: not what was written, and is not sent")
+
+    def _check_interrupt(self, key: str, *, done: str = "sent to its end") -> None:
+        """Raise `UploadInterrupted` if `interrupt` was called; `key` names what is not `done`."""
+        if self._background.is_stopping:
+            raise UploadInterrupted(f"{key}: not {done}, for the process is closing")
+
+    def _put(self, key: str, data: bytes) -> None:
+        self._check_interrupt(key, done="sent")
+        self._remote.put(key, data)
+        self._count(len(data))
+
+    def _submit(self, job: Callable[[], T], key: str) -> Future[T]:
+        self._check_interrupt(key)
+        return self._background.submit(job)
+
+    def _result(self, future: Future[T], key: str) -> T:
+        try:
+            return future.result(timeout=self._timeout_s)
+        except FutureTimeout:
+            raise DeadlineExceeded(
+                f"{self._remote.url}/{key}: sending one block took longer than "
+                f"{time_limit(self._timeout_s)}"
+            ) from None
+
+    # The commit
+
+    def _expect_sizes(self, folder: str, listing: Listing) -> None:
+        for name, entry in listing.files.items():
+            key = f"{folder}/{name}"
+            self._count()
+            nbytes = self._remote.head(key).nbytes
+            if nbytes != length(entry):
+                raise StoreError(
+                    f"{self._remote.url}/{key}: {length(entry)} bytes were sent and the store now "
+                    f"has {nbytes}; the checkpoint is not committed there"
+                )
+
+    def _commit(
+        self, folder: str, listing: Listing, data: bytes, epoch: int, unclear: set[str]
+    ) -> None:
+        name = layout.attempt_name(listing.label, listing.epoch, listing.sequence, listing.save_id)
+        attempt = SaveAttempt(name=name, save_id=listing.save_id)
+        if attempt.folder != folder:
+            raise CorruptData(f"{self._local.url}/{folder}: the manifest is of {attempt.folder}")
+        self._check_interrupt(folder, done="committed")
+        try:
+            publish(self._remote, attempt, data, epoch=epoch)
+        finally:
+            if attempt.is_unclear:
+                unclear.add(folder)
+        self._count(len(data), requests=3)
+
+    def _confirm(self, folder: str, data: bytes) -> None:
+        """Make the remote checkpoint durable, and compare its manifest with the local one."""
+        settle(self._remote, folder)
+        key = f"{folder}/{layout.MANIFEST}"
+        self._count(requests=2)
+        if read_document(self._remote, key, max_nbytes=MAX_MANIFEST_NBYTES) != data:
+            raise CorruptData(
+                f"{self._remote.url}/{key}: read back, it is not the manifest of "
+                f"{self._local.url}/{folder}"
+            )
+
+    def _count(self, nbytes: int = 0, *, requests: int = 1) -> None:
+        with self._lock:
+            self._cost.nbytes += nbytes
+            self._cost.requests += requests
+        if nbytes:
+            self._on_progress(self._cost)
+
+
+def _shows_whole_files(remote: Store) -> bool:
+    """Whether a file of the right length is known to be whole in this kind of store."""
+    return remote.has_links or not remote.writes_in_place
+
+
+_thread = threading.local()
+
+
+def _lower_priority() -> None:
+    """Lower the scheduling priority of this thread, once, where the system allows it."""
+    if not getattr(_thread, "done", False):
+        _thread.done = True
+        with suppress(AttributeError, OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)

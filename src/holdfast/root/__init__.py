@@ -1,0 +1,1 @@
+"""Reads and writes the records of a run's root: attempts, manifests, claims and marks."""

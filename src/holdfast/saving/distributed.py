@@ -1,0 +1,944 @@
+"""Saves by all ranks of a run: the messages of one save, and its outcome (decision 0035).
+
+The leader plans, makes the folder and commits; the register decides where a rank is silent.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+from blake3 import blake3
+from torch import nn
+from typing_extensions import override
+
+from holdfast.errors import (
+    DeadlineExceeded,
+    FormatError,
+    HoldfastError,
+    NotShared,
+    OutcomeUnknown,
+    RanksError,
+    RanksFailed,
+    SealError,
+    StoreError,
+    UnsupportedState,
+    listing,
+    some_of,
+)
+from holdfast.format import blocks, layout
+from holdfast.format.manifest import Aborted, Manifest
+from holdfast.ownership.claim import Claim
+from holdfast.ownership.owner import Ownership
+from holdfast.ranks.coordinator import GRACE_S, LEADER, Coordinator, Failure, decoded
+from holdfast.ranks.waiting import Watch
+from holdfast.results import Phase
+from holdfast.root.catalog import Catalog
+from holdfast.root.commit import SaveAttempt, check_ownership, give_up
+from holdfast.saving.participants import Gathered, JointSave, OwnFile
+from holdfast.saving.probe import Look, ProbeNote, SaveSize
+from holdfast.saving.shard_plan import (
+    Assignment,
+    Difference,
+    OwnSamples,
+    OwnShare,
+    Plan,
+    Share,
+    Unchanged,
+    Written,
+    digest_column,
+)
+from holdfast.staging.interfaces import Staged
+from holdfast.state.capture.byrank import difference, joined
+from holdfast.state.capture.capture import Captured
+from holdfast.state.planning.joining import JOINED, join_by_name
+from holdfast.state.samples import has_name, synchronized_names
+from holdfast.store.base import Store
+
+T = TypeVar("T")
+
+_FAIL_S = 5.0
+"""Limit on saying that this rank failed."""
+_COMPARED_EVERY = 10
+"""Saves of one plan from one comparison of what several ranks hold to the next."""
+_NUM_EXPLAINED = 10
+"""Most tensors whose differing values are collected for an error."""
+
+_CALL = ("save_class", "epoch", "cycle", "samples", "tokens")
+"""Arguments of a save, besides step, components and tags, that must be equal on all ranks."""
+_PLAN_AFTER_WAIT = "plan after the wait"
+_PLAN_AFTER_PROBE = "plan after the probe"
+_PLAN_AFTER_VALUES = "plan after the values"
+_EQUAL_ADVICE = (
+    "What several ranks have under one name must be equal, bit by bit. Parts of a model, such as "
+    "pipeline stages and experts, need names of their own. Replicas must be kept equal, as DDP "
+    "does. Or mark the component as holdfast.PerRank, and each rank saves its own"
+)
+_MISCOUNTED = "maybe_save, before it knew whether a save was due"
+_UNRECORDED = "save, before it could record the step as the others did"
+"""Phases of a rank after whose failure saves cannot be numbered alike any more."""
+
+
+class _PlanNote(msgspec.Struct, frozen=True, tag="plan"):
+    """Announcement of the plan by which a save is written."""
+
+    plan_id: str
+    claim: Claim
+    assignment: Assignment | None
+    """None: that of the save before with the same components."""
+    compares: bool
+    """Whether all ranks know the same checkpoint of this step, with which the save is compared."""
+
+
+class _WaitNote(msgspec.Struct, frozen=True, tag="wait"):
+    """Announcement: the leader waits for uploads, at most as long as for a save."""
+
+
+class _ValuesNote(msgspec.Struct, frozen=True, tag="values"):
+    """Announcement that some boxes differ between ranks, which post their values."""
+
+    asked: dict[int, tuple[int, ...]]
+    """By rank, numbers of its boxes."""
+
+
+class _ValuesPost(msgspec.Struct, frozen=True):
+    """Post of one rank: what it knows of the boxes that it was asked for."""
+
+    samples: tuple[bytes, ...]
+    synchronized: tuple[bool, ...]
+    """Whether each is a buffer that DDP copies from rank 0 in the next forward pass."""
+
+
+class _FolderNote(msgspec.Struct, frozen=True):
+    """Announcement of the folder of a save."""
+
+    folder: str
+    save_id: str
+    trees: dict[str, bytes]
+    """Digest of the leader's tree of each component."""
+
+
+class _OutcomeNote(msgspec.Struct, frozen=True):
+    """Announcement that the manifest was put, or that this is in doubt."""
+
+    doubt: Failure | None
+    """Why the leader does not know. The register tells."""
+
+
+class _Comparison(msgspec.Struct, frozen=True):
+    """How the state of one rank compares with the checkpoint of the same step."""
+
+    is_same: bool
+    """Whether the tensor files that the rank would write are in it."""
+    files: int
+    """Number of these files."""
+    digests: dict[str, str]
+    """Digest of the tree of each component that is the same on all ranks."""
+    trees: dict[str, bytes]
+    """Trees of the components of which each rank has its own, and those that the checkpoint has
+    not as they are: it may have them joined."""
+
+
+class _Verdict(msgspec.Struct, frozen=True):
+    is_unchanged: bool
+
+
+class _FilesPost(msgspec.Struct, frozen=True):
+    """Post of one rank: the files that it has written."""
+
+    files: tuple[OwnFile, ...]
+    row: bytes
+    file: bytes
+    start: bytes
+    trees: dict[str, bytes]
+    """Trees that differ from the leader's."""
+
+    @property
+    def written(self) -> Written:
+        row, file, start = (np.frombuffer(c, "<i8") for c in (self.row, self.file, self.start))
+        return Written(row=row, file=file, start=start)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Known:
+    """The last plan for some components, as one rank knows it."""
+
+    plan_id: str
+    own: OwnShare
+    assignment: Assignment
+
+
+class _RanksSave(JointSave):
+    """Common part of a leader's and a follower's save."""
+
+    def __init__(self, together: Together, step: int, call: Sequence[object]) -> None:
+        super().__init__()
+        self._call = tuple((name, repr(value)) for name, value in zip(_CALL, call, strict=False))
+        self._recorded: dict[str, str] = {}
+        self._together = together
+        self._ranks = together.ranks
+        self.rank, self.world_size = self._ranks.rank, self._ranks.world_size
+        self.leads = self._ranks.is_leader
+        self._step = step
+        self._name = together.next_name()
+        self._turn = together.num_saves
+        self._num_loads = together.num_loads
+        self._end = time.monotonic() + together.timeout_s
+        waited_s = together.timeout_s if together.may_wait and not self.leads else 0.0
+        self.patience_s = 2 * GRACE_S + waited_s
+        self._said = "shares"
+        """Part of the save in which this rank says next that it failed."""
+        self._plan_part = "plan"
+        """Part in which the plan is announced."""
+        self._is_agreed = False
+        self._components: tuple[str, ...] = ()
+        self._standing = ""
+        self._own: OwnShare
+        self._samples: OwnSamples | None = None
+        self._state: Mapping[str, Any] = {}
+        self._assignment: Assignment | None = None
+        """The plan by which this rank has staged its part."""
+
+    def _tag(self, part: str) -> str:
+        return f"{self._name}, {part}"
+
+    @override
+    def note(
+        self, tags: Sequence[str], metrics: Mapping[str, float], config: Mapping[str, str]
+    ) -> None:
+        self._call += (("tags", repr(sorted(tags))),)
+        self._recorded = {f"metrics[{name!r}]": repr(value) for name, value in metrics.items()}
+        if self._turn == 1:  # the script's settings are those of the whole run
+            self._recorded |= {f"config[{name!r}]": text for name, text in config.items()}
+
+    def _begin(self) -> None:
+        """Begin the deadline, as the wait for the save before was not a part of this one."""
+        why = self._together.miscounted
+        if why is not None:
+            raise RanksError(
+                f"{why}. Since then ranks number their saves differently: call resume() or load() "
+                "on all of them, or restart them"
+            )
+        self._end = time.monotonic() + self._together.timeout_s
+
+    def _left_s(self) -> float:
+        return max(self._end - time.monotonic(), 0.0)
+
+    def _watch(self, *, begins: bool) -> Watch:
+        """Watch a wait for ranks; it `begins` the save if they may not have called it yet."""
+        tag = self._tag("shares") if begins else None
+        return Watch(self._together.warn, f"save of step {self._step}", tag)
+
+    def _share(self, captured: Captured) -> Share | Unchanged:
+        """Return this rank's share, or that it has not changed; sets what is known of it."""
+        self._components, self._state = tuple(captured.components), captured.state
+        known = self._together.known.get(self._components)
+        if known is not None and known.own.is_that_of(captured):
+            self._own, self._assignment = known.own, known.assignment
+            self._own.num_saves += 1
+            digests = b""
+            if self._own.num_saves % _COMPARED_EVERY == 0:
+                rows = known.assignment.copied_by(self._ranks.rank).tolist()
+                digests = self._sampled(captured, rows)
+            return Unchanged(
+                self._step, self._components, self._standing, digests, self._call, self._recorded
+            )
+        self._own = OwnShare(captured, self._ranks.rank, socket.gethostname())
+        return msgspec.structs.replace(
+            self._own.share,
+            step=self._step,
+            standing=self._standing,
+            digests=self._sampled(captured, range(self._own.num_boxes)),
+            call=self._call,
+            recorded=self._recorded,
+        )
+
+    def _sampled(self, captured: Captured, rows: Sequence[int]) -> bytes:
+        """Sample boxes of this rank, and return the column of their digests."""
+        self._samples = self._own.sample(captured, rows, self._turn)
+        return digest_column(self._samples, rows)
+
+    def _post_values(self, note: _ValuesNote) -> None:
+        """Post this rank's values of the boxes that the leader asks for."""
+        rows = note.asked.get(self._ranks.rank, ())
+        if self._samples is None or not rows:
+            self._post("values", _ValuesPost((), ()))
+            return
+        modules = [value for value in self._state.values() if isinstance(value, nn.Module)]
+        names = synchronized_names(modules)
+        answer = _ValuesPost(
+            samples=tuple(map(self._samples.of, rows)),
+            synchronized=tuple(has_name(self._own.name_of(row)[1], names) for row in rows),
+        )
+        self._post("values", answer)
+
+    def _post(self, part: str, message: msgspec.Struct) -> None:
+        if self._left_s() == 0:
+            raise DeadlineExceeded(
+                f"{self._tag(part)} (step {self._step}): save_timeout_s="
+                f"{self._together.timeout_s:g} was over on rank {self.rank}, which has waited for "
+                "the other ranks before. All ranks must call the same saves in the same order"
+            )
+        data = msgspec.msgpack.encode(message)
+        self._ranks.post(self._tag(part), data, timeout_s=self._left_s())
+
+    def _files_post(
+        self, files: Sequence[OwnFile], staged: Staged, trees: Mapping[str, bytes]
+    ) -> _FilesPost:
+        written = self._own.written(staged.files)
+        columns = (written.row, written.file, written.start)
+        row, file, start = (column.astype("<i8").tobytes() for column in columns)
+        return _FilesPost(tuple(files), row, file, start, dict(trees))
+
+    @override
+    def stand_on(self, folder: str) -> None:
+        self._standing = folder
+
+    @override
+    def begin_to_compare(self) -> None:
+        self._said = "comparison"
+
+    def _comparison(
+        self, staged: Staged, roots: Mapping[str, str], recorded: Mapping[str, str]
+    ) -> _Comparison:
+        own = [known.file.name for known in staged.all_files]
+        return _Comparison(
+            is_same=all(recorded.get(name) == roots[name] for name in own),
+            files=len(own),
+            digests={
+                name: roots[layout.tree_file(name)]
+                for name in staged.kinds
+                if name not in staged.by_rank
+            },
+            trees={
+                name: tree
+                for name, tree in staged.trees.items()
+                if name in staged.by_rank
+                or recorded.get(layout.tree_file(name)) != roots[layout.tree_file(name)]
+            },
+        )
+
+    def _own_part(self, captured: Captured) -> Captured:
+        assert self._assignment is not None, "the plan is known"
+        return self._own.part(captured, self._assignment)
+
+    def _expect_same_part(self, assignment: Assignment) -> None:
+        """Raise `RanksError` if this rank has staged by another plan."""
+        rank = self._ranks.rank
+        staged = self._assignment
+        assert staged is not None, "what was staged has a plan"
+        is_same = (staged.rows_of(rank).tolist(), staged.numbers[rank]) == (
+            assignment.rows_of(rank).tolist(),
+            assignment.numbers[rank],
+        )
+        if not is_same:
+            raise RanksError(
+                f"rank {rank}: the leaves of another rank have changed, and so the part of this "
+                "rank, after it was copied. The next save makes a new plan"
+            )
+
+    def _know(self, plan_id: str, assignment: Assignment) -> None:
+        known = _Known(plan_id=plan_id, own=self._own, assignment=assignment)
+        self._together.known[self._components] = known
+        self._assignment, self._is_agreed = assignment, True
+
+    @override
+    def fail(self, error: BaseException, phase: str) -> None:
+        self._together.known.pop(self._components, None)
+        self._together.learn(error, self._num_loads)
+        failure = Failure.of(error, phase=phase)
+        # Ranks that this does not reach learn it at the deadline, from the register.
+        with suppress(HoldfastError):
+            self._ranks.fail(self._tag(self._said), failure, timeout_s=_FAIL_S)
+            self._drop_posts()
+
+    def _drop_posts(self) -> None:
+        """Drop what ranks have posted of a save that failed, and will, in the leader."""
+
+
+class LeadingSave(_RanksSave):
+    """The leader's part in a save by several ranks."""
+
+    _plan: Plan
+
+    def __init__(self, together: Together, step: int, call: Sequence[object]) -> None:
+        super().__init__(together, step, call)
+        self._said = "plan"
+        self._uncollected = {"shares", "comparison", "files"}
+        """Parts in which followers may post or fail unread."""
+        self.is_in_doubt = False
+        """Whether this rank failed although its manifest may be in the register."""
+
+    @override
+    def announce_wait(self) -> None:
+        self._announce(self._plan_part, _WaitNote())
+        self._said = self._plan_part = _PLAN_AFTER_WAIT
+
+    @override
+    def propose(self, captured: Captured) -> None:
+        self._begin()
+        share = self._share(captured)
+        self._post("shares", share)
+        if isinstance(share, Share):
+            self._collect_shares()
+
+    @override
+    def size(self, captured: Captured) -> SaveSize:
+        trees = sum(len(part.tree) for part in captured.components.values())
+        plan = self._together.plans.get(self._components)
+        if plan is None:
+            return super().size(captured)
+        nbytes = plan.nbytes + 2 * trees + 200 * plan.num_tensors
+        num_files = plan.num_files + len(captured.components) + 2
+        return SaveSize(nbytes=nbytes, num_files=num_files, of_ranks=plan.of_ranks)
+
+    @override
+    def probe(self, folder: str) -> Sequence[Look]:
+        self._announce(self._plan_part, ProbeNote(folder))
+        self._said = self._plan_part = _PLAN_AFTER_PROBE
+        self._post("probe", Look(host=""))
+        return self._collect("probe", Look)[1:]
+
+    @override
+    def part(self, captured: Captured, owner: Ownership) -> Captured:
+        if self._assignment is None:
+            self._announce_plan(owner)
+        return self._own_part(captured)
+
+    @override
+    def agree(self, owner: Ownership, phase: Phase) -> None:
+        if self._is_agreed:
+            return
+        phase.text = "waiting for the other ranks to begin"
+        self._collect_shares()
+        if self._plan_is_new:
+            self._expect_same_part(self._plan.assignment)
+        self._announce_plan(owner)
+
+    @override
+    def is_unchanged(
+        self,
+        staged: Staged,
+        roots: Mapping[str, str],
+        recorded: Mapping[str, str],
+    ) -> bool:
+        own = self._comparison(staged, roots, recorded)
+        self._post("comparison", own)
+        found: list[_Comparison] = self._collect("comparison", _Comparison)
+        trees = [self._joined_digest(name, staged, found) for name in staged.kinds]
+        files = [layout.tree_file(name) for name in staged.kinds]
+        return (
+            all(one.is_same for one in found)
+            and None not in trees
+            and trees == [recorded.get(file) for file in files]
+            and len(recorded) == len(files) + sum(one.files for one in found)
+        )
+
+    def _joined_digest(self, name: str, staged: Staged, found: Sequence[_Comparison]) -> str | None:
+        """Return the digest of the tree of all ranks; None if they cannot be joined."""
+        digests = {one.digests.get(name) for one in found}
+        if name not in staged.by_rank and len(digests) == 1:
+            return digests.pop()
+        trees = [one.trees[name] for one in found if name in one.trees]
+        if len(trees) < len(found):
+            return None  # that of one rank is in the checkpoint, and that of another is not
+        try:
+            tree = self._join(name, staged, trees)
+        except UnsupportedState:
+            return None
+        return blocks.file_digest(len(tree), blocks.digest_blocks(tree))
+
+    @override
+    def answer(self, *, is_unchanged: bool) -> None:
+        self._announce("comparison", _Verdict(is_unchanged))
+        self._said = "folder"
+
+    def announce_folder(self, attempt: SaveAttempt, trees: Mapping[str, bytes]) -> None:
+        """Tell the followers where to write."""
+        self._trees = trees
+        digests = {name: blake3(tree).digest() for name, tree in trees.items()}
+        self._announce("folder", _FolderNote(attempt.folder, attempt.save_id, digests))
+        self._said = "outcome"
+
+    def gather(self, files: Sequence[OwnFile], staged: Staged) -> Gathered:
+        """Collect what all ranks have written, and join their trees."""
+        self._post("files", self._files_post(files, staged, {}))
+        posts = self._collect("files", _FilesPost)
+        self._expect_own_names(posts)
+        trees = {
+            name: self._join(
+                name, staged, [post.trees.get(name, self._trees[name]) for post in posts]
+            )
+            for name in staged.kinds
+        }
+        return Gathered(
+            files=[file for post in posts for file in post.files],
+            trees=trees,
+            tables=self._plan.tables([post.written for post in posts]),
+        )
+
+    def _expect_own_names(self, posts: Sequence[_FilesPost]) -> None:
+        """Raise `RanksFailed` if a rank has written a file of an earlier one."""
+        taken: set[str] = set()
+        for rank, post in enumerate(posts):
+            names = [file.plain for file in post.files]
+            twice = sorted(name for name in {*names} if name in taken or names.count(name) > 1)
+            if twice:
+                failure = Failure("writing its files", f"{twice[0]} is written twice")
+                raise RanksFailed(self._name, {rank: failure})
+            taken.update(names)
+
+    def succeed(self) -> None:
+        """Tell the followers that the manifest was put."""
+        # The checkpoint stands, whether or not they hear of it.
+        with suppress(HoldfastError):
+            self._announce("outcome", _OutcomeNote(doubt=None))
+
+    @override
+    def fail(self, error: BaseException, phase: str) -> None:
+        if not self.is_in_doubt:
+            super().fail(error, phase)
+            return
+        self._together.known.pop(self._components, None)
+        with suppress(HoldfastError):
+            self._announce("outcome", _OutcomeNote(doubt=Failure.of(error, phase=phase)))
+
+    @override
+    def _drop_posts(self) -> None:
+        for part in sorted(self._uncollected):
+            self._uncollected.discard(part)
+            self._ranks.collect(self._tag(part), timeout_s=0.0)
+
+    @staticmethod
+    def _join(name: str, staged: Staged, trees: Sequence[bytes]) -> bytes:
+        """Join the trees of all ranks.
+
+        Raises:
+            UnsupportedState: they cannot be joined.
+        """
+        if name in staged.by_rank:
+            return joined(trees)
+        if staged.kinds[name] in JOINED:
+            return join_by_name(name, staged.kinds[name], trees)
+        odd = [rank for rank, tree in enumerate(trees) if tree != trees[LEADER]]
+        if not odd:
+            return trees[LEADER]
+        others = f" (and {len(odd) - 1} more)" if len(odd) > 1 else ""
+        why = (
+            f"the leader and rank {odd[0]}{others} differ: "
+            f"{difference(trees[LEADER], trees[odd[0]])}. Only generators, and the parameters in "
+            "modules and optimizers, may differ by rank; make it equal on all, or mark it as "
+            "holdfast.PerRank"
+        )
+        raise UnsupportedState([(name, why)])
+
+    def _collect_shares(self) -> None:
+        shares: list[Share | Unchanged] = self._collect("shares", Share | Unchanged)
+        odd: dict[int, Failure] = {}
+        for rank, share in enumerate(shares):
+            theirs, ours = (
+                {"step": f"{of_step}", "components": ", ".join(components), **dict(call)}
+                for of_step, components, call in (
+                    (share.step, share.components, share.call),
+                    (self._step, self._components, self._call),
+                )
+            )
+            differing = [name for name in {**ours, **theirs} if theirs.get(name) != ours.get(name)]
+            if differing:
+                has, leader_has = (
+                    ", ".join(f"{name}={of.get(name)}" for name in differing)
+                    for of in (theirs, ours)
+                )
+                why = (
+                    f"it saves with {has}; the leader with {leader_has}. All ranks must save alike"
+                )
+                odd[rank] = Failure("sharing its state", why)
+        if odd:
+            raise RanksFailed(self._name, odd)
+        self._compare_records([share.recorded for share in shares])
+        # Else some would wait for a comparison that others do not begin.
+        self.compares = all(share.standing == self._standing for share in shares)
+        self._replan(shares)
+        self._expect_equal(shares)
+
+    def _compare_records(self, records: Sequence[Mapping[str, str]]) -> None:
+        """Warn, once for each, of metrics and settings that differ by rank."""
+        own, texts = records[LEADER], list[str]()
+        others = {rank: one for rank, one in enumerate(records) if one != own}
+        for name in dict.fromkeys(name for one in others.values() for name in one):
+            ranks = {own.get(name, "none"): LEADER}  # the first rank with each value
+            for rank, one in others.items():
+                if name in one:
+                    ranks.setdefault(one[name], rank)
+            if len(ranks) > 1 and name not in self._together.differing:
+                self._together.differing.add(name)
+                values = [f"{text} on rank {rank}" for text, rank in ranks.items()]
+                texts.append(f"{name} is {some_of(values, 4)}")
+        if texts:
+            self._together.warn(
+                f"save of step {self._step}: ranks have different values, and checkpoints record "
+                f"those of rank {LEADER}:\n{listing(texts)}\nReduce metrics over the ranks before "
+                "the save, for instance with torch.distributed.all_reduce. Leave out of config "
+                "what differs on purpose"
+            )
+
+    def _replan(self, shares: Sequence[Share | Unchanged]) -> None:
+        """Plan anew if a share has changed."""
+        known = self._together.shares.get(self._components)
+        new = [share for share in shares if isinstance(share, Share)]
+        self._plan_is_new = bool(new)
+        if not new:
+            self._plan = self._together.plans[self._components]
+            return
+        if known is None and len(new) < len(shares):
+            lacking = next(r for r, share in enumerate(shares) if isinstance(share, Unchanged))
+            why = "it goes by a plan that the leader does not have; its next save sends all"
+            raise RanksFailed(self._name, {lacking: Failure("sharing its state", why)})
+        whole = [
+            share if isinstance(share, Share) else (known or new)[rank]
+            for rank, share in enumerate(shares)
+        ]
+        self._together.shares[self._components] = [
+            msgspec.structs.replace(share, digests=b"") for share in whole
+        ]
+        self._plan = self._together.plans[self._components] = Plan(whole)
+
+    def _expect_equal(self, shares: Sequence[Share | Unchanged]) -> None:
+        """Expect that what several ranks hold is equal, if it was sampled in this save."""
+        if self._plan_is_new:  # what did not change was sampled by the plan before
+            shares = [
+                one if isinstance(one, Share) else msgspec.structs.replace(one, digests=b"")
+                for one in shares
+            ]
+        skipped = self._together.synchronized
+        found = [one for one in self._plan.differing(shares) if one.leaf[:2] not in skipped]
+        # All buffers are asked for if only buffers differ: most of them turn out to be no error.
+        found.sort(key=lambda one: one.is_buffer)
+        asked = found if found and found[0].is_buffer else found[:_NUM_EXPLAINED]
+        if not asked:
+            return
+        odd: list[tuple[str, str]] = []
+        for one, (first, other) in zip(asked, self._values(asked), strict=True):
+            if one.is_buffer and first.synchronized[0]:
+                skipped.add(one.leaf[:2])
+            else:
+                odd.append(one.explain(first.samples[0], other.samples[0], self._turn))
+        if odd:
+            path, reason = odd[0]
+            rest = [one.named for one in found[len(asked) :]]
+            raise UnsupportedState([(path, f"{reason}. {_EQUAL_ADVICE}"), *odd[1:], *rest])
+
+    def _values(self, asked: Sequence[Difference]) -> list[tuple[_ValuesPost, _ValuesPost]]:
+        """Ask the first two holders of each box for its values."""
+        rows: dict[int, list[int]] = {}
+        for one in asked:
+            for rank, row in one.holders[:2]:
+                rows.setdefault(rank, []).append(row)
+        note = _ValuesNote({rank: tuple(of_rank) for rank, of_rank in rows.items()})
+        self._uncollected.add("values")
+        self._announce(self._plan_part, note)
+        self._said = self._plan_part = _PLAN_AFTER_VALUES
+        self._post_values(note)
+        posts: list[_ValuesPost] = self._collect("values", _ValuesPost)
+        answers = {
+            (rank, row): _ValuesPost((posts[rank].samples[n],), (posts[rank].synchronized[n],))
+            for rank, of_rank in rows.items()
+            for n, row in enumerate(of_rank)
+        }
+        return [(answers[one.holders[0]], answers[one.holders[1]]) for one in asked]
+
+    def _announce_plan(self, owner: Ownership) -> None:
+        claim = owner.claim
+        assert claim is not None, "the leader has claimed the run"
+        known = self._together.known.get(self._components)
+        is_new = self._plan_is_new or known is None
+        plan_id = os.urandom(16).hex() if is_new or known is None else known.plan_id
+        assignment = self._plan.assignment
+        self._announce(
+            self._plan_part,
+            _PlanNote(
+                plan_id,
+                claim,
+                assignment if is_new else None,
+                self.compares,
+            ),
+        )
+        self._know(plan_id, assignment)
+        self._said = "folder"
+
+    def _announce(self, part: str, message: msgspec.Struct) -> None:
+        data = msgspec.msgpack.encode(message)
+        self._ranks.announce(self._tag(part), data, timeout_s=max(self._left_s(), _FAIL_S))
+
+    def _collect(self, part: str, kind: Any) -> list[Any]:
+        tag = self._tag(part)
+        self._uncollected.discard(part)
+        watch = self._watch(begins=part == "shares")
+        posts = self._ranks.collect(tag, timeout_s=self._left_s(), watch=watch).expect_all(
+            f"{tag} (step {self._step})"
+        )
+        return [decoded(post, kind, tag) for post in posts]
+
+
+class FollowingSave(_RanksSave):
+    """A follower's part in a save by several ranks."""
+
+    @override
+    def propose(self, captured: Captured) -> None:
+        self._begin()
+        share = self._share(captured)
+        self._post("shares", share)
+        self._said = "files"
+
+    @override
+    def part(self, captured: Captured, owner: Ownership) -> Captured:
+        if self._assignment is None:
+            self._hear_plan(owner)
+        return self._own_part(captured)
+
+    @override
+    def agree(self, owner: Ownership, phase: Phase) -> None:
+        if not self._is_agreed:
+            phase.text = "waiting for the leader to begin"
+            self._hear_plan(owner)
+
+    @override
+    def is_unchanged(
+        self,
+        staged: Staged,
+        roots: Mapping[str, str],
+        recorded: Mapping[str, str],
+    ) -> bool:
+        self._post("comparison", self._comparison(staged, roots, recorded))
+        self._said = "files"
+        return self._hear("comparison", _Verdict).is_unchanged
+
+    def hear_folder(self, phase: Phase) -> SaveAttempt:
+        """Wait until the leader has made the folder."""
+        phase.text = "waiting for the leader to make the folder"
+        note = self._hear("folder", _FolderNote)
+        self._trees = note.trees
+        name = layout.parse_attempt(note.folder)
+        if name is None:
+            raise FormatError(f"{self._name}: {note.folder!r} is no folder of a save")
+        return SaveAttempt(name=name, save_id=note.save_id)
+
+    def expect_going_on(self, store: Store, attempt: SaveAttempt) -> None:
+        """Raise why the leader has given up, if it has: it removes what others still write."""
+        with suppress(FormatError, SealError, StoreError):
+            store.refresh_folder(attempt.folder)
+            if isinstance(Catalog(store).read(attempt.folder), Aborted):
+                self._doubt()
+
+    def post_files(self, files: Sequence[OwnFile], staged: Staged) -> None:
+        """Tell the leader what this rank has written."""
+        differing = {
+            name: tree
+            for name, tree in staged.trees.items()
+            if blake3(tree).digest() != self._trees[name]
+        }
+        self._post("files", self._files_post(files, staged, differing))
+
+    def outcome(self, store: Store, attempt: SaveAttempt, phase: Phase) -> Manifest:
+        """Wait for the outcome; from a leader that is silent or lost it is in the register."""
+        phase.text = f"waiting for the leader to commit {attempt.folder}"
+        error = self._doubt()
+        if error is not None and not give_up(
+            store, attempt, by=f"rank {self._ranks.rank}", reason=str(error)
+        ):
+            raise error
+        store.refresh_folder(attempt.folder)
+        try:
+            found = Catalog(store).read(attempt.folder)
+        except StoreError as unread:
+            raise OutcomeUnknown(
+                f"{store.url}/{attempt.folder}: the leader has committed it, and this rank cannot "
+                f"read its manifest: {unread}"
+            ) from unread
+        if not isinstance(found, Manifest) or found.save_id != attempt.save_id:
+            check_ownership(store, attempt.name.epoch, committed=True)  # who deletes it has claimed
+            raise NotShared(
+                f"{store.url}/{attempt.folder}: rank {self._ranks.rank} does not see the manifest "
+                "that the leader has put. All ranks must have the same storage under this root"
+            )
+        return found
+
+    def _doubt(self) -> RanksError | None:
+        """Hear the outcome; return why it is in doubt, or None after a commit."""
+        tag = self._tag("outcome")
+        try:
+            heard = self._ranks.hear(
+                tag, timeout_s=self._left_s() + GRACE_S, watch=self._watch(begins=False)
+            )
+        except RanksFailed:
+            raise
+        except RanksError as error:
+            return error
+        note = decoded(heard, _OutcomeNote, tag)
+        return None if note.doubt is None else RanksFailed(tag, {LEADER: note.doubt})
+
+    def _hear_plan(self, owner: Ownership) -> None:
+        kind: Any = _PlanNote | ProbeNote | _ValuesNote | _WaitNote
+        note: _PlanNote | ProbeNote | _ValuesNote | _WaitNote = self._hear(self._plan_part, kind)
+        if isinstance(note, _WaitNote):
+            self._plan_part = _PLAN_AFTER_WAIT
+            self._end = time.monotonic() + 2 * self._together.timeout_s
+            note = self._hear(self._plan_part, kind)
+            self._end = time.monotonic() + self._together.timeout_s
+        if isinstance(note, _ValuesNote):
+            said, self._said = self._said, "values"
+            self._post_values(note)
+            self._said, self._plan_part = said, _PLAN_AFTER_VALUES
+            note = self._hear(self._plan_part, kind)
+        if isinstance(note, ProbeNote):
+            said, self._said = self._said, "probe"
+            self._post("probe", self._together.look(note.folder))
+            self._said, self._plan_part = said, _PLAN_AFTER_PROBE
+            note = self._hear(self._plan_part, kind)
+        assert isinstance(note, _PlanNote), "the leader waits, compares and probes once"
+        self.compares = note.compares
+        owner.adopt(note.claim)
+        known = self._together.known.get(self._components)
+        if note.assignment is None:
+            if known is None or known.plan_id != note.plan_id:
+                raise RanksError(
+                    f"rank {self._ranks.rank}: the leader uses a plan that this rank does not "
+                    "know. The next save makes a new plan"
+                )
+            self._is_agreed = True
+            return
+        if self._assignment is not None:
+            self._expect_same_part(note.assignment)
+        self._know(note.plan_id, note.assignment)
+
+    def _hear(self, part: str, kind: type[T]) -> T:
+        tag = self._tag(part)
+        watch = self._watch(begins=part == "plan")
+        heard = self._ranks.hear(tag, timeout_s=self._left_s() + GRACE_S, watch=watch)
+        return decoded(heard, kind, tag)
+
+
+class Together:
+    """Makes the saves of one manager; keeps what its ranks agreed on in earlier ones."""
+
+    num_loads = 0
+    _count = 0
+    _is_due_known = _is_due = False
+    """Whether this call of `maybe_save` has found out that a save is due, or that none is."""
+    miscounted: str | None = None
+    """Why some rank may number its saves otherwise than the others, until a load by all ranks;
+    None: none does, as far as this rank knows."""
+    _refused: BaseException | None = None
+    """Error of a `save` that raised on this rank before its step was recorded: this rank may
+    find other saves due than the others."""
+
+    def __init__(
+        self,
+        ranks: Coordinator,
+        *,
+        timeout_s: float,
+        look: Callable[[str], Look],
+        warn: Callable[[str], object],
+        may_wait: bool = False,
+    ) -> None:
+        """Set up; a follower calls `look` to try the root in a scratch folder.
+
+        `warn` gets the texts of warnings. `may_wait`: the leader may wait for uploads before a
+        save, as long as for a save.
+        """
+        self.ranks = ranks
+        self.look = look
+        self.warn = warn
+        self.timeout_s = timeout_s
+        self.may_wait = may_wait
+        self.known: dict[tuple[str, ...], _Known] = {}
+        self.shares: dict[tuple[str, ...], list[Share]] = {}
+        """The leader's: shares of all ranks behind its last plan, by components."""
+        self.plans: dict[tuple[str, ...], Plan] = {}
+        self.differing: set[str] = set()
+        """The leader's: metrics and settings of which it has warned that they differ by rank."""
+        self.synchronized: set[tuple[str, str]] = set()
+        """The leader's: component and key of buffers that DDP copies from rank 0 to all others."""
+        self._manager = ranks.number()
+
+    def save(self, step: int, *call: object) -> JointSave:
+        """Begin a save; all ranks begin their n-th at the same point of the program.
+
+        `call` has the class of the save, and `epoch`, `cycle`, `samples` and `tokens`.
+        """
+        if self.ranks.world_size == 1:
+            return JointSave()
+        kind = LeadingSave if self.ranks.is_leader else FollowingSave
+        return kind(self, step, call)
+
+    def next_name(self) -> str:
+        """Return the name of the next save, which all ranks count alike."""
+        self._count += 1
+        after = f" after load {self.num_loads}" if self.num_loads else ""
+        return f"save {self._count}{after} of manager {self._manager}"
+
+    @property
+    def num_saves(self) -> int:
+        """Number of the last save, which all ranks count alike."""
+        return self._count
+
+    def count_anew(self) -> None:
+        """Number the saves from 1 again, at the beginning of a load by all ranks."""
+        self.num_loads += 1
+        self._count = 0
+        self.miscounted = self._refused = None
+
+    def learn(self, error: BaseException, num_loads: int) -> None:
+        """Record that a rank has lost count, if a save after `num_loads` loads failed for that.
+
+        That rank may raise again and again. Nobody may then wait for its part in later saves.
+        """
+        if not isinstance(error, RanksFailed) or num_loads != self.num_loads:
+            return
+        for rank, (phase, reason) in error.failed.items():
+            if phase in (_MISCOUNTED, _UNRECORDED):
+                self.miscounted = f"rank {rank} raised {reason} in {phase}"
+
+    @contextmanager
+    def one_save(self) -> Iterator[None]:
+        """Count exactly one save in the `with` block; if it fails to begin, tell the others."""
+        before = self._count
+        try:
+            yield
+        except BaseException as error:
+            if self._count == before:
+                self._refused = error
+                self.save(-1).fail(error, "calling save")
+            raise
+
+    def know_due(self, is_due: bool) -> None:
+        """Note whether a save is due in this call of `maybe_save`, as all ranks find alike."""
+        self._is_due_known, self._is_due = True, is_due
+
+    @contextmanager
+    def one_call(self) -> Iterator[None]:
+        """Tell the others if a `maybe_save` fails before it begins a save that may be due."""
+        if self._refused is not None:
+            self._lose_count(self._refused, _UNRECORDED)
+        self._is_due_known, before = False, self._count
+        try:
+            yield
+        except BaseException as error:
+            if not self._is_due_known:
+                self._lose_count(error, _MISCOUNTED)
+            elif self._is_due_known and self._is_due and self._count == before:
+                self.save(-1).fail(error, "maybe_save, with a save due")
+            raise
+
+    def _lose_count(self, error: BaseException, phase: str) -> None:
+        """Record, and tell the others, that this rank may number its saves otherwise than they."""
+        if self.miscounted is None:
+            self.miscounted = f"rank {self.ranks.rank} raised {error!r} in {phase}"
+            self.save(-1).fail(error, phase)

@@ -1,0 +1,244 @@
+"""Sharing of unchanged files with an earlier checkpoint by hard links (docs/decisions/0014)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+
+import msgspec
+
+from holdfast.errors import FormatError, HoldfastError, SealError, StoreError
+from holdfast.events import Emitter
+from holdfast.format import blocks
+from holdfast.format.index import StoredBlocks
+from holdfast.format.layout import BLOCK_NBYTES, plain_file
+from holdfast.format.manifest import FileEntry, Manifest
+from holdfast.loading.block_reader import FileBlocks, read_block
+from holdfast.root.catalog import Catalog
+from holdfast.store.base import Store, is_one_file
+from holdfast.threads.buffers import take
+
+_MOST_REMEMBERED = 16
+_MIN_SHARED_NBYTES = 1 << 20
+"""Smaller files are not shared: writing them takes less time than the check."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Origin:
+    """A committed file that a later save may link instead of writing it, and its folder."""
+
+    folder: str
+    name: str
+    """The file's stored name."""
+    entry: FileEntry
+    stored: StoredBlocks | None
+    is_verified: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Commit:
+    """A checkpoint that this process committed; `files` by plain name."""
+
+    folder: str
+    files: dict[str, _Origin]
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """Components and health of a checkpoint; files are shared only where both are equal."""
+
+    components: frozenset[str]
+    is_healthy: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Linked:
+    """A file linked from an earlier checkpoint: stored name, manifest entry and stored blocks."""
+
+    name: str
+    entry: FileEntry
+    stored: StoredBlocks | None
+
+
+class Links:
+    """Shares unchanged files with this process's earlier commits, by hard links. Not thread-safe.
+
+    A save shares files only with the second newest valid commit of its kind. It shares none that
+    the newest commit of any kind has, nor one of the checkpoint that the run resumed from: so the
+    newest two checkpoints never share a file.
+    """
+
+    def __init__(self, store: Store, emit: Emitter) -> None:
+        self._store = store
+        self._emit = emit
+        self._commits: dict[_Kind, list[_Commit]] = {}
+        """Commits of each kind, oldest first."""
+        self._source: dict[str, _Origin] = {}
+        """Files that the current save may share, by plain name."""
+        self._excluded: list[str] = []
+        """Folders with which the current save must not share a file."""
+        self._newest: _Kind | None = None
+        self._linked: dict[str, _Origin] = {}
+
+    def begin(
+        self, components: Iterable[str], *, is_healthy: bool, resumed_from: str | None
+    ) -> None:
+        """Begin a save of these components, in a run that resumed from folder `resumed_from`."""
+        self._linked.clear()
+        self._source, self._excluded = {}, [] if resumed_from is None else [resumed_from]
+        if not self._store.has_links:
+            return
+        try:
+            for kind in self._commits:
+                self._excluded += [commit.folder for commit in self._newest_valid(kind)[-1:]]
+            valid = self._newest_valid(_Kind(frozenset(components), is_healthy))
+        except StoreError:
+            return  # unknown which commits are the newest: share nothing
+        if len(valid) > 1:
+            self._source = valid[-2].files
+
+    def may_have(self, name: str, nbytes: int) -> bool:
+        """Whether the earlier checkpoint has a file of this name and length, worth sharing."""
+        origin = self._source.get(name)
+        return origin is not None and origin.entry.nbytes == nbytes and self._is_large(origin)
+
+    def link(self, name: str, folder: str, entry: FileEntry, digests: bytes) -> Linked | None:
+        """Link the earlier file into `folder`, if its plain bytes are those of `entry`.
+
+        It is verified first, and keeps its compression. If the result is None, the file has to be
+        written, and no link is left.
+        """
+        origin = self._source.get(name)
+        if origin is None or msgspec.structs.replace(origin.entry, stored=None) != entry:
+            return None
+        if any(map(partial(self._is_one_file, origin), self._excluded)):
+            return None
+        origin = self._verified(self._source, name, digests)
+        if origin is None:
+            return None
+        if not self._store.link(f"{origin.folder}/{origin.name}", f"{folder}/{origin.name}"):
+            return None
+        self._linked[name] = replace(origin, folder=folder)
+        return Linked(name=origin.name, entry=origin.entry, stored=origin.stored)
+
+    def look_ahead(self, digests: Mapping[str, bytes]) -> None:
+        """Verify, in advance, files of the newest commit that a later save may share.
+
+        `digests` by plain name. No-op while retention keeps only one commit.
+        """
+        if self._newest is None or not digests or not self._store.has_links:
+            return
+        try:
+            valid = self._newest_valid(self._newest)
+        except StoreError:
+            return
+        if len(valid) < 2:
+            return
+        files = valid[-1].files
+        for name, known in digests.items():
+            if name in files and self._is_large(files[name]):
+                self._verified(files, name, known)
+
+    def committed(
+        self,
+        folder: str,
+        manifest: Manifest,
+        stored: Mapping[str, StoredBlocks],
+        own: Iterable[str],
+    ) -> None:
+        """Record the files of a committed save that this rank wrote, which a later one may share.
+
+        `own` has their stored names, `stored` the blocks of those that are compressed.
+        """
+        files: dict[str, _Origin] = {}
+        for name in own:
+            entry = manifest.files[name]
+            written = _Origin(
+                folder=folder, name=name, entry=entry, stored=stored.get(name), is_verified=False
+            )
+            plain = plain_file(name)
+            files[plain] = self._linked.get(plain, written)
+        self._linked.clear()
+        self._newest = _Kind(frozenset(manifest.components), not manifest.unhealthy)
+        commits = self._commits.setdefault(self._newest, [])
+        commits.append(_Commit(folder=folder, files=files))
+        del commits[:-_MOST_REMEMBERED]
+
+    def _is_large(self, origin: _Origin) -> bool:
+        return origin.entry.nbytes >= _MIN_SHARED_NBYTES
+
+    def _newest_valid(self, kind: _Kind) -> list[_Commit]:
+        """Return the newest two commits of a kind that are complete and not rejected, older first.
+
+        Drops newer ones that are not from the record.
+
+        Raises:
+            StoreError: a commit cannot be read now.
+        """
+        commits = self._commits.get(kind, [])
+        found: list[_Commit] = []
+        for commit in reversed(commits[:]):
+            if len(found) == 2:
+                break
+            if self._is_valid(commit.folder):
+                found.append(commit)
+            else:
+                commits.remove(commit)
+        return found[::-1]
+
+    def _is_valid(self, folder: str) -> bool:
+        catalog = Catalog(self._store)
+        try:
+            marks, register = catalog.marks(folder), catalog.read(folder)
+        except (FormatError, SealError):
+            return False
+        is_marked = marks.rejected or marks.retired or marks.thinned
+        return isinstance(register, Manifest) and not is_marked
+
+    def _is_one_file(self, origin: _Origin, folder: str) -> bool:
+        """Whether a folder has, or may have, `origin` as a hard link to the same file on disk."""
+        keys = (f"{origin.folder}/{origin.name}", f"{folder}/{origin.name}")
+        try:
+            return is_one_file(self._store, *keys)
+        except StoreError:
+            return True
+
+    def _verified(self, files: dict[str, _Origin], name: str, digests: bytes) -> _Origin | None:
+        """Return the named file if it is intact, read at most once; else drop it from `files`."""
+        origin = files[name]
+        if not origin.is_verified:
+            if not self._is_intact(origin, digests):
+                del files[name]
+                return None
+            origin = files[name] = replace(origin, is_verified=True)
+        return origin
+
+    def _is_intact(self, origin: _Origin, digests: bytes) -> bool:
+        """Whether the file on disk matches the digests of the staged bytes; if not, warn."""
+        where = f"{self._store.url}/{origin.folder}/{origin.name}"
+        try:
+            fault = self._find_fault(origin, digests)
+        except HoldfastError as error:
+            self._emit("warning", f"{where} cannot be read, and is written anew: {error}")
+            return False
+        if fault:
+            self._emit(
+                "warning", f"{where}: {fault}; the file is written anew. That checkpoint is damaged"
+            )
+        return not fault
+
+    def _find_fault(self, origin: _Origin, digests: bytes) -> str:
+        """Describe the first block that differs from the staged bytes; empty if none does."""
+        file = FileBlocks(
+            key=f"{origin.folder}/{origin.name}", block_nbytes=BLOCK_NBYTES, digests=digests
+        )
+        if origin.stored is not None:
+            file = file.made_by(origin.entry, origin.stored)
+        store, nbytes = self._store.uncached(), origin.entry.nbytes
+        buffer = memoryview(take(min(nbytes, BLOCK_NBYTES)))  # page-aligned for direct reads
+        for number, (start, stop) in enumerate(blocks.split(nbytes)):
+            fault = read_block(store, file, number, buffer[: stop - start])
+            if fault:
+                return f"block {number} {fault}"
+        return ""

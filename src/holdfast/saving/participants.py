@@ -1,0 +1,139 @@
+"""A save as its ranks share it: that of the only rank, and the files and tables of all."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from holdfast.encryption.store import WrittenSeal
+from holdfast.errors import UnsupportedState
+from holdfast.format.index import StoredBlocks, TensorTable
+from holdfast.format.manifest import FileEntry
+from holdfast.ownership.owner import Ownership
+from holdfast.ranks.coordinator import LEADER
+from holdfast.results import Phase
+from holdfast.saving.probe import Look, SaveSize
+from holdfast.staging.interfaces import Staged
+
+if TYPE_CHECKING:
+    from holdfast.state.capture.capture import Captured
+
+
+class OwnFile(msgspec.Struct, frozen=True, kw_only=True):
+    """A durable file of one rank: its names, manifest entry and block digests."""
+
+    plain: str
+    name: str
+    """Its stored name."""
+    entry: FileEntry
+    digests: bytes
+    stored: StoredBlocks | None
+    sealed: WrittenSeal | None = None
+    """How it is encrypted; None: it is not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gathered:
+    """Files, trees and tables of all ranks, for the index and the manifest."""
+
+    files: Sequence[OwnFile]
+    trees: Mapping[str, bytes]
+    tables: Mapping[str, TensorTable]
+
+
+class JointSave:
+    """Save by the only rank: no message, no plan."""
+
+    rank = LEADER
+    world_size = 1
+    leads = True
+    compares = True
+    patience_s = 0.0
+    """Seconds after the deadline of a save, as this rank knows it, in which its end may come."""
+
+    def __init__(self) -> None:
+        self.began_s = time.perf_counter()
+        self.is_under_way = False
+        """Whether the background has it, and alone says what becomes of it."""
+
+    def __enter__(self) -> JointSave:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is not None and not self.is_under_way:
+            self.fail(error, "preparing the save")
+
+    def note(
+        self, tags: Sequence[str], metrics: Mapping[str, float], config: Mapping[str, str]
+    ) -> None:
+        """Note arguments of the save, for the leader to compare with those of the other ranks."""
+
+    def announce_wait(self) -> None:
+        """Tell the followers that the leader waits for uploads before it begins."""
+
+    def propose(self, captured: Captured) -> None:
+        """Tell the leader what this rank holds."""
+        parts = captured.components.values()
+        partial = [
+            (f"{part.name}.{key}", "this process holds a part of it, and was told of no others")
+            for part in parts
+            for key, held in part.shards.items()
+            if held.local_shape != held.shape
+        ]
+        if partial:
+            raise UnsupportedState(partial)
+
+    def size(self, captured: Captured) -> SaveSize:
+        """Return about how many bytes and files the save will have."""
+        specs = [spec for part in captured.components.values() for spec in part.specs]
+        trees = sum(len(part.tree) for part in captured.components.values())
+        nbytes = sum(spec.nbytes for spec in specs) + 2 * trees + 200 * len(specs)
+        return SaveSize(nbytes=nbytes, num_files=2 * len(captured.components) + 2)
+
+    def probe(self, folder: str) -> Sequence[Look]:
+        """Let the followers try the root, in a scratch folder; return what each has found."""
+        return ()
+
+    def part(self, captured: Captured, owner: Ownership) -> Captured:
+        """Return what this rank writes of a captured state; a follower learns of the claim."""
+        return captured
+
+    def agree(self, owner: Ownership, phase: Phase) -> None:
+        """End the agreement on the plan, if it is left to the background."""
+
+    def stand_on(self, folder: str) -> None:
+        """Say which checkpoint of this step this rank knows, before it shares what it holds."""
+
+    def begin_to_compare(self) -> None:
+        """Begin to compare the save with the checkpoint of its step, on all ranks."""
+
+    def is_unchanged(
+        self,
+        staged: Staged,
+        roots: Mapping[str, str],
+        recorded: Mapping[str, str],
+    ) -> bool:
+        """Whether the save would write what that checkpoint has.
+
+        Args:
+            staged: what this rank would write.
+            roots: digest of each file of that, by plain name; all ranks have all trees.
+            recorded: those of the checkpoint, of all ranks.
+        """
+        return roots == recorded
+
+    def answer(self, *, is_unchanged: bool) -> None:
+        """Tell the followers what `is_unchanged` returns to them."""
+
+    def fail(self, error: BaseException, phase: str) -> None:
+        """Tell the other ranks that this one failed; they fail too."""

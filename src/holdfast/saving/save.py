@@ -1,0 +1,512 @@
+"""Writes and commits one staged state: blocks in parallel, then the index, then the manifest.
+
+The order is invariant 2: every file durable and of its planned size before the manifest is put.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+
+from holdfast.encryption.store import sealed
+from holdfast.errors import (
+    CommitConflict,
+    HoldfastError,
+    NotFound,
+    NotShared,
+    OutcomeUnknown,
+    StoreError,
+)
+from holdfast.format import blocks, layout
+from holdfast.format.codec import CodecName, Encoding
+from holdfast.format.index import StoredBlocks, TensorTable, encode_index
+from holdfast.format.manifest import (
+    Change,
+    ComponentEntry,
+    FileEntry,
+    Manifest,
+    RunPolicy,
+    Timestamp,
+    Watched,
+)
+from holdfast.format.tensors import TensorFile
+from holdfast.ownership.claim import Claim, expect_claim
+from holdfast.ownership.owner import Ownership
+from holdfast.ownership.process import utc_now
+from holdfast.results import Phase
+from holdfast.root.commit import (
+    SaveAttempt,
+    abandon,
+    begin,
+    commit,
+    mark_aborted,
+    remove_files,
+)
+from holdfast.saving.compression import Compressing
+from holdfast.saving.links import Links
+from holdfast.saving.participants import Gathered, JointSave, OwnFile
+from holdfast.saving.write_files import FileToWrite, write_files
+from holdfast.staging.interfaces import BytesContent, Content, Staged
+from holdfast.staging.layout import KnownFile
+from holdfast.store.base import Store
+from holdfast.threads.workers import Workers
+
+if TYPE_CHECKING:
+    from holdfast.saving.distributed import FollowingSave, LeadingSave
+    from holdfast.staging.guard import Overlapped
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveRequest:
+    """Metadata of a save for its manifest, such as label, claim, timestamp, tags and metrics."""
+
+    label: str
+    claim: Claim
+    sequence: int
+    timestamp: Timestamp
+    save_class: Literal["permanent", "ephemeral"]
+    reason: str
+    tags: tuple[str, ...]
+    metrics: Mapping[str, float]
+    numerics: Mapping[str, object]
+    environment: Mapping[str, object]
+    savers: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+    unhealthy: tuple[str, ...] = ()
+    best: tuple[Watched, ...] = ()
+    config: Mapping[str, str] = field(default_factory=dict)
+    changes: tuple[Change, ...] = ()
+    policy: RunPolicy | None = None
+    timings: dict[str, float] = field(default_factory=dict)
+
+
+def digest_staged(staged: Staged, workers: Workers, *, timeout_s: float) -> dict[str, bytes]:
+    """Compute the block digests of every file of a save except the index, by file name."""
+    digests = {
+        known.file.name: staged.digest(known, workers, timeout_s) for known in staged.all_files
+    }
+    for component, tree in staged.trees.items():
+        digests[layout.tree_file(component)] = blocks.digest_blocks(tree)
+    return digests
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tools:
+    """Store, threads and caches that all saves of a manager are written with."""
+
+    store: Store
+    owner: Ownership
+    compressing: Compressing
+    links: Links
+    workers: Workers
+    writers: Workers
+    timeout_s: float
+
+
+def write(
+    tools: Tools,
+    staged: Staged,
+    request: SaveRequest,
+    joint: JointSave,
+    *,
+    phase: Phase,
+    overlapped: Overlapped | None = None,
+) -> tuple[SaveAttempt, Manifest]:
+    """Write a staged state as a new checkpoint, and commit it, together with the other ranks.
+
+    The end of an `overlapped` copy is awaited before the commit.
+    The folder is added to the owner's `unclear` if a repeated put of the manifest may still arrive,
+    also when the save fails.
+
+    A failure before the put of the manifest removes the written files; after it, the outcome is
+    known or the error says that it is not.
+    """
+    leading, following = _among_ranks(joint)
+    if following is not None:
+        return _follow(tools, staged, request, following, phase, overlapped)
+    store = tools.store
+    phase.text = "making the folder"
+    expect_claim(store, request.claim)
+    attempt = begin(
+        store,
+        label=request.label,
+        epoch=request.claim.epoch,
+        nonce=request.claim.nonce,
+        sequence=request.sequence,
+    )
+    began = time.perf_counter()
+    try:
+        files = AttemptFiles(attempt, staged, tools, joint)
+        if leading is not None:
+            leading.announce_folder(attempt, staged.trees)
+            _write_own(files, request, files.tensors(), phase, overlapped)
+            phase.text = f"waiting for the files of the other ranks in {attempt.folder}"
+            gathered = leading.gather(files.own, staged)
+            files.join(gathered)
+            files.write(files.trees(gathered.trees), phase)
+        else:
+            contents = chain(files.trees(staged.trees), files.tensors())
+            _write_own(files, request, contents, phase, overlapped)
+        write_index(files, phase)
+        request.timings["write_s"] = time.perf_counter() - began
+        manifest = manifest_of(attempt, staged.kinds, request, files, joint.world_size)
+        phase.text = f"committing {attempt.folder}"
+        commit(store, attempt, manifest)
+    except BaseException as error:
+        clean_up(store, attempt, error, is_alone=joint.world_size == 1)
+        if leading is not None:
+            # After a conflict the register certainly holds something else.
+            leading.is_in_doubt = attempt.put_sent and not isinstance(error, CommitConflict)
+        if isinstance(error, OutcomeUnknown) and not attempt.put_sent:
+            # Only a file's outcome is unknown; the checkpoint certainly did not commit.
+            raise StoreError(str(error)) from error
+        raise
+    finally:
+        if attempt.is_unclear:
+            tools.owner.unclear.add(attempt.folder)
+    if leading is not None:
+        leading.succeed()
+    files.committed(manifest, request)
+    return attempt, manifest
+
+
+def _among_ranks(joint: JointSave) -> tuple[LeadingSave | None, FollowingSave | None]:
+    """Return a save by several ranks as what it is: one that leads, or one that follows."""
+    if type(joint) is JointSave:
+        return None, None
+    # These need torch; an import does not.
+    from holdfast.saving.distributed import FollowingSave, LeadingSave
+
+    leading = joint if isinstance(joint, LeadingSave) else None
+    return leading, joint if isinstance(joint, FollowingSave) else None
+
+
+def _follow(
+    tools: Tools,
+    staged: Staged,
+    request: SaveRequest,
+    joint: FollowingSave,
+    phase: Phase,
+    overlapped: Overlapped | None,
+) -> tuple[SaveAttempt, Manifest]:
+    """Write this rank's files into the leader's folder, and wait for the commit."""
+    attempt = joint.hear_folder(phase)
+    began = time.perf_counter()
+    files = AttemptFiles(attempt, staged, tools, joint)
+    try:
+        _write_own(files, request, files.tensors(), phase, overlapped)
+    except HoldfastError as error:
+        joint.expect_going_on(tools.store, attempt)
+        if not isinstance(error, NotFound):
+            raise
+        raise NotShared(
+            f"{tools.store.url}/{attempt.folder}: the leader has made this folder, and this rank "
+            f"does not see it: {error}. All ranks must have the same storage under this root"
+        ) from error
+    request.timings["write_s"] = time.perf_counter() - began
+    joint.post_files(files.own, staged)
+    manifest = joint.outcome(tools.store, attempt, phase)
+    files.committed(manifest, request)
+    return attempt, manifest
+
+
+def _write_own(
+    files: AttemptFiles,
+    request: SaveRequest,
+    contents: Iterable[FileToWrite],
+    phase: Phase,
+    overlapped: Overlapped | None,
+) -> None:
+    """Write the files of this rank, and wait until they are durable and all of it was copied."""
+    files.begin(request)
+    files.write(contents, phase)
+    request.timings["stage_s"] += files.staged.transfer.waited_s
+    phase.text = "waiting for the copy"
+    if overlapped is not None:
+        overlapped.expect_copied("the save", files.tools.timeout_s)
+
+
+def clean_up(store: Store, attempt: SaveAttempt, error: BaseException, *, is_alone: bool) -> None:
+    """Remove the files of a failed attempt; an error in that becomes the context of `error`.
+
+    With several ranks the abort marker stays: others may still write into the folder, and gc
+    removes what they leave.
+    """
+    if not isinstance(error, Exception):
+        return  # the process is exiting: gc removes the folder later
+    try:
+        if is_alone:
+            abandon(store, attempt)
+        elif not attempt.put_sent and mark_aborted(
+            store, attempt.folder, by="the leader", reason=str(error)[:500]
+        ):
+            remove_files(store, attempt.folder, whole=False)
+    except HoldfastError as leftover:
+        error.__context__ = leftover
+
+
+class AttemptFiles:
+    """The files of one save attempt, written or linked from an earlier checkpoint."""
+
+    def __init__(
+        self, attempt: SaveAttempt, staged: Staged, tools: Tools, joint: JointSave
+    ) -> None:
+        self.attempt = attempt
+        self.staged = staged
+        self.tools = tools
+        self._sealed = sealed(tools.store)
+        if self._sealed is not None:
+            self._sealed.join(attempt.folder, joint.rank, joint.world_size)
+        self.names: dict[str, str] = {}
+        """Stored name of each file, by plain name."""
+        self.entries: dict[str, FileEntry] = {}
+        """Manifest entries of the durable files, by stored name."""
+        self.stored: dict[str, StoredBlocks] = {}
+        """Stored blocks of the compressed files, by stored name."""
+        self.digests: dict[str, bytes] = {}
+        self.own: list[OwnFile] = []
+        """The durable files of this rank."""
+        self.of_others: set[str] = set()
+        """Stored names of the files that other ranks have written."""
+        self._tables: Mapping[str, TensorTable] | None = None
+        """Where the tensors of all ranks are; None: in the files of this one."""
+        self._sizes: dict[str, int] = {}
+        """Length of each file by plain name, in the order of the manifest."""
+        self._codecs: dict[str, CodecName] = {}
+        self._nbytes_written = 0
+        """Plain bytes of the files that were written, not linked."""
+
+    def begin(self, request: SaveRequest) -> None:
+        """Prepare to compress and to link files."""
+        self.tools.compressing.begin()
+        point = request.claim.resumed_from
+        self.tools.links.begin(
+            self.staged.kinds,
+            is_healthy=not request.unhealthy,
+            resumed_from=None if point is None else point.folder,
+        )
+
+    def trees(self, trees: Mapping[str, bytes]) -> Iterator[FileToWrite]:
+        """Yield the files of the components' trees."""
+        for component, tree in trees.items():
+            encoding = self.tools.compressing.of_tree(component, len(tree))
+            yield self._file(layout.tree_file(component), BytesContent(tree), encoding)
+
+    def tensors(self) -> Iterator[FileToWrite]:
+        """Yield the tensor files to write, and link unchanged ones from an earlier checkpoint."""
+        compressing = self.tools.compressing
+        for known in self.staged.all_files:
+            if not self._link(known):
+                encoding = compressing.of_tensors(known.file)
+                content = self.staged.transfer.content(known)
+                file = self._file(known.file.name, content, encoding)
+                yield replace(file, observer=compressing.observer(known.file))
+        self.staged.transfer.finish()
+
+    def _file(
+        self, plain: str, content: Content | BytesContent, encoding: Encoding | None
+    ) -> FileToWrite:
+        name = plain if encoding is None else layout.stored_file(plain, encoding.compression.codec)
+        self.names[plain], self._sizes[plain] = name, content.nbytes
+        if encoding is not None:
+            self._codecs[name] = encoding.compression.codec
+        return FileToWrite(
+            key=f"{self.attempt.folder}/{name}",
+            content=content,
+            encoding=encoding,
+        )
+
+    def _link(self, known: KnownFile) -> bool:
+        name, nbytes = known.file.name, known.file.nbytes
+        links = self.tools.links
+        if not links.may_have(name, nbytes):
+            return False
+        if not self.staged.transfer.content(known).is_unchanged(self.tools.timeout_s):
+            return False
+        digests = self.staged.digest(known, self.tools.workers, self.tools.timeout_s)
+        entry = FileEntry(nbytes=nbytes, digest=blocks.file_digest(nbytes, digests))
+        linked = links.link(name, self.attempt.folder, entry, digests)
+        if linked is None:
+            return False
+        self.names[name], self._sizes[name] = linked.name, nbytes
+        self._add(name, linked.name, linked.entry, digests, linked.stored)
+        return True
+
+    def write(self, files: Iterable[FileToWrite], phase: Phase) -> None:
+        """Write files, wait until they are durable, and record them."""
+        tools = self.tools
+        found = write_files(
+            tools.store,
+            files,
+            workers=tools.workers,
+            writers=tools.writers,
+            phase=phase,
+            timeout_s=tools.timeout_s,
+            throughput=tools.compressing.store,
+            pieces=tools.compressing.pieces,
+        )
+        plain_names = {name: plain for plain, name in self.names.items()}
+        for key, file in found.items():
+            name = key.rpartition("/")[2]
+            plain = plain_names[name]
+            nbytes = self._sizes[plain]
+            self._nbytes_written += nbytes
+            digest = blocks.file_digest(nbytes, file.digests)
+            stored = None if file.stored is None else file.stored.entry(self._codecs[name])
+            entry = FileEntry(nbytes=nbytes, digest=digest, stored=stored)
+            self._add(plain, name, entry, file.digests, file.stored)
+
+    def _add(
+        self,
+        plain: str,
+        name: str,
+        entry: FileEntry,
+        digests: bytes,
+        stored: StoredBlocks | None,
+    ) -> None:
+        how = None if self._sealed is None else self._sealed.report(self.attempt.folder, name)
+        self._record(
+            OwnFile(plain=plain, name=name, entry=entry, digests=digests, stored=stored, sealed=how)
+        )
+
+    def _record(self, file: OwnFile) -> None:
+        self.own.append(file)
+        self.names[file.plain] = file.name
+        self.entries[file.name] = file.entry
+        self.digests[file.name] = file.digests
+        if file.stored is not None:
+            self.stored[file.name] = file.stored
+
+    def join(self, gathered: Gathered) -> None:
+        """Add what the other ranks have written."""
+        own = {file.name for file in self.own}
+        for file in gathered.files:
+            if file.name not in own:
+                self._record(file)
+                self.of_others.add(file.name)
+                if self._sealed is not None and file.sealed is not None:
+                    self._sealed.include(self.attempt.folder, file.name, file.sealed)
+        self._tables = gathered.tables
+
+    def index(self) -> bytes:
+        """Encode the checkpoint's index document, which lists tensors and block digests."""
+        plans: Mapping[str, Sequence[TensorFile] | TensorTable]
+        if self._tables is None:
+            plans = {
+                component: [
+                    msgspec.structs.replace(known.file, name=self.names[known.file.name])
+                    for known in files
+                ]
+                for component, files in self.staged.files.items()
+            }
+        else:
+            plans = {name: table.stored_as(self.names) for name, table in self._tables.items()}
+        return encode_index(plans, self.digests, stored=self.stored)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether a tensor is in several boxes, or a component has a state for each rank."""
+        tables, by_rank = self._tables or {}, self.staged.by_rank
+        return any(tables[name].boxes is not None or name in by_rank for name in tables)
+
+    def component(self, name: str, kind: str) -> ComponentEntry:
+        """Make the manifest's entry of a component."""
+        tree = layout.tree_file(name)
+        own = sorted(plain for plain in self.names if layout.component_of(plain) == name)
+        names = [self.names[plain] for plain in (tree, *(plain for plain in own if plain != tree))]
+        table = None if self._tables is None else self._tables[name]
+        tensor_files = self.staged.files.get(name, ())
+        return ComponentEntry(
+            kind=kind,
+            files=tuple(names),
+            nbytes=sum(self.entries[name].nbytes for name in names),
+            num_tensors=(
+                sum(len(known.file.specs) for known in tensor_files)
+                if table is None
+                else len(table)
+            ),
+        )
+
+    def committed(self, manifest: Manifest, request: SaveRequest) -> None:
+        """Remember the files of a committed save for links, and how fast they were written."""
+        own = [file.name for file in self.own if file.name not in self.of_others]
+        self.tools.links.committed(self.attempt.folder, manifest, self.stored, own)
+        self.tools.compressing.committed(self._nbytes_written, request.timings["write_s"])
+
+
+def write_index(files: AttemptFiles, phase: Phase) -> None:
+    """Write the index of all files of a save, and compare their sizes with the bytes written."""
+    folder, store = files.attempt.folder, files.tools.store
+    index = files.index()
+    phase.text = f"writing {folder}/{layout.INDEX}"
+    store.put(f"{folder}/{layout.INDEX}", index)
+    digest = blocks.file_digest(len(index), blocks.digest_blocks(index))
+    files.entries[layout.INDEX] = FileEntry(nbytes=len(index), digest=digest)
+    with suppress(StoreError):  # uploads whose reply was lost; gc removes the rest
+        store.abort_uploads(folder)
+    phase.text = f"checking sizes in {folder}"
+    _check_sizes(store, files)
+
+
+def _check_sizes(store: Store, files: AttemptFiles) -> None:
+    folder = files.attempt.folder
+    sizes = {info.key: info.nbytes for info in store.list(f"{folder}/")}
+    for name, entry in files.entries.items():
+        nbytes = sizes.get(f"{folder}/{name}")
+        if nbytes is None and name in files.of_others:
+            raise NotShared(
+                f"{store.url}/{folder}/{name}: another rank has written this file, and the "
+                "leader does not see it. All ranks must have the same storage under this root"
+            )
+        if nbytes != entry.stored_nbytes:
+            raise StoreError(
+                f"{store.url}/{folder}/{name}: {entry.stored_nbytes} bytes were written "
+                f"and the store now has {nbytes}; this save is not committed"
+            )
+
+
+def manifest_of(
+    attempt: SaveAttempt,
+    kinds: Mapping[str, str],
+    request: SaveRequest,
+    files: AttemptFiles,
+    world_size: int,
+) -> Manifest:
+    """Make the manifest of a save whose files and index are written; `kinds`: by component."""
+    components = {name: files.component(name, kind) for name, kind in kinds.items()}
+    listed = [name for entry in components.values() for name in entry.files]
+    return Manifest(
+        save_id=attempt.save_id,
+        label=request.label,
+        epoch=request.claim.epoch,
+        sequence=request.sequence,
+        parent=request.claim.resumed_from,
+        timestamp=request.timestamp,
+        created=utc_now(),
+        save_class=request.save_class,
+        reason=request.reason,
+        tags=request.tags,
+        metrics=request.metrics,
+        world_size=world_size,
+        components=components,
+        block_nbytes=layout.BLOCK_NBYTES,
+        files={name: files.entries[name] for name in (*listed, layout.INDEX)},
+        numerics=request.numerics,
+        environment=request.environment,
+        timings=request.timings,
+        writer=request.claim.nonce,
+        savers=request.savers,
+        left_out=request.left_out,
+        unhealthy=request.unhealthy,
+        sharded=files.is_sharded,
+        best=request.best,
+        config=request.config,
+        changes=request.changes,
+        policy=request.policy,
+    )

@@ -1,0 +1,438 @@
+"""Runs one save at a time: staged in the caller's thread, written and committed in the background.
+
+An error is kept until it is raised once: by `PendingSave.wait`, by the next call, by close, or at
+the interpreter's exit.
+"""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future, wait
+from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import suppress
+from functools import partial
+from typing import Protocol
+
+from holdfast.errors import (
+    DeadlineExceeded,
+    NotSealed,
+    OutcomeUnknown,
+    OwnershipError,
+    SaveFailed,
+    Superseded,
+    time_limit,
+)
+from holdfast.events import Emitter
+from holdfast.format import blocks, layout
+from holdfast.format.manifest import Manifest
+from holdfast.ownership.annotations import annotate
+from holdfast.ownership.owner import Ownership
+from holdfast.policy.rule import MAIN
+from holdfast.policy.savers import Due
+from holdfast.results import PendingSave, describe
+from holdfast.root.catalog import Catalog, Entry, Marks, with_tags
+from holdfast.root.commit import check_ownership
+from holdfast.saving.compression import Compressing
+from holdfast.saving.links import Links
+from holdfast.saving.participants import JointSave
+from holdfast.saving.save import SaveRequest, Tools, digest_staged, write
+from holdfast.staging.guard import Guarded, Overlapped
+from holdfast.staging.interfaces import Staged
+from holdfast.staging.overlap import NUM_THREADS, Overlap
+from holdfast.staging.stage import Stager
+from holdfast.state.capture.capture import Captured
+from holdfast.store.base import Store
+from holdfast.threads.pools import Threads
+from holdfast.threads.workers import Workers, do, num_threads
+
+MAX_COPIERS = 8
+"""Most threads, the caller's included, that copy while training waits; one alone does not use the
+whole memory bandwidth."""
+
+
+_OWNER_CHECK_S = 30.0
+"""Timeout of the ownership check after a failed save, in seconds."""
+_OWNER_UNKNOWN = "Whether this process still owns the run is not known"
+
+
+class Chores(Protocol):
+    """Callbacks after saves and claims, called in the background thread; they never raise."""
+
+    def after_claim(self) -> None:
+        """Do the background work after the run was claimed."""
+        ...
+
+    def after_commit(self, entry: Entry) -> None:
+        """Do the housekeeping that follows a committed save."""
+        ...
+
+    def after_failure(self) -> None:
+        """React to a failed save, whose error the caller may never receive."""
+        ...
+
+
+class Saver:
+    """Runs saves and callbacks; `standing` is the full checkpoint last saved or resumed from."""
+
+    def __init__(
+        self,
+        store: Store,
+        owner: Ownership,
+        emit: Emitter,
+        *,
+        timeout_s: float,
+        memory_budget: int | None,
+        overlap: Overlap,
+        compressing: Compressing,
+        chores: Chores,
+    ) -> None:
+        self._store = store
+        self._owner = owner
+        self._emit = emit
+        self._chores = chores
+        self._background = Workers(1, "holdfast-save")
+        self._stager = Stager(memory_budget=memory_budget)
+        self._overlap = overlap
+        self._compressing = compressing
+        self._guarded = Guarded(keys={})
+        self._overlapped: Overlapped | None = None
+        self._staged: Staged | None = None
+        self._links = Links(store, emit)
+        self._job: Future[None] | None = None
+        self.threads = Threads()
+        self.timeout_s = timeout_s
+        self.limit_s = timeout_s
+        """How long to wait for the end of the save under way."""
+        self.pending: PendingSave | None = None
+        self.standing: Entry | None = None
+
+    def prepare(self, captured: Captured, *, is_awaited: bool = False) -> Staged:
+        """Allocate memory for a captured state, copy small tensors, and plan the other copies.
+
+        No save may be under way. `is_awaited`: training waits for the commit anyway.
+        """
+        if self._overlapped is not None:
+            self._overlapped.settle("the next save", self.timeout_s)
+        if self._staged is not None:
+            self._staged.transfer.settle(self.timeout_s)
+            self._staged = None
+        self._guarded = Guarded(keys={})
+        if not self._stager.takes_waves(captured):
+            self._guarded = self._overlap.guard(captured)
+        keys = self._guarded.keys
+        return self._stager.prepare(captured, overlapped=keys, is_awaited=is_awaited)
+
+    def start(
+        self, staged: Staged, request: SaveRequest, due: Due, joint: JointSave
+    ) -> PendingSave:
+        """Copy the rest of a prepared state, and start to write and commit it in the background.
+
+        Writing starts before the copy if that ends the caller's wait sooner, else after it.
+        Overlapped tensors may still be being copied when this returns; optimizer steps wait.
+        """
+        self.limit_s = self.timeout_s + joint.patience_s
+        pending = PendingSave(request.timestamp.step, due, timeout_s=self.limit_s)
+        self.pending = pending
+        on_success = partial(
+            self._emit,
+            "staged",
+            f"staged step {pending.step}",
+            step=pending.step,
+            nbytes=staged.nbytes,
+        )
+        guarded, self._guarded = self._guarded, Guarded(keys={})
+        overlapped = self._overlap.begin(guarded, staged, pending.step, on_success)
+        self._overlapped = overlapped
+        if overlapped is not None:
+            pending.staged = overlapped.copied
+        write = partial(self._run, pending, staged, request, joint, overlapped)
+        self._job = None
+        is_beside = overlapped is None and staged.transfer.is_early
+        try:
+            self.threads.start()
+            self._background.start()
+            if is_beside:
+                self._job = self._background.submit(write)
+            staged.transfer.copy(
+                self.threads.workers, min(num_threads(), MAX_COPIERS) - 1, self.timeout_s
+            )
+            if not is_beside:
+                # Last, because on few cores these threads take the time of this one.
+                # Known before it is queued: an interrupt may come right after that.
+                self._job = Future()
+                job = partial(do, self._job, write)
+                if overlapped is None:
+                    self._background.put(job)
+                else:
+                    overlapped.start(self.threads.workers, NUM_THREADS, (self._background, job))
+        except BaseException as error:
+            if not is_beside and self._job is not None and self._job.cancel():
+                self._job = None
+            self._fail_start(pending, staged, error)
+            raise
+        if overlapped is None:
+            pending.staged.set_result(None)
+            on_success()
+        return pending
+
+    def _fail_start(self, pending: PendingSave, staged: Staged, error: BaseException) -> None:
+        """Set the error that `start` raises as the result of the save's futures and its copy."""
+        staged.transfer.fail(error)
+        self._staged = staged
+        if self._overlapped is None:
+            pending.staged.set_exception(error)
+        else:
+            self._overlapped.fail(error)
+        if self._job is None:
+            pending.committed.set_exception(_save_failed(error, pending.step, _OWNER_UNKNOWN))
+        pending.delivered = True
+
+    def after_claim(self) -> None:
+        """Queue the callback `after_claim` in the background, before the next save."""
+        self._job = self._background.submit(self._chores.after_claim)
+
+    def settle(self, timeout_s: float) -> None:
+        """Wait until save and callbacks in the background have ended; ignores a failed save.
+
+        Raises:
+            DeadlineExceeded: says what is still being done.
+        """
+        if self._job is None:
+            return
+        try:
+            self._job.result(timeout=timeout_s)
+        except FutureTimeout as error:
+            raise self._deadline_error(timeout_s) from error
+
+    def finish_at_stop(self, timeout_s: float) -> str:
+        """Finish the save under way when a stop's time is over; return a text on the outcome."""
+        try:
+            self.settle(timeout_s)
+        except DeadlineExceeded as error:
+            return str(error)
+        newest = f"the newest checkpoint is {self.standing.folder}" if self.standing else None
+        return f"{self._store.url}: {newest or 'nothing was saved'}"
+
+    def wait_for_arenas(self, timeout_s: float) -> None:
+        """Wait until the last save has committed or failed; later callbacks may still run."""
+        if self.pending is None or self.pending.committed.done():
+            return
+        if wait([self.pending.committed], timeout=timeout_s).not_done:
+            raise self._deadline_error(timeout_s)
+
+    def raise_failure(self) -> None:
+        """Raise the error of the last save if the caller has not received it yet."""
+        pending = self.pending
+        failure = pending.failure() if pending is not None and not pending.delivered else None
+        if pending is not None and failure is not None:
+            pending.delivered = True
+            raise failure
+
+    def _deadline_error(self, timeout_s: float) -> DeadlineExceeded:
+        doing = self.pending.phase.text if self.pending is not None else "housekeeping"
+        return DeadlineExceeded(
+            f"{self._store.url}: not done after {time_limit(timeout_s)}; it is {doing}"
+        )
+
+    def close(self) -> None:
+        """Close the threads, which end after their queued work; free memory if no save runs."""
+        if self._job is not None and not self._job.done():
+            self._owner.is_clean = False
+        else:
+            # A closed manager may be referenced for long, or until the next garbage collection;
+            # it should not keep a second copy of the state alive.
+            self._stager.release()
+            self._overlapped = self._staged = None
+        self._background.close()
+        self.threads.close()
+
+    def _run(
+        self,
+        pending: PendingSave,
+        staged: Staged,
+        request: SaveRequest,
+        joint: JointSave,
+        overlapped: Overlapped | None,
+    ) -> None:
+        began = time.perf_counter()
+        step = pending.step
+        joint.is_under_way = True
+        self._emit("save_started", f"saving step {step}", step=step)
+        try:
+            joint.agree(self._owner, pending.phase)
+            entry = self._unchanged(staged, request, joint, overlapped)
+            is_new = entry is None
+            if entry is None:
+                entry = self._write(pending, staged, request, joint, overlapped)
+        except BaseException as error:  # noqa: BLE001 - the future carries it to the caller
+            joint.fail(error, pending.phase.text)
+            self._end_copy(overlapped)
+            failure = self._failure(error, step, request.claim.epoch)
+            self._stager.failed(staged)
+            self._emit("save_failed", str(failure), step=step)
+            pending.committed.set_exception(failure)
+            self._chores.after_failure()
+            return
+        finally:
+            staged.transfer.finish()
+        learned = self._learn(staged)
+        if not entry.manifest.lacks:
+            self.standing = entry
+        checkpoint = describe(self._store, entry)
+        self._emit(
+            "committed",
+            f"saved step {step}: {entry.folder}" if is_new else f"unchanged: {entry.folder}",
+            step=step,
+            folder=entry.folder,
+            nbytes=entry.manifest.nbytes,
+            save_s=time.perf_counter() - began,
+            is_new=is_new,
+            checkpoint=checkpoint,
+            manifest=entry.manifest,
+        )
+        pending.phase.text = "doing the housekeeping after it"
+        pending.committed.set_result(checkpoint)
+        self._chores.after_commit(entry)
+        self._links.look_ahead(learned)
+        self._compressing.learn()
+
+    def _failure(self, error: BaseException, step: int, epoch: int) -> BaseException:
+        """Return the error for the caller: `Superseded` if another process now owns the run.
+
+        Checked first, as files may then be missing, or the manifest's key taken, for that reason.
+        """
+        if isinstance(error, OwnershipError):
+            return error
+        committed = None if isinstance(error, OutcomeUnknown) else False
+        check = partial(check_ownership, self._store, epoch, committed=committed)
+        try:
+            # In another thread: the storage has just failed, and may hang.
+            self.threads.waiters.submit(check).result(timeout=min(self.timeout_s, _OWNER_CHECK_S))
+        except Superseded as superseded:
+            superseded.__cause__ = error
+            return superseded
+        except BaseException as unread:  # noqa: BLE001 - it goes into the save's error
+            return _save_failed(error, step, f"{_OWNER_UNKNOWN} ({str(unread) or 'it hangs'})")
+        return _save_failed(error, step, "Training can go on")
+
+    def _learn(self, staged: Staged) -> dict[str, bytes]:
+        """Record which tensors changed, before the next save reuses the memory. Never raises.
+
+        Returns the block digests of each file whose tensors are expected not to change.
+        """
+        try:
+            self._stager.committed(staged)
+            return {
+                known.file.name: known.all_digests() for known in staged.all_files if known.is_apart
+            }
+        except Exception as error:  # noqa: BLE001 - it is logged, and the commit stands
+            self._stager.failed(staged)
+            self._emit("warning", f"the next save writes every file anew: {error!r}")
+            return {}
+
+    def _end_copy(self, overlapped: Overlapped | None) -> None:
+        """Wait until the copy ends or times out, as the next save reuses the memory."""
+        if overlapped is not None:
+            with suppress(DeadlineExceeded):  # the next save waits again, and raises it
+                overlapped.settle("the save", self.timeout_s)
+
+    def _write(
+        self,
+        pending: PendingSave,
+        staged: Staged,
+        request: SaveRequest,
+        joint: JointSave,
+        overlapped: Overlapped | None,
+    ) -> Entry:
+        tools = Tools(
+            store=self._store,
+            owner=self._owner,
+            compressing=self._compressing,
+            links=self._links,
+            workers=self.threads.workers,
+            writers=self.threads.waiters,
+            timeout_s=self.timeout_s,
+        )
+        try:
+            attempt, manifest = write(
+                tools, staged, request, joint, phase=pending.phase, overlapped=overlapped
+            )
+        except (OutcomeUnknown, DeadlineExceeded):
+            self._owner.is_clean = False
+            raise
+        # The checkpoint that the run resumed from is kept until a newer good one exists.
+        is_good = not (manifest.lacks or manifest.unhealthy)
+        self._owner.has_committed = self._owner.has_committed or is_good
+        return Entry(name=attempt.name, folder=attempt.folder, manifest=manifest, marks=Marks())
+
+    def _unchanged(
+        self,
+        staged: Staged,
+        request: SaveRequest,
+        joint: JointSave,
+        overlapped: Overlapped | None,
+    ) -> Entry | None:
+        """Return `standing`, newly tagged, if this save would write the same content; else None."""
+        entry = self.standing
+        if entry is None or entry.step != request.timestamp.step or not joint.compares:
+            return None
+        joint.begin_to_compare()
+        stored = entry.manifest
+        is_stale = joint.leads and not _records_all(stored, request)
+        if is_stale and joint.world_size == 1:
+            return None
+        digests = digest_staged(staged, self.threads.workers, timeout_s=self.timeout_s)
+        if overlapped is not None:
+            overlapped.expect_copied("the save", self.timeout_s)
+        sizes = staged.sizes
+        roots = {name: blocks.file_digest(sizes[name], digests[name]) for name in digests}
+        recorded = {
+            layout.plain_file(name): file.digest
+            for name, file in stored.files.items()
+            if name != layout.INDEX
+        }
+        is_unchanged = joint.is_unchanged(staged, roots, recorded)
+        new_tags = tuple(tag for tag in request.tags if tag not in entry.tags)
+        if joint.leads:
+            # Before the other ranks hear of it: what fails here fails the save on all.
+            is_unchanged = (
+                is_unchanged and not is_stale and self._may_stand(entry, request, new_tags)
+            )
+            joint.answer(is_unchanged=is_unchanged)
+        return with_tags(entry, new_tags) if is_unchanged else None
+
+    def _may_stand(self, entry: Entry, request: SaveRequest, new_tags: tuple[str, ...]) -> bool:
+        """Whether a checkpoint may be the result of a save; adds the tags to it."""
+        found = Catalog(self._store).entry(entry.name)
+        if found is None or found.marks.rejected or found.marks.retired:
+            return False
+        check_ownership(self._store, request.claim.epoch, committed=False)
+        if new_tags:
+            try:
+                annotate(self._store, entry, add_tags=new_tags)
+            except NotSealed:
+                return False  # it is from before the run was encrypted
+        return True
+
+
+def _records_all(stored: Manifest, request: SaveRequest) -> bool:
+    """Whether a manifest has all metadata of a requested save, and a retention no shorter."""
+    if not set(request.savers or (MAIN,)) <= set(stored.savers or (MAIN,)):
+        return False
+    if (stored.save_class, request.save_class) == ("ephemeral", "permanent"):
+        return False
+    if stored.unhealthy != request.unhealthy:
+        return False
+    # Compared as text, in which nan equals nan.
+    return set(map(str, request.metrics.items())) <= set(map(str, stored.metrics.items()))
+
+
+def _save_failed(error: BaseException, step: int, outlook: str) -> SaveFailed:
+    verdict = "may or may not have committed" if isinstance(error, OutcomeUnknown) else "failed"
+    failure = SaveFailed(
+        f"the save of step {step} {verdict}: {error}. {outlook}; earlier checkpoints are as they "
+        "were",
+        step=step,
+    )
+    failure.__cause__ = error
+    return failure

@@ -1,0 +1,1 @@
+"""Staging: a consistent copy of the state in host memory, made during training if safe."""

@@ -1,0 +1,98 @@
+"""Host memory for a few blocks at a time, and the content of files that pass through it."""
+
+from __future__ import annotations
+
+import threading
+from queue import Empty, SimpleQueue
+
+from typing_extensions import override
+
+from holdfast.errors import DeadlineExceeded, time_limit
+from holdfast.format.blocks import block_digest
+from holdfast.format.layout import BLOCK_NBYTES
+from holdfast.staging.interfaces import StagedContent
+from holdfast.staging.layout import KnownFile
+from holdfast.threads.buffers import take
+
+
+class Pool:
+    """Pool of a fixed number of block-sized buffers."""
+
+    def __init__(self, nbytes: int) -> None:
+        """Allocate the memory, in whole blocks."""
+        self._memory = memoryview(take(nbytes - nbytes % BLOCK_NBYTES))
+        self._free: SimpleQueue[int] = SimpleQueue()
+        for number in range(nbytes // BLOCK_NBYTES):
+            self._free.put(number)
+
+    def take(self, timeout_s: float) -> int:
+        """Wait for a free buffer, and return its number."""
+        try:
+            return self._free.get(timeout=timeout_s)
+        except Empty:
+            raise DeadlineExceeded(
+                f"memory for a wave: no block was written within {time_limit(timeout_s)}"
+            ) from None
+
+    def give_back(self, buffer: int) -> None:
+        """Return an unused buffer to the pool."""
+        self._free.put(buffer)
+
+    def memory(self, buffer: int, nbytes: int) -> memoryview:
+        """Return the memory of the first `nbytes` of a buffer."""
+        return self._memory[buffer * BLOCK_NBYTES :][:nbytes]
+
+
+class PooledContent(StagedContent):
+    """Content of a tensor file, of which a block is in memory until it is hashed and written."""
+
+    def __init__(self, known: KnownFile, pool: Pool) -> None:
+        self._known = known
+        self._file = known.file
+        self._pool = pool
+        self._buffers: dict[int, int] = {}
+        self._half_done: set[int] = set()
+        self._lock = threading.Lock()
+
+    @property
+    @override
+    def nbytes(self) -> int:
+        return self._file.nbytes
+
+    @override
+    def digest(self, number: int) -> bytes:
+        try:
+            memory = self._pool.memory(self._buffers[number], self.block_nbytes(number))
+            digest = self._known.digests[number] = block_digest(memory)
+            return digest
+        finally:
+            self._release(number)
+
+    @override
+    def written(self, number: int) -> None:
+        self._release(number)
+
+    @override
+    def is_unchanged(self, timeout_s: float) -> bool:
+        # There is no copy to compare with, so blocks are hashed, up to the first that differs.
+        for number, committed in enumerate([*self._known.digests]):
+            self.block(number, timeout_s)
+            digest = self.digest(number)
+            self.written(number)
+            if digest != committed:
+                return False
+        return True
+
+    def _release(self, number: int) -> None:
+        """Free a block's buffer on the second call, when it is both hashed and written."""
+        # Called by the thread that hashes and by the one that writes.
+        with self._lock:
+            if number not in self._half_done:
+                self._half_done.add(number)
+                return
+            buffer = self._buffers.pop(number)
+        self._pool.give_back(buffer)
+
+    def block_nbytes(self, number: int) -> int:
+        """Return the length of a block."""
+        return min(BLOCK_NBYTES, self._file.nbytes - number * BLOCK_NBYTES)

@@ -1,0 +1,1 @@
+"""Captures the state at a save, and warns of state that it would miss."""

@@ -1,0 +1,1 @@
+"""Plans a load: each stored value, where it goes, and whether it fits."""

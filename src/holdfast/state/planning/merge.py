@@ -1,0 +1,601 @@
+"""Merging of stored values into live containers: first planned, then applied at once.
+
+A live object keeps its identity wherever the stored value fits it: tensors and arrays are copied
+into, containers refilled, generators set. Two stored values are never put into one live object.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect, insort
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import repeat
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from holdfast.errors import MismatchError, listing
+from holdfast.format.nodes import ArrayRef, EnumValue, GeneratorState, TensorRef
+from holdfast.format.objects import join
+from holdfast.format.tensors import TensorSpec
+from holdfast.state import generators
+from holdfast.state.leaves import DTYPE_NAMES, TORCH_DTYPES, identity, local_of, refusal, span
+from holdfast.state.planning.copying import (
+    Fetching,
+    LazyTensors,
+    Stored,
+    StoredPair,
+    Unread,
+    are_plain,
+    copy_tensors,
+    fetched,
+    in_parts,
+)
+from holdfast.state.planning.destinations import placed_as
+from holdfast.state.planning.livevalues import revived
+from holdfast.state.selection import shortened
+from holdfast.state.trees import (
+    Lifting,
+    check_fit,
+    owned,
+    placed,
+    present_device,
+    with_flags,
+)
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+_T = TypeVar("_T")
+_Owner = tuple[Tensor, str, str]
+"""A live tensor, and the component and key of the stored one for it."""
+
+
+class Placement:
+    """Device and layout of new tensors, made where no live one can be copied into: as saved."""
+
+    needs_device = False
+    """Whether a live tensor on another device is replaced, not copied into."""
+
+    def device(self, ref: TensorRef) -> torch.device:
+        """Return the stored device, or the CPU if this machine lacks it."""
+        return present_device(ref.device)
+
+    def make(self, ref: TensorRef, stored: Tensor) -> Tensor:
+        """Make a tensor in newly allocated memory, with its saved layout."""
+        if ref.grad or ref.parameter or ref.order:
+            return with_flags(placed(stored, ref, self.device(ref)), ref)
+        return owned(stored, self.device(ref))
+
+
+_STORED_PLACE = Placement()
+
+_SHARED = "shared with another name here, but not in the checkpoint: it became one of its own"
+_OVERLAPS = "overlapped another live value and now has memory of its own, no longer shared"
+_OF_MODULE = "is the memory of a module here, so it got memory of its own"
+_MOVED = "saved on another device, copied to where the live tensor is"
+
+_ALIGNMENT = 16
+"""A multiple of the size of every element."""
+_MANY = 16
+_KEY, _SHAPE, _DTYPE, _CDATA = map(attrgetter, ("key", "shape", "dtype", "_cdata"))
+
+
+class Claims:
+    """Record of live objects that a stored value is assigned to; shared by all parts of a load.
+
+    A plain tree may hold live tensors of the model (`best = model.state_dict()`, before the
+    first improvement). Copying the stored tree into them would overwrite the model.
+    """
+
+    def __init__(self, protected: Iterable[Tensor] = ()) -> None:
+        """Start an empty record; the memory of `protected` tensors cannot be claimed."""
+        self._taken: set[Any] = set()
+        self._of_modules: dict[int, list[tuple[str, Tensor, Stored]]] = {}
+        self._states: dict[int, Any] = {}
+        self._owners: dict[int, _Owner] = {}
+        self._many: list[Iterable[tuple[int, _Owner]]] = []
+        self._spans: dict[int, list[tuple[int, int, str]]] = {}
+        self._lists: list[list[_Remark]] = []
+        self._messages: list[str] = []
+        self._protected = {
+            local_of(tensor).untyped_storage()._cdata
+            for tensor in protected
+            if refusal(tensor) is None
+        }
+
+    def take(self, who: Any) -> bool:
+        """Claim the hashable identity `who`; False if it was claimed before."""
+        if who in self._taken:
+            return False
+        self._taken.add(who)
+        return True
+
+    def take_memory(self, tensor: Tensor, component: str, key: str) -> str | None:
+        """Claim a tensor's memory; returns the refusal, or None. Disjoint views may both claim."""
+        tensor = local_of(tensor)
+        storage = tensor.untyped_storage()._cdata
+        if storage in self._protected:
+            return _OF_MODULE
+        claim = (tensor, component, key)
+        owner = self._known_owners().setdefault(storage, claim)
+        return None if owner is claim else self._take_part(storage, owner, claim)
+
+    def take_memories(self, tensors: Sequence[Tensor], component: str, keys: Sequence[str]) -> bool:
+        """Claim the memory of plain tensors (see `copying.are_plain`), all or none.
+
+        False if some have no memory or share it, or if any is claimed or protected.
+        """
+        storages = [*map(Tensor.untyped_storage, tensors)]
+        if not all(map(torch.UntypedStorage.nbytes, storages)):
+            return False
+        owners = [*map(_CDATA, storages)]
+        taken = {*owners}
+        if len(taken) < len(owners) or not taken.isdisjoint(self._protected):
+            return False
+        if not taken.isdisjoint(self._known_owners()):
+            return False
+        self._many.append(zip(owners, zip(tensors, repeat(component), keys), strict=True))
+        return True
+
+    def _known_owners(self) -> dict[int, _Owner]:
+        """Map storages to their owners; those claimed in bulk are added on the first call."""
+        for owners in self._many:
+            self._owners.update(owners)
+        self._many.clear()
+        return self._owners
+
+    def _take_part(self, storage: int, owner: _Owner, claim: _Owner) -> str | None:
+        if storage not in self._spans:
+            self._spans[storage] = [(*span(owner[0]), join(*owner[1:]))]
+        spans = self._spans[storage]
+        start, stop = span(claim[0])
+        path = join(*claim[1:])
+        at = bisect(spans, (start, stop, path))
+        for other in spans[max(at - 1, 0) : at + 1]:
+            if start < other[1] and other[0] < stop:
+                return f"{_OVERLAPS} with {other[2]}"
+        insort(spans, (start, stop, path))
+        return None
+
+    def take_state(self, live: Any, members: Any) -> Any:
+        """Assign a state to the generator `live`; returns the first one assigned to it."""
+        return self._states.setdefault(id(live), members)
+
+    def remarks(self) -> list[_Remark]:
+        """Return a new list, to which one component adds remarks for `notes`."""
+        self._lists.append([])
+        return self._lists[-1]
+
+    def note(self, message: str) -> None:
+        """Add a message to `notes`."""
+        self._messages.append(message)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Messages about inexact restores: memory no longer shared, tensors on other devices."""
+        paths: dict[str, list[str]] = {}
+        for remark in (remark for remarks in self._lists for remark in remarks):
+            paths.setdefault(remark.reason, []).append(join(remark.component, remark.path))
+        shared = (f"{shortened(names)}: {reason}" for reason, names in paths.items())
+        return (*shared, *self._messages)
+
+    @property
+    def separated(self) -> tuple[str, ...]:
+        """The notes on overlapping memory, which is no longer shared after the load."""
+        return tuple(note for note in self.notes if _OVERLAPS in note)
+
+    def assign(self, path: str, live: Tensor, stored: Stored) -> None:
+        """Record the stored value of a module's tensor, for `expect_agreement`."""
+        storage = local_of(live).untyped_storage()._cdata
+        self._of_modules.setdefault(storage, []).append((path, live, stored))
+
+    def expect_agreement(self) -> None:
+        """Check that module tensors in the same memory, in all components, have the same bits."""
+        lost = [
+            text
+            for of_storage in self._of_modules.values()
+            if len(of_storage) > 1
+            for text in _contradictions(of_storage)
+        ]
+        if lost:
+            raise MismatchError("the checkpoint", hint=listing(lost))
+
+
+def _contradictions(of_storage: Sequence[tuple[str, Tensor, Stored]]) -> Iterator[str]:
+    """Yield a message for each group of overlapping tensors that cannot all get their values."""
+    distinct: dict[Hashable, tuple[str, Tensor, Stored]] = {}
+    for path, live, stored in of_storage:
+        first, _, known = distinct.setdefault(identity(live), (path, live, stored))
+        if known is not stored and not _same_bits(fetched(known), fetched(stored)):
+            yield f"{first} and {path} are one tensor here, and had two values when saved"
+    in_place = (
+        (path, local_of(live), stored)
+        for path, live, stored in distinct.values()
+        if is_writable_in_place(live)
+    )
+    group: list[tuple[str, Tensor, Stored]] = []
+    stop = 0
+    for one in sorted(in_place, key=lambda one: span(one[1])):
+        start, end = span(one[1])
+        if group and start >= stop:
+            yield from _contradiction(group)
+            group = []
+        group.append(one)
+        stop = max(stop, end)
+    yield from _contradiction(group)
+
+
+def _contradiction(group: Sequence[tuple[str, Tensor, Stored]]) -> Iterator[str]:
+    """Yield a message if copying the values into memory as the live one loses some of them."""
+    if len(group) < 2:
+        return
+    spans = [span(live) for _, live, _ in group]
+    base = min(start for start, _ in spans) // _ALIGNMENT * _ALIGNMENT
+    memory = torch.zeros(max(stop for _, stop in spans) - base, dtype=torch.uint8)
+    copies = []
+    for _, live, stored in group:
+        offset = int(live.storage_offset()) - base // live.element_size()
+        view = torch.empty(0, dtype=live.dtype).set_(
+            memory.untyped_storage(), offset, live.shape, live.stride()
+        )
+        view = view.conj() if live.is_conj() else view
+        view = torch._neg_view(view) if live.is_neg() else view
+        copies.append((view, fetched(stored)))
+    for view, values in copies:
+        view.copy_(values)
+    lost = [
+        path
+        for (path, _, _), (view, values) in zip(group, copies, strict=True)
+        if not _same_bits(view.resolve_conj().resolve_neg(), values)
+    ]
+    if lost:
+        others = [path for path, _, _ in group if path not in lost]
+        yield (
+            f"{shortened([*lost, *others])} share memory here, and the values that were saved for "
+            "it differ"
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class _Remark:
+    component: str
+    path: str
+    reason: str
+
+    stored: Any = None
+    """Container that the path starts at; the path is extended from it towards the root."""
+
+
+def is_writable_in_place(tensor: Tensor) -> bool:
+    """Whether `copy_` can write into `tensor`: none of its elements share memory."""
+    tensor = local_of(tensor)
+    if refusal(tensor) is not None or tensor.is_inference():
+        return False
+    return tensor.is_contiguous() or torch._debug_has_internal_overlap(tensor) != 1
+
+
+class Merge:
+    """A planned merge: collects changes; `commit` makes them. Nothing live changes before."""
+
+    def __init__(
+        self,
+        tensors: Mapping[str, Stored],
+        specs: Mapping[str, TensorSpec],
+        claims: Claims,
+        component: str = "",
+        layouts: Mapping[str, DTensor] | None = None,
+    ) -> None:
+        """`layouts`: DTensors that tell how those of some keys are placed over the ranks."""
+        self._layouts = layouts or {}
+        self._claims = claims
+        self._component = component
+        self._remarks = claims.remarks()
+        self._tensors = tensors
+        self._specs = specs
+        self._lifting = Lifting(Fetching(tensors))
+        self._copies: list[StoredPair] = []
+        self._in_bulk: tuple[list[Tensor], list[str]] = ([], [])
+        self._edits: list[Callable[[], object]] = []
+        self._made: dict[int, Any] = {}
+        self._made_tensors: dict[str, Tensor] = {}
+        self._flags: dict[str, tuple[bool, bool]] = {}
+        self._made_arrays: dict[str, Any] = {}
+        self._alive: list[Any] = []
+
+    def then(self, edit: Callable[[], object]) -> None:
+        """Register a callback that `commit` calls after it has copied the tensors."""
+        self._edits.append(edit)
+
+    def commit(self) -> None:
+        """Make the planned changes: copy the tensors, then run the callbacks."""
+        if isinstance(self._tensors, LazyTensors):
+            is_all = not self._copies
+            self._copies += self._tensors.copy_into(*self._in_bulk, is_all=is_all)
+        copy_tensors(self._copies)
+        with torch.no_grad():
+            for edit in self._edits:
+                edit()
+
+    def merge(self, live: Any, stored: Any, place: Placement = _STORED_PLACE) -> Any:
+        """Plan the replacement of `live` by `stored`; returns `live` itself where possible."""
+        if isinstance(stored, TensorRef):
+            return self._tensor(live, stored, place)
+        if isinstance(stored, dict | list):
+            return self._container(live, stored, place)
+        if isinstance(stored, tuple | set | frozenset):
+            return self._immutable(live, stored, place)
+        if isinstance(stored, GeneratorState):
+            return self._generator(live, stored)
+        if isinstance(stored, EnumValue):
+            return revived(live, stored)
+        return (
+            self._array(live, stored)
+            if isinstance(stored, ArrayRef)
+            else self._lifting.lift(stored)
+        )
+
+    def refill(self, live: Any, stored: Any, place: Placement = _STORED_PLACE) -> Any:
+        """Plan to refill the container `live`, even if its class differs from the stored one."""
+        self._made[id(stored)] = live
+        self._claims.take(id(live))
+        self._fill(live, live, stored, place)
+        return live
+
+    def _container(self, live: Any, stored: Any, place: Placement) -> Any:
+        if id(stored) in self._made:
+            return self._made[id(stored)]
+        same = type(live) is type(stored)
+        is_free = same and self._claims.take(id(live))
+        if same and not is_free:
+            self._remark(stored, _SHARED)
+        target = live if is_free else type(stored)()
+        self._alive.append(stored)
+        self._made[id(stored)] = target
+        self._fill(live, target, stored, place)
+        return target
+
+    def _remark(self, stored: Any, reason: str) -> None:
+        self._remarks.append(
+            _Remark(component=self._component, path="", reason=reason, stored=stored)
+        )
+
+    def _remark_tensor(self, key: str, reason: str) -> None:
+        self._remarks.append(_Remark(component=self._component, path=key, reason=reason))
+
+    def _fill(self, live: Any, target: Any, stored: Any, place: Placement) -> None:
+        before = len(self._remarks)
+        self._fill_items(live, target, stored, place)
+        if len(self._remarks) > before:
+            self._continue_paths(self._remarks[before:], stored)
+
+    def _continue_paths(self, remarks: list[_Remark], stored: Any) -> None:
+        items = stored.items() if isinstance(stored, dict) else enumerate(stored)
+        names = {id(value): name for name, value in items}
+        for remark in remarks:
+            if remark.stored is not None and id(remark.stored) in names:
+                name = str(names[id(remark.stored)])
+                remark.path = join(name, remark.path) if remark.path else name
+                remark.stored = stored
+
+    def _fill_items(self, live: Any, target: Any, stored: Any, place: Placement) -> None:
+        if isinstance(stored, dict):
+            live_items = live if isinstance(live, dict) else {}
+            # By `dict.get`: a lookup adds an entry to a defaultdict, and gives 0 in a Counter.
+            known = [*map(dict.get, repeat(live_items), stored)]
+            values = self._plain_tensors(known, [*stored.values()], place) or [
+                self.merge(item, value, place)
+                for item, value in zip(known, stored.values(), strict=True)
+            ]
+            if values is known and _has_names(target, stored):
+                return  # the dict stays as it is; only the values of its tensors change
+            items = dict(zip(stored, values, strict=True))
+            self._edits.append(lambda: _refill_dict(target, items))
+        else:
+            known = live[: len(stored)] if isinstance(live, list) else []
+            known = [*known, *[None] * (len(stored) - len(known))]
+            values = self._plain_tensors(known, stored, place) or [
+                self.merge(item, value, place) for item, value in zip(known, stored, strict=True)
+            ]
+            self._edits.append(lambda: _refill_list(target, values))
+
+    def _plain_tensors(
+        self, live: Sequence[Any], stored: Sequence[Any], place: Placement
+    ) -> Sequence[Any] | None:
+        """Plan the merge of many plain tensors at once; returns them if all fit.
+
+        Returns None, and plans nothing, if any of them must be decided separately.
+        """
+        is_worth_it = len(stored) >= _MANY and place is _STORED_PLACE
+        if not is_worth_it or {*map(type, stored)} != {TensorRef}:
+            return None
+        keys = [*map(_KEY, stored)]
+        if stored != [*map(TensorRef, keys)]:
+            return None
+        if len({*keys}) < len(keys) or not self._made_tensors.keys().isdisjoint(keys):
+            return None
+        if not _all_fit(live, [*_values(self._specs, keys)]):
+            return None
+        if not self._claims.take_memories(live, self._component, keys):
+            return None
+        self._made_tensors.update(zip(keys, live, strict=True))
+        if isinstance(self._tensors, LazyTensors):
+            self._in_bulk[0].extend(live)
+            self._in_bulk[1].extend(keys)
+        else:
+            self._copies += zip(live, map(self._tensors.__getitem__, keys), strict=True)
+        return live
+
+    def _immutable(self, live: Any, stored: Any, place: Placement) -> Any:
+        if type(stored) not in (tuple, set, frozenset):
+            return stored
+        if not isinstance(stored, tuple):
+            return type(stored)(self.merge(None, value, place) for value in stored)
+        known = (
+            live if isinstance(live, tuple) and len(live) == len(stored) else (None,) * len(stored)
+        )
+        before = len(self._remarks)
+        made = tuple(self.merge(a, b, place) for a, b in zip(known, stored, strict=True))
+        self._continue_paths(self._remarks[before:], stored)
+        return made
+
+    def _tensor(self, live: Any, ref: TensorRef, place: Placement) -> Tensor:
+        made = self._made_tensors.get(ref.key)
+        if made is None:
+            made = self._made_tensors[ref.key] = self._new_tensor(live, ref, place)
+            if ref.grad or ref.parameter:
+                self._flags[ref.key] = (ref.grad, ref.parameter)
+            return made
+        if (ref.grad, ref.parameter) == self._flags.get(ref.key, (False, False)):
+            return made
+        if isinstance(live, Tensor) and refusal(live) is None and identity(live) == identity(made):
+            return live
+        return with_flags(made.detach(), ref)
+
+    def _new_tensor(self, live: Any, ref: TensorRef, place: Placement) -> Tensor:
+        stored = self._tensors[ref.key]
+        if ref.grad or ref.order:
+            check_fit(ref, stored.empty("meta") if isinstance(stored, Unread) else stored)
+        if not isinstance(live, Tensor) or not self._fits(live, ref, place):
+            return self._made_at(place, ref, stored)
+        self._copies.append((local_of(live), stored))
+        if ref.grad and not live.requires_grad:
+            self._edits.append(live.requires_grad_)
+        return live
+
+    def _made_at(self, place: Placement, ref: TensorRef, stored: Stored) -> Tensor:
+        if ref.key in self._layouts:
+            local = place.make(TensorRef(ref.key, ref.device), fetched(stored))
+            return with_flags(placed_as(self._layouts[ref.key], local), ref)
+        if not isinstance(stored, Unread):
+            return place.make(ref, stored)
+        made = place.make(ref, stored.empty(place.device(ref)))
+        self._copies.append((made.detach(), stored))
+        return made
+
+    def _fits(self, live: Tensor, ref: TensorRef, place: Placement) -> bool:
+        if not is_writable_in_place(live):
+            return False
+        spec = self._specs[ref.key]
+        if DTYPE_NAMES[live.dtype] != spec.dtype or live.shape != spec.shape:
+            self._check_not_trained(live, spec)
+            return False
+        is_on_device = self._is_on_device(live, ref, place)
+        if not is_on_device and place.needs_device:
+            return False
+        lost = self._claims.take_memory(live, self._component, ref.key)
+        if lost is not None:
+            self._remark_tensor(ref.key, lost)
+        elif not is_on_device:
+            self._remark_tensor(ref.key, _MOVED)
+        return lost is None
+
+    @staticmethod
+    def _is_on_device(live: Tensor, ref: TensorRef, place: Placement) -> bool:
+        if place is _STORED_PLACE and ref.device == "cpu" and live.is_cpu:
+            return True
+        return live.device.type == place.device(ref).type
+
+    def _check_not_trained(self, live: Tensor, spec: TensorSpec) -> None:
+        """Refuse to replace a live tensor that requires grad, as an optimizer may hold it."""
+        if live.requires_grad:
+            path = join(self._component, spec.key)
+            raise MismatchError(
+                "the checkpoint",
+                wrong_shape=[
+                    f"{path}: stored {spec.dtype} {list(spec.shape)}, "
+                    f"live {DTYPE_NAMES[live.dtype]} {list(live.shape)}, which requires grad"
+                ],
+            )
+
+    def _generator(self, live: Any, node: GeneratorState) -> Any:
+        fresh = self._lifting.generator(node)
+        kind = generators.kind_of(live)
+        same = kind == node.kind and generators.misfit(live, node, self._specs) is None
+        if not same:
+            return fresh
+        members = self._lifting.members(node.members)
+        first = self._claims.take_state(live, members)
+        if first is members:
+            self._edits.append(lambda: generators.write(live, members))
+        elif not _same_state(first, members):
+            self._remark(node, _SHARED)
+            return fresh
+        return live
+
+    def _array(self, live: Any, ref: ArrayRef) -> Any:
+        if ref.key not in self._made_arrays:
+            self._made_arrays[ref.key] = self._new_array(live, ref)
+        return self._made_arrays[ref.key]
+
+    def _new_array(self, live: Any, ref: ArrayRef) -> Any:
+        stored = self._lifting.lift(ref)
+        if type(live) is not np.ndarray:
+            return stored
+        fits = live.dtype == stored.dtype and live.shape == stored.shape and live.flags.writeable
+        if not fits:
+            return stored
+        if not self._claims.take(("array", id(_root(live)))):
+            self._remark_tensor(ref.key, _OVERLAPS)
+            return stored
+        self._edits.append(lambda: np.copyto(live, stored))
+        return live
+
+
+def _all_fit(live: Sequence[Any], specs: Sequence[TensorSpec]) -> bool:
+    """Whether all of `live` are plain tensors with the shapes and dtypes of `specs`."""
+    for some in in_parts(len(live)):
+        if not are_plain(live[some]):
+            return False
+        if [*map(_SHAPE, live[some])] != [*map(_SHAPE, specs[some])]:
+            return False
+        # As a set: there are few distinct pairs among many.
+        dtypes = {*zip(map(_DTYPE, live[some]), map(_DTYPE, specs[some]), strict=True)}
+        if any(dtype != TORCH_DTYPES[name] for dtype, name in dtypes):
+            return False
+    return True
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    flat = (tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other))
+    return one.numel() == 0 or torch.equal(*flat)
+
+
+def _same_state(one: Any, other: Any) -> bool:
+    """Whether the members of two generator states are equal."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_same_state(one[k], other[k]) for k in one)
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape == other.shape and _same_bits(one, other)
+    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
+        return np.array_equal(one, other)
+    return type(one) is type(other) and bool(one == other)
+
+
+def _values(of: Mapping[str, _T], keys: Sequence[str]) -> Iterable[_T]:
+    """Return the values of `keys`; fast if these are all keys in the same order."""
+    return of.values() if [*of] == keys else map(of.__getitem__, keys)
+
+
+def _refill_dict(target: dict[Any, Any], items: dict[Any, Any]) -> None:
+    target.clear()
+    for key, value in items.items():
+        target[key] = value
+
+
+def _has_names(target: Any, stored: Mapping[Any, Any]) -> bool:
+    """Whether `target` is a dict with the same string keys as `stored`, in the same order."""
+    return type(target) is dict and {*map(type, target)} == {str} and [*target] == [*stored]
+
+
+def _refill_list(target: list[Any], values: Sequence[Any]) -> None:
+    target[:] = values
+
+
+def _root(array: np.ndarray[Any, Any]) -> Any:
+    while isinstance(array.base, np.ndarray):
+        array = array.base
+    return array

@@ -1,0 +1,327 @@
+"""Load plans: their interface, and those for generators, plain trees and foreign objects.
+
+Each plan has four stages: `check` finds what does not fit, `prepare` makes new objects, `apply`
+changes leaves and fails only if a tensor cannot be read, `finish` runs code that may fail.
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+from torch.optim.lr_scheduler import LRScheduler
+from typing_extensions import override
+
+from holdfast.errors import FormatError, MismatchError
+from holdfast.format.nodes import GeneratorState
+from holdfast.format.tensors import TensorSpec
+from holdfast.state import generators
+from holdfast.state.components import RNG
+from holdfast.state.planning.copying import Fetching, Stored
+from holdfast.state.planning.destinations import Destinations
+from holdfast.state.planning.livevalues import keep_live, revive
+from holdfast.state.planning.merge import Claims, Merge
+from holdfast.state.planning.settings import made_with
+from holdfast.state.planning.trial import Attributes
+from holdfast.state.selection import Problems, Wishes
+from holdfast.state.trees import Lifting, Skeleton, keys_in
+
+
+class LoadPlan(ABC):
+    """Plan for loading one component, in four stages."""
+
+    def __init__(self, component: str, live: Any, specs: Mapping[str, TensorSpec]) -> None:
+        self._component = component
+        self._live = live
+        self._specs = specs
+        self.destinations = Destinations(specs)
+
+    finish_order = 0
+    """Order of `finish`: 0 foreign code, 1 generators, 2 the global generators."""
+
+    _wanted: Any = None
+    """The nodes of the tree that will be loaded, available after `check`."""
+
+    @property
+    def needed(self) -> tuple[str, ...]:
+        """Keys of the tensors that will be read, available after `check`."""
+        return keys_in(self._wanted)
+
+    @abstractmethod
+    def check(self, skeleton: Skeleton, wishes: Wishes, problems: Problems) -> None:
+        """Record where the stored tree does not fit the live object; nothing live changes."""
+
+    @abstractmethod
+    def prepare(self, tensors: Mapping[str, Stored], claims: Claims) -> None:
+        """Make all new objects; nothing live changes."""
+
+    def apply(self) -> None:  # noqa: B027
+        """Change the leaves that need no foreign code. The default is a no-op."""
+
+    def finish(self) -> None:  # noqa: B027
+        """Run code that may fail or must come last. The default is a no-op."""
+
+
+class TreePlan(LoadPlan):
+    """A load into a plain dict or list, in place."""
+
+    _merge: Merge
+
+    def check(self, skeleton: Skeleton, wishes: Wishes, problems: Problems) -> None:
+        """Check that both sides are dicts, or both lists. Keys that differ become notes."""
+        self._wanted = skeleton.value
+        problems.notes += skeleton.notes(self._component)
+        is_dict = isinstance(self._live, dict)
+        if not isinstance(self._wanted, dict if is_dict else list):
+            stored, live = type(self._wanted).__name__, type(self._live).__name__
+            problems.other.append(f"{self._component}: stored a {stored}, live a {live}")
+        elif wishes.selection.is_partial(self._component):
+            keep_live(self._wanted, self._live, self._component, wishes.selection)
+        _compare_keys(self._component, self._wanted, self._live, problems)
+        self._wanted = revive(skeleton, self._live, self._component, problems, stored=self._wanted)
+        self.destinations.look_in(self._live)
+        self.destinations.match(self._live, self._wanted, self._component, problems)
+
+    def prepare(self, tensors: Mapping[str, Stored], claims: Claims) -> None:
+        """Plan the merge of the stored tree into the live one."""
+        layouts = self.destinations.layouts
+        self._merge = Merge(tensors, self._specs, claims, self._component, layouts)
+        self._merge.refill(self._live, self._wanted)
+
+    def apply(self) -> None:
+        """Make the planned changes to the tree."""
+        self._merge.commit()
+
+
+def _compare_keys(component: str, stored: Any, live: Any, problems: Problems) -> None:
+    """Record keys that only one of two dicts has, unless the live one is empty."""
+    if not (isinstance(stored, dict) and isinstance(live, dict) and live):
+        return
+    if removed := [key for key in live if key not in stored]:
+        problems.lost.append(f"{component}: {_named(removed)} not in the checkpoint, removed")
+    if added := [key for key in stored if key not in live]:
+        problems.notes.append(f"{component}: {_named(added)} in the checkpoint only, added")
+
+
+def _named(keys: list[Any]) -> str:
+    # Only keys that are shown are formatted: a live one may have no `repr`.
+    more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
+    return ", ".join(f"{key!r:.40}" for key in keys[:3]) + more
+
+
+_PARTS_OF_SCHEDULERS = frozenset({"lr_lambdas", "_schedulers"})
+"""What torch's schedulers that are made of functions or of other schedulers cannot load without."""
+
+
+def _num_groups(scheduler: Mapping[str, Any]) -> list[int]:
+    """Return the numbers of parameter groups of a scheduler's state and of those inside it."""
+    own = [len(rates)] if isinstance(rates := scheduler.get("base_lrs"), list) else []
+    inner = scheduler.get("_schedulers")
+    parts = inner if isinstance(inner, list) else []
+    return own + [count for part in parts if isinstance(part, dict) for count in _num_groups(part)]
+
+
+class ObjectPlan(LoadPlan):
+    """A load into an object by its own `load_state_dict`."""
+
+    _value: Any = None
+    _is_wanted = True
+
+    def check(self, skeleton: Skeleton, wishes: Wishes, problems: Problems) -> None:
+        """Check a scheduler's kind; replace excluded values and enumerations by live ones."""
+        self._wanted = skeleton.value
+        problems.notes += skeleton.notes(self._component)
+        if isinstance(self._live, GradScaler) and self._live.is_enabled() is not bool(self._wanted):
+            then = "without" if self._live.is_enabled() else "with"
+            problems.lost.append(
+                f"{self._component}: saved {then} mixed precision, so this scaler "
+                "keeps the state that it has"
+            )
+            self._wanted, self._is_wanted = {}, False
+            return
+        if isinstance(self._live, LRScheduler) and isinstance(self._wanted, dict):
+            # torch's schedulers load any dict unchecked, and fail or compute wrong rates later.
+            needed = made_with(self._live, only_required=True) | _PARTS_OF_SCHEDULERS
+            saved = needed.intersection(self._live.state_dict())
+            lacks = sorted(saved.difference(self._wanted))
+            if lacks:
+                kind = type(self._live).__name__
+                problems.other.append(
+                    f"{self._component}: saved from another kind of scheduler, which has no "
+                    f"{', '.join(lacks)} as this {kind} has"
+                )
+            stored, known = _num_groups(self._wanted), _num_groups(self._live.state_dict())
+            if stored != known:
+                problems.other.append(
+                    f"{self._component}: its optimizer had {max(stored, default=0)} parameter "
+                    f"groups when saved, and has {max(known, default=0)}. Edit the scheduler's "
+                    "lists, such as base_lrs, in edit_load"
+                )
+        is_partial = wishes.selection.is_partial(self._component)
+        # Without a group there are no DTensors; then no `state_dict` is called for them.
+        is_alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
+        if not (skeleton.has_enums or is_partial) and (is_alone or not self._specs):
+            return
+        live = self._live.state_dict()
+        if is_partial:
+            self._is_wanted = keep_live(self._wanted, live, self._component, wishes.selection)
+        self._wanted = revive(skeleton, live, self._component, problems, stored=self._wanted)
+        self.destinations.look_in(live)
+        self.destinations.match(live, self._wanted, self._component, problems)
+
+    def prepare(self, tensors: Mapping[str, Stored], claims: Claims) -> None:
+        """Make the whole state_dict; call the object's `check_state_dict`, or else try the load.
+
+        A list that `check_state_dict` returns has notes for the load.
+        """
+        placed = Fetching(self.destinations.placed(tensors))
+        self._value = Lifting(placed).lift_tree(self._wanted)
+        if not self._is_wanted:
+            return
+        check = getattr(self._live, "check_state_dict", None)
+        if callable(check):
+            notes = check(self._value)
+            for note in notes if isinstance(notes, list) else ():
+                claims.note(f"{self._component}: {note}")
+        elif not hasattr(self._live, "__iter__"):  # a source of data, which may start workers
+            self._try({key: placed[key].clone() for key in keys_in(self._wanted)})
+
+    def _try(self, tensors: Mapping[str, Tensor]) -> None:
+        """Load a copy of the stored state, and put the object's own state back.
+
+        Both by its `load_state_dict`, which writes what is deep inside of it, and by its
+        attributes: loading may add to what is there.
+        """
+        live, kind = self._live, type(self._live).__name__
+        attributes = Attributes(live) if hasattr(live, "__dict__") else None
+        try:
+            before = copy.deepcopy(live.state_dict())
+        except Exception:  # noqa: BLE001 - code of others
+            return  # what has no state yet, or none that can be copied, could not be put back
+        try:
+            live.load_state_dict(Lifting(tensors).lift_tree(self._wanted))
+        except Exception as error:
+            refused = (
+                f"{self._component}: {kind}.load_state_dict refuses the stored state "
+                f"({type(error).__name__}: {error})"
+            )
+            try:
+                live.load_state_dict(before)
+            except Exception as other:  # noqa: BLE001 - code of others
+                refused += f". It also refuses the state that it had, so it may be mixed: {other}"
+            raise MismatchError("the checkpoint", hint=refused) from error
+        else:
+            with suppress(Exception):  # many refuse the state that they have before they are filled
+                live.load_state_dict(before)
+        finally:
+            if attributes is not None:
+                attributes.put_back()
+
+    def finish(self) -> None:
+        """Call `load_state_dict`, if anything of the state is selected."""
+        if self._is_wanted:
+            self._live.load_state_dict(self._value)
+
+
+class GeneratorPlan(LoadPlan):
+    """A load into one generator."""
+
+    finish_order = 1
+    _members: Any = None
+
+    def check(self, skeleton: Skeleton, wishes: Wishes, problems: Problems) -> None:
+        """Check that kind, device type and sizes of the stored state are those of the generator."""
+        if not isinstance(skeleton.value, GeneratorState):
+            raise FormatError(f"{self._component}: not the state of a generator")
+        self._wanted = skeleton.value
+        reason = generators.misfit(self._live, self._wanted, self._specs)
+        if reason is not None:
+            problems.other.append(f"{self._component}: {reason}")
+        elif lost := generators.inexact(self._live, self._wanted):
+            problems.notes.append(f"{self._component}: {lost}")
+
+    def prepare(self, tensors: Mapping[str, Stored], claims: Claims) -> None:
+        """Validate the state by setting it on a scratch generator."""
+        self._members = Lifting(Fetching(tensors)).members(self._wanted.members)
+        try:
+            generators.write(generators.scratch(self._live), self._members)
+        except (ValueError, TypeError, RuntimeError, OverflowError) as err:
+            what = f"{self._component}: the stored generator state is not valid"
+            raise FormatError(f"{what}: {err}") from err
+
+    def finish(self) -> None:
+        """Set the state of the generator."""
+        generators.write(self._live, self._members)
+
+
+class RngPlan(LoadPlan):
+    """A load into the global generators that were stored and exist in this process."""
+
+    finish_order = 2
+
+    def __init__(self, specs: Mapping[str, TensorSpec]) -> None:
+        super().__init__(RNG, None, specs)
+        self._plans: list[GeneratorPlan] = []
+
+    def check(self, skeleton: Skeleton, wishes: Wishes, problems: Problems) -> None:
+        """Check each stored generator; note absent ones, and other versions of the libraries."""
+        stored = skeleton.value
+        if not isinstance(stored, dict):
+            raise FormatError(f"{RNG}: not the tree of the global generators")
+        globals_ = generators.global_generators(initialise=bool(stored.get("devices")))
+        live, nodes = _flat(globals_), _flat(stored)
+        for name, node in nodes.items():
+            if wishes.selection.leaves(RNG, name):
+                continue
+            if name not in live:
+                problems.notes.append(f"{RNG}.{name}: no such generator here, not restored")
+                continue
+            plan = GeneratorPlan(f"{RNG}.{name}", live[name], self._specs)
+            plan.check(Skeleton(value=node), wishes, problems)
+            self._plans.append(plan)
+        for name in live.keys() - nodes.keys():
+            if not wishes.selection.leaves(RNG, name):
+                problems.notes.append(f"{RNG}.{name}: not in the checkpoint, left as it is")
+        problems.notes += _other_versions(stored.get("versions"), globals_["versions"])
+
+    @property
+    @override
+    def needed(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(key for plan in self._plans for key in plan.needed))
+
+    def prepare(self, tensors: Mapping[str, Stored], claims: Claims) -> None:
+        """Validate every state by setting it on a scratch generator."""
+        for plan in self._plans:
+            plan.prepare(tensors, claims)
+
+    def finish(self) -> None:
+        """Set the states of all generators."""
+        for plan in self._plans:
+            plan.finish()
+
+
+def _flat(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Flatten a tree of global generators: `{"torch": …, "devices.cuda.0": …}`."""
+    flat = {name: tree[name] for name in ("python", "numpy", "torch") if name in tree}
+    devices = tree.get("devices", {})
+    for kind, states in devices.items() if isinstance(devices, dict) else ():
+        for i, state in enumerate(states if isinstance(states, list) else ()):
+            flat[f"devices.{kind}.{i}"] = state
+    return flat
+
+
+def _other_versions(stored: Any, live: Mapping[str, str]) -> list[str]:
+    if not isinstance(stored, dict):
+        return []
+    return [
+        f"{RNG}: saved under {name} {stored[name]!s:.40}, this is {live[name]}: "
+        "the same state may give other numbers"
+        for name in live
+        if name in stored and stored[name] != live[name]
+    ]

@@ -1,0 +1,222 @@
+"""Settings of schedulers that a script changes between two sessions: kept, or taken by name.
+
+The checkpoint's values are used unless they are overridden. A scheduler that takes a setting of the
+script is stepped again from its beginning, because most rates are computed from the one before.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import warnings
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from holdfast.errors import UsageError
+from holdfast.state.planning.overrides import OptimizerOptions, copied, put
+
+NO_SETTINGS = frozenset(
+    {"params", "param_names", "self", "optimizer", "last_epoch", "verbose", "schedulers"}
+)
+_STORED_AS = {"_milestones": "milestones", "max_lrs": "max_lr", "min_lrs": "min_lr"}
+"""Attributes of torch's schedulers that keep an argument of another name."""
+_COMPUTED = frozenset({"total_size", "step_ratio"})
+"""Attributes that `CyclicLR` computes from its arguments."""
+_INNER = "_schedulers"
+_BASE = "initial_lr"
+_RATES = ("lr", _BASE, "max_lr", "min_lr")
+_CYCLED = ("momentum", "betas", "base_momentum", "max_momentum")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleSetting:
+    """A setting of a scheduler, or of one inside it: `owner[key]` is its value."""
+
+    component: str
+    path: str
+    name: str
+    owner: dict[str, Any]
+    key: str
+
+    def is_named(self, names: Collection[str]) -> bool:
+        """Whether `override` names the setting, by itself, by path, or with its component."""
+        return not {self.name, self.path, self.component}.isdisjoint(names)
+
+
+def schedule_settings(state: Mapping[str, Any]) -> Iterator[ScheduleSetting]:
+    """Yield the settings of all schedulers of a state, also of inner ones."""
+    for component, value in state.items():
+        if isinstance(value, LRScheduler):
+            yield from _settings(component, component, value)
+
+
+def _settings(component: str, where: str, scheduler: LRScheduler) -> Iterator[ScheduleSetting]:
+    arguments = inspect.signature(type(scheduler).__init__).parameters.keys() - NO_SETTINGS
+    owner = vars(scheduler)
+    for key in sorted(owner):
+        name = _STORED_AS.get(key, key)
+        if name in arguments or key in _COMPUTED:
+            yield ScheduleSetting(
+                component=component, path=f"{where}.{name}", name=name, owner=owner, key=key
+            )
+    for number, inner in enumerate(owner.get(_INNER, ())):
+        yield from _settings(component, f"{where}.{number}", inner)
+
+
+def check_override(state: Mapping[str, Any], override: Collection[str]) -> None:
+    """Raise `UsageError` if no optimizer and no scheduler has what `override` names."""
+    paths = [setting.path for setting in schedule_settings(state)]
+    OptimizerOptions(state).check(override, paths)
+
+
+class ScriptSchedules:
+    """Schedulers as the script has made them, for settings that `override` names."""
+
+    def __init__(self, state: Mapping[str, Any], override: Collection[str]) -> None:
+        """Copy the schedulers that have a named setting; call it before the load."""
+        self._state, self._override = state, override
+        named = [one for one in schedule_settings(state) if one.is_named(override)]
+        self._made = {
+            name: _Copy(state[name]) for name in dict.fromkeys(one.component for one in named)
+        }
+
+    def settle(self, loaded: Collection[str]) -> list[str]:
+        """Set, after a load, what is overridden; returns notes."""
+        notes: list[str] = []
+        for name, made in self._made.items():
+            if name in loaded:
+                notes += self._settle_one(name, self._state[name], made)
+        return notes
+
+    def _settle_one(self, name: str, live: LRScheduler, made: _Copy) -> list[str]:
+        pairs = [*zip(_settings(name, name, live), made.settings(name), strict=True)]
+        taken = [
+            (now, script)
+            for now, script in pairs
+            if now.is_named(self._override) and now.owner[now.key] != script.owner[script.key]
+        ]
+        notes = [
+            f"{now.path}: the script's {script.owner[script.key]!r} replaces the checkpoint's "
+            f"{now.owner[now.key]!r}"
+            for now, script in taken
+        ]
+        if isinstance(live, ReduceLROnPlateau):  # its rates follow from metrics, not from steps
+            for now, script in taken:
+                now.owner[now.key] = script.owner[script.key]
+        elif taken:
+            self._expect_alone(name, live)
+            for now, script in pairs:
+                if not now.is_named(self._override):
+                    script.owner[script.key] = copy.copy(now.owner[now.key])
+            made.replay(name, live)
+        return notes
+
+    def _expect_alone(self, name: str, live: LRScheduler) -> None:
+        """Raise `UsageError` if another scheduler sets the rates of the same groups."""
+        own = {id(group) for group in live.optimizer.param_groups}
+        others = [
+            other
+            for other, value in self._state.items()
+            if isinstance(value, LRScheduler)
+            and value is not live
+            and own.intersection(map(id, value.optimizer.param_groups))
+        ]
+        if others:
+            raise UsageError(
+                f"override: {name} shares its groups of parameters with {', '.join(others)}, so "
+                "their rates cannot be computed again. Load the run with without="
+                f"{[name, *others]!r} and set the schedules by hand"
+            )
+
+
+class _Copy:
+    """Copy of a scheduler that was just made, with groups of its own, to be stepped again."""
+
+    def __init__(self, live: LRScheduler) -> None:
+        self._groups = [
+            {key: copied(value) for key, value in group.items() if key in (*_RATES, *_CYCLED)}
+            for group in live.optimizer.param_groups
+        ]
+        self._optimizer = SimpleNamespace(param_groups=self._groups, step=lambda: None)
+        self._scheduler = self._copy(live)
+        self._begun_at = _steps(live)
+
+    def _copy(self, live: LRScheduler) -> LRScheduler:
+        made = copy.copy(live)
+        for key, value in vars(live).items():
+            if key == "optimizer":
+                made.optimizer = self._optimizer  # type: ignore[assignment]
+            elif key == _INNER:
+                vars(made)[key] = [self._copy(inner) for inner in value]
+            elif isinstance(value, list | dict):
+                vars(made)[key] = copy.copy(value)
+        return made
+
+    def settings(self, name: str) -> Iterator[ScheduleSetting]:
+        """Yield the settings of the copy, in the order of those of the live scheduler."""
+        return _settings(name, name, self._scheduler)
+
+    def replay(self, name: str, live: LRScheduler) -> None:
+        """Step the copy as often as the live scheduler was stepped, and take its state over."""
+        num_steps = _steps(live)
+        if self._begun_at:
+            raise UsageError(
+                f"override: {name} was stepped before the load; make a new one and load right after"
+            )
+        self._scale(live)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the order of calls, which was right when it ran
+            try:
+                for _ in range(num_steps):
+                    self._scheduler.step()
+            except ValueError as error:
+                raise UsageError(
+                    f"override: {name}: the script's schedule ends before the {num_steps} steps "
+                    f"that the run has made: {error}"
+                ) from error
+        _take_over(live, self._scheduler)
+        for group, own in zip(live.optimizer.param_groups, self._groups, strict=True):
+            for key, value in own.items():
+                if key in _RATES or "max_momentum" in own:
+                    put(group, key, value)
+
+    def _scale(self, live: LRScheduler) -> None:
+        """Begin at the base rates of the live groups, which `override` may have set as well."""
+        factors = []
+        for group, own in zip(live.optimizer.param_groups, self._groups, strict=True):
+            old = float(own.get(_BASE, 0.0))
+            factors.append(float(group.get(_BASE, old)) / old if old else 1.0)
+        for factor, own in zip(factors, self._groups, strict=True):
+            for key in _RATES:
+                if key in own and factor != 1.0:
+                    own[key] *= factor
+        self._scale_bases(self._scheduler, factors)
+
+    def _scale_bases(self, scheduler: LRScheduler, factors: list[float]) -> None:
+        for inner in getattr(scheduler, _INNER, ()):
+            self._scale_bases(inner, factors)
+        if hasattr(scheduler, "base_lrs"):
+            scheduler.base_lrs = [
+                base if factor == 1.0 else base * factor
+                for base, factor in zip(scheduler.base_lrs, factors, strict=True)
+            ]
+
+
+def _steps(scheduler: LRScheduler) -> int:
+    inner = getattr(scheduler, _INNER, None)
+    return (
+        int(scheduler.last_epoch)
+        if not inner or hasattr(scheduler, "last_epoch")
+        else _steps(inner[0])
+    )
+
+
+def _take_over(live: LRScheduler, made: LRScheduler) -> None:
+    for inner, own in zip(getattr(live, _INNER, ()), getattr(made, _INNER, ()), strict=True):
+        _take_over(inner, own)
+    state = {key: value for key, value in vars(made).items() if key not in ("optimizer", _INNER)}
+    vars(live).update(state)

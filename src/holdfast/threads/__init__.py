@@ -1,0 +1,1 @@
+"""Worker threads, their buffers and their progress bars."""

@@ -1,0 +1,182 @@
+"""Finder of a learning rate: it trains some steps, and undoes all of it."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from holdfast.data.randomness import preserved
+from holdfast.errors import UsageError
+from holdfast.train.argument_checks import check_range
+from holdfast.train.parallel.strategies import local
+from holdfast.train.step.device_metrics import RankMeans
+from holdfast.train.step.step import Update
+from holdfast.train.step.undo import Boundary, small
+
+_DIVERGED = 4.0
+"""A loss of so many times the best one ends the search, as in fast.ai's finder."""
+_BETA = 0.98
+"""Smoothing of losses, as there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearningRateCurve:
+    """Losses by learning rate, as `find_learning_rate` saw them."""
+
+    rates: tuple[float, ...]
+    losses: tuple[float, ...]
+    """Loss of the step with each rate, smoothed."""
+    suggestion: float | None
+    """The rate at which the loss falls most steeply; None: it never fell."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """Parts of a Trainer for steps on trial: without callbacks, schedulers and saves."""
+
+    update: Update
+    state: Mapping[str, Any]
+    data: Any
+    accumulate: int
+
+    @contextmanager
+    def undone(self) -> Iterator[Update]:
+        """Train in the block by the update that is given, and restore the whole state after it."""
+        kept = _Kept(self.state, self.data)
+        modules = [module for module in self.state.values() if isinstance(module, nn.Module)]
+        modes = [(inner, inner.training) for module in modules for inner in module.modules()]
+        self.update.model.train()
+        try:
+            yield replace(self.update, means=RankMeans(self.update.parallel.group))
+        finally:
+            kept.put_back()
+            for module, is_training in modes:
+                module.training = is_training
+
+    def windows(self, data: Any) -> Iterator[list[Any]]:
+        """Iterate over the batches of steps, from one epoch to the next."""
+        while True:
+            is_empty = True
+            with preserved():
+                rest = iter(data)
+            while window := list(islice(rest, self.accumulate)):
+                is_empty = False
+                yield window
+            if is_empty:
+                raise UsageError("data gave no batch in a whole epoch")
+
+
+def find_learning_rate(
+    trial: Trial, *, lowest: float, highest: float, steps: int
+) -> LearningRateCurve:
+    """Train `steps` steps with rates that grow from `lowest` to `highest`; undone afterwards."""
+    check_range("steps", steps, 3, 2**31)
+    if not 0 < lowest < highest < math.inf:
+        raise UsageError(f"lowest={lowest!r}, highest={highest!r}: must be above 0 and grow")
+    if trial.data is None:
+        raise UsageError("find_learning_rate: the Trainer was made without data")
+    rates, losses, smooth, best = [], [], 0.0, math.inf
+    with trial.undone() as update:
+        if isinstance(update.optimizer, Mapping):
+            raise UsageError("find_learning_rate: it is for one optimizer")
+        groups = update.optimizer.param_groups
+        first = float(groups[0]["lr"])
+        shares = [float(group["lr"]) / first if first else 1.0 for group in groups]
+        for at, window in zip(range(steps), trial.windows(trial.data), strict=False):
+            rate = lowest * (highest / lowest) ** (at / (steps - 1))
+            for group, share in zip(groups, shares, strict=True):
+                _set_rate(group, rate * share)
+            smooth = _BETA * smooth + (1 - _BETA) * float(update(window)["loss"])
+            loss = smooth / (1 - _BETA ** (at + 1))
+            if not math.isfinite(loss):
+                break
+            rates.append(rate)
+            losses.append(loss)
+            best = min(best, loss)
+            if at >= steps // 5 and loss > _DIVERGED * best > 0:
+                break
+    return LearningRateCurve(
+        rates=tuple(rates), losses=tuple(losses), suggestion=_steepest(rates, losses)
+    )
+
+
+def _set_rate(group: dict[str, Any], rate: float) -> None:
+    if isinstance(group["lr"], Tensor):
+        group["lr"].fill_(rate)
+    else:
+        group["lr"] = rate
+
+
+def _steepest(rates: list[float], losses: list[float]) -> float | None:
+    """Return the rate at which the loss falls most for a step on a logarithmic axis."""
+    slopes = [
+        (after - before, rate)
+        for before, rate, after in zip(losses, rates[1:], losses[2:], strict=False)
+    ]
+    falling = [item for item in slopes if item[0] < 0]
+    return min(falling)[1] if falling else None
+
+
+class _Kept:
+    """Copy of a whole state that can be put back bit for bit: also of weights and optimizers."""
+
+    @torch.no_grad()
+    def __init__(self, state: Mapping[str, Any], data: Any) -> None:
+        modules = [value for value in state.values() if isinstance(value, nn.Module)]
+        self._rest = Boundary(data=data, components=_others(state), modules=modules)
+        self._weights = [
+            (item, local(item.detach()).clone())
+            for module in modules
+            for item in module.parameters()
+        ]
+        self._optimizers = [
+            (
+                value,
+                {key: _copied(slots) for key, slots in value.state.items()},
+                [
+                    {name: _copied(option) for name, option in group.items() if name != "params"}
+                    for group in value.param_groups
+                ],
+            )
+            for value in state.values()
+            if isinstance(value, Optimizer)
+        ]
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Restore the state."""
+        for item, kept in self._weights:
+            local(item.detach()).copy_(kept)
+            item.grad = None
+        for optimizer, slots, groups in self._optimizers:
+            optimizer.state.clear()
+            optimizer.state.update(slots)
+            for group, options in zip(optimizer.param_groups, groups, strict=True):
+                for name, option in options.items():
+                    if isinstance(option, Tensor):
+                        group[name].copy_(option)
+                    else:
+                        group[name] = option
+        self._rest.put_back()
+
+
+def _others(state: Mapping[str, Any]) -> dict[str, Any]:
+    # Counters and callbacks are not touched by steps on trial; to load them would be a trace.
+    return {
+        name: value for name, value in small(state).items() if name in ("scaler", "micro_batch")
+    }
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return copy.deepcopy(value)

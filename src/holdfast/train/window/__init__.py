@@ -1,1 +1,0 @@
-"""A training step: batches, loss, gradients, update, metrics, and its undo."""
